@@ -1,0 +1,10 @@
+"""lockstep: data-parallel training for PyTorch whose replicas stay in lockstep, or say at once why they cannot."""
+
+from lockstep import errors as errors
+from lockstep import local as local
+from lockstep.local.data_parallel import DataParallel as DataParallel
+from lockstep.local.data_parallel import data_parallel as data_parallel
+from lockstep.phases import Event as Event
+from lockstep.phases import Statistics as Statistics
+
+__version__ = "0.1.0"

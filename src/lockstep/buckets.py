@@ -1,0 +1,173 @@
+"""PURE: which tensors travel together. No tensor is copied, and nothing is sent, by anything in this file.
+
+A plan puts tensors of one dtype and one device, in the order given, into flat buckets of at most ``cap_bytes``; a
+tensor larger than that travels alone. Inside a bucket each tensor keeps the strides it has (channels-last stays so)
+and starts at a multiple of :data:`ALIGNMENT` bytes. A plan has a fingerprint, so that two sides can tell that they
+mean the same, and goes to JSON and back.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from math import prod
+
+import torch
+
+from lockstep.errors import LayoutError
+
+ALIGNMENT = 64
+DEFAULT_CAP_BYTES = 10 * 1024 * 1024
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """What a plan has to know of one tensor."""
+
+    name: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, name: str = "") -> "TensorSpec":
+        """The spec of a strided tensor; one with gaps or overlaps is laid out contiguously instead."""
+        shape = tuple(tensor.shape)
+        return cls(name, shape, dense_stride(shape, tensor.stride()), tensor.dtype, tensor.device)
+
+    @cached_property
+    def numel(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Number of bytes."""
+        return self.numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where a tensor lies in its bucket: its place in the plan's list, and its offset in elements."""
+
+    index: int
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Tensors that travel as one flat tensor of ``numel`` elements."""
+
+    dtype: torch.dtype
+    device: torch.device
+    numel: int
+    slots: tuple[Slot, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the flat tensor, padding included."""
+        return self.numel * self.dtype.itemsize
+
+    def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """The tensors inside ``flat``, a 1-D tensor of ``numel`` elements, in the order of the slots."""
+        start = flat.storage_offset()
+        return [flat.as_strided(slot.shape, slot.stride, start + slot.offset) for slot in self.slots]
+
+    def take(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Those of the plan's tensors that lie in this bucket."""
+        return [tensors[slot.index] for slot in self.slots]
+
+
+@dataclass(frozen=True)
+class BucketPlan:
+    """The specs of all tensors, and the buckets they go to."""
+
+    specs: tuple[TensorSpec, ...]
+    buckets: tuple[Bucket, ...]
+
+    def fingerprint(self) -> str:
+        """A hexadecimal digest that is equal exactly when names, layouts, dtypes and buckets are (devices aside)."""
+        return hashlib.sha256(json.dumps(self._described(), sort_keys=True).encode()).hexdigest()
+
+    def to_json(self) -> str:
+        """The plan as text that :meth:`from_json` reads."""
+        devices = [str(spec.device) for spec in self.specs]
+        return json.dumps({**self._described(), "devices": devices}, sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str) -> "BucketPlan":
+        """The plan that :meth:`to_json` wrote."""
+        data = json.loads(text)
+        specs = tuple(
+            TensorSpec(name, tuple(shape), tuple(stride), _dtype(dtype), torch.device(device))
+            for (name, shape, stride, dtype), device in zip(data["tensors"], data["devices"], strict=True)
+        )
+        return cls(specs, tuple(_bucket(specs, indices) for indices in data["buckets"]))
+
+    def _described(self) -> dict[str, object]:
+        tensors = [[s.name, s.shape, s.stride, str(s.dtype)] for s in self.specs]
+        return {"tensors": tensors, "buckets": [[slot.index for slot in b.slots] for b in self.buckets]}
+
+
+def plan_buckets(specs: Iterable[TensorSpec], cap_bytes: int = DEFAULT_CAP_BYTES) -> BucketPlan:
+    """Put tensors into buckets of at most ``cap_bytes`` bytes, in the order given; buckets in the order of their first.
+
+    Raises :class:`LayoutError` if ``cap_bytes`` is not positive.
+    """
+    if cap_bytes <= 0:
+        raise LayoutError(f"expected a bucket size of at least one byte, got {cap_bytes}")
+    listed = tuple(specs)
+    groups: list[list[int]] = []
+    open_groups: dict[tuple[torch.dtype, torch.device], tuple[list[int], int]] = {}
+    for index, spec in enumerate(listed):
+        size = _padded(spec) * spec.dtype.itemsize
+        group, used = open_groups.get((spec.dtype, spec.device), ([], 0))
+        if not group or used + size > cap_bytes:
+            group, used = [], 0
+            groups.append(group)
+        group.append(index)
+        open_groups[spec.dtype, spec.device] = (group, used + size)
+    return BucketPlan(listed, tuple(_bucket(listed, group) for group in groups))
+
+
+def _bucket(specs: Sequence[TensorSpec], indices: Sequence[int]) -> Bucket:
+    members = [specs[i] for i in indices]
+    offsets = list(accumulate((_padded(spec) for spec in members), initial=0))
+    slots = tuple(
+        Slot(index, offset, spec.shape, spec.stride)
+        for index, spec, offset in zip(indices, members, offsets, strict=False)
+    )
+    return Bucket(members[0].dtype, members[0].device, offsets[-1], slots)
+
+
+def _padded(spec: TensorSpec) -> int:
+    step = max(1, ALIGNMENT // spec.dtype.itemsize)
+    return -(-spec.numel // step) * step
+
+
+def _dtype(text: str) -> torch.dtype:
+    dtype = getattr(torch, text.removeprefix("torch."), None)
+    if not isinstance(dtype, torch.dtype):
+        raise LayoutError(f"expected the name of a dtype such as torch.float32, got {text!r}")
+    return dtype
+
+
+def dense_stride(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
+    """``stride`` if it lays ``shape`` out without gaps or overlaps, else that of a contiguous tensor."""
+    expected = 1
+    for step, size in sorted((st, sz) for st, sz in zip(stride, shape, strict=True) if sz != 1):
+        if step != expected:
+            return contiguous_stride(shape)
+        expected *= size
+    return tuple(stride)
+
+
+def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides, in elements, of a contiguous tensor."""
+    steps = accumulate(reversed(shape[1:]), lambda a, b: a * max(b, 1), initial=1)
+    return tuple(reversed(list(steps))) if shape else ()

@@ -1,0 +1,72 @@
+"""The caller's context, carried over to a worker thread.
+
+PyTorch keeps in thread-local state what a ``with`` block of the caller means: grad mode, inference mode, autocast, the
+default device, saved-tensor hooks, current streams. A worker that did not have them would silently compute something
+else than the caller's thread would. (The default dtype is the process's, not the thread's: nothing to carry.)
+"""
+
+import contextvars
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lockstep.devices import accelerator
+
+
+@dataclass(frozen=True, slots=True)
+class CallerContext:
+    """What :meth:`capture` found in the calling thread, to be entered in others."""
+
+    grad: bool
+    inference: bool
+    autocast: tuple[tuple[str, torch.dtype], ...]
+    autocast_cache: bool
+    default_device: torch.device
+    saved_tensor_hooks: tuple[Any, Any] | None
+    streams: tuple[torch.Stream, ...]
+    variables: contextvars.Context
+
+    @classmethod
+    def capture(cls, devices: Sequence[torch.device]) -> "CallerContext":
+        """The context of the calling thread, with the current stream of each of ``devices``."""
+        found = accelerator()
+        types = ("cpu",) if found is None else ("cpu", found.type)
+        return cls(
+            grad=torch.is_grad_enabled(),
+            inference=torch.is_inference_mode_enabled(),
+            autocast=tuple((t, torch.get_autocast_dtype(t)) for t in types if torch.is_autocast_enabled(t)),
+            autocast_cache=torch.is_autocast_cache_enabled(),
+            default_device=torch.get_default_device(),
+            saved_tensor_hooks=torch._C._autograd._top_saved_tensors_default_hooks(True),
+            streams=tuple(torch.accelerator.current_stream(d) for d in dict.fromkeys(devices) if d.type != "cpu"),
+            variables=contextvars.copy_context(),
+        )
+
+    @contextmanager
+    def entered(self, device: torch.device) -> Iterator[None]:
+        """Make this thread as the caller's was, with ``device`` current.
+
+        A thread that runs one replica after another belongs to the library, so what has no ``with`` form is simply set.
+        """
+        torch.set_grad_enabled(self.grad)
+        torch.set_autocast_cache_enabled(self.autocast_cache)
+        for stream in self.streams:
+            torch.accelerator.set_stream(stream)
+        if device.index is not None:
+            torch.accelerator.set_device_index(device.index)
+        with ExitStack() as stack:
+            if self.inference:
+                stack.enter_context(torch.inference_mode())
+            for device_type, dtype in self.autocast:
+                stack.enter_context(torch.autocast(device_type, dtype, cache_enabled=self.autocast_cache))
+            if self.default_device.type != "cpu":
+                # tensors that forward makes land on the replica's own device, as on one device they land on the only
+                # one
+                same = self.default_device.type == device.type
+                stack.enter_context(device if same else self.default_device)
+            if self.saved_tensor_hooks is not None:
+                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*self.saved_tensor_hooks))
+            yield

@@ -1,0 +1,154 @@
+"""Device lists: what they may hold, how balanced they are, their side streams, and whether copies between them
+arrive."""
+
+import threading
+import warnings
+from collections.abc import Sequence
+from functools import cache
+
+import torch
+
+from lockstep.errors import DeviceError, LengthError
+
+DeviceLike = int | str | torch.device
+CPU = torch.device("cpu")
+
+
+def accelerator() -> torch.device | None:
+    """The type of accelerator that this process can use, or None."""
+    return torch.accelerator.current_accelerator(check_available=True)
+
+
+def resolve_device(device: DeviceLike) -> torch.device:
+    """The one device meant by an index of the current accelerator type, a string or a ``torch.device``.
+
+    ``"cuda"`` without an index means the current CUDA device. Raises :class:`DeviceError` for a device that does not
+    exist, naming it and the devices there are.
+    """
+    if isinstance(device, bool) or not isinstance(device, int | str | torch.device):
+        raise DeviceError(
+            f"expected a device as int, str or torch.device, got {device!r} of type {type(device).__name__}"
+        )
+    if isinstance(device, int):
+        return _accelerator_at(device)
+    try:
+        named = torch.device(device)
+    except RuntimeError as error:
+        raise DeviceError(f"expected a device such as 'cpu' or 'cuda:0', got {device!r}: {error}") from error
+    if named.type == "cpu":
+        return CPU
+    found = accelerator()
+    if found is None or named.type != found.type:
+        raise DeviceError(f"device {named} is not available; {_available()}")
+    return _accelerator_at(torch.accelerator.current_device_index() if named.index is None else named.index)
+
+
+def _accelerator_at(index: int) -> torch.device:
+    found = accelerator()
+    if found is None or not 0 <= index < torch.accelerator.device_count():
+        raise DeviceError(f"there is no accelerator with index {index}; {_available()}")
+    return torch.device(found.type, index)
+
+
+def _available() -> str:
+    found = accelerator()
+    if found is None:
+        return "this process has no accelerator: use 'cpu', as often as replicas are wanted"
+    count = torch.accelerator.device_count()
+    return f"this process has 'cpu' and {found.type}:0 to {found.type}:{count - 1}"
+
+
+def resolve_devices(devices: Sequence[DeviceLike]) -> list[torch.device]:
+    """:func:`resolve_device` of each; an empty list or a lone device is an error that says so."""
+    if isinstance(devices, int | str | torch.device):
+        raise DeviceError(f"expected a list of devices, got {devices!r}; write [{devices!r}]")
+    resolved = [resolve_device(device) for device in devices]
+    if not resolved:
+        raise LengthError("expected at least one device, got an empty device list")
+    return resolved
+
+
+def resolve_destination(destination: DeviceLike | None, tensors: Sequence[torch.Tensor] = ()) -> torch.device:
+    """The device that a result goes to: ``-1`` is the CPU, None the current device of the tensors' type."""
+    if destination is None:
+        on_cpu = accelerator() is None or (bool(tensors) and all(t.device.type == "cpu" for t in tensors))
+        return CPU if on_cpu else _accelerator_at(torch.accelerator.current_device_index())
+    if isinstance(destination, int) and destination == -1:
+        warnings.warn(
+            "Using -1 to represent CPU tensor is deprecated. Please use a device object or string instead, "
+            'e.g., "cpu".',
+            FutureWarning,
+            stacklevel=3,
+        )
+        return CPU
+    return resolve_device(destination)
+
+
+def all_accelerators() -> list[torch.device]:
+    """Every accelerator of this process, in the order of their indices; empty on a machine that has none."""
+    found = accelerator()
+    return [] if found is None else [torch.device(found.type, i) for i in range(torch.accelerator.device_count())]
+
+
+def device_label(device: torch.device) -> str:
+    """How messages name a device: the index of an accelerator, as PyTorch's own messages do, or ``cpu``."""
+    return device.type if device.index is None else str(device.index)
+
+
+def warn_if_unbalanced(devices: Sequence[torch.device], tolerance: float = 0.25) -> None:
+    """Warn once, by name, if devices differ by more than ``tolerance`` in memory or in processors."""
+    for attribute, noun in (("total_memory", "memory"), ("multi_processor_count", "processors")):
+        values = {device: _property(device, attribute) for device in dict.fromkeys(devices)}
+        known = {device: value for device, value in values.items() if value}
+        if not known or min(known.values()) >= (1 - tolerance) * max(known.values()):
+            continue
+        least, most = min(known, key=known.__getitem__), max(known, key=known.__getitem__)
+        warnings.warn(
+            f"There is an imbalance between your devices: {least} has {known[least]} and {most} has {known[most]} "
+            f"({noun}). The slower one sets the pace of every step. Leave it out of device_ids, or give it fewer "
+            "rows with split=[...].",
+            stacklevel=3,
+        )
+        return
+
+
+def _property(device: torch.device, attribute: str) -> int:
+    if device.type == "cpu":
+        return 0
+    get_properties = getattr(torch.get_device_module(device), "get_device_properties", None)
+    return 0 if get_properties is None else int(getattr(get_properties(device.index), attribute, 0) or 0)
+
+
+_side_streams: dict[torch.device, torch.Stream] = {}
+_side_streams_lock = threading.Lock()
+
+
+def side_stream(device: torch.device) -> torch.Stream | None:
+    """The stream on which copies from the host to this device run; None for the CPU, which has no streams."""
+    if device.type == "cpu":
+        return None
+    with _side_streams_lock:
+        if device not in _side_streams:
+            _side_streams[device] = torch.Stream(device=device)
+        return _side_streams[device]
+
+
+@cache
+def direct_copy_works(source: torch.device, target: torch.device) -> bool:
+    """Whether a direct copy between two accelerators delivers what was sent, tried once for each pair.
+
+    On some machines peer-to-peer copies silently deliver something else (pytorch/pytorch#52142); a pair that fails is
+    served through the host, and a warning names it.
+    """
+    if "cpu" in (source.type, target.type) or source == target:
+        return True
+    sent = torch.arange(1, 1 << 14, dtype=torch.int32)
+    arrived = sent.to(source).to(target, non_blocking=True).to(CPU)
+    if torch.equal(arrived, sent):
+        return True
+    warnings.warn(
+        f"a direct copy from {source} to {target} did not deliver what was sent; copies between the two go through "
+        "the host, which is slower. Look at the machine's peer-to-peer settings (for NVIDIA: IOMMU, ACS, drivers).",
+        stacklevel=2,
+    )
+    return False

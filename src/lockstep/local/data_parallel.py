@@ -1,0 +1,349 @@
+"""DataParallel: one process, one model, many devices.
+
+A batch goes through four phases, each a method that a subclass may override:
+
+    scatter         rows of the inputs -> one share for each device
+    replicate       the network -> replicas that are up to date (the first is the network itself)
+    parallel_apply  each replica on its share, on a thread of its own
+    gather          the replicas' outputs -> one output
+
+:meth:`DataParallel.step` leaves the last one out: loss and backward run in the replicas as well.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch.nn import Module
+
+from lockstep.devices import (
+    DeviceLike,
+    all_accelerators,
+    resolve_destination,
+    resolve_devices,
+    warn_if_unbalanced,
+)
+from lockstep.errors import LayoutError, LengthError
+from lockstep.local import scatter_gather, workers
+from lockstep.local.comm import copy_to
+from lockstep.local.exchange import current_replica
+from lockstep.local.replicas import ReplicaSet, cached, replicate, require_on
+from lockstep.phases import Event, Phases, Statistics
+
+T = TypeVar("T", bound=Module)
+
+
+class DataParallel(Module, Generic[T]):
+    """Run a module on several devices at once, each on its rows of the batch.
+
+    Args:
+        module: its parameters and buffers must be on the first device.
+        device_ids: the devices, each an index of the current accelerator type, a string or a ``torch.device``; a device
+            may stand there more than once (``["cpu", "cpu"]`` trains on two threads). None takes all accelerators; on a
+            machine that has none, the module then runs as it is.
+        output_device: where outputs are gathered; any device, ``-1`` or ``"cpu"``. None takes the first device.
+        dim: the dimension along which inputs are split and outputs put together.
+        split: weights, one for each device, for devices that differ in speed; ``[2, 1]`` gives the first two thirds
+        of the
+            rows. None splits evenly: sizes differ by at most one.
+        gather_outputs: False leaves the outputs where they are; forward then returns a list, one entry for each
+        replica.
+
+    After ``backward`` the module's parameters have the gradients of the whole batch, as on one device. Replicas are
+    built once; what is set on the module is seen by all of them at the next use. The first replica is the module
+    itself, so state that its forward sets stays. Attributes that the wrapper does not have are the module's;
+    ``state_dict`` has the keys of ``torch.nn.DataParallel``'s, and ``load_state_dict`` also takes those of the plain
+    module.
+
+    Communicates, for each forward, one copy of each input and output and one of each 10 MiB bucket of parameters a
+    device other than the first, and the gradients of each bucket back. Raises
+    :class:`~lockstep.errors.DeviceError` for a parameter or buffer that is not on the first device, by name. Stands for
+    ``torch.nn.DataParallel``.
+
+    >>> import torch
+    >>> parallel = DataParallel(torch.nn.Linear(3, 2), device_ids=["cpu", "cpu"])
+    >>> parallel(torch.ones(5, 3)).shape
+    torch.Size([5, 2])
+    """
+
+    def __init__(
+        self,
+        module: T,
+        device_ids: Sequence[DeviceLike] | None = None,
+        output_device: DeviceLike | None = None,
+        dim: int = 0,
+        *,
+        split: Sequence[float] | None = None,
+        gather_outputs: bool = True,
+    ) -> None:
+        super().__init__()
+        self.module = module
+        self.dim, self.gather_outputs = dim, gather_outputs
+        self._devices = all_accelerators() if device_ids is None else resolve_devices(device_ids)
+        self.device_ids = [_public(device) for device in self._devices]
+        self.split = None if split is None else list(split)
+        scatter_gather.split_sizes(0, max(1, len(self._devices)), self.split)
+        self._start()
+        if not self._devices:
+            return
+        self.src_device_obj = self._devices[0]
+        self.output_device = _public(
+            self.src_device_obj if output_device is None else resolve_destination(output_device)
+        )
+        warn_if_unbalanced(self._devices)
+        if len(self._devices) == 1:
+            module.to(self.src_device_obj)
+
+    def _start(self) -> None:
+        self._phases = Phases()
+        self._replicas: ReplicaSet | None = None
+
+    # Forward #
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """The module's output for the whole batch; a list of the replicas' outputs with ``gather_outputs=False``."""
+        if not self._devices:
+            return self.module(*inputs, **kwargs)
+        with self._phases.phase("DataParallel.forward"):
+            if len(self._devices) == 1:
+                require_on(self.module, self.src_device_obj)
+            with self._phases.phase("scatter"):
+                shares, keywords = self.scatter(inputs, kwargs, self.device_ids)
+            if not inputs and not kwargs:
+                shares, keywords = shares[:1] or ((),), keywords[:1] or ({},)
+            if len(self._devices) == 1:
+                output = self.module(*shares[0], **keywords[0])
+                return output if self.gather_outputs else [output]
+            replicas = self.replicate(self.module, self.device_ids[: len(shares)])
+            try:
+                outputs = self.parallel_apply(replicas, shares, keywords)
+            finally:
+                self._absorb()
+            if not self.gather_outputs:
+                return outputs
+            with self._phases.phase("gather"):
+                return self.gather(outputs, self.output_device)
+
+    def replicate(self, module: T, device_ids: Sequence[DeviceLike]) -> list[Any]:
+        """Replicas of ``module`` for ``device_ids``; those of the own module are kept."""
+        devices = resolve_devices(device_ids)
+        if module is self.module and devices == self._devices[: len(devices)]:
+            return self._own_replicas().refresh()[: len(devices)]
+        return replicate(module, devices, not torch.is_grad_enabled())
+
+    def scatter(
+        self, inputs: tuple[Any, ...], kwargs: Mapping[str, Any] | None, device_ids: Sequence[DeviceLike]
+    ) -> tuple[Sequence[Any], Sequence[Any]]:
+        """Positional and keyword arguments for each replica that is used."""
+        return scatter_gather.scatter_kwargs(inputs, kwargs, device_ids, self.dim, split=self.split)
+
+    def parallel_apply(
+        self,
+        replicas: Sequence[Callable[..., Any]],
+        inputs: Sequence[Any],
+        kwargs: Sequence[Mapping[str, Any]],
+    ) -> list[Any]:
+        """Each replica's output for its share."""
+        timed = [partial(self._forward, index, replica) for index, replica in enumerate(replicas)]
+        return workers.parallel_apply(timed, inputs, kwargs, self.device_ids[: len(replicas)])
+
+    def gather(self, outputs: Sequence[Any], output_device: DeviceLike) -> Any:
+        """One output out of the replicas'."""
+        return scatter_gather.gather(outputs, output_device, self.dim)
+
+    def _forward(self, index: int, replica: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with self._phases.phase("forward", replica=index):
+            return replica(*args, **kwargs)
+
+    def _own_replicas(self) -> ReplicaSet:
+        if self._replicas is None or self._replicas.network is not self.module:
+            self._replicas = ReplicaSet(self.module, self._devices, network_first=True, phases=self._phases)
+        return self._replicas
+
+    def _absorb(self) -> None:
+        if self._replicas is not None:
+            self._replicas.absorb()
+
+    # Training step #
+
+    def step(self, loss_fn: Callable[..., torch.Tensor], *batch: Any) -> torch.Tensor:
+        """Forward, loss and backward in each replica; gradients of the mean loss are left on the module.
+
+        Args:
+            loss_fn: ``loss_fn(output, target)``, a mean over its rows; a module may have parameters and buffers of
+            its own. batch: the module's inputs, and last the target. With one entry, ``loss_fn(output)`` is called.
+
+        Returns the mean loss over all rows, detached, without dimensions, on the output device. Gradients are added to
+        ``.grad``, as ``backward`` does, and equal those of ``loss_fn(module(*inputs), target).backward()`` on one
+        device. No output is gathered, so the first device holds no more than the others. On CPU replicas, backward runs
+        on their threads, side by side. Communicates as forward does, but nothing of the outputs.
+
+        >>> import torch
+        >>> parallel = DataParallel(torch.nn.Linear(3, 2), device_ids=["cpu", "cpu"])
+        >>> loss = parallel.step(torch.nn.functional.mse_loss, torch.ones(5, 3), torch.zeros(5, 2))
+        >>> parallel.module.weight.grad.shape
+        torch.Size([2, 3])
+        """
+        if not batch:
+            raise LengthError("step expects the batch: step(loss_fn, *inputs, target)")
+        with self._phases.phase("DataParallel.step"):
+            return self._step(loss_fn, batch)
+
+    def _step(self, loss_fn: Callable[..., torch.Tensor], batch: tuple[Any, ...]) -> torch.Tensor:
+        devices = self._devices or [_device_of(self.module)]
+        with self._phases.phase("scatter"):
+            shares, sizes = scatter_gather.scatter_arguments(batch, None, devices, self.dim, self.split)
+        weights = [1 / len(shares)] * len(shares) if sizes is None else [s / max(1, sum(sizes)) for s in sizes]
+        used = devices[: len(shares)]
+        networks = [self._own_replicas() if self._devices else ReplicaSet(self.module, devices, network_first=True)]
+        if isinstance(loss_fn, Module):
+            make = partial(ReplicaSet, loss_fn, devices, network_first=True, phases=self._phases)
+            networks.append(cached(loss_fn, ("step", *devices), make))
+        apart = all(device.type == "cpu" for device in devices) and not any(map(has_hooks, networks))
+        replicas = [network.refresh(leaves=apart) for network in networks]
+        losses = [loss_fn] * len(shares) if len(replicas) == 1 else replicas[1]
+        calls = [
+            partial(self._replica_step, index, replicas[0][index], losses[index], args, weight if apart else None)
+            for index, ((args, _), weight) in enumerate(zip(shares, weights, strict=True))
+        ]
+        try:
+            results = workers.run(calls, used)
+        finally:
+            for network in networks:
+                network.absorb()
+        if apart:
+            with self._phases.phase("reduce"):
+                for network in networks:
+                    network.collect_gradients()
+        if any(backward_is_due for _, backward_is_due in results):
+            with self._phases.phase("backward"):
+                _backward([loss for loss, _ in results], weights)
+        return self._mean([loss.detach() for loss, _ in results], weights)
+
+    def _replica_step(
+        self,
+        index: int,
+        replica: Module,
+        loss_fn: Callable[..., torch.Tensor],
+        args: tuple[Any, ...],
+        weight: float | None,
+    ) -> tuple[torch.Tensor, bool]:
+        """One replica's loss, and whether its backward is still to be run: by the caller, for all replicas in one
+        go."""
+        inputs, target = (args[:-1], args[-1:]) if len(args) > 1 else (args, ())
+        output = self._forward(index, replica, *inputs)
+        with self._phases.phase("loss", replica=index):
+            loss = loss_fn(output, *target)
+        _check_loss(loss, index)
+        replica_now = current_replica()
+        if weight is None or (replica_now is not None and replica_now.exchange.used):
+            return loss, True
+        with self._phases.phase("backward", replica=index), torch.autocast("cpu", enabled=False):
+            (loss * weight).backward()
+        return loss.detach(), False
+
+    def _mean(self, losses: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
+        target = resolve_destination(self.output_device) if self._devices else losses[0].device
+        terms = [copy_to(loss, target) * weight for loss, weight in zip(losses, weights, strict=True)]
+        return torch.stack(terms).sum()
+
+    # What people look at #
+
+    def statistics(self) -> Statistics:
+        """How often each phase ran so far, and for how many seconds of the host's time."""
+        return self._phases.statistics()
+
+    def timeline(self) -> AbstractContextManager[list[Event]]:
+        """Lists the phases of every replica that end inside the ``with`` block, as they end."""
+        return self._phases.timeline()
+
+    # One module to the outside #
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("module"), name)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load what ``state_dict`` of this wrapper, of ``torch.nn.DataParallel``, or of the plain module gave."""
+        plain = self.module.state_dict().keys()
+        if state_dict.keys() & plain and not any(
+            key.removeprefix("module.") in plain for key in state_dict.keys() - plain
+        ):
+            return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
+        return super().load_state_dict(state_dict, strict=strict, assign=assign)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name not in ("_phases", "_replicas")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._start()
+
+
+def has_hooks(network: ReplicaSet) -> bool:
+    """Whether a parameter has gradient hooks, which must see the whole gradient, not that of each replica."""
+    return any(p._backward_hooks or p._post_accumulate_grad_hooks for p in network.network.parameters())
+
+
+def _backward(losses: Sequence[torch.Tensor], weights: Sequence[float]) -> None:
+    """One pass of the engine over all replicas, which runs those of different accelerators side by side."""
+    gradients = [torch.full_like(loss, weight) for loss, weight in zip(losses, weights, strict=True)]
+    torch.autograd.backward(list(losses), gradients)
+
+
+def _check_loss(loss: Any, index: int) -> None:
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        got = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
+        raise LayoutError(f"loss_fn must return one number, the mean over its rows; in replica {index} it gave {got}")
+
+
+def _device_of(module: Module) -> torch.device:
+    return next((p.device for p in module.parameters()), torch.device("cpu"))
+
+
+def _public(device: torch.device) -> int | torch.device:
+    """A device as PyTorch's attributes show it: an accelerator by its index."""
+    return device if device.index is None else device.index
+
+
+def data_parallel(
+    module: Module,
+    inputs: Any,
+    device_ids: Sequence[DeviceLike] | None = None,
+    output_device: DeviceLike | None = None,
+    dim: int = 0,
+    module_kwargs: Mapping[str, Any] | None = None,
+) -> Any:
+    """The output of ``module`` for ``inputs``, computed on several devices: :class:`DataParallel` as a function.
+
+    Args:
+        module: its parameters and buffers must be on the first device.
+        inputs: a tuple of positional arguments, a single one, or None for no argument.
+        device_ids: as in :class:`DataParallel`.
+        output_device: as in :class:`DataParallel`.
+        dim: as in :class:`DataParallel`.
+        module_kwargs: keyword arguments.
+
+    The replicas are kept for the next call. Communicates and raises as :class:`DataParallel` does. Stands for
+    ``torch.nn.parallel.data_parallel`` and the C++ ``torch::nn::parallel::data_parallel``.
+
+    >>> import torch
+    >>> data_parallel(torch.nn.Linear(3, 2), torch.ones(5, 3), ["cpu", "cpu"]).shape
+    torch.Size([5, 2])
+    """
+    args = inputs if isinstance(inputs, tuple) else () if inputs is None else (inputs,)
+    kwargs = dict(module_kwargs or {})
+    devices = all_accelerators() if device_ids is None else resolve_devices(device_ids)
+    if not devices:
+        return module(*args, **kwargs)
+    if len(devices) == 1:  # the class moves its module to a lone device, the function does not
+        require_on(module, devices[0])
+        (args, *_), (kwargs, *_) = scatter_gather.scatter_kwargs(args, kwargs, devices, dim)
+        return module(*args, **kwargs)
+    key = ("data_parallel", *devices, output_device, dim)
+    parallel = cached(module, key, lambda: DataParallel(module, devices, output_device, dim))
+    return parallel(*args, **kwargs)

@@ -1,0 +1,333 @@
+"""Replicas of a network that are built once and then only kept up to date.
+
+A :class:`ReplicaSet` holds one whole copy of the module tree for each device (:mod:`~lockstep.local.module_copy`). Each
+use begins with :meth:`ReplicaSet.refresh`, which goes through the following, in this order:
+
+1. *Notice.* One pass over the network (:mod:`~lockstep.local.changes`). Other submodules or parameters, or data that is
+   elsewhere: build everything anew. Otherwise carry over the attributes and hooks that were set since the last use.
+2. *Parameters.* On the network's device replicas use the parameters' own storage. On others the values are brought up
+to
+   date in flat transfers (:mod:`~lockstep.local.parameters`): always if a gradient is wanted (so that even an update
+   through ``.data`` counts, which leaves no trace in a version counter) and once after that; otherwise only those whose
+   version counter moved.
+3. *Buffers.* A replica gets new tensors with the network's values, never a write into one that a live graph may have
+   saved; nothing happens where no gradient is wanted and nothing was written.
+
+The replicas' parameters are made differentiable once, by one :class:`~lockstep.local.functions.GradientEdges` a
+bucket. Those nodes save nothing, so they serve every backward, each summing its bucket into the network's parameters
+as soon as its last gradient is there. For :meth:`ReplicaSet.collect_gradients` the replicas have *leaves* in their
+slots instead.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module, Parameter
+
+from lockstep.buckets import DEFAULT_CAP_BYTES, TensorSpec, plan_buckets
+from lockstep.devices import DeviceLike, resolve_devices
+from lockstep.errors import DeviceError
+from lockstep.local.changes import Attributes, Structure, Tensors
+from lockstep.local.comm import broadcast_coalesced, common_device
+from lockstep.local.functions import Broadcast, link
+from lockstep.local.module_copy import ModuleCopy, check_replicable
+from lockstep.local.parameters import ParameterValues
+from lockstep.phases import Phases
+
+
+def replicate(network: Module, devices: Sequence[DeviceLike], detach: bool = False) -> list[Module]:
+    """One replica of a network for each device, whose gradients sum into the network's parameters.
+
+    Args:
+        network: a module whose parameters and buffers are all on one device.
+        devices: one entry for each replica; a device may stand there more than once.
+        detach: give the replicas plain copies, without gradients to the network.
+
+    The replicas of a network for the same devices are built once; every later call returns the same modules, brought
+    up to date with whatever was set on the network since. On the network's own device they share its parameters'
+    storage, and the first of them its buffers too. Raises :class:`~lockstep.errors.NotReplicableError` for lazy
+    modules that have no shapes yet and for scripted modules with Python children. Communicates one copy a 10 MiB
+    bucket and other device. Stands for ``torch.nn.parallel.replicate``.
+
+    >>> import torch
+    >>> network = torch.nn.Linear(2, 1)
+    >>> first, second = replicate(network, ["cpu", "cpu"])
+    >>> (first(torch.ones(1, 2)) + second(torch.ones(1, 2))).sum().backward()
+    >>> network.bias.grad
+    tensor([2.])
+    """
+    if len(devices) == 0:
+        return []
+    targets = resolve_devices(devices)
+    make = partial(ReplicaSet, network, targets, detach=detach)
+    replicas: ReplicaSet = cached(network, ("replicate", detach, *targets), make)
+    return replicas.refresh()
+
+
+def require_on(network: Module, device: torch.device) -> None:
+    """Raise :class:`~lockstep.errors.DeviceError`, naming the first parameter or buffer that is not on ``device``."""
+    for kind, named in (("parameter", network.named_parameters()), ("buffer", network.named_buffers())):
+        for name, tensor in named:
+            if tensor.device != device:
+                raise DeviceError(
+                    f"module must have its parameters and buffers on device {device} (device_ids[0]) but found one of "
+                    f"them on device: {tensor.device} ({kind} {name}). Move it there with module.to('{device}')."
+                )
+
+
+class _Cache(dict[Any, Any]):
+    """What is kept on a network for the functional calls. Copies and pickles of the network have an empty one."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Cache":
+        return _Cache()
+
+    def __reduce__(self) -> tuple[type["_Cache"], tuple[()]]:
+        return _Cache, ()
+
+
+_CACHE = "_lockstep_replica_sets"
+
+
+def cached(network: Module, key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
+    """What ``make`` made for this very network and ``key`` before, or makes now."""
+    cache = vars(network).get(_CACHE)
+    if not isinstance(cache, _Cache) or cache.get("owner") != id(network):
+        cache = vars(network)[_CACHE] = _Cache(owner=id(network))  # also where copy.copy shared the original's
+    if key not in cache:
+        cache[key] = make()
+    return cache[key]
+
+
+class ReplicaSet:
+    """Persistent replicas of ``network`` on ``devices``: :meth:`refresh` brings them up to date and returns them.
+
+    With ``network_first`` the first replica is the network itself, which must then be on the first device.
+    """
+
+    def __init__(
+        self,
+        network: Module,
+        devices: Sequence[torch.device],
+        *,
+        detach: bool = False,
+        network_first: bool = False,
+        cap_bytes: int = DEFAULT_CAP_BYTES,
+        phases: Phases | None = None,
+    ) -> None:
+        self.network, self.devices = network, list(devices)
+        self.builds = 0
+        self._detach, self._network_first, self._cap_bytes = detach, network_first, cap_bytes
+        self._copy_devices = self.devices[1:] if network_first else self.devices
+        self._phases = phases or Phases()
+        self._lock = threading.RLock()
+        self._structure: Structure | None = None
+        self._linked: list[list[Tensor]] = []
+        self._leaves: list[list[Tensor]] = []
+        self._bound: list[list[Tensor]] | None = None
+        self._copies: list[ModuleCopy] = []
+        self._written: list[int] = []
+        self._attributes = Attributes([])
+
+    # Use #
+
+    def refresh(self, *, leaves: bool = False) -> list[Module]:
+        """The replicas, up to date with the network; with ``leaves`` as :meth:`collect_gradients` needs them."""
+        grad = torch.is_grad_enabled() and not self._detach
+        with self._lock, self._phases.phase("refresh"), torch.inference_mode(False), torch.no_grad():
+            if self._is_stale():
+                self._build()
+            else:
+                self._carry_attributes()
+                self._refresh_parameters(grad)
+            self._bind_parameters(leaves)
+            self._refresh_fresh(grad)
+            self._hot = grad or self._attributes.training
+        return ([self.network] if self._network_first else []) + [copy.root for copy in self._copies]
+
+    def absorb(self) -> None:
+        """Let what the network's own forward has set on itself stay its own: the next refresh does not carry it
+        over."""
+        with self._lock:
+            if self._structure is not None and self._attributes.changed():
+                self._attributes.take_changes()
+
+    def collect_gradients(self) -> None:
+        """Add the gradients on the replicas' leaves to the network's, in replica order, and take them off the
+        leaves."""
+        for leaves in self._leaves:
+            dense: tuple[list[Tensor], list[Tensor]] = [], []
+            for parameter, leaf in zip(self._persistent, leaves, strict=True):
+                grad, leaf.grad = leaf.grad, None
+                if grad is None:
+                    continue
+                if grad.device != parameter.device:
+                    grad = grad.to(parameter.device)
+                if parameter.grad is None:
+                    parameter.grad = grad
+                elif grad.layout == parameter.grad.layout == torch.strided:
+                    dense[0].append(parameter.grad)
+                    dense[1].append(grad)
+                else:
+                    parameter.grad = parameter.grad + grad
+            if dense[0]:
+                torch._foreach_add_(dense[0], dense[1])
+
+    # Notice #
+
+    def _is_stale(self) -> bool:
+        return (
+            self._structure is None
+            or self._structure.changed()
+            or self._parameters.moved()
+            or (self._attributes.changed() and self._structure.replaced())
+        )
+
+    def _carry_attributes(self) -> None:
+        if not self._attributes.changed():
+            return
+        for index, names in self._attributes.take_changes():
+            for copy in self._copies:
+                copy.set_attributes(index, (name for name in names if name != _CACHE))
+
+    # Build #
+
+    def _build(self) -> None:
+        with self._phases.phase("build"):
+            check_replicable(self.network)
+            self._modules = list(self.network.modules())
+            if self._network_first:
+                require_on(self.network, self.devices[0])
+            self._source = common_device([*self.network.parameters(), *self.network.buffers()], "replicate")
+            self._sort_slots()
+            self._parameters = Tensors(self._persistent)
+            self._values = ParameterValues(self._persistent, self._copy_devices, self._cap_bytes)
+            self._copies = [ModuleCopy(self.network) for _ in self._copy_devices]
+            self._leaves, self._linked, self._bound = [], [], None
+            self._fresh, self._written, self._hot = Tensors([]), [], True
+            self._bind_parameters(leaves=False)
+            self._refresh_fresh(grad=False)
+            for copy in self._copies:
+                copy.set_all_attributes()
+            self._attributes, self._structure = Attributes(self._modules), Structure(self._modules)
+            self.builds += 1
+
+    def _sort_slots(self) -> None:
+        """Which parameters are linked once, with the module that owns each, and which slots get new tensors each
+        time."""
+        numbers: dict[int, int] = {}
+        self._persistent: list[Tensor] = []
+        self._owners: list[int] = []
+        self._slots: dict[tuple[int, str], int | None] = {}
+        self._fresh_slots = _all_slots(self._modules, "_buffers")
+        for slot in _all_slots(self._modules, "_parameters"):
+            tensor, (_, index, name) = _slot(self._modules, slot), slot
+            if tensor is not None and not _persists(tensor):
+                self._fresh_slots.append(slot)
+                continue
+            if tensor is not None and id(tensor) not in numbers:
+                self._persistent.append(tensor)
+                self._owners.append(index)
+            self._slots[index, name] = None if tensor is None else numbers.setdefault(id(tensor), len(numbers))
+
+    # Parameters #
+
+    def _refresh_parameters(self, grad: bool) -> None:
+        if self._parameters.requirements_changed():
+            self._leaves, self._linked, self._bound = [], [], None
+        self._written = self._parameters.written()
+        everything = grad or self._hot
+        if self._written or everything:
+            self._values.transfer(self._written, everything=everything)
+
+    def _bind_parameters(self, leaves: bool) -> None:
+        """Put linked tensors, or leaves, into the replicas' slots, unless they are there."""
+        if leaves and not self._leaves:
+            self._leaves = [self._new_parameters(d, requires_grad=True) for d in self._copy_devices]
+        if not leaves and not self._linked:
+            self._linked = self._new_linked()
+        wanted = self._leaves if leaves else self._linked
+        if self._bound is wanted:
+            return
+        self._bound = wanted
+        for copy, tensors in zip(self._copies, wanted, strict=True):
+            copy.bind("_parameters", {slot: None if i is None else tensors[i] for slot, i in self._slots.items()})
+
+    def _new_parameters(self, device: torch.device, *, requires_grad: bool) -> list[Tensor]:
+        pairs = zip(self._values.on(device), self._persistent, strict=True)
+        return [Parameter(value, requires_grad and p.requires_grad) for value, p in pairs]
+
+    def _new_linked(self) -> list[list[Tensor]]:
+        """Parameters for every copy, differentiable, linked bucket by bucket, late layers first."""
+        rows = [self._new_parameters(d, requires_grad=False) for d in self._copy_devices]
+        needing = [i for i, p in enumerate(self._persistent) if p.requires_grad and not self._detach]
+        backwards = needing[::-1]
+        plan = plan_buckets([TensorSpec.of(self._persistent[i]) for i in backwards], self._cap_bytes)
+        for bucket in plan.buckets if rows else ():
+            members = [backwards[slot.index] for slot in bucket.slots]
+            link(
+                [row[i] for row in rows for i in members],
+                [self._owners[i] for i in members],
+                [self._persistent[i] for i in members],
+            )
+        return rows
+
+    # Buffers, and parameters that cannot persist #
+
+    def _refresh_fresh(self, grad: bool) -> None:
+        """Bind new tensors to the slots whose tensors are not persistent, unless nothing can have changed."""
+        found = {slot: _slot(self._modules, slot) for slot in self._fresh_slots}
+        sources = list({id(t): t for t in found.values() if t is not None}.values())
+        differentiable = [t for t in sources if t.requires_grad and grad]
+        if not (grad or self._hot or self._written or self._fresh.changed(sources)):
+            return
+        self._fresh = Tensors(sources)
+        if any(t.device != self._source for t in sources):
+            require_on(self.network, self._source)
+        if not sources or not self._copies:
+            return
+        plain = [t for t in sources if not (t.requires_grad and grad)]
+        rows = self._plain_copies(plain)
+        if differentiable:
+            with torch.enable_grad():
+                linked = Broadcast.apply(self._copy_devices, *differentiable)
+            for number, row in enumerate(rows):
+                row += linked[number * len(differentiable) : (number + 1) * len(differentiable)]
+        numbers = {id(t): i for i, t in enumerate(plain + differentiable)}
+        for copy, row in zip(self._copies, rows, strict=True):
+            for kind in ("_parameters", "_buffers"):
+                slots = {(i, n): t for (k, i, n), t in found.items() if k == kind}
+                copy.bind(kind, {s: None if t is None else row[numbers[id(t)]] for s, t in slots.items()})
+
+    def _plain_copies(self, tensors: list[Tensor]) -> list[list[Tensor]]:
+        """New tensors for every copy; only a first replica on the network's device has the network's own, as in
+        PyTorch."""
+        rows: list[list[Tensor]] = []
+        away = [device for device in self._copy_devices if device != self._source]
+        arrived = iter(broadcast_coalesced(tensors, away, self._cap_bytes) if away and tensors else [[]] * len(away))
+        for number, device in enumerate(self._copy_devices):
+            if device != self._source:
+                rows.append(list(next(arrived)))
+            elif number == 0 and not self._network_first:
+                rows.append([t.detach() for t in tensors])
+            else:
+                rows.append([t.detach().clone() for t in tensors])
+        return rows
+
+
+def _persists(tensor: Tensor) -> bool:
+    """Whether copies of a parameter can be linked once and for all: it is a leaf, dense, and a plain tensor."""
+    return tensor.is_leaf and tensor.layout == torch.strided and type(tensor) in (Parameter, Tensor)
+
+
+def _slot(modules: Sequence[Module], slot: tuple[str, int, str]) -> Tensor | None:
+    kind, index, name = slot
+    value: Tensor | None = getattr(modules[index], kind)[name]
+    return value
+
+
+def _all_slots(modules: Sequence[Module], kind: str) -> list[tuple[str, int, str]]:
+    return [(kind, index, name) for index, module in enumerate(modules) for name in getattr(module, kind)]

@@ -1,0 +1,244 @@
+"""Nested inputs split over devices, nested outputs put together: the calls of :mod:`~lockstep.local.functions` for
+trees.
+
+All tensors of a call are split by one plan, so that row ``i`` of one leaf and row ``i`` of another go to the same
+replica.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from lockstep.devices import CPU, DeviceLike, resolve_destination, resolve_device, resolve_devices
+from lockstep.errors import LayoutError, LengthError, StructureError
+from lockstep.local.comm import even_split
+from lockstep.local.functions import Broadcast, Gather, Scatter
+from lockstep.tree import Leaf, Node, Tree, open_node, tensors_in, tree_map
+
+
+def scatter(
+    inputs: Any, devices: Sequence[DeviceLike], dim: int = 0, *, split: Sequence[float] | None = None
+) -> list[Any]:
+    """Split the tensors of nested inputs along ``dim``; give everything else to each replica by reference.
+
+    Args:
+        inputs: tensors, tuples, named tuples, lists, dicts, dataclasses, types of the pytree registry, nested.
+        devices: one entry for each replica.
+        dim: the dimension that is split. Tensors without dimensions go whole to every replica.
+        split: weights, one for each device; None splits evenly.
+
+    Returns one nested value for each replica used: one a device, or fewer if there are fewer rows. Communicates one
+    copy a tensor and device. Raises :class:`~lockstep.errors.LayoutError` for tensors that disagree in their size along
+    ``dim``, naming both. Stands for ``torch.nn.parallel.scatter``.
+
+    >>> import torch
+    >>> scatter({"x": torch.arange(3), "flag": True}, ["cpu", "cpu"])
+    [{'x': tensor([0, 1]), 'flag': True}, {'x': tensor([2]), 'flag': True}]
+    """
+    targets = resolve_devices(devices)
+    return _scatter(Tree(inputs, "inputs"), targets, dim, split)[0]
+
+
+def scatter_kwargs(
+    inputs: Sequence[Any],
+    kwargs: Mapping[str, Any] | None,
+    devices: Sequence[DeviceLike],
+    dim: int = 0,
+    *,
+    split: Sequence[float] | None = None,
+) -> tuple[tuple[tuple[Any, ...], ...], tuple[dict[str, Any], ...]]:
+    """:func:`scatter` for positional and keyword arguments, by one plan for both.
+
+    Returns a tuple of positional and a tuple of keyword arguments for each replica used. Stands for
+    ``torch.nn.parallel.scatter_gather.scatter_kwargs``.
+
+    >>> import torch
+    >>> scatter_kwargs((torch.arange(2),), {"flag": True}, ["cpu", "cpu"])
+    (((tensor([0]),), (tensor([1]),)), ({'flag': True}, {'flag': True}))
+    """
+    shares, _ = scatter_arguments(inputs, kwargs, resolve_devices(devices), dim, split)
+    return tuple(args for args, _ in shares), tuple(kwargs for _, kwargs in shares)
+
+
+def scatter_arguments(
+    inputs: Sequence[Any],
+    kwargs: Mapping[str, Any] | None,
+    targets: Sequence[torch.device],
+    dim: int,
+    split: Sequence[float] | None,
+) -> tuple[list[tuple[tuple[Any, ...], dict[str, Any]]], list[int] | None]:
+    """The arguments for each replica used, and how many rows each got (None if there is nothing to split)."""
+    tree = Tree((tuple(inputs), dict(kwargs or {})), "")
+    tree.leaves = [Leaf(_argument_path(leaf.path), leaf.value) for leaf in tree.leaves]
+    return _scatter(tree, targets, dim, split)
+
+
+def _argument_path(path: str) -> str:
+    return f"inputs{path[3:]}" if path.startswith("[0]") else f"kwargs{path[3:]}"
+
+
+def _scatter(
+    tree: Tree, targets: Sequence[torch.device], dim: int, split: Sequence[float] | None
+) -> tuple[list[Any], list[int] | None]:
+    rows = _rows(tree.leaves, dim)
+    sizes = None if rows is None else split_sizes(rows, len(targets), split)
+    used = targets if sizes is None else targets[: len(sizes)]
+    columns = [_scatter_leaf(leaf.value, used, sizes, dim) for leaf in tree.leaves]
+    return [tree.build([column[i] for column in columns]) for i in range(len(used))], sizes
+
+
+def _scatter_leaf(value: Any, targets: Sequence[torch.device], sizes: Sequence[int] | None, dim: int) -> Sequence[Any]:
+    if not isinstance(value, torch.Tensor):
+        return [value] * len(targets)
+    if value.dim() == 0:
+        whole: Sequence[Any] = Broadcast.apply(targets, value)
+        return whole
+    chunks: Sequence[Any] = Scatter.apply(targets, sizes, dim, value)
+    return chunks
+
+
+def _rows(leaves: Sequence[Leaf], dim: int) -> int | None:
+    """The size along ``dim`` on which all tensors agree; None if there is no tensor to split."""
+    first: tuple[str, int] | None = None
+    for path, value in leaves:
+        if not isinstance(value, torch.Tensor) or value.dim() == 0:
+            continue
+        if not -value.dim() <= dim < value.dim():
+            raise LayoutError(
+                f"cannot split {path} along dim {dim}: its shape is {tuple(value.shape)}. Pass it without dimensions "
+                "to give it whole to every replica, or choose another dim."
+            )
+        size = value.shape[dim]
+        if first is not None and size != first[1]:
+            raise LayoutError(
+                f"cannot split the inputs along dim {dim}: {first[0]} has size {first[1]} there, and {path} has "
+                f"{size} (shape {tuple(value.shape)}). Every tensor must have one row for each row of the others; "
+                "expand a shared one, or hold it in the module as a buffer."
+            )
+        first = first or (path, size)
+    return None if first is None else first[1]
+
+
+def split_sizes(rows: int, parts: int, weights: Sequence[float] | None = None) -> list[int]:
+    """Rows for each replica used: in proportion to ``weights``, at least one each, the first replicas if there are few.
+
+    Without weights sizes differ by at most one. Raises :class:`~lockstep.errors.LayoutError` for weights that are not
+    positive and :class:`~lockstep.errors.LengthError` if there is not one for each device.
+
+    >>> split_sizes(9, 8), split_sizes(9, 2, [2, 1]), split_sizes(1, 2)
+    ([2, 1, 1, 1, 1, 1, 1, 1], [6, 3], [1])
+    """
+    if weights is None:
+        return even_split(rows, parts)
+    if len(weights) != parts:
+        raise LengthError(f"expected one weight in split for each of {parts} devices, got {list(weights)}")
+    if not all(weight > 0 for weight in weights):
+        raise LayoutError(f"expected weights above 0 in split, got {list(weights)}")
+    if rows <= parts:
+        return even_split(rows, parts)
+    shares = [(rows - parts) * weight / sum(weights) for weight in weights]
+    ideal = [rows * weight / sum(weights) for weight in weights]
+    sizes = [1 + int(share) for share in shares]
+    for _ in range(rows - sum(sizes)):
+        neediest = max(range(parts), key=lambda i: ideal[i] - sizes[i])
+        sizes[neediest] += 1
+    return sizes
+
+
+def gather(outputs: Sequence[Any], target_device: DeviceLike, dim: int = 0) -> Any:
+    """Put the replicas' nested outputs together on one device.
+
+    Args:
+        outputs: one nested value for each replica, of one structure.
+        target_device: any device; ``-1`` and ``"cpu"`` mean the CPU.
+        dim: the dimension along which tensors are concatenated. Tensors without dimensions become a vector.
+
+    Leaves that are no tensors come back once if they are equal on all replicas, else as a list in replica order.
+    Communicates one copy a tensor and device. Raises :class:`~lockstep.errors.StructureError` if the replicas'
+    outputs have different structures, naming the place. Stands for ``torch.nn.parallel.gather``.
+
+    >>> import torch
+    >>> gather([{"y": torch.zeros(1), "n": 1}, {"y": torch.ones(2), "n": 2}], "cpu")
+    {'y': tensor([0., 1., 1.]), 'n': [1, 2]}
+    """
+    outputs = list(outputs)
+    if not outputs:
+        raise LengthError("gather expects the outputs of at least one replica, got none")
+    return _gather(outputs, resolve_destination(target_device), dim, "outputs")
+
+
+def _gather(outputs: list[Any], target: torch.device, dim: int, path: str) -> Any:
+    tensors = [isinstance(output, torch.Tensor) for output in outputs]
+    if all(tensors):
+        return _concatenate(outputs, target, dim, path)
+    nodes = [open_node(output, path) for output in outputs]
+    aligned = _align(nodes) if all(type(o) is type(outputs[0]) for o in outputs) else None
+    if aligned is not None:
+        columns = zip(aligned[0].names, *(node.children for node in aligned), strict=True)
+        return aligned[0].build([_gather(list(items), target, dim, path + name) for name, *items in columns])
+    if any(tensors) or any(next(tensors_in(output), None) is not None for output in outputs):
+        raise StructureError(_differing(outputs, nodes, path))
+    return outputs[0] if all(_same(outputs[0], other) for other in outputs[1:]) else outputs
+
+
+def _concatenate(outputs: list[torch.Tensor], target: torch.device, dim: int, path: str) -> torch.Tensor:
+    try:
+        result: torch.Tensor = Gather.apply(target, dim, *outputs)
+    except LayoutError as error:
+        raise type(error)(f"cannot gather {path} along dim {dim}: {error}") from error
+    return result
+
+
+def _align(nodes: Sequence[Node | None]) -> list[Node] | None:
+    """The opened containers with their children in one order, or None if they do not have the same children."""
+    first = nodes[0]
+    if first is None:
+        return None
+    aligned = []
+    for node in nodes:
+        if node is None or len(node.names) != len(first.names) or set(node.names) != set(first.names):
+            return None
+        if not _same(node.context, first.context):
+            return None
+        by_name = dict(zip(node.names, node.children, strict=True))
+        aligned.append(Node(first.names, [by_name[name] for name in first.names], node.build))
+    return aligned
+
+
+def _differing(outputs: list[Any], nodes: Sequence[Node | None], path: str) -> str:
+    described = [
+        f"replica {i}: {type(output).__name__}" + (f" with {', '.join(node.names) or 'nothing'}" if node else "")
+        for i, (output, node) in enumerate(zip(outputs, nodes, strict=True))
+    ]
+    dicts = all(isinstance(output, dict) for output in outputs)
+    reason = "All dicts must have the same number of keys, and the same keys" if dicts else "the structures differ"
+    return (
+        f"cannot gather {path}: {reason} ({'; '.join(described)}). Return the same structure from every replica, or "
+        "keep the outputs apart with gather_outputs=False."
+    )
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two leaves are equal, for any type: arrays by all their elements, and never an exception."""
+    if one is other:
+        return True
+    if type(one) is not type(other):
+        return False
+    try:
+        equal = one == other
+        return bool(equal.all() if hasattr(equal, "all") else equal)
+    except Exception:  # a user's __eq__ may raise anything; what cannot be compared is not known to be equal
+        return False
+
+
+def move(value: Any, device: DeviceLike) -> Any:
+    """The nested value with every tensor on ``device``, differentiably; itself if all are there already."""
+    target = resolve_device(device)
+    if all(tensor.device == target for tensor in tensors_in(value)):
+        return value
+    blocking = target == CPU
+    return tree_map(
+        lambda leaf: leaf.to(target, non_blocking=not blocking) if isinstance(leaf, torch.Tensor) else leaf,
+        value,
+    )

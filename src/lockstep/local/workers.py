@@ -1,0 +1,261 @@
+"""Run replicas side by side, each on a thread of its own that is kept for the next time.
+
+A call takes as many idle threads as it has replicas (starting some only if there are too few), hands each its job,
+and waits for all of them, whatever happens; only then is the first failure raised. Threads wait in the pool for the
+next call: in the steady state none is started, and none ends.
+"""
+
+import contextvars
+import itertools
+import os
+import queue
+import threading
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from lockstep.context import CallerContext
+from lockstep.devices import DeviceLike, accelerator, device_label, resolve_device
+from lockstep.errors import LengthError, ReplicaError
+from lockstep.local.exchange import Exchange, Replica, entered_replica
+from lockstep.local.scatter_gather import move
+from lockstep.tree import tensors_in
+
+
+def parallel_apply(
+    modules: Sequence[Callable[..., Any]],
+    inputs: Sequence[Any],
+    kwargs_tup: Sequence[Mapping[str, Any]] | None = None,
+    devices: Sequence[DeviceLike | None] | None = None,
+) -> list[Any]:
+    """Call each module with its inputs, all at the same time, one worker thread for each.
+
+    Args:
+        modules: one for each replica.
+        inputs: for each module a tuple or list of positional arguments, or anything else as the only argument.
+        kwargs_tup: for each module its keyword arguments.
+        devices: for each module its device, which is current while it runs, and to which tensors of its output are
+            moved. None takes that of the module's first tensor input, and moves nothing.
+
+    Returns the outputs in the order of the modules. Workers see the caller's grad mode, inference mode, autocast,
+    current streams, default device, saved-tensor hooks and ``contextvars``, and share the caller's intra-op threads.
+
+    Raises :class:`~lockstep.errors.LengthError` if the lists differ in length. If modules fail, every other one is
+    waited for first; then the first failure is raised as its own type, naming replica and device, with the original as
+    its cause and the other failures in its message. Communicates nothing but moved outputs. Stands for
+    ``torch.nn.parallel.parallel_apply``.
+
+    >>> import torch
+    >>> parallel_apply([torch.neg, torch.abs], [torch.ones(1), torch.ones(1)])
+    [tensor([-1.]), tensor([1.])]
+    """
+    count = len(modules)
+    for name, entries in (("inputs", inputs), ("kwargs_tup", kwargs_tup), ("devices", devices)):
+        if entries is not None and len(entries) != count:
+            raise LengthError(
+                f"The number of modules {count} is not equal to the number of {name} {len(entries)}: "
+                "give one entry for each module"
+            )
+    arguments = [args if isinstance(args, list | tuple) else (args,) for args in inputs]
+    keywords: Sequence[Mapping[str, Any]] = kwargs_tup or [{}] * count
+    given = [None if d is None else resolve_device(d) for d in devices] if devices is not None else [None] * count
+    calls = [
+        partial(_apply, module, args, kwargs, device)
+        for module, args, kwargs, device in zip(modules, arguments, keywords, given, strict=True)
+    ]
+    places = [d or _device_of(args, kwargs) for d, args, kwargs in zip(given, arguments, keywords, strict=True)]
+    return run(calls, places)
+
+
+def _apply(
+    module: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device | None
+) -> Any:
+    output = module(*args, **kwargs)
+    return output if device is None else move(output, device)
+
+
+def _device_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.device:
+    first = next(tensors_in((list(args), dict(kwargs))), None)
+    if first is not None:
+        return first.device
+    found = accelerator()
+    if found is None:
+        return torch.device("cpu")
+    return torch.device(found.type, torch.accelerator.current_device_index())
+
+
+@dataclass(slots=True)
+class _Failure:
+    error: BaseException
+
+
+def run(calls: Sequence[Callable[[], Any]], devices: Sequence[torch.device]) -> list[Any]:
+    """Run calls side by side, each on its device, and return their results; failures as in :func:`parallel_apply`."""
+    context = CallerContext.capture(devices)
+    alone = len(calls) == 1
+    results = [_run_here(calls[0], devices[0])] if alone else _run_on_workers(calls, devices, context)
+    failures = [(i, result.error) for i, result in enumerate(results) if isinstance(result, _Failure)]
+    if failures:
+        _raise(failures, devices)
+    return results
+
+
+def _run_here(call: Callable[[], Any], device: torch.device) -> Any:
+    """One call needs no thread: everything of the caller's context is here already, but the current device."""
+    try:
+        with torch.accelerator.device_index(device.index), entered_replica(None):
+            return call()
+    except BaseException as error:
+        return _Failure(error)
+
+
+def _run_on_workers(
+    calls: Sequence[Callable[[], Any]], devices: Sequence[torch.device], context: CallerContext
+) -> list[Any]:
+    done: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
+    exchange = Exchange(len(calls))
+    total = torch.get_num_threads()
+    shares = iter(_shares(total, sum(device.type == "cpu" for device in devices)))
+    workers = _pool.take(len(calls))
+    for index, (worker, call, device) in enumerate(zip(workers, calls, devices, strict=True)):
+        threads = next(shares) if device.type == "cpu" else None
+        replica = Replica(index, len(calls), exchange)
+        worker.jobs.put(_Job(call, device, context, context.variables.copy(), replica, threads, done))
+    results: list[Any] = [None] * len(calls)
+    interrupted: BaseException | None = None
+    waiting = len(calls)
+    while waiting:
+        try:
+            index, results[index] = done.get()
+            waiting -= 1
+        except BaseException as error:  # Ctrl-C while waiting: wait on, unless it comes again
+            if interrupted is not None:
+                raise
+            interrupted = error
+    if any(worker.changed_threads for worker in workers):
+        torch.set_num_threads(total)  # what a worker sets for itself is also the default of threads yet to be started
+    _pool.give_back(workers)
+    if interrupted is not None:
+        raise interrupted
+    return results
+
+
+def _shares(total: int, parts: int) -> list[int]:
+    """Intra-op threads for each CPU worker: the caller's, split, at least one each."""
+    return [max(1, total // parts + (i < total % parts)) for i in range(parts)]
+
+
+@dataclass(slots=True)
+class _Job:
+    call: Callable[[], Any]
+    device: torch.device
+    context: CallerContext
+    variables: contextvars.Context
+    replica: Replica
+    threads: int | None
+    done: "queue.SimpleQueue[tuple[int, Any]]"
+
+    def result(self) -> Any:
+        try:
+            return self.variables.run(self._called)
+        except BaseException as error:
+            return _Failure(error)
+        finally:
+            self.replica.exchange.leave(self.replica.index)
+
+    def _called(self) -> Any:
+        with self.context.entered(self.device), entered_replica(self.replica):
+            return self.call()
+
+
+class _Worker:
+    """A daemon thread that runs one job after another."""
+
+    _numbers = itertools.count()
+
+    def __init__(self) -> None:
+        self.jobs: queue.SimpleQueue[_Job] = queue.SimpleQueue()
+        self.changed_threads = False
+        self._threads: int | None = None
+        threading.Thread(target=self._loop, name=f"lockstep-worker-{next(self._numbers)}", daemon=True).start()
+
+    def _loop(self) -> None:
+        while True:
+            job = self.jobs.get()
+            self.changed_threads = job.threads is not None and job.threads != self._threads
+            if job.threads is not None and self.changed_threads:
+                self._threads = job.threads
+                torch.set_num_threads(job.threads)
+            done, index, result = job.done, job.replica.index, job.result()
+            del job  # before the caller goes on: a waiting worker must not keep tensors alive
+            done.put((index, result))
+            del done, result
+
+
+class _Pool:
+    """Idle workers. A call inside a worker takes others, since those that run are not here."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._idle: list[_Worker] = []
+        self._process = os.getpid()
+
+    def take(self, count: int) -> list[_Worker]:
+        with self._lock:
+            if self._process != os.getpid():  # a fork has none of its parent's threads
+                self._idle, self._process = [], os.getpid()
+            taken, self._idle = self._idle[:count], self._idle[count:]
+        return taken + [_Worker() for _ in range(count - len(taken))]
+
+    def give_back(self, workers: list[_Worker]) -> None:
+        with self._lock:
+            self._idle = workers + self._idle  # replica i runs on the same thread next time
+
+
+_pool = _Pool()
+
+
+def _raise(failures: Sequence[tuple[int, BaseException]], devices: Sequence[torch.device]) -> None:
+    """Raise the first failure that is not the consequence of another's, with the others in its message."""
+    primary = [f for f in failures if not isinstance(f[1], Exchange.Abandoned)] or list(failures)
+    (index, error), others = primary[0], [f for f in failures if f is not primary[0]]
+    where = f"in replica {index} on device {device_label(devices[index])}"
+    trace = "".join(traceback.format_exception(error))
+    message = f"Caught {type(error).__name__} {where}.\nOriginal {trace}"
+    for other, its_error in others:
+        message += f"\nAlso failed: replica {other} on device {device_label(devices[other])}: {its_error!r}"
+    raise _rebuilt(error, message) from error
+
+
+class _Verbatim(str):
+    """A message whose repr is itself: KeyError shows the repr of its argument."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def _rebuilt(error: BaseException, message: str) -> BaseException:
+    """An exception of the same type with a new message; a :class:`ReplicaError` if no way to make one shows it."""
+    kind, text = type(error), _Verbatim(message)
+    for attempt in (lambda: kind(text), lambda: _bare(kind, text)):
+        try:
+            rebuilt = attempt()
+            if type(rebuilt) is kind and message in str(rebuilt):
+                rebuilt.__dict__.update({k: v for k, v in error.__dict__.items() if k != "__notes__"})
+                return rebuilt
+        except Exception:  # the constructor is the user's: whatever it raises only means that it cannot be used
+            continue
+    return ReplicaError(message)
+
+
+def _bare(kind: type[BaseException], text: str) -> BaseException:
+    """An exception whose constructor did not run, for one that asks for other arguments than a message."""
+    bare = kind.__new__(kind, text)
+    bare.args = (text,)
+    return bare

@@ -1,0 +1,91 @@
+"""What the library is doing: labels for the profiler, statistics, and a timeline of one step.
+
+Every phase is a ``torch.profiler`` label ``lockstep::phase (detail)``, is counted and timed in public statistics, and
+is listed, with its replica, for whoever asks for a timeline.
+"""
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import NamedTuple
+
+from torch.profiler import record_function
+
+
+class Event(NamedTuple):
+    """One phase of one replica (None: the calling thread), in seconds of ``time.perf_counter()``."""
+
+    phase: str
+    replica: int | None
+    start: float
+    end: float
+
+
+@dataclass(slots=True)
+class Statistics:
+    """What has happened so far: for each phase, how often it ran and for how many seconds (of the host's time)."""
+
+    calls: dict[str, int] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+class Phases:
+    """The phases of one owner (a ``DataParallel``, a replica set): entered with :meth:`phase`, from any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._statistics = Statistics()
+        self._timelines: list[list[Event]] = []
+
+    def phase(self, name: str, detail: str = "", replica: int | None = None) -> "_Phase":
+        """A context manager around one phase."""
+        return _Phase(self, name, detail, replica)
+
+    def statistics(self) -> Statistics:
+        """A copy of what has been counted so far."""
+        with self._lock:
+            return Statistics(dict(self._statistics.calls), dict(self._statistics.seconds))
+
+    @contextmanager
+    def timeline(self) -> Iterator[list[Event]]:
+        """List every phase that ends inside the ``with`` block."""
+        events: list[Event] = []
+        with self._lock:
+            self._timelines.append(events)
+        try:
+            yield events
+        finally:
+            with self._lock:
+                self._timelines = [other for other in self._timelines if other is not events]
+
+    def _ended(self, event: Event) -> None:
+        with self._lock:
+            calls, seconds = self._statistics.calls, self._statistics.seconds
+            calls[event.phase] = calls.get(event.phase, 0) + 1
+            seconds[event.phase] = seconds.get(event.phase, 0.0) + event.end - event.start
+            for events in self._timelines:
+                events.append(event)
+
+
+class _Phase:
+    __slots__ = ("_label", "_name", "_owner", "_replica", "_start")
+
+    def __init__(self, owner: Phases, name: str, detail: str, replica: int | None) -> None:
+        self._owner, self._name, self._replica = owner, name, replica
+        if replica is not None:
+            detail = f"replica {replica}" + (f", {detail}" if detail else "")
+        self._label = record_function(f"lockstep::{name} ({detail})" if detail else f"lockstep::{name}")
+
+    def __enter__(self) -> None:
+        self._label.__enter__()
+        self._start = time.perf_counter()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        end = time.perf_counter()
+        self._label.__exit__(kind, error, trace)
+        self._owner._ended(Event(self._name, self._replica, self._start, end))
