@@ -18,4 +18,5 @@ from lockstep.local.replicas import replicate as replicate
 from lockstep.local.scatter_gather import gather as gather
 from lockstep.local.scatter_gather import scatter as scatter
 from lockstep.local.scatter_gather import scatter_kwargs as scatter_kwargs
+from lockstep.local.sync_batch_norm import SyncBatchNorm as SyncBatchNorm
 from lockstep.local.workers import parallel_apply as parallel_apply

@@ -213,13 +213,13 @@ class DataParallel(Module, Generic[T]):
         finally:
             for network in networks:
                 network.absorb()
+        if any(backward_is_due for _, backward_is_due in results):
+            with self._phases.phase("backward"):
+                _backward([loss for loss, _ in results], weights)
         if apart:
             with self._phases.phase("reduce"):
                 for network in networks:
                     network.collect_gradients()
-        if any(backward_is_due for _, backward_is_due in results):
-            with self._phases.phase("backward"):
-                _backward([loss for loss, _ in results], weights)
         return self._mean([loss.detach() for loss, _ in results], weights)
 
     def _replica_step(

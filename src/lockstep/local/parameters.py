@@ -7,11 +7,12 @@ and counts up the versions of exactly those values whose parameter was written. 
 parameter's value goes on undisturbed, and one that has saved a changed value says so, as it would on one device.
 """
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 import torch
 
-from lockstep.buckets import Bucket, TensorSpec, plan_buckets
+from lockstep.buckets import Bucket, Slot, TensorSpec, plan_buckets
 from lockstep.local.comm import fill, pack, unpack
 
 
@@ -20,9 +21,10 @@ class ParameterValues:
 
     def __init__(self, tensors: Sequence[torch.Tensor], devices: Iterable[torch.device], cap_bytes: int) -> None:
         self._tensors = tensors
-        self._buckets = plan_buckets([TensorSpec.of(t) for t in tensors], cap_bytes).buckets
         self._source = tensors[0].device if tensors else None
         away = [device for device in dict.fromkeys(devices) if device != self._source]
+        self._shared = [_storage_bucket(tensors, indices) for indices in _sharing_storage(tensors)]
+        self._buckets = self._shared + _other_buckets(tensors, self._shared, cap_bytes)
         self._flats = {d: [_empty(bucket, d) for bucket in self._buckets] for d in away}
         self._values = {d: self._views(flats) for d, flats in self._flats.items()}
         if self._source is not None:
@@ -46,21 +48,56 @@ class ParameterValues:
             return 0
         changed, copied = set(written), 0
         for number, bucket in enumerate(self._buckets):
-            if not everything and changed.isdisjoint(slot.index for slot in bucket.slots):
-                continue
-            members = [t.detach() for t in bucket.take(self._tensors)]
-            # a bucket of one is written straight into its view: there is nothing to pack
-            packed = pack(bucket, members) if len(members) > 1 else None
-            for flats in self._flats.values():
-                flat = flats[number]
-                fill(
-                    flat if packed is not None else bucket.views(flat)[0],
-                    members[0] if packed is None else packed,
-                )
-                copied += bucket.nbytes
+            if everything or not changed.isdisjoint(slot.index for slot in bucket.slots):
+                for flat, values in self._packed(number, bucket):
+                    fill(flat, values)
+                    copied += bucket.nbytes
         for device in self._flats:
             torch.autograd.graph.increment_version([self._values[device][i] for i in changed])
         return copied
+
+    def _packed(self, number: int, bucket: Bucket) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """For each device what to write, and the one tensor to write there."""
+        members = [t.detach() for t in bucket.take(self._tensors)]
+        flats = [flats[number] for flats in self._flats.values()]
+        if number < len(self._shared):
+            return [(flat, members[0].as_strided(flat.shape, (1,), 0)) for flat in flats]
+        if len(members) == 1:  # nothing to pack
+            return [(bucket.views(flat)[0], members[0]) for flat in flats]
+        packed = pack(bucket, members)
+        return [(flat, packed) for flat in flats]
+
+
+def _sharing_storage(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
+    """Groups of tensors that lie in one storage and fill most of it, such as the weights of a cuDNN RNN.
+
+    They travel as that storage and keep their places in it: cuDNN wants its weights in one chunk, in its order.
+    """
+    groups: dict[tuple[int, torch.dtype], list[int]] = defaultdict(list)
+    for index, tensor in enumerate(tensors):
+        groups[tensor.untyped_storage().data_ptr(), tensor.dtype].append(index)
+    return [
+        indices
+        for indices in groups.values()
+        if len(indices) > 1
+        and 2 * sum(tensors[i].nbytes for i in indices) > tensors[indices[0]].untyped_storage().nbytes() > 0
+    ]
+
+
+def _storage_bucket(tensors: Sequence[torch.Tensor], indices: Sequence[int]) -> Bucket:
+    first = tensors[indices[0]]
+    slots = [Slot(i, int(tensors[i].storage_offset()), tuple(tensors[i].shape), tensors[i].stride()) for i in indices]
+    return Bucket(first.dtype, first.device, first.untyped_storage().nbytes() // first.itemsize, tuple(slots))
+
+
+def _other_buckets(tensors: Sequence[torch.Tensor], shared: Sequence[Bucket], cap_bytes: int) -> list[Bucket]:
+    taken = {slot.index for bucket in shared for slot in bucket.slots}
+    rest = [i for i in range(len(tensors)) if i not in taken]
+    plan = plan_buckets([TensorSpec.of(tensors[i]) for i in rest], cap_bytes)
+    return [
+        Bucket(b.dtype, b.device, b.numel, tuple(Slot(rest[s.index], s.offset, s.shape, s.stride) for s in b.slots))
+        for b in plan.buckets
+    ]
 
 
 def _empty(bucket: Bucket, device: torch.device) -> torch.Tensor:

@@ -220,9 +220,9 @@ _pool = _Pool()
 
 
 def _raise(failures: Sequence[tuple[int, BaseException]], devices: Sequence[torch.device]) -> None:
-    """Raise the first failure that is not the consequence of another's, with the others in its message."""
-    primary = [f for f in failures if not isinstance(f[1], Exchange.Abandoned)] or list(failures)
-    (index, error), others = primary[0], [f for f in failures if f is not primary[0]]
+    """Raise the first failure, with the others in its message."""
+    causes = [f for f in failures if not isinstance(f[1], Exchange.Abandoned)]  # not the consequences of another's
+    (index, error), *others = causes or failures
     where = f"in replica {index} on device {device_label(devices[index])}"
     trace = "".join(traceback.format_exception(error))
     message = f"Caught {type(error).__name__} {where}.\nOriginal {trace}"
