@@ -6,7 +6,7 @@ PyTorch's pytree registry. Everything else is a leaf. This is the only file that
 
 import copy
 import dataclasses
-from collections import OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -26,7 +26,7 @@ class Node(NamedTuple):
     context: Any = None  # what a registered type keeps beside its children
 
 
-_LEAVES = (torch.Tensor, str, bytes, int, float, complex, bool, type(None), torch.nn.Module)
+_LEAVES = (torch.Tensor, torch.Size, str, bytes, int, float, complex, bool, type(None), torch.nn.Module)
 
 
 def open_node(value: Any, path: str = "") -> Node | None:
@@ -58,8 +58,10 @@ def _open_dict(value: dict[Any, Any]) -> Node:
     keys, kind, has_fields = list(value), type(value), bool(dataclasses.is_dataclass(value))
 
     def build(children: list[Any]) -> Any:
-        if isinstance(value, defaultdict):
-            return defaultdict(value.default_factory, zip(keys, children, strict=True))
+        if isinstance(value, defaultdict | Counter):  # neither builds from items
+            new = copy.copy(value)
+            dict.update(new, zip(keys, children, strict=True))
+            return new
         if has_fields:
             return kind(**dict(zip(keys, children, strict=True)))
         return kind(zip(keys, children, strict=True))

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from lockstep.local.module_copy import HOOKS, SLOTS, attributes
+from lockstep.local.module_copy import HOOKS, OWN, SLOTS, attributes
 
 _flatten = chain.from_iterable
 _version_of: Callable[[Tensor], int] = Tensor._version.__get__  # type: ignore[attr-defined]
@@ -75,20 +75,16 @@ class Structure:
 
 
 class Attributes:
-    """The plain attributes and the hooks of a network's modules."""
+    """The plain attributes and the hooks of a network's modules; :attr:`training`: whether any of them trains."""
 
     def __init__(self, modules: list[Module]) -> None:
         self._modules = [(i, m) for i, m in enumerate(modules) if not isinstance(m, torch.jit.ScriptModule)]
         self._now = [vars(m) for _, m in self._modules]
         self._take()
 
-    @property
-    def training(self) -> bool:
-        """Whether any module was in training mode at the last look."""
-        return any(d.get("training") for d in self._then)
-
     def _take(self) -> None:
         self._then = [dict(d) for d in self._now]
+        self.training = any(d.get("training") for d in self._then)
         hooks = [d[name] for d in self._now for name in HOOKS if name in d]
         self._no_hooks = [h for h in hooks if not h]
         self._hooks = [(h, dict(h)) for h in hooks if h]
@@ -96,7 +92,7 @@ class Attributes:
             (d, name, value)
             for d in self._now
             for name, value in d.items()
-            if name not in SLOTS and name not in HOOKS and not isinstance(value, _PLAIN)
+            if name not in SLOTS and name not in OWN and not _is_plain(value)
         ]
         self._loose = loose
         self._contents = [(v, _contents(v)) for _, _, v in loose if isinstance(v, list | dict | set)]
@@ -128,6 +124,10 @@ class Attributes:
                 changes.append((index, names))
         self._take()
         return changes
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, _PLAIN) or (type(value) is tuple and all(map(_is_plain, value)))
 
 
 def _differs(

@@ -171,10 +171,12 @@ def reduce_add_coalesced(
                 f"reduce_add_coalesced expects as many tensors from each device: input 0 has {len(inputs[0])}, "
                 f"input {index} has {len(tensors)}"
             )
-    for column in zip(*inputs, strict=True):
-        check_same_layout(column, "reduce_add_coalesced")
+        common_device(tensors, f"reduce_add_coalesced, in input {index},")
     target = resolve_destination(destination, [t for tensors in inputs for t in tensors])
-    detached = [[t.detach() for t in tensors] for tensors in inputs]
+    columns = [_alike([t.detach() for t in column]) for column in zip(*inputs, strict=True)]
+    for column in columns:
+        check_same_layout(column, "reduce_add_coalesced")
+    detached = [list(row) for row in zip(*columns, strict=True)] or [[]]
     dense, plan = _plan(detached[0], buffer_size)
     sums: list[torch.Tensor] = list(detached[0])
     for index in set(range(len(sums))).difference(dense):
@@ -185,6 +187,13 @@ def reduce_add_coalesced(
         for j, tensor in zip(members, total, strict=True):
             sums[j] = tensor
     return tuple(sums)
+
+
+def _alike(column: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """The summands of one tensor; where sparse ones meet dense ones, all of them dense."""
+    if len({tensor.layout for tensor in column}) == 1:
+        return column
+    return [tensor.to_dense() for tensor in column]
 
 
 def _sum_bucket(bucket: Bucket, columns: Sequence[Sequence[torch.Tensor]], target: torch.device) -> list[torch.Tensor]:
@@ -252,6 +261,8 @@ def scatter(
             f"Expected chunk_sizes of at least 0 that sum to {size}, the size of dim {dim} of a tensor of shape "
             f"{tuple(tensor.shape)}, but got {tuple(chunk_sizes)}, which sum to {sum(chunk_sizes)}"
         )
+    if streams is not None and len(streams) != len(targets):
+        raise LengthError(f"expected one stream for each of {len(targets)} devices, got {len(streams)}")
     chunks = tensor.split_with_sizes(list(chunk_sizes), dim)
     return tuple(
         _copy_on(stream, chunk, target)

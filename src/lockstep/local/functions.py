@@ -98,11 +98,12 @@ class Gather(Function):
     @staticmethod
     def forward(ctx: Any, target_device: DeviceLike, dim: int, *tensors: torch.Tensor) -> torch.Tensor:
         """Concatenate."""
-        ctx.scalars = all(t.dim() == 0 for t in tensors)
+        gathered = comm.gather(tensors, dim, target_device)
+        ctx.scalars = tensors[0].dim() == 0
         ctx.dim = 0 if ctx.scalars else dim
         ctx.devices = [t.device for t in tensors]
         ctx.sizes = [1 if ctx.scalars else t.shape[dim] for t in tensors]
-        return comm.gather(tensors, dim, target_device)
+        return gathered
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

@@ -12,7 +12,7 @@ import sys
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -37,6 +37,7 @@ _ATOMS = (
 )
 SLOTS = ("_parameters", "_buffers", "_modules")
 HOOKS = tuple(name for name, value in vars(Module()).items() if isinstance(value, dict) and name not in SLOTS)
+OWN = {*HOOKS, "_non_persistent_buffers_set"}  # what PyTorch keeps in every module, and no replica shares
 
 
 def check_replicable(network: Module) -> None:
@@ -140,30 +141,31 @@ class ModuleCopy:
 
     def __init__(self, network: Module) -> None:
         self._originals = list(network.modules())
-        self.translate = Translation()
+        self._translate = Translation()
         for module in self._originals:
-            if module not in self.translate:
+            if module not in self._translate:
                 for original, shell in _shells(module):
-                    self.translate.add(original, shell)
-        self.modules: list[Module] = [self.translate(module) for module in self._originals]
+                    self._translate.add(original, shell)
+        self.modules: list[Module] = [self._translate(module) for module in self._originals]
         self.root = self.modules[0]
         for module, shell in zip(self._originals, self.modules, strict=True):
             if not isinstance(module, torch.jit.ScriptModule):
-                shell._modules = {name: self.translate(child) for name, child in module._modules.items()}
+                shell._modules = {name: self._translate(child) for name, child in module._modules.items()}
+        self._slots = {kind: [_slots(module, kind) for module in self.modules] for kind in ("_parameters", "_buffers")}
         self._holding: list[tuple[int, str]] = []
 
-    def bind(self, kind: str, slots: Mapping[tuple[int, str], torch.Tensor | None]) -> None:
+    def bind(self, kind: str, slots: Sequence[tuple[int, str]], tensors: Iterable[torch.Tensor | None]) -> None:
         """Put tensors into slots: ``kind`` is ``_parameters`` or ``_buffers``, a slot (module number, name)."""
-        for (index, name), tensor in slots.items():
-            module, original = self.modules[index], self._originals[index]
-            if isinstance(module, torch.jit.ScriptModule):
-                module._c.setattr(name, tensor)
-                continue
-            vars(module)[kind][name] = tensor
-            if tensor is not None:
-                self.translate.add(vars(original)[kind][name], tensor)
+        owners = self._slots[kind]
+        for (index, name), tensor in zip(slots, tensors, strict=True):
+            owners[index][name] = tensor
+
+    def rebind_attributes(self) -> None:
+        """Translate anew the attributes that hold tensors, after other tensors were bound."""
+        if self._holding:
+            self._know_tensors()
         for index, name in self._holding:
-            vars(self.modules[index])[name] = self.translate(vars(self._originals[index])[name])
+            vars(self.modules[index])[name] = self._translate(vars(self._originals[index])[name])
 
     def set_all_attributes(self) -> None:
         """Take over every attribute of every module of the network."""
@@ -173,17 +175,54 @@ class ModuleCopy:
 
     def set_attributes(self, index: int, names: Iterable[str]) -> None:
         """Take over attributes of the network's module number ``index``; one that is gone there goes here too."""
+        self._know_tensors(index)
         source, target = vars(self._originals[index]), vars(self.modules[index])
         for name in names:
-            self._holding = [place for place in self._holding if place != (index, name)]
+            if (index, name) in self._holding:
+                self._holding.remove((index, name))
             if name not in source:
                 target.pop(name, None)
-            elif name in HOOKS:
-                target[name] = _refilled(source[name], {k: self.translate(v) for k, v in source[name].items()})
+            elif name in OWN:
+                target[name] = _own(source[name], self._translate)
             else:
-                target[name] = self.translate(source[name])
+                target[name] = self._translate(source[name])
                 if target[name] is not source[name] and _holds_tensor(source[name]):
                     self._holding.append((index, name))
+
+    def _know_tensors(self, only: int | None = None) -> None:
+        """Let the network's tensors mean those in the copy's slots: of one module, whose attributes may hold them, or
+        all."""
+        for kind, owners in self._slots.items():
+            for index in range(len(self.modules)) if only is None else (only,):
+                for name, tensor in getattr(self._originals[index], kind).items():
+                    if tensor is not None:
+                        self._translate.add(tensor, owners[index][name])
+
+
+class _ScriptSlots:
+    """The slots of a scripted module, which are not those of Python."""
+
+    def __init__(self, module: torch.jit.ScriptModule, kind: str) -> None:
+        self._module, self._kind = module, kind
+
+    def __getitem__(self, name: str) -> Any:
+        return getattr(self._module, self._kind)[name]
+
+    def __setitem__(self, name: str, tensor: torch.Tensor | None) -> None:
+        self._module._c.setattr(name, tensor)
+
+
+def _slots(module: Module, kind: str) -> Any:
+    return _ScriptSlots(module, kind) if isinstance(module, torch.jit.ScriptModule) else vars(module)[kind]
+
+
+def _own(value: Any, translate: Translation) -> Any:
+    """A copy of a module's hooks, with its own means of calling them; or of a set of names."""
+    if not value:
+        return type(value)()
+    if isinstance(value, dict):
+        return _refilled(value, {key: translate(hook) for key, hook in value.items()})
+    return copy.copy(value)
 
 
 def _holds_tensor(value: Any, depth: int = 8) -> bool:

@@ -138,10 +138,9 @@ class ReplicaSet:
         """The replicas, up to date with the network; with ``leaves`` as :meth:`collect_gradients` needs them."""
         grad = torch.is_grad_enabled() and not self._detach
         with self._lock, self._phases.phase("refresh"), torch.inference_mode(False), torch.no_grad():
-            if self._is_stale():
+            if self._notice():
                 self._build()
             else:
-                self._carry_attributes()
                 self._refresh_parameters(grad)
             self._bind_parameters(leaves)
             self._refresh_fresh(grad)
@@ -178,20 +177,17 @@ class ReplicaSet:
 
     # Notice #
 
-    def _is_stale(self) -> bool:
-        return (
-            self._structure is None
-            or self._structure.changed()
-            or self._parameters.moved()
-            or (self._attributes.changed() and self._structure.replaced())
-        )
-
-    def _carry_attributes(self) -> None:
-        if not self._attributes.changed():
-            return
-        for index, names in self._attributes.take_changes():
-            for copy in self._copies:
-                copy.set_attributes(index, (name for name in names if name != _CACHE))
+    def _notice(self) -> bool:
+        """Carry over changed attributes; or tell that the replicas are stale as a whole."""
+        if self._structure is None or self._structure.changed() or self._parameters.moved():
+            return True
+        if self._attributes.changed():
+            if self._structure.replaced():
+                return True
+            for index, names in self._attributes.take_changes():
+                for copy in self._copies:
+                    copy.set_attributes(index, (name for name in names if name != _CACHE))
+        return False
 
     # Build #
 
@@ -222,16 +218,22 @@ class ReplicaSet:
         self._persistent: list[Tensor] = []
         self._owners: list[int] = []
         self._slots: dict[tuple[int, str], int | None] = {}
-        self._fresh_slots = _all_slots(self._modules, "_buffers")
-        for slot in _all_slots(self._modules, "_parameters"):
-            tensor, (_, index, name) = _slot(self._modules, slot), slot
+        loose = []
+        for index, name, tensor in _all_slots(self._modules, "_parameters"):
             if tensor is not None and not _persists(tensor):
-                self._fresh_slots.append(slot)
+                loose.append((index, name))
                 continue
             if tensor is not None and id(tensor) not in numbers:
                 self._persistent.append(tensor)
                 self._owners.append(index)
             self._slots[index, name] = None if tensor is None else numbers.setdefault(id(tensor), len(numbers))
+        buffers = [(index, name) for index, name, _ in _all_slots(self._modules, "_buffers")]
+        self._fresh_slots = {"_buffers": (0, buffers), "_parameters": (len(buffers), loose)}
+        self._fresh_places = [
+            (getattr(self._modules[index], kind), name)
+            for kind, (_, slots) in self._fresh_slots.items()
+            for index, name in slots
+        ]
 
     # Parameters #
 
@@ -254,7 +256,9 @@ class ReplicaSet:
             return
         self._bound = wanted
         for copy, tensors in zip(self._copies, wanted, strict=True):
-            copy.bind("_parameters", {slot: None if i is None else tensors[i] for slot, i in self._slots.items()})
+            in_slots = [None if i is None else tensors[i] for i in self._slots.values()]
+            copy.bind("_parameters", list(self._slots), in_slots)
+            copy.rebind_attributes()
 
     def _new_parameters(self, device: torch.device, *, requires_grad: bool) -> list[Tensor]:
         pairs = zip(self._values.on(device), self._persistent, strict=True)
@@ -279,9 +283,8 @@ class ReplicaSet:
 
     def _refresh_fresh(self, grad: bool) -> None:
         """Bind new tensors to the slots whose tensors are not persistent, unless nothing can have changed."""
-        found = {slot: _slot(self._modules, slot) for slot in self._fresh_slots}
-        sources = list({id(t): t for t in found.values() if t is not None}.values())
-        differentiable = [t for t in sources if t.requires_grad and grad]
+        found = [holder[name] for holder, name in self._fresh_places]
+        sources = list({id(t): t for t in found if t is not None}.values())
         if not (grad or self._hot or self._written or self._fresh.changed(sources)):
             return
         self._fresh = Tensors(sources)
@@ -290,6 +293,7 @@ class ReplicaSet:
         if not sources or not self._copies:
             return
         plain = [t for t in sources if not (t.requires_grad and grad)]
+        differentiable = [t for t in sources if t.requires_grad and grad]
         rows = self._plain_copies(plain)
         if differentiable:
             with torch.enable_grad():
@@ -297,10 +301,12 @@ class ReplicaSet:
             for number, row in enumerate(rows):
                 row += linked[number * len(differentiable) : (number + 1) * len(differentiable)]
         numbers = {id(t): i for i, t in enumerate(plain + differentiable)}
+        order = [None if t is None else numbers[id(t)] for t in found]
         for copy, row in zip(self._copies, rows, strict=True):
-            for kind in ("_parameters", "_buffers"):
-                slots = {(i, n): t for (k, i, n), t in found.items() if k == kind}
-                copy.bind(kind, {s: None if t is None else row[numbers[id(t)]] for s, t in slots.items()})
+            tensors = [None if i is None else row[i] for i in order]
+            for kind, (start, slots) in self._fresh_slots.items():
+                copy.bind(kind, slots, tensors[start : start + len(slots)])
+            copy.rebind_attributes()
 
     def _plain_copies(self, tensors: list[Tensor]) -> list[list[Tensor]]:
         """New tensors for every copy; only a first replica on the network's device has the network's own, as in
@@ -314,7 +320,7 @@ class ReplicaSet:
             elif number == 0 and not self._network_first:
                 rows.append([t.detach() for t in tensors])
             else:
-                rows.append([t.detach().clone() for t in tensors])
+                rows.append([t.clone() for t in tensors])
         return rows
 
 
@@ -323,11 +329,5 @@ def _persists(tensor: Tensor) -> bool:
     return tensor.is_leaf and tensor.layout == torch.strided and type(tensor) in (Parameter, Tensor)
 
 
-def _slot(modules: Sequence[Module], slot: tuple[str, int, str]) -> Tensor | None:
-    kind, index, name = slot
-    value: Tensor | None = getattr(modules[index], kind)[name]
-    return value
-
-
-def _all_slots(modules: Sequence[Module], kind: str) -> list[tuple[str, int, str]]:
-    return [(kind, index, name) for index, module in enumerate(modules) for name in getattr(module, kind)]
+def _all_slots(modules: Sequence[Module], kind: str) -> list[tuple[int, str, Tensor | None]]:
+    return [(index, name, tensor) for index, m in enumerate(modules) for name, tensor in getattr(m, kind).items()]

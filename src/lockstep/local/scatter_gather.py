@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from lockstep.devices import CPU, DeviceLike, resolve_destination, resolve_device, resolve_devices
+from lockstep.devices import DeviceLike, resolve_destination, resolve_device, resolve_devices
 from lockstep.errors import LayoutError, LengthError, StructureError
-from lockstep.local.comm import even_split
+from lockstep.local.comm import copy_to, even_split
 from lockstep.local.functions import Broadcast, Gather, Scatter
 from lockstep.tree import Leaf, Node, Tree, open_node, tensors_in, tree_map
 
@@ -137,12 +137,12 @@ def split_sizes(rows: int, parts: int, weights: Sequence[float] | None = None) -
         raise LayoutError(f"expected weights above 0 in split, got {list(weights)}")
     if rows <= parts:
         return even_split(rows, parts)
-    shares = [(rows - parts) * weight / sum(weights) for weight in weights]
     ideal = [rows * weight / sum(weights) for weight in weights]
-    sizes = [1 + int(share) for share in shares]
-    for _ in range(rows - sum(sizes)):
-        neediest = max(range(parts), key=lambda i: ideal[i] - sizes[i])
-        sizes[neediest] += 1
+    sizes = [max(1, int(share)) for share in ideal]
+    while sum(sizes) < rows:
+        sizes[max(range(parts), key=lambda i: ideal[i] - sizes[i])] += 1
+    while sum(sizes) > rows:
+        sizes[max((i for i in range(parts) if sizes[i] > 1), key=lambda i: sizes[i] - ideal[i])] -= 1
     return sizes
 
 
@@ -225,6 +225,8 @@ def _same(one: Any, other: Any) -> bool:
         return True
     if type(one) is not type(other):
         return False
+    if getattr(one, "shape", None) != getattr(other, "shape", None):  # arrays would be broadcast
+        return False
     try:
         equal = one == other
         return bool(equal.all() if hasattr(equal, "all") else equal)
@@ -237,8 +239,4 @@ def move(value: Any, device: DeviceLike) -> Any:
     target = resolve_device(device)
     if all(tensor.device == target for tensor in tensors_in(value)):
         return value
-    blocking = target == CPU
-    return tree_map(
-        lambda leaf: leaf.to(target, non_blocking=not blocking) if isinstance(leaf, torch.Tensor) else leaf,
-        value,
-    )
+    return tree_map(lambda leaf: copy_to(leaf, target) if isinstance(leaf, torch.Tensor) else leaf, value)
