@@ -6,15 +6,17 @@ else than the caller's thread would. (The default dtype is the process's, not th
 """
 
 import contextvars
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.utils import checkpoint
 
 from lockstep.devices import accelerator
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +48,8 @@ class CallerContext:
             variables=contextvars.copy_context(),
         )
 
-    @contextmanager
-    def entered(self, device: torch.device) -> Iterator[None]:
-        """Make this thread as the caller's was, with ``device`` current.
+    def run(self, call: Callable[[], T], device: torch.device) -> T:
+        """The result of ``call`` in this thread made as the caller's was, with ``device`` current.
 
         A thread that runs one replica after another belongs to the library, so what has no ``with`` form is simply set.
         """
@@ -58,23 +59,31 @@ class CallerContext:
             torch.accelerator.set_stream(stream)
         if device.index is not None:
             torch.accelerator.set_device_index(device.index)
+        blocks = list(self._blocks(device))
+        if not blocks:
+            return call()
         with ExitStack() as stack:
-            if self.inference:
-                stack.enter_context(torch.inference_mode())
-            for device_type, dtype in self.autocast:
-                stack.enter_context(torch.autocast(device_type, dtype, cache_enabled=self.autocast_cache))
-            if self.default_device.type != "cpu":
-                # tensors that forward makes land on the replica's own device, as on one device they land on the only
-                # one
-                same = self.default_device.type == device.type
-                stack.enter_context(device if same else self.default_device)
-            if self.saved_tensor_hooks is not None:
-                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*self.saved_tensor_hooks))
-            yield
+            for block in blocks:
+                stack.enter_context(block)
+            return call()
+
+    def _blocks(self, device: torch.device) -> Iterator[AbstractContextManager[Any]]:
+        if self.inference:
+            yield torch.inference_mode()
+        for device_type, dtype in self.autocast:
+            yield torch.autocast(device_type, dtype, cache_enabled=self.autocast_cache)
+        if self.default_device.type != "cpu":
+            # tensors that forward makes land on the replica's own device, as on one device they land on the only one
+            yield device if self.default_device.type == device.type else self.default_device
+        if self.saved_tensor_hooks is not None:
+            yield torch.autograd.graph.saved_tensors_hooks(*self.saved_tensor_hooks)
 
 
 def _saved_tensor_hooks() -> tuple[Any, Any] | None:
-    """The hooks in force, but not those of a checkpoint around the whole: they count saved tensors in their order,
-    which threads would mix (test_checkpoint_around_the_whole). Without them the replicas keep what they save."""
+    """The innermost saved-tensor hooks of this thread, but not those of activation checkpointing.
+
+    Those count the tensors of one thread in their order. Around a whole DataParallel they leave the replicas alone:
+    gradients are right, and what is to be checkpointed is the blocks inside the module.
+    """
     hooks: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return None if hooks is None or getattr(hooks[0], "__module__", "") == checkpoint.__name__ else hooks
+    return None if hooks is None or hooks[0].__module__ == checkpoint.__name__ else hooks

@@ -78,6 +78,11 @@ def current_replica() -> Replica | None:
     return _current.get()
 
 
+def enter_replica(replica: Replica) -> None:
+    """Let :func:`current_replica` answer ``replica`` from now on, in a context that ends with the replica's run."""
+    _current.set(replica)
+
+
 @contextmanager
 def entered_replica(replica: Replica | None) -> Iterator[None]:
     """Let :func:`current_replica` answer ``replica`` inside the block."""

@@ -21,7 +21,7 @@ import torch
 from lockstep.context import CallerContext
 from lockstep.devices import DeviceLike, accelerator, device_label, resolve_device
 from lockstep.errors import LengthError, ReplicaError
-from lockstep.local.exchange import Exchange, Replica, entered_replica
+from lockstep.local.exchange import Exchange, Replica, enter_replica, entered_replica
 from lockstep.local.scatter_gather import move
 from lockstep.tree import tensors_in
 
@@ -79,9 +79,12 @@ def _apply(
 
 
 def _device_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.device:
-    first = next(tensors_in((list(args), dict(kwargs))), None)
-    if first is not None:
-        return first.device
+    values = [*args, *kwargs.values()]
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            return value.device
+    if values and (nested := next(tensors_in(values), None)) is not None:
+        return nested.device
     found = accelerator()
     if found is None:
         return torch.device("cpu")
@@ -116,32 +119,20 @@ def _run_here(call: Callable[[], Any], device: torch.device) -> Any:
 def _run_on_workers(
     calls: Sequence[Callable[[], Any]], devices: Sequence[torch.device], context: CallerContext
 ) -> list[Any]:
-    done: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
-    exchange = Exchange(len(calls))
     total = torch.get_num_threads()
     shares = iter(_shares(total, sum(device.type == "cpu" for device in devices)))
+    group = _Group(context, len(calls))
     workers = _pool.take(len(calls))
     for index, (worker, call, device) in enumerate(zip(workers, calls, devices, strict=True)):
         threads = next(shares) if device.type == "cpu" else None
-        replica = Replica(index, len(calls), exchange)
-        worker.jobs.put(_Job(call, device, context, context.variables.copy(), replica, threads, done))
-    results: list[Any] = [None] * len(calls)
-    interrupted: BaseException | None = None
-    waiting = len(calls)
-    while waiting:
-        try:
-            index, results[index] = done.get()
-            waiting -= 1
-        except BaseException as error:  # Ctrl-C while waiting: wait on, unless it comes again
-            if interrupted is not None:
-                raise
-            interrupted = error
+        worker.jobs.put(_Job(call, device, index, group, context.variables.copy(), threads))
+    interrupted = group.wait()
     if any(worker.changed_threads for worker in workers):
         torch.set_num_threads(total)  # what a worker sets for itself is also the default of threads yet to be started
     _pool.give_back(workers)
     if interrupted is not None:
         raise interrupted
-    return results
+    return group.results
 
 
 def _shares(total: int, parts: int) -> list[int]:
@@ -149,27 +140,58 @@ def _shares(total: int, parts: int) -> list[int]:
     return [max(1, total // parts + (i < total % parts)) for i in range(parts)]
 
 
+class _Group:
+    """The jobs of one call: their results, and a way to wait until the last of them has ended."""
+
+    def __init__(self, context: CallerContext, count: int) -> None:
+        self.context, self.exchange = context, Exchange(count)
+        self.results: list[Any] = [None] * count
+        self._running, self._lock = count, threading.Lock()
+        self._ended: queue.SimpleQueue[None] = queue.SimpleQueue()
+
+    def end(self, index: int, result: Any) -> None:
+        self.results[index] = result
+        self.exchange.leave(index)
+        with self._lock:
+            self._running -= 1
+            last = self._running == 0
+        if last:
+            self._ended.put(None)
+
+    def wait(self) -> BaseException | None:
+        """Wait for the last job. Ctrl-C meanwhile is returned, to be raised after that; a second one is raised at
+        once."""
+        interrupted = None
+        while True:
+            try:
+                self._ended.get()
+            except BaseException as error:
+                if interrupted is not None:
+                    raise
+                interrupted = error
+            else:
+                return interrupted
+
+
 @dataclass(slots=True)
 class _Job:
     call: Callable[[], Any]
     device: torch.device
-    context: CallerContext
+    index: int
+    group: _Group
     variables: contextvars.Context
-    replica: Replica
     threads: int | None
-    done: "queue.SimpleQueue[tuple[int, Any]]"
 
     def result(self) -> Any:
         try:
             return self.variables.run(self._called)
         except BaseException as error:
             return _Failure(error)
-        finally:
-            self.replica.exchange.leave(self.replica.index)
 
     def _called(self) -> Any:
-        with self.context.entered(self.device), entered_replica(self.replica):
-            return self.call()
+        group = self.group
+        enter_replica(Replica(self.index, len(group.results), group.exchange))
+        return group.context.run(self.call, self.device)
 
 
 class _Worker:
@@ -190,10 +212,10 @@ class _Worker:
             if job.threads is not None and self.changed_threads:
                 self._threads = job.threads
                 torch.set_num_threads(job.threads)
-            done, index, result = job.done, job.replica.index, job.result()
+            group, index, result = job.group, job.index, job.result()
             del job  # before the caller goes on: a waiting worker must not keep tensors alive
-            done.put((index, result))
-            del done, result
+            group.end(index, result)
+            del group, result
 
 
 class _Pool:
