@@ -159,7 +159,8 @@ class DataParallel(Module, Generic[T]):
 
     def _own_replicas(self) -> ReplicaSet:
         if self._replicas is None or self._replicas.network is not self.module:
-            self._replicas = ReplicaSet(self.module, self._devices, network_first=True, phases=self._phases)
+            devices = self._devices or [_device_of(self.module)]
+            self._replicas = ReplicaSet(self.module, devices, network_first=True, phases=self._phases)
         return self._replicas
 
     def _absorb(self) -> None:
@@ -192,57 +193,69 @@ class DataParallel(Module, Generic[T]):
             return self._step(loss_fn, batch)
 
     def _step(self, loss_fn: Callable[..., torch.Tensor], batch: tuple[Any, ...]) -> torch.Tensor:
-        devices = self._devices or [_device_of(self.module)]
+        own = self._own_replicas()
         with self._phases.phase("scatter"):
-            shares, sizes = scatter_gather.scatter_arguments(batch, None, devices, self.dim, self.split)
+            shares, sizes = scatter_gather.scatter_arguments(batch, None, own.devices, self.dim, self.split)
         weights = [1 / len(shares)] * len(shares) if sizes is None else [s / max(1, sum(sizes)) for s in sizes]
-        used = devices[: len(shares)]
-        networks = [self._own_replicas() if self._devices else ReplicaSet(self.module, devices, network_first=True)]
+        networks = [own]
         if isinstance(loss_fn, Module):
-            make = partial(ReplicaSet, loss_fn, devices, network_first=True, phases=self._phases)
-            networks.append(cached(loss_fn, ("step", *devices), make))
-        apart = all(device.type == "cpu" for device in devices) and not any(map(has_hooks, networks))
-        replicas = [network.refresh(leaves=apart) for network in networks]
-        losses = [loss_fn] * len(shares) if len(replicas) == 1 else replicas[1]
+            make = partial(ReplicaSet, loss_fn, own.devices, network_first=True, phases=self._phases)
+            networks.append(cached(loss_fn, ("step", *own.devices), make))
+        # where the engine would run the replicas one after the other, they run it themselves
+        apart = all(device.type == "cpu" for device in own.devices) and not any(map(_has_hooks, networks))
+        modules, *losses = [network.refresh(leaves=apart) for network in networks]
+        loss_fns = losses[0] if losses else [loss_fn] * len(shares)
         calls = [
-            partial(self._replica_step, index, replicas[0][index], losses[index], args, weight if apart else None)
-            for index, ((args, _), weight) in enumerate(zip(shares, weights, strict=True))
+            partial(self._loss, index, modules[index], loss_fns[index], args) for index, (args, _) in enumerate(shares)
         ]
         try:
-            results = workers.run(calls, used)
+            results = workers.run(calls, own.devices[: len(shares)])
+            exchanged = any(exchanged for _, exchanged in results)
+            self._backward([loss for loss, _ in results], weights, own.devices, apart=apart and not exchanged)
+            if apart:
+                with self._phases.phase("reduce"):
+                    for network in networks:
+                        network.collect_gradients()
         finally:
             for network in networks:
                 network.absorb()
-        if any(backward_is_due for _, backward_is_due in results):
-            with self._phases.phase("backward"):
-                _backward([loss for loss, _ in results], weights)
-        if apart:
-            with self._phases.phase("reduce"):
-                for network in networks:
-                    network.collect_gradients()
         return self._mean([loss.detach() for loss, _ in results], weights)
 
-    def _replica_step(
-        self,
-        index: int,
-        replica: Module,
-        loss_fn: Callable[..., torch.Tensor],
-        args: tuple[Any, ...],
-        weight: float | None,
+    def _loss(
+        self, index: int, replica: Module, loss_fn: Callable[..., torch.Tensor], args: tuple[Any, ...]
     ) -> tuple[torch.Tensor, bool]:
-        """One replica's loss, and whether its backward is still to be run: by the caller, for all replicas in one
-        go."""
+        """One replica's loss, and whether it exchanged values with others, so that their graphs hang together."""
         inputs, target = (args[:-1], args[-1:]) if len(args) > 1 else (args, ())
         output = self._forward(index, replica, *inputs)
         with self._phases.phase("loss", replica=index):
             loss = loss_fn(output, *target)
-        _check_loss(loss, index)
-        replica_now = current_replica()
-        if weight is None or (replica_now is not None and replica_now.exchange.used):
-            return loss, True
-        with self._phases.phase("backward", replica=index), torch.autocast("cpu", enabled=False):
-            (loss * weight).backward()
-        return loss.detach(), False
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            got = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
+            raise LayoutError(
+                f"loss_fn must return one number, the mean over its rows; in replica {index} it gave {got}"
+            )
+        running = current_replica()
+        return loss, running is not None and running.exchange.used
+
+    def _backward(
+        self, losses: Sequence[torch.Tensor], weights: Sequence[float], devices: Sequence[torch.device], *, apart: bool
+    ) -> None:
+        """Backward of the weighted losses: on each replica's own thread, or in one pass of the engine over all."""
+        gradients = [torch.full_like(loss, weight) for loss, weight in zip(losses, weights, strict=True)]
+        with torch.autocast("cpu", enabled=False):
+            if not apart:
+                with self._phases.phase("backward"):
+                    torch.autograd.backward(list(losses), gradients)
+                return
+            calls = [
+                partial(self._replica_backward, index, loss, gradient)
+                for index, (loss, gradient) in enumerate(zip(losses, gradients, strict=True))
+            ]
+            workers.run(calls, devices[: len(losses)])
+
+    def _replica_backward(self, index: int, loss: torch.Tensor, gradient: torch.Tensor) -> None:
+        with self._phases.phase("backward", replica=index):
+            loss.backward(gradient)
 
     def _mean(self, losses: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
         target = resolve_destination(self.output_device) if self._devices else losses[0].device
@@ -284,21 +297,9 @@ class DataParallel(Module, Generic[T]):
         self._start()
 
 
-def has_hooks(network: ReplicaSet) -> bool:
+def _has_hooks(network: ReplicaSet) -> bool:
     """Whether a parameter has gradient hooks, which must see the whole gradient, not that of each replica."""
     return any(p._backward_hooks or p._post_accumulate_grad_hooks for p in network.network.parameters())
-
-
-def _backward(losses: Sequence[torch.Tensor], weights: Sequence[float]) -> None:
-    """One pass of the engine over all replicas, which runs those of different accelerators side by side."""
-    gradients = [torch.full_like(loss, weight) for loss, weight in zip(losses, weights, strict=True)]
-    torch.autograd.backward(list(losses), gradients)
-
-
-def _check_loss(loss: Any, index: int) -> None:
-    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-        got = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
-        raise LayoutError(f"loss_fn must return one number, the mean over its rows; in replica {index} it gave {got}")
 
 
 def _device_of(module: Module) -> torch.device:

@@ -22,6 +22,7 @@ slots instead.
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -143,6 +144,8 @@ class ReplicaSet:
             else:
                 self._refresh_parameters(grad)
             self._bind_parameters(leaves)
+            for leaf in chain(*self._leaves):
+                leaf.grad = None  # of a step that failed halfway
             self._refresh_fresh(grad)
             self._hot = grad or self._attributes.training
         return ([self.network] if self._network_first else []) + [copy.root for copy in self._copies]

@@ -1,0 +1,181 @@
+"""Simulated accelerators for the session, device fixtures, and a watch over what a test leaves behind."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing import resource_tracker
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+HERE = str(Path(__file__).parent)
+if HERE not in sys.path:  # `import sim`, whatever pytest's import mode
+    sys.path.insert(0, HERE)
+
+import sim as simulator  # noqa: E402
+
+DEVICES = 8
+_backend = pytest.StashKey[ModuleType | str]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # Here, and not in a fixture: autograd counts the devices at the first backward pass of the process.
+    # The folder holds the compiled backend; processes that tests start look there, too.
+    if (cache := getattr(config, "cache", None)) is not None:
+        os.environ.setdefault("LOCKSTEP_SIM_CACHE", str(cache.mkdir("sim")))
+    config.stash[_backend] = simulator.load(DEVICES)
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    backend = config.stash[_backend]
+    return f"simulated accelerators: {f'none, {backend}' if isinstance(backend, str) else DEVICES}"
+
+
+# ---------------------------------------------------------------------------------------- devices
+
+
+@pytest.fixture
+def sim(pytestconfig: pytest.Config) -> Iterator[ModuleType]:
+    """The simulated accelerators, freshly reset; skips where there are none."""
+    backend = pytestconfig.stash[_backend]
+    if isinstance(backend, str):
+        pytest.skip(backend)
+    backend.reset()
+    yield backend
+    backend.reset()
+
+
+@pytest.fixture(params=["cpu", "sim"])
+def kind(request: pytest.FixtureRequest) -> str:
+    """A device type: the test runs on the CPU and on simulated accelerators."""
+    if request.param == "sim":
+        request.getfixturevalue("sim")
+    return request.param
+
+
+@pytest.fixture
+def devices(kind: str) -> Callable[[int], list[torch.device]]:
+    """A function n -> the devices of n replicas: the CPU n times, or n different accelerators (8 at most)."""
+
+    def first_devices(n: int) -> list[torch.device]:
+        assert kind == "cpu" or n <= DEVICES
+        return [torch.device("cpu")] * n if kind == "cpu" else simulator.devices(n)
+
+    return first_devices
+
+
+@pytest.fixture
+def first(devices: Callable[[int], list[torch.device]]) -> torch.device:
+    """The first device of the kind."""
+    return devices(1)[0]
+
+
+# ------------------------------------------------------------------------------- what a test leaves
+
+GRACE = 2.0  # seconds that threads and processes get to end after a test
+
+
+def _accelerated() -> bool:
+    return torch.accelerator.is_available()
+
+
+def _device_types() -> list[str]:
+    return ["cpu", torch.accelerator.current_accelerator().type] if _accelerated() else ["cpu"]
+
+
+def _autocast() -> Any:
+    kinds = [(k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in _device_types()]
+    return kinds, torch.is_autocast_cache_enabled()
+
+
+def _set_autocast(state: Any) -> None:
+    kinds, cached = state
+    for k, enabled, dtype in kinds:
+        torch.set_autocast_enabled(k, enabled)
+        torch.set_autocast_dtype(k, dtype)
+    torch.set_autocast_cache_enabled(cached)
+
+
+def _set_default_device(device: torch.device) -> None:
+    torch.set_default_device(None if device.type == "cpu" else device)
+
+
+def _streams() -> list[int]:
+    count = torch.accelerator.device_count() if _accelerated() else 0
+    return [torch.accelerator.current_stream(i).stream_id for i in range(count)]
+
+
+# Settings of the process or of the main thread: how to read one and, where it can be done, put it back.
+SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any] | None]] = {
+    "default dtype": (torch.get_default_dtype, torch.set_default_dtype),
+    "default device": (torch.get_default_device, _set_default_device),
+    "grad mode": (torch.is_grad_enabled, torch.set_grad_enabled),
+    "inference mode": (torch.is_inference_mode_enabled, None),
+    "autocast": (_autocast, _set_autocast),
+    "anomaly mode": (torch.is_anomaly_enabled, torch.set_anomaly_enabled),
+    "deterministic algorithms": (
+        torch.are_deterministic_algorithms_enabled,
+        torch.use_deterministic_algorithms,
+    ),
+    "number of threads": (torch.get_num_threads, torch.set_num_threads),
+    "parameter swapping": (
+        torch.__future__.get_swap_module_params_on_conversion,
+        torch.__future__.set_swap_module_params_on_conversion,
+    ),
+    "current device": (
+        lambda: torch.accelerator.current_device_index() if _accelerated() else None,
+        lambda index: index is None or torch.accelerator.set_device_index(index),
+    ),
+    "current streams": (_streams, None),
+}
+
+
+def _threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if not thread.daemon}
+
+
+def _children() -> set[int]:
+    """The processes that this one has started, without the tracker that multiprocessing keeps."""
+    found = {child.pid for child in multiprocessing.active_children()}
+    for task in Path("/proc/self/task").glob("*/children"):
+        try:
+            found.update(map(int, task.read_text().split()))
+        except OSError:  # the thread has ended
+            continue
+    return found - {getattr(resource_tracker._resource_tracker, "_pid", None)}
+
+
+def _new(now: Callable[[], set], before: set) -> set:
+    """What is there beyond `before`, after a moment to end in."""
+    end = time.monotonic() + GRACE
+    while (left := now() - before) and time.monotonic() < end:
+        time.sleep(0.01)
+    return left
+
+
+@pytest.fixture(autouse=True)
+def tidy() -> Iterator[None]:
+    """Seeds the random numbers, and fails a test that leaves threads, processes or changed settings."""
+    torch.manual_seed(0)
+    random.seed(0)
+    threads, children = _threads(), _children()
+    before = {name: read() for name, (read, _) in SETTINGS.items()}
+    yield
+    left = [f"thread {thread.name}" for thread in _new(_threads, threads)]
+    left += [f"process {pid}" for pid in _new(_children, children)]
+    for name, (read, put_back) in SETTINGS.items():
+        if (now := read()) != before[name]:
+            left.append(f"{name}: {before[name]} -> {now}")
+            if put_back is not None:
+                put_back(before[name])
+    if left:
+        pytest.fail(f"the test left behind: {'; '.join(left)}", pytrace=False)
