@@ -25,7 +25,7 @@ class CallerContext:
 
     grad: bool
     inference: bool
-    autocast: tuple[tuple[str, torch.dtype], ...]
+    autocast: tuple[tuple[str, torch.dtype, bool], ...]
     autocast_cache: bool
     default_device: torch.device
     saved_tensor_hooks: tuple[Any, Any] | None
@@ -40,7 +40,7 @@ class CallerContext:
         return cls(
             grad=torch.is_grad_enabled(),
             inference=torch.is_inference_mode_enabled(),
-            autocast=tuple((t, torch.get_autocast_dtype(t)) for t in types if torch.is_autocast_enabled(t)),
+            autocast=tuple((t, torch.get_autocast_dtype(t), torch.is_autocast_enabled(t)) for t in types),
             autocast_cache=torch.is_autocast_cache_enabled(),
             default_device=torch.get_default_device(),
             saved_tensor_hooks=_saved_tensor_hooks(),
@@ -70,8 +70,9 @@ class CallerContext:
     def _blocks(self, device: torch.device) -> Iterator[AbstractContextManager[Any]]:
         if self.inference:
             yield torch.inference_mode()
-        for device_type, dtype in self.autocast:
-            yield torch.autocast(device_type, dtype, cache_enabled=self.autocast_cache)
+        for device_type, dtype, enabled in self.autocast:
+            if enabled or torch.is_autocast_enabled(device_type):  # a forward may have left it on in this thread
+                yield torch.autocast(device_type, dtype, enabled, self.autocast_cache)
         if self.default_device.type != "cpu":
             # tensors that forward makes land on the replica's own device, as on one device they land on the only one
             yield device if self.default_device.type == device.type else self.default_device
@@ -86,4 +87,4 @@ def _saved_tensor_hooks() -> tuple[Any, Any] | None:
     gradients are right, and what is to be checkpointed is the blocks inside the module.
     """
     hooks: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return None if hooks is None or hooks[0].__module__ == checkpoint.__name__ else hooks
+    return None if hooks is None or getattr(hooks[0], "__module__", None) == checkpoint.__name__ else hooks

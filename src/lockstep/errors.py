@@ -7,7 +7,7 @@
     ├── LayoutError (RuntimeError, ValueError) shapes, dtypes, sizes or chunk sums that do not fit together
     │   └── LengthError (AssertionError)      lists that must have one entry for each replica, and have not
     ├── StructureError (ValueError)           nested inputs or outputs that cannot be split or put together
-    ├── NotReplicableError (RuntimeError)     a module that cannot have replicas, with the reason
+    ├── NotReplicableError (RuntimeError, ValueError) a module that cannot have replicas, with the reason
     ├── ReplicaError (RuntimeError)           a replica failed, and its own exception could not be rebuilt
     └── GradientError (NotImplementedError)   a gradient was asked of something that has none
 
@@ -36,7 +36,7 @@ class StructureError(LockstepError, ValueError):
     """Nested inputs cannot be split, or nested outputs cannot be put together."""
 
 
-class NotReplicableError(LockstepError, RuntimeError):
+class NotReplicableError(LockstepError, RuntimeError, ValueError):
     """A module cannot be replicated; the message gives the reason."""
 
 

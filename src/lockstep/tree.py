@@ -124,7 +124,7 @@ class Tree:
             self.leaves.append(Leaf(path, value))
             return None
         pairs = zip(node.names, node.children, strict=True)
-        return node.build, [self._open(child, path + name) for name, child in pairs]
+        return node.build, [self._open(child, (path + name).removeprefix(".")) for name, child in pairs]
 
     def build(self, leaves: Sequence[Any]) -> Any:
         """The value with its leaves replaced, in their order."""

@@ -5,13 +5,16 @@ nothing that grows with the number of replicas. It tells apart what is cheap to 
 buffer that was replaced) from what makes replicas stale as a whole (other submodules or parameters, another dtype or
 device).
 
-Not noticed: a plain attribute that is replaced by an equal one of an immutable type (there is no difference to see),
-and what happens inside objects that replicas share with the network by reference anyway.
+Not noticed: an attribute that is replaced by an equal string or the like (there is no difference to see), and what
+happens inside objects that replicas share with the network by reference anyway.
 """
 
+import functools
 import itertools
 import operator
-from collections.abc import Callable, Iterable
+import types
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from typing import Any
 
@@ -19,27 +22,17 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from lockstep.local.module_copy import HOOKS, OWN, SLOTS, attributes
+from lockstep.local.module_copy import CACHE, HOOKS, OWN, SLOTS, attributes, parts_of
 
 _flatten = chain.from_iterable
 _version_of: Callable[[Tensor], int] = Tensor._version.__get__  # type: ignore[attr-defined]
 _requires_grad: Callable[[Tensor], bool] = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 
-# values that == tells apart as well as `is` does: nothing can happen inside them
-_PLAIN = (
-    type(None),
-    bool,
-    int,
-    float,
-    complex,
-    str,
-    bytes,
-    type,
-    torch.device,
-    torch.dtype,
-    torch.Size,
-    Module,
-)
+# values that == tells apart as well as `is` does, and in which nothing can happen. (Numbers are not among them:
+# 1 == 1.0 == True, and 0.0 == -0.0.)
+_PLAIN = frozenset({type(None), str, bytes, torch.device, torch.dtype, torch.Size})
+# containers that are replaced, never changed
+_FIXED = (tuple, frozenset, types.MethodType, functools.partial, weakref.ref)
 
 
 class Structure:
@@ -82,20 +75,23 @@ class Attributes:
         self._now = [vars(m) for _, m in self._modules]
         self._take()
 
-    def _take(self) -> None:
+    def _take(self, *, hooks: bool = True) -> None:
         self._then = [dict(d) for d in self._now]
         self.training = any(d.get("training") for d in self._then)
-        hooks = [d[name] for d in self._now for name in HOOKS if name in d]
-        self._no_hooks = [h for h in hooks if not h]
-        self._hooks = [(h, dict(h)) for h in hooks if h]
+        if hooks:
+            found = [d[name] for d in self._now for name in HOOKS if name in d]
+            self._no_hooks = [h for h in found if not h]
+            self._hooks = [(h, dict(h)) for h in found if h]
         loose = [
-            (d, name, value)
-            for d in self._now
+            (number, name, value)
+            for number, d in enumerate(self._now)
             for name, value in d.items()
-            if name not in SLOTS and name not in OWN and not _is_plain(value)
+            if name not in SLOTS and name not in OWN and name != CACHE and not _is_plain(value)
         ]
-        self._loose = loose
-        self._contents = [(v, _contents(v)) for _, _, v in loose if isinstance(v, list | dict | set)]
+        self._holders = [self._now[number] for number, _, _ in loose]
+        self._names = [name for _, name, _ in loose]
+        self._values = [value for _, _, value in loose]
+        self._contents = [(number, name, c, parts_of(c)) for number, name, v in loose for c in _containers(v)]
 
     def changed(self) -> bool:
         """Whether any attribute was set or deleted, any hook added or removed, since the last look."""
@@ -105,44 +101,50 @@ class Attributes:
         except (RuntimeError, ValueError):  # tensors and arrays have no truth value: they differ
             return True
         return (
-            any(self._no_hooks)
+            not all(map(operator.is_, map(dict.__getitem__, self._holders, self._names), self._values))
+            or any(self._no_hooks)
             or any(hooks != before for hooks, before in self._hooks)
-            or any(d[name] is not value for d, name, value in self._loose)
-            or any(not _identical(_contents(value), before) for value, before in self._contents)
+            or any(not _identical(parts_of(c) or (), before or ()) for _, _, c, before in self._contents)
         )
 
     def take_changes(self) -> list[tuple[int, list[str]]]:
         """The module numbers and names of what has changed; from now on these count as seen."""
-        before = self._then
         hooks = {id(h): b for h, b in self._hooks}
-        contents = {id(v): b for v, b in self._contents}
+        inside = {(i, n) for i, n, c, before in self._contents if not _identical(parts_of(c) or (), before or ())}
         changes = []
-        for (index, module), now, then in zip(self._modules, self._now, before, strict=True):
-            names = [n for n in attributes(module) if _differs(n, now, then, hooks, contents)]
-            names += [n for n in then if n not in now]
+        for number, ((index, module), now, then) in enumerate(zip(self._modules, self._now, self._then, strict=True)):
+            names = [n for n in attributes(module) if (number, n) in inside or _differs(n, now, then, hooks)]
+            names += [n for n in then if n not in now and n != CACHE]
             if names:
                 changes.append((index, names))
         self._take()
         return changes
 
+    def disregard(self) -> None:
+        """Let attributes that have changed count as seen, but hooks as before."""
+        self._take(hooks=False)
+
 
 def _is_plain(value: Any) -> bool:
-    return isinstance(value, _PLAIN) or (type(value) is tuple and all(map(_is_plain, value)))
+    return type(value) in _PLAIN or isinstance(value, Module | type)
 
 
-def _differs(
-    name: str,
-    now: dict[str, Any],
-    then: dict[str, Any],
-    hooks: dict[int, Any],
-    contents: dict[int, list[Any]],
-) -> bool:
+def _containers(value: Any, depth: int = 8) -> Iterator[Any]:
+    """``value`` and what is nested in it, as far as something can be put in or taken out."""
+    parts = parts_of(value) if depth else None
+    if parts is None:
+        return
+    if not isinstance(value, _FIXED):
+        yield value
+    for part in parts:
+        yield from _containers(part, depth - 1)
+
+
+def _differs(name: str, now: dict[str, Any], then: dict[str, Any], hooks: dict[int, Any]) -> bool:
     value = now[name]
     if name not in then or value is not then[name]:
         return True
-    if name in HOOKS:
-        return bool(value != hooks.get(id(value), {}))
-    return id(value) in contents and not _identical(_contents(value), contents[id(value)])
+    return name in HOOKS and bool(value != hooks.get(id(value), {}))
 
 
 _never = itertools.count()
@@ -155,8 +157,13 @@ def _versions(tensors: list[Tensor]) -> list[int]:
         return [next(_never) if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
-def _contents(value: Any) -> list[Any]:
-    return [*value, *value.values()] if isinstance(value, dict) else list(value)
+def _places(tensors: list[Tensor]) -> tuple[list[int], list[torch.Size], list[tuple[int, ...]]]:
+    """At which address each tensor's data is, and how it lies there."""
+    try:
+        return list(map(Tensor.data_ptr, tensors)), list(map(Tensor.size, tensors)), list(map(Tensor.stride, tensors))
+    except RuntimeError:  # a sparse tensor has no one address: only its identity and its version tell
+        dense = [t for t in tensors if t.layout == torch.strided]
+        return [t.data_ptr() for t in dense], [t.shape for t in tensors], [t.stride() for t in dense]
 
 
 def _identical(one: Iterable[Any], other: Iterable[Any]) -> bool:
@@ -170,8 +177,8 @@ class Tensors:
     def __init__(self, tensors: list[Tensor]) -> None:
         self.tensors = tensors
         self._versions = _versions(tensors)
-        self._places = list(map(Tensor.data_ptr, tensors))
-        self._kinds = [(t.dtype, t.device, t.shape) for t in tensors]
+        self._places = _places(tensors)
+        self._kinds = [(t.dtype, t.device) for t in tensors]
         self._gradients = list(map(_requires_grad, tensors))
 
     def changed(self, tensors: list[Tensor]) -> bool:
@@ -180,9 +187,10 @@ class Tensors:
 
     def moved(self) -> bool:
         """Whether any tensor's data is elsewhere now: moved, retyped, resized, or replaced through ``.data``."""
-        if list(map(Tensor.data_ptr, self.tensors)) != self._places:
+        if _places(self.tensors) != self._places:
             return True
-        return not all(self._places) and [(t.dtype, t.device, t.shape) for t in self.tensors] != self._kinds
+        # other data is at another address, unless there is none
+        return not all(self._places[0]) and [(t.dtype, t.device) for t in self.tensors] != self._kinds
 
     def requirements_changed(self) -> bool:
         """Whether ``requires_grad`` of any tensor is another than at the last look."""

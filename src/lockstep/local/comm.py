@@ -67,7 +67,7 @@ def broadcast(
             f"Exactly one of 'devices' and 'out' should be specified, but got devices={devices} and out={out}"
         )
     if devices is not None:
-        return tuple(copy_to(tensor.detach(), device) for device in resolve_devices(devices))
+        return tuple(copy_to(tensor, device) for device in resolve_devices(devices))
     assert out is not None
     for index, target in enumerate(out):
         if target.shape != tensor.shape:
@@ -101,7 +101,7 @@ def broadcast_coalesced(
     targets = resolve_devices(devices)
     source = common_device(tensors, "broadcast_coalesced")
     dense, plan = _plan(tensors, buffer_size)
-    copies = [[t.detach() if t.device == d else t for t in tensors] for d in targets]
+    copies = [list(tensors) for _ in targets]
     away = [i for i, target in enumerate(targets) if target != source]
     for i in away:
         copies[i] = [t if t.layout == torch.strided else copy_to(t.detach(), targets[i]) for t in tensors]

@@ -10,8 +10,8 @@ A batch goes through four phases, each a method that a subclass may override:
 :meth:`DataParallel.step` leaves the last one out: loss and backward run in the replicas as well.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -115,12 +115,10 @@ class DataParallel(Module, Generic[T]):
                 shares, keywords = shares[:1] or ((),), keywords[:1] or ({},)
             if len(self._devices) == 1:
                 output = self.module(*shares[0], **keywords[0])
-                return output if self.gather_outputs else [output]
+                return scatter_gather.move(output, self.output_device) if self.gather_outputs else [output]
             replicas = self.replicate(self.module, self.device_ids[: len(shares)])
-            try:
+            with self._in_use(self._own_replicas()):
                 outputs = self.parallel_apply(replicas, shares, keywords)
-            finally:
-                self._absorb()
             if not self.gather_outputs:
                 return outputs
             with self._phases.phase("gather"):
@@ -163,9 +161,16 @@ class DataParallel(Module, Generic[T]):
             self._replicas = ReplicaSet(self.module, devices, network_first=True, phases=self._phases)
         return self._replicas
 
-    def _absorb(self) -> None:
-        if self._replicas is not None:
-            self._replicas.absorb()
+    @contextmanager
+    def _in_use(self, *networks: ReplicaSet) -> Iterator[None]:
+        """While the replicas run: the module is one of them, and says so when its gradients are cleared in forward."""
+        vars(self.module)["_is_replica"] = True
+        try:
+            yield
+        finally:
+            vars(self.module).pop("_is_replica", None)
+            for network in networks:
+                network.absorb()
 
     # Training step #
 
@@ -208,17 +213,14 @@ class DataParallel(Module, Generic[T]):
         calls = [
             partial(self._loss, index, modules[index], loss_fns[index], args) for index, (args, _) in enumerate(shares)
         ]
-        try:
+        with self._in_use(*networks):
             results = workers.run(calls, own.devices[: len(shares)])
-            exchanged = any(exchanged for _, exchanged in results)
-            self._backward([loss for loss, _ in results], weights, own.devices, apart=apart and not exchanged)
-            if apart:
-                with self._phases.phase("reduce"):
-                    for network in networks:
-                        network.collect_gradients()
-        finally:
-            for network in networks:
-                network.absorb()
+        exchanged = any(exchanged for _, exchanged in results)
+        self._backward([loss for loss, _ in results], weights, own.devices, apart=apart and not exchanged)
+        if apart:
+            with self._phases.phase("reduce"):
+                for network in networks:
+                    network.collect_gradients()
         return self._mean([loss.detach() for loss, _ in results], weights)
 
     def _loss(
@@ -343,8 +345,6 @@ def data_parallel(
         return module(*args, **kwargs)
     if len(devices) == 1:  # the class moves its module to a lone device, the function does not
         require_on(module, devices[0])
-        (args, *_), (kwargs, *_) = scatter_gather.scatter_kwargs(args, kwargs, devices, dim)
-        return module(*args, **kwargs)
     key = ("data_parallel", *devices, output_device, dim)
     parallel = cached(module, key, lambda: DataParallel(module, devices, output_device, dim))
     return parallel(*args, **kwargs)

@@ -12,13 +12,14 @@ import sys
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
 from torch.nn import Module
-from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
+from torch.nn.modules.lazy import LazyModuleMixin
 
 from lockstep.errors import NotReplicableError
 
@@ -37,16 +38,18 @@ _ATOMS = (
 )
 SLOTS = ("_parameters", "_buffers", "_modules")
 HOOKS = tuple(name for name, value in vars(Module()).items() if isinstance(value, dict) and name not in SLOTS)
+CACHE = "_lockstep_replica_sets"  # where a network keeps its replicas for the functional calls
 OWN = {*HOOKS, "_non_persistent_buffers_set"}  # what PyTorch keeps in every module, and no replica shares
 
 
 def check_replicable(network: Module) -> None:
     """Raise :class:`~lockstep.errors.NotReplicableError` for a network that cannot have replicas, with the reason."""
-    for name, tensor in (*network.named_parameters(), *network.named_buffers()):
-        if isinstance(tensor, UninitializedTensorMixin):
+    for name, module in network.named_modules():
+        if isinstance(module, LazyModuleMixin) and hasattr(module, "_initialize_hook"):
             raise NotReplicableError(
-                f"Modules with uninitialized parameters cannot be replicated: {name} has no shape yet. Run a dummy "
-                "forward through the network first, so that its lazy modules take their shapes."
+                f"Attempted to use an uninitialized parameter: {name or 'the network'} is a {type(module).__name__} "
+                "whose parameters have no shape yet. Modules with uninitialized parameters can't be used with "
+                "`DataParallel`. Run a dummy forward pass to correctly initialize the modules"
             )
     for name, module in network.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
@@ -64,6 +67,7 @@ class Translation:
 
     def __init__(self) -> None:
         self._counterparts: dict[int, Any] = {}
+        self.tensors: dict[int, Any] = {}  # only for as long as these tensors are sure to live
         self._open: set[int] = set()
 
     def add(self, original: object, counterpart: object) -> None:
@@ -79,6 +83,8 @@ class Translation:
             return value
         if id(value) in self._counterparts:
             return self._counterparts[id(value)]
+        if id(value) in self.tensors:
+            return self.tensors[id(value)]
         rebuild = _parts(value)
         if rebuild is None or id(value) in self._open:
             return value
@@ -105,7 +111,8 @@ def _parts(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
     if isinstance(value, weakref.ref):
         return [value()], lambda new: weakref.ref(new[0])
     if isinstance(value, dict):
-        return list(value.values()), lambda new: _refilled(value, dict(zip(value, new, strict=True)))
+        count = len(value)
+        return [*value, *value.values()], lambda new: _refilled(value, dict(zip(new[:count], new[count:], strict=True)))
     if isinstance(value, tuple):
         named = hasattr(value, "_fields")
         return list(value), lambda new: type(value)(*new) if named else type(value)(new)
@@ -150,7 +157,7 @@ class ModuleCopy:
         self.root = self.modules[0]
         for module, shell in zip(self._originals, self.modules, strict=True):
             if not isinstance(module, torch.jit.ScriptModule):
-                shell._modules = {name: self._translate(child) for name, child in module._modules.items()}
+                vars(shell)["_modules"] = {name: self._translate(child) for name, child in module._modules.items()}
         self._slots = {kind: [_slots(module, kind) for module in self.modules] for kind in ("_parameters", "_buffers")}
         self._holding: list[tuple[int, str]] = []
 
@@ -162,41 +169,55 @@ class ModuleCopy:
 
     def rebind_attributes(self) -> None:
         """Translate anew the attributes that hold tensors, after other tensors were bound."""
-        if self._holding:
-            self._know_tensors()
-        for index, name in self._holding:
-            vars(self.modules[index])[name] = self._translate(vars(self._originals[index])[name])
+        if not self._holding:
+            return
+        with self._tensors_known():
+            for index, name in self._holding:
+                vars(self.modules[index])[name] = self._translate(vars(self._originals[index])[name])
 
     def set_all_attributes(self) -> None:
         """Take over every attribute of every module of the network."""
-        for index, module in enumerate(self._originals):
-            self.set_attributes(index, attributes(module))
-            _recompile(module, self.modules[index])
+        self.set_attributes((index, attributes(module)) for index, module in enumerate(self._originals))
 
-    def set_attributes(self, index: int, names: Iterable[str]) -> None:
-        """Take over attributes of the network's module number ``index``; one that is gone there goes here too."""
-        self._know_tensors(index)
-        source, target = vars(self._originals[index]), vars(self.modules[index])
-        for name in names:
-            if (index, name) in self._holding:
-                self._holding.remove((index, name))
-            if name not in source:
-                target.pop(name, None)
-            elif name in OWN:
-                target[name] = _own(source[name], self._translate)
-            else:
-                target[name] = self._translate(source[name])
-                if target[name] is not source[name] and _holds_tensor(source[name]):
-                    self._holding.append((index, name))
+    def set_attributes(self, changes: Iterable[tuple[int, Iterable[str]]]) -> None:
+        """Take over attributes of the network's modules, by number; one that is gone there goes here too."""
+        with self._tensors_known():
+            for index, names in changes:
+                for name in names:
+                    self._set_attribute(index, name)
 
-    def _know_tensors(self, only: int | None = None) -> None:
-        """Let the network's tensors mean those in the copy's slots: of one module, whose attributes may hold them, or
-        all."""
-        for kind, owners in self._slots.items():
-            for index in range(len(self.modules)) if only is None else (only,):
-                for name, tensor in getattr(self._originals[index], kind).items():
-                    if tensor is not None:
-                        self._translate.add(tensor, owners[index][name])
+    def _set_attribute(self, index: int, name: str) -> None:
+        original, module = self._originals[index], self.modules[index]
+        source, target = vars(original), vars(module)
+        if (index, name) in self._holding:
+            self._holding.remove((index, name))
+        if name not in source:
+            target.pop(name, None)
+        elif name in OWN:
+            target[name] = _own(source[name], self._translate)
+        elif name == "_compiled_call_impl" and source[name] is not None:
+            target[name] = _recompiled(source[name], module)
+        elif name == "forward" and _is_compiled(original):
+            module._initialize()  # type: ignore[operator]
+        else:
+            target[name] = self._translate(source[name])
+            if target[name] is not source[name] and _holds_tensor(source[name]):
+                self._holding.append((index, name))
+
+    @contextmanager
+    def _tensors_known(self) -> Iterator[None]:
+        """Within the block, the network's tensors mean those in the copy's slots."""
+        self._translate.tensors = {
+            id(tensor): owners[index][name]
+            for kind, owners in self._slots.items()
+            for index, original in enumerate(self._originals)
+            for name, tensor in getattr(original, kind).items()
+            if tensor is not None
+        }
+        try:
+            yield
+        finally:
+            self._translate.tensors = {}
 
 
 class _ScriptSlots:
@@ -225,39 +246,50 @@ def _own(value: Any, translate: Translation) -> Any:
     return copy.copy(value)
 
 
+def parts_of(value: Any) -> list[Any] | None:
+    """What may lead into the tree inside ``value``, or None for a value that is not looked into."""
+    opened = None if isinstance(value, _ATOMS) else _parts(value)
+    return None if opened is None else opened[0]
+
+
 def _holds_tensor(value: Any, depth: int = 8) -> bool:
     """Whether there is a tensor inside a value that was translated, so that it must be again when tensors change."""
     if isinstance(value, torch.Tensor):
         return True
-    opened = _parts(value) if depth and not isinstance(value, _ATOMS) else None
-    return opened is not None and any(_holds_tensor(part, depth - 1) for part in opened[0])
+    return depth > 0 and any(_holds_tensor(part, depth - 1) for part in parts_of(value) or ())
 
 
 def attributes(module: Module) -> list[str]:
     """The names of the instance attributes that a copy takes over; a scripted module keeps its state elsewhere."""
     if isinstance(module, torch.jit.ScriptModule):
         return []
-    return [name for name in vars(module) if name not in SLOTS]
+    return [name for name in vars(module) if name not in SLOTS and name != CACHE]
 
 
 def _shells(module: Module) -> list[tuple[Module, Module]]:
     """Modules paired with modules of the same class that have their own empty slots, and share all else for now."""
     if isinstance(module, torch.jit.ScriptModule):
         return list(zip(module.modules(), copy.deepcopy(module).modules(), strict=True))
-    shell: Module = module._replicate_for_data_parallel()  # a class may have its own idea of a replica
-    shell._parameters, shell._buffers = dict.fromkeys(module._parameters), dict.fromkeys(module._buffers)
+    if _is_compiled(module):  # hands attributes that are set on it to the module inside
+        shell = module.__new__(type(module))
+        vars(shell).update(vars(module))
+    elif isinstance(module, LazyModuleMixin):  # whose own idea of a replica is an error, even once it has its shapes
+        shell = Module._replicate_for_data_parallel(module)
+    else:
+        shell = module._replicate_for_data_parallel()  # a class may have its own idea of a replica
+    for kind in ("_parameters", "_buffers"):
+        vars(shell)[kind] = dict.fromkeys(vars(module)[kind])
     return [(module, shell)]
 
 
-def _recompile(original: Module, replica: Any) -> None:
-    """Compile a replica as its original was: compiled code calls the module that it was made for."""
+def _is_compiled(module: Module) -> bool:
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
-    if dynamo is None:
-        return
-    if isinstance(original, dynamo.OptimizedModule):
-        replica._initialize()
-    compiled = vars(original).get("_compiled_call_impl")
-    if compiled is not None:
-        cells = (cell.cell_contents for cell in compiled.__closure__ or ())
-        wrap = next((c for c in cells if isinstance(c, dynamo._TorchDynamoContext)), torch.compile)
-        vars(replica)["_compiled_call_impl"] = wrap(replica._call_impl)
+    return dynamo is not None and isinstance(module, dynamo.OptimizedModule)
+
+
+def _recompiled(compiled: Any, replica: Module) -> Any:
+    """What ``module.compile()`` made, for a replica: compiled code calls the module that it was made for."""
+    context = sys.modules["torch._dynamo.eval_frame"]._TorchDynamoContext
+    cells = (cell.cell_contents for cell in compiled.__closure__ or ())
+    wrap = next((c for c in cells if isinstance(c, context)), torch.compile)
+    return wrap(replica._call_impl)

@@ -35,7 +35,7 @@ from lockstep.errors import DeviceError
 from lockstep.local.changes import Attributes, Structure, Tensors
 from lockstep.local.comm import broadcast_coalesced, common_device
 from lockstep.local.functions import Broadcast, link
-from lockstep.local.module_copy import ModuleCopy, check_replicable
+from lockstep.local.module_copy import CACHE, ModuleCopy, check_replicable
 from lockstep.local.parameters import ParameterValues
 from lockstep.phases import Phases
 
@@ -90,14 +90,11 @@ class _Cache(dict[Any, Any]):
         return _Cache, ()
 
 
-_CACHE = "_lockstep_replica_sets"
-
-
 def cached(network: Module, key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
     """What ``make`` made for this very network and ``key`` before, or makes now."""
-    cache = vars(network).get(_CACHE)
+    cache = vars(network).get(CACHE)
     if not isinstance(cache, _Cache) or cache.get("owner") != id(network):
-        cache = vars(network)[_CACHE] = _Cache(owner=id(network))  # also where copy.copy shared the original's
+        cache = vars(network)[CACHE] = _Cache(owner=id(network))  # also where copy.copy shared the original's
     if key not in cache:
         cache[key] = make()
     return cache[key]
@@ -151,11 +148,13 @@ class ReplicaSet:
         return ([self.network] if self._network_first else []) + [copy.root for copy in self._copies]
 
     def absorb(self) -> None:
-        """Let what the network's own forward has set on itself stay its own: the next refresh does not carry it
-        over."""
+        """Let attributes that the network's own forward has set stay its own: the next refresh does not carry them over.
+
+        It does carry over hooks: one that removes itself at its first call must be gone from every replica.
+        """
         with self._lock:
             if self._structure is not None and self._attributes.changed():
-                self._attributes.take_changes()
+                self._attributes.disregard()
 
     def collect_gradients(self) -> None:
         """Add the gradients on the replicas' leaves to the network's, in replica order, and take them off the
@@ -187,9 +186,9 @@ class ReplicaSet:
         if self._attributes.changed():
             if self._structure.replaced():
                 return True
-            for index, names in self._attributes.take_changes():
-                for copy in self._copies:
-                    copy.set_attributes(index, (name for name in names if name != _CACHE))
+            changes = self._attributes.take_changes()
+            for copy in self._copies:
+                copy.set_attributes(changes)
         return False
 
     # Build #

@@ -6,7 +6,7 @@ replica.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -69,13 +69,14 @@ def scatter_arguments(
     split: Sequence[float] | None,
 ) -> tuple[list[tuple[tuple[Any, ...], dict[str, Any]]], list[int] | None]:
     """The arguments for each replica used, and how many rows each got (None if there is nothing to split)."""
-    tree = Tree((tuple(inputs), dict(kwargs or {})), "")
-    tree.leaves = [Leaf(_argument_path(leaf.path), leaf.value) for leaf in tree.leaves]
-    return _scatter(tree, targets, dim, split)
+    return _scatter(Tree(_Arguments(tuple(inputs), dict(kwargs or {})), ""), targets, dim, split)
 
 
-def _argument_path(path: str) -> str:
-    return f"inputs{path[3:]}" if path.startswith("[0]") else f"kwargs{path[3:]}"
+class _Arguments(NamedTuple):
+    """Positional and keyword arguments as one tree, under the names that messages give them."""
+
+    inputs: tuple[Any, ...]
+    kwargs: dict[str, Any]
 
 
 def _scatter(
@@ -197,10 +198,11 @@ def _align(nodes: Sequence[Node | None]) -> list[Node] | None:
         return None
     aligned = []
     for node in nodes:
-        if node is None or len(node.names) != len(first.names) or set(node.names) != set(first.names):
+        if node is None or sorted(node.names) != sorted(first.names) or not _same(node.context, first.context):
             return None
-        if not _same(node.context, first.context):
-            return None
+        if node.names == first.names:
+            aligned.append(node)
+            continue
         by_name = dict(zip(node.names, node.children, strict=True))
         aligned.append(Node(first.names, [by_name[name] for name in first.names], node.build))
     return aligned

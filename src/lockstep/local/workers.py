@@ -270,6 +270,8 @@ def _rebuilt(error: BaseException, message: str) -> BaseException:
             rebuilt = attempt()
             if type(rebuilt) is kind and message in str(rebuilt):
                 rebuilt.__dict__.update({k: v for k, v in error.__dict__.items() if k != "__notes__"})
+                if isinstance(error, SystemExit) and isinstance(rebuilt, SystemExit):
+                    rebuilt.code = error.code
                 return rebuilt
         except Exception:  # the constructor is the user's: whatever it raises only means that it cannot be used
             continue

@@ -1,0 +1,235 @@
+"""Train a convolutional network on handwritten digits, on several replicas at once.
+
+The 1,797 images come with scikit-learn, so nothing is downloaded. Ctrl-C stops the run, and `--resume`
+goes on with it, to the very weights that it would have reached unstopped: the order of the images depends
+on the seed and the epoch alone, and the checkpoint holds all the rest.
+
+Three lines make the training data-parallel: `lockstep.DataParallel` around the model (in `prepare`),
+`dp.step` in place of forward, loss and backward (in `train_step`), and `dp(...)` in place of `model(...)`
+(in `evaluate`). The optimizer, the scheduler and the checkpoint see only the plain model.
+"""
+
+import argparse
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from types import FrameType
+from typing import NamedTuple
+
+import torch
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+import checkpoint
+import lockstep
+from checkpoint import Settings, Training
+from options import make_parser, resume_command
+from progress import Progress, Status
+from report import Span, median_step, write_report
+
+VALIDATION_IMAGES = 360
+SPLIT_SEED = 0  # apart from --seed: runs of different seeds are measured on the same images
+CHECKPOINT, REPORT = "checkpoint.pt", "report.png"
+
+
+class Data(NamedTuple):
+    """Images of shape (rows, 1, 8, 8) with values from 0 to 1, and the digit that each one shows."""
+
+    images: Tensor
+    labels: Tensor
+
+
+def load_data() -> tuple[Data, Data]:
+    """Training and validation data."""
+    digits = load_digits()
+    images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
+    labels = torch.tensor(digits.target, dtype=torch.int64)
+    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(SPLIT_SEED))
+    held_out, rest = order[:VALIDATION_IMAGES], order[VALIDATION_IMAGES:]
+    return Data(images[rest], labels[rest]), Data(images[held_out], labels[held_out])
+
+
+def epoch_batches(rows: int, batch_size: int, seed: int, epoch: int) -> Tensor:
+    """The rows of each batch of an epoch; those few that would not fill a last batch sit this one out."""
+    generator = torch.Generator().manual_seed((seed << 20) + epoch)
+    batches = rows // batch_size
+    return torch.randperm(rows, generator=generator)[: batches * batch_size].view(batches, batch_size)
+
+
+def make_model(width: int = 48) -> nn.Module:
+    """Four convolutions. No dropout: replicas that are threads would race for its random numbers."""
+
+    def convolution(inputs: int, outputs: int) -> list[nn.Module]:
+        return [
+            nn.Conv2d(inputs, outputs, kernel_size=3, padding=1, bias=False),
+            nn.BatchNorm2d(outputs),
+            nn.ReLU(),
+        ]
+
+    return nn.Sequential(
+        *convolution(1, width),
+        *convolution(width, width),
+        nn.MaxPool2d(2),
+        *convolution(width, 2 * width),
+        *convolution(2 * width, 2 * width),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(2 * width * 2 * 2, 10),
+    )
+
+
+def train_step(dp: lockstep.DataParallel[nn.Module], training: Training, batch: Data) -> tuple[float, list[Span]]:
+    """One step of all replicas together: the mean loss, and who did what when."""
+    training.optimizer.zero_grad()
+    with dp.timeline() as events:
+        loss = dp.step(cross_entropy, batch.images, batch.labels)
+    training.optimizer.step()
+    training.scheduler.step()
+    return loss.item(), [(event.phase, event.replica, event.start, event.end) for event in events]
+
+
+def evaluate(dp: lockstep.DataParallel[nn.Module], data: Data) -> tuple[float, float]:
+    """Loss and accuracy; these rows are shared among the replicas too."""
+    dp.eval()
+    with torch.no_grad():
+        outputs = dp(data.images).cpu()
+    dp.train()
+    accuracy = (outputs.argmax(1) == data.labels).double().mean()
+    return cross_entropy(outputs, data.labels).item(), accuracy.item()
+
+
+class StopRequest:
+    """Ctrl-C and SIGTERM only ask for a stop, which comes between two steps. A second one kills."""
+
+    def __init__(self) -> None:
+        self.signal: int | None = None
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._note)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.signal = number
+        signal.signal(number, signal.SIG_DFL)
+
+
+@dataclass
+class Run:
+    """A training with its data, and with what it shows and leaves behind."""
+
+    dp: lockstep.DataParallel[nn.Module]
+    training: Training
+    settings: Settings
+    data: Data
+    validation: Data
+    directory: Path
+    stop: StopRequest
+
+    def __post_init__(self) -> None:
+        self.steps_per_epoch = len(self.data.images) // self.settings.batch_size
+        self.progress = Progress(sys.stdout, self.settings.epochs, self.steps_per_epoch)
+        self.checkpoint = self.directory / CHECKPOINT
+        self.report = self.directory / REPORT
+
+    @property
+    def finished(self) -> bool:
+        """Whether the last epoch is done."""
+        return self.training.epoch == self.settings.epochs
+
+    def train(self) -> None:
+        """To the end of the last epoch, or until a stop is asked for; either way the checkpoint is saved."""
+        while not self.finished:
+            self._train_epoch()
+            checkpoint.save(self.checkpoint, self.training, self.settings)
+            if self.stop.signal is not None:
+                break
+        self.progress.close()
+
+    def _train_epoch(self) -> None:
+        """The steps that are left of this epoch, then its validation."""
+        training, history, settings = self.training, self.training.history, self.settings
+        batches = epoch_batches(len(self.data.images), settings.batch_size, settings.seed, training.epoch)
+        timelines, speed, begin = [], 0.0, time.perf_counter()
+        for done, rows in enumerate(batches[training.step :], start=1):
+            if self.stop.signal is not None:
+                return
+            batch = Data(self.data.images[rows], self.data.labels[rows])
+            loss, timeline = train_step(self.dp, training, batch)
+            training.step += 1
+            history.losses.append(loss)
+            timelines.append(timeline)
+            speed = done * settings.batch_size / (time.perf_counter() - begin)
+            self.progress.after_step(self._status(speed))
+        validation_loss, accuracy = evaluate(self.dp, self.validation)
+        history.validation_losses.append(validation_loss)
+        history.accuracies.append(accuracy)
+        history.timeline = median_step(timelines)
+        self.progress.after_epoch(self._status(speed))
+        training.epoch, training.step = training.epoch + 1, 0
+
+    def _status(self, images_per_second: float) -> Status:
+        """Where the epoch under way stands; its loss is the mean of its steps."""
+        training, history = self.training, self.training.history
+        return Status(
+            epoch=training.epoch + 1,
+            step=training.step,
+            loss=fmean(history.losses[-training.step :]),
+            images_per_second=images_per_second,
+            accuracy=history.accuracies[-1] if history.accuracies else None,
+        )
+
+
+def prepare(options: argparse.Namespace, stop: StopRequest) -> Run:
+    """All that the options ask for, at its beginning or where the checkpoint left it."""
+    data, validation = load_data()
+    if options.batch_size > len(data.images):
+        raise ValueError(f"--batch-size is at most {len(data.images)}, the number of training images")
+    settings = Settings(options.epochs, options.batch_size, options.lr, options.seed, len(options.devices))
+    torch.manual_seed(settings.seed)
+    torch.set_num_threads(1)  # a network so small is not split further: one thread is enough for each replica
+    model = make_model().to(options.devices[0])
+    optimizer = torch.optim.Adam(model.parameters(), lr=settings.lr)
+    steps = settings.epochs * (len(data.images) // settings.batch_size)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=settings.lr, total_steps=steps)
+    training = Training(model, optimizer, scheduler)
+    if options.resume:
+        checkpoint.resume(options.out / CHECKPOINT, training, settings)
+    options.out.mkdir(parents=True, exist_ok=True)
+    dp = lockstep.DataParallel(model, device_ids=options.devices)
+    return Run(dp, training, settings, data, validation, options.out, stop)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """The exit status: 0 after the last epoch, 128 and the number of the signal that stopped it before."""
+    begin, stop, parser = time.perf_counter(), StopRequest(), make_parser()
+    options = parser.parse_args(arguments)
+    try:
+        run = prepare(options, stop)
+    except (ValueError, OSError, lockstep.errors.LockstepError) as error:
+        parser.error(str(error))
+    training = run.training
+    print(
+        f"{len(run.data.images)} images to train on and {len(run.validation.images)} to validate on; "
+        f"replicas on {', '.join(options.devices)}"
+    )
+    if options.resume and not run.finished:
+        print(f"resuming in epoch {training.epoch + 1} after step {training.step}")
+    run.train()
+    if not run.finished:
+        print(
+            f"stopped in epoch {training.epoch + 1} after step {training.step} of {run.steps_per_epoch}; "
+            f"`{resume_command(arguments)}` goes on"
+        )
+        return 128 + (stop.signal or 0)
+    write_report(training.history, run.steps_per_epoch, run.report)
+    accuracy, seconds = training.history.accuracies[-1], time.perf_counter() - begin
+    print(f"validation accuracy {accuracy:.2%} after {seconds:.1f} s")
+    print(f"wrote {run.checkpoint} and {run.report}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
