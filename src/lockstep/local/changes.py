@@ -30,7 +30,7 @@ _requires_grad: Callable[[Tensor], bool] = Tensor.requires_grad.__get__  # type:
 
 # values that == tells apart as well as `is` does, and in which nothing can happen. (Numbers are not among them:
 # 1 == 1.0 == True, and 0.0 == -0.0.)
-_PLAIN = frozenset({type(None), str, bytes, torch.device, torch.dtype, torch.Size})
+_PLAIN = frozenset({type(None), bool, str, bytes, torch.device, torch.dtype, torch.Size})
 # containers that are replaced, never changed
 _FIXED = (tuple, frozenset, types.MethodType, functools.partial, weakref.ref)
 
@@ -126,6 +126,8 @@ class Attributes:
 
 
 def _is_plain(value: Any) -> bool:
+    if type(value) is tuple:
+        return all(map(_is_plain, value))
     return type(value) in _PLAIN or isinstance(value, Module | type)
 
 
@@ -157,13 +159,13 @@ def _versions(tensors: list[Tensor]) -> list[int]:
         return [next(_never) if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
-def _places(tensors: list[Tensor]) -> tuple[list[int], list[torch.Size], list[tuple[int, ...]]]:
-    """At which address each tensor's data is, and how it lies there."""
+def _places(tensors: list[Tensor]) -> tuple[list[int], list[int], list[tuple[int, ...]]]:
+    """At which address each tensor's data is, how much of it, and how it lies there."""
     try:
-        return list(map(Tensor.data_ptr, tensors)), list(map(Tensor.size, tensors)), list(map(Tensor.stride, tensors))
+        return list(map(Tensor.data_ptr, tensors)), list(map(Tensor.numel, tensors)), list(map(Tensor.stride, tensors))
     except RuntimeError:  # a sparse tensor has no one address: only its identity and its version tell
         dense = [t for t in tensors if t.layout == torch.strided]
-        return [t.data_ptr() for t in dense], [t.shape for t in tensors], [t.stride() for t in dense]
+        return [t.data_ptr() for t in dense], [t.numel() for t in tensors], [t.stride() for t in dense]
 
 
 def _identical(one: Iterable[Any], other: Iterable[Any]) -> bool:

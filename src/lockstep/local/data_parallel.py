@@ -18,6 +18,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch.nn import Module
 
+from lockstep.context import outside_compiler
 from lockstep.devices import (
     DeviceLike,
     all_accelerators,
@@ -46,10 +47,9 @@ class DataParallel(Module, Generic[T]):
         output_device: where outputs are gathered; any device, ``-1`` or ``"cpu"``. None takes the first device.
         dim: the dimension along which inputs are split and outputs put together.
         split: weights, one for each device, for devices that differ in speed; ``[2, 1]`` gives the first two thirds
-        of the
-            rows. None splits evenly: sizes differ by at most one.
+            of the rows. None splits evenly: sizes differ by at most one.
         gather_outputs: False leaves the outputs where they are; forward then returns a list, one entry for each
-        replica.
+            replica.
 
     After ``backward`` the module's parameters have the gradients of the whole batch, as on one device. Replicas are
     built once; what is set on the module is seen by all of them at the next use. The first replica is the module
@@ -102,6 +102,7 @@ class DataParallel(Module, Generic[T]):
 
     # Forward #
 
+    @outside_compiler
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's output for the whole batch; a list of the replicas' outputs with ``gather_outputs=False``."""
         if not self._devices:
@@ -174,12 +175,15 @@ class DataParallel(Module, Generic[T]):
 
     # Training step #
 
+    @outside_compiler
     def step(self, loss_fn: Callable[..., torch.Tensor], *batch: Any) -> torch.Tensor:
         """Forward, loss and backward in each replica; gradients of the mean loss are left on the module.
 
         Args:
-            loss_fn: ``loss_fn(output, target)``, a mean over its rows; a module may have parameters and buffers of
-            its own. batch: the module's inputs, and last the target. With one entry, ``loss_fn(output)`` is called.
+            loss_fn: ``loss_fn(output, target)``, a mean over its rows that counts each alike; a module may have
+                parameters and buffers of its own. (A loss that weighs rows, by class say, divides by weights that
+                differ among the replicas: let it sum, and divide by what the whole batch weighs.)
+            batch: the module's inputs, and last the target. With one entry, ``loss_fn(output)`` is called.
 
         Returns the mean loss over all rows, detached, without dimensions, on the output device. Gradients are added to
         ``.grad``, as ``backward`` does, and equal those of ``loss_fn(module(*inputs), target).backward()`` on one

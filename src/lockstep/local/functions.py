@@ -42,7 +42,7 @@ class Broadcast(Function):
     @staticmethod
     def forward(ctx: Any, devices: Sequence[DeviceLike], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Copy."""
-        copies = comm.broadcast_coalesced([t.detach() for t in tensors], devices)
+        copies = [[t.detach() for t in row] for row in comm.broadcast_coalesced(tensors, devices)]
         needed = ctx.needs_input_grad[1:]
         ctx.mark_non_differentiable(*(c for row in copies for c, n in zip(row, needed, strict=True) if not n))
         ctx.needed = needed

@@ -128,27 +128,31 @@ class ReplicaSet:
         self._bound: list[list[Tensor]] | None = None
         self._copies: list[ModuleCopy] = []
         self._written: list[int] = []
+        self._hot = True
         self._attributes = Attributes([])
 
     # Use #
 
     def refresh(self, *, leaves: bool = False) -> list[Module]:
         """The replicas, up to date with the network; with ``leaves`` as :meth:`collect_gradients` needs them."""
-        grad = torch.is_grad_enabled() and not self._detach
+        enabled = torch.is_grad_enabled()
+        grad = enabled and not self._detach
         with self._lock, self._phases.phase("refresh"), torch.inference_mode(False), torch.no_grad():
             if self._notice():
                 self._build()
             else:
-                self._refresh_parameters(grad)
+                self._refresh_parameters(everything=enabled or self._hot)
             self._bind_parameters(leaves)
-            for leaf in chain(*self._leaves):
-                leaf.grad = None  # of a step that failed halfway
+            if leaves:  # no other use: a step of another thread may be in its backward
+                for leaf in chain(*self._leaves):
+                    leaf.grad = None  # of a step that failed halfway
             self._refresh_fresh(grad)
-            self._hot = grad or self._attributes.training
+            self._hot = enabled or self._attributes.training
         return ([self.network] if self._network_first else []) + [copy.root for copy in self._copies]
 
     def absorb(self) -> None:
-        """Let attributes that the network's own forward has set stay its own: the next refresh does not carry them over.
+        """Let attributes that the network's own forward has set stay its own, which the next refresh does not carry
+        over.
 
         It does carry over hooks: one that removes itself at its first call must be gone from every replica.
         """
@@ -239,11 +243,10 @@ class ReplicaSet:
 
     # Parameters #
 
-    def _refresh_parameters(self, grad: bool) -> None:
+    def _refresh_parameters(self, *, everything: bool) -> None:
         if self._parameters.requirements_changed():
             self._leaves, self._linked, self._bound = [], [], None
         self._written = self._parameters.written()
-        everything = grad or self._hot
         if self._written or everything:
             self._values.transfer(self._written, everything=everything)
 

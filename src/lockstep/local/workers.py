@@ -263,23 +263,40 @@ class _Verbatim(str):
 
 
 def _rebuilt(error: BaseException, message: str) -> BaseException:
-    """An exception of the same type with a new message; a :class:`ReplicaError` if no way to make one shows it."""
+    """An exception of the same type with a new message.
+
+    The constructor is the user's, and may ask for other arguments, or the type may show none of them: then the message
+    goes into a note. A :class:`ReplicaError` is what is left where nothing of the type can be made.
+    """
     kind, text = type(error), _Verbatim(message)
-    for attempt in (lambda: kind(text), lambda: _bare(kind, text)):
-        try:
-            rebuilt = attempt()
-            if type(rebuilt) is kind and message in str(rebuilt):
-                rebuilt.__dict__.update({k: v for k, v in error.__dict__.items() if k != "__notes__"})
-                if isinstance(error, SystemExit) and isinstance(rebuilt, SystemExit):
-                    rebuilt.code = error.code
-                return rebuilt
-        except Exception:  # the constructor is the user's: whatever it raises only means that it cannot be used
-            continue
-    return ReplicaError(message)
+    for attempt in (lambda: kind(text), lambda: _bare(kind, text), lambda: _bare(kind, text, *error.args[1:])):
+        rebuilt = _attempted(attempt, error)
+        if rebuilt is not None and message in str(rebuilt):
+            return rebuilt
+    alike = _attempted(lambda: kind(*error.args), error) or _attempted(lambda: _bare(kind, *error.args), error)
+    if alike is None:
+        return ReplicaError(message)
+    alike.add_note(message)
+    return alike
 
 
-def _bare(kind: type[BaseException], text: str) -> BaseException:
-    """An exception whose constructor did not run, for one that asks for other arguments than a message."""
-    bare = kind.__new__(kind, text)
-    bare.args = (text,)
+def _attempted(attempt: Callable[[], BaseException], error: BaseException) -> BaseException | None:
+    """What ``attempt`` makes, with the attributes of ``error``; None if it fails, or makes another type."""
+    try:
+        rebuilt = attempt()
+        str(rebuilt)
+    except Exception:  # whatever a constructor of the user's raises only means that it cannot be used this way
+        return None
+    if type(rebuilt) is not type(error):
+        return None
+    rebuilt.__dict__.update({name: value for name, value in error.__dict__.items() if name != "__notes__"})
+    if isinstance(error, SystemExit) and isinstance(rebuilt, SystemExit):
+        rebuilt.code = error.code
+    return rebuilt
+
+
+def _bare(kind: type[BaseException], *args: Any) -> BaseException:
+    """An exception whose constructor did not run."""
+    bare = kind.__new__(kind, *args)
+    bare.args = args
     return bare

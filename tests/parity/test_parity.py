@@ -1,0 +1,759 @@
+"""Training on several devices computes what training on one computes, for the same batch."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import threading
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
+
+import sim as simulator
+from lockstep import DataParallel
+from parity.models import ZOO, Listed, Tied, cnn, images, mlp, tokens, vectors
+
+ROUNDING = {torch.float64: {"rtol": 1e-12, "atol": 1e-12}, torch.float32: {"rtol": 1e-4, "atol": 1e-5}}
+SIZES = [(1, 4), (2, 6), (3, 7), (5, 7), (5, 3)]  # replicas, rows
+
+
+def runs(kinds, names, sizes, dtypes=(torch.float64,)):
+    return [
+        pytest.param(*run, id="-".join(map(str, run)).replace("torch.", ""))
+        for run in itertools.product(kinds, names, sizes, dtypes)
+    ]
+
+
+def on(device, make, dtype=torch.float64):
+    """A model on the device, with its shared parameters still shared."""
+    torch.manual_seed(1)
+    model = make().to(dtype)
+    shared = len(list(model.named_parameters(remove_duplicate=False))) > len(list(model.parameters()))
+    with simulator.keeping_parameters() if shared else nullcontext():
+        return model.to(device)
+
+
+def pair(make, device, dtype=torch.float64):
+    """Two models alike."""
+    return on(device, make, dtype), on(device, make, dtype)
+
+
+def batch(inputs, rows, device, dtype=torch.float64):
+    x = inputs(rows)
+    return (x.to(dtype) if x.is_floating_point() else x).to(device), torch.randn(rows, dtype=dtype).to(device)
+
+
+def loss_of(output, target):
+    return (output - target.reshape(-1, *[1] * (output.dim() - 1))).square().mean()
+
+
+def grads(model):
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+def assert_same(got, expected, dtype=torch.float64):
+    torch.testing.assert_close(got, expected, **ROUNDING[dtype], equal_nan=False)
+
+
+def same_gradients(parallel, plain, dtype=torch.float64):
+    """Equal gradients, at least one of which is not zero."""
+    assert any(g is not None and g.to_dense().abs().max() > 1e-6 for g in grads(plain).values())
+    assert_same(grads(parallel.module), grads(plain), dtype)
+
+
+def train(device_list, **options):
+    """An MLP in float64, its twin in a DataParallel, and seven rows for them."""
+    plain, twin = pair(mlp, device_list[0])
+    return plain, DataParallel(twin, device_list, **options), *batch(vectors, 7, device_list[0])
+
+
+# ------------------------------------------------------------------------------------ the whole zoo
+
+MOST = runs(["cpu"], ZOO, SIZES) + runs(["cpu"], ZOO, [(3, 7)], [torch.float32])
+SOME = runs(["sim"], ZOO, [(3, 7)]) + runs(["sim"], ["mlp", "tied", "cnn"], [(1, 4), (5, 3), (5, 7)])
+
+
+@pytest.mark.parametrize(("kind", "name", "size", "dtype"), MOST + SOME, indirect=["kind"])
+def test_forward_and_gradients(devices, name, size, dtype):
+    (replicas, rows), case = size, ZOO[name]
+    plain, twin = pair(case.make, devices(1)[0], dtype)
+    parallel = DataParallel(twin, devices(replicas))
+    x, y = batch(case.inputs, rows, devices(1)[0], dtype)
+    for use_step in (False, True, True, False):  # the second time of each uses replicas that are there already
+        plain.zero_grad()
+        parallel.zero_grad()
+        output = plain(x)
+        loss = loss_of(output, y)
+        loss.backward()
+        if use_step:
+            parallel_loss = parallel.step(loss_of, x, y)
+            assert not parallel_loss.requires_grad
+        else:
+            parallel_output = parallel(x)
+            assert_same(parallel_output, output, dtype)
+            parallel_loss = loss_of(parallel_output, y)
+            parallel_loss.backward()
+        assert_same(parallel_loss, loss.detach() if use_step else loss, dtype)
+        same_gradients(parallel, plain, dtype)
+        assert_same(dict(parallel.module.named_buffers()), dict(plain.named_buffers()), dtype)
+
+
+SECOND = runs(["cpu"], ZOO, [(2, 6), (3, 7), (5, 3)]) + runs(["sim"], ZOO, [(3, 7)])
+
+
+@pytest.mark.parametrize(("kind", "name", "size", "dtype"), SECOND, indirect=["kind"])
+def test_second_order_gradients(devices, name, size, dtype):
+    """A penalty on the gradients of all parameters, and of the input where it has one."""
+    (replicas, rows), case = size, ZOO[name]
+    plain, twin = pair(case.make, devices(1)[0], dtype)
+    parallel = DataParallel(twin, devices(replicas))
+    data, y = batch(case.inputs, rows, devices(1)[0], dtype)
+    penalties = []
+    for model in (plain, parallel):
+        x = data.clone().requires_grad_(data.is_floating_point())
+        over = [*model.parameters(), *([x] if x.requires_grad else [])]
+        with sdpa_kernel(SDPBackend.MATH):  # the fused one has no second derivative
+            loss = loss_of(model(x), y)
+        first = torch.autograd.grad(loss, over, create_graph=True)
+        penalty = sum(g.square().sum() for g in first)
+        (loss + penalty).backward()
+        penalties.append((penalty, x.grad))
+    assert_same(penalties[1], penalties[0])
+    same_gradients(parallel, plain)
+
+
+OPTIMISERS = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
+    "adam": lambda parameters: torch.optim.Adam(parameters, lr=0.01, eps=1e-3),
+}
+TEN = runs(["cpu"], ZOO, [(3, 7)]) + runs(["cpu"], ["mlp"], SIZES) + runs(["sim"], ["mlp", "tied", "lstm"], [(3, 7)])
+
+
+@pytest.mark.parametrize("use_step", [False, True], ids=["forward", "step"])
+@pytest.mark.parametrize("optimiser", OPTIMISERS)
+@pytest.mark.parametrize(("kind", "name", "size", "dtype"), TEN, indirect=["kind"])
+def test_ten_steps(devices, name, size, dtype, optimiser, use_step):
+    (replicas, rows), case = size, ZOO[name]
+    plain, twin = pair(case.make, devices(1)[0], dtype)
+    before = copy.deepcopy(plain.state_dict())
+    parallel = DataParallel(twin, devices(replicas))
+    steps = [OPTIMISERS[optimiser](model.parameters()) for model in (plain, parallel)]
+    for _ in range(10):
+        x, y = batch(case.inputs, rows, devices(1)[0], dtype)
+        for step, model in zip(steps, (plain, parallel), strict=True):
+            step.zero_grad()
+            if use_step and model is parallel:
+                parallel.step(loss_of, x, y)
+            else:
+                loss_of(model(x), y).backward()
+            step.step()
+    assert any(not torch.equal(before[key], value) for key, value in plain.state_dict().items())
+    assert_same(twin.state_dict(), plain.state_dict())
+
+
+# ---------------------------------------------------------------------------------------- batch norm
+
+
+@pytest.mark.parametrize("use_step", [False, True], ids=["forward", "step"])
+def test_batch_norm_in_training_normalises_each_replicas_rows(devices, use_step):
+    plain, twin = pair(cnn, devices(1)[0])
+    parallel = DataParallel(twin, devices(3))
+    x, y = batch(images, 7, devices(1)[0])
+    for _ in range(2):
+        plain.zero_grad()
+        parallel.zero_grad()
+        first, *others = x.tensor_split(3)
+        passing = [{name: b.clone() for name, b in plain.named_buffers()} for _ in others]
+        outputs = [functional_call(plain, *call) for call in zip(passing, others, strict=True)]
+        outputs.insert(0, plain(first))  # only these statistics stay
+        loss_of(torch.cat(outputs), y).backward()
+        if use_step:
+            parallel.step(loss_of, x, y)
+        else:
+            output = parallel(x)
+            assert_same(output, torch.cat(outputs))
+            loss_of(output, y).backward()
+        same_gradients(parallel, plain)
+        assert_same(dict(twin.named_buffers()), dict(plain.named_buffers()))
+    assert twin[1].num_batches_tracked == 2
+
+
+# --------------------------------------------------------------------------- how people train models
+
+
+@pytest.mark.parametrize("use_step", [False, True], ids=["forward", "step"])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16], ids=str)
+def test_autocast(devices, kind, dtype, use_step):
+    plain, twin = pair(mlp, devices(1)[0], torch.float32)
+    parallel = DataParallel(twin, devices(3))
+    x, y = batch(vectors, 7, devices(1)[0], torch.float32)
+    with torch.autocast(kind, dtype) if dtype else nullcontext():
+        output = plain(x)
+        assert output.dtype == (dtype or torch.float32)
+        loss = loss_of(output.float(), y)
+        if use_step:
+            parallel_loss = parallel.step(lambda output, y: loss_of(output.float(), y), x, y)
+        else:
+            parallel_output = parallel(x)
+            assert parallel_output.dtype == output.dtype
+            assert_same(parallel_output, output, torch.float32)  # row by row: the same kernels
+            parallel_loss = loss_of(parallel_output.float(), y)
+    loss.backward()
+    if not use_step:
+        parallel_loss.backward()
+    close = {"rtol": 0.05, "atol": 0.01} if dtype else ROUNDING[torch.float32]
+    torch.testing.assert_close(parallel_loss.detach(), loss.detach(), **close)
+    torch.testing.assert_close(grads(twin), grads(plain), **close)
+    assert {g.dtype for g in grads(twin).values()} == {torch.float32}
+
+
+@pytest.mark.parametrize("use_step", [False, True], ids=["forward", "step"])
+def test_accumulation_and_clipping(devices, use_step):
+    plain, parallel, *_ = train(devices(3))
+    for rows in (7, 4, 2):
+        x, y = batch(vectors, rows, devices(1)[0])
+        loss_of(plain(x), y).backward()
+        if use_step:
+            parallel.step(loss_of, x, y)
+        else:
+            loss_of(parallel(x), y).backward()
+        same_gradients(parallel, plain)
+    norms = [nn.utils.clip_grad_norm_(model.parameters(), 0.1) for model in (plain, parallel)]
+    assert norms[0] > 0.1
+    assert_same(norms[1], norms[0])
+    same_gradients(parallel, plain)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, reentrant):
+        super().__init__()
+        self.first, self.second, self.reentrant = nn.Linear(6, 6), mlp(), reentrant
+
+    def forward(self, x):
+        return checkpoint(self.second, self.first(x).tanh(), use_reentrant=self.reentrant)
+
+
+@pytest.mark.parametrize("use_step", [False, True], ids=["forward", "step"])
+@pytest.mark.parametrize("reentrant", [False, True], ids=["", "reentrant"])
+def test_checkpoint(devices, reentrant, use_step):
+    plain, twin = pair(lambda: Checkpointed(reentrant), devices(1)[0])
+    parallel = DataParallel(twin, devices(3))
+    x, y = batch(vectors, 7, devices(1)[0])
+    for _ in range(2):
+        loss_of(plain(x), y).backward()
+        if use_step:
+            parallel.step(loss_of, x, y)
+        else:
+            loss_of(parallel(x), y).backward()
+        same_gradients(parallel, plain)
+
+
+@pytest.mark.parametrize("reentrant", [False, True], ids=["", "reentrant"])
+def test_checkpoint_around_the_whole(devices, reentrant):
+    plain, parallel, x, y = train(devices(3))
+    x.requires_grad_()
+    for model in (plain, parallel):
+        loss_of(checkpoint(model, x, use_reentrant=reentrant), y).backward()
+    same_gradients(parallel, plain)
+
+
+def test_grad_scaler(devices, kind):
+    """With a batch that overflows: no step, a smaller scale; then one that does not."""
+    plain, parallel, x, y = train(devices(3))
+    results = []
+    for model in (plain, parallel):
+        optimiser = torch.optim.SGD(model.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler(kind, init_scale=1024.0, growth_interval=1)
+        for rows in (x, x * float("inf"), x):
+            optimiser.zero_grad()
+            scaler.scale(loss_of(model(rows), y)).backward()
+            scaler.unscale_(optimiser)
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            scaler.step(optimiser)
+            scaler.update()
+        results.append((scaler.get_scale(), [p.detach() for p in model.parameters()]))
+    assert results[0][0] == 2048.0
+    assert_same(results[1], results[0])
+
+
+@pytest.mark.parametrize("use_step", [False, True], ids=["forward", "step"])
+def test_gradient_hooks_see_the_whole_gradient_once(devices, use_step):
+    plain, parallel, x, y = train(devices(3))
+    seen = {}
+    for name, model in (("plain", plain), ("parallel", parallel)):
+        calls = seen[name] = []
+        for number, parameter in enumerate(model.parameters()):
+            parameter.register_hook(lambda grad, calls=calls, n=number: calls.append((2 * n, grad.clone())))
+            parameter.register_post_accumulate_grad_hook(
+                lambda p, calls=calls, n=number: calls.append((2 * n + 1, p.grad.clone()))
+            )
+    loss_of(plain(x), y).backward()
+    if use_step:
+        parallel.step(loss_of, x, y)
+    else:
+        loss_of(parallel(x), y).backward()
+    assert len(seen["plain"]) == 12
+    assert_same(*(sorted(calls, key=lambda call: call[0]) for calls in (seen["parallel"], seen["plain"])))
+
+
+def test_a_hook_may_replace_the_gradient(devices):
+    plain, parallel, x, y = train(devices(3))
+    for model in (plain, parallel):
+        next(model.parameters()).register_hook(lambda grad: grad.clamp(-0.01, 0.01))
+    loss_of(plain(x), y).backward()
+    parallel.step(loss_of, x, y)
+    same_gradients(parallel, plain)
+
+
+def test_an_optimiser_that_steps_inside_backward(devices):
+    plain, parallel, x, y = train(devices(3))
+    for model in (plain, parallel):
+        for parameter in model.parameters():
+            optimiser = torch.optim.SGD([parameter], lr=0.1)
+
+            def step(p, optimiser=optimiser):
+                optimiser.step()
+                optimiser.zero_grad()
+
+            parameter.register_post_accumulate_grad_hook(step)
+    for _ in range(3):
+        loss_of(plain(x), y).backward()
+        parallel.step(loss_of, x, y)
+        assert_same(parallel.module.state_dict(), plain.state_dict())
+        loss_of(plain(x), y).backward()
+        loss_of(parallel(x), y).backward()
+        assert_same(parallel.module.state_dict(), plain.state_dict())
+
+
+@pytest.mark.parametrize("use_step", [False, True], ids=["forward", "step"])
+def test_sparse_gradients(use_step):
+    plain, twin = pair(lambda: nn.Sequential(nn.Embedding(10, 6, sparse=True), nn.Linear(6, 2)), "cpu")
+    parallel = DataParallel(twin, ["cpu"] * 3)
+    for _ in range(2):
+        x, y = batch(tokens, 7, "cpu")
+        loss_of(plain(x), y).backward()
+        if use_step:
+            parallel.step(loss_of, x, y)
+        else:
+            loss_of(parallel(x), y).backward()
+        got, expected = twin[0].weight.grad, plain[0].weight.grad
+        assert got.is_sparse
+        assert_same(got.coalesce().to_dense(), expected.coalesce().to_dense())
+        assert_same(twin[1].weight.grad, plain[1].weight.grad)
+
+
+class Branches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.used, self.unused = nn.Linear(6, 2), nn.Linear(6, 2)
+        self.frozen = nn.Parameter(torch.ones(2), requires_grad=False)
+
+    def forward(self, x):
+        return self.used(x) * self.frozen
+
+
+@pytest.mark.parametrize("use_step", [False, True], ids=["forward", "step"])
+def test_a_module_that_is_not_used_gets_no_gradient(devices, use_step):
+    plain, twin = pair(Branches, devices(1)[0])
+    parallel = DataParallel(twin, devices(3))
+    x, y = batch(vectors, 7, devices(1)[0])
+    loss_of(plain(x), y).backward()
+    if use_step:
+        parallel.step(loss_of, x, y)
+    else:
+        loss_of(parallel(x), y).backward()
+    assert twin.unused.weight.grad is twin.unused.bias.grad is twin.frozen.grad is None
+    same_gradients(parallel, plain)
+    twin.unused.weight.grad = torch.ones_like(twin.unused.weight)
+    loss_of(parallel(x), y).backward()
+    assert torch.equal(twin.unused.weight.grad.cpu(), torch.ones(2, 6, dtype=torch.float64))
+
+
+class Varied(Branches):
+    """Which branch runs depends on the rows, so replicas differ."""
+
+    def forward(self, x):
+        return (self.used if x[0, 0] > 0 else self.unused)(x)
+
+
+@pytest.mark.parametrize("use_step", [False, True], ids=["forward", "step"])
+def test_replicas_that_use_different_parameters(devices, use_step):
+    plain, twin = pair(Varied, devices(1)[0])
+    parallel = DataParallel(twin, devices(3))
+    x, y = batch(vectors, 6, devices(1)[0])
+    x[:2, 0], x[2:, 0] = 1, -1
+    loss_of(torch.cat([plain.used(x[:2]), plain.unused(x[2:])]), y).backward()
+    if use_step:
+        parallel.step(loss_of, x, y)
+    else:
+        loss_of(parallel(x), y).backward()
+    same_gradients(parallel, plain)
+
+
+class Loss(nn.Module):
+    """A loss with a parameter and a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.temperature = nn.Parameter(torch.tensor(1.5))
+        self.register_buffer("offset", torch.tensor(0.1))
+
+    def forward(self, output, y):
+        return loss_of(output * self.temperature + self.offset, y)
+
+
+def test_step_with_a_loss_that_learns(devices):
+    plain, parallel, x, y = train(devices(3))
+    loss, twin = pair(Loss, devices(1)[0])
+    for _ in range(2):
+        loss(plain(x), y).backward()
+        parallel.step(twin, x, y)
+    same_gradients(parallel, plain)
+    assert_same(grads(twin), grads(loss))
+
+
+def test_step_with_class_weights(devices):
+    """The loss of a replica counts by its rows, whatever the loss's own weights are: as documented."""
+    plain, parallel, x, _ = train(devices(3))
+    labels = torch.tensor([0, 2, 1, 1, 0, 2, 2], device=x.device)
+    weight = torch.tensor([0.2, 1.0, 3.0], dtype=torch.float64, device=x.device)
+    loss = nn.CrossEntropyLoss(weight=weight)
+    per_replica = [
+        len(rows) / 7 * loss(plain(rows), target)
+        for rows, target in zip(x.tensor_split(3), labels.tensor_split(3), strict=True)
+    ]
+    sum(per_replica).backward()
+    assert_same(parallel.step(loss, x, labels), sum(per_replica).detach())
+    same_gradients(parallel, plain)
+
+
+def test_step_with_one_batch_entry_and_with_three(devices):
+    plain, parallel, x, _ = train(devices(3))
+    plain(x).square().mean().backward()
+    parallel.step(lambda output: output.square().mean(), x)
+    same_gradients(parallel, plain)
+
+    class Sum(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = mlp()
+
+        def forward(self, one, other):
+            return self.layer(one + other)
+
+    plain, twin = pair(Sum, devices(1)[0])
+    x, y = batch(vectors, 7, devices(1)[0])
+    loss_of(plain(x, x * 2), y).backward()
+    parallel = DataParallel(twin, devices(3))
+    parallel.step(loss_of, x, x * 2, y)
+    same_gradients(parallel, plain)
+
+
+def test_keyword_arguments_only(devices):
+    plain, parallel, x, y = train(devices(3))
+    output = parallel(input=x)
+    assert_same(output, plain(x))
+    loss_of(output, y).backward()
+    loss_of(plain(x), y).backward()
+    same_gradients(parallel, plain)
+
+
+# ------------------------------------------------------------------------------------------- options
+
+
+@pytest.mark.parametrize("use_step", [False, True], ids=["forward", "step"])
+def test_split_by_weights(devices, use_step):
+    plain, parallel, x, y = train(devices(2), split=[2, 1])
+    rows = []
+    parallel.module.register_forward_pre_hook(lambda module, args: rows.append(len(args[0])))
+    loss = loss_of(plain(x), y)
+    loss.backward()
+    if use_step:
+        assert_same(parallel.step(loss_of, x, y), loss.detach())
+    else:
+        loss_of(parallel(x), y).backward()
+    assert sorted(rows) == [2, 5]
+    same_gradients(parallel, plain)
+
+
+def test_outputs_stay_apart(devices):
+    plain, parallel, x, y = train(devices(3), gather_outputs=False)
+    outputs = parallel(x)
+    assert [tuple(output.shape) for output in outputs] == [(3, 3), (2, 3), (2, 3)]
+    assert [output.device for output in outputs] == devices(3)
+    loss_of(plain(x), y).backward()
+    loss_of(torch.cat([output.to(x.device) for output in outputs]), y).backward()
+    same_gradients(parallel, plain)
+
+
+def test_another_dimension(devices):
+    plain, twin = pair(lambda: nn.LSTM(6, 5), devices(1)[0])
+    parallel = DataParallel(twin, devices(3), dim=1)
+    x = torch.randn(4, 7, 6, dtype=torch.float64).to(devices(1)[0])
+    (output, (h, c)), expected = parallel(x), plain(x)
+    assert_same((output, (h, c)), expected)
+    output.square().mean().backward()
+    expected[0].square().mean().backward()
+    same_gradients(parallel, plain)
+    twin.zero_grad()
+    loss = parallel.step(lambda output, target: (output[0] - target).square().mean(), x, torch.zeros_like(expected[0]))
+    assert_same(loss, expected[0].square().mean().detach())
+    same_gradients(parallel, plain)
+
+
+@pytest.mark.parametrize("where", ["cpu", -1, 1])
+@pytest.mark.filterwarnings("ignore:Using -1:FutureWarning")
+def test_output_device(sim, where):
+    targets = sim.devices(3)
+    plain, parallel, x, y = train(targets, output_device=where)
+    target = torch.device("sim:1" if where == 1 else "cpu")
+    output = parallel(x)
+    assert output.device == target
+    assert_same(output.to("sim:0"), plain(x))
+    loss_of(output, y.to(target)).backward()
+    loss_of(plain(x), y).backward()
+    same_gradients(parallel, plain)
+    assert parallel.step(loss_of, x, y).device == target
+
+
+# ------------------------------------------------------------------ updates, and what lies in between
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_evaluation_sees_every_update(devices, mode):
+    plain, parallel, x, _ = train(devices(3))
+    models = (plain, parallel.module)
+
+    def check():
+        with mode():
+            output = parallel(x)
+            assert not output.requires_grad
+            assert_same(output.clone(), plain(x).clone())
+
+    check()
+    for model in models:
+        model.eval()
+        with torch.no_grad():
+            model[0].weight.mul_(1.1)
+    check()
+    average = [p.detach() * 0.5 for p in plain.parameters()]
+    for model in models:
+        for p, mean in zip(model.parameters(), average, strict=True):
+            p.data = mean.clone()  # swap an average in
+    check()
+    parallel(x).sum().backward()
+    for model in models:
+        for p in model.parameters():
+            p.data.add_(0.1)
+    parallel(x)
+    check()
+    for model in models:
+        model.load_state_dict({name: value * 2 for name, value in model.state_dict().items()})
+    check()
+    for model in models:
+        nn.utils.vector_to_parameters(nn.utils.parameters_to_vector(model.parameters()) * 0.9, model.parameters())
+    check()
+
+
+def test_data_written_after_an_evaluation(devices):
+    """`.data` leaves no trace in a version counter: a forward that wants gradients copies all the same."""
+    plain, parallel, x, _ = train(devices(3))
+    with torch.no_grad():
+        parallel(x)
+        parallel(x)
+    for model in (plain, parallel.module):
+        model[0].weight.data.mul_(3)
+    assert_same(parallel(x), plain(x))
+
+
+def test_two_forwards_before_one_backward(devices):
+    plain, parallel, x, y = train(devices(3))
+    for model in (plain, parallel):
+        loss_of(model(x), y).add(loss_of(model(x * 2), y)).backward()
+    same_gradients(parallel, plain)
+
+
+def test_evaluation_between_forward_and_backward(devices):
+    plain, parallel, x, y = train(devices(3))
+    for model in (plain, parallel):
+        loss = loss_of(model(x), y)
+        model.eval()
+        with torch.no_grad():
+            model(x * 2)
+        model.train()
+        model(x * 3)
+        loss.backward()
+    same_gradients(parallel, plain)
+
+
+class Late(torch.autograd.Function):
+    """Calls something in backward; at the very input, that is after all parameters have their gradients."""
+
+    @staticmethod
+    def forward(ctx, x, call):
+        ctx.call = call
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.call()
+        return grad, None
+
+
+@pytest.mark.parametrize("use_step", [False, True], ids=["forward", "step"])
+@pytest.mark.parametrize("grad", [False, True], ids=["", "grad"])
+def test_evaluation_by_another_thread_during_backward(devices, use_step, grad):
+    """As a thread that validates does, while the main one trains."""
+    plain, parallel, x, y = train(devices(3))
+
+    def evaluate():
+        with torch.set_grad_enabled(grad):
+            parallel(x * 2)
+
+    def evaluate_elsewhere():
+        thread = threading.Thread(target=evaluate)
+        thread.start()
+        thread.join()
+
+    body = parallel.module
+    active = []
+
+    class Body(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = body
+
+        def forward(self, x):
+            if active:
+                x = Late.apply(x.requires_grad_(), active.pop())
+            return self.body(x)
+
+    parallel.module = Body()
+    loss_of(plain(x), y).backward()
+    active.append(evaluate_elsewhere)
+    if use_step:
+        parallel.step(loss_of, x, y)
+    else:
+        loss_of(parallel(x), y).backward()
+    assert not active
+    assert_same([p.grad for p in parallel.parameters()], [p.grad for p in plain.parameters()])
+
+
+def test_a_step_of_meta_learning(devices):
+    """The inner step's parameters are results of the first backward, and are differentiated through."""
+    plain, parallel, x, y = train(devices(3))
+    for model in (plain, parallel):
+        names, parameters = zip(*model.named_parameters(), strict=True)
+        inner = torch.autograd.grad(loss_of(model(x), y), parameters, create_graph=True)
+        fast = {name: p - 0.1 * g for name, p, g in zip(names, parameters, inner, strict=True)}
+        loss_of(functional_call(model, fast, (x * 2,)), y).backward()
+    same_gradients(parallel, plain)
+    loss_of(parallel(x), y).backward()
+    loss_of(plain(x), y).backward()
+    same_gradients(parallel, plain)
+
+
+def test_update_of_other_parameters_between_forward_and_backward(devices):
+    """The last layer's bias is not saved for backward; a write to a weight that is, is an error as on one device."""
+    plain, parallel, x, y = train(devices(3))
+    for model in (plain, parallel):
+        loss = loss_of(model(x), y)
+        with torch.no_grad():
+            [*model.parameters()][-1].add_(1)
+            model(x)
+        loss.backward()
+    same_gradients(parallel, plain)
+    for model in (plain, parallel):
+        loss = loss_of(model(x), y)
+        with torch.no_grad():
+            [*model.parameters()][-2].add_(1)
+            model(x)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+def test_two_losses_with_a_retained_graph(devices):
+    plain, parallel, x, y = train(devices(3))
+    for model in (plain, parallel):
+        output = model(x)
+        loss_of(output, y).backward(retain_graph=True)
+        output.sum().backward()
+    same_gradients(parallel, plain)
+
+
+def test_parameters_that_freeze_and_thaw(devices):
+    plain, parallel, x, y = train(devices(3))
+    for frozen in (True, False):
+        for model in (plain, parallel.module):
+            model.zero_grad()
+            model[0].requires_grad_(not frozen)
+        loss_of(plain(x), y).backward()
+        loss_of(parallel(x), y).backward()
+        assert (parallel.module[0].weight.grad is None) == frozen
+        same_gradients(parallel, plain)
+        parallel.zero_grad()
+        parallel.step(loss_of, x, y)
+        assert (parallel.module[0].weight.grad is None) == frozen
+        same_gradients(parallel, plain)
+
+
+def test_adversarial_steps_of_two_networks(devices):
+    """Generator through discriminator: gradients of one network flow through the other."""
+    results = []
+    for wrap in (lambda m: m, lambda m: DataParallel(m, devices(3))):
+        generator, critic = (wrap(on(devices(1)[0], make)) for make in (Listed, mlp))
+        noise = torch.randn(7, 6, dtype=torch.float64).to(devices(1)[0])
+        for _ in range(3):
+            fake = generator(noise)
+            critic.zero_grad()
+            critic(fake.detach()).mean().backward()
+            with torch.no_grad():
+                for p in critic.parameters():
+                    p.sub_(p.grad, alpha=0.1)
+            generator.zero_grad()
+            critic(fake).square().mean().backward()
+            with torch.no_grad():
+                for p in generator.parameters():
+                    p.sub_(p.grad, alpha=0.1)
+        results.append([p.detach() for model in (generator, critic) for p in model.parameters()])
+    assert_same(results[1], results[0])
+
+
+def test_forwards_of_several_threads_at_once(devices):
+    plain, twin = pair(Tied, devices(1)[0])
+    parallel = DataParallel(twin, devices(3))
+    batches = [batch(tokens, rows, devices(1)[0])[0] for rows in range(3, 9)]
+    expected = [plain(x).detach() for x in batches]
+    found = [[] for _ in batches]
+
+    def work(number):
+        for repeat in range(10):
+            with torch.set_grad_enabled(repeat % 2 == 0):
+                found[number].append(parallel(batches[number]).detach())
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(len(batches))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for outputs, output in zip(found, expected, strict=True):
+        assert_same(outputs, [output] * 10)
+
+
+@pytest.mark.parametrize("name", ["float32", "bfloat16", "float16"])
+def test_models_of_other_dtypes(devices, name):
+    dtype = getattr(torch, name)
+    plain, twin = pair(mlp, devices(1)[0], dtype)
+    parallel = DataParallel(twin, devices(3))
+    x, y = batch(vectors, 7, devices(1)[0], dtype)
+    torch.testing.assert_close(parallel(x), plain(x))
+    F.mse_loss(parallel(x), y[:, None].expand(7, 3)).backward()
+    F.mse_loss(plain(x), y[:, None].expand(7, 3)).backward()
+    assert {p.grad.dtype for p in twin.parameters()} == {dtype}
+    torch.testing.assert_close(grads(twin), grads(plain), rtol=0.05, atol=0.02)

@@ -1,0 +1,492 @@
+"""DataParallel as an object: its phases, attributes, state, copies, and what it tells of its work."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import os
+import pickle
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+
+from lockstep import DataParallel, Event, data_parallel
+from lockstep.local import ReplicaSet
+
+
+class Net(nn.Module):
+    scale = 3
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Linear(4, 3)
+        self.register_buffer("offset", torch.ones(3))
+
+    def forward(self, x):
+        return self.body(x) + self.offset
+
+    def double(self):  # hides nn.Module's, as attributes of the wrapped module do not
+        return "the module's own"
+
+    def describe(self):
+        return f"a net of width {self.body.in_features}"
+
+
+@pytest.fixture
+def parallel(devices, first):
+    return DataParallel(Net().to(first), devices(2))
+
+
+@pytest.fixture
+def x(first):
+    return torch.randn(5, 4).to(first)
+
+
+def mean_square(output, target=0.0):
+    return (output - target).square().mean()
+
+
+# ----------------------------------------------------------------------------------------- phases
+
+
+@pytest.mark.parametrize("phase", ["scatter", "replicate", "parallel_apply", "gather"])
+def test_a_subclass_overrides_a_phase(devices, first, x, phase):
+    calls = []
+
+    def override(self, *args):
+        calls.append(args)
+        return getattr(DataParallel, phase)(self, *args)
+
+    kind = type("Custom", (DataParallel,), {phase: override})
+    parallel = kind(Net().to(first), devices(2))
+    torch.testing.assert_close(parallel(x), parallel.module(x))
+    (args,) = calls
+    ids = parallel.device_ids
+    if phase == "scatter":
+        assert args == ((x,), {}, ids)
+    elif phase == "replicate":
+        assert args == (parallel.module, ids)
+    elif phase == "parallel_apply":
+        replicas, inputs, kwargs = args
+        assert replicas[0] is parallel.module
+        assert [len(share) for (share,) in inputs] == [3, 2]
+        assert list(kwargs) == [{}, {}]
+    else:
+        outputs, target = args
+        assert [len(output) for output in outputs] == [3, 2]
+        assert target == parallel.output_device
+
+
+def test_what_a_phase_returns_is_used(devices, first, x):
+    class Halved(DataParallel):
+        def scatter(self, inputs, kwargs, device_ids):
+            return super().scatter(tuple(t[:2] for t in inputs), kwargs, device_ids)
+
+        def replicate(self, module, device_ids):
+            return [lambda x, replica=replica: replica(x) * 2 for replica in super().replicate(module, device_ids)]
+
+        def parallel_apply(self, replicas, inputs, kwargs):
+            return [output + 1 for output in super().parallel_apply(replicas, inputs, kwargs)]
+
+        def gather(self, outputs, output_device):
+            return super().gather(outputs[::-1], output_device)
+
+    parallel = Halved(Net().to(first), devices(2))
+    torch.testing.assert_close(parallel(x), parallel.module(x[:2]).flip(0) * 2 + 1)
+
+
+def test_phases_can_be_called_one_by_one(parallel, x):
+    """The way PyTorch's tutorial for data parallelism without the class does."""
+    shares, kwargs = parallel.scatter((x,), {}, parallel.device_ids)
+    replicas = parallel.replicate(parallel.module, parallel.device_ids[: len(shares)])
+    outputs = parallel.parallel_apply(replicas, shares, kwargs)
+    torch.testing.assert_close(parallel.gather(outputs, parallel.output_device), parallel.module(x))
+
+
+# ------------------------------------------------------------------------------------- attributes
+
+
+def test_attributes_on_accelerators(sim):
+    net = Net().to("sim:1")
+    parallel = DataParallel(net, ["sim:1", 0, torch.device("sim:1")], "sim:2", 1)
+    assert parallel.module is net
+    assert parallel.device_ids == [1, 0, 1]
+    assert parallel.output_device == 2
+    assert parallel.dim == 1
+    assert parallel.src_device_obj == torch.device("sim:1")
+    parallel = DataParallel(Net())
+    assert parallel.device_ids == list(range(8))
+    assert parallel.output_device == 0
+
+
+def test_attributes_on_the_cpu():
+    parallel = DataParallel(Net(), ["cpu", "cpu"])
+    assert parallel.device_ids == [torch.device("cpu")] * 2
+    assert parallel.output_device == parallel.src_device_obj == torch.device("cpu")
+    assert (parallel.dim, parallel.split, parallel.gather_outputs) == (0, None, True)
+
+
+def test_attributes_of_the_module_are_reached(parallel):
+    assert parallel.scale == 3
+    assert parallel.body is parallel.module.body
+    assert parallel.offset is parallel.module.offset
+    assert parallel.describe() == "a net of width 4"
+    with pytest.raises(AttributeError, match="'Net' object has no attribute 'no_such_thing'"):
+        parallel.no_such_thing  # noqa: B018
+    assert not hasattr(parallel, "no_such_thing")
+    assert "Net(" in repr(parallel)
+
+
+def test_modes_and_hooks_of_the_wrapper(parallel, x):
+    assert parallel.eval().module.training is False
+    assert parallel.train().module.body.training is True
+    seen = []
+    parallel.register_forward_hook(lambda module, args, output: seen.append(output.shape))
+    parallel(x)
+    assert seen == [(5, 3)]
+    parallel.requires_grad_(False)
+    assert not parallel(x).requires_grad
+    assert [name for name, _ in parallel.named_parameters()] == ["module.body.weight", "module.body.bias"]
+
+
+def test_the_first_replica_is_the_module(devices, first):
+    class Counting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.calls = 0
+            self.register_buffer("rows", torch.zeros(()))
+
+        def forward(self, x):
+            self.calls += 1
+            self.rows += len(x)
+            self.last = x.detach()
+            return x
+
+    module = Counting().to(first)
+    parallel = DataParallel(module, devices(2))
+    for count in (1, 2, 3):
+        parallel(torch.ones(5, 1, device=first))
+        assert module.calls == count
+        assert module.rows == 3 * count
+        assert len(module.last) == 3
+
+
+def test_another_module_may_be_put_in(parallel, x):
+    parallel(x)
+    parallel.module = copy.deepcopy(parallel.module)
+    nn.init.zeros_(parallel.module.body.weight)
+    torch.testing.assert_close(parallel(x), parallel.module(x))
+    parallel(x).sum().backward()
+    assert parallel.module.body.bias.grad.tolist() == [5, 5, 5]
+
+
+def test_replicas_are_built_once(parallel, x, monkeypatch):
+    sets = []
+    init = ReplicaSet.__init__
+
+    def remember(self, *args, **kwargs):
+        init(self, *args, **kwargs)
+        sets.append(self)
+
+    monkeypatch.setattr(ReplicaSet, "__init__", remember)
+    for _ in range(3):
+        parallel(x).sum().backward()
+        parallel.step(mean_square, x, torch.zeros(5, 3, device=x.device))
+        with torch.no_grad():
+            parallel(x)
+            parallel.module.body.weight.add_(1)
+    assert [replicas.builds for replicas in sets] == [1]
+    assert parallel.statistics().calls["build"] == 1
+    sets.clear()
+    for _ in range(3):
+        data_parallel(parallel.module, x, parallel.device_ids)
+    assert [replicas.builds for replicas in sets] == [1]
+
+
+# ------------------------------------------------------------------------------------------ state
+
+
+@pytest.mark.parametrize("source", ["ours", "torch", "plain"])
+def test_states_that_can_be_loaded(sim, source):
+    net = Net().to("sim:0")
+    wrap = {"ours": DataParallel, "torch": nn.DataParallel, "plain": lambda net, ids: net}[source]
+    state = wrap(net, [0, 1]).state_dict()
+    parallel = DataParallel(Net().to("sim:0"), [0, 1])
+    result = parallel.load_state_dict(state)
+    assert (result.missing_keys, result.unexpected_keys) == ([], [])
+    assert torch.equal(parallel.module.body.weight, net.body.weight)
+    assert parallel.state_dict().keys() == nn.DataParallel(net, [0]).state_dict().keys()
+    assert list(parallel.state_dict()) == [f"module.{name}" for name in net.state_dict()]
+    nn.DataParallel(net, [0]).load_state_dict(parallel.state_dict())
+
+
+def test_a_module_that_has_a_child_named_module():
+    net = nn.Sequential()
+    net.add_module("module", nn.Linear(2, 2))
+    parallel = DataParallel(net, ["cpu", "cpu"])
+    wrapped, plain = parallel.state_dict(), net.state_dict()
+    assert list(wrapped) == ["module.module.weight", "module.module.bias"]
+    for state in (wrapped, plain):
+        state = {name: value * 0 + 2 for name, value in state.items()}
+        nn.init.zeros_(net.module.weight)
+        parallel.load_state_dict(state)
+        assert torch.equal(net.module.weight, torch.full((2, 2), 2.0))
+
+
+def test_a_state_that_does_not_fit_is_refused(parallel):
+    state = parallel.state_dict()
+    state.pop("module.offset")
+    with pytest.raises(RuntimeError, match=r"Missing key.*module\.offset"):
+        parallel.load_state_dict(state)
+    assert parallel.load_state_dict(state, strict=False).missing_keys == ["module.offset"]
+    plain = parallel.module.state_dict()
+    plain["other"] = plain.pop("offset")
+    with pytest.raises(RuntimeError, match="offset"):
+        parallel.load_state_dict(plain)
+    result = parallel.load_state_dict(plain, strict=False)
+    assert (result.missing_keys, result.unexpected_keys) == (["offset"], ["other"])
+    replaced = {name: value + 1 for name, value in parallel.module.state_dict().items()}
+    parallel.load_state_dict(replaced, assign=True)
+    assert parallel.module.offset is replaced["offset"]
+
+
+def test_inside_another_module(devices, first, x):
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.head = DataParallel(Net().to(first), devices(2)), nn.Linear(3, 2).to(first)
+
+        def forward(self, x):
+            return self.head(self.inner(x))
+
+    outer, other = Outer(), Outer()
+    assert [name for name in outer.state_dict() if name.startswith("inner.")] == [
+        "inner.module.offset",
+        "inner.module.body.weight",
+        "inner.module.body.bias",
+    ]
+    other.load_state_dict(outer.state_dict())
+    torch.testing.assert_close(other(x), outer(x))
+    outer(x).sum().backward()
+    assert outer.inner.module.body.weight.grad is not None
+    twin = copy.deepcopy(outer)
+    nn.init.zeros_(outer.inner.module.body.weight)
+    torch.testing.assert_close(twin(x), other(x))
+
+
+def saved_and_loaded(parallel):
+    file = io.BytesIO()
+    torch.save(parallel, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda p: pickle.loads(pickle.dumps(p)), "save": saved_and_loaded}
+
+
+@pytest.mark.parametrize("how", COPIES)
+@pytest.mark.parametrize("used", [False, True])
+def test_copies(devices, first, x, how, used):
+    parallel = DataParallel(Net().to(first), devices(2), dim=-2, split=[2, 1])
+    if used:
+        parallel(x).sum().backward()
+        parallel.step(mean_square, x, torch.zeros(5, 3, device=first))
+        parallel.zero_grad()
+    twin = COPIES[how](parallel)
+    assert type(twin) is DataParallel
+    assert (twin.device_ids, twin.dim, twin.split) == (parallel.device_ids, -2, [2, 1])
+    torch.testing.assert_close(twin(x), parallel(x))
+    nn.init.zeros_(parallel.module.body.weight)
+    assert twin.module.body.weight.abs().sum() > 0
+    torch.testing.assert_close(twin(x), twin.module(x))
+    twin(x).sum().backward()
+    assert twin.module.body.bias.grad.tolist() == [5, 5, 5]
+    assert parallel.module.body.bias.grad is None
+
+
+def test_a_module_that_was_replicated_copies_without_its_replicas(devices, first, x):
+    net = Net().to(first)
+    before = len(pickle.dumps(net))
+    data_parallel(net, x, devices(2))
+    assert len(pickle.dumps(net)) < before + 200
+    for twin in (copy.deepcopy(net), copy.copy(net)):
+        twin.body = nn.Linear(4, 3).to(first)
+        torch.testing.assert_close(data_parallel(twin, x, devices(2)), twin(x))
+        torch.testing.assert_close(data_parallel(net, x, devices(2)), net(x))
+
+
+def test_moving_and_retyping_the_wrapper(devices, first, x):
+    parallel = DataParallel(Net().to(first), devices(2))
+    parallel(x)
+    parallel.to(torch.float64)
+    output = parallel(x.double())
+    assert output.dtype == torch.float64
+    torch.testing.assert_close(output, parallel.module(x.double()))
+    parallel.float().to("cpu")
+    if first.type == "cpu":
+        torch.testing.assert_close(parallel(x), parallel.module(x))
+    else:
+        with pytest.raises(RuntimeError, match=r"device sim:0 \(device_ids\[0\]\).*parameter body.weight"):
+            parallel(x)
+    parallel.to(first)
+    torch.testing.assert_close(parallel(x), parallel.module(x))
+
+
+def test_one_device_moves_the_module_there(sim):
+    parallel = DataParallel(Net(), [1])
+    assert parallel.module.offset.device == torch.device("sim:1")
+    x = torch.randn(5, 4)
+    output = parallel(x)
+    torch.testing.assert_close(output, parallel.module(x.to("sim:1")))
+    (alone,) = DataParallel(parallel.module, [1], gather_outputs=False)(x)
+    assert torch.equal(alone.cpu(), output.cpu())
+
+
+# ------------------------------------------------------------------------------------ what it tells
+
+
+def test_statistics(parallel, x):
+    assert parallel.statistics().calls == {}
+    for _ in range(2):
+        parallel(x)
+    expected = {"DataParallel.forward": 2, "scatter": 2, "build": 1, "refresh": 2, "forward": 4, "gather": 2}
+    statistics = parallel.statistics()
+    assert statistics.calls == expected
+    assert statistics.seconds.keys() == expected.keys()
+    assert all(seconds > 0 for seconds in statistics.seconds.values())
+    inner = sum(statistics.seconds[phase] for phase in ("scatter", "refresh", "gather"))
+    assert inner < statistics.seconds["DataParallel.forward"]
+    statistics.calls.clear()  # a copy
+    assert parallel.statistics().calls == expected
+
+
+def test_timeline(parallel, x):
+    parallel(x)
+    with parallel.timeline() as events, parallel.timeline() as same:
+        parallel(x)
+    assert all(isinstance(event, Event) and event.start <= event.end for event in events)
+    assert same == events
+    phases = [(event.phase, event.replica) for event in events]
+    assert phases[:2] == [("scatter", None), ("refresh", None)]
+    assert sorted(phases[2:4]) == [("forward", 0), ("forward", 1)]
+    assert phases[4:] == [("gather", None), ("DataParallel.forward", None)]
+    assert events[-1].start <= min(event.start for event in events)
+    assert max(event.end for event in events[:4]) <= events[4].start
+    parallel(x)
+    assert len(events) == 6
+
+
+def test_timeline_of_a_step(parallel, x, kind):
+    y = torch.zeros(5, 3, device=x.device)
+    parallel.step(mean_square, x, y)
+    with parallel.timeline() as events:
+        parallel.step(mean_square, x, y)
+    found = sorted((event.phase, -1 if event.replica is None else event.replica) for event in events)
+    both = [(phase, replica) for phase in ("forward", "loss") for replica in (0, 1)]
+    ours = [("DataParallel.step", -1), ("scatter", -1), ("refresh", -1), *both]
+    if kind == "cpu":  # backward runs on the replicas' threads
+        ours += [("backward", 0), ("backward", 1), ("reduce", -1)]
+    else:
+        ours += [("backward", -1)]
+    assert found == sorted(ours)
+
+
+def test_labels_in_the_profiler(parallel, x):
+    everywhere = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+    with profile(activities=[ProfilerActivity.CPU], experimental_config=everywhere) as trace:
+        parallel(x)
+        parallel.step(mean_square, x, torch.zeros(5, 3, device=x.device))
+    names = {event.name for event in trace.events() if event.name.startswith("lockstep::")}
+    expected = {"DataParallel.forward", "DataParallel.step", "scatter", "build", "refresh", "gather"}
+    expected |= {f"{phase} (replica {i})" for phase in ("forward", "loss") for i in (0, 1)}
+    assert {f"lockstep::{phase}" for phase in expected} <= names
+
+
+# ------------------------------------------------------------------------------------------ devices
+
+
+@pytest.mark.parametrize("ids", [["cpu"] * 4, ["sim:1", "sim:1"], [0, 1, 0, 1]])
+def test_a_device_may_stand_in_the_list_more_than_once(sim, ids):
+    net = Net().to(ids[0])
+    parallel = DataParallel(net, ids)
+    x = torch.randn(7, 4).to(parallel.src_device_obj)
+    rows = []
+    net.register_forward_hook(lambda module, args, output: rows.append((args[0].device, len(output))))
+    output = parallel(x)
+    expected = [2, 2, 2, 1] if len(ids) == 4 else [4, 3]
+    places = [torch.device(d) if isinstance(d, str) else torch.device("sim", d) for d in ids]
+    assert sorted(rows, key=str) == sorted(zip(places, expected, strict=True), key=str)
+    torch.testing.assert_close(output, net(x))
+    output.sum().backward()
+    assert net.body.bias.grad.tolist() == [7, 7, 7]
+
+
+@pytest.mark.parametrize(
+    ("properties", "noun"), [({"total_memory": 11 << 30}, "memory"), ({"multi_processor_count": 40}, "processors")]
+)
+def test_unbalanced_devices_are_named_once(sim, properties, noun):
+    sim.set_properties(2, **properties)
+    with pytest.warns(UserWarning, match="imbalance between your devices") as record:
+        DataParallel(Net().to("sim:0"), [0, 1, 2])
+    (warning,) = record
+    value = next(iter(properties.values()))
+    assert f"sim:2 has {value} and sim:0 has" in str(warning.message)
+    assert f"({noun})" in str(warning.message)
+    assert warning.filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        DataParallel(Net().to("sim:0"), [0, 1])
+
+
+def test_devices_that_differ_by_a_quarter_are_balanced(sim):
+    sim.set_properties(1, total_memory=12 << 30, multi_processor_count=48)
+    DataParallel(Net().to("sim:0"), [0, 1])
+
+
+NO_ACCELERATOR = """
+import torch
+from lockstep import DataParallel, data_parallel
+net = torch.nn.Linear(4, 3)
+calls = []
+net.register_forward_hook(lambda *args: calls.append(1))
+parallel, x = DataParallel(net), torch.randn(5, 4)
+assert torch.equal(parallel(x), net(x)) and torch.equal(parallel(input=x), net(x))
+assert torch.equal(data_parallel(net, x), net(x))
+assert parallel.device_ids == [] and parallel.module is net
+assert len(calls) == 6
+loss = parallel.step(lambda output, y: (output - y).square().mean(), x, torch.zeros(5, 3))
+grad, net.weight.grad = net.weight.grad, None
+net(x).square().mean().backward()
+torch.testing.assert_close(net.weight.grad, grad)
+torch.testing.assert_close(loss, net(x).square().mean().detach())
+assert torch.equal(DataParallel(net, ["cpu", "cpu"])(x), net(x))
+import threading
+print(sorted(t.name for t in threading.enumerate()))
+"""
+
+
+def test_without_accelerators_the_module_runs_as_it_is():
+    run = subprocess.run(
+        [sys.executable, "-W", "error", "-c", NO_ACCELERATOR],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src"), "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.stderr == ""
+    assert run.stdout == "['MainThread', 'lockstep-worker-0', 'lockstep-worker-1']\n"
+
+
+def test_step_leaves_no_reference_cycles(parallel, x):
+    y = torch.zeros(5, 3, device=x.device)
+    parallel.step(mean_square, x, y)
+    gc.collect()
+    parallel.step(mean_square, x, y)
+    assert gc.collect() == 0

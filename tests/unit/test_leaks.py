@@ -1,0 +1,129 @@
+"""A thousand forwards, errors and deleted wrappers leave everything as it was."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from lockstep import DataParallel, data_parallel
+from lockstep.local import replicate
+
+
+def counts():
+    """Threads, live tensors and open files."""
+    gc.collect()
+    tensors = sum(issubclass(type(found), torch.Tensor) for found in gc.get_objects())
+    return threading.active_count(), tensors, len(os.listdir("/proc/self/fd"))
+
+
+@pytest.fixture
+def parallel(devices, first):
+    net = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 1))
+    return DataParallel(net.to(first), devices(3))
+
+
+def train(parallel, x):
+    parallel.zero_grad()
+    parallel(x).sum().backward()
+
+
+def step(parallel, x):
+    parallel.zero_grad()
+    parallel.step(lambda output, y: (output - y).square().mean(), x, x[:, :1])
+
+
+def evaluate(parallel, x):
+    with torch.no_grad():
+        parallel(x)
+
+
+def change_buffers(parallel, x):
+    parallel(x)
+    parallel.module[1].running_mean = parallel.module[1].running_mean.clone()
+
+
+def function(parallel, x):
+    data_parallel(parallel.module, x, parallel.device_ids)
+
+
+def fail(parallel, x):
+    with pytest.raises(RuntimeError, match="replica 0"):
+        parallel(x[:, :1])
+    with pytest.raises(ValueError, match="replica 0"):
+        parallel.step(lambda output: int("x"), x)
+    with pytest.raises(ValueError, match="cannot split the inputs"):
+        parallel(x, x[:1])
+
+
+def rebuild(parallel, x):
+    parallel.module[2] = nn.Linear(2, 1).to(x.device)
+    parallel(x).sum().backward()
+
+
+def wrap_anew(parallel, x):
+    DataParallel(parallel.module, parallel.device_ids)(x).sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("action", "times"),
+    [
+        (train, 1000),
+        (step, 300),
+        (evaluate, 1000),
+        (change_buffers, 300),
+        (function, 300),
+        (fail, 100),
+        (rebuild, 100),
+        (wrap_anew, 100),
+    ],
+)
+def test_nothing_is_left(parallel, first, action, times):
+    x = torch.randn(6, 2).to(first)
+    for _ in range(3):
+        action(parallel, x)
+    before = counts()
+    for _ in range(times):
+        action(parallel, x)
+    assert counts() == before
+
+
+@pytest.mark.parametrize("use", [train, step, evaluate, fail])
+def test_a_deleted_wrapper_frees_its_replicas(devices, first, use):
+    net = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 1)).to(first)
+    x = torch.randn(6, 2).to(first)
+    before = counts()[1]
+    parallel = DataParallel(net, devices(3))
+    use(parallel, x)
+    net.zero_grad()
+    replicas = [weakref.ref(m) for replica in parallel.replicate(net, devices(3))[1:] for m in replica.modules()]
+    assert len(replicas) == 8
+    del parallel
+    gc.collect()
+    assert [replica() for replica in replicas] == [None] * 8
+    assert counts()[1] == before
+
+
+@pytest.mark.parametrize("call", [replicate, lambda net, ids: data_parallel(net, torch.ones(3, 2), ids)])
+def test_a_deleted_network_frees_its_replicas(devices, first, call):
+    before = counts()[1]
+    net = nn.Linear(2, 2).to(first)
+    call(net, devices(3))
+    assert counts()[1] > before + 2
+    del net
+    assert counts()[1] == before
+
+
+def test_outputs_that_live_on_do_not_keep_earlier_graphs(parallel, first):
+    """The nodes that link replicas to the network are made once, and serve every backward."""
+    x = torch.randn(6, 2).to(first)
+    outputs = [parallel(x) for _ in range(10)]
+    graphs = [weakref.ref(output.grad_fn) for output in outputs]
+    del outputs
+    gc.collect()
+    assert [graph() for graph in graphs] == [None] * 10
