@@ -5,8 +5,8 @@ nothing that grows with the number of replicas. It tells apart what is cheap to 
 buffer that was replaced) from what makes replicas stale as a whole (other submodules or parameters, another dtype or
 device).
 
-Not noticed: an attribute that is replaced by an equal string or the like (there is no difference to see), and what
-happens inside objects that replicas share with the network by reference anyway.
+Not noticed: an attribute that is replaced by an equal number, string or the like, and what happens inside objects that
+replicas share with the network by reference anyway.
 """
 
 import functools
@@ -28,9 +28,8 @@ _flatten = chain.from_iterable
 _version_of: Callable[[Tensor], int] = Tensor._version.__get__  # type: ignore[attr-defined]
 _requires_grad: Callable[[Tensor], bool] = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 
-# values that == tells apart as well as `is` does, and in which nothing can happen. (Numbers are not among them:
-# 1 == 1.0 == True, and 0.0 == -0.0.)
-_PLAIN = frozenset({type(None), bool, str, bytes, torch.device, torch.dtype, torch.Size})
+# values in which nothing can happen, so that one that equals another does as well
+_PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, torch.device, torch.dtype, torch.Size})
 # containers that are replaced, never changed
 _FIXED = (tuple, frozenset, types.MethodType, functools.partial, weakref.ref)
 
@@ -168,6 +167,10 @@ def _places(tensors: list[Tensor]) -> tuple[list[int], list[int], list[tuple[int
         return [t.data_ptr() for t in dense], [t.numel() for t in tensors], [t.stride() for t in dense]
 
 
+def _kinds(tensors: list[Tensor]) -> list[tuple[torch.dtype, torch.device, torch.Size]]:
+    return [(t.dtype, t.device, t.shape) for t in tensors]
+
+
 def _identical(one: Iterable[Any], other: Iterable[Any]) -> bool:
     one, other = list(one), list(other)
     return len(one) == len(other) and all(map(operator.is_, one, other))
@@ -180,7 +183,7 @@ class Tensors:
         self.tensors = tensors
         self._versions = _versions(tensors)
         self._places = _places(tensors)
-        self._kinds = [(t.dtype, t.device) for t in tensors]
+        self._kinds = _kinds(tensors)
         self._gradients = list(map(_requires_grad, tensors))
 
     def changed(self, tensors: list[Tensor]) -> bool:
@@ -192,7 +195,11 @@ class Tensors:
         if _places(self.tensors) != self._places:
             return True
         # other data is at another address, unless there is none
-        return not all(self._places[0]) and [(t.dtype, t.device) for t in self.tensors] != self._kinds
+        return not all(self._places[0]) and self.retyped()
+
+    def retyped(self) -> bool:
+        """Whether any tensor has another dtype, device or shape now."""
+        return _kinds(self.tensors) != self._kinds
 
     def requirements_changed(self) -> bool:
         """Whether ``requires_grad`` of any tensor is another than at the last look."""

@@ -6,10 +6,11 @@ served through the host. Sums are taken in the order of the inputs, so they are 
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 
-from lockstep.buckets import DEFAULT_CAP_BYTES, Bucket, BucketPlan, TensorSpec, plan_buckets
+from lockstep.buckets import DEFAULT_CAP_BYTES, Bucket, BucketPlan, TensorSpec, dense_stride, plan_buckets
 from lockstep.devices import (
     CPU,
     DeviceLike,
@@ -31,7 +32,7 @@ def copy_to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 def pack(bucket: Bucket, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """A new flat tensor that holds the bucket's tensors, given in the order of its slots."""
-    flat = torch.zeros(bucket.numel, dtype=bucket.dtype, device=tensors[0].device)
+    flat = torch.empty(bucket.numel, dtype=bucket.dtype, device=tensors[0].device)
     torch._foreach_copy_(bucket.views(flat), list(tensors))
     return flat
 
@@ -401,7 +402,17 @@ def fill(target: torch.Tensor, source: torch.Tensor) -> None:
 def _plan(tensors: Sequence[torch.Tensor], buffer_size: int) -> tuple[list[int], BucketPlan]:
     """Which tensors are dense, and the buckets for those."""
     dense = [i for i, t in enumerate(tensors) if t.layout == torch.strided]
-    return dense, plan_buckets([TensorSpec.of(tensors[i]) for i in dense], buffer_size)
+    layouts = tuple((tensors[i].shape, tensors[i].stride(), tensors[i].dtype, tensors[i].device) for i in dense)
+    return dense, _plan_for(layouts, buffer_size)
+
+
+@lru_cache(maxsize=256)
+def _plan_for(
+    layouts: tuple[tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device], ...], buffer_size: int
+) -> BucketPlan:
+    """Training plans the same transfers at every step."""
+    specs = [TensorSpec("", tuple(s), dense_stride(s, t), dtype, device) for s, t, dtype, device in layouts]
+    return plan_buckets(specs, buffer_size)
 
 
 def common_device(tensors: Sequence[torch.Tensor], call: str) -> torch.device:

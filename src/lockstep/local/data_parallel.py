@@ -220,12 +220,14 @@ class DataParallel(Module, Generic[T]):
         with self._in_use(*networks):
             results = workers.run(calls, own.devices[: len(shares)])
         exchanged = any(exchanged for _, exchanged in results)
-        self._backward([loss for loss, _ in results], weights, own.devices, apart=apart and not exchanged)
+        weighted = [loss * weight for (loss, _), weight in zip(results, weights, strict=True)]
+        self._backward(weighted, own.devices, apart=apart and not exchanged)
         if apart:
             with self._phases.phase("reduce"):
                 for network in networks:
                     network.collect_gradients()
-        return self._mean([loss.detach() for loss, _ in results], weights)
+        target = resolve_destination(self.output_device) if self._devices else weighted[0].device
+        return torch.stack([copy_to(loss.detach(), target) for loss in weighted]).sum()
 
     def _loss(
         self, index: int, replica: Module, loss_fn: Callable[..., torch.Tensor], args: tuple[Any, ...]
@@ -243,30 +245,19 @@ class DataParallel(Module, Generic[T]):
         running = current_replica()
         return loss, running is not None and running.exchange.used
 
-    def _backward(
-        self, losses: Sequence[torch.Tensor], weights: Sequence[float], devices: Sequence[torch.device], *, apart: bool
-    ) -> None:
+    def _backward(self, losses: Sequence[torch.Tensor], devices: Sequence[torch.device], *, apart: bool) -> None:
         """Backward of the weighted losses: on each replica's own thread, or in one pass of the engine over all."""
-        gradients = [torch.full_like(loss, weight) for loss, weight in zip(losses, weights, strict=True)]
         with torch.autocast("cpu", enabled=False):
-            if not apart:
-                with self._phases.phase("backward"):
-                    torch.autograd.backward(list(losses), gradients)
+            if apart:
+                calls = [partial(self._replica_backward, index, loss) for index, loss in enumerate(losses)]
+                workers.run(calls, devices[: len(losses)])
                 return
-            calls = [
-                partial(self._replica_backward, index, loss, gradient)
-                for index, (loss, gradient) in enumerate(zip(losses, gradients, strict=True))
-            ]
-            workers.run(calls, devices[: len(losses)])
+            with self._phases.phase("backward"):
+                torch.autograd.backward(list(losses))
 
-    def _replica_backward(self, index: int, loss: torch.Tensor, gradient: torch.Tensor) -> None:
+    def _replica_backward(self, index: int, loss: torch.Tensor) -> None:
         with self._phases.phase("backward", replica=index):
-            loss.backward(gradient)
-
-    def _mean(self, losses: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
-        target = resolve_destination(self.output_device) if self._devices else losses[0].device
-        terms = [copy_to(loss, target) * weight for loss, weight in zip(losses, weights, strict=True)]
-        return torch.stack(terms).sum()
+            loss.backward()
 
     # What people look at #
 

@@ -178,6 +178,9 @@ class ModuleCopy:
     def set_all_attributes(self) -> None:
         """Take over every attribute of every module of the network."""
         self.set_attributes((index, attributes(module)) for index, module in enumerate(self._originals))
+        for module in self.modules:
+            if isinstance(module, torch.nn.RNNBase):
+                vars(module)["flatten_parameters"] = _already_flat
 
     def set_attributes(self, changes: Iterable[tuple[int, Iterable[str]]]) -> None:
         """Take over attributes of the network's modules, by number; one that is gone there goes here too."""
@@ -218,6 +221,10 @@ class ModuleCopy:
             yield
         finally:
             self._translate.tensors = {}
+
+
+def _already_flat() -> None:
+    """Stands for ``flatten_parameters`` in replicas: their weights lie as the network's do, and have to stay there."""
 
 
 class _ScriptSlots:

@@ -151,14 +151,17 @@ class ReplicaSet:
         return ([self.network] if self._network_first else []) + [copy.root for copy in self._copies]
 
     def absorb(self) -> None:
-        """Let attributes that the network's own forward has set stay its own, which the next refresh does not carry
-        over.
+        """Look at what a forward has left behind.
 
-        It does carry over hooks: one that removes itself at its first call must be gone from every replica.
+        Attributes that the network's own forward has set stay its own: the next refresh does not carry them over. It
+        does carry over hooks: one that removes itself at its first call must be gone from every replica. A replica
+        whose parameters have strayed gets new ones.
         """
         with self._lock:
             if self._structure is not None and self._attributes.changed():
                 self._attributes.disregard()
+            if self._strayed():
+                self._unbind_parameters()
 
     def collect_gradients(self) -> None:
         """Add the gradients on the replicas' leaves to the network's, in replica order, and take them off the
@@ -185,8 +188,12 @@ class ReplicaSet:
 
     def _notice(self) -> bool:
         """Carry over changed attributes; or tell that the replicas are stale as a whole."""
-        if self._structure is None or self._structure.changed() or self._parameters.moved():
+        if self._structure is None or self._structure.changed():
             return True
+        if self._parameters.moved():
+            if self._parameters.retyped():
+                return True
+            self._place_values()  # the same parameters, elsewhere: RNN.flatten_parameters, p.data = ...
         if self._attributes.changed():
             if self._structure.replaced():
                 return True
@@ -205,10 +212,8 @@ class ReplicaSet:
                 require_on(self.network, self.devices[0])
             self._source = common_device([*self.network.parameters(), *self.network.buffers()], "replicate")
             self._sort_slots()
-            self._parameters = Tensors(self._persistent)
-            self._values = ParameterValues(self._persistent, self._copy_devices, self._cap_bytes)
+            self._place_values()
             self._copies = [ModuleCopy(self.network) for _ in self._copy_devices]
-            self._leaves, self._linked, self._bound = [], [], None
             self._fresh, self._written, self._hot = Tensors([]), [], True
             self._bind_parameters(leaves=False)
             self._refresh_fresh(grad=False)
@@ -243,9 +248,24 @@ class ReplicaSet:
 
     # Parameters #
 
+    def _place_values(self) -> None:
+        self._parameters = Tensors(self._persistent)
+        self._values = ParameterValues(self._persistent, self._copy_devices, self._cap_bytes)
+        self._unbind_parameters()
+
+    def _unbind_parameters(self) -> None:
+        self._leaves, self._linked, self._bound = [], [], None
+
+    def _strayed(self) -> bool:
+        """Whether a forward gave a replica's parameter other data (``p.data = ...``), which no transfer would reach."""
+        return any(
+            list(map(Tensor.data_ptr, bound)) != list(map(Tensor.data_ptr, self._values.on(device)))
+            for device, bound in zip(self._copy_devices, self._bound or (), strict=False)
+        )
+
     def _refresh_parameters(self, *, everything: bool) -> None:
-        if self._parameters.requirements_changed():
-            self._leaves, self._linked, self._bound = [], [], None
+        if self._parameters.requirements_changed() or (everything and not self._network_first and self._strayed()):
+            self._unbind_parameters()
         self._written = self._parameters.written()
         if self._written or everything:
             self._values.transfer(self._written, everything=everything)

@@ -1,0 +1,215 @@
+"""The public names and signatures, frozen: whoever changes one changes the table here, and means to."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.parallel import comm as torch_comm
+from torch.nn.parallel import replicate as torch_replicate
+from torch.nn.parallel.parallel_apply import parallel_apply as torch_parallel_apply
+from torch.nn.parallel.scatter_gather import gather as torch_gather
+from torch.nn.parallel.scatter_gather import scatter as torch_scatter
+from torch.nn.parallel.scatter_gather import scatter_kwargs as torch_scatter_kwargs
+
+import lockstep
+from lockstep import local
+
+PUBLIC = {
+    "lockstep": """
+        class DataParallel(module, device_ids=None, output_device=None, dim=0, *, split=None, gather_outputs=True)
+            .forward(*inputs, **kwargs)
+            .gather(outputs, output_device)
+            .load_state_dict(state_dict, strict=True, assign=False)
+            .parallel_apply(replicas, inputs, kwargs)
+            .replicate(module, device_ids)
+            .scatter(inputs, kwargs, device_ids)
+            .statistics()
+            .step(loss_fn, *batch)
+            .timeline()
+        class Event(phase, replica, start, end)
+        class Statistics(calls=<factory>, seconds=<factory>)
+        class SyncBatchNorm(*args, **kwargs)
+            .forward(input)
+        data_parallel(module, inputs, device_ids=None, output_device=None, dim=0, module_kwargs=None)
+        module errors
+        module local
+    """,
+    "lockstep.local": """
+        Broadcast.apply(devices, *tensors)
+        class DataParallel(module, device_ids=None, output_device=None, dim=0, *, split=None, gather_outputs=True)
+            .forward(*inputs, **kwargs)
+            .gather(outputs, output_device)
+            .load_state_dict(state_dict, strict=True, assign=False)
+            .parallel_apply(replicas, inputs, kwargs)
+            .replicate(module, device_ids)
+            .scatter(inputs, kwargs, device_ids)
+            .statistics()
+            .step(loss_fn, *batch)
+            .timeline()
+        Gather.apply(target_device, dim, *tensors)
+        ReduceAdd.apply(destination, *tensors)
+        ReduceAddCoalesced.apply(destination, num_inputs, *tensors)
+        class ReplicaSet(network, devices, *, detach=False, network_first=False, cap_bytes=10485760, phases=None)
+            .absorb()
+            .collect_gradients()
+            .refresh(*, leaves=False)
+        Scatter.apply(devices, chunk_sizes, dim, tensor)
+        class SyncBatchNorm(*args, **kwargs)
+            .forward(input)
+        broadcast(tensor, devices=None, *, out=None)
+        broadcast_coalesced(tensors, devices, buffer_size=10485760)
+        module comm
+        current_replica()
+        data_parallel(module, inputs, device_ids=None, output_device=None, dim=0, module_kwargs=None)
+        gather(outputs, target_device, dim=0)
+        parallel_apply(modules, inputs, kwargs_tup=None, devices=None)
+        reduce_add(inputs, destination=None)
+        reduce_add_coalesced(inputs, destination=None, buffer_size=10485760)
+        replicate(network, devices, detach=False)
+        scatter(inputs, devices, dim=0, *, split=None)
+        scatter_kwargs(inputs, kwargs, devices, dim=0, *, split=None)
+    """,
+    "lockstep.local.comm": """
+        broadcast(tensor, devices=None, *, out=None)
+        broadcast_coalesced(tensors, devices, buffer_size=10485760)
+        check_same_layout(tensors, call)
+        common_device(tensors, call)
+        copy_to(tensor, device)
+        even_split(size, parts)
+        fill(target, source)
+        gather(tensors, dim=0, destination=None, *, out=None)
+        pack(bucket, tensors)
+        reduce_add(inputs, destination=None)
+        reduce_add_coalesced(inputs, destination=None, buffer_size=10485760)
+        scatter(tensor, devices=None, chunk_sizes=None, dim=0, streams=None, *, out=None)
+        unpack(bucket, flat)
+    """,
+    "lockstep.errors": """
+        DeviceError(LockstepError, RuntimeError)
+        GradientError(LockstepError, NotImplementedError)
+        LayoutError(LockstepError, RuntimeError, ValueError)
+        LengthError(LayoutError, AssertionError)
+        LockstepError(Exception)
+        NotReplicableError(LockstepError, RuntimeError, ValueError)
+        ReplicaError(LockstepError, RuntimeError)
+        StructureError(LockstepError, ValueError)
+    """,
+}
+
+
+def exported(module_name: str) -> Iterator[tuple[str, Any]]:
+    """What a package imports `x as x`, or what a module defines; names with an underscore are nobody's business."""
+    module = importlib.import_module(module_name)
+    path = Path(module.__file__)
+    if path.name == "__init__.py":
+        statements = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.ImportFrom)]
+        names = {alias.name for node in statements for alias in node.names if alias.asname == alias.name}
+    else:
+        names = {name for name, value in vars(module).items() if getattr(value, "__module__", None) == module_name}
+    for name in sorted(names):
+        if not name.startswith("_"):
+            yield name, getattr(module, name)
+
+
+def signature(function: Any, skip: int = 0) -> str:
+    """The parameters with their defaults, without annotations."""
+    parameters = list(inspect.signature(function).parameters.values())[skip:]
+    bare = [p.replace(annotation=inspect.Parameter.empty) for p in parameters]
+    return str(inspect.Signature(bare))
+
+
+def described(name: str, value: Any) -> Iterator[str]:
+    """One line for a name, and one for each public member of a class."""
+    if inspect.ismodule(value):
+        yield f"module {name}"
+    elif not inspect.isclass(value):
+        yield name + signature(value)
+    elif issubclass(value, BaseException):
+        yield f"{name}({', '.join(base.__name__ for base in value.__bases__)})"
+    elif issubclass(value, torch.autograd.Function):
+        yield f"{name}.apply{signature(value.forward, skip=1)}"
+    else:
+        yield f"class {name}{signature(value)}"
+        for member, held in sorted(vars(value).items()):
+            if member.startswith("_"):
+                continue
+            if isinstance(held, property):
+                yield f"    .{member}"
+            elif inspect.isfunction(held):
+                yield f"    .{member}{signature(held, skip=1)}"
+
+
+def surface(module_name: str) -> str:
+    return "\n".join(line for name, value in exported(module_name) for line in described(name, value))
+
+
+@pytest.mark.parametrize("module_name", PUBLIC)
+def test_the_public_names_and_signatures_are_those_of_the_table(module_name):
+    assert surface(module_name) == inspect.cleandoc(PUBLIC[module_name])
+
+
+COUNTERPARTS = [
+    (torch.nn.DataParallel, lockstep.DataParallel),
+    (torch.nn.parallel.data_parallel, lockstep.data_parallel),
+    (torch_replicate, local.replicate),
+    (torch_parallel_apply, local.parallel_apply),
+    (torch_scatter, local.scatter),
+    (torch_scatter_kwargs, local.scatter_kwargs),
+    (torch_gather, local.gather),
+    *(
+        (getattr(torch_comm, name), getattr(local.comm, name))
+        for name in ("broadcast", "broadcast_coalesced", "reduce_add", "reduce_add_coalesced", "scatter", "gather")
+    ),
+]
+RENAMED = {"target_gpus": "devices"}  # devices of any type
+
+
+def positional(function: Any) -> list[inspect.Parameter]:
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [p for p in inspect.signature(function).parameters.values() if p.kind in kinds]
+
+
+@pytest.mark.parametrize(("theirs", "ours"), COUNTERPARTS, ids=lambda f: f"{f.__module__}.{f.__name__}")
+def test_positional_parameters_begin_with_those_of_torch_in_the_same_order(theirs, ours):
+    expected = [(RENAMED.get(p.name, p.name), p.default is p.empty) for p in positional(theirs)]
+    found = [(p.name, p.default is p.empty) for p in positional(ours)][: len(expected)]
+    assert found == expected
+    keywords = {p.name for p in inspect.signature(theirs).parameters.values() if p.kind == p.KEYWORD_ONLY}
+    assert keywords <= set(inspect.signature(ours).parameters)
+    beyond = [p for p in inspect.signature(ours).parameters.values() if p.name not in dict(expected)]
+    assert all(p.default is not p.empty or p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in beyond)
+
+
+DEFAULTS = {"dim": 0, "buffer_size": 10 * 1024 * 1024, "detach": False}
+
+
+@pytest.mark.parametrize(("theirs", "ours"), COUNTERPARTS, ids=lambda f: f"{f.__module__}.{f.__name__}")
+def test_defaults_are_those_of_torch(theirs, ours):
+    found = {p.name: p.default for p in positional(ours)}
+    for parameter in positional(theirs):
+        if parameter.default is not parameter.empty:
+            assert found[parameter.name] == parameter.default == DEFAULTS.get(parameter.name)
+
+
+def test_the_calls_of_local_are_those_of_their_modules():
+    for name in ("broadcast", "broadcast_coalesced", "reduce_add", "reduce_add_coalesced"):
+        assert getattr(local, name) is getattr(local.comm, name)
+    assert lockstep.DataParallel is local.DataParallel
+    assert lockstep.data_parallel is local.data_parallel
+
+
+def test_the_tree_in_the_docstring_of_errors_is_the_one_there_is():
+    tree = lockstep.errors.__doc__
+    for name, kind in exported("lockstep.errors"):
+        line = next(line for line in tree.splitlines() if line.split("(")[0].split()[-1:] == [name])
+        builtin = [base.__name__ for base in kind.__bases__ if base.__module__ == "builtins" and base is not Exception]
+        assert ("(" in line) == bool(builtin)
+        if builtin:
+            assert line.split("(")[1].split(")")[0] == ", ".join(builtin)

@@ -1,0 +1,265 @@
+"""Device lists: what they may hold, how balanced they are, and whether copies between them arrive."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+
+from lockstep.devices import (
+    accelerator,
+    all_accelerators,
+    device_label,
+    direct_copy_works,
+    resolve_destination,
+    resolve_device,
+    resolve_devices,
+    side_stream,
+    warn_if_unbalanced,
+)
+from lockstep.errors import DeviceError, LengthError
+from lockstep.local import comm
+from lockstep.local.functions import Broadcast, Gather, Scatter
+from lockstep.local.scatter_gather import move
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def untried(sim):
+    """Simulated devices between which no connection has been tried yet."""
+    direct_copy_works.cache_clear()
+    yield sim
+    direct_copy_works.cache_clear()
+
+
+# ---------------------------------------------------------------------------------- device lists
+
+
+@pytest.mark.parametrize("device", ["cpu", "cpu:0", torch.device("cpu"), torch.device("cpu", 0)])
+def test_the_cpu_is_one_device(device):
+    assert resolve_device(device) == CPU
+
+
+@pytest.mark.parametrize("device", [2, "sim:2", torch.device("sim", 2)])
+def test_an_accelerator_is_named_by_index_string_or_device(sim, device):
+    assert resolve_device(device) == torch.device("sim:2")
+
+
+@pytest.mark.parametrize("device", ["sim", torch.device("sim")])
+def test_a_type_without_an_index_is_the_current_device(sim, device):
+    assert resolve_device(device) == torch.device("sim:0")
+    with torch.accelerator.device_index(3):
+        assert resolve_device(device) == torch.device("sim:3")
+
+
+@pytest.mark.parametrize(
+    ("device", "message"),
+    [
+        (8, "there is no accelerator with index 8; this process has 'cpu' and sim:0 to sim:7"),
+        (-2, "there is no accelerator with index -2; this process has 'cpu' and sim:0 to sim:7"),
+        ("sim:9", "there is no accelerator with index 9"),
+        ("cuda:0", "device cuda:0 is not available; this process has 'cpu' and sim:0 to sim:7"),
+        (torch.device("meta"), "device meta is not available"),
+        ("graphics card", "expected a device such as 'cpu' or 'cuda:0', got 'graphics card'"),
+        (True, "expected a device as int, str or torch.device, got True of type bool"),
+        (1.0, "expected a device as int, str or torch.device, got 1.0 of type float"),
+        (None, "expected a device as int, str or torch.device, got None of type NoneType"),
+    ],
+)
+def test_a_device_that_does_not_exist_is_named_with_those_that_do(sim, device, message):
+    with pytest.raises(DeviceError, match=re.escape(message)) as info:
+        resolve_device(device)
+    assert isinstance(info.value, RuntimeError)
+
+
+def test_a_device_list_is_any_sequence_and_may_repeat(sim):
+    expected = [torch.device("sim:1"), CPU, torch.device("sim:1")]
+    assert resolve_devices([1, "cpu", "sim:1"]) == expected
+    assert resolve_devices((1, "cpu", torch.device("sim", 1))) == expected
+    assert resolve_devices(range(2)) == sim.devices(2)
+
+
+def test_an_empty_list_and_a_lone_device_are_errors_that_say_what_to_write():
+    with pytest.raises(LengthError, match="at least one device, got an empty device list"):
+        resolve_devices([])
+    for lone, fix in [("cpu", "['cpu']"), (0, "[0]"), (CPU, "[device(type='cpu')]")]:
+        with pytest.raises(DeviceError, match=re.escape(f"expected a list of devices, got {lone!r}; write {fix}")):
+            resolve_devices(lone)
+
+
+def test_all_accelerators_come_in_the_order_of_their_indices(sim):
+    assert accelerator() == torch.device("sim")
+    assert all_accelerators() == sim.devices()
+
+
+def test_labels_are_indices_or_cpu():
+    assert [device_label(torch.device(d)) for d in ("cpu", "sim:3", "cuda:0")] == ["cpu", "3", "0"]
+
+
+def test_minus_one_is_the_cpu_with_a_warning():
+    with pytest.warns(FutureWarning, match="Using -1 to represent CPU tensor is deprecated"):
+        assert resolve_destination(-1) == CPU
+
+
+def test_none_is_the_current_device_of_the_tensors_type(sim):
+    with torch.accelerator.device_index(2):
+        assert resolve_destination(None, [torch.ones(1, device="sim:1")]) == torch.device("sim:2")
+        assert resolve_destination(None, [torch.ones(1), torch.ones(1, device="sim:1")]) == torch.device("sim:2")
+        assert resolve_destination(None, [torch.ones(1)]) == CPU
+        assert resolve_destination(None) == torch.device("sim:2")
+    assert resolve_destination("cpu", [torch.ones(1, device="sim:1")]) == CPU
+    assert resolve_destination(5) == torch.device("sim:5")
+
+
+def test_each_device_has_one_side_stream_and_the_cpu_none(sim):
+    one, other = sim.devices(2)
+    assert side_stream(CPU) is None
+    assert side_stream(one) is side_stream(one)
+    assert side_stream(one) != torch.accelerator.current_stream(one)
+    assert (side_stream(one).device, side_stream(other).device) == (one, other)
+
+
+# ---------------------------------------------------------------------------------------- balance
+
+
+def warnings_for(devices):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        warn_if_unbalanced(devices)
+    return [str(w.message) for w in caught]
+
+
+@pytest.mark.parametrize(
+    ("attribute", "noun", "usual"),
+    [("total_memory", "memory", 16 << 30), ("multi_processor_count", "processors", 64)],
+)
+def test_devices_that_differ_by_over_a_quarter_are_named(sim, attribute, noun, usual):
+    less = usual // 2
+    sim.set_properties(2, **{attribute: less})
+    (message,) = warnings_for(sim.devices(3))
+    assert f"imbalance between your devices: sim:2 has {less} and sim:0 has {usual} ({noun})" in message
+    assert "split=" in message
+
+
+def test_there_is_one_warning_for_all_that_differs(sim):
+    sim.set_properties(1, total_memory=1 << 30, multi_processor_count=1)
+    sim.set_properties(2, total_memory=2 << 30, multi_processor_count=2)
+    assert len(warnings_for(sim.devices(3))) == 1
+
+
+@pytest.mark.parametrize(("processors", "warned"), [(48, False), (47, True), (64, False), (85, False), (86, True)])
+def test_a_quarter_is_the_limit(sim, processors, warned):
+    sim.set_properties(1, multi_processor_count=processors)
+    assert bool(warnings_for(sim.devices(2))) == warned
+
+
+def test_devices_of_which_nothing_is_known_and_equal_ones_give_no_warning(sim):
+    sim.set_properties(1, multi_processor_count=0)
+    assert warnings_for([CPU, CPU, *sim.devices(3)]) == []
+    sim.set_properties(3, multi_processor_count=1)
+    assert warnings_for([torch.device("sim:3")] * 2) == []
+
+
+# ---------------------------------------------------------------------------- broken connections
+
+
+@pytest.mark.parametrize("how", ["flip", "zero", "stale"])
+def test_a_connection_that_delivers_garbage_is_noticed_and_named_once(untried, how):
+    untried.break_peer_copies(0, 1, how=how)
+    d0, d1 = untried.devices(2)
+    with pytest.warns(UserWarning, match="a direct copy from sim:0 to sim:1 did not deliver what was sent.*host"):
+        assert not direct_copy_works(d0, d1)
+    assert not direct_copy_works(d0, d1)  # a second warning would be an error
+    assert direct_copy_works(d1, d0)
+    assert direct_copy_works(d0, d0)
+    assert direct_copy_works(CPU, d1)
+    assert direct_copy_works(d1, CPU)
+
+
+def test_a_connection_is_tried_once(untried):
+    d0, d1 = untried.devices(2)
+    assert direct_copy_works(d0, d1)
+    assert untried.copies()["sim:0", "sim:1"].calls == 1
+    assert direct_copy_works(d0, d1)
+    assert untried.copies()["sim:0", "sim:1"].calls == 1
+
+
+def on(device, *values):
+    return torch.tensor(values, device=device)
+
+
+CALLS = {
+    "broadcast": lambda: comm.broadcast(on("sim:0", 1.0, 2.0), [1])[0],
+    "broadcast out": lambda: comm.broadcast(on("sim:0", 1.0, 2.0), out=[torch.empty(2, device="sim:1")])[0],
+    "broadcast_coalesced": lambda: comm.broadcast_coalesced([on("sim:0", 9.0), on("sim:0", 1.0, 2.0)], [1])[0][1],
+    "reduce_add": lambda: comm.reduce_add([on("sim:0", 1.0, 1.0), on("sim:1", 0.0, 1.0)], 1),
+    "reduce_add_coalesced": lambda: comm.reduce_add_coalesced([[on("sim:0", 1.0, 1.0)], [on("sim:1", 0.0, 1.0)]], 1)[0],
+    "scatter": lambda: comm.scatter(on("sim:0", 0.0, 0.0, 1.0, 2.0), [0, 1])[1],
+    "scatter out": lambda: comm.scatter(on("sim:0", 1.0, 2.0), out=[torch.empty(2, device="sim:1")])[0],
+    "gather": lambda: comm.gather([on("sim:0", 1.0), on("sim:1", 2.0)], 0, 1),
+    "gather out": lambda: comm.gather([on("sim:0", 1.0), on("sim:1", 2.0)], out=torch.empty(2, device="sim:1")),
+    "Broadcast": lambda: Broadcast.apply([1], on("sim:0", 1.0, 2.0))[0],
+    "Scatter": lambda: Scatter.apply([1], None, 0, on("sim:0", 1.0, 2.0))[0],
+    "Gather": lambda: Gather.apply(1, 0, on("sim:0", 1.0), on("sim:0", 2.0)),
+    "move": lambda: move([on("sim:0", 1.0, 2.0)], 1)[0],
+}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_over_a_broken_connection_every_call_goes_through_the_host(untried, call):
+    untried.break_peer_copies(0, 1)
+    with pytest.warns(UserWarning, match="sim:0 to sim:1"):
+        first = call()
+    untried.reset_copies()
+    second = call()
+    for result in (first, second):
+        assert result.device == torch.device("sim:1")
+        assert result.cpu().tolist() == [1.0, 2.0]
+    copies = untried.copies()
+    assert ("sim:0", "sim:1") not in copies
+    assert copies["sim:0", "cpu"].calls > 0
+
+
+def test_gradients_go_around_a_broken_connection_too(untried):
+    untried.break_peer_copies(1, 0)
+    weight = torch.ones(3, device="sim:0", requires_grad=True)
+    with pytest.warns(UserWarning, match="sim:1 to sim:0"):
+        sum((copy * 2).sum().cpu() for copy in Broadcast.apply([0, 1], weight)).backward()
+    assert weight.grad.tolist() == [4, 4, 4]
+
+
+def test_connections_that_work_are_used_directly(untried):
+    tensor = on("sim:0", 1.0)
+    comm.broadcast(tensor, [1])
+    untried.reset_copies()
+    comm.broadcast(tensor, [1])
+    assert dict(untried.copies()) == {("sim:0", "sim:1"): (1, 4)}
+
+
+WITHOUT_ACCELERATORS = """
+import torch
+from lockstep.devices import all_accelerators, resolve_destination, resolve_device
+
+assert all_accelerators() == []
+assert resolve_destination(None) == resolve_device("cpu") == torch.device("cpu")
+for device in (0, "cuda"):
+    try:
+        resolve_device(device)
+    except RuntimeError as error:
+        print(error)
+"""
+
+
+@pytest.mark.skipif(torch._C._get_privateuse1_backend_name() != "sim", reason="this machine has accelerators")
+def test_without_accelerators_the_errors_say_to_use_the_cpu():
+    run = subprocess.run([sys.executable, "-c", WITHOUT_ACCELERATORS], capture_output=True, text=True, check=True)
+    assert run.stdout.splitlines() == [
+        "there is no accelerator with index 0; this process has no accelerator: use 'cpu', as often as replicas are "
+        "wanted",
+        "device cuda is not available; this process has no accelerator: use 'cpu', as often as replicas are wanted",
+    ]

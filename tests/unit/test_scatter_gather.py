@@ -1,0 +1,503 @@
+"""Nested inputs split over devices, nested outputs put together."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import typing
+import warnings
+from collections import Counter, OrderedDict, defaultdict, namedtuple
+
+import numpy as np
+import pytest
+import torch
+from torch.autograd import gradcheck, gradgradcheck
+from torch.nn.utils.rnn import pack_sequence
+from torch.utils import _pytree as pytree
+
+from lockstep.errors import LayoutError, LengthError, StructureError
+from lockstep.local import gather, scatter, scatter_kwargs
+from lockstep.local.scatter_gather import move, split_sizes
+
+CPU = torch.device("cpu")
+Point = namedtuple("Point", "x y")
+
+
+class Pair(typing.NamedTuple):
+    """A named tuple of the other sort."""
+
+    x: typing.Any
+    y: typing.Any
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Frozen:
+    """A dataclass that cannot be changed."""
+
+    x: typing.Any
+    y: typing.Any
+
+
+@dataclasses.dataclass
+class Checked:
+    """A dataclass that takes four rows only."""
+
+    x: typing.Any
+    y: typing.Any
+
+    def __post_init__(self):
+        if len(self.x) != 4:
+            raise ValueError("expected four rows")
+
+
+@dataclasses.dataclass
+class Output(OrderedDict):
+    """As model libraries have it: built of its fields, which are items, and refusing `update`."""
+
+    x: typing.Any = None
+    y: typing.Any = None
+
+    def __post_init__(self):
+        for name in ("x", "y"):
+            if getattr(self, name) is not None:
+                super().__setitem__(name, getattr(self, name))
+
+    def update(self, *args, **kwargs):
+        raise RuntimeError("no update")
+
+
+class Graph:
+    """A type that its author registers with PyTorch's pytree registry."""
+
+    def __init__(self, x, y, name):
+        self.x, self.y, self.name = x, y, name
+
+
+@pytest.fixture(autouse=True)
+def _registered():
+    pytree.register_pytree_node(
+        Graph, lambda g: ([g.x, g.y], g.name), lambda children, name: Graph(*children, name), serialized_type_name="G"
+    )
+    yield
+    pytree._deregister_pytree_node(Graph)
+
+
+def parts(value):
+    """The x and the y of one of the containers below."""
+    if isinstance(value, dict):
+        return value["x"], value["y"]
+    return (value.x, value.y) if hasattr(value, "x") else tuple(value)
+
+
+KINDS = {
+    "tuple": lambda x, y: (x, y),
+    "list": lambda x, y: [x, y],
+    "dict": lambda x, y: {"x": x, "y": y},
+    "OrderedDict": lambda x, y: OrderedDict(x=x, y=y),
+    "defaultdict": lambda x, y: defaultdict(list, x=x, y=y),
+    "namedtuple": Point,
+    "typing.NamedTuple": Pair,
+    "frozen dataclass with slots": Frozen,
+    "dataclass that checks": Checked,
+    "model output": Output,
+    "registered type": lambda x, y: Graph(x, y, "name"),
+    "return type of torch": lambda x, y: torch.return_types.max((x, y)),
+}
+
+
+@pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)
+def test_every_container_is_split_and_put_together_again(devices, make):
+    d = devices(2)
+    x, y = torch.randn(4, 3), torch.arange(4)
+    value = make(x, y)
+    shares = scatter(value, d)
+    assert [type(share) for share in shares] == [type(value)] * 2
+    for i, share in enumerate(shares):
+        for chunk, whole in zip(parts(share), (x, y), strict=True):
+            assert chunk.device == d[i]
+            assert torch.equal(chunk.cpu(), whole[2 * i : 2 * i + 2])
+    for target in (d[0], d[1], CPU):
+        back = gather(shares, target)
+        assert type(back) is type(value)
+        for whole, tensor in zip(parts(back), (x, y), strict=True):
+            assert whole.device == target
+            assert torch.equal(whole.cpu(), tensor)
+
+
+@pytest.mark.parametrize("kind", [Point, Pair])
+def test_named_tuples_with_fields_on_mixed_devices_are_gathered(sim, kind):
+    shares = [kind(torch.ones(1, device="sim:0"), torch.zeros(1)), kind(torch.ones(2), torch.zeros(2, device="sim:1"))]
+    for target in ("cpu", 0):
+        back = gather(shares, target)
+        assert back._fields == ("x", "y")
+        assert [t.device.type for t in back] == ["cpu" if target == "cpu" else "sim"] * 2
+        assert [t.tolist() for t in back] == [[1, 1, 1], [0, 0, 0]]
+
+
+# ---------------------------------------------------------------------------------------- scatter
+
+
+def rows_of(shares):
+    return [len(share) for share in shares]
+
+
+def test_nine_rows_on_eight_devices_leave_none_idle(devices):
+    assert rows_of(scatter(torch.arange(9), devices(8))) == [2, 1, 1, 1, 1, 1, 1, 1]
+
+
+def test_fewer_rows_than_devices_use_fewer_replicas(devices):
+    shares = scatter([torch.arange(2), "flag"], devices(3))
+    assert [(share[0].tolist(), share[1]) for share in shares] == [([0], "flag"), ([1], "flag")]
+
+
+def test_an_empty_batch_goes_to_one_replica(devices):
+    (share,) = scatter({"x": torch.empty(0, 3)}, devices(2))
+    assert share["x"].shape == (0, 3)
+
+
+def test_one_plan_for_all_leaves_keeps_rows_together(devices):
+    value = {"x": torch.arange(7), "deep": [(torch.arange(7) * 10,), {"y": torch.arange(7.0)[:, None]}]}
+    shares = scatter(value, devices(3))
+    assert [share["x"].tolist() for share in shares] == [[0, 1, 2], [3, 4], [5, 6]]
+    for share in shares:
+        assert (share["x"] * 10).tolist() == share["deep"][0][0].tolist()
+        assert share["x"].tolist() == share["deep"][1]["y"][:, 0].tolist()
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ([torch.ones(4), torch.ones(3)], r"inputs\[0\] has size 4 there, and inputs\[1\] has 3 \(shape \(3,\)\)"),
+        ({"x": torch.ones(4), "m": torch.ones(1, 2)}, r"inputs\['x'\] has size 4 there, and inputs\['m'\] has 1"),
+        ({"m": torch.ones(1), "x": [torch.ones(4)]}, r"inputs\['m'\] has size 1 there, and inputs\['x'\]\[0\] has 4"),
+        (Point(torch.ones(2), [Frozen(torch.ones(3), 0)]), r"inputs.x has size 2 there, and inputs.y\[0\].x has 3"),
+    ],
+)
+def test_leaves_that_disagree_are_named_with_both_sizes(value, message):
+    with pytest.raises(LayoutError, match="cannot split the inputs along dim 0: " + message):
+        scatter(value, ["cpu", "cpu"])
+
+
+def test_positional_and_keyword_arguments_that_disagree_are_named():
+    with pytest.raises(ValueError, match=r"inputs\[1\]\['x'\] has size 4 there, and kwargs\['mask'\] has 3"):
+        scatter_kwargs((1, {"x": torch.ones(4)}), {"mask": torch.ones(3)}, ["cpu", "cpu"])
+
+
+def test_a_tensor_that_has_no_such_dimension_is_named():
+    with pytest.raises(RuntimeError, match=r"cannot split inputs\['m'\] along dim 1: its shape is \(4,\)"):
+        scatter({"x": torch.ones(2, 4), "m": torch.ones(4)}, ["cpu", "cpu"], dim=1)
+
+
+@pytest.mark.parametrize("dim", [1, -1])
+def test_another_dimension_can_be_split(devices, dim):
+    d = devices(2)
+    shares = scatter([torch.arange(6).view(2, 3)], d, dim)
+    assert [share[0].tolist() for share in shares] == [[[0, 1], [3, 4]], [[2], [5]]]
+    assert gather(shares, "cpu", dim)[0].tolist() == [[0, 1, 2], [3, 4, 5]]
+
+
+def test_a_tensor_without_dimensions_goes_whole_to_every_replica(devices):
+    d = devices(2)
+    scale = torch.tensor(2.0, requires_grad=True)
+    shares = scatter((torch.arange(4.0), scale), d)
+    assert [(share[1].device, share[1].item()) for share in shares] == [(d[0], 2.0), (d[1], 2.0)]
+    sum((x.sum() * s).to(CPU) for x, s in shares).backward()
+    assert scale.grad.item() == 6.0
+    assert len(scatter([scale], d)) == 2
+
+
+def test_everything_else_is_given_by_reference(devices):
+    things = [object(), np.ones(3), {1, 2}, torch.nn.Linear(1, 1), "text", 3.5, None, print, torch.Size([2, 9])]
+    for share in scatter([torch.ones(2), *things], devices(2)):
+        assert all(a is b for a, b in zip(share[1:], things, strict=True))
+
+
+@pytest.mark.parametrize("value", [None, (), [], {}, "text", [(), {}], {"unused": []}])
+def test_none_empty_containers_and_values_without_tensors_go_to_every_replica(devices, value):
+    shares = scatter(value, devices(3))
+    assert shares == [value] * 3
+    assert [type(share) for share in shares] == [type(value)] * 3
+
+
+def test_counts_are_not_counted_again():
+    assert scatter(Counter("aab"), ["cpu", "cpu"]) == [Counter(a=2, b=1)] * 2
+
+
+def test_replicas_do_not_share_their_lists():
+    first, second = scatter({"tags": ["a"], "x": torch.ones(2)}, ["cpu", "cpu"])
+    first["tags"].append("b")
+    assert second["tags"] == ["a"]
+
+
+def test_a_packed_sequence_is_refused_with_its_place():
+    packed = pack_sequence([torch.ones(2), torch.ones(1)])
+    with pytest.raises(StructureError, match=r"inputs\['words'\] is a PackedSequence"):
+        scatter({"words": packed}, ["cpu", "cpu"])
+
+
+def test_arguments_come_as_tuples_and_dicts_for_each_replica(devices):
+    d = devices(2)
+    inputs, kwargs = scatter_kwargs((torch.arange(3), None), {"y": torch.arange(3), "flag": []}, d)
+    assert [[a[0].tolist(), a[1]] for a in inputs] == [[[0, 1], None], [[2], None]]
+    assert [[k["y"].tolist(), k["flag"]] for k in kwargs] == [[[0, 1], []], [[2], []]]
+    assert (type(inputs), type(kwargs)) == (tuple, tuple)
+    assert [type(a) for a in inputs] == [tuple] * 2
+
+
+@pytest.mark.parametrize("kwargs", [None, {}])
+def test_there_may_be_no_input_at_all(devices, kwargs):
+    assert scatter_kwargs((), kwargs, devices(2)) == (((), ()), ({}, {}))
+
+
+def test_keyword_arguments_alone_are_split_too(devices):
+    inputs, kwargs = scatter_kwargs((), {"x": torch.arange(2)}, devices(3))
+    assert inputs == ((), ())
+    assert [k["x"].tolist() for k in kwargs] == [[0], [1]]
+
+
+@pytest.mark.parametrize("on_host", [True, False])
+def test_scatter_is_twice_differentiable(devices, on_host):
+    d = devices(2)
+    x = torch.randn(4, 4, dtype=torch.float64).to(CPU if on_host else d[0]).requires_grad_()
+    shares = scatter(x, d)
+    assert [share.device for share in shares] == d
+    shares[0].backward(torch.full((2, 4), 2.0, dtype=torch.float64, device=d[0]))
+    assert x.grad[:2].eq(2).all()
+    assert x.grad[2:].eq(0).all()
+    assert gradcheck(lambda t: tuple(scatter(t, d)), (x,))
+    assert gradgradcheck(lambda t: tuple(scatter(t, d)), (x,))
+
+
+# ------------------------------------------------------------------------------------------ split
+
+
+@pytest.mark.parametrize(
+    ("rows", "parts", "weights", "sizes"),
+    [
+        (9, 2, [2, 1], [6, 3]),
+        (10, 2, [3, 1], [8, 2]),
+        (10, 3, [1, 1, 1], [4, 3, 3]),
+        (4, 2, [0.5, 1.5], [1, 3]),
+        (100, 8, [63, 1, 1, 1, 1, 1, 1, 1], [90, 2, 2, 2, 1, 1, 1, 1]),
+        (9, 8, [100, 1, 1, 1, 1, 1, 1, 1], [2, 1, 1, 1, 1, 1, 1, 1]),
+        (12, 3, [1000, 1, 1], [10, 1, 1]),
+        (2, 3, [5, 1, 1], [1, 1]),
+        (3, 3, [5, 1, 1], [1, 1, 1]),
+        (0, 2, [2, 1], [0]),
+    ],
+)
+def test_weights_share_the_rows_out_and_leave_no_device_without_one(rows, parts, weights, sizes):
+    assert split_sizes(rows, parts, weights) == sizes
+
+
+def test_weights_apply_to_every_leaf(devices):
+    shares = scatter([torch.arange(6), torch.arange(6)], devices(2), split=[2, 1])
+    assert [[t.tolist() for t in share] for share in shares] == [[[0, 1, 2, 3]] * 2, [[4, 5]] * 2]
+    inputs, kwargs = scatter_kwargs((torch.arange(6),), {"y": torch.arange(6)}, devices(2), split=[1, 2])
+    assert [rows_of(a) for a in inputs] == [[2], [4]]
+    assert [len(k["y"]) for k in kwargs] == [2, 4]
+
+
+def test_weights_that_make_no_sense_are_refused():
+    with pytest.raises(LengthError, match=r"one weight in split for each of 2 devices, got \[1\]"):
+        scatter(torch.ones(4), ["cpu", "cpu"], split=[1])
+    for weights in ([1, 0], [1, -1], [1, float("nan")]):
+        with pytest.raises(LayoutError, match="weights above 0 in split, got " + re.escape(str(weights))):
+            scatter(torch.ones(4), ["cpu", "cpu"], split=weights)
+
+
+# ----------------------------------------------------------------------------------------- gather
+
+
+@pytest.mark.parametrize("target", [-1, "cpu", "first"])
+def test_gather_is_twice_differentiable_and_gives_the_gradients_back(devices, target):
+    d = devices(2)
+    inputs = tuple(torch.randn(2, 4, dtype=torch.float64).to(x).requires_grad_() for x in d)
+    place = d[0] if target == "first" else CPU
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        result = gather(inputs, d[0] if target == "first" else target)
+    assert ["Using -1 to represent CPU tensor is deprecated" in str(w.message) for w in caught] == [True] * (
+        target == -1
+    )
+    assert result.device == place
+    assert torch.equal(result.detach().cpu(), torch.cat([t.detach().cpu() for t in inputs]))
+    result.backward(torch.arange(16.0, dtype=torch.float64).view(4, 4).to(place))
+    assert [t.grad.device for t in inputs] == d
+    assert [t.grad[0, 0].item() for t in inputs] == [0, 8]
+    assert gradcheck(lambda *t: gather(t, place), inputs)
+    assert gradgradcheck(lambda *t: gather(t, place), inputs)
+
+
+def test_tensors_without_dimensions_become_a_vector_without_a_warning(devices):
+    d = devices(3)
+    losses = [torch.tensor(float(i), device=x, requires_grad=True) for i, x in enumerate(d)]
+    result = gather([{"loss": loss} for loss in losses], d[0])["loss"]
+    assert result.detach().cpu().tolist() == [0, 1, 2]
+    result.sum().backward()
+    assert [loss.grad.shape for loss in losses] == [()] * 3
+
+
+def test_none_stays_none(devices):
+    d = devices(2)
+    assert gather([None, None], d[0]) is None
+    x, none = gather([(torch.ones(1, device=x), None) for x in d], d[0])
+    assert x.tolist() == [1, 1]
+    assert none is None
+
+
+array = np.arange(3)
+EQUAL = {
+    "int": (1, 1, 1),
+    "str": ("a", "a", "a"),
+    "bool": (True, True, True),
+    "array": (array, array.copy(), array.copy()),
+    "size": (torch.Size([2, 3]), torch.Size([2, 3]), torch.Size([2, 3])),
+    "dtype": (torch.float32,) * 3,
+    "set": ({1, 2}, {2, 1}, {1, 2}),
+}
+DIFFERENT = {
+    "int": (1, 2, 1),
+    "last": (1, 1, 2),
+    "str": ("a", "b", "a"),
+    "bool and int": (True, 1, True),
+    "int and float": (1, 1.0, 1),
+    "None and int": (None, 1, 1),
+    "size": (torch.Size([2, 3]), torch.Size([1, 3]), torch.Size([1, 3])),
+}
+
+
+@pytest.mark.parametrize("leaves", EQUAL.values(), ids=EQUAL)
+def test_equal_leaves_come_back_once(leaves):
+    assert gather(leaves, "cpu") is leaves[0]
+    back = gather([{"x": torch.ones(1), "leaf": leaf} for leaf in leaves], "cpu")
+    assert back["leaf"] is leaves[0]
+
+
+@pytest.mark.parametrize("leaves", DIFFERENT.values(), ids=DIFFERENT)
+def test_differing_leaves_come_back_as_a_list_in_replica_order(leaves):
+    back = gather([[torch.ones(1), leaf] for leaf in leaves], "cpu")[1]
+    assert type(back) is list
+    assert [(type(b), b) for b in back] == [(type(leaf), leaf) for leaf in leaves]
+
+
+@pytest.mark.parametrize(
+    "arrays",
+    [
+        (np.ones(3), np.zeros(3)),
+        (np.ones(1), np.ones(3)),
+        (np.ones(3), np.ones(1)),
+        (np.ones((0,)), np.ones((0, 2))),
+        (np.ones((2, 1)), np.ones((1, 2))),
+    ],
+)
+def test_arrays_that_differ_in_a_value_or_in_shape_come_back_as_a_list(arrays):
+    back = gather(arrays, "cpu")
+    assert type(back) is list
+    assert all(a is b for a, b in zip(back, arrays, strict=True))
+
+
+def test_what_cannot_be_compared_comes_back_as_a_list():
+    class Stubborn:
+        __hash__ = None
+
+        def __eq__(self, other):
+            raise RuntimeError("do not compare me")
+
+    things = [Stubborn(), Stubborn()]
+    back = gather(things, "cpu")
+    assert back[0] is things[0]
+    assert back[1] is things[1]
+    assert gather([things[0], things[0]], "cpu") is things[0]
+
+
+def test_dicts_in_another_order_are_matched_by_key():
+    back = gather([{"a": torch.zeros(1), "b": torch.ones(1)}, {"b": torch.ones(1), "a": torch.zeros(1)}], "cpu")
+    assert {key: value.tolist() for key, value in back.items()} == {"a": [0, 0], "b": [1, 1]}
+
+
+class Twin:
+    """Keys that look the same and are not."""
+
+    def __repr__(self):
+        return "twin"
+
+
+def test_keys_that_look_the_same_keep_their_own_values():
+    one, other = Twin(), Twin()
+    back = gather([{one: torch.tensor([1]), other: torch.tensor([2])}] * 2, "cpu")
+    assert (back[one].tolist(), back[other].tolist()) == ([1, 1], [2, 2])
+
+
+T = torch.ones(1)
+MISMATCHED = {
+    "numbers of keys": ([{"a": T}, {"a": T, "b": T}], "All dicts must have the same number of keys", "['a'], ['b']"),
+    "keys": ([{"a": T}, {"b": T}], "All dicts must have the same number of keys", "replica 1: dict with ['b']"),
+    "lengths": ([[T, T], [T]], "the structures differ", "replica 1: list with [0]"),
+    "types": ([(T,), [T]], "the structures differ", "replica 0: tuple with [0]; replica 1: list with [0]"),
+    "tensor and None": ([T, None], "the structures differ", "replica 0: Tensor; replica 1: NoneType"),
+    "tensor and number": ([[T], [1.0]], "cannot gather outputs[0]", "replica 1: float"),
+    "deep": ([{"x": Point(T, [T])}, {"x": Point(T, T)}], "cannot gather outputs['x'].y", "replica 1: Tensor"),
+    "empty": ([[T], []], "the structures differ", "replica 1: list with nothing"),
+}
+
+
+@pytest.mark.parametrize(("outputs", "reason", "detail"), MISMATCHED.values(), ids=MISMATCHED)
+def test_outputs_of_different_structure_are_refused_with_their_place(outputs, reason, detail):
+    with pytest.raises(StructureError, match="(?s)" + re.escape(reason) + "|" + re.escape(detail)) as info:
+        gather(outputs, "cpu")
+    assert reason in str(info.value)
+    assert detail in str(info.value)
+    assert isinstance(info.value, ValueError)
+
+
+def test_registered_types_that_differ_in_what_they_keep_beside_are_refused():
+    with pytest.raises(StructureError, match="cannot gather outputs: the structures differ"):
+        gather([Graph(T, T, "one"), Graph(T, T, "other")], "cpu")
+
+
+def test_tensors_that_do_not_fit_are_named():
+    outputs = [{"y": torch.ones(2, 3)}, {"y": torch.ones(2, 4)}]
+    with pytest.raises(
+        RuntimeError, match=r"cannot gather outputs\['y'\] along dim 0: Input tensor at index 1 has invalid shape"
+    ):
+        gather(outputs, "cpu")
+    with pytest.raises(LayoutError, match=r"cannot gather outputs along dim 0.*same number of dimensions"):
+        gather([torch.tensor(1.0), torch.ones(2)], "cpu")
+    with pytest.raises(LayoutError, match="cannot gather outputs along dim 2"):
+        gather([torch.ones(2), torch.ones(2)], "cpu", 2)
+
+
+def test_gather_of_no_outputs_is_an_error():
+    with pytest.raises(LengthError, match="at least one replica, got none"):
+        gather([], "cpu")
+
+
+def test_empty_containers_are_gathered():
+    assert gather([(), ()], "cpu") == ()
+    assert gather([{"a": []}, {"a": []}], "cpu") == {"a": []}
+
+
+def test_the_outputs_of_one_replica_come_back_as_they_are(devices):
+    (d,) = devices(1)
+    back = gather([{"y": torch.ones(2, device=d), "n": 3, "s": None}], d)
+    assert (back["y"].tolist(), back["n"], back["s"]) == ([1, 1], 3, None)
+
+
+# ------------------------------------------------------------------------------------------- move
+
+
+def test_move_takes_every_tensor_to_a_device_differentiably(sim):
+    x = torch.ones(2, device="sim:0", requires_grad=True)
+    value = {"x": x, "y": [torch.ones(1), "text"]}
+    moved = move(value, 1)
+    assert [moved["x"].device.index, moved["y"][0].device.index, moved["y"][1]] == [1, 1, "text"]
+    (moved["x"] * 3).sum().backward()
+    assert x.grad.device == torch.device("sim:0")
+    assert x.grad.tolist() == [3, 3]
+
+
+def test_move_gives_back_what_is_there_already(devices):
+    (d,) = devices(1)
+    value = {"x": torch.ones(1, device=d), "y": 1}
+    assert move(value, d) is value

@@ -1,0 +1,300 @@
+"""Nested values: what is a container, how one is opened, and what comes back when it is built again."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import typing
+from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.utils.rnn import pack_sequence
+from torch.utils import _pytree as pytree
+
+from lockstep.errors import StructureError
+from lockstep.tree import Tree, open_node, tensors_in, tree_map
+
+Point = namedtuple("Point", "x y")
+
+
+class Pair(typing.NamedTuple):
+    """A named tuple of the other sort, with a default."""
+
+    first: typing.Any
+    second: typing.Any = 7
+
+
+@dataclasses.dataclass
+class Batch:
+    """A dataclass whose parts must have at least four rows: a chunk of it could not be made by its constructor."""
+
+    rows: typing.Any
+    label: typing.Any = None
+    cached: typing.Any = dataclasses.field(init=False, default="unset")
+
+    def __post_init__(self):
+        if len(self.rows) < 4:
+            raise ValueError("a batch has at least four rows")
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    """A dataclass that cannot be changed."""
+
+    rows: typing.Any
+    name: str = "frozen"
+
+
+@dataclasses.dataclass(slots=True)
+class Slotted:
+    """A dataclass without a `__dict__`."""
+
+    rows: typing.Any
+    name: str = "slotted"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FrozenSlotted:
+    """Both."""
+
+    rows: typing.Any
+    name: str = "both"
+
+
+class Output(OrderedDict):
+    """What the outputs of well-known model libraries are: fields that are also items, and no `update`."""
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            if getattr(self, field.name) is not None:
+                super().__setitem__(field.name, getattr(self, field.name))
+
+    def __setitem__(self, key, value):
+        super().__setitem__(key, value)
+        super().__setattr__(key, value)
+
+    def update(self, *args, **kwargs):
+        raise RuntimeError("no update")
+
+
+@dataclasses.dataclass
+class ClassifierOutput(Output):
+    """One of them."""
+
+    logits: typing.Any = None
+    loss: typing.Any = None
+    hidden: typing.Any = None
+
+
+class FromItems(dict):
+    """A dict that builds from items."""
+
+
+class Rows(list):
+    """A list with a note on it."""
+
+    def __init__(self, items, note):
+        super().__init__(items)
+        self.note = note
+
+
+class Triple(tuple):
+    """A tuple with a name of its own."""
+
+    __slots__ = ()
+
+
+class Registered:
+    """A type that PyTorch's pytree registry knows."""
+
+    def __init__(self, rows, note):
+        self.rows = rows
+        self.note = note
+
+    def __eq__(self, other):
+        return type(other) is Registered and (self.rows, self.note) == (other.rows, other.note)
+
+    __hash__ = None
+
+
+@pytest.fixture
+def registered():
+    pytree.register_pytree_node(
+        Registered, lambda r: ([r.rows], r.note), lambda children, note: Registered(children[0], note)
+    )
+    yield
+    pytree._deregister_pytree_node(Registered)
+
+
+CONTAINERS = {
+    "tuple": ((1, 2), ["v[0]", "v[1]"]),
+    "list": ([1, 2], ["v[0]", "v[1]"]),
+    "dict": ({"a": 1, 2: 2}, ["v['a']", "v[2]"]),
+    "namedtuple": (Point(1, 2), ["v.x", "v.y"]),
+    "typing.NamedTuple": (Pair(1), ["v.first", "v.second"]),
+    "OrderedDict": (OrderedDict(b=1, a=2), ["v['b']", "v['a']"]),
+    "defaultdict": (defaultdict(list, a=1), ["v['a']"]),
+    "Counter": (Counter("aab"), ["v['a']", "v['b']"]),
+    "dict subclass": (FromItems(a=1), ["v['a']"]),
+    "deque": (deque([1, 2], maxlen=5), ["v[0]", "v[1]"]),
+    "tuple subclass": (Triple((1, 2, 3)), ["v[0]", "v[1]", "v[2]"]),
+    "list subclass": (Rows([1, 2], "note"), ["v[0]", "v[1]"]),
+    "model output": (ClassifierOutput(logits=1, hidden=(2, 3)), ["v['logits']", "v['hidden'][0]", "v['hidden'][1]"]),
+    "dataclass": (Batch([1, 2, 3, 4], "x"), [*(f"v.rows[{i}]" for i in range(4)), "v.label", "v.cached"]),
+    "frozen dataclass": (Frozen(1), ["v.rows", "v.name"]),
+    "dataclass with slots": (Slotted(1), ["v.rows", "v.name"]),
+    "frozen dataclass with slots": (FrozenSlotted(1), ["v.rows", "v.name"]),
+    "nested": ({"a": [(1, Point(2, [3]))]}, ["v['a'][0][0]", "v['a'][0][1].x", "v['a'][0][1].y[0]"]),
+    "empty tuple": ((), []),
+    "empty list": ([], []),
+    "empty dict": ({}, []),
+    "empty in a list": ([(), {}, 1], ["v[2]"]),
+}
+
+
+@pytest.mark.parametrize(("value", "paths"), CONTAINERS.values(), ids=CONTAINERS)
+def test_a_container_is_taken_apart_and_built_again(value, paths):
+    tree = Tree(value, "v")
+    assert [leaf.path for leaf in tree.leaves] == paths
+    built = tree.build([leaf.value for leaf in tree.leaves])
+    assert type(built) is type(value)
+    assert built == value
+    assert built is not value or not paths
+
+
+@pytest.mark.parametrize(("value", "paths"), CONTAINERS.values(), ids=CONTAINERS)
+def test_a_container_is_built_of_new_leaves_in_their_order(value, paths):
+    tree = Tree(value, "v")
+    marks = [f"new {i}" for i in range(len(paths))]
+    before = repr(value)
+    built = tree.build(marks)
+    assert type(built) is type(value)
+    assert [(leaf.path, leaf.value) for leaf in Tree(built, "v").leaves] == list(zip(paths, marks, strict=True))
+    assert repr(value) == before
+
+
+def test_what_a_container_knows_beside_its_children_is_kept():
+    assert tree_map(str, defaultdict(list, a=1)).default_factory is list
+    assert tree_map(str, deque([1], maxlen=5)).maxlen == 5
+    assert tree_map(str, Rows([1], "note")).note == "note"
+    assert tree_map(str, Point(1, 2))._fields == ("x", "y")
+    assert list(tree_map(str, OrderedDict(b=1, a=2))) == ["b", "a"]
+
+
+class Tagged(defaultdict):
+    """A subclass of defaultdict."""
+
+
+def test_a_subclass_of_defaultdict_stays_one():
+    built = tree_map(str, Tagged(list, a=1))
+    assert (type(built), built, built.default_factory) == (Tagged, {"a": "1"}, list)
+
+
+def test_a_model_output_is_built_with_its_fields():
+    built = tree_map(lambda leaf: leaf + 1, ClassifierOutput(logits=1, hidden=3))
+    assert (built.logits, built.loss, built.hidden) == (2, None, 4)
+    assert built["hidden"] == 4
+    assert "loss" not in built
+
+
+def test_a_dataclass_is_built_without_running_its_checks():
+    built = tree_map(lambda leaf: leaf, Batch([1, 2, 3, 4]))
+    short = Tree(Batch(torch.arange(4)), "v").build([torch.arange(1), "label", "cached"])
+    assert built.rows == [1, 2, 3, 4]
+    assert (len(short.rows), short.label, short.cached) == (1, "label", "cached")
+
+
+def test_a_field_that_is_not_set_yet_stays_so():
+    @dataclasses.dataclass
+    class Lazy:
+        rows: int
+        later: int = dataclasses.field(init=False)
+
+    built = tree_map(lambda leaf: leaf + 1, Lazy(1))
+    assert built.rows == 2
+    assert not hasattr(built, "later")
+
+
+@pytest.mark.usefixtures("registered")
+def test_a_type_of_the_pytree_registry_is_a_container():
+    value = Registered([1, 2], "note")
+    tree = Tree({"r": value}, "v")
+    assert [leaf.path for leaf in tree.leaves] == ["v['r'][0][0]", "v['r'][0][1]"]
+    assert tree.build([3, 4]) == {"r": Registered([3, 4], "note")}
+
+
+def test_a_type_that_nobody_registered_is_a_leaf():
+    value = Registered([1, 2], "note")
+    assert open_node(value) is None
+
+
+def test_the_return_types_of_torch_are_containers():
+    value = torch.ones(2, 3).max(dim=1)
+    built = tree_map(lambda leaf: leaf + 1, value)
+    assert type(built) is torch.return_types.max
+    assert built.values.tolist() == [2.0, 2.0]
+    assert [t.dtype for t in tensors_in(value)] == [torch.float32, torch.int64]
+
+
+@pytest.mark.parametrize(
+    "leaf",
+    [
+        None,
+        True,
+        1,
+        1.5,
+        2j,
+        "text",
+        b"bytes",
+        torch.ones(2),
+        torch.nn.Parameter(torch.ones(2)),
+        torch.Size([2, 3]),
+        torch.float32,
+        torch.device("cpu"),
+        np.ones(3),
+        np.float64(1.5),
+        {1, 2},
+        range(3),
+        torch.nn.ModuleList([torch.nn.Linear(1, 1)]),
+        torch.nn.ParameterDict({"a": torch.nn.Parameter(torch.ones(1))}),
+        Frozen,
+        Point,
+        len,
+        object(),
+    ],
+    ids=lambda leaf: type(leaf).__name__,
+)
+def test_everything_else_is_a_leaf(leaf):
+    assert open_node(leaf) is None
+    tree = Tree(leaf, "v")
+    assert len(tree.leaves) == 1
+    assert tree.leaves[0].path == "v"
+    assert tree.build([leaf]) is leaf
+    assert next(iter(tree_map(lambda value: [value], leaf))) is leaf
+
+
+def test_a_packed_sequence_is_refused_by_its_path():
+    packed = pack_sequence([torch.ones(2), torch.ones(1)])
+    with pytest.raises(StructureError, match=r"inputs\[0\]\['words'\] is a PackedSequence.*pass the padded tensor"):
+        Tree([{"words": packed}], "inputs")
+    with pytest.raises(ValueError, match="the value is a PackedSequence"):
+        open_node(packed)
+
+
+def test_tensors_in_finds_every_tensor_in_order():
+    a, b, c = (torch.tensor(i) for i in range(3))
+    value = {"x": [a, 1, Point(b, "no")], "y": Frozen(c)}
+    assert [id(t) for t in tensors_in(value)] == [id(a), id(b), id(c)]
+    assert list(tensors_in([1, "a", None])) == []
+
+
+def test_building_with_too_few_leaves_is_no_silent_success():
+    with pytest.raises(StopIteration):
+        Tree([1, 2], "v").build([1])
+
+
+def test_the_containers_of_this_file_cover_every_kind_of_dict_in_collections():
+    dicts = [kind for kind in vars(collections).values() if isinstance(kind, type) and issubclass(kind, dict)]
+    assert {type(value) for value, _ in CONTAINERS.values()} >= set(dicts)
