@@ -59,6 +59,8 @@ class CallerContext:
         """
         torch.set_grad_enabled(self.grad)
         torch.set_autocast_cache_enabled(self.autocast_cache)
+        for device_type, dtype, _ in self.autocast:
+            torch.set_autocast_dtype(device_type, dtype)  # also where it is off: a forward may turn it on
         for stream in self.streams:
             torch.accelerator.set_stream(stream)
         if device.index is not None:

@@ -98,6 +98,8 @@ class _Failure:
 
 def run(calls: Sequence[Callable[[], Any]], devices: Sequence[torch.device]) -> list[Any]:
     """Run calls side by side, each on its device, and return their results; failures as in :func:`parallel_apply`."""
+    if not calls:
+        return []
     context = CallerContext.capture(devices)
     alone = len(calls) == 1
     results = [_run_here(calls[0], devices[0])] if alone else _run_on_workers(calls, devices, context)
