@@ -5,7 +5,7 @@ nothing that grows with the number of replicas. It tells apart what is cheap to 
 buffer that was replaced) from what makes replicas stale as a whole (other submodules or parameters, another dtype or
 device).
 
-Not noticed: an attribute that is replaced by an equal number, string or the like, and what happens inside objects that
+Not noticed: an attribute that is replaced by an equal string or the like, and what happens inside objects that
 replicas share with the network by reference anyway.
 """
 
@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Module
+from torch.utils.hooks import RemovableHandle
 
 from lockstep.local.module_copy import CACHE, HOOKS, OWN, SLOTS, attributes, parts_of
 
@@ -28,8 +29,9 @@ _flatten = chain.from_iterable
 _version_of: Callable[[Tensor], int] = Tensor._version.__get__  # type: ignore[attr-defined]
 _requires_grad: Callable[[Tensor], bool] = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 
-# values in which nothing can happen, so that one that equals another does as well
-_PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, torch.device, torch.dtype, torch.Size})
+# values in which nothing can happen, so that one that equals another does as well. (Numbers are not among them:
+# 1 == 1.0 == True, and an int promotes to other dtypes than a float.)
+_PLAIN = frozenset({type(None), bool, str, bytes, torch.device, torch.dtype, torch.Size})
 # containers that are replaced, never changed
 _FIXED = (tuple, frozenset, types.MethodType, functools.partial, weakref.ref)
 
@@ -78,6 +80,7 @@ class Attributes:
         self._then = [dict(d) for d in self._now]
         self.training = any(d.get("training") for d in self._then)
         if hooks:
+            self._registered = RemovableHandle.next_id
             found = [d[name] for d in self._now for name in HOOKS if name in d]
             self._no_hooks = [h for h in found if not h]
             self._hooks = [(h, dict(h)) for h in found if h]
@@ -92,8 +95,11 @@ class Attributes:
         self._values = [value for _, _, value in loose]
         self._contents = [(number, name, c, parts_of(c)) for number, name, v in loose for c in _containers(v)]
 
-    def changed(self) -> bool:
-        """Whether any attribute was set or deleted, any hook added or removed, since the last look."""
+    def changed(self, *, quick: bool = False) -> bool:
+        """Whether any attribute was set or deleted, any hook added or removed, since the last look.
+
+        A quick look takes it that a hook is added by registering it.
+        """
         try:
             if self._now != self._then:
                 return True
@@ -101,15 +107,15 @@ class Attributes:
             return True
         return (
             not all(map(operator.is_, map(dict.__getitem__, self._holders, self._names), self._values))
-            or any(self._no_hooks)
+            or (not (quick and RemovableHandle.next_id == self._registered) and any(self._no_hooks))
             or any(hooks != before for hooks, before in self._hooks)
-            or any(not _identical(parts_of(c) or (), before or ()) for _, _, c, before in self._contents)
+            or any(not identical(parts_of(c) or (), before or ()) for _, _, c, before in self._contents)
         )
 
     def take_changes(self) -> list[tuple[int, list[str]]]:
         """The module numbers and names of what has changed; from now on these count as seen."""
         hooks = {id(h): b for h, b in self._hooks}
-        inside = {(i, n) for i, n, c, before in self._contents if not _identical(parts_of(c) or (), before or ())}
+        inside = {(i, n) for i, n, c, before in self._contents if not identical(parts_of(c) or (), before or ())}
         changes = []
         for number, ((index, module), now, then) in enumerate(zip(self._modules, self._now, self._then, strict=True)):
             names = [n for n in attributes(module) if (number, n) in inside or _differs(n, now, then, hooks)]
@@ -158,20 +164,26 @@ def _versions(tensors: list[Tensor]) -> list[int]:
         return [next(_never) if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
-def _places(tensors: list[Tensor]) -> tuple[list[int], list[int], list[tuple[int, ...]]]:
-    """At which address each tensor's data is, how much of it, and how it lies there."""
+def _addresses(tensors: list[Tensor]) -> list[int]:
     try:
-        return list(map(Tensor.data_ptr, tensors)), list(map(Tensor.numel, tensors)), list(map(Tensor.stride, tensors))
+        return list(map(Tensor.data_ptr, tensors))
     except RuntimeError:  # a sparse tensor has no one address: only its identity and its version tell
-        dense = [t for t in tensors if t.layout == torch.strided]
-        return [t.data_ptr() for t in dense], [t.numel() for t in tensors], [t.stride() for t in dense]
+        return [t.data_ptr() if t.layout == torch.strided else -1 for t in tensors]
+
+
+def _layouts(tensors: list[Tensor]) -> tuple[list[int], list[Any]]:
+    try:
+        return list(map(Tensor.numel, tensors)), list(map(Tensor.stride, tensors))
+    except RuntimeError:
+        return [t.numel() for t in tensors], [t.stride() if t.layout == torch.strided else None for t in tensors]
 
 
 def _kinds(tensors: list[Tensor]) -> list[tuple[torch.dtype, torch.device, torch.Size]]:
     return [(t.dtype, t.device, t.shape) for t in tensors]
 
 
-def _identical(one: Iterable[Any], other: Iterable[Any]) -> bool:
+def identical(one: Iterable[Any], other: Iterable[Any]) -> bool:
+    """Whether both have the same objects, in the same order."""
     one, other = list(one), list(other)
     return len(one) == len(other) and all(map(operator.is_, one, other))
 
@@ -182,20 +194,17 @@ class Tensors:
     def __init__(self, tensors: list[Tensor]) -> None:
         self.tensors = tensors
         self._versions = _versions(tensors)
-        self._places = _places(tensors)
-        self._kinds = _kinds(tensors)
+        self._addresses, self._layouts, self._kinds = _addresses(tensors), _layouts(tensors), _kinds(tensors)
         self._gradients = list(map(_requires_grad, tensors))
 
-    def changed(self, tensors: list[Tensor]) -> bool:
-        """Whether ``tensors`` are others than these, or were moved or written."""
-        return not _identical(tensors, self.tensors) or self.moved() or bool(self.written())
+    def moved(self, *, quick: bool = False) -> bool:
+        """Whether any tensor's data is elsewhere now: moved, retyped, resized, or replaced through ``.data``.
 
-    def moved(self) -> bool:
-        """Whether any tensor's data is elsewhere now: moved, retyped, resized, or replaced through ``.data``."""
-        if _places(self.tensors) != self._places:
+        A quick look takes it that other data is at another address.
+        """
+        if _addresses(self.tensors) != self._addresses or not (quick or _layouts(self.tensors) == self._layouts):
             return True
-        # other data is at another address, unless there is none
-        return not all(self._places[0]) and self.retyped()
+        return not all(self._addresses) and self.retyped()  # no data has no address
 
     def retyped(self) -> bool:
         """Whether any tensor has another dtype, device or shape now."""

@@ -17,7 +17,10 @@ from lockstep.local.comm import fill, pack, unpack
 
 
 class ParameterValues:
-    """Values of ``tensors`` (all on one device) on each of ``devices``: :meth:`on` a device, in the tensors' order."""
+    """Values of ``tensors`` (all on one device) on each of ``devices``: :meth:`on` a device, in the tensors' order.
+
+    :attr:`addresses` has for each device where they are in its memory.
+    """
 
     def __init__(self, tensors: Sequence[torch.Tensor], devices: Iterable[torch.device], cap_bytes: int) -> None:
         self._tensors = tensors
@@ -29,6 +32,7 @@ class ParameterValues:
         self._values = {d: self._views(flats) for d, flats in self._flats.items()}
         if self._source is not None:
             self._values[self._source] = [t.detach() for t in tensors]
+        self.addresses = {d: list(map(torch.Tensor.data_ptr, values)) for d, values in self._values.items()}
         self.transfer(range(len(tensors)), everything=True)
 
     def _views(self, flats: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -32,7 +32,7 @@ from torch.nn import Module, Parameter
 from lockstep.buckets import DEFAULT_CAP_BYTES, TensorSpec, plan_buckets
 from lockstep.devices import DeviceLike, resolve_devices
 from lockstep.errors import DeviceError
-from lockstep.local.changes import Attributes, Structure, Tensors
+from lockstep.local.changes import Attributes, Structure, Tensors, identical
 from lockstep.local.comm import broadcast_coalesced, common_device
 from lockstep.local.functions import Broadcast, link
 from lockstep.local.module_copy import CACHE, ModuleCopy, check_replicable
@@ -128,7 +128,10 @@ class ReplicaSet:
         self._bound: list[list[Tensor]] | None = None
         self._copies: list[ModuleCopy] = []
         self._written: list[int] = []
-        self._hot = True
+        self._found: list[Tensor | None] = []
+        self._sources: list[Tensor] = []
+        self._fresh = Tensors([])
+        self._hot, self._astray = True, False
         self._attributes = Attributes([])
 
     # Use #
@@ -138,16 +141,18 @@ class ReplicaSet:
         enabled = torch.is_grad_enabled()
         grad = enabled and not self._detach
         with self._lock, self._phases.phase("refresh"), torch.inference_mode(False), torch.no_grad():
-            if self._notice():
+            quick = not (enabled or self._hot)  # nothing was trained since the last look, nor will be
+            if self._notice(quick):
                 self._build()
+                quick = False
             else:
-                self._refresh_parameters(everything=enabled or self._hot)
+                self._refresh_parameters(everything=not quick)
             self._bind_parameters(leaves)
             if leaves:  # no other use: a step of another thread may be in its backward
                 for leaf in chain(*self._leaves):
                     leaf.grad = None  # of a step that failed halfway
-            self._refresh_fresh(grad)
             self._hot = enabled or self._attributes.training
+            self._refresh_fresh(grad, quick)
         return ([self.network] if self._network_first else []) + [copy.root for copy in self._copies]
 
     def absorb(self) -> None:
@@ -155,13 +160,12 @@ class ReplicaSet:
 
         Attributes that the network's own forward has set stay its own: the next refresh does not carry them over. It
         does carry over hooks: one that removes itself at its first call must be gone from every replica. A replica
-        whose parameters have strayed gets new ones.
+        whose parameters have strayed gets new ones at the next refresh.
         """
         with self._lock:
             if self._structure is not None and self._attributes.changed():
                 self._attributes.disregard()
-            if self._strayed():
-                self._unbind_parameters()
+            self._astray = self._astray or self._strayed()  # the leaves are still needed, to collect gradients
 
     def collect_gradients(self) -> None:
         """Add the gradients on the replicas' leaves to the network's, in replica order, and take them off the
@@ -186,15 +190,15 @@ class ReplicaSet:
 
     # Notice #
 
-    def _notice(self) -> bool:
+    def _notice(self, quick: bool) -> bool:
         """Carry over changed attributes; or tell that the replicas are stale as a whole."""
         if self._structure is None or self._structure.changed():
             return True
-        if self._parameters.moved():
+        if self._parameters.moved(quick=quick):
             if self._parameters.retyped():
                 return True
             self._place_values()  # the same parameters, elsewhere: RNN.flatten_parameters, p.data = ...
-        if self._attributes.changed():
+        if self._attributes.changed(quick=quick):
             if self._structure.replaced():
                 return True
             changes = self._attributes.take_changes()
@@ -214,9 +218,10 @@ class ReplicaSet:
             self._sort_slots()
             self._place_values()
             self._copies = [ModuleCopy(self.network) for _ in self._copy_devices]
-            self._fresh, self._written, self._hot = Tensors([]), [], True
+            self._sort_fresh([holder[name] for holder, name in self._fresh_places])
+            self._written = []
             self._bind_parameters(leaves=False)
-            self._refresh_fresh(grad=False)
+            self._refresh_fresh(grad=False, quick=False)
             for copy in self._copies:
                 copy.set_all_attributes()
             self._attributes, self._structure = Attributes(self._modules), Structure(self._modules)
@@ -254,17 +259,19 @@ class ReplicaSet:
         self._unbind_parameters()
 
     def _unbind_parameters(self) -> None:
-        self._leaves, self._linked, self._bound = [], [], None
+        self._leaves, self._linked, self._bound, self._astray = [], [], None, False
 
     def _strayed(self) -> bool:
         """Whether a forward gave a replica's parameter other data (``p.data = ...``), which no transfer would reach."""
+        expected = self._values.addresses
         return any(
-            list(map(Tensor.data_ptr, bound)) != list(map(Tensor.data_ptr, self._values.on(device)))
+            list(map(Tensor.data_ptr, bound)) != expected[device]
             for device, bound in zip(self._copy_devices, self._bound or (), strict=False)
         )
 
     def _refresh_parameters(self, *, everything: bool) -> None:
-        if self._parameters.requirements_changed() or (everything and not self._network_first and self._strayed()):
+        self._astray = self._astray or (everything and not self._network_first and self._strayed())
+        if self._parameters.requirements_changed() or self._astray:
             self._unbind_parameters()
         self._written = self._parameters.written()
         if self._written or everything:
@@ -306,32 +313,44 @@ class ReplicaSet:
 
     # Buffers, and parameters that cannot persist #
 
-    def _refresh_fresh(self, grad: bool) -> None:
+    def _refresh_fresh(self, grad: bool, quick: bool) -> None:
         """Bind new tensors to the slots whose tensors are not persistent, unless nothing can have changed."""
         found = [holder[name] for holder, name in self._fresh_places]
-        sources = list({id(t): t for t in found if t is not None}.values())
-        if not (grad or self._hot or self._written or self._fresh.changed(sources)):
+        same = identical(found, self._found)
+        if same and quick and not (self._written or self._fresh.moved(quick=True) or self._fresh.written()):
             return
-        self._fresh = Tensors(sources)
-        if any(t.device != self._source for t in sources):
-            require_on(self.network, self._source)
-        if not sources or not self._copies:
+        if not same:
+            self._sort_fresh(found)
+        if not self._hot:  # else the next look is not a quick one
+            self._fresh = Tensors(self._sources)
+        if not self._sources or not self._copies:
             return
-        plain = [t for t in sources if not (t.requires_grad and grad)]
-        differentiable = [t for t in sources if t.requires_grad and grad]
-        rows = self._plain_copies(plain)
-        if differentiable:
-            with torch.enable_grad():
-                linked = Broadcast.apply(self._copy_devices, *differentiable)
-            for number, row in enumerate(rows):
-                row += linked[number * len(differentiable) : (number + 1) * len(differentiable)]
-        numbers = {id(t): i for i, t in enumerate(plain + differentiable)}
-        order = [None if t is None else numbers[id(t)] for t in found]
+        linking = [grad and t.requires_grad for t in self._sources]
+        rows = self._plain_copies([t for t, link in zip(self._sources, linking, strict=True) if not link])
+        if any(linking):
+            self._link_fresh(rows, linking)
         for copy, row in zip(self._copies, rows, strict=True):
-            tensors = [None if i is None else row[i] for i in order]
+            tensors = [None if i is None else row[i] for i in self._fresh_order]
             for kind, (start, slots) in self._fresh_slots.items():
                 copy.bind(kind, slots, tensors[start : start + len(slots)])
             copy.rebind_attributes()
+
+    def _sort_fresh(self, found: list[Tensor | None]) -> None:
+        """Which tensors are in the slots, each once, and which of them is in which."""
+        self._found, self._sources = found, list({id(t): t for t in found if t is not None}.values())
+        numbers = {id(t): i for i, t in enumerate(self._sources)}
+        self._fresh_order = [None if t is None else numbers[id(t)] for t in found]
+        if any(t.device != self._source for t in self._sources):
+            require_on(self.network, self._source)
+
+    def _link_fresh(self, rows: list[list[Tensor]], linking: list[bool]) -> None:
+        """Put differentiable copies of the tensors that need a gradient between the plain copies of the others."""
+        indices = [i for i, link in enumerate(linking) if link]
+        with torch.enable_grad():
+            linked = Broadcast.apply(self._copy_devices, *(self._sources[i] for i in indices))
+        for number, row in enumerate(rows):
+            for place, index in enumerate(indices):
+                row.insert(index, linked[number * len(indices) + place])
 
     def _plain_copies(self, tensors: list[Tensor]) -> list[list[Tensor]]:
         """New tensors for every copy; only a first replica on the network's device has the network's own, as in

@@ -1,0 +1,793 @@
+"""What people report about torch.nn.DataParallel, a test or a few for each complaint: PyTorch's own answer, then ours.
+
+PyTorch's Python code runs here on simulated accelerators, over stand-ins for the three compiled functions that a build
+without CUDA lacks (`reference`). The numbers are those of threads at pytorch/pytorch, unless they name a repository.
+
+Not here: SyncBatchNorm (#38940), in test_sync_batch_norm.py.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import copy
+import threading
+import warnings
+from collections import OrderedDict
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.utils import parametrizations
+
+import lockstep
+from lockstep import devices as lockstep_devices
+from lockstep.errors import LayoutError
+from lockstep.local import parallel_apply, replicate, scatter, scatter_kwargs
+
+CPU = ["cpu", "cpu"]
+
+
+def _scatter(tensor, devices, chunk_sizes, dim, streams):
+    chunks = tensor.chunk(len(devices), dim) if chunk_sizes is None else tensor.split(list(chunk_sizes), dim)
+    return [chunk.to(f"sim:{index}") for chunk, index in zip(chunks, devices, strict=False)]
+
+
+def _gather(tensors, dim, destination):
+    target = "cpu" if destination == -1 else f"sim:{destination or 0}"
+    return torch.cat([t.to(target) for t in tensors], dim)
+
+
+def _broadcast_coalesced(tensors, devices, buffer_size):
+    return [[t.to(f"sim:{index}") for t in tensors] for index in devices]
+
+
+@pytest.fixture
+def reference(sim, monkeypatch):
+    """torch.nn.parallel, running on simulated accelerators."""
+    for name, function in (
+        ("_scatter", _scatter),
+        ("_gather", _gather),
+        ("_broadcast_coalesced", _broadcast_coalesced),
+    ):
+        monkeypatch.setattr(torch._C, name, function, raising=False)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="PyTorch is not compiled with NCCL support")
+        yield torch.nn.parallel
+
+
+def mlp():
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+
+
+def on(device, make, *args):
+    with torch.device(device):
+        return make(*args)
+
+
+def grads(module):
+    return [p.grad.cpu().clone() for p in module.parameters()]
+
+
+def assert_trains_as_on_one_device(network, parallel, x):
+    """The gradients of a batch through `parallel`, which wraps `network`, are those of `network` alone."""
+    network.zero_grad()
+    network(x).square().sum().backward()
+    expected = grads(network)
+    network.zero_grad()
+    parallel(x).square().sum().backward()
+    for got, want in zip(grads(network), expected, strict=True):
+        torch.testing.assert_close(got, want)
+
+
+def test_the_reference_is_the_reference(reference):
+    """The stand-ins are good enough for PyTorch's own code to train as on one device."""
+    network = on("sim:0", mlp)
+    assert_trains_as_on_one_device(network, reference.DataParallel(network, [0, 1]), torch.randn(5, 3, device="sim:0"))
+
+
+# ----------------------------------------------------- slow: threads and replicas made at every forward
+
+
+class Started:
+    """Counts the threads that are started, and the modules that are made into replicas."""
+
+    def __init__(self, monkeypatch):
+        self.threads = self.replicas = 0
+        start, copy_of = threading.Thread.start, nn.Module._replicate_for_data_parallel
+
+        def counted_start(thread):
+            self.threads += 1
+            start(thread)
+
+        def counted_copy(module):
+            self.replicas += 1
+            return copy_of(module)
+
+        monkeypatch.setattr(threading.Thread, "start", counted_start)
+        monkeypatch.setattr(nn.Module, "_replicate_for_data_parallel", counted_copy)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_slower_than_one_device(reference, monkeypatch, training):
+    """facebookresearch/fairseq#34, #5421, #3917, #28212, #28275, dmlc/dgl#838, Lyken17/Efficient-PyTorch#19."""
+    network = on("sim:0", mlp)
+    x = torch.randn(4, 3, device="sim:0")
+    started = Started(monkeypatch)
+    theirs, ours = reference.DataParallel(network, [0, 1]), lockstep.DataParallel(network, [0, 1])
+    with torch.set_grad_enabled(training):
+        for _ in range(3):
+            theirs(x)
+        assert started.threads == 3 * 2
+        assert started.replicas == 3 * 2 * len(list(network.modules()))
+        ours(x)
+        started.threads = started.replicas = 0
+        for _ in range(3):
+            ours(x)
+    assert (started.threads, started.replicas) == (0, 0)
+    assert ours.statistics().calls["build"] == 1
+
+
+def test_replicate_costs_as_much_every_time(reference, sim):
+    """#3930, #4216, #17540, #13824: and where nothing has changed, nothing is even copied."""
+    network = on("sim:0", mlp).eval()
+    with torch.no_grad():
+        first, again = (reference.replicate(network, [0, 1], detach=True) for _ in range(2))
+        assert first[1] is not again[1]
+        first, again = (replicate(network, [0, 1], detach=True) for _ in range(2))
+        sim.reset_copies()
+        reference.replicate(network, [0, 1], detach=True)
+        assert sim.copies()["sim:0", "sim:1"].calls > 0
+        sim.reset_copies()
+        third = replicate(network, [0, 1], detach=True)
+        assert sim.copies() == {}
+    assert all(a is b is c for a, b, c in zip(first, again, third, strict=True))
+
+
+def test_what_users_change_between_forwards_is_noticed():
+    """#17540 names this as the obstacle to keeping replicas: `dp.module.attr = ...`, layers that are swapped."""
+    parallel = lockstep.DataParallel(mlp(), CPU)
+    x = torch.randn(4, 3)
+    parallel(x)
+    parallel.module[1] = nn.ReLU()
+    parallel.module[2].bias.data.add_(1)
+    parallel.module[0].register_forward_hook(lambda m, a, y: y * 2)
+    parallel.module[0].forward = lambda y: F.linear(y, parallel.module[0].weight)
+    torch.testing.assert_close(parallel(x), parallel.module(x))
+
+
+# ---------------------------------------------------------------------- the first device runs full
+
+
+def test_the_first_device_holds_all_outputs(reference, sim):
+    """huggingface/transformers#279, facebookresearch/mmf#190, princeton-vl/RAFT#33, facebookresearch/DPR#104."""
+    network = on("sim:0", nn.Linear, 1, 1000)
+    x, target = torch.randn(64, 1), torch.randn(64, 1000)
+    outputs, parameters = 32 * 1000 * 4, 2 * 1000 * 4
+
+    def arriving(step):
+        for p in network.parameters():
+            p.grad = None
+        step()
+        sim.reset_copies()
+        step()
+        return sim.copies()["sim:1", "sim:0"].bytes
+
+    theirs, ours = reference.DataParallel(network, [0, 1]), lockstep.DataParallel(network, [0, 1])
+    on_first = target.to("sim:0")
+    assert arriving(lambda: F.mse_loss(theirs(x), on_first).backward()) >= outputs
+    expected = [g / 2 for g in grads(network)]
+    assert arriving(lambda: ours.step(F.mse_loss, x, target)) < 2 * parameters
+    for got, want in zip(grads(network), expected, strict=True):
+        torch.testing.assert_close(got / 2, want)
+
+
+def test_outputs_may_stay_where_they_are(sim):
+    """And the loss may be taken there: the same threads."""
+    parallel = lockstep.DataParallel(on("sim:0", mlp), [0, 1], gather_outputs=False)
+    outputs = parallel(torch.randn(5, 3))
+    assert [(str(o.device), len(o)) for o in outputs] == [("sim:0", 3), ("sim:1", 2)]
+
+
+def test_the_first_device_may_take_fewer_rows(sim):
+    """Link-Li/Balanced-DataParallel is a fork of DataParallel for this alone."""
+    parallel = lockstep.DataParallel(on("sim:0", mlp), [0, 1, 2], split=[1, 2, 2], gather_outputs=False)
+    assert [len(o) for o in parallel(torch.randn(10, 3))] == [2, 4, 4]
+
+
+# ------------------------------------------------------------------------- what replicas have and are
+
+
+class Asking(nn.Module):
+    """Asks for its own parameters in forward, as many models do for their dtype and device."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 2)
+
+    def forward(self, x):
+        parameter = next(self.parameters())
+        assert len(self.state_dict()) == 2
+        assert parameter.device == x.device
+        return self.linear(x.to(parameter.dtype))
+
+
+def test_parameters_of_a_replica(reference):
+    """#38493, #40457, #49828, #74426, huggingface/transformers#10215, espnet/espnet#2169, lucidrains/BS-RoFormer#25."""
+    network = on("sim:0", Asking)
+    x = torch.randn(4, 3, device="sim:0")
+    with pytest.raises(StopIteration):
+        reference.DataParallel(network, [0, 1])(x)
+    assert not list(reference.replicate(network, [0, 1])[1].parameters())
+    assert_trains_as_on_one_device(network, lockstep.DataParallel(network, [0, 1]), x)
+
+
+class Lists(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weights = nn.ParameterList([torch.randn(3, 3), torch.randn(3, 3)])
+        self.gains = nn.ParameterDict({"a": torch.ones(3), "b": torch.full((3,), 2.0)})
+
+    def forward(self, x):
+        assert (len(self.weights), list(self.gains)) == (2, ["a", "b"])
+        for weight in self.weights:
+            x = x @ weight
+        return x * self.gains["a"] + x * self.gains["b"]
+
+
+def normalised():
+    return nn.Sequential(parametrizations.weight_norm(nn.Linear(3, 4)), parametrizations.weight_norm(nn.Linear(4, 2)))
+
+
+def legacy_weight_norm():
+    with pytest.warns(FutureWarning, match="deprecated"):
+        return nn.Sequential(nn.utils.weight_norm(nn.Linear(3, 2)))
+
+
+def spectral():
+    return nn.Sequential(parametrizations.spectral_norm(nn.Linear(3, 2))).eval()
+
+
+def legacy_spectral_norm():
+    return nn.Sequential(nn.utils.spectral_norm(nn.Linear(3, 2))).eval()
+
+
+@pytest.mark.parametrize("make", [Lists, normalised, legacy_weight_norm, spectral, legacy_spectral_norm])
+@pytest.mark.parametrize("which", ["theirs", "ours"])
+def test_parameter_lists_and_norms(reference, which, make):
+    """#36035, #42327, #40589 (fixed there), #2720, #7568, #11476 (works there): regressions would show here."""
+    network = make().to("sim:0")
+    parallel = (reference if which == "theirs" else lockstep).DataParallel(network, [0, 1])
+    assert_trains_as_on_one_device(network, parallel, torch.randn(4, 3, device="sim:0"))
+
+
+def test_rnn_weights_of_a_replica_are_others_at_every_step(reference):
+    """#24155, #32860, allenai/allennlp#2793: what cuDNN wants in one chunk must stay where it was put.
+
+    (The warning itself needs CUDA. Its cause shows here: PyTorch's replica has other weights in every forward.)
+    """
+    network = on("sim:0", nn.LSTM, 3, 4)
+    theirs = [reference.replicate(network, [0, 1])[1] for _ in range(2)]
+    assert theirs[0]._flat_weights[0].data_ptr() != theirs[1]._flat_weights[0].data_ptr()
+    ours, weights = [], []
+    for _ in range(2):
+        replica = replicate(network, [0, 1])[1]
+        replica.flatten_parameters()
+        ours.append(replica)
+        weights.append([w.data_ptr() for w in replica._flat_weights])
+    assert ours[0] is ours[1]
+    assert weights[0] == weights[1]
+    assert all(w is p for w, p in zip(ours[0]._flat_weights, ours[0].parameters(), strict=True))
+
+
+class Counter(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 2)
+        self.forwards, self.cache = 0, None
+
+    def forward(self, x):
+        self.forwards += 1
+        self.cache = x.detach()
+        return self.linear(x)
+
+
+def test_state_that_forward_sets_is_lost(reference):
+    """#11476, #42478, and a warning in the docstring of torch.nn.DataParallel."""
+    network = on("sim:0", Counter)
+    x = torch.randn(4, 3, device="sim:0")
+    theirs, ours = reference.DataParallel(network, [0, 1]), lockstep.DataParallel(network, [0, 1])
+    for _ in range(3):
+        theirs(x)
+    assert (network.forwards, network.cache) == (0, None)
+    for _ in range(3):
+        ours(x)
+    assert network.forwards == 3
+    assert torch.equal(network.cache, x[:2])
+    other = ours.replicate(network, [0, 1])[1]
+    assert other.forwards == 3
+    assert torch.equal(other.cache.cpu(), x[2:].cpu())
+
+
+def test_hooks_are_shared_among_replicas(reference):
+    """#128272, #42478: a hook that a replica registers in its forward."""
+
+    class Hooking(nn.Linear):
+        def forward(self, x):
+            self.register_forward_hook(lambda m, a, y: y * 2)
+            return super().forward(x)
+
+    def hooks(replicas):
+        for replica in replicas:
+            replica(torch.ones(1, 3, device=replica.weight.device))
+        return [len(replica._forward_hooks) for replica in replicas]
+
+    network = on("sim:0", Hooking, 3, 2)
+    assert hooks(reference.replicate(network, [0, 1])) == [2, 2]
+    assert len(network._forward_hooks) == 2
+    network = on("sim:0", Hooking, 3, 2)
+    replicas = replicate(network, [0, 1])
+    assert hooks(replicas) == [1, 1]
+    assert len(network._forward_hooks) == 0
+
+
+class Listing(nn.Module):
+    """Keeps its layers in a plain list, too, and a method of one."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(3, 3), nn.Linear(3, 2)
+        self.layers, self.last = [self.one], self.two.forward
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return self.last(x)
+
+
+def test_lists_of_layers_and_bound_methods_use_the_weights_of_the_network(reference):
+    """Kin of #74426."""
+    network = on("sim:0", Listing)
+    x = torch.randn(4, 3, device="sim:0")
+    with pytest.raises(RuntimeError, match="same device"):
+        reference.DataParallel(network, [0, 1])(x)
+    assert_trains_as_on_one_device(network, lockstep.DataParallel(network, [0, 1]), x)
+
+
+def test_deepcopy_in_forward(reference):
+    """#33785."""
+
+    class Copying(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(3, 2)
+
+        def forward(self, x):
+            twin = copy.deepcopy(self)
+            assert all(p.is_leaf for p in twin.parameters())
+            with torch.no_grad():
+                return self.linear(x) + 0 * twin.linear(x)
+
+    network = on("sim:0", Copying)
+    x = torch.randn(4, 3, device="sim:0")
+    with pytest.raises(RuntimeError, match="Only Tensors created explicitly by the user"):
+        reference.DataParallel(network, [0, 1])(x)
+    torch.testing.assert_close(lockstep.DataParallel(network, [0, 1])(x), network.linear(x).detach())
+
+
+# --------------------------------------------------------------------------------- inputs and outputs
+
+
+@dataclass
+class Output:
+    logits: torch.Tensor
+    loss: torch.Tensor | None = None
+
+
+@dataclass
+class ModelOutput(OrderedDict):
+    """As huggingface/transformers has them: a dataclass and a dict."""
+
+    logits: torch.Tensor | None = None
+    hidden: torch.Tensor | None = None
+
+    def __post_init__(self):
+        for name in ("logits", "hidden"):
+            if getattr(self, name) is not None:
+                self[name] = getattr(self, name)
+
+
+class Giving(nn.Module):
+    """Returns what a function makes of the linear layer's output."""
+
+    def __init__(self, make):
+        super().__init__()
+        self.linear, self.make = nn.Linear(3, 2), make
+
+    def forward(self, x):
+        return self.make(self.linear(x))
+
+
+def both(reference, make, **options):
+    """The output of PyTorch's DataParallel, or its error; ours; and that of one device."""
+    network = on("sim:0", Giving, make)
+    x = torch.randn(4, 3, device="sim:0")
+    try:
+        theirs = reference.DataParallel(network, [0, 1], **options)(x)
+    except (TypeError, RuntimeError, ValueError, IndexError) as error:
+        theirs = error
+    return theirs, lockstep.DataParallel(network, [0, 1], **options)(x), network(x)
+
+
+def test_dataclasses(reference):
+    """#41327, huggingface/transformers#5941, #5685, Lightning-AI/pytorch-lightning#2507."""
+    theirs, ours, alone = both(reference, lambda y: Output(y))
+    assert isinstance(theirs, TypeError)
+    assert type(ours) is Output
+    assert ours.loss is None
+    torch.testing.assert_close(ours.logits, alone.logits)
+    theirs, ours, alone = both(reference, lambda y: ModelOutput(logits=y, hidden=y * 2))
+    assert isinstance(theirs, Exception) or not torch.is_tensor(theirs.logits)
+    assert type(ours) is ModelOutput
+    torch.testing.assert_close(ours.hidden, alone.hidden)
+    torch.testing.assert_close(ours["logits"], alone.logits)
+
+
+def test_other_outputs_than_tensors(reference):
+    """#62466, #13447, #94699."""
+    theirs, ours, alone = both(reference, lambda y: {"y": y, "name": "text"})
+    assert "map object" in theirs["name"]
+    assert ours["name"] == "text"
+    torch.testing.assert_close(ours["y"], alone["y"])
+    for value in (3, 0.5, True, None):
+        theirs, ours, _ = both(reference, lambda y, value=value: (y, value))
+        assert value is None or isinstance(theirs, TypeError)
+        assert ours[1] is value
+    theirs, ours, _ = both(reference, lambda y: (y, [y.device.index] * (1 + y.device.index)))
+    assert isinstance(theirs, ValueError | TypeError)
+    assert ours[1] == [[0], [1, 1]]
+
+
+def test_outputs_without_dimensions(reference):
+    """#9811, #7956, Lightning-AI/pytorch-lightning#256, #5613, airsplay/lxmert#17."""
+    with pytest.warns(UserWarning, match="Was asked to gather along dimension 0"):
+        theirs, ours, _ = both(reference, lambda y: y.mean())
+    assert theirs.shape == ours.shape == (2,)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        parallel = lockstep.DataParallel(on("sim:0", Giving, lambda y: y.mean()), [0, 1])
+        assert parallel(torch.ones(4, 3)).shape == (2,)
+
+
+def test_outputs_without_dimensions_along_another_dim(reference):
+    """The same, with `dim=1`: an error there."""
+    x = torch.randn(3, 4, device="sim:0")
+
+    class Total(nn.Linear):
+        def forward(self, x):
+            return super().forward(x.t()).sum()
+
+    network = on("sim:0", Total, 3, 2)
+    with pytest.raises(IndexError):
+        reference.DataParallel(network, [0, 1], dim=1)(x)
+    ours = lockstep.DataParallel(network, [0, 1], dim=1)(x)
+    torch.testing.assert_close(ours.sum(), network(x))
+
+
+def test_a_loss_without_dimensions_may_be_one_number():
+    """What is asked for in most of these threads: the mean over all rows, however they were split."""
+    network = mlp()
+    parallel = lockstep.DataParallel(network, CPU)
+    x, target = torch.randn(5, 3), torch.randn(5, 2)
+    loss = parallel.step(F.mse_loss, x, target)
+    assert loss.shape == ()
+    torch.testing.assert_close(loss, F.mse_loss(network(x), target).detach())
+
+
+def test_an_odd_last_batch_leaves_devices_idle(reference):
+    """#15161, #31460, #16432, #52260, MIC-DKFZ/nnUNet#677, m-bain/frozen-in-time#23."""
+    x = torch.randn(9, 3, device="sim:0")
+    assert [len(c) for c in reference.scatter(x, list(range(8)))] == [2, 2, 2, 2, 1]
+    assert [len(c) for c in scatter(x, list(range(8)))] == [2, 1, 1, 1, 1, 1, 1, 1]
+
+
+class Flagged(nn.Linear):
+    def forward(self, x, flag=False):
+        y = super().forward(x)
+        return y if flag else y * 0
+
+
+def test_an_odd_last_batch_leaves_forward_without_its_argument(reference):
+    """The same threads: 9 rows on 4 devices are 3 chunks there, but the flag goes to all 4."""
+    network = on("sim:0", Flagged, 3, 2)
+    x = torch.randn(9, 3, device="sim:0")
+    with pytest.raises(TypeError, match="missing 1 required positional argument"):
+        reference.DataParallel(network, [0, 1, 2, 3])(x, flag=True)
+    torch.testing.assert_close(lockstep.DataParallel(network, [0, 1, 2, 3])(x, flag=True), network(x, flag=True))
+
+
+def test_fewer_rows_than_devices_beside_other_arguments(reference):
+    """The same threads: a flag by position, and 3 rows by keyword on 4 devices."""
+    x = torch.randn(3, 3, device="sim:0")
+    args, kwargs = reference.scatter_gather.scatter_kwargs((True,), {"x": x}, [0, 1, 2, 3])
+    assert (len(args), len(kwargs)) == (4, 3)
+    args, kwargs = scatter_kwargs((True,), {"x": x}, [0, 1, 2, 3])
+    assert args == ((True,),) * 3
+    assert torch.equal(torch.cat([k["x"].cpu() for k in kwargs]), x.cpu())
+
+
+def test_an_empty_last_batch(sim):
+    """#52260: no rows at all still run, on the first device."""
+    network = on("sim:0", mlp)
+    assert lockstep.DataParallel(network, [0, 1])(torch.empty(0, 3)).shape == (0, 2)
+
+
+def test_rows_are_lost_where_sizes_differ(reference):
+    """Found while reading `zip(..., strict=False)` in PyTorch's scatter."""
+    inputs = {"a": torch.arange(5, device="sim:0"), "b": torch.arange(4, device="sim:0")}
+    theirs = reference.scatter(inputs, [0, 1, 2, 3])
+    assert sum(len(part["b"]) for part in theirs) < 4
+    with pytest.raises(LayoutError, match=r"inputs\['a'\] has size 5 there, and inputs\['b'\] has 4"):
+        scatter(inputs, [0, 1, 2, 3])
+
+
+# ---------------------------------------------------------------------------- the caller's settings
+
+setting = contextvars.ContextVar("setting", default="unset")
+
+
+class State(nn.Module):
+    """Tells what its forward finds in its thread."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+        self.linear = nn.Linear(1, 1)
+        self.seen = []
+
+    def forward(self, x):
+        y = self.linear(x)
+        found = {
+            "autocast": str(y.dtype),
+            "cache": torch.is_autocast_cache_enabled(),
+            "inference": torch.is_inference_mode_enabled(),
+            "variable": setting.get(),
+            "default device": torch.ones(1).device.type,
+        }
+        self.seen.append(found)
+        return y.float()
+
+
+def settings(parallel):
+    """What the replicas' forwards see under a caller who has set everything."""
+    x = torch.ones(2, 1, device="sim:0")
+    token = setting.set("set")
+    try:
+        with torch.autocast("sim", torch.bfloat16, cache_enabled=False), torch.device("meta"):
+            parallel(x)
+        with torch.inference_mode():
+            parallel(x)
+    finally:
+        setting.reset(token)
+    seen = parallel.module.seen
+    return {(name, str(value)) for found in seen for name, value in found.items()}
+
+
+def test_the_callers_settings_are_not_those_of_the_replicas(reference):
+    """#50170, #105682, #125186, #115917: bfloat16 autocast becomes float16, and other settings get lost."""
+    asked = {("autocast", "torch.bfloat16"), ("cache", "False"), ("inference", "True"), ("variable", "set")}
+    asked |= {("default device", "meta")}
+    theirs = settings(reference.DataParallel(on("sim:0", State, "sim"), [0, 1]))
+    assert not asked & theirs
+    assert ("autocast", "torch.float32") in theirs  # only CUDA's is looked at, and that without its dtype
+    ours = settings(lockstep.DataParallel(on("sim:0", State, "sim"), [0, 1]))
+    assert asked <= ours
+    assert ("variable", "unset") not in ours
+    assert {("autocast", "torch.float16"), ("default device", "cpu")} & ours == {("default device", "cpu")}
+
+
+def test_saved_tensor_hooks_do_not_reach_the_replicas(reference):
+    """The same threads, for torch.autograd.graph.saved_tensors_hooks (save_on_cpu and the like)."""
+
+    def packed(parallel):
+        shapes = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: shapes.append(t.shape) or t, lambda t: t):
+            parallel(torch.ones(4, 3, device="sim:0"))
+        return shapes.count((2, 4))  # tanh saves its output, in every replica
+
+    network = on("sim:0", mlp)
+    assert packed(reference.DataParallel(network, [0, 1])) == 0
+    assert packed(lockstep.DataParallel(network, [0, 1])) >= 2
+
+
+# ------------------------------------------------------------------------------------------- machines
+
+
+@pytest.fixture
+def untried_connections():
+    lockstep_devices.direct_copy_works.cache_clear()
+    yield
+    lockstep_devices.direct_copy_works.cache_clear()
+
+
+def test_connections_that_deliver_something_else(reference, sim, untried_connections):
+    """#52142, #7019, #10681, #8594, deepspeedai/DeepSpeed#4433: hangs and wrong results on some machines."""
+    network = on("sim:0", mlp)
+    x = torch.randn(4, 3, device="sim:0")
+    expected = network(x)
+    sim.break_peer_copies(0, 1)
+    sim.break_peer_copies(1, 0)
+    assert not torch.allclose(reference.DataParallel(network, [0, 1])(x), expected)  # and not a word
+    parallel = lockstep.DataParallel(network, [0, 1])
+    with pytest.warns(UserWarning, match="did not deliver what was sent") as told:
+        torch.testing.assert_close(parallel(x), expected)
+    assert {str(w.message).split(";")[0] for w in told} == {
+        f"a direct copy from sim:{a} to sim:{b} did not deliver what was sent" for a, b in ((0, 1), (1, 0))
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # once
+        assert_trains_as_on_one_device(network, parallel, x)
+
+
+def test_devices_other_than_cuda(reference):
+    """#143239, #69966, intel/torch-xpu-ops#2706, flagos-ai/Torch-FL#384, ahayler/s4c#6: nothing runs on the CPU."""
+    network, x = mlp(), torch.randn(5, 3)
+    with pytest.raises((ValueError, RuntimeError, AssertionError)):
+        reference.DataParallel(network, CPU)
+    with pytest.raises((ValueError, RuntimeError, AssertionError)):
+        reference.replicate(network, CPU)
+    with pytest.raises((ValueError, RuntimeError, AssertionError)):
+        reference.scatter(x, CPU)
+    with pytest.raises((ValueError, RuntimeError, AssertionError)):
+        reference.gather([x, x], "cpu")
+    with pytest.raises((ValueError, RuntimeError, AssertionError)):
+        reference.parallel_apply([network, network], [x, x], devices=CPU)
+    assert_trains_as_on_one_device(network, lockstep.DataParallel(network, CPU), x)
+    outputs = parallel_apply(replicate(network, CPU), scatter(x, CPU), devices=CPU)
+    torch.testing.assert_close(lockstep.local.gather(outputs, "cpu"), network(x))
+
+
+def test_an_accelerator_that_no_compiled_code_knows(sim):
+    """The same threads, and no stand-ins: without CUDA, PyTorch has no code to scatter with."""
+    network = on("sim:0", mlp)
+    x = torch.randn(5, 3, device="sim:0")
+    if not hasattr(torch._C, "_scatter"):
+        with pytest.raises(AttributeError, match="_scatter"):
+            torch.nn.DataParallel(network, [0, 1])(x)
+    assert_trains_as_on_one_device(network, lockstep.DataParallel(network, [0, 1]), x)
+
+
+# -------------------------------------------------------------------- gradients of gradients, compiling
+
+
+@pytest.mark.parametrize("kind_of_devices", ["cpu", "sim"])
+def test_gradient_penalty(reference, kind_of_devices):
+    """#2467, #19024: gradients through a gradient, also through the scattered input and the gathered output.
+
+    PyTorch's Python half of it is right today, as the first part of the test finds.
+    """
+    devices = CPU if kind_of_devices == "cpu" else ["sim:0", "sim:1"]
+    network = on(devices[0], mlp)
+    x = torch.randn(5, 3, device=devices[0], requires_grad=True)
+
+    def penalised(module):
+        network.zero_grad()
+        (gradient,) = torch.autograd.grad(module(x).square().sum(), x, create_graph=True)
+        (gradient.norm(dim=1) - 1).square().mean().backward()
+        return grads(network)
+
+    expected = penalised(network)
+    wrappers = [lockstep.DataParallel(network, devices)]
+    if kind_of_devices == "sim":
+        wrappers.append(reference.DataParallel(network, [0, 1]))
+    for wrapper in wrappers:
+        for got, want in zip(penalised(wrapper), expected, strict=True):
+            torch.testing.assert_close(got, want)
+
+
+@pytest.fixture
+def compiler():
+    """Nothing compiled before, nothing left; the warnings that it hides from users are no errors."""
+    torch._dynamo.reset()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
+        yield
+    torch._dynamo.reset()
+
+
+def test_replicas_of_a_compiled_module(reference, compiler):
+    """#94636, #118260, huggingface/transformers#22326: making replicas destroys the network itself.
+
+    What is set on a compiled module goes to the module inside, which replicas share: their empty slots, their children.
+    """
+    network = on("sim:0", mlp)
+    names = list(network.state_dict())
+    reference.replicate(torch.compile(network, backend="eager"), [0, 1])
+    with pytest.raises(RecursionError):
+        network.state_dict()
+    network = on("sim:0", mlp)
+    compiled = torch.compile(network, backend="eager")
+    replicas = replicate(compiled, [0, 1])
+    assert list(network.state_dict()) == names
+    assert all(list(r.state_dict()) == list(compiled.state_dict()) for r in replicas)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("order", ["DataParallel(compile)", "compile(DataParallel)"])
+def test_compiled_modules(compiler, backend, order):
+    """#94636, #118260 (Dynamo is not thread-safe), huggingface/transformers#22326."""
+    plain = mlp()
+    network = copy.deepcopy(plain)
+    if order == "DataParallel(compile)":
+        parallel = lockstep.DataParallel(torch.compile(network, backend=backend), CPU)
+    else:
+        parallel = torch.compile(lockstep.DataParallel(network, CPU), backend=backend)
+    optimizers = [torch.optim.SGD(m.parameters(), 0.1) for m in (plain, network)]
+    for rows in (5, 4, 5):
+        x = torch.randn(rows, 3)
+        for module, optimizer in ((plain, optimizers[0]), (parallel, optimizers[1])):
+            optimizer.zero_grad()
+            module(x).square().sum().backward()
+            optimizer.step()
+        for got, want in zip(network.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(got, want)
+    with torch.no_grad():
+        torch.testing.assert_close(parallel(x), plain(x))
+
+
+# ----------------------------------------------------------------------------------------- the wrapper
+
+
+def test_the_wrapper_hides_the_module(reference):
+    """#16885, #9176: attributes of the module, and `module.` before every key."""
+
+    class Named(nn.Linear):
+        width = 7
+
+        def describe(self):
+            return "a linear layer"
+
+    network = on("sim:0", Named, 3, 2)
+    theirs, ours = reference.DataParallel(network, [0, 1]), lockstep.DataParallel(network, [0, 1])
+    for name in ("width", "describe", "in_features"):
+        with pytest.raises(AttributeError):
+            getattr(theirs, name)
+    assert (ours.width, ours.in_features, ours.describe()) == (7, 3, "a linear layer")
+    assert list(ours.state_dict()) == list(theirs.state_dict()) == ["module.weight", "module.bias"]
+    with pytest.raises(RuntimeError, match="Missing key"):
+        theirs.load_state_dict(network.state_dict())
+    doubled = {name: t * 2 for name, t in network.state_dict().items()}
+    ours.load_state_dict(doubled)
+    assert torch.equal(network.weight, doubled["weight"])
+    ours.load_state_dict({f"module.{name}": t * 2 for name, t in doubled.items()})
+    assert torch.equal(network.weight, doubled["weight"] * 2)
+
+
+def test_data_parallel_as_a_function_clones_at_every_call(sim, monkeypatch):
+    """#40581, #18837, #19540, #19125, pytorch/vision#3052, jolibrain/deepdetect#1045, of the C++ data_parallel.
+
+    It cannot run here: it is compiled for CUDA. (It clones the module, adds up gradients parameter by parameter, and
+    takes and gives one tensor.) Ours clones once, adds up a few flat tensors, and takes and gives what it likes.
+    """
+    network = on("sim:0", nn.Sequential, *(nn.Linear(4, 4) for _ in range(10))).to("sim:0")
+    x = torch.randn(4, 4, device="sim:0")
+    started = Started(monkeypatch)
+    for step in range(3):
+        output = lockstep.data_parallel(network, x, [0, 1])
+        sim.reset_copies()
+        output.sum().backward()
+        gradients = sim.copies()["sim:1", "sim:0"]
+        if step == 0:
+            started.threads = started.replicas = 0
+    assert (started.threads, started.replicas) == (0, 0)
+    assert gradients.calls <= 2  # 20 parameters: one flat tensor, beside the rows that go to the input
+    torch.testing.assert_close(output, network(x))
+
+    class Several(nn.Linear):
+        def forward(self, x, *, scale):
+            return {"y": super().forward(x) * scale}
+
+    several = on("sim:0", Several, 4, 2)
+    found = lockstep.data_parallel(several, (x,), [0, 1], module_kwargs={"scale": 2})
+    torch.testing.assert_close(found["y"], several(x, scale=2)["y"])

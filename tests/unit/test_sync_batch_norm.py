@@ -1,0 +1,129 @@
+"""SyncBatchNorm: batch normalisation over all replicas' rows (PyTorch has none without a process group: #38940)."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from lockstep import DataParallel, SyncBatchNorm
+from lockstep.errors import LayoutError
+
+
+def network(momentum: float | None = 0.1, affine: bool = True) -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 3),
+        nn.BatchNorm2d(4, momentum=momentum, affine=affine),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(4 * 16, 3),
+        nn.BatchNorm1d(3, momentum=momentum, affine=affine),
+    ).double()
+
+
+def batch(rows: int = 7) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(rows, 1, 6, 6, dtype=torch.float64), torch.randn(rows, 3, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("how", ["step", "forward"])
+@pytest.mark.parametrize(("momentum", "affine"), [(0.1, True), (None, True), (0.0, False)])
+def test_as_on_one_device(devices, first, how, momentum, affine):
+    plain = network(momentum, affine)
+    parallel = DataParallel(SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(plain)).to(first), devices(3))
+    for _ in range(3):
+        x, y = batch()
+        F.mse_loss(plain(x), y).backward()
+        if how == "step":
+            parallel.step(F.mse_loss, x.to(first), y.to(first))
+        else:
+            F.mse_loss(parallel(x.to(first)), y.to(first)).backward()
+        for one, other in zip(plain.parameters(), parallel.module.parameters(), strict=True):
+            torch.testing.assert_close(other.grad.cpu(), one.grad, rtol=1e-12, atol=1e-12)
+        for one, other in zip(plain.buffers(), parallel.module.buffers(), strict=True):
+            torch.testing.assert_close(other.cpu(), one, rtol=1e-12, atol=1e-12)
+    plain.eval()
+    parallel.eval()
+    torch.testing.assert_close(parallel(x.to(first)).cpu(), plain(x), rtol=1e-12, atol=1e-12)
+
+
+def test_plain_batch_norm_sees_only_a_replicas_rows():
+    """What this module is for: without it, statistics are those of a part of the batch."""
+    norm, x = nn.BatchNorm1d(2).double(), torch.randn(6, 2, dtype=torch.float64)
+    apart = DataParallel(copy.deepcopy(norm), ["cpu", "cpu"])(x)
+    together = DataParallel(SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(norm)), ["cpu", "cpu"])(x)
+    assert not torch.allclose(apart, norm(x))
+    torch.testing.assert_close(together, norm(x), rtol=1e-12, atol=1e-12)
+
+
+def test_outside_of_data_parallel_it_is_batch_norm():
+    norm, x = nn.BatchNorm1d(2), torch.randn(5, 2)
+    converted = SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(norm))
+    assert torch.equal(converted(x), norm(x))
+    assert torch.equal(converted.running_var, norm.running_var)
+
+
+def test_conversion_keeps_parameters_buffers_mode_and_names():
+    plain = network().eval()
+    parameters, state = list(plain.parameters()), copy.deepcopy(plain.state_dict())
+    converted = SyncBatchNorm.convert_sync_batchnorm(plain)
+    assert converted is plain
+    assert [type(m) for m in converted.modules()].count(SyncBatchNorm) == 2
+    assert all(a is b for a, b in zip(converted.parameters(), parameters, strict=True))
+    assert list(converted.state_dict()) == list(state)
+    assert not any(m.training for m in converted.modules())
+    again = SyncBatchNorm.convert_sync_batchnorm(converted)
+    assert again[1] is converted[1]
+    assert isinstance(SyncBatchNorm.convert_sync_batchnorm(nn.BatchNorm1d(2)), SyncBatchNorm)
+
+
+def test_half_precision_input(devices, first):
+    norm = SyncBatchNorm(2).to(first)
+    x = torch.randn(6, 2).to(first, torch.bfloat16)
+    output = DataParallel(norm, devices(2))(x)
+    assert output.dtype == torch.bfloat16
+    expected = F.batch_norm(x.float().cpu(), None, None, training=True)
+    torch.testing.assert_close(output.float().cpu(), expected, rtol=0.02, atol=0.02)
+
+
+def test_a_replica_that_takes_another_way_is_an_error_in_all():
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = SyncBatchNorm(2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x if bool((x > 5).all()) else self.norm(x)
+
+    parallel = DataParallel(Odd(), ["cpu"] * 3)
+    x = torch.randn(6, 2).clamp(-2, 2)
+    x[2:4] = 9.0
+    with pytest.raises(RuntimeError, match=r"waits at SyncBatchNorm \d+ for replicas \[1\]"):
+        parallel(x)
+    assert parallel(torch.randn(6, 2)).shape == (6, 2)
+
+
+def test_a_replica_that_raises_is_the_error_that_is_raised():
+    class Raises(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = SyncBatchNorm(2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if bool((x > 5).any()):
+                raise KeyError("too large")
+            return self.norm(x)
+
+    x = torch.zeros(6, 2)
+    x[5] = 9.0
+    with pytest.raises(KeyError, match="Caught KeyError in replica 2 on device cpu") as caught:
+        DataParallel(Raises(), ["cpu"] * 3)(x)
+    assert "Also failed" not in str(caught.value)
+
+
+def test_shapes_are_checked():
+    with pytest.raises(LayoutError, match=r"expected an input of shape \(N, C\) or \(N, C, ...\), got \(3,\)"):
+        SyncBatchNorm(3)(torch.zeros(3))
+    norm = SyncBatchNorm(3)
+    with pytest.raises(ValueError, match="more than 1 value per channel"):
+        DataParallel(norm, ["cpu", "cpu"])(torch.zeros(1, 3))
