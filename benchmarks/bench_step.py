@@ -51,7 +51,12 @@ def on_threads(case: Case, count: int) -> Case:
 
 
 def compare(
-    make: Callable[[], nn.Module], loss_fn: Callable[..., torch.Tensor], x: torch.Tensor, y: torch.Tensor, rounds: int
+    make: Callable[[], nn.Module],
+    loss_fn: Callable[..., torch.Tensor],
+    x: torch.Tensor,
+    y: torch.Tensor,
+    rounds: int,
+    turn: int,
 ) -> dict[str, float]:
     one, single, stepped, gathered = make(), make(), make(), make()
     dp_step = DataParallel(stepped, ["cpu", "cpu"])
@@ -62,17 +67,18 @@ def compare(
         "step": on_threads(step(stepped, lambda: dp_step.step(loss_fn, x, y)), 2),
         "gathered": on_threads(step(gathered, lambda: loss_fn(dp_gather(x), y).backward()), 2),
     }
-    return interleaved(cases, rounds, warmup=min(3, rounds // 2))
+    # many steps a turn, as in training: for the first few the system has yet to spread the threads over its cores
+    return interleaved(cases, rounds, inner=turn, settle=0.05, lead=turn)
 
 
 def main() -> None:
-    args = arguments(__doc__, 40)
+    args = arguments(__doc__, 12)
     batch, tokens = (8, 8) if args.quick else (16, 64)
     images, labels = torch.randn(16 if args.quick else 128, 1, 8, 8), torch.randint(10, (16 if args.quick else 128,))
     texts, targets = torch.randn(batch, tokens, 256), torch.randn(batch, tokens, 256)
     results = {
-        "digits": compare(Digits, functional.cross_entropy, images, labels, args.rounds),
-        "encoder": compare(encoder, functional.mse_loss, texts, targets, args.rounds),
+        "digits": compare(Digits, functional.cross_entropy, images, labels, args.rounds, 1 if args.quick else 10),
+        "encoder": compare(encoder, functional.mse_loss, texts, targets, args.rounds, 1 if args.quick else 3),
     }
     names = list(results["digits"])
     rows = [[name, *(ms(medians[case]) for case in names)] for name, medians in results.items()]

@@ -68,28 +68,41 @@ def _processor() -> str:
     return f"{len(names)} x {names[0]}" if names else platform.machine()
 
 
-def interleaved(cases: Mapping[str, Case | Call], rounds: int, *, warmup: int = 1, inner: int = 1) -> dict[str, float]:
-    """The median seconds of one run of each case, over ``rounds`` in which they take turns, ``inner`` runs a turn."""
+def interleaved(
+    cases: Mapping[str, Case | Call],
+    rounds: int,
+    *,
+    warmup: int = 1,
+    inner: int = 1,
+    settle: float = 0.0,
+    lead: int = 0,
+) -> dict[str, float]:
+    """The median seconds of one run of each case, over ``rounds`` in which they take turns, ``inner`` runs a turn.
+
+    ``settle`` seconds before each turn let the intra-op threads of the one before come to rest, which spin for a while;
+    ``lead`` runs that are not timed then bring the threads and the caches of this one back.
+    """
     whole = {name: case if isinstance(case, Case) else Case(case) for name, case in cases.items()}
     seconds: dict[str, list[float]] = {name: [] for name in whole}
     for number in range(-warmup, rounds):
         names = list(whole) if number % 2 == 0 else list(whole)[::-1]
         for name in names:
-            took = _time(whole[name], inner)
+            time.sleep(settle)
+            took = _time(whole[name], inner, lead)
             if number >= 0:
                 seconds[name].append(took)
     return {name: statistics.median(values) for name, values in seconds.items()}
 
 
-def _time(case: Case, inner: int) -> float:
+def _time(case: Case, inner: int, lead: int) -> float:
     gc.collect()
     took = 0.0
-    for _ in range(inner):
+    for number in range(-lead, inner):
         if case.before is not None:
             case.before()
         start = time.perf_counter()
         case.run()
-        took += time.perf_counter() - start
+        took += time.perf_counter() - start if number >= 0 else 0.0
         if case.after is not None:
             case.after()
     return took / inner

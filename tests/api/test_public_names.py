@@ -79,8 +79,6 @@ PUBLIC = {
     "lockstep.local.comm": """
         broadcast(tensor, devices=None, *, out=None)
         broadcast_coalesced(tensors, devices, buffer_size=10485760)
-        check_same_layout(tensors, call)
-        common_device(tensors, call)
         copy_to(tensor, device)
         even_split(size, parts)
         fill(target, source)

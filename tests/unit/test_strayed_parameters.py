@@ -61,7 +61,7 @@ def test_data_replaced_in_replicas_that_the_caller_runs(devices, first):
 
 @pytest.mark.parametrize("kind_of_rnn", [nn.LSTM, nn.GRU])
 def test_the_weights_of_an_rnn_lie_in_replicas_as_in_the_network(sim, kind_of_rnn):
-    """cuDNN wants them in one storage, in its order (#24155): here the network's are, as flatten_parameters lays them."""
+    """cuDNN wants them in one storage, in its order (#24155), as flatten_parameters lays them."""
     one, two = sim.devices(2)
     rnn = kind_of_rnn(3, 4, batch_first=True).to(one)
     weights = list(rnn.parameters())

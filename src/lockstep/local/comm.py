@@ -18,7 +18,15 @@ from lockstep.devices import (
     resolve_destination,
     resolve_devices,
 )
-from lockstep.errors import DeviceError, LayoutError, LengthError
+from lockstep.errors import LayoutError, LengthError
+from lockstep.local.layout import (
+    check_dtype,
+    check_same_layout,
+    checked_dim,
+    common_device,
+    gatherable,
+    without,
+)
 
 
 def copy_to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -76,7 +84,7 @@ def broadcast(
                 "Expected all output tensors to have same shape as the source tensor, but output tensor at index "
                 f"{index} has shape {tuple(target.shape)}, and the source {tuple(tensor.shape)}"
             )
-        _check_dtype("output", index, target, tensor, "the source tensor")
+        check_dtype("output", index, target, tensor, "the source tensor")
         fill(target, tensor)
     return tuple(out)
 
@@ -243,7 +251,7 @@ def scatter(
     (tensor([0, 1, 2]), tensor([3, 4]))
     """
     tensor = tensor.detach()
-    dim = _checked_dim(tensor, dim)
+    dim = checked_dim(tensor, dim)
     if out is not None:
         return _scatter_out(tensor, devices, chunk_sizes, dim, out)
     if devices is None or len(devices) == 0:
@@ -298,12 +306,12 @@ def _scatter_out(
     if not out:
         raise LengthError("Expected at least one output tensor to scatter to")
     for index, target in enumerate(out):
-        if target.dim() != tensor.dim() or _without(target, dim) != _without(tensor, dim):
+        if target.dim() != tensor.dim() or without(target, dim) != without(tensor, dim):
             raise LayoutError(
                 f"Output tensor at index {index} has incorrect shape: {tuple(target.shape)} cannot be a chunk along "
                 f"dim {dim} of {tuple(tensor.shape)}"
             )
-        _check_dtype("output", index, target, tensor, "the source tensor")
+        check_dtype("output", index, target, tensor, "the source tensor")
     sizes = [target.shape[dim] for target in out]
     if sum(sizes) != tensor.shape[dim]:
         raise LayoutError(
@@ -341,7 +349,7 @@ def gather(
         raise LengthError("Expected at least one tensor to gather from")
     if out is not None and destination is not None:
         raise LayoutError(f"'destination' must not be specified when 'out' is specified, but got {destination}")
-    tensors, dim = _gatherable([t.detach() for t in tensors], dim)
+    tensors, dim = gatherable([t.detach() for t in tensors], dim)
     first = tensors[0]
     shape = [*first.shape]
     shape[dim] = sum(t.shape[dim] for t in tensors)
@@ -353,34 +361,12 @@ def gather(
     else:
         if list(out.shape) != shape:
             raise LayoutError(f"Expected out to have shape {tuple(shape)}, but got {tuple(out.shape)}")
-        _check_dtype("output", 0, out, first, "the tensors to gather")
+        check_dtype("output", 0, out, first, "the tensors to gather")
         result = out
     pieces = result.detach().split_with_sizes([t.shape[dim] for t in tensors], dim)
     for piece, tensor in zip(pieces, tensors, strict=True):
         fill(piece, tensor)
     return result
-
-
-def _gatherable(tensors: list[torch.Tensor], dim: int) -> tuple[list[torch.Tensor], int]:
-    """Checked tensors (without dimensions: as vectors of one) and the dimension along which they go."""
-    if all(t.dim() == 0 for t in tensors):
-        tensors, dim = [t.reshape(1) for t in tensors], 0
-    first = tensors[0]
-    for index, tensor in enumerate(tensors):
-        if tensor.dim() != first.dim():
-            raise LayoutError(
-                "Expected all input tensors to have the same number of dimensions, but input tensor at index "
-                f"{index} has {tensor.dim()} and the first has {first.dim()}"
-            )
-    dim = _checked_dim(first, dim)
-    for index, tensor in enumerate(tensors):
-        if _without(tensor, dim) != _without(first, dim):
-            raise LayoutError(
-                f"Input tensor at index {index} has invalid shape {tuple(tensor.shape)}: expected "
-                f"{tuple(first.shape)} but for dim {dim}"
-            )
-        _check_dtype("input", index, tensor, first, "the first input")
-    return tensors, dim
 
 
 def _memory_format(tensor: torch.Tensor) -> torch.memory_format:
@@ -413,49 +399,3 @@ def _plan_for(
     """Training plans the same transfers at every step."""
     specs = [TensorSpec("", tuple(s), dense_stride(s, t), dtype, device) for s, t, dtype, device in layouts]
     return plan_buckets(specs, buffer_size)
-
-
-def common_device(tensors: Sequence[torch.Tensor], call: str) -> torch.device:
-    """The one device that all tensors are on; :class:`DeviceError` names the first that is elsewhere."""
-    for index, tensor in enumerate(tensors):
-        if tensor.device != tensors[0].device:
-            raise DeviceError(
-                f"{call} expects all tensors on one device: tensor 0 is on {tensors[0].device}, tensor {index} on "
-                f"{tensor.device}"
-            )
-    return tensors[0].device if tensors else CPU
-
-
-def check_same_layout(tensors: Sequence[torch.Tensor], call: str) -> None:
-    """Raise :class:`LayoutError` if tensors that are to be summed differ in shape, dtype or sparsity."""
-    first = tensors[0]
-    for index, tensor in enumerate(tensors):
-        if tensor.shape != first.shape:
-            raise LayoutError(
-                f"{call}: input {index} has invalid size: got {tuple(tensor.shape)}, but expected "
-                f"{tuple(first.shape)}, the size of input 0"
-            )
-        if tensor.dtype != first.dtype or tensor.layout != first.layout:
-            raise LayoutError(
-                f"{call}: input {index} has invalid type: got {tensor.dtype} ({tensor.layout}), but expected "
-                f"{first.dtype} ({first.layout}), the type of input 0"
-            )
-
-
-def _check_dtype(kind: str, index: int, tensor: torch.Tensor, other: torch.Tensor, which: str) -> None:
-    if tensor.dtype != other.dtype:
-        raise LayoutError(
-            f"{kind.capitalize()} tensor at index {index} has dtype {tensor.dtype}, but {which} has {other.dtype}"
-        )
-
-
-def _checked_dim(tensor: torch.Tensor, dim: int) -> int:
-    if not -tensor.dim() <= dim < tensor.dim():
-        raise LayoutError(
-            f"dim {dim} is out of range for a tensor of shape {tuple(tensor.shape)}, with {tensor.dim()} dimensions"
-        )
-    return dim % tensor.dim()
-
-
-def _without(tensor: torch.Tensor, dim: int) -> tuple[int, ...]:
-    return tuple(size for i, size in enumerate(tensor.shape) if i != dim)

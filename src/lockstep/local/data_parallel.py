@@ -280,9 +280,7 @@ class DataParallel(Module, Generic[T]):
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load what ``state_dict`` of this wrapper, of ``torch.nn.DataParallel``, or of the plain module gave."""
         plain = self.module.state_dict().keys()
-        if state_dict.keys() & plain and not any(
-            key.removeprefix("module.") in plain for key in state_dict.keys() - plain
-        ):
+        if len(state_dict.keys() & plain) > len(state_dict.keys() & {f"module.{key}" for key in plain}):
             return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
         return super().load_state_dict(state_dict, strict=strict, assign=assign)
 

@@ -33,8 +33,9 @@ from lockstep.buckets import DEFAULT_CAP_BYTES, TensorSpec, plan_buckets
 from lockstep.devices import DeviceLike, resolve_devices
 from lockstep.errors import DeviceError
 from lockstep.local.changes import Attributes, Structure, Tensors, identical
-from lockstep.local.comm import broadcast_coalesced, common_device
+from lockstep.local.comm import broadcast_coalesced
 from lockstep.local.functions import Broadcast, link
+from lockstep.local.layout import common_device
 from lockstep.local.module_copy import CACHE, ModuleCopy, check_replicable
 from lockstep.local.parameters import ParameterValues
 from lockstep.phases import Phases
