@@ -6,21 +6,17 @@ else than the caller's thread would. (The default dtype is the process's, not th
 """
 
 import contextvars
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
-from functools import wraps
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 import torch
-from torch._compile import _disable_dynamo
 from torch.utils import checkpoint
 
 from lockstep.devices import accelerator
 
 T = TypeVar("T")
-P = ParamSpec("P")
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,18 +90,3 @@ def _saved_tensor_hooks() -> tuple[Any, Any] | None:
     """
     hooks: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return None if hooks is None or getattr(hooks[0], "__module__", None) == checkpoint.__name__ else hooks
-
-
-def outside_compiler(function: Callable[P, T]) -> Callable[P, T]:
-    """``function``, run as it is even inside of what ``torch.compile`` compiles: threads cannot be traced.
-
-    The compiler takes seconds to import, so that is left to those who use it.
-    """
-    disabled = _disable_dynamo(function)
-
-    @wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        run: Callable[P, T] = disabled if "torch._dynamo" in sys.modules else function
-        return run(*args, **kwargs)
-
-    return call

@@ -7,6 +7,8 @@ import functools
 import gc
 import io
 import pickle
+import subprocess
+import sys
 import warnings
 import weakref
 from collections import OrderedDict, deque
@@ -1646,3 +1648,16 @@ def test_one_network_in_several_threads(devices, first):
         list(pool.map(train, batches))
     assert_close(gradients(network), expected)
     assert parallel.statistics().calls["build"] == 1
+
+
+def test_a_network_that_has_replicas_loads_where_there_is_no_lockstep(tmp_path):
+    network = nn.Linear(2, 1)
+    replicate(network, [CPU, CPU])
+    torch.save(network, tmp_path / "network.pt")
+    program = (
+        "import sys; sys.modules['lockstep'] = None; import torch; "
+        f"network = torch.load({str(tmp_path / 'network.pt')!r}, weights_only=False); "
+        "print(network(torch.ones(1, 2)).item())"
+    )
+    loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert float(loaded.stdout) == pytest.approx(network(torch.ones(1, 2)).item())

@@ -18,7 +18,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch.nn import Module
 
-from lockstep.context import outside_compiler
+from lockstep.compiler import outside_compiler
 from lockstep.devices import (
     DeviceLike,
     all_accelerators,

@@ -8,7 +8,6 @@ are *translated*: rebuilt with the copy's own modules and tensors in them.
 
 import copy
 import functools
-import sys
 import types
 import weakref
 from collections import deque
@@ -21,6 +20,7 @@ import torch
 from torch.nn import Module
 from torch.nn.modules.lazy import LazyModuleMixin
 
+from lockstep.compiler import is_compiled, recompiled
 from lockstep.errors import NotReplicableError
 
 _ATOMS = (
@@ -199,8 +199,8 @@ class ModuleCopy:
         elif name in OWN:
             target[name] = _own(source[name], self._translate)
         elif name == "_compiled_call_impl" and source[name] is not None:
-            target[name] = _recompiled(source[name], module)
-        elif name == "forward" and _is_compiled(original):
+            target[name] = recompiled(source[name], module)
+        elif name == "forward" and is_compiled(original):
             module._initialize()  # type: ignore[operator]
         else:
             target[name] = self._translate(source[name])
@@ -277,7 +277,7 @@ def _shells(module: Module) -> list[tuple[Module, Module]]:
     """Modules paired with modules of the same class that have their own empty slots, and share all else for now."""
     if isinstance(module, torch.jit.ScriptModule):
         return list(zip(module.modules(), copy.deepcopy(module).modules(), strict=True))
-    if _is_compiled(module):  # hands attributes that are set on it to the module inside
+    if is_compiled(module):  # hands attributes that are set on it to the module inside
         shell = module.__new__(type(module))
         vars(shell).update(vars(module))
     elif isinstance(module, LazyModuleMixin):  # whose own idea of a replica is an error, even once it has its shapes
@@ -287,16 +287,3 @@ def _shells(module: Module) -> list[tuple[Module, Module]]:
     for kind in ("_parameters", "_buffers"):
         vars(shell)[kind] = dict.fromkeys(vars(module)[kind])
     return [(module, shell)]
-
-
-def _is_compiled(module: Module) -> bool:
-    dynamo = sys.modules.get("torch._dynamo.eval_frame")
-    return dynamo is not None and isinstance(module, dynamo.OptimizedModule)
-
-
-def _recompiled(compiled: Any, replica: Module) -> Any:
-    """What ``module.compile()`` made, for a replica: compiled code calls the module that it was made for."""
-    context = sys.modules["torch._dynamo.eval_frame"]._TorchDynamoContext
-    cells = (cell.cell_contents for cell in compiled.__closure__ or ())
-    wrap = next((c for c in cells if isinstance(c, context)), torch.compile)
-    return wrap(replica._call_impl)

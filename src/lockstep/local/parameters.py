@@ -46,19 +46,17 @@ class ParameterValues:
         """The values on one of the devices."""
         return self._values[device] if self._tensors else []
 
-    def transfer(self, written: Iterable[int], *, everything: bool) -> int:
-        """Bring the values up to date: those of ``written`` tensors, or of all. Returns the bytes that were copied."""
+    def transfer(self, written: Iterable[int], *, everything: bool) -> None:
+        """Bring the values on other devices up to date: those of ``written`` tensors, or of all."""
         if not self._flats:
-            return 0
-        changed, copied = set(written), 0
+            return
+        changed = set(written)
         for number, bucket in enumerate(self._buckets):
             if everything or not changed.isdisjoint(slot.index for slot in bucket.slots):
                 for flat, values in self._packed(number, bucket):
                     fill(flat, values)
-                    copied += bucket.nbytes
         for device in self._flats:
             torch.autograd.graph.increment_version([self._values[device][i] for i in changed])
-        return copied
 
     def _packed(self, number: int, bucket: Bucket) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """For each device what to write, and the one tensor to write there."""

@@ -82,13 +82,13 @@ def require_on(network: Module, device: torch.device) -> None:
 
 
 class _Cache(dict[Any, Any]):
-    """What is kept on a network for the functional calls. Copies and pickles of the network have an empty one."""
+    """What is kept on a network for the functional calls. Its copies and pickles have an empty dict there."""
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "_Cache":
-        return _Cache()
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[Any, Any]:
+        return {}
 
-    def __reduce__(self) -> tuple[type["_Cache"], tuple[()]]:
-        return _Cache, ()
+    def __reduce__(self) -> tuple[type[dict[Any, Any]], tuple[()]]:
+        return dict, ()  # no class of ours: a pickled network loads where there is no lockstep
 
 
 def cached(network: Module, key: tuple[Any, ...], make: Callable[[], Any]) -> Any:

@@ -1,0 +1,39 @@
+"""What ``torch.compile`` means for replicas. The compiler takes seconds to import: that is left to those who use it."""
+
+import sys
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch._compile import _disable_dynamo
+from torch.nn import Module
+
+T = TypeVar("T")
+P = ParamSpec("P")
+
+
+def outside_compiler(function: Callable[P, T]) -> Callable[P, T]:
+    """``function``, run as it is even inside of what ``torch.compile`` compiles: threads cannot be traced."""
+    disabled = _disable_dynamo(function)
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        run: Callable[P, T] = disabled if "torch._dynamo" in sys.modules else function
+        return run(*args, **kwargs)
+
+    return call
+
+
+def is_compiled(module: Module) -> bool:
+    """Whether a module is what ``torch.compile(module)`` returns."""
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    return dynamo is not None and isinstance(module, dynamo.OptimizedModule)
+
+
+def recompiled(compiled: Any, replica: Module) -> Any:
+    """What ``module.compile()`` made, for a replica: compiled code calls the module that it was made for."""
+    context = sys.modules["torch._dynamo.eval_frame"]._TorchDynamoContext
+    cells = (cell.cell_contents for cell in compiled.__closure__ or ())
+    wrap = next((c for c in cells if isinstance(c, context)), torch.compile)
+    return wrap(replica._call_impl)
