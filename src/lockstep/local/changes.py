@@ -164,7 +164,8 @@ def _versions(tensors: list[Tensor]) -> list[int]:
         return [next(_never) if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
-def _addresses(tensors: list[Tensor]) -> list[int]:
+def addresses(tensors: list[Tensor]) -> list[int]:
+    """Where the data of each tensor is in memory."""
     try:
         return list(map(Tensor.data_ptr, tensors))
     except RuntimeError:  # a sparse tensor has no one address: only its identity and its version tell
@@ -194,7 +195,7 @@ class Tensors:
     def __init__(self, tensors: list[Tensor]) -> None:
         self.tensors = tensors
         self._versions = _versions(tensors)
-        self._addresses, self._layouts, self._kinds = _addresses(tensors), _layouts(tensors), _kinds(tensors)
+        self._addresses, self._layouts, self._kinds = addresses(tensors), _layouts(tensors), _kinds(tensors)
         self._gradients = list(map(_requires_grad, tensors))
 
     def moved(self, *, quick: bool = False) -> bool:
@@ -202,7 +203,7 @@ class Tensors:
 
         A quick look takes it that other data is at another address.
         """
-        if _addresses(self.tensors) != self._addresses or not (quick or _layouts(self.tensors) == self._layouts):
+        if addresses(self.tensors) != self._addresses or not (quick or _layouts(self.tensors) == self._layouts):
             return True
         return not all(self._addresses) and self.retyped()  # no data has no address
 

@@ -32,7 +32,7 @@ from torch.nn import Module, Parameter
 from lockstep.buckets import DEFAULT_CAP_BYTES, TensorSpec, plan_buckets
 from lockstep.devices import DeviceLike, resolve_devices
 from lockstep.errors import DeviceError
-from lockstep.local.changes import Attributes, Structure, Tensors, identical
+from lockstep.local.changes import Attributes, Structure, Tensors, addresses, identical
 from lockstep.local.comm import broadcast_coalesced
 from lockstep.local.functions import Broadcast, link
 from lockstep.local.layout import common_device
@@ -132,6 +132,7 @@ class ReplicaSet:
         self._found: list[Tensor | None] = []
         self._sources: list[Tensor] = []
         self._fresh = Tensors([])
+        self._shared: tuple[list[Tensor], list[Tensor]] = [], []
         self._hot, self._astray = True, False
         self._attributes = Attributes([])
 
@@ -363,10 +364,17 @@ class ReplicaSet:
             if device != self._source:
                 rows.append(list(next(arrived)))
             elif number == 0 and not self._network_first:
-                rows.append([t.detach() for t in tensors])
+                rows.append(self._own_tensors(tensors))
             else:
                 rows.append([t.clone() for t in tensors])
         return rows
+
+    def _own_tensors(self, tensors: list[Tensor]) -> list[Tensor]:
+        """The network's tensors for a replica: the same objects as the last time, if the data is where it was."""
+        theirs, ours = self._shared
+        if not identical(tensors, theirs) or addresses(ours) != addresses(theirs):
+            self._shared = tensors, [t.detach() for t in tensors]
+        return list(self._shared[1])
 
 
 def _persists(tensor: Tensor) -> bool:
