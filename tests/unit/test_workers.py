@@ -425,6 +425,21 @@ def test_the_context_of_nested_calls():
     assert run(torch.is_grad_enabled) == [True, True]
 
 
+def test_a_forward_that_sets_its_threads_does_not_keep_them():
+    before = torch.get_num_threads()
+
+    def grab():
+        torch.set_num_threads(before + 3)
+
+    try:
+        run(torch.get_num_threads, 2, ["cpu"] * 2)
+        run(grab, 2, ["cpu"] * 2)
+        torch.set_num_threads(before)
+        assert max(run(torch.get_num_threads, 2, ["cpu"] * 2)) <= max(1, -(-before // 2))
+    finally:
+        torch.set_num_threads(before)
+
+
 @pytest.mark.parametrize("total", [1, 2, 5])
 def test_intra_op_threads_are_split(total):
     before = torch.get_num_threads()

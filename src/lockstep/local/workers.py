@@ -204,15 +204,14 @@ class _Worker:
     def __init__(self) -> None:
         self.jobs: queue.SimpleQueue[_Job] = queue.SimpleQueue()
         self.changed_threads = False
-        self._threads: int | None = None
         threading.Thread(target=self._loop, name=f"lockstep-worker-{next(self._numbers)}", daemon=True).start()
 
     def _loop(self) -> None:
         while True:
             job = self.jobs.get()
-            self.changed_threads = job.threads is not None and job.threads != self._threads
+            # asked anew each time: a forward may have set another number in this thread
+            self.changed_threads = job.threads is not None and job.threads != torch.get_num_threads()
             if job.threads is not None and self.changed_threads:
-                self._threads = job.threads
                 torch.set_num_threads(job.threads)
             group, index, result = job.group, job.index, job.result()
             del job  # before the caller goes on: a waiting worker must not keep tensors alive
