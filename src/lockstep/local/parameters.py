@@ -42,6 +42,11 @@ class ParameterValues:
                 values[slot.index] = view
         return values
 
+    @property
+    def travel(self) -> bool:
+        """Whether there are values on other devices."""
+        return bool(self._flats)
+
     def on(self, device: torch.device) -> list[torch.Tensor]:
         """The values on one of the devices."""
         return self._values[device] if self._tensors else []

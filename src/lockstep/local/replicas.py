@@ -275,7 +275,8 @@ class ReplicaSet:
         self._astray = self._astray or (everything and not self._network_first and self._strayed())
         if self._parameters.requirements_changed() or self._astray:
             self._unbind_parameters()
-        self._written = self._parameters.written()
+        if self._values.travel or self._fresh_places:  # else nobody asks what was written
+            self._written = self._parameters.written()
         if self._written or everything:
             self._values.transfer(self._written, everything=everything)
 
