@@ -26,12 +26,12 @@ class Node(NamedTuple):
     context: Any = None  # what a registered type keeps beside its children
 
 
-_LEAVES = (torch.Tensor, torch.Size, str, bytes, int, float, complex, bool, type(None), torch.nn.Module)
+_LEAVES = (torch.Tensor, torch.Size, str, bytes, int, float, complex, bool, type(None), type, torch.nn.Module)
 
 
 def open_node(value: Any, path: str = "") -> Node | None:
     """The children of a container, or None for a leaf."""
-    if isinstance(value, (*_LEAVES, type)):
+    if isinstance(value, _LEAVES):
         return None
     if isinstance(value, PackedSequence):
         raise StructureError(

@@ -26,8 +26,8 @@ class ParameterValues:
         self._tensors = tensors
         self._source = tensors[0].device if tensors else None
         away = [device for device in dict.fromkeys(devices) if device != self._source]
-        self._shared = [_storage_bucket(tensors, indices) for indices in _sharing_storage(tensors)]
-        self._buckets = self._shared + _other_buckets(tensors, self._shared, cap_bytes)
+        shared = [_storage_bucket(tensors, indices) for indices in _sharing_storage(tensors)]
+        self._buckets = shared + _other_buckets(tensors, shared, cap_bytes)
         self._flats = {d: [_empty(bucket, d) for bucket in self._buckets] for d in away}
         self._values = {d: self._views(flats) for d, flats in self._flats.items()}
         if self._source is not None:
@@ -67,8 +67,6 @@ class ParameterValues:
         """For each device what to write, and the one tensor to write there."""
         members = [t.detach() for t in bucket.take(self._tensors)]
         flats = [flats[number] for flats in self._flats.values()]
-        if number < len(self._shared):
-            return [(flat, members[0].as_strided(flat.shape, (1,), 0)) for flat in flats]
         if len(members) == 1:  # nothing to pack
             return [(bucket.views(flat)[0], members[0]) for flat in flats]
         packed = pack(bucket, members)

@@ -100,9 +100,7 @@ def run(calls: Sequence[Callable[[], Any]], devices: Sequence[torch.device]) -> 
     """Run calls side by side, each on its device, and return their results; failures as in :func:`parallel_apply`."""
     if not calls:
         return []
-    context = CallerContext.capture(devices)
-    alone = len(calls) == 1
-    results = [_run_here(calls[0], devices[0])] if alone else _run_on_workers(calls, devices, context)
+    results = [_run_here(calls[0], devices[0])] if len(calls) == 1 else _run_on_workers(calls, devices)
     failures = [(i, result.error) for i, result in enumerate(results) if isinstance(result, _Failure)]
     if failures:
         _raise(failures, devices)
@@ -118,9 +116,8 @@ def _run_here(call: Callable[[], Any], device: torch.device) -> Any:
         return _Failure(error)
 
 
-def _run_on_workers(
-    calls: Sequence[Callable[[], Any]], devices: Sequence[torch.device], context: CallerContext
-) -> list[Any]:
+def _run_on_workers(calls: Sequence[Callable[[], Any]], devices: Sequence[torch.device]) -> list[Any]:
+    context = CallerContext.capture(devices)
     total = torch.get_num_threads()
     shares = iter(_shares(total, sum(device.type == "cpu" for device in devices)))
     group = _Group(context, len(calls))
