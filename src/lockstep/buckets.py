@@ -107,7 +107,7 @@ class BucketPlan:
             TensorSpec(name, tuple(shape), tuple(stride), _dtype(dtype), torch.device(device))
             for (name, shape, stride, dtype), device in zip(data["tensors"], data["devices"], strict=True)
         )
-        return cls(specs, tuple(_bucket(specs, indices) for indices in data["buckets"]))
+        return cls(specs, tuple(pack_bucket(specs, indices) for indices in data["buckets"]))
 
     def _described(self) -> dict[str, object]:
         tensors = [[s.name, s.shape, s.stride, str(s.dtype)] for s in self.specs]
@@ -132,12 +132,13 @@ def plan_buckets(specs: Iterable[TensorSpec], cap_bytes: int = DEFAULT_CAP_BYTES
             groups.append(group)
         group.append(index)
         open_groups[spec.dtype, spec.device] = (group, used + size)
-    return BucketPlan(listed, tuple(_bucket(listed, group) for group in groups))
+    return BucketPlan(listed, tuple(pack_bucket(listed, group) for group in groups))
 
 
-def _bucket(specs: Sequence[TensorSpec], indices: Sequence[int]) -> Bucket:
+def pack_bucket(specs: Sequence[TensorSpec], indices: Sequence[int], alignment: int = ALIGNMENT) -> Bucket:
+    """The bucket of those of the tensors that ``indices`` lists, all of one dtype and device, in that order."""
     members = [specs[i] for i in indices]
-    offsets = list(accumulate((_padded(spec) for spec in members), initial=0))
+    offsets = list(accumulate((_padded(spec, alignment) for spec in members), initial=0))
     slots = tuple(
         Slot(index, offset, spec.shape, spec.stride)
         for index, spec, offset in zip(indices, members, offsets, strict=False)
@@ -145,8 +146,8 @@ def _bucket(specs: Sequence[TensorSpec], indices: Sequence[int]) -> Bucket:
     return Bucket(members[0].dtype, members[0].device, offsets[-1], slots)
 
 
-def _padded(spec: TensorSpec) -> int:
-    step = max(1, ALIGNMENT // spec.dtype.itemsize)
+def _padded(spec: TensorSpec, alignment: int = ALIGNMENT) -> int:
+    step = max(1, alignment // spec.dtype.itemsize)
     return -(-spec.numel // step) * step
 
 

@@ -8,8 +8,16 @@
     │   └── LengthError (AssertionError)      lists that must have one entry for each replica, and have not
     ├── StructureError (ValueError)           nested inputs or outputs that cannot be split or put together
     ├── NotReplicableError (RuntimeError, ValueError) a module that cannot have replicas, with the reason
+    │   └── AlreadyManagedError (AssertionError)  a module that something replicates or shards already
     ├── ReplicaError (RuntimeError)           a replica failed, and its own exception could not be rebuilt
-    └── GradientError (NotImplementedError)   a gradient was asked of something that has none
+    ├── GradientError (NotImplementedError)   a gradient was asked of something that has none
+    ├── OptionError (RuntimeError, ValueError) an option, or two together, that make no sense
+    │   └── UnknownOptionError (TypeError)    an option that does not exist
+    ├── HookError (RuntimeError, TypeError, ValueError) a communication hook that is none, or returns the wrong thing
+    ├── AgreementError (RuntimeError, ValueError) ranks that differ in what must be the same on all
+    │   └── OutOfSyncError                    parameters or buffers that have other values on other ranks
+    ├── CommunicationError (RuntimeError)     a collective failed or timed out
+    └── PeerError (RuntimeError)              another rank failed; this one is told
 
 Each also derives from the built-in exception that PyTorch raises in the same place, so an ``except`` written for
 PyTorch still catches it. Every message says what was wrong, where, what was expected, what was got, and what to do.
@@ -40,9 +48,41 @@ class NotReplicableError(LockstepError, RuntimeError, ValueError):
     """A module cannot be replicated; the message gives the reason."""
 
 
+class AlreadyManagedError(NotReplicableError, AssertionError):
+    """A module that ``replicate`` or ``fully_shard`` has been applied to already."""
+
+
 class ReplicaError(LockstepError, RuntimeError):
     """A replica failed with an exception that could not be rebuilt; ``__cause__`` is that exception."""
 
 
 class GradientError(LockstepError, NotImplementedError):
     """A gradient was asked of an operation that has none."""
+
+
+class OptionError(LockstepError, RuntimeError, ValueError):
+    """An option has a value that makes no sense, alone or next to another."""
+
+
+class UnknownOptionError(OptionError, TypeError):
+    """An option that does not exist; the message names the nearest that does."""
+
+
+class HookError(LockstepError, RuntimeError, TypeError, ValueError):
+    """A communication hook is not callable, is annotated otherwise, or returned what is no gradient."""
+
+
+class AgreementError(LockstepError, RuntimeError, ValueError):
+    """Ranks differ in what must be the same on all; raised on every rank, with the rank, the name and both values."""
+
+
+class OutOfSyncError(AgreementError):
+    """A parameter or buffer has other values on another rank; raised on every rank, by name."""
+
+
+class CommunicationError(LockstepError, RuntimeError):
+    """A collective failed or timed out; ``__cause__`` is what the process group raised."""
+
+
+class PeerError(LockstepError, RuntimeError):
+    """The backward of another rank failed, or is of another round; that rank's own error says why."""

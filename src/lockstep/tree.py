@@ -112,14 +112,18 @@ class Leaf(NamedTuple):
 
 
 class Tree:
-    """A nested value taken apart into :attr:`leaves`; :meth:`build` puts a like one together from new leaves."""
+    """A nested value taken apart into :attr:`leaves`; :meth:`build` puts a like one together from new leaves.
 
-    def __init__(self, value: Any, path: str) -> None:
+    Values of the types in ``whole`` are leaves, whatever they hold.
+    """
+
+    def __init__(self, value: Any, path: str, whole: tuple[type, ...] = ()) -> None:
         self.leaves: list[Leaf] = []
+        self._whole = whole
         self._shape = self._open(value, path)
 
     def _open(self, value: Any, path: str) -> Any:
-        node = open_node(value, path)
+        node = None if isinstance(value, self._whole) else open_node(value, path)
         if node is None:
             self.leaves.append(Leaf(path, value))
             return None
@@ -139,9 +143,9 @@ def _build(shape: Any, leaves: Iterator[Any]) -> Any:
     return build([_build(child, leaves) for child in children])
 
 
-def tree_map(function: Callable[[Any], Any], value: Any, path: str = "value") -> Any:
-    """The value with ``function`` applied to every leaf."""
-    tree = Tree(value, path)
+def tree_map(function: Callable[[Any], Any], value: Any, path: str = "value", whole: tuple[type, ...] = ()) -> Any:
+    """The value with ``function`` applied to every leaf; values of the types in ``whole`` are leaves, too."""
+    tree = Tree(value, path, whole)
     return tree.build([function(leaf.value) for leaf in tree.leaves])
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed._composable.replicate import replicate as torch_composable_replicate
 from torch.nn.parallel import comm as torch_comm
 from torch.nn.parallel import replicate as torch_replicate
 from torch.nn.parallel.parallel_apply import parallel_apply as torch_parallel_apply
@@ -33,14 +34,64 @@ PUBLIC = {
             .statistics()
             .step(loss_fn, *batch)
             .timeline()
+        class DistributedDataParallel(module, device_ids=None, output_device=None, dim=0, broadcast_buffers=None, init_sync=True, process_group=None, bucket_cap_mb=None, find_unused_parameters=False, check_reduction=False, gradient_as_bucket_view=False, static_graph=False, delay_all_reduce_named_params=None, param_to_hook_all_reduce=None, mixed_precision=None, device_mesh=None, skip_all_reduce_unused_params=False, bucket_cap_mb_list=None, batched_grad_copy=False, forward_sync_buffers=None, *, buffer_policy='rank0', params_and_buffers_to_ignore=())
+            .forward(*inputs, **kwargs)
+            .join(divide_by_initial_world_size=True, enable=True, throw_on_early_termination=False)
+            .join_device
+            .join_hook(**kwargs)
+            .join_process_group
+            .load_state_dict(state_dict, strict=True, assign=False)
+            .no_sync()
+            .register_comm_hook(state, hook)
+            .require_backward_grad_sync
+            .set_requires_gradient_sync(requires_gradient_sync)
         class Event(phase, replica, start, end)
         class Statistics(calls=<factory>, seconds=<factory>)
         class SyncBatchNorm(*args, **kwargs)
             .forward(input)
+        accumulate(module, last=True, weight=None)
+        check_in_sync(module, process_group=None)
         data_parallel(module, inputs, device_ids=None, output_device=None, dim=0, module_kwargs=None)
+        module distributed
         module errors
+        load_training_state_dict(module, state_dict)
         module local
-    """,
+        mean_over_ranks(tensors, process_group=None)
+        replicate(module, ignored_modules=None, **options)
+        statistics(module)
+        training_state_dict(module)
+    """,  # noqa: E501
+    "lockstep.distributed": """
+        class DistributedDataParallel(module, device_ids=None, output_device=None, dim=0, broadcast_buffers=None, init_sync=True, process_group=None, bucket_cap_mb=None, find_unused_parameters=False, check_reduction=False, gradient_as_bucket_view=False, static_graph=False, delay_all_reduce_named_params=None, param_to_hook_all_reduce=None, mixed_precision=None, device_mesh=None, skip_all_reduce_unused_params=False, bucket_cap_mb_list=None, batched_grad_copy=False, forward_sync_buffers=None, *, buffer_policy='rank0', params_and_buffers_to_ignore=())
+            .forward(*inputs, **kwargs)
+            .join(divide_by_initial_world_size=True, enable=True, throw_on_early_termination=False)
+            .join_device
+            .join_hook(**kwargs)
+            .join_process_group
+            .load_state_dict(state_dict, strict=True, assign=False)
+            .no_sync()
+            .register_comm_hook(state, hook)
+            .require_backward_grad_sync
+            .set_requires_gradient_sync(requires_gradient_sync)
+        class GradBucket(bucket, buffer, last)
+            .buffer()
+            .gradients()
+            .index()
+            .is_last()
+            .parameters()
+            .set_buffer(buffer)
+        class Replicated()
+            .no_sync()
+            .register_comm_hook(state, hook)
+            .set_requires_gradient_sync(requires_gradient_sync)
+        accumulate(module, last=True, weight=None)
+        check_in_sync(module, process_group=None)
+        load_training_state_dict(module, state_dict)
+        mean_over_ranks(tensors, process_group=None)
+        replicate(module, ignored_modules=None, **options)
+        statistics(module)
+        training_state_dict(module)
+    """,  # noqa: E501
     "lockstep.local": """
         Broadcast.apply(devices, *tensors)
         class DataParallel(module, device_ids=None, output_device=None, dim=0, *, split=None, gather_outputs=True)
@@ -90,14 +141,22 @@ PUBLIC = {
         unpack(bucket, flat)
     """,
     "lockstep.errors": """
+        AgreementError(LockstepError, RuntimeError, ValueError)
+        AlreadyManagedError(NotReplicableError, AssertionError)
+        CommunicationError(LockstepError, RuntimeError)
         DeviceError(LockstepError, RuntimeError)
         GradientError(LockstepError, NotImplementedError)
+        HookError(LockstepError, RuntimeError, TypeError, ValueError)
         LayoutError(LockstepError, RuntimeError, ValueError)
         LengthError(LayoutError, AssertionError)
         LockstepError(Exception)
         NotReplicableError(LockstepError, RuntimeError, ValueError)
+        OptionError(LockstepError, RuntimeError, ValueError)
+        OutOfSyncError(AgreementError)
+        PeerError(LockstepError, RuntimeError)
         ReplicaError(LockstepError, RuntimeError)
         StructureError(LockstepError, ValueError)
+        UnknownOptionError(OptionError, TypeError)
     """,
 }
 
@@ -155,6 +214,8 @@ def test_the_public_names_and_signatures_are_those_of_the_table(module_name):
 
 COUNTERPARTS = [
     (torch.nn.DataParallel, lockstep.DataParallel),
+    (torch.nn.parallel.DistributedDataParallel, lockstep.DistributedDataParallel),
+    (torch_composable_replicate, lockstep.replicate),
     (torch.nn.parallel.data_parallel, lockstep.data_parallel),
     (torch_replicate, local.replicate),
     (torch_parallel_apply, local.parallel_apply),
@@ -193,7 +254,7 @@ def test_defaults_are_those_of_torch(theirs, ours):
     found = {p.name: p.default for p in positional(ours)}
     for parameter in positional(theirs):
         if parameter.default is not parameter.empty:
-            assert found[parameter.name] == parameter.default == DEFAULTS.get(parameter.name)
+            assert found[parameter.name] == parameter.default == DEFAULTS.get(parameter.name, parameter.default)
 
 
 def test_the_calls_of_local_are_those_of_their_modules():
@@ -206,7 +267,7 @@ def test_the_calls_of_local_are_those_of_their_modules():
 def test_the_tree_in_the_docstring_of_errors_is_the_one_there_is():
     tree = lockstep.errors.__doc__
     for name, kind in exported("lockstep.errors"):
-        line = next(line for line in tree.splitlines() if line.split("(")[0].split()[-1:] == [name])
+        line = next(line for line in tree.splitlines() if name in line.replace("(", " ").split())
         builtin = [base.__name__ for base in kind.__bases__ if base.__module__ == "builtins" and base is not Exception]
         assert ("(" in line) == bool(builtin)
         if builtin:

@@ -32,6 +32,7 @@ from lockstep.local.comm import copy_to
 from lockstep.local.exchange import current_replica
 from lockstep.local.replicas import ReplicaSet, cached, replicate, require_on
 from lockstep.phases import Event, Phases, Statistics
+from lockstep.wrapper import is_of_module
 
 T = TypeVar("T", bound=Module)
 
@@ -279,8 +280,7 @@ class DataParallel(Module, Generic[T]):
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load what ``state_dict`` of this wrapper, of ``torch.nn.DataParallel``, or of the plain module gave."""
-        plain = self.module.state_dict().keys()
-        if len(state_dict.keys() & plain) > len(state_dict.keys() & {f"module.{key}" for key in plain}):
+        if is_of_module(state_dict, self.module):
             return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
         return super().load_state_dict(state_dict, strict=strict, assign=assign)
 

@@ -1,0 +1,12 @@
+"""Many processes: replication over a process group."""
+
+from lockstep.distributed.accumulation import accumulate as accumulate
+from lockstep.distributed.ddp import DistributedDataParallel as DistributedDataParallel
+from lockstep.distributed.hooks import GradBucket as GradBucket
+from lockstep.distributed.in_sync import check_in_sync as check_in_sync
+from lockstep.distributed.mean import mean_over_ranks as mean_over_ranks
+from lockstep.distributed.replicate import Replicated as Replicated
+from lockstep.distributed.replicate import replicate as replicate
+from lockstep.distributed.state import load_training_state_dict as load_training_state_dict
+from lockstep.distributed.state import statistics as statistics
+from lockstep.distributed.state import training_state_dict as training_state_dict

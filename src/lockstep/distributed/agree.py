@@ -1,0 +1,113 @@
+"""What ranks compare before they move data.
+
+Ranks describe what they are about to replicate, line by line: options, parameters, buffers. One exchange of fixed size
+compares digests of the descriptions; only if they differ are the descriptions themselves exchanged, and every rank
+raises the same error, which names the rank, the line and both values. A rank that cannot even describe its module
+sends its error instead, so nobody waits for it.
+"""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lockstep.buckets import dense_stride
+from lockstep.distributed.collectives import Collectives
+from lockstep.distributed.dtensors import local_part
+from lockstep.errors import AgreementError
+
+_DIGEST_BYTES = 16
+
+
+class Line(NamedTuple):
+    """One thing that must be the same on all ranks: what it is, and its value."""
+
+    name: str
+    value: str
+
+
+class Description(NamedTuple):
+    """What a rank is about to replicate, or why it cannot."""
+
+    lines: Sequence[Line]
+    error: str = ""
+
+
+def describe_tensor(tensor: Tensor) -> str:
+    """Dtype, shape and, for a parameter, whether it wants a gradient; a DTensor's placements, too."""
+    local = local_part(tensor)
+    text = f"{str(local.dtype).removeprefix('torch.')} of shape {tuple(local.shape)}"
+    if tensor is not local:
+        text += f", placed {tensor.placements}"  # type: ignore[attr-defined]
+    return text
+
+
+def dense_strides(tensor: Tensor) -> tuple[int, ...]:
+    """The strides with which a tensor's gradient is laid out."""
+    local = local_part(tensor)
+    return dense_stride(tuple(local.shape), local.stride())
+
+
+def agree(description: Description, numbers: Sequence[int], collectives: Collectives) -> list[list[int]]:
+    """Raise :class:`AgreementError`, on every rank, unless all describe the same; returns everybody's ``numbers``.
+
+    Communicates one all-gather of a few bytes for each rank, and three more only if there is a difference.
+    """
+    text = json.dumps([description.error, description.lines])
+    digest = hashlib.sha256(text.encode()).digest()[:_DIGEST_BYTES] if not description.error else bytes(_DIGEST_BYTES)
+    own = [*digest, len(numbers)]
+    rows = [row.tolist() for row in collectives.all_gather(_row(own, collectives), "digest of the module")]
+    if any(row[:_DIGEST_BYTES] != rows[0][:_DIGEST_BYTES] for row in rows) or description.error:
+        texts = [data.decode() for data in collectives.all_gather_bytes(text.encode(), "description of the module")]
+        _raise_difference([json.loads(each) for each in texts], collectives)
+    longest = max(int(row[-1]) for row in rows)
+    if not longest:
+        return [[] for _ in rows]
+    padded = _row([*numbers, *[-1] * (longest - len(numbers))], collectives)
+    gathered = collectives.all_gather(padded, "modules on this group")
+    return [[int(n) for n in row.tolist() if n >= 0] for row in gathered]
+
+
+def _row(numbers: Sequence[int], collectives: Collectives) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.int64, device=collectives.device)
+
+
+def _raise_difference(descriptions: list[tuple[str, list[tuple[str, str]]]], collectives: Collectives) -> None:
+    for rank, (error, _) in enumerate(descriptions):
+        if error:
+            raise AgreementError(f"rank {rank} cannot replicate its module: {error}")
+    reference = descriptions[0][1]
+    for rank, (_, lines) in enumerate(descriptions):
+        for mine, theirs in zip(reference, lines, strict=False):
+            if mine != theirs:
+                raise AgreementError(_difference(rank, mine, theirs, {name for name, _ in reference}))
+        if len(lines) != len(reference):
+            longer, more, less = (0, reference, lines) if len(reference) > len(lines) else (rank, lines, reference)
+            name, value = more[len(less)]
+            raise AgreementError(
+                f"ranks differ: rank {longer} has {name} ({value}), rank {rank if longer == 0 else 0} has no such "
+                "thing "
+                f"({len(reference)} entries on rank 0, {len(lines)} on rank {rank}); build the same module on every "
+                "rank"
+            )
+    raise AgreementError("ranks differ, but describe the same; this is a bug in lockstep")
+
+
+def _difference(rank: int, mine: Sequence[str], theirs: Sequence[str], known: set[str]) -> str:
+    if mine[0] == theirs[0] and mine[0].startswith("strides of "):
+        return (
+            f"{mine[0].removeprefix('strides of ')} on rank {rank}, with strides {theirs[1]}, appears not to match "
+            "strides of "
+            f"the same param in process 0, {mine[1]}; use the same memory format on every rank"
+        )
+    if mine[0] == theirs[0]:
+        return f"ranks differ in {mine[0]}: {mine[1]} on rank 0, {theirs[1]} on rank {rank}; it must be the same on every rank"
+    hint = "in another order" if theirs[0] in known else "of another module"
+    return (
+        f"ranks differ: where rank 0 has {mine[0]} ({mine[1]}), rank {rank} has {theirs[0]} ({theirs[1]}), {hint}; "
+        "register "
+        "the same parameters and buffers, in the same order, on every rank"
+    )

@@ -1,0 +1,238 @@
+"""Buffers follow a policy, and travel with the gradients.
+
+``rank0``: every rank gets rank 0's values. ``mean``: floating and complex buffers become the mean over the ranks, all
+others rank 0's. ``local``: each rank keeps its own.
+
+Buffers are made equal at the end of every backward that synchronises, so the next forward begins with the same values
+everywhere, as it does where they are broadcast before forward. Small ones ride in the report (``report.py``): a value
+that one rank contributes and all others leave at zero is exact under a sum; what is not of the carrier's dtype rides
+as bytes, one for each element. Large ones take one more collective.
+
+Buffers may come, go, or change their shape: the rank that notices says so in its report, and all compare them anew at
+the end of that backward.
+
+A tensor that a pending backward may have saved is never written: if anything but Python holds it, the module gets a new
+tensor in its place.
+"""
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, Literal, NamedTuple
+from weakref import ref
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from lockstep.distributed.agree import Description, Line, agree
+from lockstep.distributed.collectives import Collectives, Pending
+
+Policy = Literal["rank0", "mean", "local"]
+POLICIES: tuple[Policy, ...] = ("rank0", "mean", "local")
+RIDING_BYTES = 256 * 1024
+"""Buffers that need no more than this many bytes, all together, ride in the last bucket of gradients."""
+
+
+class Slot(NamedTuple):
+    """A place in a module where a buffer is registered."""
+
+    owner: "ref[Module]"
+    key: str
+
+
+class Buffer:
+    """One buffer, perhaps registered in several places."""
+
+    def __init__(self, name: str, slots: Sequence[Slot], tensor: Tensor) -> None:
+        self.name, self._slots = name, slots
+        self.shape, self.dtype, self.device = tensor.shape, tensor.dtype, tensor.device
+
+    def current(self) -> Tensor | None:
+        """The tensor registered now; None if there is none any more, or one of another kind."""
+        owner, key = self._slots[0].owner(), self._slots[0].key
+        tensor = owner._buffers.get(key) if owner is not None else None
+        fits = tensor is not None and tensor.shape == self.shape and tensor.dtype == self.dtype
+        return tensor if fits else None
+
+    def blank(self) -> Tensor:
+        """What is sent where there is no such tensor."""
+        return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
+
+    @torch.no_grad()
+    def assign(self, value: Tensor) -> None:
+        """Give the buffer new values: in place, unless a graph may have saved it."""
+        tensor = self.current()
+        if tensor is None:
+            return
+        if holders(tensor) == 1 and not tensor.requires_grad and not tensor.is_inference():
+            tensor.copy_(value)
+            return
+        new = torch.empty_like(tensor).copy_(value).requires_grad_(tensor.requires_grad)
+        for owner, key in self._slots:
+            module = owner()
+            if module is not None and module._buffers.get(key) is tensor:
+                module._buffers[key] = new
+
+
+class BufferSet:
+    """Every buffer of a module, by its first name; those of ``skipped`` modules and ``ignored`` names left out.
+
+    Refers to modules weakly, or by dictionaries that lead down from the module, never back to it.
+    """
+
+    def __init__(self, module: Module, skipped: Collection[Module], ignored: Collection[str]) -> None:
+        places: dict[int, tuple[str, Tensor, list[Slot]]] = {}
+        self._registries: list[dict[str, Any]] = []
+        self._vacant: list[tuple[dict[str, Any], str]] = []
+        for prefix, owner in module.named_modules():
+            if owner in skipped:
+                continue
+            self._registries += [owner._buffers, owner._modules]
+            for key, tensor in owner._buffers.items():
+                name = f"{prefix}.{key}" if prefix else key
+                if tensor is None:
+                    self._vacant.append((owner._buffers, key))
+                elif name not in ignored:
+                    places.setdefault(id(tensor), (name, tensor, []))[2].append(Slot(ref(owner), key))
+        self._sizes = list(map(len, self._registries))
+        self.buffers = [Buffer(name, slots, tensor) for name, tensor, slots in places.values()]
+
+    def changed(self) -> bool:
+        """Whether buffers have been registered, removed or replaced by others of another kind since."""
+        return (
+            list(map(len, self._registries)) != self._sizes
+            or any(registry.get(key) is not None for registry, key in self._vacant)
+            or any(buffer.current() is None for buffer in self.buffers)
+        )
+
+
+def holders(tensor: Any) -> int:
+    """How many hold a tensor, where Python counts as one; a graph that has saved it is another."""
+    return int(tensor._use_count())
+
+
+class _Rider(NamedTuple):
+    buffer: Buffer
+    place: slice
+    as_bytes: bool
+    averaged: bool
+
+
+class BufferSync:
+    """Carries the buffers of one module by one policy."""
+
+    def __init__(self, scan: Callable[[], BufferSet], policy: Policy, collectives: Collectives) -> None:
+        self.policy = policy
+        self.source = 0
+        """The rank whose values the others get: 0, but the first with batches left inside ``join()``."""
+        self._scan, self._collectives = scan, collectives
+        self._set: BufferSet | None = None if policy == "local" else scan()
+        self._riders: list[_Rider] = []
+        self._large: list[Buffer] = []
+        self._sent: list[tuple[Pending, Tensor, list[Buffer]]] = []
+
+    @property
+    def buffers(self) -> list[Buffer]:
+        """The buffers that are carried."""
+        return [] if self._set is None else self._set.buffers
+
+    def changed(self) -> bool:
+        """Whether the module has other buffers now; then nothing is carried until :meth:`renew`."""
+        return self._set is not None and self._set.changed()
+
+    def renew(self) -> None:
+        """Look at the module's buffers anew, compare them with the other ranks', and make them equal."""
+        self._set = None if self.policy == "local" else self._scan()
+        agree(Description([describe_buffer(b) for b in self.buffers]), [], self._collectives)
+        self._begin_to_send(self.buffers)
+        self.finish_large()
+
+    def board(self, carrier: torch.dtype) -> int:
+        """Choose who rides behind gradients of dtype ``carrier``; returns how many elements that takes."""
+        self._riders, self._large = [], []
+        used = 0
+        for buffer in sorted(self.buffers, key=lambda b: b.shape.numel() * b.dtype.itemsize):
+            averaged = self._averaged(buffer)
+            exact = buffer.dtype == carrier or (averaged and torch.promote_types(buffer.dtype, carrier) == carrier)
+            count = buffer.shape.numel() * (1 if exact else buffer.dtype.itemsize)
+            if (averaged and not exact) or (used + count) * carrier.itemsize > RIDING_BYTES:
+                self._large.append(buffer)
+                continue
+            self._riders.append(_Rider(buffer, slice(used, used + count), not exact, averaged))
+            used += count
+        return used
+
+    @property
+    def _is_source(self) -> bool:
+        return self._collectives.rank == self.source
+
+    def _averaged(self, buffer: Buffer) -> bool:
+        return self.policy == "mean" and (buffer.dtype.is_floating_point or buffer.dtype.is_complex)
+
+    @torch.no_grad()
+    def write(self, cargo: Tensor) -> None:
+        """Put this rank's part into the cleared end of a report."""
+        for rider in self._riders:
+            tensor = rider.buffer.current()
+            if tensor is None or not (rider.averaged or self._is_source):
+                continue
+            flat = _as_bytes(tensor) if rider.as_bytes else tensor.reshape(-1)
+            cargo[rider.place].copy_(flat)
+            if rider.averaged:
+                cargo[rider.place] /= self._collectives.world
+
+    @torch.no_grad()
+    def read(self, cargo: Tensor) -> None:
+        """Take the values out of the summed end of a report."""
+        for rider in self._riders:
+            if self._is_source and not rider.averaged:
+                continue
+            values = cargo[rider.place]
+            if rider.as_bytes:
+                values = values.to(torch.uint8).view(rider.buffer.dtype)
+            rider.buffer.assign(values.view(rider.buffer.shape))
+
+    def send_large(self) -> None:
+        """Begin to send those that do not ride: one collective for each device, or dtype where values are averaged."""
+        self._begin_to_send(self._large)
+
+    @torch.no_grad()
+    def _begin_to_send(self, buffers: Sequence[Buffer]) -> None:
+        groups: dict[object, list[Buffer]] = {}
+        for buffer in buffers:
+            kind = buffer.dtype if self._averaged(buffer) else None
+            groups.setdefault((buffer.device, kind), []).append(buffer)
+        for group in groups.values():
+            self._sent.append(self._send(group))
+
+    def _send(self, group: list[Buffer]) -> tuple[Pending, Tensor, list[Buffer]]:
+        tensors = [b.current() for b in group]
+        given = [b.blank() if t is None else t for b, t in zip(group, tensors, strict=True)]
+        if self._averaged(group[0]):
+            flat = torch.cat([tensor.detach().reshape(-1) for tensor in given]).div_(self._collectives.world)
+            return self._collectives.all_reduce(flat, "buffers"), flat, group
+        flat = torch.cat([_as_bytes(tensor) for tensor in given])
+        return self._collectives.broadcast(flat, "buffers", self.source), flat, group
+
+    @torch.no_grad()
+    def finish_large(self) -> None:
+        """Wait for them, and hand them out."""
+        sent, self._sent = self._sent, []
+        for pending, flat, group in sent:
+            pending.wait()
+            averaged = self._averaged(group[0])
+            if self._is_source and not averaged:
+                continue
+            sizes = [b.shape.numel() * (1 if averaged else b.dtype.itemsize) for b in group]
+            for buffer, piece in zip(group, flat.split(sizes), strict=True):
+                values = piece if averaged else piece.clone().view(buffer.dtype)
+                buffer.assign(values.view(buffer.shape))
+
+
+def describe_buffer(buffer: Buffer) -> Line:
+    """What must be the same on all ranks."""
+    kind = str(buffer.dtype).removeprefix("torch.")
+    return Line(f"buffer {buffer.name}", f"{kind} of shape {tuple(buffer.shape)}")
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)

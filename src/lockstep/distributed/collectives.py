@@ -1,0 +1,132 @@
+"""The only file that calls collectives of ``torch.distributed``: always on an explicit group, labelled and counted.
+
+A group is what ``init_process_group`` and ``new_group`` make, a dimension of a ``DeviceMesh``, or a bare backend such
+as ``dist.ProcessGroupGloo(...)``; nothing here asks for the default group or for a global rank.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lockstep.errors import CommunicationError
+from lockstep.phases import Phases
+
+Group = Any
+"""A ``dist.ProcessGroup`` or a bare backend: both have ``rank()`` and ``size()``."""
+
+
+class Pending:
+    """A collective on its way."""
+
+    def __init__(self, work: Any, what: str, owner: "Collectives") -> None:
+        self._work, self._what, self._owner = work, what, owner
+
+    def wait(self) -> None:
+        """Return when the tensor holds the result (for the current stream, where there are streams)."""
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            raise self._owner.failure(self._what, error) from error
+
+
+class Collectives:
+    """What one owner sends over one group; ``phases`` counts it as ``collective`` and times the waiting as ``wait``."""
+
+    def __init__(self, group: Group, phases: Phases) -> None:
+        self.group, self.phases = group, phases
+        self.rank: int = group.rank()
+        self.world: int = group.size()
+        self.device = control_device(group)
+        self._registered = _is_registered(group)
+
+    def check_alive(self) -> None:
+        """Raise if the group has been destroyed since."""
+        if self._registered and not _is_registered(self.group):
+            raise CommunicationError(
+                f"rank {self.rank}: the process group has been destroyed; gradients cannot be synchronised any more. "
+                "Destroy it after the last backward, or run this one under no_sync()"
+            )
+
+    def all_reduce(self, tensor: Tensor, what: str) -> Pending:
+        """Begin to sum a tensor over the ranks, in place."""
+        with self.phases.phase("collective", f"all_reduce, {what}"):
+            return self._begin(what, lambda: dist.all_reduce(tensor, group=self.group, async_op=True))
+
+    def broadcast(self, tensor: Tensor, what: str, source: int = 0) -> Pending:
+        """Begin to give every rank the values of rank ``source``, in place."""
+        with self.phases.phase("collective", f"broadcast, {what}"):
+            return self._begin(what, lambda: dist.broadcast(tensor, group=self.group, group_src=source, async_op=True))
+
+    def all_gather(self, tensor: Tensor, what: str) -> list[Tensor]:
+        """The tensor of every rank, all of one shape, in rank order."""
+        gathered = [torch.empty_like(tensor) for _ in range(self.world)]
+        with self.phases.phase("collective", f"all_gather, {what}"):
+            self._begin(what, lambda: dist.all_gather(gathered, tensor, group=self.group, async_op=True)).wait()
+        return gathered
+
+    def all_gather_bytes(self, data: bytes, what: str) -> list[bytes]:
+        """The bytes of every rank, of any length, in rank order; two collectives."""
+        size = torch.tensor([len(data)], dtype=torch.int64, device=self.device)
+        sizes = [int(each) for each in self.all_gather(size, f"size of {what}")]
+        padded = torch.zeros(max(1, *sizes), dtype=torch.uint8)
+        if data:
+            padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        rows = self.all_gather(padded.to(self.device), what)
+        return [to_bytes(row[:length]) for row, length in zip(rows, sizes, strict=True)]
+
+    def _begin(self, what: str, call: Any) -> Pending:
+        try:
+            work = call()
+        except (RuntimeError, ValueError) as error:
+            raise self.failure(what, error) from error
+        if work is None:
+            raise CommunicationError(f"{what}: this process is not in the process group it was given")
+        return Pending(work, what, self)
+
+    def failure(self, what: str, error: BaseException) -> CommunicationError:
+        """The error to raise for what a collective raised."""
+        gist = (str(error) or type(error).__name__).splitlines()[0]
+        return CommunicationError(
+            f"rank {self.rank} of {self.world}: {what} failed: {gist}. Another rank has ended, was stopped, or did "
+            "not run "
+            "the same backward passes (one batch less, another branch under no_sync); look at the first error of the "
+            "other ranks"
+        )
+
+
+def to_bytes(tensor: Tensor) -> bytes:
+    """The values of a one-dimensional uint8 tensor."""
+    return bytes(tensor.cpu().tolist())
+
+
+def control_device(group: Group) -> torch.device:
+    """Where the small tensors lie with which ranks agree: the CPU if the group can, else the current accelerator."""
+    try:
+        backends = str(dist.get_backend_config(group))
+    except (RuntimeError, ValueError, KeyError, AttributeError, TypeError):  # a bare backend
+        backends = group.name()
+    if backends in ("gloo", "fake", "mpi", "shm") or "cpu:" in backends:
+        return torch.device("cpu")
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None:
+        return torch.device("cpu")
+    return torch.device(accelerator.type, torch.accelerator.current_device_index())
+
+
+def resolve_group(group: Group | None) -> Group | None:
+    """``group``, or the default group, or None if there is none yet."""
+    if group is not None:
+        return group
+    return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+
+
+def _is_registered(group: Group) -> bool:
+    if not dist.is_initialized():
+        return False
+    try:
+        dist.get_process_group_ranks(group)
+    except (RuntimeError, ValueError, KeyError, AttributeError, TypeError):
+        return False
+    return True

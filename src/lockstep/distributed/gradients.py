@@ -1,0 +1,307 @@
+"""Gradients in their buckets: taken from the parameters, sent as one tensor, handed out again.
+
+A gradient lives in its bucket. Between rounds ``parameter.grad`` is a view of the bucket's flat tensor, so an
+accumulation or ``zero_grad(set_to_none=False)`` works in place and nothing has to be copied in; a gradient that
+autograd made anew, after ``zero_grad()``, is copied in once. While a bucket is on its way its parameters have no
+gradient, so that a late one cannot be added to memory that is being sent.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from lockstep.buckets import TensorSpec
+from lockstep.distributed.dtensors import is_dtensor, like_parameter, local_part, matching_gradient
+from lockstep.distributed.memory import GradientMemory
+from lockstep.distributed.plan import Kind, PlannedBucket
+from lockstep.distributed.report import Report
+from lockstep.errors import LayoutError
+
+
+class ManagedParameter:
+    """A parameter whose gradient is synchronised."""
+
+    __slots__ = ("__weakref__", "graph", "index", "name", "parameter", "sparse", "spec")
+
+    def __init__(self, index: int, name: str, parameter: Parameter, sparse: bool) -> None:
+        self.index, self.name, self.parameter, self.sparse = index, name, parameter, sparse
+        dtype = getattr(parameter, "grad_dtype", None) or parameter.dtype
+        spec = TensorSpec.of(local_part(parameter), name)
+        self.spec = TensorSpec(name, spec.shape, spec.stride, dtype, spec.device)
+        self.graph: Tensor | None = None  # the gradient itself, if backward was run with create_graph=True
+
+    def take(self, grad: Tensor) -> Tensor:
+        """The gradient of this rank as a plain tensor; raises if it is not of the planned dtype and shape."""
+        if grad.requires_grad:
+            self.graph = grad
+        local = matching_gradient(grad.detach(), self.parameter)
+        self.check(local)
+        return local
+
+    def check(self, local: Tensor) -> None:
+        """Raise :class:`LayoutError` if a parameter or gradient is not of the planned dtype, shape and device."""
+        spec = self.spec
+        if local.shape != spec.shape or local.dtype != spec.dtype or local.device != spec.device:
+            raise LayoutError(
+                f"parameter {self.name} had gradients of {spec.dtype}, shape {spec.shape}, on {spec.device} when its "
+                "module "
+                f"was replicated, and has one of {local.dtype}, shape {tuple(local.shape)}, on {local.device} now; "
+                "change "
+                "shape, dtype and device of a module before replicating it"
+            )
+
+    def blank(self) -> Tensor:
+        """No gradient: zeros of the planned dtype and shape, without any entry if gradients are sparse."""
+        spec = self.spec
+        if self.sparse:
+            size = (1, 0), (0, *spec.shape[1:])
+            indices = torch.empty(size[0], dtype=torch.int64, device=spec.device)
+            values = torch.empty(size[1], dtype=spec.dtype, device=spec.device)
+            return torch.sparse_coo_tensor(indices, values, spec.shape, check_invariants=True).coalesce()
+        return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=spec.device).zero_()
+
+
+class GradientBucket:
+    """One bucket of the plan, in use; subclasses differ in where the gradients lie while they are sent."""
+
+    def __init__(self, index: int, planned: PlannedBucket, members: Sequence[ManagedParameter]) -> None:
+        self.index, self.planned = index, planned
+        self.members = list(members)
+        self.missing = len(self.members)
+        self.sent = False
+        self._spared: list[tuple[ManagedParameter, Tensor, Tensor | None]] = []
+
+    def open(self) -> None:
+        """A round begins."""
+        self.missing = len(self.members)
+        self.sent = False
+        self._spared.clear()
+
+    def collect(self, scale: float, touched: bytearray) -> Tensor:
+        """Take the gradients from the parameters, times ``scale``; returns what is to be summed.
+
+        ``touched`` tells of every parameter whether it has had a gradient since the last round. What the others hold
+        counts, too, but is given back unless another rank has had one.
+        """
+        raise NotImplementedError
+
+    def accept(self, summed: Tensor) -> None:
+        """Put back what a communication hook made of the tensor that :meth:`collect` returned."""
+        raise NotImplementedError
+
+    def rescale(self, factor: float) -> None:
+        """Multiply all reduced gradients."""
+        raise NotImplementedError
+
+    def hand_out(self, report: Report) -> None:
+        """Give the parameters their reduced gradients; one that no rank used gets back what it had."""
+        for position, member in enumerate(self.members):
+            if report.uses(member.index):
+                member.parameter.grad = self._gradient(position)
+        for member, grad, values in self._spared:
+            if not report.uses(member.index):
+                if values is not None:
+                    local_part(grad).copy_(values)
+                member.parameter.grad = grad
+        self._spared.clear()
+
+    def _gradient(self, position: int) -> Tensor:
+        """What the member at that position gets."""
+        raise NotImplementedError
+
+    def _spare(self, member: ManagedParameter, grad: Tensor, inside: bool) -> None:
+        """Keep the gradient of a parameter that this rank did not use: perhaps no rank did."""
+        self._spared.append((member, grad, local_part(grad).clone() if inside else None))
+
+    def blank(self) -> Tensor:
+        """A tensor to send in place of what :meth:`collect` returns, without any gradient."""
+        return self.members[0].blank().flatten()
+
+
+class SharedBucket(GradientBucket):
+    """Gradients that live side by side in one flat tensor."""
+
+    def __init__(self, index: int, planned: PlannedBucket, members: Sequence[ManagedParameter], extra: int) -> None:
+        super().__init__(index, planned, members)
+        self._extra = extra
+        self._parameters = [member.parameter for member in members]
+        self._plain = not any(is_dtensor(parameter) for parameter in self._parameters)
+        self._memory = GradientMemory(planned.layout, self._parameters, extra)
+
+    def collect(self, scale: float, touched: bytearray) -> Tensor:
+        """See :meth:`GradientBucket.collect`; the report's row, behind the gradients, is not scaled."""
+        grads = [parameter.grad for parameter in self._parameters]
+        memory = self._memory
+        flat = memory.claim(grads)
+        if 0 in touched:
+            self._spare_untouched(grads, touched)
+        for parameter in self._parameters:
+            parameter.grad = None
+        fresh = [i for i, (grad, own) in enumerate(zip(grads, memory.grads, strict=True)) if grad is not own]
+        given = [(i, grad) for i in fresh if (grad := grads[i]) is not None]
+        if given:
+            self._copy_in(given)
+        if len(given) < len(fresh):
+            empty = [i for i in fresh if grads[i] is None]
+            torch._foreach_zero_([memory.views[i] for i in empty])
+            for i in empty:
+                touched[self.members[i].index] = 0  # by a gradient that was undefined
+        gradients = flat[: self.planned.layout.numel]
+        if scale != 1:
+            gradients.mul_(scale)
+        return flat if self._extra else gradients
+
+    def _copy_in(self, given: Sequence[tuple[int, Tensor]]) -> None:
+        """Copy gradients into their views; raises if one is of another kind than was planned."""
+        views, grads = [self._memory.views[i] for i, _ in given], [grad for _, grad in given]
+        if self._plain and not grads[0].requires_grad:  # none does, but under create_graph=True
+            try:
+                torch._foreach_copy_(views, grads)
+                return
+            except RuntimeError:  # a sparse gradient, or one of another shape
+                pass
+        taken = [self.members[i].take(grad) for i, grad in given]
+        torch._foreach_copy_(views, [grad.to_dense() if grad.is_sparse else grad for grad in taken])
+
+    def _spare_untouched(self, grads: Sequence[Tensor | None], touched: bytearray) -> None:
+        for member, grad, own in zip(self.members, grads, self._memory.grads, strict=True):
+            if grad is not None and not touched[member.index]:
+                self._spare(member, grad, inside=grad is own)
+
+    @property
+    def row(self) -> Tensor:
+        """The report's place, behind the gradients."""
+        assert self._memory.flat is not None
+        return self._memory.flat[self.planned.layout.numel :]
+
+    @property
+    def _gradients(self) -> Tensor:
+        assert self._memory.flat is not None
+        return self._memory.flat[: self.planned.layout.numel]
+
+    def blank(self) -> Tensor:
+        """See :meth:`GradientBucket.blank`."""
+        return self._memory.blank()
+
+    def accept(self, summed: Tensor) -> None:
+        """See :meth:`GradientBucket.accept`."""
+        accept_into(self._gradients, summed)
+
+    def rescale(self, factor: float) -> None:
+        """See :meth:`GradientBucket.rescale`."""
+        self._gradients.mul_(factor)
+
+    def hand_out(self, report: Report) -> None:
+        """See :meth:`GradientBucket.hand_out`."""
+        if report.used is not None:
+            super().hand_out(report)
+        else:
+            for member, parameter, grad in zip(self.members, self._parameters, self._memory.grads, strict=True):
+                try:
+                    parameter.grad = grad
+                except RuntimeError:
+                    member.check(parameter)
+                    raise
+            self._spared.clear()
+        self._memory.rest()
+
+    def _gradient(self, position: int) -> Tensor:
+        return self._memory.grads[position]
+
+
+class AloneBucket(GradientBucket):
+    """One large gradient, reduced where it is."""
+
+    def collect(self, scale: float, touched: bytearray) -> Tensor:
+        """See :meth:`GradientBucket.collect`."""
+        (member,) = self.members
+        (slot,) = self.planned.layout.slots
+        grad = member.parameter.grad
+        self._own: Tensor | None = None
+        if grad is None:
+            taken = member.blank()
+            touched[member.index] = 0
+        else:
+            taken = member.take(grad)
+            spared = not touched[member.index]
+            if spared:
+                self._spare(member, grad, inside=False)
+            if spared or member.graph is not None or taken.is_sparse or taken.stride() != slot.stride:
+                taken = member.blank().copy_(taken.to_dense() if taken.is_sparse else taken)
+            elif not is_dtensor(grad):
+                self._own = grad
+        self._result = taken
+        member.parameter.grad = None
+        flat = flattened(taken)
+        return flat.mul_(scale) if scale != 1 else flat
+
+    def accept(self, summed: Tensor) -> None:
+        """See :meth:`GradientBucket.accept`."""
+        accept_into(flattened(self._result), summed)
+
+    def rescale(self, factor: float) -> None:
+        """See :meth:`GradientBucket.rescale`."""
+        self._result.mul_(factor)
+
+    def hand_out(self, report: Report) -> None:
+        """See :meth:`GradientBucket.hand_out`; the gradient is the parameter's alone again."""
+        super().hand_out(report)
+        del self._result, self._own
+
+    def _gradient(self, position: int) -> Tensor:
+        return self._own if self._own is not None else like_parameter(self._result, self.members[0].parameter)
+
+
+class SparseBucket(GradientBucket):
+    """One sparse gradient; ranks may have different rows."""
+
+    def collect(self, scale: float, touched: bytearray) -> Tensor:
+        """See :meth:`GradientBucket.collect`."""
+        (member,) = self.members
+        grad = member.parameter.grad
+        taken = member.blank() if grad is None else member.take(grad)
+        touched[member.index] &= grad is not None
+        if grad is not None and not touched[member.index]:
+            self._spare(member, grad, inside=False)
+        member.parameter.grad = None
+        self._result = (taken if taken.is_sparse else taken.to_sparse(1)).coalesce() * scale
+        return self._result
+
+    def blank(self) -> Tensor:
+        """See :meth:`GradientBucket.blank`."""
+        return self.members[0].blank()
+
+    def accept(self, summed: Tensor) -> None:
+        """See :meth:`GradientBucket.accept`."""
+        self._result = summed
+
+    def rescale(self, factor: float) -> None:
+        """See :meth:`GradientBucket.rescale`."""
+        self._result = self._result * factor
+
+    def _gradient(self, position: int) -> Tensor:
+        return self._result
+
+
+def make_bucket(
+    index: int, planned: PlannedBucket, members: Sequence[ManagedParameter], extra: int = 0
+) -> GradientBucket:
+    """The bucket in use for a planned one; ``extra`` elements behind the gradients carry the report."""
+    if planned.kind is Kind.ALONE:
+        return AloneBucket(index, planned, members)
+    if planned.kind is Kind.SPARSE:
+        return SparseBucket(index, planned, members)
+    return SharedBucket(index, planned, members, extra)
+
+
+def flattened(tensor: Tensor) -> Tensor:
+    """All elements of a tensor without gaps, in the order in which they lie in memory; a view."""
+    return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+
+
+def accept_into(gradients: Tensor, summed: Tensor) -> None:
+    """Copy what a hook returned, unless it is what it was given."""
+    if summed.data_ptr() != gradients.data_ptr() or summed.dtype != gradients.dtype:
+        gradients.copy_(summed.view_as(gradients))

@@ -1,0 +1,195 @@
+"""Communication hooks: what a bucket looks like to them, and several of them one after the other.
+
+A hook is called with its state and a bucket, as PyTorch's are, when the bucket is ready to leave. What it returns
+decides:
+
+- a future (``torch.futures.Future``): the hook communicates by itself, and divides by the world size by itself; the
+  future's value is the reduced buffer. All hooks that come with PyTorch are of this kind and run unchanged.
+- a tensor: the hook has transformed the buffer (a cast, a clip, noise). Averaging is done for it, after the last hook,
+  in the tensor's own dtype; the result is cast back.
+
+Several hooks make a chain: each one gets the buffer that the one before has left.
+"""
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+
+from lockstep.distributed.collectives import Collectives
+from lockstep.distributed.gradients import GradientBucket
+from lockstep.errors import HookError
+
+
+class Waitable(Protocol):
+    """Something sent, to be waited for."""
+
+    def wait(self) -> object:
+        """Return when it has arrived."""
+
+
+class GradBucket:
+    """A bucket as communication hooks see it: answers to the names of ``torch.distributed.GradBucket``.
+
+    Gradients are this rank's own sums, not yet divided by anything.
+    """
+
+    def __init__(self, bucket: GradientBucket, buffer: Tensor, last: bool) -> None:
+        self._bucket, self._buffer, self._last = bucket, buffer, last
+
+    def index(self) -> int:
+        """The place of the bucket in the order in which buckets leave; 0 is the first."""
+        return self._bucket.index
+
+    def buffer(self) -> Tensor:
+        """The gradients as one flat tensor (a sparse one, if the bucket holds a sparse gradient)."""
+        return self._buffer
+
+    def gradients(self) -> list[Tensor]:
+        """The gradients, as views of the buffer in the shapes of the parameters."""
+        if self._buffer.is_sparse:
+            return [self._buffer]
+        return self._bucket.planned.layout.views(self._buffer)
+
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """The parameters, in the order of :meth:`gradients`."""
+        return [member.parameter for member in self._bucket.members]
+
+    def is_last(self) -> bool:
+        """Whether this is the last bucket of the backward pass."""
+        return self._last
+
+    def set_buffer(self, buffer: Tensor) -> None:
+        """Replace the buffer by one of the same number of elements."""
+        if buffer.numel() != self._buffer.numel():
+            raise HookError(
+                f"bucket {self.index()}: set_buffer() got {buffer.numel()} elements, expected {self._buffer.numel()}"
+            )
+        self._buffer = buffer
+
+
+class Hook(NamedTuple):
+    """A registered hook."""
+
+    state: Any
+    call: Callable[[Any, Any], Any]
+
+
+class HookChain:
+    """The hooks of one module."""
+
+    def __init__(self) -> None:
+        self.hooks: list[Hook] = []
+
+    def register(self, state: Any, hook: Callable[[Any, Any], Any]) -> None:
+        """Add a hook at the end of the chain; raises :class:`HookError` if it cannot be one."""
+        check_hook(hook)
+        self.hooks.append(Hook(state, hook))
+
+    def send(
+        self, bucket: GradientBucket, buffer: Tensor, last: bool, collectives: Collectives, divisor: float
+    ) -> Waitable:
+        """Call the hooks for a bucket; the result is in the bucket when the returned object has been waited for."""
+        seen = GradBucket(bucket, buffer, last)
+        averaged = False
+        for number, hook in enumerate(self.hooks):
+            outcome = hook.call(hook.state, seen)
+            if isinstance(outcome, Tensor):
+                seen.set_buffer(outcome)
+                continue
+            if not isinstance(outcome, Future | torch._C.Future):
+                raise HookError(
+                    f"Communication hook {_name(hook.call)}: callback must return a torch.futures.Future object, but "
+                    "got "
+                    f"{type(outcome).__name__}; return a Future of the reduced buffer, or the transformed buffer as a "
+                    "Tensor"
+                )
+            averaged = True
+            if number == len(self.hooks) - 1:
+                return _Reduced(bucket, outcome, hook)
+            seen.set_buffer(_value(outcome.wait(), hook))
+        if averaged:
+            return _Arrived(bucket, seen.buffer())
+        outgoing = seen.buffer().clone() if seen.buffer() is not buffer else buffer
+        outgoing = outgoing.div_(divisor)
+        return _Averaged(bucket, outgoing, collectives.all_reduce(outgoing, f"bucket {bucket.index}"))
+
+
+class _Reduced:
+    """A bucket whose last hook has returned a future."""
+
+    def __init__(self, bucket: GradientBucket, future: Any, hook: Hook) -> None:
+        self._bucket, self._future, self._hook = bucket, future, hook
+
+    def wait(self) -> None:
+        self._bucket.accept(_value(self._future.wait(), self._hook))
+
+
+class _Arrived:
+    """A bucket that is reduced already."""
+
+    def __init__(self, bucket: GradientBucket, summed: Tensor) -> None:
+        self._bucket, self._summed = bucket, summed
+
+    def wait(self) -> None:
+        self._bucket.accept(self._summed)
+
+
+class _Averaged:
+    """A bucket that is averaged after its hooks have transformed it."""
+
+    def __init__(self, bucket: GradientBucket, outgoing: Tensor, pending: Waitable) -> None:
+        self._bucket, self._outgoing, self._pending = bucket, outgoing, pending
+
+    def wait(self) -> None:
+        self._pending.wait()
+        self._bucket.accept(self._outgoing)
+
+
+def _value(outcome: Any, hook: Hook) -> Tensor:
+    """The tensor that a future holds, alone or as the only entry of a list."""
+    if isinstance(outcome, Sequence) and len(outcome) == 1:
+        outcome = outcome[0]
+    if not isinstance(outcome, Tensor):
+        raise HookError(
+            f"Communication hook {_name(hook.call)}: expected a future of a Tensor or of a list of one, got one of "
+            f"{type(outcome).__name__}"
+        )
+    return outcome
+
+
+def check_hook(hook: Any) -> None:
+    """Raise :class:`HookError` for what cannot be a communication hook."""
+    if not callable(hook):
+        raise HookError(f"Communication hook must be callable. Got {type(hook).__name__}")
+    try:
+        signature = inspect.signature(hook)
+    except (TypeError, ValueError):  # built in
+        return
+    bucket = signature.parameters.get("bucket")
+    annotation = inspect.Parameter.empty if bucket is None else bucket.annotation
+    if annotation not in (inspect.Parameter.empty, _TORCH_BUCKET, GradBucket, *_GRAD_BUCKET_NAMES):
+        raise HookError(
+            f"Communication hook: bucket annotation should be dist.GradBucket. Got {annotation} in {_name(hook)}"
+        )
+    returned = signature.return_annotation
+    if returned not in (inspect.Signature.empty, *_RETURNED) and not str(returned).endswith(_RETURNED_NAMES):
+        raise HookError(
+            "Communication hook: return annotation should be torch.futures.Future[torch.Tensor], or torch.Tensor for "
+            "a hook "
+            f"that only transforms. Got {returned} in {_name(hook)}"
+        )
+
+
+_TORCH_BUCKET: Any = getattr(dist, "GradBucket", None)
+_GRAD_BUCKET_NAMES = ("dist.GradBucket", "torch.distributed.GradBucket", "GradBucket")
+_RETURNED = (Future, Future[Tensor], torch._C.Future, Tensor)
+_RETURNED_NAMES = ("Future[torch.Tensor]", "Future[Tensor]", "Future", "torch.Tensor", "Tensor")
+
+
+def _name(hook: Any) -> str:
+    return str(getattr(hook, "__qualname__", type(hook).__name__))

@@ -1,0 +1,114 @@
+"""Means over the ranks that autograd can go through: for ``torch.autograd.grad``, and for ``create_graph=True``."""
+
+from collections.abc import Sequence
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from lockstep.buckets import TensorSpec, plan_buckets
+from lockstep.distributed.collectives import Collectives, Group, resolve_group
+from lockstep.distributed.dtensors import like_parameter, local_part
+from lockstep.distributed.gradients import ManagedParameter
+from lockstep.errors import CommunicationError
+from lockstep.phases import Phases
+
+
+@overload
+def mean_over_ranks(tensors: Tensor, process_group: Group | None = None) -> Tensor: ...
+@overload
+def mean_over_ranks(tensors: Sequence[Tensor], process_group: Group | None = None) -> tuple[Tensor, ...]: ...
+def mean_over_ranks(tensors: Tensor | Sequence[Tensor], process_group: Group | None = None) -> Any:
+    """The mean over the ranks of a tensor, or of each of several; differentiable any number of times.
+
+    ``torch.autograd.grad`` gives this rank's gradients, also for a replicated module: nothing tells the library that
+    they are meant to be shared. This makes them the mean, and a loss built on the result has the right gradients:
+    backward averages the incoming gradients over the ranks, so that, with parameters whose gradients are averaged as
+    well, it is the gradient of the mean over the ranks of their losses.
+
+    Args:
+        tensors: A tensor, or a sequence of them: floating or complex, of the same shapes and dtypes on every rank.
+        process_group: The ranks; the default group if None.
+
+    Returns:
+        New tensors, of the same shapes and dtypes, as a tuple if a sequence was given.
+
+    Communicates one all-reduce for each dtype and device, in forward and in each backward through it, and waits for it.
+    Every rank must call it, and run backward through it, equally often.
+
+    Raises:
+        CommunicationError: There is no group, or a rank does not answer.
+
+    Example:
+        >>> import torch.distributed as dist
+        >>> store = dist.HashStore()
+        >>> group = dist.ProcessGroupGloo(store, 0, 1)
+        >>> weight = torch.tensor([2.0], requires_grad=True)
+        >>> (grad,) = torch.autograd.grad((weight**3).sum(), weight, create_graph=True)
+        >>> (shared,) = mean_over_ranks([grad], group)
+        >>> shared.square().sum().backward()  # a gradient penalty
+        >>> shared.item(), weight.grad.item()
+        (12.0, 288.0)
+
+    Stands for: ``torch.distributed.nn.functional.all_reduce`` divided by the world size.
+    """
+    group = resolve_group(process_group)
+    if group is None:
+        raise CommunicationError("there is no process group yet; call torch.distributed.init_process_group() first")
+    listed = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    means = _Mean.apply(Collectives(group, Phases()), *listed)
+    return means[0] if isinstance(tensors, Tensor) else tuple(means)
+
+
+class _Mean(Function):
+    """Forward and backward are the same sum, divided by the world size."""
+
+    @staticmethod
+    def forward(ctx: Any, collectives: Collectives, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.collectives = collectives
+        return tuple(_means(tensors, collectives))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        return None, *_Mean.apply(ctx.collectives, *grads)
+
+
+class _Reduced(Function):
+    """Gradients that have been reduced already, as a function of this rank's: backward goes on through those."""
+
+    @staticmethod
+    def forward(ctx: Any, collectives: Collectives, factor: float, values: list[Tensor], *graphs: Tensor) -> Any:
+        ctx.collectives, ctx.factor = collectives, factor
+        return tuple(value.clone() for value in values)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        return None, None, None, *(mean * ctx.factor for mean in _Mean.apply(ctx.collectives, *grads))
+
+
+def with_graphs(members: Sequence[ManagedParameter], factor: float, collectives: Collectives) -> None:
+    """Join the reduced gradients to the graphs that ``create_graph=True`` has made of this rank's."""
+    reached = [m for m in members if m.graph is not None and m.parameter.grad is not None]
+    if not reached:
+        return
+    graphs = [m.graph for m in reached if m.graph is not None]
+    values = [m.parameter.grad for m in reached if m.parameter.grad is not None]
+    with torch.enable_grad():
+        grads = _Reduced.apply(collectives, factor, values, *graphs)
+    for member, grad in zip(reached, grads, strict=True):
+        member.parameter.grad = grad
+
+
+def _means(tensors: Sequence[Tensor], collectives: Collectives) -> list[Tensor]:
+    locals_ = [local_part(tensor) for tensor in tensors]
+    plan = plan_buckets([TensorSpec.of(tensor) for tensor in locals_])
+    means = list(tensors)
+    for bucket in plan.buckets:
+        flat = torch.zeros(bucket.numel, dtype=bucket.dtype, device=bucket.device)
+        views = bucket.views(flat)
+        torch._foreach_copy_(views, [local.detach() for local in bucket.take(locals_)])
+        collectives.all_reduce(flat.div_(collectives.world), "mean of tensors").wait()
+        for slot, view in zip(bucket.slots, views, strict=True):
+            means[slot.index] = like_parameter(view.clone(), tensors[slot.index])
+    return means

@@ -1,0 +1,147 @@
+"""PURE: which gradients travel together, and in which order. No tensor is touched by anything in this file.
+
+Gradients are put into buckets in the order in which backward is expected to make them. A bucket's place among the
+others is that of its last gradient, for that is when it can leave. There are three kinds:
+
+- ``SHARED``: several gradients in one flat tensor, in which they then live;
+- ``ALONE``: one large gradient, which is reduced where autograd has put it: no copy, no second memory;
+- ``SPARSE``: one sparse gradient.
+
+The last shared bucket is moved to the very end: it leaves when everything is known, and carries the report
+(``report.py``) - unless it is of a dtype that cannot, and the report travels on its own.
+"""
+
+import json
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+
+from lockstep.buckets import Bucket, TensorSpec, pack_bucket
+from lockstep.errors import LayoutError
+
+MIB = 1024 * 1024
+FIRST_CAP_BYTES = 1 * MIB
+DEFAULT_CAP_BYTES = 25 * MIB
+ALONE_BYTES = 4 * MIB
+"""From this size on a gradient travels alone: its copy would cost more than a collective of its own."""
+
+
+class Kind(Enum):
+    """How a bucket moves its gradients."""
+
+    SHARED = "shared"
+    ALONE = "alone"
+    SPARSE = "sparse"
+
+
+@dataclass(frozen=True)
+class PlannedBucket:
+    """Gradients that are reduced by one collective."""
+
+    kind: Kind
+    layout: Bucket
+
+    @property
+    def indices(self) -> tuple[int, ...]:
+        """The parameters, by their place in the list of all."""
+        return tuple(slot.index for slot in self.layout.slots)
+
+    @property
+    def can_carry(self) -> bool:
+        """Whether a report can ride behind the gradients: sums of small whole numbers must be exact."""
+        dtype = self.layout.dtype
+        return self.kind is Kind.SHARED and dtype.is_floating_point and dtype.itemsize >= 2
+
+
+@dataclass(frozen=True)
+class ReductionPlan:
+    """The buckets, in the order in which every rank sends them."""
+
+    specs: tuple[TensorSpec, ...]
+    buckets: tuple[PlannedBucket, ...]
+
+    @property
+    def members(self) -> frozenset[int]:
+        """The parameters that have a place."""
+        return frozenset(index for bucket in self.buckets for index in bucket.indices)
+
+    def to_json(self) -> str:
+        """The names of every bucket, as text."""
+        return json.dumps(
+            [[bucket.kind.value, [self.specs[i].name for i in bucket.indices]] for bucket in self.buckets]
+        )
+
+    @classmethod
+    def from_json(cls, text: str, specs: Sequence[TensorSpec]) -> "ReductionPlan":
+        """The plan that :meth:`to_json` wrote, for parameters of those names."""
+        place = {spec.name: index for index, spec in enumerate(specs)}
+        buckets = []
+        for kind, names in json.loads(text):
+            if unknown := [name for name in names if name not in place]:
+                raise LayoutError(f"the plan is of another module: it has a parameter {unknown[0]!r}, this one has not")
+            buckets.append(PlannedBucket(Kind(kind), _pack(specs, [place[name] for name in names])))
+        return cls(tuple(specs), tuple(buckets))
+
+
+def plan_reduction(
+    specs: Sequence[TensorSpec],
+    order: Iterable[int],
+    caps: Sequence[int] = (FIRST_CAP_BYTES, DEFAULT_CAP_BYTES),
+    sparse: Collection[int] = (),
+    alone_bytes: int = ALONE_BYTES,
+) -> ReductionPlan:
+    """Put the parameters listed in ``order`` into buckets.
+
+    ``caps`` are the sizes in bytes of the buckets of each dtype and device, in order; the last one holds for all
+    further ones.
+    """
+    if not caps or min(caps) <= 0:
+        raise LayoutError(f"expected bucket sizes of at least one byte, got {list(caps)}")
+    placed: list[tuple[int, PlannedBucket]] = []
+    tail: list[PlannedBucket] = []
+    filling: dict[tuple[torch.dtype, torch.device], _Filling] = {}
+    for position, index in enumerate(order):
+        spec = specs[index]
+        if index in sparse:
+            tail.append(PlannedBucket(Kind.SPARSE, _pack(specs, [index])))
+        elif spec.nbytes >= alone_bytes:
+            placed.append((position, PlannedBucket(Kind.ALONE, _pack(specs, [index]))))
+        else:
+            group = filling.setdefault((spec.dtype, spec.device), _Filling(caps))
+            placed += [(at, _shared(specs, full)) for at, full in group.add(index, spec.nbytes, position)]
+    placed += [(group.position, _shared(specs, group.indices)) for group in filling.values() if group.indices]
+    ordered = [bucket for _, bucket in sorted(placed, key=lambda entry: entry[0])]
+    carrier = max((i for i, bucket in enumerate(ordered) if bucket.can_carry), default=None)
+    last = [] if carrier is None else [ordered.pop(carrier)]
+    return ReductionPlan(tuple(specs), (*ordered, *tail, *last))
+
+
+class _Filling:
+    """The bucket of one dtype and device that is being filled."""
+
+    def __init__(self, caps: Sequence[int]) -> None:
+        self._caps, self._bytes, self._number = caps, 0, 0
+        self.indices: list[int] = []
+        self.position = 0
+
+    def add(self, index: int, nbytes: int, position: int) -> list[tuple[int, list[int]]]:
+        """Add a gradient; returns the bucket that was full before, with the position of its last."""
+        full = []
+        if self.indices and self._bytes + nbytes > self._caps[min(self._number, len(self._caps) - 1)]:
+            full.append((self.position, self.indices))
+            self.indices, self._bytes, self._number = [], 0, self._number + 1
+        self.indices.append(index)
+        self._bytes += nbytes
+        self.position = position
+        return full
+
+
+def _shared(specs: Sequence[TensorSpec], indices: Sequence[int]) -> PlannedBucket:
+    return PlannedBucket(Kind.SHARED, _pack(specs, indices))
+
+
+def _pack(specs: Sequence[TensorSpec], indices: Sequence[int]) -> Bucket:
+    """Without padding: communication hooks expect a buffer that is its gradients, one after the other."""
+    return pack_bucket(specs, indices, alignment=1)

@@ -1,0 +1,444 @@
+"""The schedule: parameter hooks -> buckets -> collectives -> gradients.
+
+A **round** is what one backward pass of one replicated module sends. Its life:
+
+1. *open* - the first gradient of the module opens it (``arrived``). Only now is it decided whether this backward
+synchronises;
+   if not, parameters are marked as touched, and their gradients pile up.
+2. *send* - each gradient that arrives counts down its bucket. A full bucket leaves at once if all before it have left:
+every
+   rank sends the same buckets in the same order, whatever order its gradients come in.
+3. *finish* - the engine's final callback (``conductor.py``) sends the buckets that never filled up: parameters without
+a
+   gradient count as zero, or as what they had accumulated. The last bucket leaves now, and carries the report: who
+   used which parameter, the round's number, failures, weights, buffers. Then all are waited for.
+4. *late* - gradients that came after their bucket had left (a layer that reentrant checkpointing runs twice), or had
+no place in
+   the plan (unfrozen, used for the first time), are in everybody's report, so every rank joins in reducing them now.
+5. *hand out* - parameters that any rank used get the mean, all others keep what they had; buffers are assigned; hooks
+that wait for
+   reduced gradients run.
+
+**The plan** adapts on what all ranks know, so they need not agree on it again. After the first round it is made anew,
+in the order in which gradients arrived on rank 0 (one broadcast, once), of the parameters that any rank used; a
+parameter that turns up late later joins at the end. So what is frozen or never used is never sent, and needs no flag.
+
+Lifetimes: the reducer belongs to the module's replication (``replicate.py``). Parameters hold hooks, which hold
+nothing but weak references. Gradients live in buckets (``gradients.py``).
+"""
+
+import threading
+import warnings
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from lockstep.distributed.buffers import BufferSync
+from lockstep.distributed.collectives import Collectives
+from lockstep.distributed.conductor import Conductor
+from lockstep.distributed.gradients import GradientBucket, ManagedParameter, SharedBucket, make_bucket
+from lockstep.distributed.hooks import HookChain, Waitable
+from lockstep.distributed.late import reduce_late
+from lockstep.distributed.mean import with_graphs
+from lockstep.distributed.parameter_hooks import attach
+from lockstep.distributed.plan import ReductionPlan, plan_reduction
+from lockstep.distributed.report import RankStatus, Report, ReportLayout, round_code
+from lockstep.distributed.weights import Weights
+from lockstep.errors import OptionError, PeerError
+
+_REPORT_DTYPE = torch.float32  # of a report that travels on its own
+
+
+class Reducer:
+    """Synchronises the gradients of one replicated module.
+
+    Communicates, in each synchronising backward: one all-reduce for each bucket; nothing else, but what the head of
+    this file lists as late, once, or large.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[ManagedParameter],
+        collectives: Collectives,
+        conductor: Conductor,
+        buffers: BufferSync,
+        caps: Sequence[int],
+        last: Sequence[int] = (),
+    ) -> None:
+        self.parameters, self.collectives, self.buffers = list(parameters), collectives, buffers
+        self.hooks = HookChain()
+        self.requires_sync = True
+        self.round = 0
+        self.divisor = float(collectives.world)
+        """What sums are divided by: the world size, but where joined ranks do not count."""
+        self.conductor = conductor
+        self.before_first_round: Callable[[], None] | None = None
+        self._caps, self._delayed = tuple(caps), frozenset(last)
+        self._specs = [p.spec for p in self.parameters]
+        self._sparse = frozenset(p.index for p in self.parameters if p.sparse)
+        self._lock = threading.RLock()
+        self._open = False
+        self._reducing = False
+        self._next = 0
+        self._pending: list[Waitable] = []
+        self._touched = bytearray(len(self.parameters))  # had a gradient since the last round
+        self._arrived = bytearray(len(self.parameters))  # in this round, in time for their bucket
+        self._bucket_of: list[GradientBucket | None] = []
+        self._late: dict[int, None] = {}
+        self._order: dict[int, None] | None = {}
+        self._after: list[tuple[Callable[[Parameter], None], Parameter]] = []
+        self._weights = Weights()
+        self._joined = False
+        self._adapted = False
+        self._local_versions: list[int] | None = None
+        self._abandoned: tuple[list[Waitable], list[Tensor]] | None = None
+        backward_order = [p.index for p in reversed(self.parameters) if p.parameter.requires_grad]
+        self._use(self._planned(backward_order))
+
+    # ------------------------------------------------------------------------------------ plan
+
+    @property
+    def plan(self) -> ReductionPlan:
+        """The buckets, as they are now."""
+        return self._plan
+
+    def restore(self, round_number: int, plan: str) -> None:
+        """Go on where an earlier run was; all ranks must."""
+        self.round, self._order, self._adapted = round_number, None, True
+        self._use(ReductionPlan.from_json(plan, self._specs))
+
+    def _planned(self, order: Sequence[int]) -> ReductionPlan:
+        delayed = [i for i in order if i in self._delayed]
+        return plan_reduction(
+            self._specs, [i for i in order if i not in self._delayed] + delayed, self._caps, self._sparse
+        )
+
+    def _use(self, plan: ReductionPlan) -> None:
+        self._plan = plan
+        self._bucket_of = [None] * len(self.parameters)
+        count, rank, world = len(self.parameters), self.collectives.rank, self.collectives.world
+        carries = bool(plan.buckets) and plan.buckets[-1].can_carry and not self.hooks.hooks
+        dtype = plan.buckets[-1].layout.dtype if carries else _REPORT_DTYPE
+        self._report = ReportLayout(count, rank, world, self.buffers.board(dtype))
+        self._carrier: GradientBucket | None = None
+        self._buckets: list[GradientBucket] = []
+        for number, planned in enumerate(plan.buckets):
+            members = [self.parameters[index] for index in planned.indices]
+            rides = carries and number == len(plan.buckets) - 1
+            bucket = make_bucket(number, planned, members, self._report.numel if rides else 0)
+            self._buckets.append(bucket)
+            for index in planned.indices:
+                self._bucket_of[index] = bucket
+        if carries:
+            self._carrier = self._buckets[-1]
+        device = self._specs[0].device if self._specs else self.collectives.device
+        self._own_row = None if carries else torch.zeros(self._report.numel, dtype=dtype, device=device)
+
+    def register_hook(self, state: object, hook: Callable[..., object]) -> None:
+        """Add a communication hook; the report travels on its own from now on."""
+        self.hooks.register(state, hook)
+        self._use(self._plan)
+
+    def _adapt(self, report: Report) -> None:
+        """Change the plan, on every rank alike."""
+        if not self._adapted and self._order is not None:
+            self._adapted = True
+            order = self._rank_0_order(list(self._order))
+            self._order = None
+            self._use(self._planned([i for i in order if report.uses(i)]))
+        elif report.late:
+            members = self._plan.members
+            kept = [i for bucket in self._plan.buckets for i in bucket.indices if i not in report.late]
+            twice = [i for i in report.late if i in members]  # nothing after these can leave before backward ends
+            self._use(self._planned([*kept, *(i for i in report.late if i not in members), *twice]))
+
+    def _rank_0_order(self, order: list[int]) -> list[int]:
+        whole = list(dict.fromkeys([*order, *(p.index for p in reversed(self.parameters))]))
+        told = torch.tensor(whole, dtype=torch.int64, device=self.collectives.device)
+        self.collectives.broadcast(told, "order of gradients").wait()
+        return [int(index) for index in told.tolist()]
+
+    # ------------------------------------------------------------------------------------ open
+
+    def arrived(self, index: int) -> None:
+        """Autograd has accumulated the gradient of the parameter with that number."""
+        self._touched[index] = 1
+        if self._open and not self._reducing:
+            return
+        with self._lock:
+            if not self._open:
+                self._begin()
+            if self._reducing:
+                self._count_down(index)
+
+    def _count_down(self, index: int) -> None:
+        if self._order is not None:
+            self._order[index] = None
+        bucket = self._bucket_of[index]
+        if bucket is None or bucket.sent:
+            self._late[index] = None
+        elif not self._arrived[index]:
+            self._arrived[index] = 1
+            bucket.missing -= 1
+            if not bucket.missing and bucket.index == self._next and self.conductor.exclusive:
+                self._send_full()
+
+    def _begin(self) -> None:
+        if self.requires_sync:
+            self._get_ready()  # what fails here fails on every rank, and leaves nothing to abandon
+        self._open = True
+        self._reducing = self.requires_sync
+        self.conductor.enter(self)
+        if self._reducing:
+            self._start_round()
+        self._weights.use()  # may fail on this rank alone: then the others are told
+        self._check_drift()
+
+    def _get_ready(self) -> None:
+        self.collectives.check_alive()
+        if self.before_first_round is not None:
+            self.before_first_round()
+            self.before_first_round = None
+
+    def _start_round(self) -> None:
+        self._wait_for_abandoned()
+        self.round += 1
+        self._next = 0
+        self._late.clear()
+        if self._order is not None:
+            self._order.clear()
+        for bucket in self._buckets:
+            bucket.open()
+        self._arrived[:] = bytes(len(self._arrived))
+
+    def _check_drift(self) -> None:
+        """Warn, once, if parameters have changed on gradients that this rank alone has accumulated."""
+        if self._local_versions is None and self._reducing:
+            return
+        versions = [p.parameter._version for p in self.parameters]
+        before, self._local_versions = self._local_versions, None if self._reducing else versions
+        if before is not None and before != versions:
+            changed = next(p.name for p, old, new in zip(self.parameters, before, versions, strict=True) if old != new)
+            warnings.warn(
+                f"rank {self.collectives.rank}: parameter {changed} was changed while its gradient was only this "
+                "rank's: the "
+                "replicas have drifted apart. The last backward before optimizer.step() must not be under no_sync() or "
+                "set_requires_gradient_sync(False)",
+                stacklevel=2,
+            )
+
+    # ------------------------------------------------------------------------------------ send
+
+    def _send_full(self) -> None:
+        """Send every bucket whose turn has come; the one that carries the report stays for the end."""
+        while self._next < len(self._buckets):
+            bucket = self._buckets[self._next]
+            if bucket.missing or bucket is self._carrier:
+                return
+            self._send(bucket)
+
+    @torch.no_grad()
+    def _send(self, bucket: GradientBucket) -> None:
+        with self.collectives.phases.phase("collect"):
+            scale = 1.0 if self.hooks.hooks else 1.0 / self.divisor
+            outgoing = bucket.collect(scale, self._touched)
+            if bucket is self._carrier:
+                assert isinstance(bucket, SharedBucket)
+                assert bucket.row is not None
+                self._write_report(bucket.row, failed=False)
+        bucket.sent = True
+        self._next += 1
+        what = f"bucket {bucket.index + 1} of {len(self._buckets)}, round {self.round}"
+        if self.hooks.hooks:
+            self._wait_for_hooks(outgoing.device)
+            with self.collectives.phases.phase("hook", what):
+                last = bucket.index == len(self._buckets) - 1
+                self._pending.append(self.hooks.send(bucket, outgoing, last, self.collectives, self.divisor))
+        else:
+            self._pending.append(self.collectives.all_reduce(outgoing, what))
+
+    def _wait_for_hooks(self, device: torch.device) -> None:
+        """Where hooks are not ordered by a stream, what one sends from a callback must not meet what comes next."""
+        if device.type == "cpu":
+            for pending in self._pending:
+                pending.wait()
+            self._pending.clear()
+
+    def _write_report(self, row: Tensor, *, failed: bool) -> None:
+        moved = self.buffers.changed()
+        status = RankStatus(round_code(self.round), failed, self._weights.given, self._joined, moved)
+        self._report.write(row, self._touched, list(self._late), status, self._weights.total)
+        if not moved:
+            self.buffers.write(row[self._report.cargo])
+
+    # ---------------------------------------------------------------------------------- finish
+
+    def finish(self) -> None:
+        """The end of backward. Raises :class:`PeerError` if another rank failed or is in another round."""
+        with self._lock:
+            try:
+                if not self._open:  # this rank has no gradient of the module, but another rank has
+                    self._get_ready()
+                    self._open = self._reducing = True
+                    self._start_round()
+                if not self._reducing:
+                    return
+                with self.collectives.phases.phase("finish", f"round {self.round}"):
+                    self._finish()
+                after, self._after = self._after, []
+            finally:
+                self.cancel()
+        for hook, parameter in after:
+            hook(parameter)
+
+    def _finish(self) -> None:
+        while self._next < len(self._buckets):
+            self._send(self._buckets[self._next])
+        if self.hooks.hooks:
+            self._wait_for_hooks(self.collectives.device)
+        self.buffers.send_large()
+        row = self._own_row
+        if self._carrier is not None:
+            assert isinstance(self._carrier, SharedBucket)
+            row = self._carrier.row
+        elif row is not None:
+            self._write_report(row, failed=False)
+            self._pending.append(self.collectives.all_reduce(row, f"report, round {self.round}"))
+        assert row is not None
+        with self.collectives.phases.phase("wait"):
+            for pending in self._pending:
+                pending.wait()
+        self.buffers.finish_large()
+        report = self._report.read(row)
+        self._check(report)
+        self._hand_out(report, row)
+        if any(status.moved for status in report.ranks):
+            self.buffers.renew()
+            self._use(self._plan)
+        self._adapt(report)
+
+    @torch.no_grad()
+    def _hand_out(self, report: Report, row: Tensor) -> None:
+        factor = self._factor(report)
+        late = reduce_late([self.parameters[index] for index in report.late], self.collectives, self.divisor)
+        for bucket in self._buckets:
+            if factor != 1:
+                bucket.rescale(factor)
+            bucket.hand_out(report)
+        for each in late:
+            each.hand_out(factor)
+        with_graphs(self.parameters, factor, self.collectives)
+        if not any(status.moved for status in report.ranks):
+            self.buffers.read(row[self._report.cargo])
+        self._forget()
+
+    def _forget(self) -> None:
+        """What has been contributed is not this rank's alone any more."""
+        self._touched[:] = bytes(len(self._touched))
+        self._local_versions = None
+        self._weights.clear()
+
+    def _factor(self, report: Report) -> float:
+        """What turns a mean over ranks into one over weights."""
+        if not report.weights:
+            return 1.0
+        if unweighted := [rank for rank, s in enumerate(report.ranks) if not (s.weighted or s.joined)]:
+            raise OptionError(
+                f"rank {unweighted[0]} gave no weight in round {self.round}, others did; give one on every rank, "
+                "0 where there is nothing to count"
+            )
+        total = sum(report.weights)
+        return self.divisor / total if total else 0.0
+
+    def _check(self, report: Report) -> None:
+        mine = round_code(self.round)
+        rank, world = self.collectives.rank, self.collectives.world
+        if failed := [other for other, status in enumerate(report.ranks) if status.failed]:
+            raise PeerError(
+                f"rank {rank} of {world}: backward failed on rank {failed[0]} in round {self.round}; that rank's own "
+                "error says "
+                "why. No gradient has been handed out; every rank can go on with the next batch after zero_grad()"
+            )
+        if other := [(r, s.round) for r, s in enumerate(report.ranks) if s.round != mine]:
+            raise PeerError(
+                f"rank {rank} of {world} is in its synchronised backward number {self.round}, but rank {other[0][0]} "
+                "is "
+                f"{self._distance(mine, other[0][1])}: ranks have not run the same number of them, and gradients of "
+                "different "
+                "steps would be mixed. Let every rank run backward for every batch, or use join()"
+            )
+
+    @staticmethod
+    def _distance(mine: int, theirs: int) -> str:
+        ahead = round_code(theirs - mine)
+        behind = round_code(mine - theirs)
+        return f"{ahead} ahead" if ahead <= behind else f"{behind} behind"
+
+    # --------------------------------------------------------------------------------- failure
+
+    def cancel(self) -> None:
+        """The backward pass is over, however it ended."""
+        with self._lock:
+            self._open = self._reducing = False
+            self._pending.clear()
+            self._after.clear()
+            for parameter in self.parameters:
+                parameter.graph = None
+
+    def abandon(self) -> None:
+        """Backward has failed on this rank: send what the others wait for, marked as failed, and do not wait."""
+        if self.hooks.hooks:
+            return  # nobody knows what the hooks of the other ranks wait for
+        unsent: list[Tensor] = []
+        for bucket in self._buckets[self._next :]:
+            unsent.append(bucket.blank())
+            if bucket is self._carrier:
+                self._write_report(unsent[-1][bucket.planned.layout.numel :], failed=True)
+        if self._carrier is None:
+            unsent.append(torch.zeros(self._report.numel, dtype=_REPORT_DTYPE, device=self.collectives.device))
+            self._write_report(unsent[-1], failed=True)
+        self.buffers.send_large()
+        sent = [self.collectives.all_reduce(each, f"round {self.round}, abandoned") for each in unsent]
+        self._abandoned = [*self._pending, *sent], unsent
+        self._forget()
+
+    def _wait_for_abandoned(self) -> None:
+        if self._abandoned is not None:
+            pending, _ = self._abandoned
+            self._abandoned = None
+            for each in pending:
+                each.wait()
+            self.buffers.finish_large()
+
+    # -------------------------------------------------------------------------------- attached
+
+    def attach(self) -> None:
+        """Hook all parameters, the frozen ones too: they may be unfrozen."""
+        for parameter in self.parameters:
+            attach(parameter, self)
+
+    def after_reduction(self, hook: Callable[[Parameter], None], parameter: Parameter) -> None:
+        """Run a user's hook for a gradient: at once, or when this round has reduced it."""
+        if self._reducing:
+            self._after.append((hook, parameter))
+        else:
+            hook(parameter)
+
+    @property
+    def reducing(self) -> bool:
+        """Whether a round is open: a backward pass under way will synchronise."""
+        return self._reducing
+
+    def announce(self, weight: float | None) -> None:
+        """What the loss of the next backward passes counts, on top of what has been counted since the last round."""
+        self._weights.announce(weight)
+
+    def shadow(self) -> None:
+        """Take part in a round of the other ranks, outside of any backward and without gradients."""
+        self._joined = True
+        try:
+            self.conductor.shadow(self)
+        finally:
+            self._joined = False

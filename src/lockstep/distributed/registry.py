@@ -1,0 +1,33 @@
+"""Which module has which replication. Modules do not carry it, so that their copies and pickles are plain."""
+
+import weakref
+
+from torch.nn import Module
+
+from lockstep.distributed.replication import Replication
+from lockstep.errors import NotReplicableError
+
+_replications: weakref.WeakKeyDictionary[Module, Replication] = weakref.WeakKeyDictionary()
+
+
+def register(module: Module, replication: Replication) -> None:
+    """Remember the replication of a module, or of a wrapper."""
+    _replications[module] = replication
+
+
+def find(module: Module) -> Replication | None:
+    """The replication of a module, of a wrapper, or of what ``torch.compile`` made of one; None if it has none."""
+    found = _replications.get(module)
+    return found if found is not None else _replications.get(getattr(module, "_orig_mod", module))
+
+
+def get(module: Module, caller: str) -> Replication:
+    """The replication of a module or a wrapper; raises :class:`NotReplicableError` if it has none."""
+    found = find(module)
+    if found is None:
+        raise NotReplicableError(
+            f"{caller}() got a {type(module).__name__} that is not replicated; pass the module that went through "
+            "replicate(), "
+            "or the DistributedDataParallel around it"
+        )
+    return found

@@ -1,0 +1,109 @@
+"""What ranks tell each other in a round besides gradients: one short row of numbers behind the last bucket.
+
+The row is summed over the ranks with the gradients, so that it costs no collective. Each rank writes into places of its
+own, or whole numbers so small that their sum is exact, or is at least not zero, in every floating dtype::
+
+    used     one for each parameter    1 where this rank has a gradient to contribute
+    late     one for each parameter    1 where a gradient came after its bucket had left, or had no place in the plan
+    status   one for each rank         the round's number (its last bits), whether it failed, whether it is weighted
+    weight   eight for each rank       the bytes of a float64: what this rank's contribution counts
+    cargo    the rest                  buffers (``buffers.py``)
+"""
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_ROUNDS = 15  # status = 16 * (round % 15) + flags + 1 <= 240: exact even in bfloat16
+_FAILED, _WEIGHTED, _JOINED, _MOVED = 1, 2, 4, 8
+_WEIGHT_BYTES = 8
+
+
+@dataclass(frozen=True)
+class RankStatus:
+    """What one rank says of its round."""
+
+    round: int
+    failed: bool = False
+    weighted: bool = False
+    joined: bool = False
+    """Whether the rank has run out of batches and only takes part."""
+    moved: bool = False
+    """Whether its buffers are not those that were agreed on."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What all ranks have said."""
+
+    used: Sequence[bool] | None
+    """For each parameter, whether any rank has a gradient; None: all have."""
+    late: Sequence[int]
+    """Parameters that some rank has a late gradient of."""
+    ranks: Sequence[RankStatus]
+    """Each rank's status; only this rank's, if all are alike."""
+    weights: Sequence[float]
+
+    def uses(self, index: int) -> bool:
+        """Whether any rank has a gradient of a parameter."""
+        return self.used is None or self.used[index]
+
+
+class ReportLayout:
+    """Where everything stands in the row."""
+
+    def __init__(self, parameters: int, rank: int, world: int, cargo: int) -> None:
+        self._parameters, self._rank, self._world = parameters, rank, world
+        self._late = parameters
+        self._status = 2 * parameters
+        self._weight = self._status + world
+        self.cargo = slice(self._weight + _WEIGHT_BYTES * world, self._weight + _WEIGHT_BYTES * world + cargo)
+        self.numel = self.cargo.stop
+
+    def write(self, row: Tensor, used: bytearray, late: Sequence[int], status: RankStatus, weight: float) -> None:
+        """Fill this rank's places of a row of ``numel`` elements, and clear all others."""
+        row.zero_()
+        if used:
+            row[: self._parameters].copy_(torch.frombuffer(used, dtype=torch.uint8))
+        if late:
+            row[[self._late + index for index in late]] = 1
+        flags = status.failed * _FAILED + status.weighted * _WEIGHTED + status.joined * _JOINED
+        flags += status.moved * _MOVED
+        row[self._status + self._rank] = 16 * round_code(status.round) + flags + 1
+        if status.weighted:
+            start = self._weight + _WEIGHT_BYTES * self._rank
+            row[start : start + _WEIGHT_BYTES] = torch.tensor(list(struct.pack("<d", weight)), dtype=row.dtype)
+
+    def read(self, row: Tensor) -> Report:
+        """What the sum over all ranks says. A rank that says nothing at all, as on a ``fake`` backend, agrees."""
+        head = row[: self.cargo.start].cpu()
+        said = head[: self._status] > 0
+        used, late = said[: self._parameters], said[self._parameters :]
+        codes = head[self._status : self._weight]
+        own = codes[self._rank]
+        ranks = [_status(int(own))]
+        if bool(((codes != own) & (codes != 0)).any()):
+            ranks = [_status(int(code or own)) for code in codes.tolist()]
+        weights = []
+        if any(status.weighted for status in ranks):
+            raw = bytes(int(byte) for byte in head[self._weight :].tolist())
+            weights = [value for (value,) in struct.iter_unpack("<d", raw)]
+        return Report(
+            used=None if bool(used.all()) else used.tolist(),
+            late=late.nonzero().flatten().tolist() if bool(late.any()) else [],
+            ranks=ranks,
+            weights=weights,
+        )
+
+
+def _status(code: int) -> RankStatus:
+    number, flags = divmod(code - 1, 16)
+    return RankStatus(number, *(bool(flags & flag) for flag in (_FAILED, _WEIGHTED, _JOINED, _MOVED)))
+
+
+def round_code(number: int) -> int:
+    """The part of a round's number that fits into a status."""
+    return number % _ROUNDS

@@ -1,0 +1,43 @@
+"""The beginning: rank 0's values for everybody."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lockstep.buckets import TensorSpec, contiguous_stride, plan_buckets
+from lockstep.distributed.buffers import Buffer
+from lockstep.distributed.collectives import Collectives
+from lockstep.distributed.dtensors import local_part
+
+
+@torch.no_grad()
+def broadcast_values(
+    parameters: Sequence[Tensor], buffers: Sequence[Buffer], collectives: Collectives, source: int = 0
+) -> None:
+    """Give every rank the values that rank ``source`` has, in a few large broadcasts."""
+    held = [buffer.current() for buffer in buffers]
+    tensors = [*(local_part(p) for p in parameters), *(tensor for tensor in held if tensor is not None)]
+    plan = plan_buckets([_in_logical_order(tensor) for tensor in tensors])
+    received: list[Tensor] = list(tensors)
+    for bucket in plan.buckets:
+        flat = torch.empty(bucket.numel, dtype=bucket.dtype, device=bucket.device)
+        views = bucket.views(flat)
+        torch._foreach_copy_(views, [tensor.detach() for tensor in bucket.take(tensors)])
+        collectives.broadcast(flat, "initial values", source).wait()
+        for slot, view in zip(bucket.slots, views, strict=True):
+            received[slot.index] = view
+    if collectives.rank == source:
+        return
+    count = len(parameters)
+    for parameter, value in zip(tensors[:count], received[:count], strict=True):
+        parameter.copy_(value)
+    present = [buffer for buffer, tensor in zip(buffers, held, strict=True) if tensor is not None]
+    for buffer, value in zip(present, received[count:], strict=True):
+        buffer.assign(value)
+
+
+def _in_logical_order(tensor: Tensor) -> TensorSpec:
+    """Laid out contiguously, whatever the strides on this rank."""
+    shape = tuple(tensor.shape)
+    return TensorSpec("", shape, contiguous_stride(shape), tensor.dtype, tensor.device)

@@ -1,0 +1,60 @@
+"""What there is to know, and to save, of a replicated module beside its ``state_dict``."""
+
+from typing import Any
+
+from torch.nn import Module
+
+from lockstep.distributed import registry
+from lockstep.phases import Statistics
+
+
+def training_state_dict(module: Module) -> dict[str, Any]:
+    """What training goes on from, beside the module's and the optimizer's ``state_dict``.
+
+    Args:
+        module: A module from :func:`lockstep.replicate`, or a :class:`lockstep.DistributedDataParallel`.
+
+    Returns:
+        The round's number, the bucket plan as JSON, and for each communication hook the state it was registered with:
+        its ``state_dict()`` if it has one, else its attributes, process groups left out. Hook states may be this
+        rank's own (error feedback of PowerSGD), so save one for each rank. ``torch.save`` and distributed checkpoints
+        take it.
+
+    Communicates nothing.
+
+    Raises :class:`NotReplicableError` for a module that is not replicated.
+
+    Example:
+        >>> import torch, torch.distributed as dist, lockstep
+        >>> group = dist.ProcessGroupGloo(dist.HashStore(), 0, 1)
+        >>> model = lockstep.replicate(torch.nn.Linear(2, 1), process_group=group)
+        >>> training_state_dict(model)["round"]
+        0
+
+    Stands for: pickling the state of a communication hook by hand, as PyTorch's documentation shows for PowerSGD.
+    """
+    return registry.get(module, "training_state_dict").training_state()
+
+
+def load_training_state_dict(module: Module, state_dict: dict[str, Any]) -> None:
+    """Go on from what :func:`training_state_dict` returned, on every rank.
+
+    Register the same hooks in the same order before. A module that gets ready later takes it up then. Communicates
+    nothing.
+
+    Raises :class:`NotReplicableError` or :class:`LayoutError` if the state is of other hooks or of another module.
+
+    Stands for: the counterpart of :func:`training_state_dict`.
+    """
+    registry.get(module, "load_training_state_dict").restore(state_dict)
+
+
+def statistics(module: Module) -> Statistics:
+    """How often each phase ran for a replicated module, and for how many seconds of this rank's time.
+
+    ``calls["collective"]`` counts collectives; ``seconds["wait"]`` is what backward waited for them at its end.
+    Communicates nothing.
+
+    Stands for: ``DistributedDataParallel._get_ddp_logging_data``.
+    """
+    return registry.get(module, "statistics").statistics()

@@ -1,0 +1,45 @@
+"""State of communication hooks, saved and loaded: error feedback, iteration counts, random numbers."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch.distributed as dist
+
+from lockstep.errors import HookError
+
+
+def hook_state(state: Any) -> Any:
+    """What of a hook's state is worth keeping: its own ``state_dict``, or its attributes without process groups."""
+    if state is None or isinstance(state, dist.ProcessGroup):
+        return None
+    if callable(getattr(state, "state_dict", None)):
+        return state.state_dict()
+    if isinstance(state, Mapping):
+        return dict(state)
+    attributes = getattr(state, "__dict__", None)
+    if attributes is None:
+        names = [name for kind in type(state).__mro__ for name in getattr(kind, "__slots__", ())]
+        attributes = {name: getattr(state, name) for name in names if hasattr(state, name)}
+    return {name: value for name, value in attributes.items() if not _is_group(value)}
+
+
+def restore_hook_state(state: Any, saved: Any) -> None:
+    """Put what :func:`hook_state` has kept into the state of the hook that is registered now."""
+    if saved is None:
+        return
+    if callable(getattr(state, "load_state_dict", None)):
+        state.load_state_dict(saved)
+    elif isinstance(state, dict):
+        state.clear()
+        state.update(saved)
+    elif state is None:
+        raise HookError(
+            "the training state holds a communication hook's state, but the hook was registered without one"
+        )
+    else:
+        for name, value in saved.items():
+            setattr(state, name, value)
+
+
+def _is_group(value: Any) -> bool:
+    return isinstance(value, dist.ProcessGroup) or (hasattr(value, "rank") and hasattr(value, "allreduce"))

@@ -1,0 +1,92 @@
+"""What the tests share that hold ours against PyTorch's DistributedDataParallel: both classes, networks, outcomes."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import lockstep
+
+both = pytest.mark.parametrize("implementation", ["torch", "lockstep"])
+
+
+def ddp_class(implementation: str) -> Any:
+    """The class of that name; by name, since functions that run in other processes get plain arguments."""
+    return {"torch": nn.parallel, "lockstep": lockstep}[implementation].DistributedDataParallel
+
+
+def failure(call: Callable[[], Any]) -> tuple[list[str], str]:
+    """The names of the error's classes, most special first, and its message; without an error, none and the result."""
+    try:
+        return [], repr(call())
+    except Exception as error:
+        return [kind.__name__ for kind in type(error).__mro__], str(error)
+
+
+def warned(call: Callable[[], Any]) -> list[tuple[str, str, str]]:
+    """Class, message and file of each warning."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        call()
+    return [(warning.category.__name__, str(warning.message), warning.filename) for warning in caught]
+
+
+def filled(module: Any, value: float = 1.0) -> Any:
+    """The module, with every parameter set to the value."""
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.fill_(value)
+    return module
+
+
+def one_weight(value: float = 1.0) -> nn.Linear:
+    """y = w * x, so that the gradient of w is the sum of the x."""
+    return filled(nn.Linear(1, 1, bias=False), value)
+
+
+def gradients(module: nn.Module) -> list[torch.Tensor | None]:
+    """Copies of the parameters' gradients."""
+    return [None if p.grad is None else p.grad.detach().clone() for p in module.parameters()]
+
+
+def scalars(module: nn.Module) -> list[float | None]:
+    """The parameters' gradients, first elements as numbers."""
+    return [None if grad is None else grad.flatten()[0].item() for grad in gradients(module)]
+
+
+def values(module: nn.Module) -> list[torch.Tensor]:
+    """Copies of all parameters and buffers."""
+    return [value.clone() for value in module.state_dict().values()]
+
+
+class Mixed(nn.Module):
+    """Layers with a frozen bias, and an integer parameter that nothing uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 7, bias=False)
+        self.middle = nn.Linear(7, 5)
+        self.middle.bias.requires_grad_(False)
+        self.last = nn.Linear(5, 2, bias=False)
+        self.steps = nn.Parameter(torch.tensor([2, 3]), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Three layers and a softmax."""
+        return self.last(self.middle(self.first(x).relu()).relu()).softmax(1)
+
+
+class Branches(nn.Module):
+    """Three weights of one element; forward takes the names of those to use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = one_weight(), one_weight(), one_weight()
+
+    def forward(self, x: torch.Tensor, names: str) -> torch.Tensor:
+        """Sum of the named layers' outputs."""
+        return sum(getattr(self, name)(x) for name in names)

@@ -1,0 +1,239 @@
+"""Ranks as processes: each with its default Gloo group over loopback, and an exit code.
+
+`run_processes(2, function)` calls the module-level `function(rank)` in two processes and gives back what they return.
+They are forked off a server that has imported torch and has run nothing, which takes a few hundredths of a second. The
+server starts when this module is imported, to be ready when the first test runs, and ends with this process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import faulthandler
+import importlib.util
+import inspect
+import multiprocessing
+import operator
+import os
+import pickle
+import random
+import socket
+import sys
+import tempfile
+import time
+import traceback
+import types
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing import connection, forkserver
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from threaded import CONNECT, Rank
+
+GRACE = 5.0  # seconds from the time at which a rank should end itself to that at which it is killed
+
+_SERVED = "LOCKSTEP_TEST_RANK"  # set in the environment of the ranks
+_context = multiprocessing.get_context("forkserver")
+
+
+class RankEndedError(RuntimeError):
+    """A process ended without a result and without an error."""
+
+
+class RankError(RuntimeError):
+    """Stands for an error that cannot be sent between processes."""
+
+
+class RankTraceback(Exception):
+    """The cause of an error from another process: its traceback there, and what was written to stderr."""
+
+    def __str__(self) -> str:
+        return f"\n{self.args[0]}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """How a rank ended. `returncode` is negative for a signal; `stderr` has what it wrote to stdout, too."""
+
+    rank: int
+    result: Any
+    error: BaseException | None
+    returncode: int
+    stderr: str
+
+
+def run_processes(
+    world: int,
+    function: Callable[..., Any],
+    *args: Any,
+    timeout: float = 30.0,
+    group_timeout: float = 10.0,
+    errors: bool = False,
+) -> list[Any]:
+    """Calls `function(Rank(...), *args)` in `world` processes and returns what they return, by rank.
+
+    A rank that raises ends at once with exit code 1, as a script would; one that returns waits for the others, so that
+    none loses its connection. If ranks fail, the error raised here is that of a process that ended without a word,
+    else the one that was raised first. With `errors=True` nothing is raised, and there is an `Outcome` for each rank.
+    After `timeout` seconds all are ended, and it is a TimeoutError that shows where each rank was.
+    """
+    job = pickle.dumps(args), _source(function), world, timeout, group_timeout
+    with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
+        deadline = time.monotonic() + timeout
+        codes, messages = _run(world, job, folder, deadline + GRACE)
+        late = time.monotonic() >= deadline
+        ended = [_outcome(rank, codes[rank], messages.get(rank), Path(folder, f"{rank}.log")) for rank in range(world)]
+    outcomes = [outcome for _, outcome in ended]
+    if late and len(messages) < world:
+        where = "\n".join(f"rank {o.rank}: {o.error or 'done'}\n{o.stderr}" for o in outcomes)
+        raise TimeoutError(f"ranks still at work after {timeout} s\n{where}")
+    failed = [outcome for _, outcome in sorted(ended, key=lambda one: one[0]) if outcome.error is not None]
+    if errors or not failed:
+        return outcomes if errors else [outcome.result for outcome in outcomes]
+    first, *others = failed
+    assert first.error is not None
+    note = [f"raised by rank {first.rank} of {world}", *(f"rank {o.rank}: {type(o.error).__name__}" for o in others)]
+    first.error.add_note("; ".join(note))
+    raise first.error
+
+
+def _run(world: int, job: tuple, folder: str, deadline: float) -> tuple[list[int], dict[int, bytes]]:
+    """Runs the processes to their end, at the latest to the deadline. Their exit codes, and messages by rank."""
+    messages: dict[int, bytes] = {}
+    processes: list[Any] = []
+    pipes: dict[connection.Connection, int] = {}
+    grace = 0.0
+    try:
+        for rank in range(world):
+            here, there = _context.Pipe()
+            pipes[here] = rank
+            with there:
+                process = _context.Process(target=_main, args=(*job, rank, folder, there), name=f"rank {rank}")
+                process.start()
+                processes.append(process)
+        talking = list(pipes)
+        while talking and (ready := connection.wait(talking, max(0.0, deadline - time.monotonic()))):
+            for pipe in ready:
+                assert isinstance(pipe, connection.Connection)
+                talking.remove(pipe)
+                with contextlib.suppress(EOFError, ConnectionResetError):  # it ended without a word
+                    messages[pipes[pipe]] = pipe.recv_bytes()
+        grace = 0.0 if talking else GRACE
+    finally:
+        for pipe in pipes:
+            pipe.close()  # those that have returned wait for this
+        for process in processes:
+            process.join(grace)
+            process.kill()
+            process.join()
+    codes = [process.exitcode for process in processes]
+    for process in processes:
+        process.close()
+    return codes, messages
+
+
+def _outcome(rank: int, code: int, message: bytes | None, log: Path) -> tuple[float, Outcome]:
+    """How the rank ended, and when it failed: by a clock that all processes share, or 0 if it does not say."""
+    stderr = log.read_text(errors="replace") if log.exists() else ""
+    when, result, error, text = pickle.loads(message) if message else (0.0, None, None, "")
+    if error is None and (message is None or code):
+        when, error = 0.0, RankEndedError(f"rank {rank} ended with exit code {code}")
+    if error is not None:
+        error.__cause__ = RankTraceback("\n".join(filter(None, [text, stderr and f"rank {rank} wrote:\n{stderr}"])))
+    return when, Outcome(rank, result, error, code, stderr)
+
+
+def _source(function: Callable[..., Any]) -> tuple[str, str, str]:
+    """Where another process finds the function, whatever name pytest has given to its module."""
+    if "<" in function.__qualname__:
+        raise TypeError(f"{function.__qualname__} is not defined at module level")
+    return function.__module__, inspect.getfile(function), function.__qualname__
+
+
+# -------------------------------------------------------------------------------- in the processes
+
+
+def _main(
+    args: bytes,
+    source: tuple[str, str, str],
+    world: int,
+    timeout: float,
+    group_timeout: float,
+    rank: int,
+    folder: str,
+    pipe: connection.Connection,
+) -> None:
+    with open(Path(folder, f"{rank}.log"), "ab") as log:
+        for stream in (1, 2):
+            os.dup2(log.fileno(), stream)
+    # Shows where it hangs, and sees to it that it ends, even if the process that has started it is gone.
+    faulthandler.dump_traceback_later(timeout, exit=True)
+    warnings.simplefilter("error")
+    torch.manual_seed(0)
+    random.seed(0)
+    result, error, text = None, None, ""
+    try:
+        os.environ["GLOO_SOCKET_IFNAME"] = _loopback()
+        dist.init_process_group(
+            "gloo",
+            store=dist.FileStore(str(Path(folder, "store")), world),
+            rank=rank,
+            world_size=world,
+            timeout=CONNECT,
+        )
+        dist.group.WORLD.set_timeout(timedelta(seconds=group_timeout))
+        result = _find(source)(Rank(rank, world, dist.group.WORLD), *pickle.loads(args))
+        message = pickle.dumps((0.0, result, None, ""))
+    except SystemExit:
+        raise
+    except BaseException as raised:
+        error, text = raised, traceback.format_exc()
+        message = pickle.dumps((time.monotonic(), None, _sendable(raised), text))
+    pipe.send_bytes(message)
+    faulthandler.cancel_dump_traceback_later()
+    if error is not None:
+        sys.exit(1)
+    with contextlib.suppress(EOFError):
+        pipe.recv_bytes()  # until the others have returned, too
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _find(source: tuple[str, str, str]) -> Callable[..., Any]:
+    name, file, function = source
+    if name not in sys.modules:
+        for end, letter in enumerate(name):
+            if letter == ".":  # a folder of tests need not be a package; pickle asks for the first one
+                sys.modules.setdefault(name[:end], types.ModuleType(name[:end]))
+        spec = importlib.util.spec_from_file_location(name, file)
+        assert spec is not None
+        assert spec.loader is not None
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+    return operator.attrgetter(function)(sys.modules[name])
+
+
+def _sendable(error: BaseException) -> BaseException:
+    """The error itself if it survives the way, else its name and message."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RankError(f"{type(error).__name__}: {error}")
+    return error
+
+
+def _loopback() -> str:
+    return next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
+
+
+# At import: at the first run, the server would be a process that a test leaves behind. Ranks import this module, too.
+if _SERVED not in os.environ:
+    _context.set_forkserver_preload(["torch.distributed", "torch._dynamo", "lockstep", "pytest"])
+    with mock.patch.dict(os.environ, {_SERVED: "1", "OMP_NUM_THREADS": "1"}):
+        forkserver.ensure_running()

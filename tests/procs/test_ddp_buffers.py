@@ -1,0 +1,138 @@
+"""Buffers of PyTorch's DistributedDataParallel and of ours: who sends what to whom, and when."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import lockstep
+from ddp_reference import both, ddp_class, one_weight, scalars
+from processes import run_processes
+
+
+class Buffered(nn.Module):
+    """A weight, and a buffer to which forward may add."""
+
+    def __init__(self, value, added=0.0):
+        super().__init__()
+        self.layer, self.added = one_weight(), added
+        self.register_buffer("kept", torch.full((2,), float(value)))
+
+    def forward(self, x):
+        self.kept.add_(self.added)
+        return self.layer(x)
+
+
+def on_every_rank(rank, tensor):
+    return [part.tolist() for part in rank.gather(tensor)]
+
+
+def step(ddp, rank):
+    ddp(torch.full((1, 1), rank.rank + 1.0)).sum().backward()
+
+
+def change(rank, implementation):
+    make, seen = ddp_class(implementation), {}
+    ddp = make(Buffered(rank.rank))
+    seen["at the start"] = on_every_rank(rank, ddp.module.kept)
+    for _ in range(2):
+        if rank.rank == 0:
+            ddp.module.kept = ddp.module.kept + 1  # another tensor
+        step(ddp, rank)
+    seen["of rank 0, reassigned"] = on_every_rank(rank, ddp.module.kept)
+    ddp.module.kept.fill_(5.0 + rank.rank)
+    step(ddp.eval(), rank)
+    seen["in place, eval"] = on_every_rank(rank, ddp.module.kept)
+    ddp.train().module.register_buffer("late", torch.tensor(7 + rank.rank))
+    step(ddp, rank)
+    seen["registered later"] = on_every_rank(rank, ddp.module.late)
+    with ddp.no_sync():
+        step(ddp, rank)
+        step(ddp, rank)
+        ddp.module.kept.fill_(20.0 + rank.rank)
+        step(ddp, rank)
+    seen["in no_sync"] = on_every_rank(rank, ddp.module.kept)
+    step(ddp, rank)
+    step(ddp, rank)
+    seen["after no_sync"] = on_every_rank(rank, ddp.module.kept)
+
+    local = make(Buffered(rank.rank), forward_sync_buffers=False)
+    seen["local, at the start"] = on_every_rank(rank, local.module.kept)
+    local.module.kept.fill_(5.0 + rank.rank)
+    step(local, rank)
+    seen["local"] = on_every_rank(rank, local.module.kept)
+
+    unsent = make(Buffered(rank.rank), init_sync=False)
+    step(unsent, rank)
+    seen["not sent at the start"] = on_every_rank(rank, unsent.module.kept)
+    return seen
+
+
+@both
+def test_buffers_are_those_of_rank_0_after_backward(implementation):
+    for seen in run_processes(2, change, implementation):
+        assert seen == {
+            "at the start": [[0.0, 0.0]] * 2,
+            "of rank 0, reassigned": [[2.0, 2.0]] * 2,
+            "in place, eval": [[5.0, 5.0]] * 2,
+            "registered later": [7, 7],
+            "in no_sync": [[20.0, 20.0], [21.0, 21.0]],
+            "after no_sync": [[20.0, 20.0]] * 2,
+            "local, at the start": [[0.0, 0.0]] * 2,
+            "local": [[5.0, 5.0], [6.0, 6.0]],
+            "not sent at the start": [[0.0, 0.0]] * 2,
+        }
+
+
+def normalise(rank, implementation):
+    """Batch normalisation: two forwards before one backward, then an ordinary step."""
+    x = torch.randn(8, 3, generator=rank.generator())
+    ddp = ddp_class(implementation)(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)))
+    (ddp(x).square().mean() + ddp(2 * x).square().mean()).backward()
+    ddp(x).square().mean().backward()
+    return ddp.module[1].num_batches_tracked.item(), [rank.all_equal(p.grad) for p in ddp.parameters()]
+
+
+@both
+def test_two_forwards_with_batch_normalisation(implementation):
+    assert run_processes(2, normalise, implementation) == [(3, [True] * 4)] * 2
+
+
+class Remembers(nn.Module):
+    """Saves a buffer for backward, and gives it another value without writing into it."""
+
+    def __init__(self, value):
+        super().__init__()
+        self.layer = one_weight()
+        self.register_buffer("kept", torch.full((1,), value))
+
+    def forward(self, x):
+        kept = self.kept
+        self.kept = self.kept + x.detach().sum()
+        return self.layer(x) * kept
+
+
+def two_forwards(rank, implementation):
+    ddp = ddp_class(implementation)(Remembers(1.0))
+    x = torch.full((1, 1), rank.rank + 1.0)
+    (ddp(x) + ddp(x)).sum().backward()
+    return scalars(ddp)
+
+
+def test_ours_never_writes_into_what_backward_has_saved():
+    """Rank r: x (1 + (1 + x)) with x = r + 1; the reference broadcasts into the second factor."""
+    assert run_processes(2, two_forwards, "lockstep") == [[(1 * (1 + 2) + 2 * (1 + 3)) / 2]] * 2
+    assert run_processes(2, two_forwards, "torch") != [[(1 * (1 + 2) + 2 * (1 + 3)) / 2]] * 2
+
+
+def follow(rank, policy):
+    ddp = lockstep.DistributedDataParallel(Buffered(0.0), buffer_policy=policy)
+    ddp.module.kept.fill_(float(rank.rank))
+    step(ddp, rank)
+    return ddp.module.kept.tolist()
+
+
+@pytest.mark.parametrize(("policy", "wanted"), [("rank0", [0, 0]), ("mean", [0.5, 0.5]), ("local", [0, 1])])
+def test_ours_has_policies(policy, wanted):
+    assert run_processes(2, follow, policy) == [[value] * 2 for value in wanted]

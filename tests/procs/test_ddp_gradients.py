@@ -1,0 +1,284 @@
+"""Kinds of gradients: sparse, complex, half, channels last, shared, views of buckets, recomputed in backward."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from ddp_reference import both, ddp_class, failure, gradients, one_weight, scalars
+from processes import run_processes
+
+
+def own(rank, tensor):
+    return tensor.chunk(rank.world)[rank.rank]
+
+
+def rank_input(rank):
+    return torch.full((1, 1), rank.rank + 1.0)
+
+
+# -------------------------------------------------------------------------------------------------- dtypes
+
+
+class Bag(nn.Module):
+    """Sparse gradients."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.EmbeddingBag(10, 4, sparse=True)
+
+    def forward(self, rows):
+        return self.embedding(rows).softmax(1)
+
+
+def sparse(rank, implementation):
+    results = []
+    for view in (False, True):
+        local = rank.make(Bag)
+        ddp = ddp_class(implementation)(copy.deepcopy(local), gradient_as_bucket_view=view)
+        for rows in (
+            [[0, 1], [1, 2], [5, 5], [9, 0]],
+            [[3, 3], [3, 3], [4, 5], [6, 7]],
+        ):  # as many different rows, and not
+            target = torch.tensor([0, 1, 2, 3])
+            for module in (local, ddp):
+                module.zero_grad()
+            F.cross_entropy(local(torch.tensor(rows)), target).backward()
+            F.cross_entropy(ddp(own(rank, torch.tensor(rows))), own(rank, target)).backward()
+            (wanted,), (got,) = gradients(local), gradients(ddp)
+            results.append((got.is_sparse, got.to_dense(), wanted.to_dense()))
+    return results
+
+
+@both
+def test_sparse_gradients_stay_sparse(implementation):
+    for is_sparse, got, wanted in itertools.chain(*run_processes(2, sparse, implementation)):
+        assert is_sparse
+        torch.testing.assert_close(got, wanted)
+
+
+class Complex(nn.Module):
+    """A complex parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2, 3, dtype=torch.cfloat))
+
+    def forward(self, x):
+        return (self.weight * x).abs().sum()
+
+
+class TwoDtypes(nn.Module):
+    """Half of the work in double precision."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = one_weight(), one_weight().double()
+
+    def forward(self, x):
+        return self.second(self.first(x).double())
+
+
+def dtypes(rank, implementation):
+    results = []
+    for view in (False, True):
+        make = ddp_class(implementation)
+        half = make(one_weight().half(), gradient_as_bucket_view=view, bucket_cap_mb=0.001)
+        half(torch.tensor([[2.0**15]]).half()).sum().backward()
+        of_complex = make(Complex(), gradient_as_bucket_view=view)
+        of_complex(torch.full((2, 3), rank.rank + 1j)).backward()
+        mixed = make(TwoDtypes(), gradient_as_bucket_view=view)
+        mixed(rank_input(rank)).sum().backward()
+        kinds = [(p.grad.dtype == p.dtype, p.grad.item()) for p in mixed.parameters()]
+        results.append((scalars(half), gradients(of_complex), kinds))
+    return results
+
+
+@both
+def test_dtypes(implementation):
+    local = Complex()
+    for rank in range(2):
+        (local(torch.full((2, 3), rank + 1j)) / 2).backward()
+    for half, of_complex, mixed in itertools.chain(*run_processes(2, dtypes, implementation)):
+        assert half == [2.0**15]  # divided before it is summed, so that half precision does not overflow
+        torch.testing.assert_close(of_complex, [local.weight.grad])
+        assert mixed == [(True, 1.5)] * 2
+
+
+# ------------------------------------------------------------------------------------------------- layouts
+
+FORMATS = [torch.contiguous_format, torch.channels_last, torch.contiguous_format], [torch.channels_last] * 3
+DTYPES = [torch.float] * 3, [torch.float, torch.bfloat16, torch.float]
+
+
+class Convolutions(nn.Module):
+    """Layers of different memory formats and dtypes, each fed its own dtype."""
+
+    def __init__(self, formats, dtypes):
+        super().__init__()
+        layers = nn.Conv2d(2, 4, 2), nn.Conv2d(4, 4, 2), nn.Conv2d(4, 2, 2)
+        kinds = zip(layers, formats, dtypes, strict=True)
+        self.layers = nn.ModuleList(layer.to(memory_format=f, dtype=d) for layer, f, d in kinds)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x.to(layer.weight.dtype))
+        return x
+
+
+def layouts(rank, implementation):
+    x = torch.randn(4, 2, 6, 6, generator=torch.Generator().manual_seed(0))
+    results = []
+    for formats, dtypes, cap in itertools.product(FORMATS, DTYPES, (1e-6, 25)):
+        local = rank.make(lambda formats=formats, dtypes=dtypes: Convolutions(formats, dtypes))
+        ddp = ddp_class(implementation)(copy.deepcopy(local), bucket_cap_mb=cap)
+        for step in range(3):
+            local(x).square().mean().backward()
+            ddp(own(rank, x)).square().mean().backward()
+            laid_out = [p.grad.stride() == p.stride() for p in ddp.parameters()]
+            results.append((dtypes == DTYPES[0], laid_out, gradients(local), gradients(ddp)))
+            for module in (local, ddp):
+                module.zero_grad(set_to_none=step == 0)
+    return results
+
+
+@both
+def test_gradients_are_laid_out_as_their_parameters(implementation):
+    for exact, laid_out, local, wrapped in itertools.chain(*run_processes(2, layouts, implementation)):
+        assert all(laid_out)
+        tolerance = 1e-5 if exact else 2e-2
+        torch.testing.assert_close(wrapped, local, rtol=tolerance, atol=tolerance)
+
+
+class Plus(nn.Module):
+    """Adds its parameter, times a factor."""
+
+    def __init__(self, parameter, factor):
+        super().__init__()
+        self.parameter, self.factor = parameter, factor
+
+    def forward(self, x):
+        return x + self.parameter * self.factor
+
+
+class SharedAndUnused(nn.Module):
+    """A bias under two names, in a layer that nothing uses."""
+
+    def __init__(self):
+        super().__init__()
+        self.unused, self.used = nn.Linear(2, 1, bias=False), one_weight()
+        self.bias = nn.Parameter(torch.zeros(1))
+        self.unused.bias = self.bias
+
+    def forward(self, x):
+        return self.used(x)
+
+
+def share(rank, implementation):
+    make, results = ddp_class(implementation), []
+    for view, to_none in itertools.product((False, True), repeat=2):
+        parameter = nn.Parameter(torch.ones(1000))
+        module = nn.Sequential(Plus(parameter, rank.rank + 1), Plus(parameter, rank.rank + 1))
+        ddp = make(module, bucket_cap_mb=0.001, gradient_as_bucket_view=view)
+        for _ in range(3):
+            ddp.zero_grad(set_to_none=to_none)
+            ddp(torch.zeros(())).sum().backward()
+            results += gradients(ddp)
+    unused = make(SharedAndUnused(), find_unused_parameters=implementation == "torch")
+    unused(rank_input(rank)).sum().backward()
+    return results, {name: p.grad is not None for name, p in unused.module.named_parameters()}, [*unused.state_dict()]
+
+
+@both
+def test_a_parameter_in_two_places_has_one_gradient(implementation):
+    for results, used, keys in run_processes(2, share, implementation):
+        torch.testing.assert_close(results, [torch.full((1000,), 3.0)] * 12)
+        assert used == {"bias": False, "unused.weight": False, "used.weight": True}
+        assert keys == ["module.bias", "module.unused.weight", "module.unused.bias", "module.used.weight"]
+
+
+def optimize_views(rank, implementation):
+    ddp = ddp_class(implementation)(one_weight(), gradient_as_bucket_view=True)
+    ddp(rank_input(rank)).sum().backward()
+    detached = failure(ddp.module.weight.grad.detach_)[0][:1]
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=1.0)
+    for to_none in (False, True, False):
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=to_none)
+        ddp(rank_input(rank)).sum().backward()
+    return detached, ddp.module.weight.item(), scalars(ddp)
+
+
+@both
+def test_optimizers_work_on_views_of_buckets(implementation):
+    assert run_processes(2, optimize_views, implementation) == [(["RuntimeError"], -3.5, [1.5])] * 2
+
+
+# ------------------------------------------------------------------------------------------- checkpointing
+
+
+class Checkpointed(nn.Module):
+    """The second layer is computed again in backward, once or more."""
+
+    def __init__(self, reentrant, times=1, shared=False):
+        super().__init__()
+        self.first, self.second, self.unused = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(1, 1)
+        if shared:
+            self.first.weight = self.second.weight
+        self.reentrant, self.times = reentrant, times
+
+    def forward(self, x):
+        x = self.first(x)
+        for _ in range(self.times):
+            x = checkpoint(self.second, x, use_reentrant=self.reentrant)
+        return x
+
+
+def recompute(rank, implementation, cases):
+    x = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
+    results = {}
+    for (reentrant, times, shared, whole), options in cases:
+        local = rank.make(lambda r=reentrant, t=times, s=shared: Checkpointed(r, t, s))
+        ddp = ddp_class(implementation)(copy.deepcopy(local), bucket_cap_mb=1e-5, **options)
+        for _ in range(3):
+            for module, part in ((local, x), (ddp, own(rank, x))):
+                module.zero_grad(set_to_none=False)
+                part = part.clone().requires_grad_()
+                out = checkpoint(module, part, use_reentrant=reentrant) if whole else module(part)
+                out.square().mean().backward()
+        results[str((reentrant, times, shared, whole, options))] = gradients(local), gradients(ddp)
+    return results
+
+
+def assert_parity(results):
+    for case, (local, wrapped) in itertools.chain.from_iterable(result.items() for result in results):
+        assert [grad is None for grad in wrapped] == [grad is None for grad in local], case
+        for wanted, got in zip(local, wrapped, strict=True):
+            if wanted is not None:
+                torch.testing.assert_close(got, wanted, rtol=1.3e-6, atol=5e-5, msg=case)
+
+
+@both
+def test_checkpointing(implementation):
+    flags = {"find_unused_parameters": True}
+    static = {"static_graph": True}
+    cases = [
+        ((False, 1, False, False), flags),
+        ((False, 2, False, False), flags),
+        ((False, 2, True, False), {**flags, "gradient_as_bucket_view": True}),
+        ((False, 1, False, True), flags),
+        *(((True, times, False, False), static) for times in (1, 2)),
+        ((True, 2, True, False), static),
+    ]
+    assert_parity(run_processes(2, recompute, implementation, cases))
+
+
+def test_ours_checkpoints_without_a_flag():
+    cases = [(case, {}) for case in itertools.product((False, True), (1, 2), (False, True), (False,))]
+    cases += [((False, times, shared, True), {}) for times in (1, 2) for shared in (False, True)]
+    assert_parity(run_processes(2, recompute, "lockstep", cases))

@@ -1,0 +1,232 @@
+"""What goes into forward and comes out of it, odd process groups, and what the wrapper is told to leave alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.utils import rnn
+
+from ddp_reference import both, ddp_class, filled, gradients, one_weight, scalars
+from processes import run_processes
+
+
+def rank_input(rank):
+    return torch.full((1, 1), rank.rank + 1.0)
+
+
+# --------------------------------------------------------------------------------------- inputs and outputs
+
+
+class Pair(NamedTuple):
+    """A named tuple."""
+
+    a: torch.Tensor
+    b: torch.Tensor
+
+
+@dataclasses.dataclass
+class Record:
+    """A dataclass with a tensor inside a dict."""
+
+    a: torch.Tensor | None
+    rest: dict
+
+
+class Boxes(nn.Module):
+    """Two outputs in a box of the caller's; the second output's layer is in it only."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = one_weight(), one_weight()
+
+    def forward(self, x, box):
+        x = self.first(x)
+        return box(x, self.second(x))
+
+
+BOXES = {
+    "tuple": (lambda x, y: ("text", x, y), lambda box: box[2]),
+    "list": (lambda x, y: [1, x, None, y], lambda box: box[3]),
+    "dict": (lambda x, y: {"text": "text", "x": x, "y": y}, lambda box: box["y"]),
+    "nested": (lambda x, y: ["text", {"x": [x], "y": (0, y)}], lambda box: box[1]["y"][1]),
+    "named tuple": (Pair, lambda box: box.b),
+    "dataclass": (lambda x, y: Record(None, {"x": x, "y": y}), lambda box: box.rest["y"]),
+    "detached": (lambda x, y: (x.detach(), y), lambda box: box[0] + box[1]),
+    "new tensor": (lambda x, y: (torch.ones(1, 1), y), lambda box: box[0] + box[1]),
+}
+
+
+def box_up(rank, implementation):
+    results = {}
+    for options in ({}, {"find_unused_parameters": True}, {"static_graph": True}):
+        for name, (box, unbox) in BOXES.items():
+            if name == "dataclass" and options == {"static_graph": True} and implementation == "torch":
+                continue  # the reference does not look into it, and leaves the gradients as they are, without a word
+            ddp = ddp_class(implementation)(Boxes(), **options)
+            for _ in range(2):
+                ddp.zero_grad()
+                out = ddp(rank_input(rank), box=box)
+                unbox(out).sum().backward()
+            kind = type(out).__name__
+            first = out[0] if kind == "tuple" and torch.is_tensor(out[0]) else None
+            results[name, *options] = kind, first is None or first.grad_fn is None, scalars(ddp)
+    return results
+
+
+@both
+def test_outputs_of_any_kind(implementation):
+    kinds = dict(zip(BOXES, ["tuple", "list", "dict", "list", "Pair", "Record", "tuple", "tuple"], strict=True))
+    for results in run_processes(2, box_up, implementation):
+        assert {name: kind for (name, *_), (kind, *_) in results.items()} == kinds
+        assert all(no_gradient for _, no_gradient, _ in results.values())
+        assert {tuple(grads) for *_, grads in results.values()} == {(1.5, 1.5)}
+
+
+class Sequences(nn.Module):
+    """Takes a packed sequence."""
+
+    def __init__(self):
+        super().__init__()
+        self.lstm = filled(nn.LSTM(1, 1), 0.5)
+
+    def forward(self, packed):
+        return self.lstm(packed)[0]
+
+
+class Named(nn.Module):
+    """Takes a named tuple, whose type it looks at; a hook on its layer changes inputs and outputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = one_weight()
+        self.layer.register_forward_pre_hook(lambda module, args: args[0] * 2)
+        self.layer.register_forward_hook(lambda module, args, output: output * 3)
+
+    def forward(self, pair, kind, *, scale=1.0):
+        assert type(pair) is kind
+        return self.layer(pair.a * pair.b) * scale
+
+
+def take_inputs(rank, implementation):
+    make = ddp_class(implementation)
+    packed = rnn.pack_sequence([torch.ones(3, 1), torch.ones(2, 1)])
+    local, ddp = Sequences(), make(Sequences())
+    for module in (local, ddp):
+        module(packed).data.sum().backward()
+    named = make(Named())
+    named(Pair(rank_input(rank), torch.ones(1, 1)), Pair, scale=2.0).sum().backward()
+    return gradients(local), gradients(ddp), scalars(named)
+
+
+@both
+def test_inputs_of_any_kind_and_hooks(implementation):
+    for local, wrapped, named in run_processes(2, take_inputs, implementation):
+        torch.testing.assert_close(wrapped, local)
+        assert named == [18.0]
+
+
+class OneByOne(torch.distributed.ProcessGroup):
+    """A process group of one rank in Python, with no more than broadcast, all-gather and all-reduce."""
+
+    def __init__(self):
+        super().__init__(0, 1)
+        self.calls = []
+
+    def getSize(self):
+        return 1
+
+    def getBackendName(self):
+        return "one by one"
+
+    def _done(self, name, result):
+        self.calls.append(name)
+        future = torch.futures.Future()
+        future.set_result(result)
+        return torch._C._distributed_c10d._create_work_from_future(future)
+
+    def broadcast(self, tensors, options):
+        return self._done("broadcast", tensors)
+
+    def allreduce(self, tensors, options):
+        return self._done("allreduce", tensors)
+
+    def allgather(self, outputs, inputs, options):
+        for to, value in zip(outputs[0], inputs, strict=True):
+            to.copy_(value)
+        return self._done("allgather", outputs)
+
+
+def use_a_group_in_python(rank, implementation):
+    results = []
+    for options in ({}, {"init_sync": False}):
+        group = OneByOne()
+        ddp = ddp_class(implementation)(one_weight(), process_group=group, **options)
+        calls = len(group.calls)
+        for _ in range(2):
+            ddp(torch.ones(1, 1)).sum().backward()
+        results.append((calls > 0, group.calls.count("allreduce") > 0, scalars(ddp)))
+    return results
+
+
+@both
+def test_a_process_group_written_in_python(implementation):
+    assert run_processes(1, use_a_group_in_python, implementation) == [[(True, True, [2.0]), (False, True, [2.0])]]
+
+
+def ignore(rank, implementation):
+    """Wraps a module of which a part differs from rank to rank; then another part is put in its place."""
+    make, results = ddp_class(implementation), []
+    for options in ({}, {"find_unused_parameters": True}, {"static_graph": True}):
+        module = nn.Sequential(one_weight(), nn.Linear(1, 1 + rank.rank))
+        module[1].register_buffer("size", torch.zeros(5 + rank.rank))
+        names = ["1.weight", "1.bias", "1.size"]
+        make._set_params_and_buffers_to_ignore_for_model(module, names)
+        ddp = make(module, **options)
+        replaced = [*module[1].parameters()]
+        module[1] = one_weight()
+        for _ in range(2):
+            ddp.zero_grad()
+            ddp(rank_input(rank)).sum().backward()
+        left = all(parameter.grad is None for parameter in replaced)
+        results.append((sorted(ddp.parameters_to_ignore) == sorted(names), left, scalars(ddp)))
+    return results
+
+
+@both
+def test_ignored_parameters_are_left_alone(implementation):
+    for rank, results in enumerate(run_processes(2, ignore, implementation)):
+        assert results == [(True, True, [1.5, rank + 1.0])] * 3
+
+
+def delay(rank, implementation):
+    module = nn.Sequential(one_weight(), one_weight())
+    ddp = ddp_class(implementation)(
+        module,
+        delay_all_reduce_named_params=[("0.weight", module[0].weight)],
+        param_to_hook_all_reduce=module[1].weight,
+    )
+    ddp(rank_input(rank)).sum().backward()
+    return module[1].weight.grad.item()
+
+
+@both
+def test_delayed_parameters(implementation):
+    assert run_processes(2, delay, implementation) == [1.5, 1.5]
+
+
+def wrap_nothing(rank, implementation):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of nn.Linear, that there is nothing to initialise
+        ddp = ddp_class(implementation)(nn.Sequential(one_weight(), nn.Linear(1, 0)))
+    out = ddp(torch.ones(1, 1))
+    out.sum().backward()
+    return out.shape, [p.grad.shape for p in ddp.parameters()]
+
+
+@both
+def test_a_layer_without_outputs(implementation):
+    assert run_processes(2, wrap_nothing, implementation) == [((1, 0), [(1, 1), (0, 1), (0,)])] * 2

@@ -1,0 +1,402 @@
+"""Gradients of PyTorch's DistributedDataParallel and of ours: whole batches, accumulation, unused parameters."""
+
+from __future__ import annotations
+
+import copy
+import io
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import lockstep
+from ddp_reference import Branches, Mixed, both, ddp_class, gradients, one_weight, scalars, values
+from processes import run_processes
+
+
+def rank_input(rank):
+    """1, 2, ... on ranks 0, 1, ...: gradients tell whose they are, and the mean over two ranks is 1.5."""
+    return torch.full((1, 1), rank.rank + 1.0)
+
+
+# ------------------------------------------------------------------------------------ against one process
+
+TRAININGS = [  # are gradients kept and zeroed, is the wrapped module saved and loaded, options
+    (True, False, {}),
+    (True, False, {"gradient_as_bucket_view": True}),
+    (False, True, {"bucket_cap_mb": 0.001, "gradient_as_bucket_view": True}),
+    (False, False, {"bucket_cap_mb": 0.001, "static_graph": True}),
+    (True, True, {"find_unused_parameters": True, "bucket_cap_mb": 0.0001, "batched_grad_copy": True}),
+    (False, False, {"bucket_cap_mb_list": [0.0001, 0.001]}),
+]
+
+
+def own(rank, tensor):
+    return tensor.chunk(rank.world)[rank.rank]
+
+
+def descend(module, keep_gradients):
+    with torch.no_grad():
+        for parameter in module.parameters():
+            if parameter.grad is not None:
+                parameter -= parameter.grad
+                if keep_gradients:
+                    parameter.grad.requires_grad_(False)
+                    parameter.grad.zero_()
+                else:
+                    parameter.grad = None
+
+
+def saved_and_loaded(ddp):
+    file = io.BytesIO()
+    torch.save(ddp, file)
+    return torch.load(io.BytesIO(file.getvalue()), weights_only=False)
+
+
+def train_beside(rank, implementation):
+    """Trains a module on whole batches and a wrapped copy on this rank's parts; the values of both after each step."""
+    after = []
+    for keep_gradients, save, options in TRAININGS:
+        local = rank.make(Mixed)
+        ddp = ddp_class(implementation)(copy.deepcopy(local) if rank.rank == 0 else rank.make(Mixed, seed=1), **options)
+        for step in range(5):
+            draw = torch.randn(2 * rank.world, 5, generator=torch.Generator().manual_seed(step))
+            x, y = draw[:, :3], draw[:, 3:]
+            F.mse_loss(local(x), y).backward()
+            F.mse_loss(ddp(own(rank, x)), own(rank, y)).backward()
+            descend(local, keep_gradients)
+            descend(ddp, keep_gradients)
+            after.append((values(local), values(ddp)))
+            if save and step == 2:
+                ddp = saved_and_loaded(ddp)
+    return after
+
+
+@both
+@pytest.mark.parametrize("world", [2, 3])
+def test_parts_of_a_batch_train_as_the_whole_batch(implementation, world):
+    for steps in zip(*run_processes(world, train_beside, implementation), strict=True):
+        for local, wrapped in steps:
+            torch.testing.assert_close(wrapped, local, rtol=1.3e-6, atol=5e-5)
+            assert all(torch.equal(a, b) for a, b in zip(wrapped, steps[0][1], strict=True))  # the same on every rank
+
+
+# ------------------------------------------------------------------------------------------- accumulation
+
+
+def accumulate(rank, implementation):
+    x, results = rank_input(rank), []
+    for options in ({}, {"gradient_as_bucket_view": True}):
+        seen = {}
+        ddp = ddp_class(implementation)(one_weight(), **options)
+        with torch.no_grad(), ddp.no_sync():
+            ddp(x)
+        flags = [ddp.require_backward_grad_sync]
+        with ddp.no_sync():
+            with ddp.no_sync():
+                ddp(x).sum().backward()
+            flags.append(ddp.require_backward_grad_sync)
+            seen["inside"] = scalars(ddp)
+            ddp(x).sum().backward()
+        flags.append(ddp.require_backward_grad_sync)
+        seen["before"] = scalars(ddp)
+        ddp(x).sum().backward()
+        seen["after"] = scalars(ddp)
+        ddp(x).sum().backward()
+        seen["again"] = scalars(ddp)
+        ddp.module.weight.grad = torch.full((1, 1), 10.0 * (rank.rank + 1))
+        ddp(x).sum().backward()
+        seen["onto others"] = scalars(ddp)
+        with pytest.raises(KeyError), ddp.no_sync():
+            raise KeyError
+        results.append((seen, [*flags, ddp.require_backward_grad_sync]))
+    return results
+
+
+@both
+def test_accumulated_gradients_are_averaged_at_the_next_synchronised_backward(implementation):
+    for rank, results in enumerate(run_processes(2, accumulate, implementation)):
+        for seen, flags in results:
+            assert seen == {
+                "inside": [rank + 1],
+                "before": [2 * (rank + 1)],
+                "after": [4.5],  # the mean of 3 and 6
+                "again": [6.0],
+                "onto others": [16.5],  # the mean of 10 + 1 and 20 + 2
+            }
+            assert flags == [True, False, True, True]
+
+
+def no_sync_around_half(rank, implementation):
+    seen = []
+    for half in ("forward", "backward"):
+        ddp = ddp_class(implementation)(one_weight())
+        if half == "forward":
+            with ddp.no_sync():
+                out = ddp(rank_input(rank))
+            out.sum().backward()
+        else:
+            out = ddp(rank_input(rank))
+            with ddp.no_sync():
+                out.sum().backward()
+        seen += scalars(ddp)
+    return seen
+
+
+def test_ours_decides_in_backward_the_reference_in_forward():
+    assert run_processes(2, no_sync_around_half, "lockstep") == [[1.5, 1.0], [1.5, 2.0]]
+    assert run_processes(2, no_sync_around_half, "torch") == [[1.0, 1.5], [2.0, 1.5]]
+
+
+# -------------------------------------------------------------------------------------- unused parameters
+
+
+def use_branches(rank, implementation, options):
+    """Gradients after each of several steps in which ranks use different layers."""
+    make, results = ddp_class(implementation), []
+    other = "a" if rank.rank == 0 else "b"
+    for view in (False, True):
+        ddp = make(Branches(), gradient_as_bucket_view=view, **options)
+        ddp(rank_input(rank), other).sum().backward()
+        seen = [scalars(ddp)]
+        for parameter in ddp.parameters():
+            parameter.grad = torch.full_like(parameter, 8.0)
+        ddp(rank_input(rank), other).sum().backward()
+        results.append([*seen, scalars(ddp)])
+    return results
+
+
+@both
+@pytest.mark.parametrize("flag", ["find_unused_parameters", "static_graph"])
+def test_unused_on_some_ranks_counts_as_zero_and_on_all_is_left_alone(implementation, flag):
+    results = run_processes(2, use_branches, implementation, {flag: True})
+    assert results == [[[[0.5, 1.0, None], [8.5, 9.0, 8.0]]] * 2] * 2
+
+
+def test_ours_needs_no_flag():
+    results = run_processes(2, use_branches, "lockstep", {})
+    assert results == [[[[0.5, 1.0, None], [8.5, 9.0, 8.0]]] * 2] * 2
+
+
+STEPS = [("a", "a"), ("ab", "ab"), ("a", "ab"), ("c", "c"), ("abc", "abc")]  # what ranks 0 and 1 use
+
+
+def change_branches(rank, implementation):
+    x = rank_input(rank)
+    ddp = ddp_class(implementation)(Branches(), find_unused_parameters=implementation == "torch", bucket_cap_mb=1e-6)
+    seen = []
+    for names in STEPS:
+        ddp.zero_grad()
+        ddp(x, names[rank.rank]).sum().backward()
+        seen.append(scalars(ddp))
+    ddp.zero_grad()
+    with ddp.no_sync():
+        ddp(x, "ab"[rank.rank]).sum().backward()
+    ddp(x, "c").sum().backward()  # a and b have waited for this
+    return [*seen, scalars(ddp)]
+
+
+@both
+def test_control_flow_may_change_from_step_to_step(implementation):
+    wanted = [
+        [1.5, None, None],
+        [1.5, 1.5, None],
+        [1.5, 1.0, None],
+        [None, None, 1.5],
+        [1.5, 1.5, 1.5],
+        [0.5, 1.0, 1.5],
+    ]
+    assert run_processes(2, change_branches, implementation) == [wanted] * 2
+
+
+class TwoOutputs(nn.Module):
+    """A tuple or a dict of two outputs, and a layer that nothing uses."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.unused = one_weight(2.0), one_weight(3.0), one_weight()
+
+    def forward(self, x, as_dict=False):
+        pair = self.a(x), self.b(x)
+        return {"pair": pair, "sum": sum(pair)} if as_dict else pair
+
+
+def leave_an_output_out(rank, implementation):
+    results = []
+    for as_dict in (False, True):
+        ddp = ddp_class(implementation)(TwoOutputs(), find_unused_parameters=implementation == "torch")
+        for step in range(4):
+            outputs = ddp(torch.ones(1, 1), as_dict=as_dict)
+            a, b = outputs["pair"] if as_dict else outputs
+            (a * b if step == 1 else b).sum().backward()
+            results.append(scalars(ddp))
+    return results
+
+
+@both
+def test_an_output_left_out_of_the_loss_leaves_its_gradient_alone(implementation):
+    wanted = [[None, 1.0, None], [3.0, 3.0, None], [3.0, 4.0, None], [3.0, 5.0, None]]
+    assert run_processes(2, leave_an_output_out, implementation) == [wanted * 2] * 2
+
+
+# --------------------------------------------------------------------------------- steps out of the ordinary
+
+
+def odd_steps(rank, implementation):
+    make, x, seen = ddp_class(implementation), rank_input(rank), {}
+
+    ddp = make(one_weight(), find_unused_parameters=True)
+    torch._C._functions.UndefinedGrad()(ddp(x).sum()).backward()
+    seen["an undefined gradient, then another"] = scalars(ddp)
+    ddp(x).sum().backward()
+    seen["an undefined gradient, then another"] += scalars(ddp)
+
+    ddp = make(one_weight())
+    for _ in range(3):
+        ddp(x)
+    ddp(x).sum().backward()
+    seen["outputs that nobody uses"] = scalars(ddp)
+
+    ddp = make(one_weight(), static_graph=True)
+    for _ in range(3):
+        ddp.zero_grad()
+        (ddp(x) + ddp(x)).sum().backward()
+    seen["two forwards, one backward"] = scalars(ddp)
+
+    ddp = make(one_weight())
+    ddp.forward(input=x).sum().backward()
+    seen["forward called by name, with a keyword"] = scalars(ddp)
+
+    ddp = make(one_weight())
+    with torch.no_grad():
+        out = ddp(x)
+    seen["no_grad"] = [out.requires_grad, ddp.module.weight.requires_grad, *scalars(ddp)]
+    if rank.rank == 0:  # without buffers a forward talks to nobody
+        seen["alone"] = [ddp.eval()(x).item() for _ in range(3)]
+    ddp.train()(x).sum().backward()
+    seen["after inference"] = scalars(ddp)
+
+    ddp = make(one_weight())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of autograd: gradients with a graph make cycles
+        for _ in range(3):
+            ddp.module.weight.grad = None
+            ddp(x).pow(2).sum().backward(create_graph=True)
+    seen["create_graph"] = [ddp.module.weight.requires_grad, *scalars(ddp)]
+
+    ddp = make(one_weight(), find_unused_parameters=True)
+    loss = ddp(x).sum()
+    loss /= 2
+    loss.backward()
+    seen["an output changed in place"] = scalars(ddp)
+    return seen
+
+
+@both
+def test_steps_out_of_the_ordinary(implementation):
+    results = run_processes(2, odd_steps, implementation)
+    assert results[0].pop("alone") == [1.0, 1.0, 1.0]
+    assert (
+        results
+        == [
+            {
+                "an undefined gradient, then another": [None, 1.5],
+                "outputs that nobody uses": [1.5],
+                "two forwards, one backward": [3.0],
+                "forward called by name, with a keyword": [1.5],
+                "no_grad": [False, True, None],
+                "after inference": [1.5],
+                "create_graph": [True, 5.0],
+                "an output changed in place": [0.75],
+            }
+        ]
+        * 2
+    )
+
+
+def one_output_after_the_other(rank, implementation):
+    ddp = ddp_class(implementation)(TwoOutputs())
+    a, b = ddp(rank_input(rank))
+    a.sum().backward()
+    first = scalars(ddp)
+    b.sum().backward()
+    return first, scalars(ddp)
+
+
+def test_ours_synchronises_each_of_two_backwards_through_one_forward():
+    assert run_processes(2, one_output_after_the_other, "lockstep") == [([1.5, None, None], [1.5, 1.5, None])] * 2
+
+
+def around_forward(rank):
+    module = nn.Sequential(one_weight(), one_weight())
+    ddp = lockstep.DistributedDataParallel(module)
+    x, seen = rank_input(rank), []
+    for run in (module[0], module, lambda x: module[1](module[0](x))):
+        ddp.zero_grad()
+        run(x).sum().backward()
+        seen.append(scalars(ddp))
+    for trained in (False, True):
+        module[0].weight.requires_grad_(trained)
+        ddp.zero_grad()
+        ddp(x).sum().backward()
+        seen.append(scalars(ddp))
+    return seen
+
+
+def test_ours_synchronises_past_forward_and_after_freezing_and_thawing():
+    assert run_processes(2, around_forward) == [[[1.5, None], [1.5, 1.5], [1.5, 1.5], [None, 1.5], [1.5, 1.5]]] * 2
+
+
+class FailsOnce(torch.autograd.Function):
+    """Whose backward raises."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise KeyError("in backward")
+
+
+def start_again(rank, implementation):
+    """After a failed backward, and after the process group has been destroyed and made anew."""
+    make, module = ddp_class(implementation), nn.Sequential(one_weight(), one_weight())
+    ddp = make(module)
+    with pytest.raises(KeyError):
+        ddp(FailsOnce.apply(rank_input(rank).requires_grad_())).sum().backward()
+    if implementation == "torch":  # ours has nothing of the failed pass left
+        ddp._remove_autograd_hooks()
+    module.zero_grad()
+    again = make(module)
+    again(rank_input(rank)).sum().backward()
+    seen = [scalars(again)]
+    del ddp, again
+    module.zero_grad()
+    group = torch.distributed.new_group([0, 1])
+    third = make(module, process_group=group)
+    third(rank_input(rank)).sum().backward()
+    return [*seen, scalars(third)]
+
+
+@both
+def test_a_module_may_be_wrapped_again(implementation):
+    assert run_processes(2, start_again, implementation) == [[[1.5, 1.5]] * 2] * 2
+
+
+def call_functionally(rank, implementation):
+    ddp = ddp_class(implementation)(nn.Linear(1, 1, bias=False))
+    before = ddp.module.weight.detach().clone()
+    weight = torch.tensor([[3.0]], requires_grad=True)
+    out = torch.func.functional_call(ddp, {"module.weight": weight}, rank_input(rank))
+    out.backward()
+    unchanged = torch.equal(before, ddp.module.weight) and ddp.module.weight.grad is None
+    ddp(rank_input(rank)).sum().backward()
+    return out.item(), weight.grad.item(), unchanged, gradients(ddp)[0].item()
+
+
+@both
+def test_functional_call(implementation):
+    assert run_processes(2, call_functionally, implementation) == [(3.0, 1.0, True, 1.5), (6.0, 2.0, True, 1.5)]

@@ -1,0 +1,224 @@
+"""`replicate`: PyTorch's composable one, and ours."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed._composable.replicate import replicate as replicate_of_torch
+from torch.nn import functional as F
+
+import lockstep
+from ddp_reference import both, failure, gradients, one_weight, scalars, values
+from processes import run_processes
+
+
+def replicate_of(implementation):
+    return {"torch": replicate_of_torch, "lockstep": lambda *args, **options: lockstep.replicate(*args, **options)}[
+        implementation
+    ]
+
+
+def state_of(implementation, module):
+    return (lockstep.replicate if implementation == "lockstep" else replicate_of_torch).state(module)
+
+
+def rank_input(rank):
+    return torch.full((1, 1), rank.rank + 1.0)
+
+
+def network():
+    return nn.Sequential(nn.Linear(2, 4), nn.ReLU(), nn.Linear(4, 4), nn.Linear(4, 2))
+
+
+def children(replicate, module):
+    for child in (module[0], module[2], module[3]):
+        replicate(child)
+    return module
+
+
+WAYS = {
+    "whole": lambda replicate, module: replicate(module),
+    "children": children,
+    "options": lambda replicate, module: replicate(module, bucket_cap_mb=1, gradient_as_bucket_view=True),
+    "device": lambda replicate, module: replicate(module, device_id=torch.device("cpu")),
+}
+
+
+def train_beside(rank, implementation):
+    results = {}
+    for name, way in WAYS.items():
+        local = rank.make(network)
+        module = copy.deepcopy(local)
+        result = way(replicate_of(implementation), module)
+        same_keys = [*module.state_dict()] == [*local.state_dict()]
+        for step in range(2):
+            draw = torch.randn(rank.world, 4, generator=torch.Generator().manual_seed(step))
+            for network_, part in ((local, draw), (module, draw[rank.rank : rank.rank + 1])):
+                F.mse_loss(network_(part[:, :2]), part[:, 2:]).backward()
+                with torch.no_grad():
+                    for parameter in network_.parameters():
+                        parameter -= parameter.grad
+                        parameter.grad = None
+        results[name] = result is module, isinstance(module, nn.Sequential), same_keys, values(local), values(module)
+    return results
+
+
+@both
+@pytest.mark.parametrize("world", [2, 4])
+def test_parts_of_a_batch_train_as_the_whole_batch(implementation, world):
+    for results in run_processes(world, train_beside, implementation):
+        for name, (*flags, local, replicated) in results.items():
+            assert flags == [True] * 3, name
+            torch.testing.assert_close(replicated, local, rtol=1.3e-6, atol=5e-5, msg=name)
+
+
+def ignore(rank, implementation):
+    module = nn.Sequential(one_weight(), nn.Sequential(one_weight()), one_weight())
+    replicate_of(implementation)(module, ignored_modules=iter([module[1]]))
+    module(rank_input(rank)).sum().backward()
+    return scalars(module)
+
+
+@both
+def test_ignored_modules_are_left_alone(implementation):
+    assert run_processes(2, ignore, implementation) == [[1.5, 1.0, 1.5], [1.5, 2.0, 1.5]]
+
+
+def accumulate(rank, implementation):
+    module, seen = one_weight(), []
+    replicate_of(implementation)(module)
+    for synchronise in (False, False, True, True):
+        module.set_requires_gradient_sync(synchronise)
+        module(rank_input(rank)).sum().backward()
+        seen += scalars(module)
+    return seen
+
+
+@both
+def test_set_requires_gradient_sync(implementation):
+    assert run_processes(2, accumulate, implementation) == [[1, 2, 4.5, 6], [2, 4, 4.5, 6]]
+
+
+def tenfold(state, bucket):
+    state.append(bucket.is_last())
+    future = torch.futures.Future()
+    future.set_result(bucket.buffer() * 10)
+    return future
+
+
+def hook(rank, implementation):
+    module, seen = one_weight(), []
+    replicate_of(implementation)(module)
+    module.register_comm_hook(seen, tenfold)
+    module(rank_input(rank)).sum().backward()
+    return scalars(module), seen
+
+
+@both
+def test_register_comm_hook(implementation):
+    assert run_processes(2, hook, implementation) == [([10.0], [True]), ([20.0], [True])]
+
+
+class Keyword(nn.Module):
+    """Takes a keyword argument."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = one_weight()
+
+    def forward(self, x, *, factor=1.0):
+        return self.layer(x) * factor
+
+
+def look_around(rank, implementation):
+    replicate, seen = replicate_of(implementation), {}
+    plain, module = Keyword(), Keyword()
+    replicate(module, device_id=torch.device("cpu"))
+    module(rank_input(rank), factor=3.0).sum().backward()
+    seen["gradients"] = scalars(module)
+    ddp = state_of(implementation, module)._ddp_weakref()
+    seen["devices"] = ddp.device_ids, ddp.process_group is rank.group
+    seen["names"] = state_of(implementation, module)._param_names
+    seen["plain"] = state_of(implementation, plain)
+    for name, device in {"list": [torch.device("cpu")], "text": "cpu"}.items():
+        seen[name] = failure(lambda device=device: replicate(Keyword(), device_id=device))
+    seen["twice"] = failure(lambda: replicate(module))
+    return seen
+
+
+@both
+def test_state_and_errors(implementation):
+    for seen in run_processes(2, look_around, implementation):
+        for name in ("list", "text"):
+            kinds, message = seen.pop(name)
+            assert "RuntimeError" in kinds, name
+            assert "Expected device_id to be int or torch.device, but got <class" in message
+        kinds, message = seen.pop("twice")
+        assert "AssertionError" in kinds
+        assert "replicate has already been applied to the following module" in message
+        assert seen == {"gradients": [4.5], "devices": (None, True), "names": ["layer.weight"], "plain": None}
+
+
+def beside_shards(rank, implementation):
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = torch.distributed.init_device_mesh("cpu", (rank.world,))
+    module = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+    fully_shard(module[0], mesh=mesh)
+    refused = failure(lambda: replicate_of(implementation)(module[0]))
+    replicate_of(implementation)(module)
+    module(torch.full((1, 2), rank.rank + 1.0)).sum().backward()
+    return refused, rank.all_equal(module[1].weight.grad), type(module[0].weight).__name__
+
+
+@both
+def test_what_is_sharded_is_refused_or_skipped(implementation):
+    for (kinds, message), equal, kind in run_processes(2, beside_shards, implementation):
+        assert "RuntimeError" in kinds
+        assert "Cannot apply `replicate()` on a Module already managed by `fully_shard`" in message
+        assert equal
+        assert kind == "DTensor"
+
+
+# ------------------------------------------------------------------------------------------- only in ours
+
+
+def better(rank):
+    seen = {}
+    seen["misspelt"] = failure(lambda: lockstep.replicate(one_weight(), bucket_cap=1))[0]
+    module = rank.make(network, seed=rank.rank)
+    lockstep.replicate(module)
+    seen["equal before any forward"] = all(rank.all_equal(value) for value in values(module))
+    copies = [copy.deepcopy(module), pickle.loads(pickle.dumps(module))]
+    seen["copies"] = [
+        type(other) is nn.Sequential and all(map(torch.equal, values(other), values(module))) for other in copies
+    ]
+    for other in copies:  # on this rank only
+        if rank.rank == 0:
+            other(torch.ones(1, 2)).sum().backward()
+    module[3](torch.full((1, 4), rank.rank + 1.0)).sum().backward()
+    seen["submodule"] = [None if grad is None else grad.flatten()[0].item() for grad in gradients(module)]
+    module.zero_grad()
+    with module.no_sync():
+        module(torch.full((1, 2), rank.rank + 1.0)).sum().backward()
+    seen["not synchronised"] = rank.all_equal(module[3].weight.grad)
+    normalised = lockstep.replicate(nn.BatchNorm1d(1))  # the reference leaves buffers alone
+    normalised(torch.tensor([[1.0], [2.0 + rank.rank]])).square().sum().backward()
+    seen["buffers"] = rank.all_equal(normalised.running_mean)
+    return seen
+
+
+def test_ours_does_better():
+    for seen in run_processes(2, better):
+        assert "TypeError" in seen.pop("misspelt")
+        assert seen == {
+            "equal before any forward": True,
+            "copies": [True, True],
+            "submodule": [None, None, None, None, 1.5, 1.0],
+            "not synchronised": False,
+            "buffers": True,
+        }
