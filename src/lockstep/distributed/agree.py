@@ -104,7 +104,7 @@ def _difference(rank: int, mine: Sequence[str], theirs: Sequence[str], known: se
             f"the same param in process 0, {mine[1]}; use the same memory format on every rank"
         )
     if mine[0] == theirs[0]:
-        return f"ranks differ in {mine[0]}: {mine[1]} on rank 0, {theirs[1]} on rank {rank}; it must be the same on every rank"
+        return f"ranks differ in {mine[0]}: {mine[1]} on rank 0, {theirs[1]} on rank {rank}; make it the same on all"
     hint = "in another order" if theirs[0] in known else "of another module"
     return (
         f"ranks differ: where rank 0 has {mine[0]} ({mine[1]}), rank {rank} has {theirs[0]} ({theirs[1]}), {hint}; "

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Variable
 
+from lockstep.compiler import hooks_of_compiled_backward
 from lockstep.distributed.collectives import Collectives, Group, Pending
 from lockstep.errors import CommunicationError, PeerError
 from lockstep.phases import Phases
@@ -45,6 +46,8 @@ class Conductor:
         """The number of the next module; ranks take the highest of theirs."""
         self._members: weakref.WeakValueDictionary[int, Reducer] = weakref.WeakValueDictionary()
         self._armed = False
+        self._closing: weakref.ref[_Closing] | None = None
+        self._hooks_left = 0
         self._open: list[Reducer] = []
         self._collectives = Collectives(group, Phases())
 
@@ -62,7 +65,20 @@ class Conductor:
         """Make sure that :meth:`close` runs when the backward pass under way ends."""
         if not self._armed:
             self._armed = True
-            Variable._execution_engine.queue_callback(_Closing(self))
+            closing = _Closing(self)
+            self._closing = weakref.ref(closing)
+            hooks = hooks_of_compiled_backward()
+            if hooks is not None:
+                self._hooks_left = sum(getattr(hook, "conductor", None) is self for hook in hooks)
+            Variable._execution_engine.queue_callback(closing)
+
+    def hook_has_run(self) -> None:
+        """A parameter's hook has done its work. The last one ends a pass of compiled autograd, which drops
+        callbacks."""
+        self._hooks_left -= 1
+        closing = self._closing() if self._closing is not None and not self._hooks_left else None
+        if closing is not None:
+            closing()
 
     def enter(self, reducer: "Reducer") -> None:
         """A module takes part in the backward pass under way."""
@@ -101,7 +117,7 @@ class Conductor:
                 reducer.cancel()
 
     def _disarm(self) -> list["Reducer"]:
-        self._armed = False
+        self._armed, self._hooks_left = False, 0
         reducers, self._open = self._open, []
         return reducers
 
@@ -134,7 +150,7 @@ _conductors = weakref.WeakSet()
 class _Closing:
     """The engine's callback. It is the engine's alone, so that dropping it unrun shows."""
 
-    __slots__ = ("_conductor",)
+    __slots__ = ("__weakref__", "_conductor")
 
     def __init__(self, conductor: Conductor) -> None:
         self._conductor: Conductor | None = conductor

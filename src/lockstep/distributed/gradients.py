@@ -71,6 +71,8 @@ class GradientBucket:
         self.members = list(members)
         self.missing = len(self.members)
         self.sent = False
+        self.held = False
+        """Whether it waits for the end of backward."""
         self._spared: list[tuple[ManagedParameter, Tensor, Tensor | None]] = []
 
     def open(self) -> None:
@@ -127,6 +129,7 @@ class SharedBucket(GradientBucket):
         super().__init__(index, planned, members)
         self._extra = extra
         self._parameters = [member.parameter for member in members]
+        self._indices = planned.indices
         self._plain = not any(is_dtensor(parameter) for parameter in self._parameters)
         self._memory = GradientMemory(planned.layout, self._parameters, extra)
 
@@ -135,7 +138,7 @@ class SharedBucket(GradientBucket):
         grads = [parameter.grad for parameter in self._parameters]
         memory = self._memory
         flat = memory.claim(grads)
-        if 0 in touched:
+        if not all(map(touched.__getitem__, self._indices)):
             self._spare_untouched(grads, touched)
         for parameter in self._parameters:
             parameter.grad = None
@@ -195,7 +198,7 @@ class SharedBucket(GradientBucket):
 
     def hand_out(self, report: Report) -> None:
         """See :meth:`GradientBucket.hand_out`."""
-        if report.used is not None:
+        if report.used is not None and not all(map(report.used.__getitem__, self._indices)):
             super().hand_out(report)
         else:
             for member, parameter, grad in zip(self.members, self._parameters, self._memory.grads, strict=True):

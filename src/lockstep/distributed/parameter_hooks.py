@@ -11,12 +11,15 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
+from lockstep.compiler import outside_compiler
 from lockstep.distributed.gradients import ManagedParameter
 
 if TYPE_CHECKING:
+    from lockstep.distributed.conductor import Conductor
     from lockstep.distributed.reducer import Reducer
 
 
@@ -30,9 +33,19 @@ class ParameterHook:
 
     def __call__(self, parameter: Parameter) -> None:
         """The gradient of ``parameter`` is there."""
+        (_tell_outside if torch.compiler.is_compiling() else ParameterHook._tell)(self)
+
+    def _tell(self) -> None:
         reducer = self._reducer()
         if reducer is not None:
             reducer.arrived(self._index)
+            reducer.conductor.hook_has_run()
+
+    @property
+    def conductor(self) -> "Conductor | None":
+        """Who conducts the reducer, if there is still one."""
+        reducer = self._reducer()
+        return None if reducer is None else reducer.conductor
 
     @property
     def alive(self) -> bool:
@@ -50,11 +63,19 @@ class HeldHook:
 
     def __call__(self, parameter: Parameter) -> None:
         """The gradient of ``parameter`` is there, but perhaps only this rank's."""
+        (_hold_outside if torch.compiler.is_compiling() else HeldHook._hold)(self, parameter)
+
+    def _hold(self, parameter: Parameter) -> None:
         reducer = self._reducer()
         if reducer is None:
             self._hook(parameter)
         else:
             reducer.after_reduction(self._hook, parameter)
+
+
+# Compiled autograd traces hooks; ours are about the order of things, which a trace does not keep.
+_tell_outside = outside_compiler(ParameterHook._tell)
+_hold_outside = outside_compiler(HeldHook._hold)
 
 
 class _Hooks(OrderedDict[int, Any]):

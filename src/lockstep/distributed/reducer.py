@@ -19,9 +19,12 @@ no place in
 that wait for
    reduced gradients run.
 
-**The plan** adapts on what all ranks know, so they need not agree on it again. After the first round it is made anew,
-in the order in which gradients arrived on rank 0 (one broadcast, once), of the parameters that any rank used; a
-parameter that turns up late later joins at the end. So what is frozen or never used is never sent, and needs no flag.
+The plan adapts to what the ranks use (``adaptation.py``): what is frozen or never used is never sent, and needs no
+flag.
+
+On an accelerator the report is read at once only if this rank has anything unusual to know or to say; else it is read
+when the next round opens, so that the host never waits for the device. A failure of another rank is noticed there one
+backward later.
 
 Lifetimes: the reducer belongs to the module's replication (``replicate.py``). Parameters hold hooks, which hold
 nothing but weak references. Gradients live in buckets (``gradients.py``).
@@ -35,18 +38,19 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from lockstep.distributed.adaptation import AdaptivePlan
 from lockstep.distributed.buffers import BufferSync
 from lockstep.distributed.collectives import Collectives
 from lockstep.distributed.conductor import Conductor
+from lockstep.distributed.deferred import DeferredRow
 from lockstep.distributed.gradients import GradientBucket, ManagedParameter, SharedBucket, make_bucket
 from lockstep.distributed.hooks import HookChain, Waitable
 from lockstep.distributed.late import reduce_late
 from lockstep.distributed.mean import with_graphs
 from lockstep.distributed.parameter_hooks import attach
-from lockstep.distributed.plan import ReductionPlan, plan_reduction
-from lockstep.distributed.report import RankStatus, Report, ReportLayout, round_code
+from lockstep.distributed.plan import ReductionPlan
+from lockstep.distributed.report import RankStatus, Report, ReportLayout, check_ranks, mean_factor, round_code
 from lockstep.distributed.weights import Weights
-from lockstep.errors import OptionError, PeerError
 
 _REPORT_DTYPE = torch.float32  # of a report that travels on its own
 
@@ -75,9 +79,7 @@ class Reducer:
         """What sums are divided by: the world size, but where joined ranks do not count."""
         self.conductor = conductor
         self.before_first_round: Callable[[], None] | None = None
-        self._caps, self._delayed = tuple(caps), frozenset(last)
-        self._specs = [p.spec for p in self.parameters]
-        self._sparse = frozenset(p.index for p in self.parameters if p.sparse)
+        self._plan = AdaptivePlan(self.parameters, caps, last, collectives)
         self._lock = threading.RLock()
         self._open = False
         self._reducing = False
@@ -87,78 +89,52 @@ class Reducer:
         self._arrived = bytearray(len(self.parameters))  # in this round, in time for their bucket
         self._bucket_of: list[GradientBucket | None] = []
         self._late: dict[int, None] = {}
-        self._order: dict[int, None] | None = {}
         self._after: list[tuple[Callable[[Parameter], None], Parameter]] = []
         self._weights = Weights()
         self._joined = False
-        self._adapted = False
+        self._deferred: DeferredRow | None = None
         self._local_versions: list[int] | None = None
         self._abandoned: tuple[list[Waitable], list[Tensor]] | None = None
-        backward_order = [p.index for p in reversed(self.parameters) if p.parameter.requires_grad]
-        self._use(self._planned(backward_order))
+        self._make_buckets()
 
     # ------------------------------------------------------------------------------------ plan
 
     @property
     def plan(self) -> ReductionPlan:
         """The buckets, as they are now."""
-        return self._plan
+        return self._plan.current
 
     def restore(self, round_number: int, plan: str) -> None:
         """Go on where an earlier run was; all ranks must."""
-        self.round, self._order, self._adapted = round_number, None, True
-        self._use(ReductionPlan.from_json(plan, self._specs))
-
-    def _planned(self, order: Sequence[int]) -> ReductionPlan:
-        delayed = [i for i in order if i in self._delayed]
-        return plan_reduction(
-            self._specs, [i for i in order if i not in self._delayed] + delayed, self._caps, self._sparse
-        )
-
-    def _use(self, plan: ReductionPlan) -> None:
-        self._plan = plan
-        self._bucket_of = [None] * len(self.parameters)
-        count, rank, world = len(self.parameters), self.collectives.rank, self.collectives.world
-        carries = bool(plan.buckets) and plan.buckets[-1].can_carry and not self.hooks.hooks
-        dtype = plan.buckets[-1].layout.dtype if carries else _REPORT_DTYPE
-        self._report = ReportLayout(count, rank, world, self.buffers.board(dtype))
-        self._carrier: GradientBucket | None = None
-        self._buckets: list[GradientBucket] = []
-        for number, planned in enumerate(plan.buckets):
-            members = [self.parameters[index] for index in planned.indices]
-            rides = carries and number == len(plan.buckets) - 1
-            bucket = make_bucket(number, planned, members, self._report.numel if rides else 0)
-            self._buckets.append(bucket)
-            for index in planned.indices:
-                self._bucket_of[index] = bucket
-        if carries:
-            self._carrier = self._buckets[-1]
-        device = self._specs[0].device if self._specs else self.collectives.device
-        self._own_row = None if carries else torch.zeros(self._report.numel, dtype=dtype, device=device)
+        self.round = round_number
+        self._plan.restore(plan)
+        self._make_buckets()
 
     def register_hook(self, state: object, hook: Callable[..., object]) -> None:
         """Add a communication hook; the report travels on its own from now on."""
         self.hooks.register(state, hook)
-        self._use(self._plan)
+        self._make_buckets()
 
-    def _adapt(self, report: Report) -> None:
-        """Change the plan, on every rank alike."""
-        if not self._adapted and self._order is not None:
-            self._adapted = True
-            order = self._rank_0_order(list(self._order))
-            self._order = None
-            self._use(self._planned([i for i in order if report.uses(i)]))
-        elif report.late:
-            members = self._plan.members
-            kept = [i for bucket in self._plan.buckets for i in bucket.indices if i not in report.late]
-            twice = [i for i in report.late if i in members]  # nothing after these can leave before backward ends
-            self._use(self._planned([*kept, *(i for i in report.late if i not in members), *twice]))
-
-    def _rank_0_order(self, order: list[int]) -> list[int]:
-        whole = list(dict.fromkeys([*order, *(p.index for p in reversed(self.parameters))]))
-        told = torch.tensor(whole, dtype=torch.int64, device=self.collectives.device)
-        self.collectives.broadcast(told, "order of gradients").wait()
-        return [int(index) for index in told.tolist()]
+    def _make_buckets(self) -> None:
+        """Build what the plan says."""
+        planned = self.plan.buckets
+        carries = bool(planned) and planned[-1].can_carry and not self.hooks.hooks
+        dtype = planned[-1].layout.dtype if carries else _REPORT_DTYPE
+        cargo = self.buffers.board(dtype)
+        self._report = ReportLayout(len(self.parameters), self.collectives.rank, self.collectives.world, cargo)
+        self._bucket_of = [None] * len(self.parameters)
+        self._buckets: list[GradientBucket] = []
+        for number, each in enumerate(planned):
+            members = [self.parameters[index] for index in each.indices]
+            rides = carries and number == len(planned) - 1
+            bucket = make_bucket(number, each, members, self._report.numel if rides else 0)
+            bucket.held = rides or self._plan.holds(each)
+            self._buckets.append(bucket)
+            for index in each.indices:
+                self._bucket_of[index] = bucket
+        self._carrier = self._buckets[-1] if carries else None
+        device = self.parameters[0].spec.device if self.parameters else self.collectives.device
+        self._own_row = None if carries else torch.zeros(self._report.numel, dtype=dtype, device=device)
 
     # ------------------------------------------------------------------------------------ open
 
@@ -174,8 +150,8 @@ class Reducer:
                 self._count_down(index)
 
     def _count_down(self, index: int) -> None:
-        if self._order is not None:
-            self._order[index] = None
+        if self._plan.arrivals is not None:
+            self._plan.arrivals[index] = None
         bucket = self._bucket_of[index]
         if bucket is None or bucket.sent:
             self._late[index] = None
@@ -201,14 +177,15 @@ class Reducer:
         if self.before_first_round is not None:
             self.before_first_round()
             self.before_first_round = None
+        self._read_deferred()
 
     def _start_round(self) -> None:
         self._wait_for_abandoned()
         self.round += 1
         self._next = 0
         self._late.clear()
-        if self._order is not None:
-            self._order.clear()
+        if self._plan.arrivals is not None:
+            self._plan.arrivals.clear()
         for bucket in self._buckets:
             bucket.open()
         self._arrived[:] = bytes(len(self._arrived))
@@ -232,10 +209,10 @@ class Reducer:
     # ------------------------------------------------------------------------------------ send
 
     def _send_full(self) -> None:
-        """Send every bucket whose turn has come; the one that carries the report stays for the end."""
+        """Send every bucket whose turn has come; one that is held, as the one with the report is, waits for the end."""
         while self._next < len(self._buckets):
             bucket = self._buckets[self._next]
-            if bucket.missing or bucket is self._carrier:
+            if bucket.missing or bucket.held:
                 return
             self._send(bucket)
 
@@ -311,17 +288,40 @@ class Reducer:
             for pending in self._pending:
                 pending.wait()
         self.buffers.finish_large()
-        report = self._report.read(row)
-        self._check(report)
+        report = self._read(row[: self._report.cargo.start])
+        check_ranks(report, self.round, self.collectives.rank)
         self._hand_out(report, row)
-        if any(status.moved for status in report.ranks):
-            self.buffers.renew()
-            self._use(self._plan)
-        self._adapt(report)
+        if report.moved and self._deferred is None:
+            self._renew_buffers()
+        if self._plan.adapt(report):
+            self._make_buckets()
+
+    def _read(self, head: Tensor) -> Report:
+        """The report; on an accelerator, where reading means waiting, only what concerns this round, and only if
+        anything may."""
+        if head.device.type == "cpu":
+            return self._report.read(head)
+        self._deferred = DeferredRow(head)
+        quiet = self._plan.is_whole and self._plan.arrivals is None and 0 not in self._touched
+        if quiet and not (self._late or self._weights.given or self._joined):
+            return Report(used=None, late=[], ranks=[], weights=[])
+        return self._report.read(self._deferred.arrived())
+
+    def _read_deferred(self) -> None:
+        """What the last round's report said beside: every rank learns it here, before it sends anything."""
+        if self._deferred is not None:
+            report, self._deferred = self._report.read(self._deferred.arrived()), None
+            check_ranks(report, self.round, self.collectives.rank)
+            if report.moved:
+                self._renew_buffers()
+
+    def _renew_buffers(self) -> None:
+        self.buffers.renew()
+        self._make_buckets()
 
     @torch.no_grad()
     def _hand_out(self, report: Report, row: Tensor) -> None:
-        factor = self._factor(report)
+        factor = mean_factor(report, self.divisor, self.round)
         late = reduce_late([self.parameters[index] for index in report.late], self.collectives, self.divisor)
         for bucket in self._buckets:
             if factor != 1:
@@ -330,7 +330,7 @@ class Reducer:
         for each in late:
             each.hand_out(factor)
         with_graphs(self.parameters, factor, self.collectives)
-        if not any(status.moved for status in report.ranks):
+        if not report.moved:
             self.buffers.read(row[self._report.cargo])
         self._forget()
 
@@ -340,47 +340,13 @@ class Reducer:
         self._local_versions = None
         self._weights.clear()
 
-    def _factor(self, report: Report) -> float:
-        """What turns a mean over ranks into one over weights."""
-        if not report.weights:
-            return 1.0
-        if unweighted := [rank for rank, s in enumerate(report.ranks) if not (s.weighted or s.joined)]:
-            raise OptionError(
-                f"rank {unweighted[0]} gave no weight in round {self.round}, others did; give one on every rank, "
-                "0 where there is nothing to count"
-            )
-        total = sum(report.weights)
-        return self.divisor / total if total else 0.0
-
-    def _check(self, report: Report) -> None:
-        mine = round_code(self.round)
-        rank, world = self.collectives.rank, self.collectives.world
-        if failed := [other for other, status in enumerate(report.ranks) if status.failed]:
-            raise PeerError(
-                f"rank {rank} of {world}: backward failed on rank {failed[0]} in round {self.round}; that rank's own "
-                "error says "
-                "why. No gradient has been handed out; every rank can go on with the next batch after zero_grad()"
-            )
-        if other := [(r, s.round) for r, s in enumerate(report.ranks) if s.round != mine]:
-            raise PeerError(
-                f"rank {rank} of {world} is in its synchronised backward number {self.round}, but rank {other[0][0]} "
-                "is "
-                f"{self._distance(mine, other[0][1])}: ranks have not run the same number of them, and gradients of "
-                "different "
-                "steps would be mixed. Let every rank run backward for every batch, or use join()"
-            )
-
-    @staticmethod
-    def _distance(mine: int, theirs: int) -> str:
-        ahead = round_code(theirs - mine)
-        behind = round_code(mine - theirs)
-        return f"{ahead} ahead" if ahead <= behind else f"{behind} behind"
-
     # --------------------------------------------------------------------------------- failure
 
     def cancel(self) -> None:
         """The backward pass is over, however it ended."""
         with self._lock:
+            if self._reducing:
+                self._forget()  # after a failure, too: what was to be contributed is gone
             self._open = self._reducing = False
             self._pending.clear()
             self._after.clear()

@@ -296,5 +296,5 @@ class _Arm:
 
     def __call__(self, grad: Tensor) -> None:
         conductor = self._conductor()
-        if conductor is not None:
+        if conductor is not None and not torch.compiler.is_compiling():  # compiled autograd nests nothing
             conductor.arm()

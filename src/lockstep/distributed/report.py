@@ -17,6 +17,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lockstep.errors import OptionError, PeerError
+
 _ROUNDS = 15  # status = 16 * (round % 15) + flags + 1 <= 240: exact even in bfloat16
 _FAILED, _WEIGHTED, _JOINED, _MOVED = 1, 2, 4, 8
 _WEIGHT_BYTES = 8
@@ -47,6 +49,11 @@ class Report:
     """Each rank's status; only this rank's, if all are alike."""
     weights: Sequence[float]
 
+    @property
+    def moved(self) -> bool:
+        """Whether any rank has other buffers than were agreed on."""
+        return any(status.moved for status in self.ranks)
+
     def uses(self, index: int) -> bool:
         """Whether any rank has a gradient of a parameter."""
         return self.used is None or self.used[index]
@@ -65,6 +72,15 @@ class ReportLayout:
 
     def write(self, row: Tensor, used: bytearray, late: Sequence[int], status: RankStatus, weight: float) -> None:
         """Fill this rank's places of a row of ``numel`` elements, and clear all others."""
+        if row.device.type != "cpu":
+            host = torch.empty(self.cargo.start, dtype=row.dtype, pin_memory=True)
+            self._write(host, used, late, status, weight)
+            row[self.cargo].zero_()
+            row[: self.cargo.start].copy_(host, non_blocking=True)
+        else:
+            self._write(row, used, late, status, weight)
+
+    def _write(self, row: Tensor, used: bytearray, late: Sequence[int], status: RankStatus, weight: float) -> None:
         row.zero_()
         if used:
             row[: self._parameters].copy_(torch.frombuffer(used, dtype=torch.uint8))
@@ -107,3 +123,39 @@ def _status(code: int) -> RankStatus:
 def round_code(number: int) -> int:
     """The part of a round's number that fits into a status."""
     return number % _ROUNDS
+
+
+def check_ranks(report: Report, number: int, rank: int) -> None:
+    """Raise :class:`PeerError` if a rank failed, or is not in round ``number`` as this one."""
+    if failed := [other for other, status in enumerate(report.ranks) if status.failed]:
+        raise PeerError(
+            f"rank {rank}: backward failed on rank {failed[0]} in round {number}; that rank's own error says why. No "
+            "gradient has "
+            "been handed out; every rank can go on with the next batch after zero_grad()"
+        )
+    mine = round_code(number)
+    for other, status in enumerate(report.ranks):
+        if status.round != mine:
+            ahead, behind = round_code(status.round - mine), round_code(mine - status.round)
+            distance = f"{ahead} ahead" if ahead <= behind else f"{behind} behind"
+            raise PeerError(
+                f"rank {rank} is in its synchronised backward number {number}, but rank {other} is {distance}: ranks "
+                "have not run "
+                "the same number of them, and gradients of different steps would be mixed. Let every rank run "
+                "backward for "
+                "every batch, or use join()"
+            )
+
+
+def mean_factor(report: Report, divisor: float, number: int) -> float:
+    """What turns a mean over ``divisor`` ranks into one over weights, where they were given."""
+    if not report.weights:
+        return 1.0
+    if unweighted := [rank for rank, status in enumerate(report.ranks) if not (status.weighted or status.joined)]:
+        raise OptionError(
+            f"rank {unweighted[0]} gave no weight in round {number}, others did; give one on every rank, 0 where "
+            "there is "
+            "nothing to count"
+        )
+    total = sum(report.weights)
+    return divisor / total if total else 0.0
