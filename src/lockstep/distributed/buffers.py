@@ -173,7 +173,11 @@ class BufferSync:
         """Put this rank's part into the cleared end of a report."""
         for rider in self._riders:
             tensor = rider.buffer.current()
-            if tensor is None or not (rider.averaged or self._is_source):
+            if tensor is None:
+                continue
+            if not (rider.averaged or self._is_source):
+                if not rider.as_bytes:
+                    cargo[rider.place] = -0.0  # under a sum, 0.0 would turn a -0.0 of the source into 0.0
                 continue
             flat = _as_bytes(tensor) if rider.as_bytes else tensor.reshape(-1)
             cargo[rider.place].copy_(flat)

@@ -57,6 +57,8 @@ class Conductor:
 
     def settle(self, reducer: "Reducer", serial: int, living_anywhere: Collection[int]) -> None:
         """Add a module under a number that all ranks agree on; ``living_anywhere`` are the others that any rank has."""
+        for known in [number for number, member in self._members.items() if member is reducer]:
+            del self._members[known]
         self._members[serial] = reducer
         self.next_serial = serial + 1
         self.exclusive = not living_anywhere

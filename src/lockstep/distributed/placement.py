@@ -10,6 +10,7 @@ from torch.nn import Module
 from torch.nn.utils.rnn import PackedSequence
 
 from lockstep.devices import resolve_device
+from lockstep.distributed import registry
 from lockstep.distributed.options import Options
 from lockstep.errors import AlreadyManagedError, NotReplicableError, OptionError
 from lockstep.tree import Tree, tree_map
@@ -30,7 +31,8 @@ def sharded_children(module: Module) -> Iterator[Module]:
 
 def left_out(module: Module, ignored: Iterable[Module], options: Options) -> tuple[set[Module], set[str]]:
     """The modules, and the names of parameters and buffers, that are not replicated."""
-    modules = {each for root in (*ignored, *sharded_children(module)) for each in root.modules()}
+    roots = (*ignored, *sharded_children(module), *registry.replicated_children(module))
+    modules = {each for root in roots for each in root.modules()}
     names = {*options.params_and_buffers_to_ignore, *getattr(module, "_ddp_params_and_buffers_to_ignore", ())}
     return modules, names
 

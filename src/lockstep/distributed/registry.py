@@ -1,27 +1,31 @@
 """Which module has which replication. Modules do not carry it, so that their copies and pickles are plain."""
 
 import weakref
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from torch.nn import Module
 
-from lockstep.distributed.replication import Replication
 from lockstep.errors import NotReplicableError
 
-_replications: weakref.WeakKeyDictionary[Module, Replication] = weakref.WeakKeyDictionary()
+if TYPE_CHECKING:
+    from lockstep.distributed.replication import Replication
+
+_replications: "weakref.WeakKeyDictionary[Module, Replication]" = weakref.WeakKeyDictionary()
 
 
-def register(module: Module, replication: Replication) -> None:
+def register(module: Module, replication: "Replication") -> None:
     """Remember the replication of a module, or of a wrapper."""
     _replications[module] = replication
 
 
-def find(module: Module) -> Replication | None:
+def find(module: Module) -> "Replication | None":
     """The replication of a module, of a wrapper, or of what ``torch.compile`` made of one; None if it has none."""
     found = _replications.get(module)
     return found if found is not None else _replications.get(getattr(module, "_orig_mod", module))
 
 
-def get(module: Module, caller: str) -> Replication:
+def get(module: Module, caller: str) -> "Replication":
     """The replication of a module or a wrapper; raises :class:`NotReplicableError` if it has none."""
     found = find(module)
     if found is None:
@@ -31,3 +35,8 @@ def get(module: Module, caller: str) -> Replication:
             "or the DistributedDataParallel around it"
         )
     return found
+
+
+def replicated_children(module: Module) -> Iterator[Module]:
+    """The modules below ``module`` that have a replication of their own."""
+    return (child for child in module.modules() if child is not module and child in _replications)

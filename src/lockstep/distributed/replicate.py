@@ -55,8 +55,7 @@ def replicate(module: M, ignored_modules: Iterable[Module] | None = None, **opti
 
     Example:
         >>> import torch, torch.distributed as dist
-        >>> group = dist.ProcessGroupGloo(dist.HashStore(), 0, 1)  # torchrun: leave it out, init_process_group() is
-        enough
+        >>> group = dist.ProcessGroupGloo(dist.HashStore(), 0, 1)  # not needed after init_process_group()
         >>> model = replicate(torch.nn.Linear(4, 2), process_group=group)
         >>> model(torch.ones(3, 4)).sum().backward()
         >>> model.bias.grad.tolist(), type(model).__name__
