@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lockstep.buckets import dense_stride
+from lockstep.buckets import contiguous_stride, dense_stride
 from lockstep.distributed.collectives import Collectives
 from lockstep.distributed.dtensors import local_part
 from lockstep.errors import AgreementError
@@ -36,19 +36,17 @@ class Description(NamedTuple):
     error: str = ""
 
 
-def describe_tensor(tensor: Tensor) -> str:
-    """Dtype, shape and, for a parameter, whether it wants a gradient; a DTensor's placements, too."""
+def describe_tensor(tensor: Tensor, layout: bool = True) -> str:
+    """Dtype and shape, a DTensor's placements, and the strides if ``layout`` counts and is out of the ordinary."""
     local = local_part(tensor)
-    text = f"{str(local.dtype).removeprefix('torch.')} of shape {tuple(local.shape)}"
+    shape = tuple(local.shape)
+    text = f"{str(local.dtype).removeprefix('torch.')} of shape {shape}"
+    strides = dense_stride(shape, local.stride())
+    if layout and strides != contiguous_stride(shape):
+        text += f", strides {strides}"
     if tensor is not local:
         text += f", placed {tensor.placements}"  # type: ignore[attr-defined]
     return text
-
-
-def dense_strides(tensor: Tensor) -> tuple[int, ...]:
-    """The strides with which a tensor's gradient is laid out."""
-    local = local_part(tensor)
-    return dense_stride(tuple(local.shape), local.stride())
 
 
 def agree(description: Description, numbers: Sequence[int], collectives: Collectives) -> list[list[int]]:
@@ -97,14 +95,11 @@ def _raise_difference(descriptions: list[tuple[str, list[tuple[str, str]]]], col
 
 
 def _difference(rank: int, mine: Sequence[str], theirs: Sequence[str], known: set[str]) -> str:
-    if mine[0] == theirs[0] and mine[0].startswith("strides of "):
-        return (
-            f"{mine[0].removeprefix('strides of ')} on rank {rank}, with strides {theirs[1]}, appears not to match "
-            "strides of "
-            f"the same param in process 0, {mine[1]}; use the same memory format on every rank"
-        )
     if mine[0] == theirs[0]:
-        return f"ranks differ in {mine[0]}: {mine[1]} on rank 0, {theirs[1]} on rank {rank}; make it the same on all"
+        text = f"ranks differ in {mine[0]}: {mine[1]} on rank 0, {theirs[1]} on rank {rank}; make it the same on all"
+        if "strides" in mine[1] + theirs[1]:
+            text += f" ({mine[0]} of rank {rank} appears not to match strides of the same param in process 0)"
+        return text
     hint = "in another order" if theirs[0] in known else "of another module"
     return (
         f"ranks differ: where rank 0 has {mine[0]} ({mine[1]}), rank {rank} has {theirs[0]} ({theirs[1]}), {hint}; "

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Variable
 
-from lockstep.compiler import hooks_of_compiled_backward
+from lockstep.compiler import hooks_of_compiled_backward, outside_compiler
 from lockstep.distributed.collectives import Collectives, Group, Pending
 from lockstep.errors import CommunicationError, PeerError
 from lockstep.phases import Phases
@@ -157,11 +157,13 @@ class _Closing:
     def __init__(self, conductor: Conductor) -> None:
         self._conductor: Conductor | None = conductor
 
+    @outside_compiler
     def __call__(self) -> None:
         conductor, self._conductor = self._conductor, None
         if conductor is not None:
             conductor.close()
 
+    @outside_compiler
     def __del__(self) -> None:
         if self._conductor is not None:
             self._conductor.abandon()

@@ -117,6 +117,11 @@ class GradientBucket:
         """Keep the gradient of a parameter that this rank did not use: perhaps no rank did."""
         self._spared.append((member, grad, local_part(grad).clone() if inside else None))
 
+    @property
+    def row(self) -> Tensor:
+        """The report's place, if there is one."""
+        raise NotImplementedError
+
     def blank(self) -> Tensor:
         """A tensor to send in place of what :meth:`collect` returns, without any gradient."""
         return self.members[0].blank().flatten()

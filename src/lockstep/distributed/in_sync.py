@@ -49,7 +49,7 @@ def check_in_sync(module: Module, process_group: Group | None = None) -> None:
         raise CommunicationError("there is no process group yet; call torch.distributed.init_process_group() first")
     collectives = Collectives(group, Phases())
     named = [*module.named_parameters(), *module.named_buffers()]
-    agree(Description([Line(name, describe_tensor(tensor)) for name, tensor in named]), [], collectives)
+    agree(Description([Line(name, describe_tensor(tensor, layout=False)) for name, tensor in named]), [], collectives)
     digests = [digest_of(tensor) for _, tensor in named]
     whole = hashlib.blake2b(b"".join(digests), digest_size=_DIGEST_BYTES).digest()
     rows = collectives.all_gather(_bytes(whole, collectives), "digest of all values")

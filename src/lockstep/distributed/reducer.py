@@ -3,35 +3,25 @@
 A **round** is what one backward pass of one replicated module sends. Its life:
 
 1. *open* - the first gradient of the module opens it (``arrived``). Only now is it decided whether this backward
-synchronises;
-   if not, parameters are marked as touched, and their gradients pile up.
+   synchronises; if not, parameters are marked as touched, and their gradients pile up.
 2. *send* - each gradient that arrives counts down its bucket. A full bucket leaves at once if all before it have left:
-every
-   rank sends the same buckets in the same order, whatever order its gradients come in.
+   every rank sends the same buckets in the same order, whatever order its gradients come in.
 3. *finish* - the engine's final callback (``conductor.py``) sends the buckets that never filled up: parameters without
-a
-   gradient count as zero, or as what they had accumulated. The last bucket leaves now, and carries the report: who
-   used which parameter, the round's number, failures, weights, buffers. Then all are waited for.
-4. *late* - gradients that came after their bucket had left (a layer that reentrant checkpointing runs twice), or had
-no place in
-   the plan (unfrozen, used for the first time), are in everybody's report, so every rank joins in reducing them now.
+   a gradient count as zero, or as what they had accumulated. The last bucket leaves now, and carries the report: who
+   used which parameter, the round's number, failures, weights, buffers (``reporting.py``). Then all are waited for.
+4. *late* - gradients that came after their bucket had left (a layer that reentrant checkpointing runs twice), or had no
+   place in the plan (unfrozen, used for the first time), are in everybody's report, so every rank joins in reducing
+   them now.
 5. *hand out* - parameters that any rank used get the mean, all others keep what they had; buffers are assigned; hooks
-that wait for
-   reduced gradients run.
+   that wait for reduced gradients run.
 
-The plan adapts to what the ranks use (``adaptation.py``): what is frozen or never used is never sent, and needs no
-flag.
+The plan adapts to what the ranks use (``adaptation.py``): what is frozen or never used is never sent, without a flag.
 
-On an accelerator the report is read at once only if this rank has anything unusual to know or to say; else it is read
-when the next round opens, so that the host never waits for the device. A failure of another rank is noticed there one
-backward later.
-
-Lifetimes: the reducer belongs to the module's replication (``replicate.py``). Parameters hold hooks, which hold
+Lifetimes: the reducer belongs to the module's replication (``replication.py``). Parameters hold hooks, which hold
 nothing but weak references. Gradients live in buckets (``gradients.py``).
 """
 
 import threading
-import warnings
 from collections.abc import Callable, Sequence
 
 import torch
@@ -42,17 +32,17 @@ from lockstep.distributed.adaptation import AdaptivePlan
 from lockstep.distributed.buffers import BufferSync
 from lockstep.distributed.collectives import Collectives
 from lockstep.distributed.conductor import Conductor
-from lockstep.distributed.deferred import DeferredRow
-from lockstep.distributed.gradients import GradientBucket, ManagedParameter, SharedBucket, make_bucket
+from lockstep.distributed.drift import DriftWatch
+from lockstep.distributed.gradients import GradientBucket, ManagedParameter, make_bucket
 from lockstep.distributed.hooks import HookChain, Waitable
 from lockstep.distributed.late import reduce_late
 from lockstep.distributed.mean import with_graphs
 from lockstep.distributed.parameter_hooks import attach
 from lockstep.distributed.plan import ReductionPlan
-from lockstep.distributed.report import RankStatus, Report, ReportLayout, check_ranks, mean_factor, round_code
+from lockstep.distributed.report import RankStatus, Report, check_ranks, mean_factor, round_code
+from lockstep.distributed.reporting import Reporting
 from lockstep.distributed.weights import Weights
-
-_REPORT_DTYPE = torch.float32  # of a report that travels on its own
+from lockstep.errors import LayoutError
 
 
 class Reducer:
@@ -83,6 +73,7 @@ class Reducer:
         self._lock = threading.RLock()
         self._open = False
         self._reducing = False
+        self._begun = False  # something of this round has been sent
         self._next = 0
         self._pending: list[Waitable] = []
         self._touched = bytearray(len(self.parameters))  # had a gradient since the last round
@@ -92,8 +83,8 @@ class Reducer:
         self._after: list[tuple[Callable[[Parameter], None], Parameter]] = []
         self._weights = Weights()
         self._joined = False
-        self._deferred: DeferredRow | None = None
-        self._local_versions: list[int] | None = None
+        self._reporting = Reporting(len(self.parameters), collectives, buffers)
+        self._drift = DriftWatch(self.parameters, collectives.rank)
         self._abandoned: tuple[list[Waitable], list[Tensor]] | None = None
         self._make_buckets()
 
@@ -119,22 +110,19 @@ class Reducer:
         """Build what the plan says."""
         planned = self.plan.buckets
         carries = bool(planned) and planned[-1].can_carry and not self.hooks.hooks
-        dtype = planned[-1].layout.dtype if carries else _REPORT_DTYPE
-        cargo = self.buffers.board(dtype)
-        self._report = ReportLayout(len(self.parameters), self.collectives.rank, self.collectives.world, cargo)
+        device = self.parameters[0].spec.device if self.parameters else self.collectives.device
+        self._reporting.lay_out(planned[-1].layout.dtype if carries else None, device)
         self._bucket_of = [None] * len(self.parameters)
         self._buckets: list[GradientBucket] = []
         for number, each in enumerate(planned):
             members = [self.parameters[index] for index in each.indices]
             rides = carries and number == len(planned) - 1
-            bucket = make_bucket(number, each, members, self._report.numel if rides else 0)
+            bucket = make_bucket(number, each, members, self._reporting.numel if rides else 0)
             bucket.held = rides or self._plan.holds(each)
             self._buckets.append(bucket)
             for index in each.indices:
                 self._bucket_of[index] = bucket
         self._carrier = self._buckets[-1] if carries else None
-        device = self.parameters[0].spec.device if self.parameters else self.collectives.device
-        self._own_row = None if carries else torch.zeros(self._report.numel, dtype=dtype, device=device)
 
     # ------------------------------------------------------------------------------------ open
 
@@ -170,7 +158,7 @@ class Reducer:
         if self._reducing:
             self._start_round()
         self._weights.use()  # may fail on this rank alone: then the others are told
-        self._check_drift()
+        self._drift.look(self._reducing)
 
     def _get_ready(self) -> None:
         self.collectives.check_alive()
@@ -182,6 +170,7 @@ class Reducer:
     def _start_round(self) -> None:
         self._wait_for_abandoned()
         self.round += 1
+        self._begun = False
         self._next = 0
         self._late.clear()
         if self._plan.arrivals is not None:
@@ -189,22 +178,6 @@ class Reducer:
         for bucket in self._buckets:
             bucket.open()
         self._arrived[:] = bytes(len(self._arrived))
-
-    def _check_drift(self) -> None:
-        """Warn, once, if parameters have changed on gradients that this rank alone has accumulated."""
-        if self._local_versions is None and self._reducing:
-            return
-        versions = [p.parameter._version for p in self.parameters]
-        before, self._local_versions = self._local_versions, None if self._reducing else versions
-        if before is not None and before != versions:
-            changed = next(p.name for p, old, new in zip(self.parameters, before, versions, strict=True) if old != new)
-            warnings.warn(
-                f"rank {self.collectives.rank}: parameter {changed} was changed while its gradient was only this "
-                "rank's: the "
-                "replicas have drifted apart. The last backward before optimizer.step() must not be under no_sync() or "
-                "set_requires_gradient_sync(False)",
-                stacklevel=2,
-            )
 
     # ------------------------------------------------------------------------------------ send
 
@@ -222,10 +195,8 @@ class Reducer:
             scale = 1.0 if self.hooks.hooks else 1.0 / self.divisor
             outgoing = bucket.collect(scale, self._touched)
             if bucket is self._carrier:
-                assert isinstance(bucket, SharedBucket)
-                assert bucket.row is not None
                 self._write_report(bucket.row, failed=False)
-        bucket.sent = True
+        bucket.sent = self._begun = True
         self._next += 1
         what = f"bucket {bucket.index + 1} of {len(self._buckets)}, round {self.round}"
         if self.hooks.hooks:
@@ -246,9 +217,7 @@ class Reducer:
     def _write_report(self, row: Tensor, *, failed: bool) -> None:
         moved = self.buffers.changed()
         status = RankStatus(round_code(self.round), failed, self._weights.given, self._joined, moved)
-        self._report.write(row, self._touched, list(self._late), status, self._weights.total)
-        if not moved:
-            self.buffers.write(row[self._report.cargo])
+        self._reporting.write(row, self._touched, list(self._late), status, self._weights.total)
 
     # ---------------------------------------------------------------------------------- finish
 
@@ -271,46 +240,43 @@ class Reducer:
             hook(parameter)
 
     def _finish(self) -> None:
-        while self._next < len(self._buckets):
-            self._send(self._buckets[self._next])
+        self._begun = True
+        try:
+            while self._next < len(self._buckets):
+                self._send(self._buckets[self._next])
+        except LayoutError:  # of this rank alone: the others wait for what is not sent
+            self.abandon()
+            raise
         if self.hooks.hooks:
             self._wait_for_hooks(self.collectives.device)
         self.buffers.send_large()
-        row = self._own_row
-        if self._carrier is not None:
-            assert isinstance(self._carrier, SharedBucket)
-            row = self._carrier.row
-        elif row is not None:
+        row = self._reporting.own_row
+        if row is not None:
             self._write_report(row, failed=False)
             self._pending.append(self.collectives.all_reduce(row, f"report, round {self.round}"))
-        assert row is not None
         with self.collectives.phases.phase("wait"):
             for pending in self._pending:
                 pending.wait()
         self.buffers.finish_large()
-        report = self._read(row[: self._report.cargo.start])
+        row = self._carrier.row if self._carrier is not None else row
+        assert row is not None
+        report = self._reporting.read(row, quiet=self._is_quiet())
         check_ranks(report, self.round, self.collectives.rank)
         self._hand_out(report, row)
-        if report.moved and self._deferred is None:
+        if report.moved and not self._reporting.deferred:
             self._renew_buffers()
         if self._plan.adapt(report):
             self._make_buckets()
 
-    def _read(self, head: Tensor) -> Report:
-        """The report; on an accelerator, where reading means waiting, only what concerns this round, and only if
-        anything may."""
-        if head.device.type == "cpu":
-            return self._report.read(head)
-        self._deferred = DeferredRow(head)
-        quiet = self._plan.is_whole and self._plan.arrivals is None and 0 not in self._touched
-        if quiet and not (self._late or self._weights.given or self._joined):
-            return Report(used=None, late=[], ranks=[], weights=[])
-        return self._report.read(self._deferred.arrived())
+    def _is_quiet(self) -> bool:
+        """Whether this rank has used every parameter, in time, in a round like all others."""
+        settled = self._plan.is_whole and self._plan.arrivals is None and 0 not in self._touched
+        return settled and not (self._late or self._weights.given or self._joined)
 
     def _read_deferred(self) -> None:
         """What the last round's report said beside: every rank learns it here, before it sends anything."""
-        if self._deferred is not None:
-            report, self._deferred = self._report.read(self._deferred.arrived()), None
+        report = self._reporting.read_deferred()
+        if report is not None:
             check_ranks(report, self.round, self.collectives.rank)
             if report.moved:
                 self._renew_buffers()
@@ -331,13 +297,13 @@ class Reducer:
             each.hand_out(factor)
         with_graphs(self.parameters, factor, self.collectives)
         if not report.moved:
-            self.buffers.read(row[self._report.cargo])
+            self._reporting.take_buffers(row)
         self._forget()
 
     def _forget(self) -> None:
         """What has been contributed is not this rank's alone any more."""
         self._touched[:] = bytes(len(self._touched))
-        self._local_versions = None
+        self._drift.forget()
         self._weights.clear()
 
     # --------------------------------------------------------------------------------- failure
@@ -347,6 +313,8 @@ class Reducer:
         with self._lock:
             if self._reducing:
                 self._forget()  # after a failure, too: what was to be contributed is gone
+                if not self._begun:
+                    self.round -= 1  # nothing of it has been sent: for other ranks it may not have opened at all
             self._open = self._reducing = False
             self._pending.clear()
             self._after.clear()
@@ -357,17 +325,20 @@ class Reducer:
         """Backward has failed on this rank: send what the others wait for, marked as failed, and do not wait."""
         if self.hooks.hooks:
             return  # nobody knows what the hooks of the other ranks wait for
-        unsent: list[Tensor] = []
+        self._begun = True
+        sent, unsent = list(self._pending), []
+        what = f"round {self.round}, abandoned"
         for bucket in self._buckets[self._next :]:
             unsent.append(bucket.blank())
             if bucket is self._carrier:
                 self._write_report(unsent[-1][bucket.planned.layout.numel :], failed=True)
-        if self._carrier is None:
-            unsent.append(torch.zeros(self._report.numel, dtype=_REPORT_DTYPE, device=self.collectives.device))
-            self._write_report(unsent[-1], failed=True)
-        self.buffers.send_large()
-        sent = [self.collectives.all_reduce(each, f"round {self.round}, abandoned") for each in unsent]
-        self._abandoned = [*self._pending, *sent], unsent
+            sent.append(self.collectives.all_reduce(unsent[-1], what))
+        self.buffers.send_large()  # in the order of _finish()
+        row = self._reporting.own_row
+        if row is not None:
+            self._write_report(row, failed=True)
+            sent.append(self.collectives.all_reduce(row, what))
+        self._abandoned = sent, unsent
         self._forget()
 
     def _wait_for_abandoned(self) -> None:

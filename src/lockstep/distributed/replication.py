@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.nn.parameter import is_lazy
 
-from lockstep.distributed.agree import Description, Line, agree, dense_strides, describe_tensor
+from lockstep.compiler import outside_compiler
+from lockstep.distributed.agree import Description, Line, agree, describe_tensor
 from lockstep.distributed.buffers import Buffer, BufferSet, BufferSync, describe_buffer
 from lockstep.distributed.collectives import Collectives, Group, resolve_group
 from lockstep.distributed.conductor import Conductor, conductor_of
@@ -67,13 +68,37 @@ class Replication:
 
     def start_if_possible(self) -> None:
         """Get ready now, unless the group or the parameters are not there yet."""
-        module = self._alive()
-        waiting = resolve_group(self.options.group) is None or any(
-            is_lazy(tensor) or tensor.is_meta for tensor in (*module.parameters(), *module.buffers())
-        )
-        if not waiting:
+        if resolve_group(self.options.group) is not None and not any(self._without_values()):
             self.start()
 
+    @outside_compiler
+    def _start_at_forward(self) -> None:
+        """Get ready, but for the forward without gradients that gives the parameters of lazy modules their shapes."""
+        if torch.is_grad_enabled() or not any(is_lazy(tensor) for _, tensor in self._without_values()):
+            self.start()
+
+    def _without_values(self) -> Iterator[tuple[str, Tensor]]:
+        """Parameters and buffers that are not initialised, or on the meta device."""
+        module = self._alive()
+        ignored = {id(tensor) for each in self._ignored for tensor in (*each.parameters(), *each.buffers())}
+        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+            if id(tensor) not in ignored and (is_lazy(tensor) or tensor.is_meta):
+                yield name, tensor
+
+    def _check_values(self) -> None:
+        for name, tensor in self._without_values():
+            if is_lazy(tensor):
+                raise NotReplicableError(
+                    f"{name} is not initialised. Modules with uninitialized parameters can't be used with "
+                    "`DistributedDataParallel`. Run a dummy forward pass to correctly initialize the modules, under "
+                    "torch.no_grad() on every rank"
+                )
+            raise NotReplicableError(
+                f"{name} is on the meta device and has no values; call module.to_empty(device=...) and initialise it, "
+                "or load a checkpoint, before the first forward"
+            )
+
+    @outside_compiler
     def start(self) -> None:
         """Get ready: compare, make equal, hook."""
         group = resolve_group(self.options.group)
@@ -88,6 +113,7 @@ class Replication:
         contents = Contents([], [], frozenset())
         failure: LockstepError | None = None
         try:
+            self._check_values()
             contents = self._contents(module)
             check_devices(contents.parameters, self.options)
             check_kinds(contents.parameters)
@@ -108,7 +134,6 @@ class Replication:
             Line(f"parameter {name}", f"{describe_tensor(p)}, {'trained' if p.requires_grad else 'frozen'}")
             for name, p in contents.parameters
         ]
-        lines += [Line(f"strides of parameter {name}", str(dense_strides(p))) for name, p in contents.parameters]
         lines += [describe_buffer(buffer) for buffer in contents.buffers]
         numbers = [conductor.next_serial, *conductor.living()]
         try:
@@ -200,7 +225,7 @@ class Replication:
     def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Get ready if need be; move inputs to the device that was asked for."""
         if self.reducer is None:
-            self.start()
+            self._start_at_forward()
         device = input_device(self.options)
         if device is None:
             return args, kwargs
@@ -294,7 +319,8 @@ class _Arm:
     def __init__(self, conductor: Conductor) -> None:
         self._conductor = weakref.ref(conductor)
 
+    @outside_compiler
     def __call__(self, grad: Tensor) -> None:
         conductor = self._conductor()
-        if conductor is not None and not torch.compiler.is_compiling():  # compiled autograd nests nothing
+        if conductor is not None:
             conductor.arm()

@@ -10,7 +10,7 @@ from lockstep.errors import HookError
 
 def hook_state(state: Any) -> Any:
     """What of a hook's state is worth keeping: its own ``state_dict``, or its attributes without process groups."""
-    if state is None or isinstance(state, dist.ProcessGroup):
+    if state is None or _is_group(state):
         return None
     if callable(getattr(state, "state_dict", None)):
         return state.state_dict()

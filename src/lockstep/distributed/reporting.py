@@ -1,0 +1,68 @@
+"""The report of a round, where it travels: written, sent, and read in time.
+
+It rides behind the gradients of the last bucket, or on its own if that bucket cannot carry it. On the CPU it is read
+at once. On an accelerator reading means waiting, so it is read at once only if this rank has anything unusual to know
+or to say; else when the next round opens. A failure of another rank is then noticed one backward later.
+"""
+
+import torch
+from torch import Tensor
+
+from lockstep.distributed.buffers import BufferSync
+from lockstep.distributed.collectives import Collectives
+from lockstep.distributed.deferred import DeferredRow
+from lockstep.distributed.report import RankStatus, Report, ReportLayout
+
+_OWN_DTYPE = torch.float32
+
+
+class Reporting:
+    """Writes and reads the reports of one module."""
+
+    def __init__(self, parameters: int, collectives: Collectives, buffers: BufferSync) -> None:
+        self._parameters, self._collectives, self._buffers = parameters, collectives, buffers
+        self._deferred: DeferredRow | None = None
+
+    def lay_out(self, carrier: torch.dtype | None, device: torch.device) -> None:
+        """Decide where everything stands, behind gradients of dtype ``carrier``, or on its own if None."""
+        dtype = carrier or _OWN_DTYPE
+        world, rank = self._collectives.world, self._collectives.rank
+        self._layout = ReportLayout(self._parameters, rank, world, self._buffers.board(dtype))
+        self.own_row = torch.zeros(self.numel, dtype=dtype, device=device) if carrier is None else None
+        """The row that travels on its own."""
+
+    @property
+    def numel(self) -> int:
+        """Elements of a row."""
+        return self._layout.numel
+
+    @property
+    def deferred(self) -> bool:
+        """Whether a report has not been read as a whole yet."""
+        return self._deferred is not None
+
+    def write(self, row: Tensor, used: bytearray, late: list[int], status: RankStatus, weight: float) -> None:
+        """What this rank has to say, and its buffers."""
+        self._layout.write(row, used, late, status, weight)
+        if not status.moved:
+            self._buffers.write(row[self._layout.cargo])
+
+    def read(self, row: Tensor, quiet: bool) -> Report:
+        """What all ranks have said; if nothing unusual is to be expected (``quiet``), and that takes waiting, an empty
+        report."""
+        head = row[: self._layout.cargo.start]
+        if head.device.type == "cpu":
+            return self._layout.read(head)
+        self._deferred = DeferredRow(head)
+        if quiet:
+            return Report(used=None, late=[], ranks=[], weights=[])
+        return self._layout.read(self._deferred.arrived())
+
+    def read_deferred(self) -> Report | None:
+        """The whole of a report that was not waited for, once."""
+        deferred, self._deferred = self._deferred, None
+        return None if deferred is None else self._layout.read(deferred.arrived())
+
+    def take_buffers(self, row: Tensor) -> None:
+        """Hand out the buffers that a row has brought."""
+        self._buffers.read(row[self._layout.cargo])
