@@ -87,9 +87,8 @@ def _raise_difference(descriptions: list[tuple[str, list[tuple[str, str]]]], col
             name, value = more[len(less)]
             raise AgreementError(
                 f"ranks differ: rank {longer} has {name} ({value}), rank {rank if longer == 0 else 0} has no such "
-                "thing "
-                f"({len(reference)} entries on rank 0, {len(lines)} on rank {rank}); build the same module on every "
-                "rank"
+                f"thing ({len(reference)} entries on rank 0, {len(lines)} on rank {rank}); build the same module on "
+                "every rank"
             )
     raise AgreementError("ranks differ, but describe the same; this is a bug in lockstep")
 
@@ -103,6 +102,5 @@ def _difference(rank: int, mine: Sequence[str], theirs: Sequence[str], known: se
     hint = "in another order" if theirs[0] in known else "of another module"
     return (
         f"ranks differ: where rank 0 has {mine[0]} ({mine[1]}), rank {rank} has {theirs[0]} ({theirs[1]}), {hint}; "
-        "register "
-        "the same parameters and buffers, in the same order, on every rank"
+        "register the same parameters and buffers, in the same order, on every rank"
     )

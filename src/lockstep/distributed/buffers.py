@@ -217,6 +217,12 @@ class BufferSync:
         flat = torch.cat([_as_bytes(tensor) for tensor in given])
         return self._collectives.broadcast(flat, "buffers", self.source), flat, group
 
+    def drop_large(self) -> None:
+        """Wait for them, and leave the buffers as they are: the round has failed somewhere."""
+        sent, self._sent = self._sent, []
+        for pending, _, _ in sent:
+            pending.wait()
+
     @torch.no_grad()
     def finish_large(self) -> None:
         """Wait for them, and hand them out."""

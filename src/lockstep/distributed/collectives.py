@@ -90,9 +90,8 @@ class Collectives:
         gist = (str(error) or type(error).__name__).splitlines()[0]
         return CommunicationError(
             f"rank {self.rank} of {self.world}: {what} failed: {gist}. Another rank has ended, was stopped, or did "
-            "not run "
-            "the same backward passes (one batch less, another branch under no_sync); look at the first error of the "
-            "other ranks"
+            "not run the same backward passes (one batch less, another branch under no_sync); look at the first "
+            "error of the other ranks"
         )
 
 

@@ -131,8 +131,7 @@ class Conductor:
         if any(count >= _FAILED for count in counts):
             raise PeerError(
                 f"rank {self._collectives.rank}: the backward pass failed on another rank before its gradients were "
-                "reduced; "
-                "that rank's own error says why. No gradient has been handed out"
+                "reduced; that rank's own error says why. No gradient has been handed out"
             )
         members = [self._members.get(serial) for serial, count in enumerate(counts) if count]
         return [member for member in members if member is not None]

@@ -11,6 +11,7 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.nn import Module, Parameter
 from torch.nn.parameter import is_lazy
 
+from lockstep.compiler import outside_compiler
 from lockstep.distributed import registry
 from lockstep.distributed.buffers import Policy
 from lockstep.distributed.collectives import Group, resolve_group
@@ -121,6 +122,7 @@ class DistributedDataParallel(CompatibleNames, Module, Joinable, Generic[M]):
             )
         self._begin()
 
+    @outside_compiler
     def _begin(self) -> None:
         """Replicate; registers the wrapper, so that functions that take a replicated module take it."""
         self._began = True
@@ -239,8 +241,7 @@ class DistributedDataParallel(CompatibleNames, Module, Joinable, Generic[M]):
         if lost:
             raise NotReplicableError(
                 "a DistributedDataParallel on a group of its own was pickled; groups cannot be. Pickle "
-                "wrapper.module, or its "
-                "state_dict, and wrap it anew"
+                "wrapper.module, or its state_dict, and wrap it anew"
             )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "DistributedDataParallel[M]":
@@ -266,9 +267,8 @@ def check_module(module: Any) -> None:
     tensors = [*module.parameters(), *module.buffers()]
     if any(is_lazy(tensor) for tensor in tensors):
         raise NotReplicableError(
-            "Modules with uninitialized parameters can't be used with `DistributedDataParallel`. Run a dummy forward "
-            "pass to "
-            "correctly initialize the modules"
+            "Modules with uninitialized parameters can't be used with `DistributedDataParallel`. Run a dummy "
+            "forward pass to correctly initialize the modules"
         )
     if not any(True for _ in module.parameters()):
         raise NotReplicableError(

@@ -46,10 +46,8 @@ class ManagedParameter:
         if local.shape != spec.shape or local.dtype != spec.dtype or local.device != spec.device:
             raise LayoutError(
                 f"parameter {self.name} had gradients of {spec.dtype}, shape {spec.shape}, on {spec.device} when its "
-                "module "
-                f"was replicated, and has one of {local.dtype}, shape {tuple(local.shape)}, on {local.device} now; "
-                "change "
-                "shape, dtype and device of a module before replicating it"
+                f"module was replicated, and has one of {local.dtype}, shape {tuple(local.shape)}, on {local.device} "
+                "now; change shape, dtype and device of a module before replicating it"
             )
 
     def blank(self) -> Tensor:

@@ -104,9 +104,8 @@ class HookChain:
             if not isinstance(outcome, Future | torch._C.Future):
                 raise HookError(
                     f"Communication hook {_name(hook.call)}: callback must return a torch.futures.Future object, but "
-                    "got "
-                    f"{type(outcome).__name__}; return a Future of the reduced buffer, or the transformed buffer as a "
-                    "Tensor"
+                    f"got {type(outcome).__name__}; return a Future of the reduced buffer, or the transformed buffer "
+                    "as a Tensor"
                 )
             averaged = True
             if number == len(self.hooks) - 1:
@@ -179,9 +178,8 @@ def check_hook(hook: Any) -> None:
     returned = signature.return_annotation
     if returned not in (inspect.Signature.empty, *_RETURNED) and not str(returned).endswith(_RETURNED_NAMES):
         raise HookError(
-            "Communication hook: return annotation should be torch.futures.Future[torch.Tensor], or torch.Tensor for "
-            "a hook "
-            f"that only transforms. Got {returned} in {_name(hook)}"
+            "Communication hook: return annotation should be torch.futures.Future[torch.Tensor], or torch.Tensor "
+            f"for a hook that only transforms. Got {returned} in {_name(hook)}"
         )
 
 

@@ -64,10 +64,8 @@ def check_in_sync(module: Module, process_group: Group | None = None) -> None:
                 kind = "parameter" if isinstance(tensor, torch.nn.Parameter) else "buffer"
                 raise OutOfSyncError(
                     f"{kind} {name} is out of sync: digest {gathered[0][place].hex()} on rank 0, {row[place].hex()} "
-                    "on rank "
-                    f"{rank}; something changed it on one rank only, such as an optimizer step on gradients that were "
-                    "not "
-                    "synchronised, or a random number that differs by rank"
+                    f"on rank {rank}; something changed it on one rank only, such as an optimizer step on gradients "
+                    "that were not synchronised, or a random number that differs by rank"
                 )
 
 

@@ -67,8 +67,7 @@ class Options:
         if self.mixed_precision is not None:
             raise OptionError(
                 "mixed_precision is private to PyTorch's class and not supported; run forward under torch.autocast, "
-                "and "
-                "register bf16_compress_hook or fp16_compress_hook to reduce in lower precision"
+                "and register bf16_compress_hook or fp16_compress_hook to reduce in lower precision"
             )
         if self.buffer_policy not in POLICIES:
             raise OptionError(f"buffer_policy must be one of {', '.join(POLICIES)}, got {self.buffer_policy!r}")

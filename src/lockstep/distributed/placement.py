@@ -23,8 +23,7 @@ def sharded_children(module: Module) -> Iterator[Module]:
     if isinstance(module, kinds):
         raise AlreadyManagedError(
             "Cannot apply `replicate()` on a Module already managed by `fully_shard`; replicate over another "
-            "dimension of "
-            "the mesh with fully_shard(mesh=) itself, or leave this module to one of the two"
+            "dimension of the mesh with fully_shard(mesh=) itself, or leave this module to one of the two"
         )
     return (child for child in module.modules() if isinstance(child, kinds))
 
@@ -43,23 +42,19 @@ def check_devices(named: Sequence[tuple[str, Tensor]], options: Options) -> None
     kinds = {device.type for device in devices}
     if len(kinds) > 1:
         raise OptionError(
-            "DistributedDataParallel's input module must be on the same type of devices, but input module parameters "
-            "locate "
-            f"in {kinds}"
+            "DistributedDataParallel's input module must be on the same type of devices, but input module "
+            f"parameters locate in {kinds}"
         )
     if options.device_ids is not None and len(options.device_ids) > 1:
         raise OptionError(
-            f"device_ids can only be None or contain a single element. Got {list(options.device_ids)}; a rank has one "
-            "device, "
-            "lockstep.DataParallel uses several in one process"
+            f"device_ids can only be None or contain a single element. Got {list(options.device_ids)}; a rank has "
+            "one device, lockstep.DataParallel uses several in one process"
         )
     if (options.device_ids or options.output_device) and (len(devices) > 1 or kinds == {"cpu"}):
         raise OptionError(
             "DistributedDataParallel device_ids and output_device arguments only work with "
-            "single-device/multiple-device GPU "
-            f"modules or CPU modules, but got device_ids {options.device_ids}, output_device {options.output_device}, "
-            "and "
-            f"module parameters {devices}."
+            f"single-device/multiple-device GPU modules or CPU modules, but got device_ids {options.device_ids}, "
+            f"output_device {options.output_device}, and module parameters {devices}."
         )
 
 

@@ -81,6 +81,14 @@ class ReductionPlan:
         for kind, names in json.loads(text):
             if unknown := [name for name in names if name not in place]:
                 raise LayoutError(f"the plan is of another module: it has a parameter {unknown[0]!r}, this one has not")
+            members = [specs[place[name]] for name in names]
+            for other in members[1:]:
+                if (other.dtype, other.device) != (members[0].dtype, members[0].device):
+                    raise LayoutError(
+                        f"the plan is of another module: {names[0]!r} and {other.name!r} are in one bucket, but here "
+                        "they "
+                        f"are {members[0].dtype} on {members[0].device} and {other.dtype} on {other.device}"
+                    )
             buckets.append(PlannedBucket(Kind(kind), _pack(specs, [place[name] for name in names])))
         return cls(tuple(specs), tuple(buckets))
 

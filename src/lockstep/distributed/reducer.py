@@ -42,7 +42,7 @@ from lockstep.distributed.plan import ReductionPlan
 from lockstep.distributed.report import RankStatus, Report, check_ranks, mean_factor, round_code
 from lockstep.distributed.reporting import Reporting
 from lockstep.distributed.weights import Weights
-from lockstep.errors import LayoutError
+from lockstep.errors import LayoutError, PeerError
 
 
 class Reducer:
@@ -122,6 +122,7 @@ class Reducer:
             self._buckets.append(bucket)
             for index in each.indices:
                 self._bucket_of[index] = bucket
+        self._placeless = [index for index, place in enumerate(self._bucket_of) if place is None]
         self._carrier = self._buckets[-1] if carries else None
 
     # ------------------------------------------------------------------------------------ open
@@ -172,7 +173,8 @@ class Reducer:
         self.round += 1
         self._begun = False
         self._next = 0
-        self._late.clear()
+        # What has piled up without a place in the plan may not arrive again before the end of this backward.
+        self._late = {index: None for index in self._placeless if self._touched[index]}
         if self._plan.arrivals is not None:
             self._plan.arrivals.clear()
         for bucket in self._buckets:
@@ -257,11 +259,15 @@ class Reducer:
         with self.collectives.phases.phase("wait"):
             for pending in self._pending:
                 pending.wait()
-        self.buffers.finish_large()
         row = self._carrier.row if self._carrier is not None else row
         assert row is not None
         report = self._reporting.read(row, quiet=self._is_quiet())
-        check_ranks(report, self.round, self.collectives.rank)
+        try:
+            check_ranks(report, self.round, self.collectives.rank)
+        except PeerError:
+            self.buffers.drop_large()
+            raise
+        self.buffers.finish_large()
         self._hand_out(report, row)
         if report.moved and not self._reporting.deferred:
             self._renew_buffers()
@@ -347,7 +353,7 @@ class Reducer:
             self._abandoned = None
             for each in pending:
                 each.wait()
-            self.buffers.finish_large()
+            self.buffers.drop_large()
 
     # -------------------------------------------------------------------------------- attached
 

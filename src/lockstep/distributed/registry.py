@@ -31,8 +31,7 @@ def get(module: Module, caller: str) -> "Replication":
     if found is None:
         raise NotReplicableError(
             f"{caller}() got a {type(module).__name__} that is not replicated; pass the module that went through "
-            "replicate(), "
-            "or the DistributedDataParallel around it"
+            "replicate(), or the DistributedDataParallel around it"
         )
     return found
 

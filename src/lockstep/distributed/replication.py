@@ -209,8 +209,9 @@ class Replication:
         find, ignored, options = self._module, self._ignored, self.options
 
         def scan() -> BufferSet:
-            module = find()
-            return BufferSet(Module() if module is None else module, *left_out(module or Module(), ignored, options))
+            found = find()
+            module = Module() if found is None else found
+            return BufferSet(module, *left_out(module, ignored, options))
 
         return scan
 
@@ -304,8 +305,7 @@ class Replication:
         if len(state["hooks"]) != len(self.hooks):
             raise NotReplicableError(
                 f"the training state is of {len(state['hooks'])} communication hook(s), {len(self.hooks)} are "
-                "registered; "
-                "register the same hooks, in the same order, before loading it"
+                "registered; register the same hooks, in the same order, before loading it"
             )
         for saved, (hook_object, _) in zip(state["hooks"], self.hooks, strict=True):
             restore_hook_state(hook_object, saved)

@@ -130,8 +130,7 @@ def check_ranks(report: Report, number: int, rank: int) -> None:
     if failed := [other for other, status in enumerate(report.ranks) if status.failed]:
         raise PeerError(
             f"rank {rank}: backward failed on rank {failed[0]} in round {number}; that rank's own error says why. No "
-            "gradient has "
-            "been handed out; every rank can go on with the next batch after zero_grad()"
+            "gradient has been handed out; every rank can go on with the next batch after zero_grad()"
         )
     mine = round_code(number)
     for other, status in enumerate(report.ranks):
@@ -140,10 +139,8 @@ def check_ranks(report: Report, number: int, rank: int) -> None:
             distance = f"{ahead} ahead" if ahead <= behind else f"{behind} behind"
             raise PeerError(
                 f"rank {rank} is in its synchronised backward number {number}, but rank {other} is {distance}: ranks "
-                "have not run "
-                "the same number of them, and gradients of different steps would be mixed. Let every rank run "
-                "backward for "
-                "every batch, or use join()"
+                "have not run the same number of them, and gradients of different steps would be mixed. Let every "
+                "rank run backward for every batch, or use join()"
             )
 
 
@@ -154,8 +151,7 @@ def mean_factor(report: Report, divisor: float, number: int) -> float:
     if unweighted := [rank for rank, status in enumerate(report.ranks) if not (status.weighted or status.joined)]:
         raise OptionError(
             f"rank {unweighted[0]} gave no weight in round {number}, others did; give one on every rank, 0 where "
-            "there is "
-            "nothing to count"
+            "there is nothing to count"
         )
     total = sum(report.weights)
     return divisor / total if total else 0.0
