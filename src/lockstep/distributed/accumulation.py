@@ -29,8 +29,8 @@ def accumulate(module: Module, last: bool = True, weight: float | torch.Tensor |
     Communicates nothing of its own: weights ride with the gradients.
 
     Raises:
-        OptionError: A weight is negative or not finite (at once), or missing on some rank or in some micro-batch (on
-            every rank, at the end of the backward pass that synchronises).
+        OptionError: A weight is negative or not finite, or missing in some micro-batch (at once; other ranks raise
+            ``PeerError``), or missing on some rank (on every rank, at the end of the backward that synchronises).
 
     Example:
         >>> import torch, torch.distributed as dist, lockstep

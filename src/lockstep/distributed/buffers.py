@@ -141,8 +141,9 @@ class BufferSync:
 
     def renew(self) -> None:
         """Look at the module's buffers anew, compare them with the other ranks', and make them equal."""
-        self._set = None if self.policy == "local" else self._scan()
-        agree(Description([describe_buffer(b) for b in self.buffers]), [], self._collectives)
+        found = self._scan()
+        agree(Description([describe_buffer(buffer) for buffer in found.buffers]), [], self._collectives)
+        self._set = found
         self._begin_to_send(self.buffers)
         self.finish_large()
 

@@ -49,6 +49,7 @@ class Conductor:
         self._closing: weakref.ref[_Closing] | None = None
         self._hooks_left = 0
         self._open: list[Reducer] = []
+        self._ahead: list[Reducer] = []
         self._collectives = Collectives(group, Phases())
 
     def living(self) -> list[int]:
@@ -82,6 +83,11 @@ class Conductor:
         if closing is not None:
             closing()
 
+    def expect(self, reducer: "Reducer") -> None:
+        """The backward pass under way is about to go through a module."""
+        self.arm()
+        self._ahead.append(reducer)
+
     def enter(self, reducer: "Reducer") -> None:
         """A module takes part in the backward pass under way."""
         self.arm()
@@ -104,10 +110,15 @@ class Conductor:
             member.finish()
 
     def abandon(self) -> None:
-        """The backward pass has failed: let the other ranks know, and wait for nobody."""
+        """The backward pass has failed: let the other ranks know, and wait for nobody.
+
+        Modules that it was about to reach count, too: on the other ranks it reaches them.
+        """
+        ahead = dict.fromkeys(self._ahead)
         reducers = self._disarm()
+        reducers += [each for each in ahead if each not in reducers and each.requires_sync]
         try:
-            reducing = [reducer for reducer in reducers if reducer.reducing]
+            reducing = [reducer for reducer in reducers if reducer.reducing or not reducer.open]
             if reducing and not self.exclusive:
                 self._abandoned = self._exchange(reducing, _FAILED)  # kept until it has arrived
             for reducer in reducing if self.exclusive else ():
@@ -121,6 +132,7 @@ class Conductor:
     def _disarm(self) -> list["Reducer"]:
         self._armed, self._hooks_left = False, 0
         reducers, self._open = self._open, []
+        self._ahead = []
         return reducers
 
     def _participants(self, reducers: Sequence["Reducer"]) -> list["Reducer"]:

@@ -128,6 +128,7 @@ class DistributedDataParallel(CompatibleNames, Module, Joinable, Generic[M]):
         self._began = True
         replication = Replication(self.module, self._options, (), taking_over=True)
         registry.register(self, replication)
+        self._held = replication
         replication.start()
 
     @property
@@ -221,7 +222,7 @@ class DistributedDataParallel(CompatibleNames, Module, Joinable, Generic[M]):
 
     def __getstate__(self) -> dict[str, Any]:
         """Everything but the group and the ranks' common state; a copy gets ready at its first forward."""
-        state = dict(self.__dict__)
+        state = {name: value for name, value in self.__dict__.items() if name != "_held"}
         options = self._options
         if options.process_group is not None or options.device_mesh is not None:
             state["_lost_group"] = True
@@ -247,7 +248,7 @@ class DistributedDataParallel(CompatibleNames, Module, Joinable, Generic[M]):
     def __deepcopy__(self, memo: dict[int, Any]) -> "DistributedDataParallel[M]":
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
-        state = {**self.__dict__, "_began": False, "_options": None, "_join_config": None}
+        state = {**self.__dict__, "_began": False, "_options": None, "_join_config": None, "_held": None}
         Module.__setstate__(copied, {name: copy.deepcopy(value, memo) for name, value in state.items()})
         copied._options = dataclasses.replace(
             self._options, delay_all_reduce_named_params=None, param_to_hook_all_reduce=None

@@ -133,11 +133,14 @@ class SharedBucket(GradientBucket):
         self._extra = extra
         self._parameters = [member.parameter for member in members]
         self._indices = planned.indices
+        self._dtype = self._parameters[0].dtype
         self._plain = not any(is_dtensor(parameter) for parameter in self._parameters)
         self._memory = GradientMemory(planned.layout, self._parameters, extra)
 
     def collect(self, scale: float, touched: bytearray) -> Tensor:
         """See :meth:`GradientBucket.collect`; the report's row, behind the gradients, is not scaled."""
+        if self._parameters[0].dtype != self._dtype:  # retyped, with all of the module
+            self.members[0].check(self._parameters[0])
         grads = [parameter.grad for parameter in self._parameters]
         memory = self._memory
         flat = memory.claim(grads)

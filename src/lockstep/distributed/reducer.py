@@ -29,6 +29,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lockstep.distributed.adaptation import AdaptivePlan
+from lockstep.distributed.agree import Description, Line, agree
 from lockstep.distributed.buffers import BufferSync
 from lockstep.distributed.collectives import Collectives
 from lockstep.distributed.conductor import Conductor
@@ -68,7 +69,8 @@ class Reducer:
         self.divisor = float(collectives.world)
         """What sums are divided by: the world size, but where joined ranks do not count."""
         self.conductor = conductor
-        self.before_first_round: Callable[[], None] | None = None
+        self.before_round: list[Callable[[], object]] = []
+        """What the ranks have to do before the next round opens, once."""
         self._plan = AdaptivePlan(self.parameters, caps, last, collectives)
         self._lock = threading.RLock()
         self._open = False
@@ -98,8 +100,11 @@ class Reducer:
     def restore(self, round_number: int, plan: str) -> None:
         """Go on where an earlier run was; all ranks must."""
         self.round = round_number
+        before = self.plan
         self._plan.restore(plan)
-        self._make_buckets()
+        if self.plan != before:
+            self._make_buckets()
+            self.before_round.append(lambda: agree(Description([Line("plan", plan)]), [], self.collectives))
 
     def register_hook(self, state: object, hook: Callable[..., object]) -> None:
         """Add a communication hook; the report travels on its own from now on."""
@@ -163,9 +168,9 @@ class Reducer:
 
     def _get_ready(self) -> None:
         self.collectives.check_alive()
-        if self.before_first_round is not None:
-            self.before_first_round()
-            self.before_first_round = None
+        while self.before_round:
+            self.before_round[0]()
+            del self.before_round[0]
         self._read_deferred()
 
     def _start_round(self) -> None:
@@ -331,6 +336,10 @@ class Reducer:
         """Backward has failed on this rank: send what the others wait for, marked as failed, and do not wait."""
         if self.hooks.hooks:
             return  # nobody knows what the hooks of the other ranks wait for
+        if not self._open:
+            self._get_ready()
+            self._open = self._reducing = True
+            self._start_round()
         self._begun = True
         sent, unsent = list(self._pending), []
         what = f"round {self.round}, abandoned"
@@ -368,6 +377,11 @@ class Reducer:
             self._after.append((hook, parameter))
         else:
             hook(parameter)
+
+    @property
+    def open(self) -> bool:
+        """Whether a backward pass under way has reached the module."""
+        return self._open
 
     @property
     def reducing(self) -> bool:

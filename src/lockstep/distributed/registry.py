@@ -11,18 +11,18 @@ from lockstep.errors import NotReplicableError
 if TYPE_CHECKING:
     from lockstep.distributed.replication import Replication
 
-_replications: "weakref.WeakKeyDictionary[Module, Replication]" = weakref.WeakKeyDictionary()
+_replications: "weakref.WeakKeyDictionary[Module, weakref.ref[Replication]]" = weakref.WeakKeyDictionary()
 
 
 def register(module: Module, replication: "Replication") -> None:
-    """Remember the replication of a module, or of a wrapper."""
-    _replications[module] = replication
+    """Remember the replication of a module or wrapper, which itself keeps it alive: it may lead back to the module."""
+    _replications[module] = weakref.ref(replication)
 
 
 def find(module: Module) -> "Replication | None":
     """The replication of a module, of a wrapper, or of what ``torch.compile`` made of one; None if it has none."""
-    found = _replications.get(module)
-    return found if found is not None else _replications.get(getattr(module, "_orig_mod", module))
+    link = _replications.get(module) or _replications.get(getattr(module, "_orig_mod", module))
+    return None if link is None else link()
 
 
 def get(module: Module, caller: str) -> "Replication":

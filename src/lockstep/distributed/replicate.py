@@ -147,9 +147,9 @@ def _without_hooks(hooks: Any) -> Any:
 
 
 class _ForwardHook:
-    """A hook on a module. It belongs to that module alone: a copy of it does nothing."""
+    """A hook on a module; keeps the module's replication. It belongs to that module alone: a copy does nothing."""
 
-    def __init__(self, replication: "weakref.ref[Replication] | None") -> None:
+    def __init__(self, replication: Replication | None) -> None:
         self._replication = replication
 
     def __deepcopy__(self, memo: Any) -> Any:
@@ -161,23 +161,20 @@ class _ForwardHook:
 
 class _BeforeForward(_ForwardHook):
     def __call__(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        replication = self._replication() if self._replication is not None else None
-        return None if replication is None else replication.before_forward(args, kwargs)
+        return None if self._replication is None else self._replication.before_forward(args, kwargs)
 
 
 class _AfterForward(_ForwardHook):
     def __call__(self, module: Module, args: tuple[Any, ...], outputs: Any) -> None:
-        replication = self._replication() if self._replication is not None else None
-        if replication is not None:
-            replication.after_forward(outputs)
+        if self._replication is not None:
+            self._replication.after_forward(outputs)
 
 
 def _attach(module: Module, replication: Replication) -> None:
     registry.register(module, replication)
     module.__class__ = replicated_class(type(module))
-    link = weakref.ref(replication)
-    module.register_forward_pre_hook(_BeforeForward(link), with_kwargs=True, prepend=True)
-    module.register_forward_hook(_AfterForward(link))
+    module.register_forward_pre_hook(_BeforeForward(replication), with_kwargs=True, prepend=True)
+    module.register_forward_hook(_AfterForward(replication))
 
 
 _classes: "weakref.WeakValueDictionary[type[Module], type[Module]]" = weakref.WeakValueDictionary()

@@ -168,7 +168,7 @@ class Replication:
         if options.init_sync:
             conductor.settle(reducer, self._serial, self._others)
         else:  # nothing has been sent yet: the ranks agree when they first have to
-            reducer.before_first_round = self._late_agreement(contents, collectives, conductor, reducer)
+            reducer.before_round.append(self._late_agreement(contents, collectives, conductor, reducer))
         reducer.requires_sync = self.requires_sync
         reducer.attach()
         self.reducer = reducer
@@ -236,10 +236,9 @@ class Replication:
         """See that a backward through these outputs is closed when it ends as a whole, however it nests others."""
         if self.reducer is None or not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return
-        conductor = self.reducer.conductor
         for tensor in outputs_in(outputs):
             if tensor.requires_grad and not tensor.is_leaf:
-                tensor.register_hook(_Arm(conductor))
+                tensor.register_hook(_Arm(self.reducer))
 
     # ------------------------------------------------------------------------------------- methods
 
@@ -314,13 +313,13 @@ class Replication:
 class _Arm:
     """A hook on an output: backward goes through the module, in the outermost pass that does."""
 
-    __slots__ = ("_conductor",)
+    __slots__ = ("_reducer",)
 
-    def __init__(self, conductor: Conductor) -> None:
-        self._conductor = weakref.ref(conductor)
+    def __init__(self, reducer: Reducer) -> None:
+        self._reducer = weakref.ref(reducer)
 
     @outside_compiler
     def __call__(self, grad: Tensor) -> None:
-        conductor = self._conductor()
-        if conductor is not None:
-            conductor.arm()
+        reducer = self._reducer()
+        if reducer is not None:
+            reducer.conductor.expect(reducer)

@@ -1,0 +1,372 @@
+"""Ranks that die, fail, fall behind or drift apart: every other rank raises, soon, and says which and why."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import warnings
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import lockstep
+from lockstep.errors import CommunicationError, PeerError
+from processes import RankEndedError, run_processes
+
+RAISED = "this rank's own error"
+
+
+class Interrupt(torch.autograd.Function):
+    """The identity, whose backward calls a function."""
+
+    @staticmethod
+    def forward(ctx, x, call):
+        ctx.call = call
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.call()
+        return grad, None
+
+
+def fail():
+    raise KeyError(RAISED)
+
+
+def leave():
+    os._exit(3)
+
+
+def be_killed():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Net(nn.Module):
+    """Three layers; a function may be called in backward behind the gradients of the last ones."""
+
+    def __init__(self, buffered=0, dtype=torch.float32):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4, dtype=dtype) for _ in range(3))
+        if buffered:
+            self.register_buffer("kept", torch.zeros(buffered))
+
+    def forward(self, x, call=None, behind=1):
+        for number, layer in enumerate(self.layers):
+            if call is not None and number == len(self.layers) - behind:
+                x = Interrupt.apply(x, call)
+            x = layer(x)
+        return x.square().sum()
+
+
+def inputs(rank, seed=0):
+    return torch.randn(2, 4, generator=rank.generator(seed))
+
+
+def mean_gradients(rank, model, seed):
+    """Whether backward makes the mean of what each rank would get alone."""
+    x = inputs(rank, seed)
+    own = torch.autograd.grad(model(x), list(model.parameters()))
+    model.zero_grad()
+    model(x).backward()
+    for parameter, gradient in zip(model.parameters(), own, strict=True):
+        torch.testing.assert_close(parameter.grad, sum(rank.gather(gradient)) / rank.world)
+        assert rank.all_equal(parameter.grad)
+    return True
+
+
+def error_of(call):
+    try:
+        call()
+    except Exception as error:
+        return type(error), str(error)
+    return None, ""
+
+
+# ---------------------------------------------------------------------------------- backward raises
+
+
+def backward_fails(rank, failing, behind, options, first):
+    """One rank's backward fails, in the first round or later; then training goes on."""
+    model = lockstep.replicate(rank.make(Net), **options)
+    if not first:
+        mean_gradients(rank, model, 1)
+        model.zero_grad()
+    raised = error_of(lambda: model(inputs(rank), fail if rank.rank == failing else None, behind).backward())
+    return raised, [mean_gradients(rank, model, seed) for seed in range(3)]
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("options", [{}, {"bucket_cap_mb": 1e-5}])
+@pytest.mark.parametrize(("failing", "behind"), [(0, 1), (1, 2)])
+def test_the_others_are_told_and_training_goes_on(failing, behind, options, first):
+    for rank, (raised, went_on) in enumerate(run_processes(3, backward_fails, failing, behind, options, first)):
+        if rank == failing:
+            assert raised == (KeyError, repr(RAISED))
+        else:
+            assert raised[0] is PeerError
+            assert f"rank {rank}: backward failed on rank {failing} in round {1 if first else 2};" in raised[1]
+            assert "that rank's own error says why. No gradient has been handed out" in raised[1]
+        assert went_on == [True] * 3
+
+
+def backward_fails_with_buffers(rank, size, policy, dtype):
+    """As above, with buffers that ride, or that take a collective of their own."""
+    model = lockstep.replicate(Net(size, dtype), buffer_policy=policy, bucket_cap_mb=1e-5)
+
+    def run(seed, call=None):
+        model.zero_grad()
+        x = inputs(rank, seed).to(model.layers[0].weight.dtype)
+        model(x, call, 2).abs().backward()
+
+    run(0)
+    model.kept.fill_(rank.rank + 1.0)
+    raised, _ = error_of(lambda: run(1, fail if rank.rank == 1 else None))
+    kept, seen = model.kept[0].item(), []
+    for seed in (2, 3):
+        model.kept.fill_(rank.rank + 1.0)
+        run(seed)
+        seen.append(model.kept.unique().item())
+    equal = all(rank.all_equal(torch.view_as_real(p.grad) if p.is_complex() else p.grad) for p in model.parameters())
+    return raised, kept, seen, equal
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64])  # these cannot carry the report
+@pytest.mark.parametrize(("policy", "value"), [("rank0", 1.0), ("mean", 1.5)])
+@pytest.mark.parametrize("size", [3, 100_000])
+def test_the_others_are_told_where_there_are_buffers(size, policy, value, dtype):
+    results = run_processes(2, backward_fails_with_buffers, size, policy, dtype)
+    assert results == [(PeerError, 1.0, [value] * 2, True), (KeyError, 2.0, [value] * 2, True)]
+
+
+def all_fail(rank):
+    model = lockstep.replicate(rank.make(Net))
+    raised = error_of(lambda: model(inputs(rank), fail, 2).backward())[0]
+    return raised, mean_gradients(rank, model, 1)
+
+
+def test_all_ranks_may_fail_at_once():
+    assert run_processes(2, all_fail) == [(KeyError, True)] * 2
+
+
+def fails_without_sync(rank):
+    """A failure under no_sync is this rank's alone."""
+    model = lockstep.replicate(rank.make(Net))
+    with model.no_sync():
+        raised = error_of(lambda: model(inputs(rank), fail if rank.rank else None).backward())[0]
+    return raised, mean_gradients(rank, model, 1)
+
+
+def test_a_failure_that_nobody_waits_for_is_told_to_nobody():
+    assert run_processes(2, fails_without_sync) == [(None, True), (KeyError, True)]
+
+
+def two_modules(rank):
+    one, other = (lockstep.replicate(rank.make(Net)) for _ in range(2))
+
+    def run(call):
+        (one(inputs(rank), call, 2) + other(inputs(rank))).backward()
+
+    raised = error_of(lambda: run(fail if rank.rank == 0 else None))
+    return raised, [mean_gradients(rank, module, 1) for module in (one, other)]
+
+
+def test_the_others_are_told_where_there_are_several_modules():
+    (own, one), (told, other) = run_processes(2, two_modules)
+    assert own == (KeyError, repr(RAISED))
+    assert told[0] is PeerError
+    assert "the backward pass failed on another rank before its gradients were reduced" in told[1]
+    assert one == other == [True, True]
+
+
+def hook_fails(rank):
+    model = lockstep.replicate(rank.make(Net))
+
+    def hook(state, bucket):
+        if rank.rank == 1:
+            raise KeyError(RAISED)
+        return bucket.buffer()
+
+    model.register_comm_hook(None, hook)
+    return error_of(lambda: model(inputs(rank)).backward())
+
+
+def test_hooks_that_fail_on_one_rank_end_in_a_timeout_on_the_others():
+    (told, message), own = run_processes(2, hook_fails, group_timeout=2.0)
+    assert own == (KeyError, repr(RAISED))
+    assert told is CommunicationError
+    assert "rank 0 of 2: bucket 0 failed: " in message
+    assert "look at the first error of the other ranks" in message
+
+
+# ---------------------------------------------------------------------------------- ranks that end
+
+
+def ends(rank, how):
+    model = lockstep.replicate(rank.make(Net), bucket_cap_mb=1e-5)
+    mean_gradients(rank, model, 0)
+    model.zero_grad()
+    call = {"exit": leave, "kill": be_killed}.get(how) if rank.rank == 1 else None
+    if how == "between" and rank.rank == 1:
+        raise KeyError(RAISED)
+    model(inputs(rank), call, 2).backward()
+
+
+@pytest.mark.parametrize(("how", "code"), [("exit", 3), ("kill", -signal.SIGKILL), ("between", 1)])
+def test_a_rank_that_ends_is_an_error_on_the_others(how, code):
+    outcomes = run_processes(3, ends, how, errors=True, group_timeout=3.0)
+    assert outcomes[1].returncode == code
+    assert isinstance(outcomes[1].error, KeyError if how == "between" else RankEndedError)
+    for rank in (0, 2):
+        error = outcomes[rank].error
+        assert type(error) is CommunicationError, outcomes[rank]
+        assert str(error).startswith(f"rank {rank} of 3: ")
+        assert "round 2" in str(error)
+        assert "Another rank has ended, was stopped, or did not run the same backward passes" in str(error)
+        assert outcomes[rank].returncode == 1
+
+
+def one_less(rank):
+    model = lockstep.replicate(rank.make(Net))
+    for step in range(3 - rank.rank):
+        model.zero_grad()
+        model(inputs(rank, step)).backward()
+
+
+def test_a_rank_with_one_backward_less_is_an_error_on_the_others():
+    first, second = run_processes(2, one_less, errors=True, group_timeout=2.0)
+    assert second.error is None
+    assert type(first.error) is CommunicationError
+    assert "rank 0 of 2: bucket 1 of 1, round 3 failed" in str(first.error)
+    assert "one batch less" in str(first.error)
+
+
+def another_round(rank, ahead):
+    model = lockstep.replicate(rank.make(Net))
+    mean_gradients(rank, model, 0)
+    if rank.rank == 1:
+        state = lockstep.training_state_dict(model)
+        lockstep.load_training_state_dict(model, {**state, "round": state["round"] + ahead})
+    return error_of(lambda: model(inputs(rank)).backward())
+
+
+@pytest.mark.parametrize("ahead", [1, 5])
+def test_ranks_in_different_rounds_do_not_mix_their_gradients(ahead):
+    words = f"{ahead} ahead", f"{ahead} behind"
+    for rank, (kind, message) in enumerate(run_processes(2, another_round, ahead)):
+        assert kind is PeerError
+        number = 2 if rank == 0 else 2 + ahead
+        assert f"rank {rank} is in its synchronised backward number {number}" in message
+        assert f"rank {1 - rank} is {words[rank]}" in message
+        assert "Let every rank run backward for every batch, or use join()" in message
+
+
+# ---------------------------------------------------------------------------------- the group
+
+
+def group_destroyed(rank):
+    model = lockstep.replicate(rank.make(Net))
+    mean_gradients(rank, model, 0)
+    model.zero_grad()
+    rank.all_equal(torch.ones(1))  # all are done with it
+    dist.destroy_process_group()
+    model(inputs(rank))
+    with model.no_sync():
+        model(inputs(rank)).backward()
+    return error_of(lambda: model(inputs(rank)).backward())
+
+
+def test_a_group_that_has_been_destroyed():
+    for rank, (kind, message) in enumerate(run_processes(2, group_destroyed)):
+        assert kind is CommunicationError
+        assert message.startswith(
+            f"rank {rank}: the process group has been destroyed; gradients cannot be synchronised"
+        )
+        assert "or run this one under no_sync()" in message
+
+
+def group_comes_later(rank, folder):
+    dist.destroy_process_group()
+    model = lockstep.replicate(rank.make(Net, seed=rank.rank))
+    raised = error_of(lambda: model(inputs(rank)))
+    store = dist.FileStore(os.path.join(folder, "store"), rank.world)
+    dist.init_process_group("gloo", store=store, rank=rank.rank, world_size=rank.world, timeout=timedelta(seconds=10))
+    model(inputs(rank)).backward()
+    lockstep.check_in_sync(model)
+    totals = torch.stack([parameter.grad.sum() for parameter in model.parameters()])
+    dist.all_reduce(both := torch.stack([totals, -totals]), op=dist.ReduceOp.MAX)
+    return raised, torch.equal(both[0], -both[1])
+
+
+def test_a_group_that_comes_later_is_waited_for(tmp_path):
+    for (kind, message), equal in run_processes(2, group_comes_later, str(tmp_path)):
+        assert kind is CommunicationError
+        assert (
+            "a replicated module was used before there is a process group; call torch.distributed.init_pro" in message
+        )
+        assert equal
+
+
+def subgroup(rank):
+    """Ranks outside of a group cannot replicate over it."""
+    group = dist.new_group([0, 1])
+    if rank.rank == 2:
+        return error_of(lambda: lockstep.replicate(Net(), process_group=group))[0]
+    model = lockstep.replicate(rank.make(Net), process_group=group)
+    model(inputs(rank)).backward()
+    lockstep.check_in_sync(model)
+    return None
+
+
+def test_a_rank_outside_of_the_group_is_told():
+    *inside, outside = run_processes(3, subgroup)
+    assert inside == [None, None]
+    assert outside is not None
+
+
+# ---------------------------------------------------------------------------------- drift
+
+
+def drift(rank, synchronise, steps):
+    """The warnings of a loop whose last backward before the optimizer's step is not synchronised, or is."""
+    model = lockstep.replicate(rank.make(Net))
+    sgd = torch.optim.SGD(model.parameters(), lr=0.01)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(steps):
+            sgd.zero_grad()
+            for last in (False, True):
+                with contextlib.nullcontext() if last and synchronise else model.no_sync():
+                    model(inputs(rank)).backward()
+            sgd.step()
+        model(inputs(rank)).backward()
+    return [str(warning.message) for warning in caught]
+
+
+@pytest.mark.parametrize(("synchronise", "steps", "warned"), [(True, 2, 0), (False, 1, 1), (False, 0, 0)])
+def test_a_step_on_gradients_of_one_rank_warns_at_the_next_backward(synchronise, steps, warned):
+    for rank, messages in enumerate(run_processes(2, drift, synchronise, steps)):
+        assert len(messages) == warned
+        for message in messages:
+            assert message.startswith(f"rank {rank}: parameter layers.0.weight was changed while its gradient was only")
+            assert "must not be under no_sync() or set_requires_gradient_sync(False)" in message
+
+
+def drift_is_an_error(rank):
+    """Warnings are errors in these processes; on one rank only, the other is told."""
+    model = lockstep.replicate(rank.make(Net))
+    with model.no_sync():
+        model(inputs(rank)).backward()
+    if rank.rank == 1:
+        torch.optim.SGD(model.parameters(), lr=0.01).step()
+    raised = error_of(lambda: model(inputs(rank)).backward())[0]
+    model.load_state_dict({name: rank.gather(value)[0] for name, value in model.state_dict().items()})
+    return raised, mean_gradients(rank, model, 1)
+
+
+def test_a_warning_that_is_an_error_on_one_rank_is_told_to_the_others():
+    assert run_processes(2, drift_is_an_error) == [(PeerError, True), (UserWarning, True)]

@@ -1,0 +1,336 @@
+"""Accumulation: which backward synchronises, several forwards or backwards, what is left of gradients between them."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import threading
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import lockstep
+from threaded import count_collectives, run_ranks
+
+
+def network():
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+
+
+def rows(step, rank, n=3):
+    return torch.randn(n, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def one_weight():
+    layer = nn.Linear(1, 1, bias=False)
+    nn.init.ones_(layer.weight)
+    return layer
+
+
+def x_of(rank, value=1.0):
+    return torch.full((1, 1), value * (rank.rank + 1))
+
+
+def grad(module):
+    weight = next(module.parameters())
+    return None if weight.grad is None else weight.grad.item()
+
+
+def attach(rank, kind, module):
+    if kind == "wrapper":
+        return lockstep.DistributedDataParallel(module, process_group=rank.group)
+    return lockstep.replicate(module, process_group=rank.group)
+
+
+kinds = pytest.mark.parametrize("kind", ["module", "wrapper"])
+
+# ---------------------------------------------------------------------------- which backward synchronises
+
+
+def switch(rank, kind):
+    """What the gradient is after each backward, under each way of saying that it shall not synchronise."""
+    module = attach(rank, kind, one_weight())
+    seen = []
+
+    def backward():
+        module(x_of(rank)).sum().backward()
+        seen.append(grad(module))
+
+    with module.no_sync():
+        backward()
+        with module.no_sync():
+            pass
+        backward()  # still inside
+    module.set_requires_gradient_sync(False)
+    backward()
+    with module.no_sync():
+        pass
+    backward()  # as it was before no_sync
+    module.set_requires_gradient_sync(True)
+    for last in (False, False, True):
+        with lockstep.accumulate(module, last=last):
+            backward()
+    with contextlib.suppress(ZeroDivisionError), module.no_sync():
+        raise ZeroDivisionError
+    backward()
+    return seen
+
+
+@kinds
+def test_only_the_last_backward_synchronises(kind):
+    for rank, seen in enumerate(run_ranks(2, switch, kind)):
+        own = [n * (rank + 1.0) for n in range(1, 7)]
+        assert seen == [*own, 7 * 1.5, 8 * 1.5]
+
+
+def around_forward_only(rank):
+    module = attach(rank, "module", one_weight())
+    with module.no_sync():
+        loss = module(x_of(rank)).sum()
+    with count_collectives(rank) as seen:
+        loss.backward()
+    synchronised, counted = grad(module), len(seen)
+    loss = module(x_of(rank)).sum()
+    with module.no_sync(), count_collectives(rank) as seen:
+        loss.backward()
+    return synchronised, counted > 0, grad(module), len(seen)
+
+
+def test_where_backward_runs_counts_and_not_where_forward_ran():
+    assert run_ranks(2, around_forward_only) == [(1.5, True, 1.5 + rank, 0) for rank in (1, 2)]
+
+
+def accumulate_beside(rank, zero, micro_batches, cap):
+    """Micro-batches beside one process; gradients are set to zero in every way."""
+    module = lockstep.replicate(rank.make(network), process_group=rank.group, bucket_cap_mb=cap)
+    reference = copy.deepcopy(module)
+    optimizers = [torch.optim.Adam(each.parameters(), lr=0.01) for each in (module, reference)]
+    for step in range(4):
+        for each in (module, reference):
+            zero(each)
+        for part in range(micro_batches):
+            draw = 10 * step + part
+            with lockstep.accumulate(module, last=part == micro_batches - 1):
+                module(rows(draw, rank.rank)).square().mean().backward()
+            reference(torch.cat([rows(draw, r) for r in range(rank.world)])).square().mean().backward()
+        for p, q in zip(module.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(p.grad, q.grad, rtol=1e-11, atol=1e-14)
+            assert rank.all_equal(p.grad)
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+def to_none(module):
+    module.zero_grad(set_to_none=True)
+
+
+def to_zero(module):
+    module.zero_grad(set_to_none=False)
+
+
+def by_hand(module):
+    """Gradients of the users' own, views of nothing of ours."""
+    for parameter in module.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+
+
+def in_part(module):
+    next(module.parameters()).grad = None
+    for parameter in list(module.parameters())[1:]:
+        if parameter.grad is not None:
+            parameter.grad.zero_()
+
+
+def keep(module):
+    """Gradients go on adding up, over synchronised steps."""
+
+
+@pytest.mark.parametrize("cap", [None, 1e-4])
+@pytest.mark.parametrize("zero", [to_none, to_zero, by_hand, in_part, keep], ids=lambda each: each.__name__)
+def test_micro_batches_are_as_one_batch(zero, cap):
+    run_ranks(2, accumulate_beside, zero, 3 if zero is to_none else 2, cap)
+
+
+# --------------------------------------------------------------------- several forwards, several backwards
+
+
+def several_forwards(rank):
+    module = lockstep.replicate(rank.make(network), process_group=rank.group)
+    reference = copy.deepcopy(module)
+    for step in range(3):
+        parts = [module(rows(10 * step + i, rank.rank)).square().mean() for i in range(3)]
+        with torch.no_grad():
+            module(rows(99, rank.rank))  # an evaluation in between
+        sum(parts).backward()
+        whole = [torch.cat([rows(10 * step + i, r) for r in range(rank.world)]) for i in range(3)]
+        sum(reference(x).square().mean() for x in whole).backward()
+    return [(p.grad, q.grad) for p, q in zip(module.parameters(), reference.parameters(), strict=True)]
+
+
+def test_several_forwards_before_one_backward():
+    for pairs in run_ranks(2, several_forwards):
+        for got, wanted in pairs:
+            torch.testing.assert_close(got, wanted, rtol=1e-11, atol=1e-14)
+
+
+def several_backwards(rank):
+    """Through one graph, each synchronised or not; and each of two forwards by itself, in the other order."""
+    module = attach(rank, "module", one_weight())
+    loss = module(x_of(rank)).sum()
+    seen = []
+    for synchronise in (True, False, True):
+        module.set_requires_gradient_sync(synchronise)
+        loss.backward(retain_graph=True)
+        seen.append(grad(module))
+    first, second = module(x_of(rank)).sum(), module(x_of(rank, 10.0)).sum()
+    second.backward()
+    seen.append(grad(module))
+    first.backward()
+    return [*seen, grad(module)]
+
+
+def test_several_backwards_before_a_step():
+    for rank, seen in enumerate(run_ranks(2, several_backwards)):
+        assert seen == [1.5, 1.5 + rank + 1, 4.5, 4.5 + 15.0, 4.5 + 15.0 + 1.5]
+
+
+def pile_up_elsewhere(rank, cap):
+    """A layer that the plan has no place for piles up, and the backward that synchronises does not use it."""
+    module = lockstep.replicate(
+        nn.ModuleList([one_weight(), one_weight()]), process_group=rank.group, bucket_cap_mb=cap
+    )
+    module[0](x_of(rank)).sum().backward()
+    module.zero_grad()
+    with module.no_sync():
+        module[1](x_of(rank)).sum().backward()
+    module[0](x_of(rank)).sum().backward()
+    first = [p.grad.item() for p in module.parameters()]
+    module[0](x_of(rank)).sum().backward()
+    return first, [p.grad.item() for p in module.parameters()]
+
+
+@pytest.mark.parametrize("cap", [None, 1e-6])
+def test_all_that_has_piled_up_is_synchronised(cap):
+    assert run_ranks(2, pile_up_elsewhere, cap) == [([1.5, 1.5], [3.0, 1.5])] * 2
+
+
+def with_inputs(rank):
+    """backward(inputs=...) leaves out the other parameters, as on one device."""
+    module = lockstep.replicate(nn.Sequential(one_weight(), one_weight()), process_group=rank.group)
+    module(x_of(rank)).sum().backward(inputs=[module[1].weight])
+    return [p.grad if p.grad is None else p.grad.item() for p in module.parameters()]
+
+
+def test_backward_for_some_of_the_parameters():
+    assert run_ranks(2, with_inputs) == [[None, 1.5]] * 2
+
+
+def backward_in_another_thread(rank):
+    module = attach(rank, "module", one_weight())
+    loss = module(x_of(rank)).sum()
+    thread = threading.Thread(target=loss.backward)
+    thread.start()
+    thread.join()
+    return grad(module)
+
+
+def test_backward_may_run_in_another_thread():
+    assert run_ranks(2, backward_in_another_thread) == [1.5] * 2
+
+
+# ---------------------------------------------------------------------------------------------- weights
+
+
+def weigh(rank, kind):
+    """Sums over tokens: 3 + 1 on rank 0, 5 + 0 on rank 1, then other numbers. One process has all of them."""
+    module = attach(rank, kind, rank.make(network))
+    reference = rank.make(network)
+    for counts in ([(3, 1), (5, 0)], [(1, 1), (1, 1)], [(2, 7), (4, 1)]):
+        parts = [[rows(10 * r + i, r, n) for i, n in enumerate(own)] for r, own in enumerate(counts)]
+        for each in (module, reference):
+            each.zero_grad()
+        for number, part in enumerate(parts[rank.rank]):
+            with lockstep.accumulate(module, last=number == 1, weight=torch.tensor(len(part))):
+                module(part).square().sum().backward()
+        reference(torch.cat([part for own in parts for part in own])).square().mean().backward()
+        for p, q in zip(module.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(p.grad, q.grad, rtol=1e-11, atol=1e-14)
+            assert rank.all_equal(p.grad)
+    module.zero_grad()
+    module(rows(5, rank.rank)).square().mean().backward()  # without weights again
+    reference.zero_grad()
+    reference(torch.cat([rows(5, r) for r in range(rank.world)])).square().mean().backward()
+    for p, q in zip(module.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-11, atol=1e-14)
+
+
+@kinds
+def test_means_over_tokens(kind):
+    run_ranks(2, weigh, kind)
+
+
+def exact_weights(rank):
+    """A weight that float32 does not hold, in a module of float32."""
+    module = attach(rank, "module", one_weight())
+    weight = 2.0**24 + 1 if rank.rank == 0 else 1.0
+    with lockstep.accumulate(module, weight=weight):
+        (module(torch.ones(1, 1)).sum() * (2.0**24 + 2 if rank.rank == 0 else 0.0)).backward()
+    return grad(module)
+
+
+def test_weights_are_summed_in_double_precision():
+    assert run_ranks(2, exact_weights) == [1.0] * 2
+
+
+def wrong_weights(rank):
+    module = attach(rank, "module", one_weight())
+    messages = []
+    for weights in ((-1.0,), (float("nan"),), (1.0 if rank.rank else None,)):
+        module.zero_grad()
+        with pytest.raises(lockstep.errors.OptionError) as caught:
+            for weight in weights:
+                with lockstep.accumulate(module, weight=weight):
+                    module(x_of(rank)).sum().backward()
+        messages.append(str(caught.value))
+    module.zero_grad()
+    module(x_of(rank)).sum().backward()  # goes on
+    return messages, grad(module)
+
+
+def test_weights_that_make_no_sense():
+    for (negative, no_number, missing), after in run_ranks(2, wrong_weights):
+        assert "a weight of -1.0" in negative
+        assert "a weight of nan" in no_number
+        assert "rank 0 gave no weight" in missing
+        assert after == 1.5
+
+
+# ------------------------------------------------------------------------------------------ forgotten
+
+
+def forget(rank, steps):
+    """Steps on gradients; True: synchronised. What is warned of."""
+    module = attach(rank, "module", one_weight())
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    for synchronise in steps:
+        optimizer.zero_grad()
+        module.set_requires_gradient_sync(synchronise)
+        module(x_of(rank)).sum().backward()
+        if synchronise is not None:
+            optimizer.step()
+
+
+def test_a_step_on_gradients_that_are_not_synchronised_is_told():
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run_ranks(2, forget, [True, False, True])
+    messages = sorted(str(warning.message) for warning in caught)
+    assert len(messages) == 2
+    for rank, message in enumerate(messages):
+        assert f"rank {rank}: parameter weight was changed while its gradient was only this rank's" in message
+
+
+def test_ordinary_steps_are_not():
+    run_ranks(2, forget, [True, True, None, None, True])  # warnings are errors

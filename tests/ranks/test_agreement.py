@@ -1,0 +1,449 @@
+"""Ranks agree before they move data: a difference is an error on every rank; equal values, at first and later."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import lockstep
+from lockstep.errors import AgreementError, CommunicationError, NotReplicableError, OptionError, OutOfSyncError
+from threaded import count_collectives, run_ranks
+
+
+class Net(nn.Module):
+    """A few parameters and buffers, by name and tensor."""
+
+    def __init__(self, parameters, buffers=()):
+        super().__init__()
+        for name, tensor in parameters:
+            self.register_parameter(name, nn.Parameter(tensor, requires_grad=tensor.is_floating_point()))
+        for name, tensor in buffers:
+            self.register_buffer(name, tensor)
+
+
+def zeros(*shape, dtype=torch.float32):
+    return torch.zeros(shape, dtype=dtype)
+
+
+A, B = ("a", zeros(2, 3)), ("b", zeros(4))
+COUNT, MEAN = ("count", zeros(dtype=torch.int64)), ("mean", zeros(4))
+
+
+def frozen(net):
+    net.b.requires_grad_(False)
+    return net
+
+
+def renamed():
+    return Net([A, ("c", zeros(4))])
+
+
+# What the last rank has, what all others have, options of each, and words of the error; {} is the last rank's number.
+DIFFERENCES = {
+    "name": (
+        renamed,
+        lambda: Net([A, B]),
+        ["rank 0 has parameter b (", "rank {} has parameter c (", "of another module"],
+    ),
+    "order": (
+        lambda: Net([B, A]),
+        lambda: Net([A, B]),
+        [
+            "rank 0 has parameter a (float32 of shape (2, 3)",
+            "rank {} has parameter b (float32 of shape (4,)",
+            "in another order",
+        ],
+    ),
+    "shape": (
+        lambda: Net([A, ("b", zeros(5))]),
+        lambda: Net([A, B]),
+        ["parameter b: float32 of shape (4,), trained on rank 0, float32 of shape (5,), trained on rank {}"],
+    ),
+    "transposed": (
+        lambda: Net([("a", zeros(3, 2))]),
+        lambda: Net([A]),
+        ["parameter a: float32 of shape (2, 3), trained on rank 0, float32 of shape (3, 2), trained on rank {}"],
+    ),
+    "dtype": (
+        lambda: Net([A, ("b", zeros(4, dtype=torch.bfloat16))]),
+        lambda: Net([A, B]),
+        ["parameter b: float32 of shape (4,), trained on rank 0, bfloat16 of shape (4,), trained on rank {}"],
+    ),
+    "frozen": (
+        lambda: frozen(Net([A, B])),
+        lambda: Net([A, B]),
+        ["parameter b: float32 of shape (4,), trained on rank 0, float32 of shape (4,), frozen on rank {}"],
+    ),
+    "one parameter more": (
+        lambda: Net([A, B]),
+        lambda: Net([A]),
+        ["rank {} has parameter b (float32 of shape (4,), trained), rank 0 has no such thing"],
+    ),
+    "one parameter less": (
+        lambda: Net([A]),
+        lambda: Net([A, B]),
+        ["rank 0 has parameter b (float32 of shape (4,), trained), rank {} has no such thing"],
+    ),
+    "one parameter more before buffers": (
+        lambda: Net([A, B], [COUNT]),
+        lambda: Net([A], [COUNT]),
+        ["rank 0 has buffer count (", "rank {} has parameter b ("],
+    ),
+    "name of a buffer": (
+        lambda: Net([A], [("counted", zeros(dtype=torch.int64))]),
+        lambda: Net([A], [COUNT]),
+        ["rank 0 has buffer count (", "rank {} has buffer counted ("],
+    ),
+    "order of buffers": (
+        lambda: Net([A], [MEAN, COUNT]),
+        lambda: Net([A], [COUNT, MEAN]),
+        ["rank 0 has buffer count (", "rank {} has buffer mean (", "in another order"],
+    ),
+    "shape of a buffer": (
+        lambda: Net([A], [("mean", zeros(5))]),
+        lambda: Net([A], [MEAN]),
+        ["buffer mean: ", "of shape (4,) on rank 0", "of shape (5,) on rank {}"],
+    ),
+    "dtype of a buffer": (
+        lambda: Net([A], [("mean", zeros(4, dtype=torch.float64))]),
+        lambda: Net([A], [MEAN]),
+        ["buffer mean: ", "float32 of shape (4,) on rank 0", "float64 of shape (4,) on rank {}"],
+    ),
+    "one buffer less": (
+        lambda: Net([A], [COUNT]),
+        lambda: Net([A], [COUNT, MEAN]),
+        ["rank 0 has buffer mean (", "rank {} has no such thing"],
+    ),
+    "tied on one rank": (
+        lambda: tie(Net([A, B])),
+        lambda: Net([A, ("b", zeros(2, 3))]),
+        ["rank 0 has parameter b (float32 of shape (2, 3), trained), rank {} has no such thing"],
+    ),
+}
+
+
+def tie(net):
+    net.b = net.a
+    return net
+
+
+OPTIONS = {
+    "size of buckets": (
+        {"bucket_cap_mb": 1},
+        {},
+        "option bucket_cap_mb: (1048576, 26214400) on rank 0, (1048576,) on rank {}",
+    ),
+    "policy": (
+        {"buffer_policy": "mean"},
+        {"buffer_policy": "rank0"},
+        "option buffer_policy: rank0 on rank 0, mean on rank {}",
+    ),
+    "flag of the policy": (
+        {"forward_sync_buffers": False},
+        {},
+        "option buffer_policy: rank0 on rank 0, local on rank {}",
+    ),
+}
+
+
+def refuse(rank, make, options):
+    """The error, and the names of the collectives that were sent before it."""
+    with count_collectives(rank) as sent:
+        try:
+            lockstep.replicate(make(), process_group=rank.group, **options)
+        except AgreementError as error:
+            return type(error), str(error), {each.name for each in sent}, len(sent)
+    raise AssertionError("the ranks have agreed")
+
+
+def check_refused(world, results, words):
+    kinds, messages, sent, counts = zip(*results, strict=True)
+    assert set(kinds) == {AgreementError}
+    assert len(set(messages)) == 1  # the same everywhere
+    for word in words:
+        assert word.format(world - 1) in messages[0]
+    assert set().union(*sent) == {"all_gather"}  # no rank's values went anywhere
+    assert set(counts) == {3}  # digests, then lengths and descriptions
+
+
+@pytest.mark.parametrize(("last", "others", "words"), DIFFERENCES.values(), ids=DIFFERENCES)
+def test_a_difference_between_modules_is_an_error_on_every_rank(last, others, words):
+    world = 3 if words == DIFFERENCES["shape"][2] else 2
+
+    def call(rank):
+        return refuse(rank, last if rank.rank == world - 1 else others, {})
+
+    check_refused(world, run_ranks(world, call), words)
+
+
+@pytest.mark.parametrize(("last", "others", "words"), OPTIONS.values(), ids=OPTIONS)
+def test_a_difference_between_options_is_an_error_on_every_rank(last, others, words):
+    def call(rank):
+        return refuse(rank, lambda: Net([A]), last if rank.rank == 2 else others)
+
+    check_refused(3, run_ranks(3, call), [words])
+
+
+def test_the_wrapper_compares_too_and_ranks_can_go_on():
+    def call(rank):
+        with pytest.raises(AgreementError, match="ranks differ in parameter weight"):
+            lockstep.DistributedDataParallel(nn.Linear(2, 2 + rank.rank), process_group=rank.group)
+        ddp = lockstep.DistributedDataParallel(nn.Linear(1, 1), process_group=rank.group)
+        ddp(torch.full((1, 1), rank.rank + 1.0)).sum().backward()
+        return ddp.module.weight.grad.item()
+
+    assert run_ranks(2, call) == [1.5, 1.5]
+
+
+def test_what_is_ignored_may_differ():
+    def call(rank):
+        net = nn.Sequential(nn.Linear(1, 1), nn.Linear(1 + rank.rank, 1), nn.BatchNorm1d(1 + rank.rank))
+        lockstep.replicate(net, ignored_modules=[net[1], net[2]], process_group=rank.group)
+        named = Net([A, ("b", zeros(2 + rank.rank))], [("c", zeros(3 + rank.rank))])
+        lockstep.replicate(named, process_group=rank.group, params_and_buffers_to_ignore=["b", "c"])
+
+    run_ranks(2, call)
+
+
+def test_a_rank_that_cannot_replicate_its_module_tells_the_others():
+    def call(rank):
+        module = nn.Linear(1, 1)
+        if rank.rank == 1:
+            module._parameters["bias"] = module.bias * 1  # no leaf
+        kind = NotReplicableError if rank.rank == 1 else AgreementError
+        with pytest.raises(kind) as caught, count_collectives(rank) as sent:
+            lockstep.replicate(module, process_group=rank.group)
+        return str(caught.value), {each.name for each in sent}
+
+    reason = "parameter bias is not a leaf of autograd; register a Parameter"
+    told = f"rank 1 cannot replicate its module: {reason}"
+    assert run_ranks(3, call) == [(told, {"all_gather"}), (reason, {"all_gather"}), (told, {"all_gather"})]
+
+
+def test_an_option_that_does_not_go_with_the_module_of_one_rank():
+    def call(rank):
+        ids = [0] if rank.rank == 0 else None
+        kind = OptionError if rank.rank == 0 else AgreementError
+        with pytest.raises(kind, match="device_ids and output_device arguments only work with") as caught:
+            lockstep.DistributedDataParallel(nn.Linear(1, 1), device_ids=ids, process_group=rank.group)
+        return str(caught.value).startswith("rank 0 cannot replicate its module: ")
+
+    assert run_ranks(2, call) == [False, True]
+
+
+@pytest.mark.parametrize("make", [lambda: Net([A]), lambda: Net([A], [COUNT, MEAN])])
+def test_agreeing_takes_two_small_gathers(make):
+    def call(rank):
+        with count_collectives(rank) as sent:
+            lockstep.replicate(make(), process_group=rank.group)
+        return [each.name for each in sent if each.name != "broadcast"], max(
+            s.numel for s in sent if s.name == "all_gather"
+        )
+
+    for names, most in run_ranks(2, call):
+        assert names == ["all_gather"] * 2
+        assert most <= 17
+
+
+# ---------------------------------------------------------------------------------- later agreement
+
+
+def test_without_init_sync_ranks_compare_when_the_first_backward_begins():
+    def call(rank):
+        model = rank.make(lambda: nn.Linear(1, 1 + rank.rank))
+        with count_collectives(rank) as sent:
+            lockstep.replicate(model, process_group=rank.group, init_sync=False)
+            output = model(torch.ones(1, 1))
+        assert sent == []
+        with pytest.raises(AgreementError) as caught, count_collectives(rank) as sent:
+            output.sum().backward()
+        return str(caught.value), {each.name for each in sent}
+
+    (first, sent), *others = run_ranks(2, call)
+    assert "ranks differ in parameter weight: float32 of shape (1, 1), trained on rank 0" in first
+    assert sent == {"all_gather"}
+    assert others == [(first, sent)]
+
+
+def test_without_init_sync_values_stay_as_they_are_and_gradients_are_shared():
+    def call(rank):
+        model = nn.Linear(1, 1, bias=False)
+        nn.init.constant_(model.weight, rank.rank)
+        model.register_buffer("kept", torch.tensor(float(rank.rank)))
+        lockstep.replicate(model, process_group=rank.group, init_sync=False, buffer_policy="local")
+        for _ in range(2):
+            model.zero_grad()
+            model(torch.full((1, 1), rank.rank + 1.0)).sum().backward()
+        return model.weight.item(), model.kept.item(), model.weight.grad.item()
+
+    assert run_ranks(2, call) == [(0.0, 0.0, 1.5), (1.0, 1.0, 1.5)]
+
+
+def test_init_sync_itself_is_compared():
+    def call(rank):
+        module = nn.Linear(1, 1)
+        with pytest.raises(
+            AgreementError, match="option init_sync: True, buffers True on rank 0, False, buffers False on"
+        ):
+            lockstep.replicate(module, process_group=rank.group, init_sync=rank.rank == 0)
+            module(torch.ones(1, 1)).sum().backward()
+
+    run_ranks(2, call)
+
+
+# ---------------------------------------------------------------------------------- equal at the start
+
+
+class Odd(nn.Module):
+    """Parameters and buffers of every kind, filled with what differs from rank to rank."""
+
+    def __init__(self, generator):
+        super().__init__()
+
+        def drawn(*shape, dtype=torch.float32):
+            return (torch.randn(shape, generator=generator, dtype=torch.float64) * 10).to(dtype)
+
+        self.weight = nn.Parameter(drawn(3, 4))
+        self.tied = self.weight
+        self.frozen = nn.Parameter(drawn(5), requires_grad=False)
+        self.integer = nn.Parameter(drawn(3, dtype=torch.int64), requires_grad=False)
+        self.scalar = nn.Parameter(drawn())
+        self.nothing = nn.Parameter(drawn(0, 3))
+        self.register_parameter("none", None)
+        self.complex = nn.Parameter(torch.complex(drawn(2), drawn(2)))
+        self.short = nn.Parameter(drawn(7, dtype=torch.bfloat16))
+        self.transposed = nn.Parameter(drawn(4, 3).t())
+        self.sliced = nn.Parameter(drawn(4, 6)[:, ::2])
+        self.image = nn.Parameter(drawn(2, 3, 4, 5).to(memory_format=torch.channels_last))
+        self.register_buffer("flag", drawn(6) > 0)
+        self.register_buffer("count", drawn(dtype=torch.int32))
+        self.register_buffer("wide", drawn(3, dtype=torch.complex128))
+        self.register_buffer("strided", drawn(4, 6)[:, ::2])
+        self.register_buffer("expanded", drawn(3, 1).expand(3, 4).contiguous().t())
+        self.register_buffer("tied_buffer", self.flag)
+        self.register_buffer("missing", None)
+        self.register_buffer("hidden", drawn(2), persistent=False)
+        self.register_buffer("trained", drawn(2).requires_grad_())
+        self.register_buffer("signed", torch.tensor([-0.0, float("nan"), float("-inf")]) * drawn().sign().abs())
+
+
+def as_bytes(tensor):
+    return tensor.detach().contiguous().flatten().view(torch.uint8)
+
+
+def named(module):
+    return [*module.named_parameters(), *module.named_buffers()]
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_every_kind_of_value_is_made_equal_in_place(wrapped):
+    def call(rank):
+        odd = Odd(rank.generator())
+        before = {name: (tensor, tensor.clone(), tensor.stride(), tensor.requires_grad) for name, tensor in named(odd)}
+        objects = {name: id(tensor) for name, tensor in odd.named_parameters()}
+        if wrapped:
+            lockstep.DistributedDataParallel(odd, process_group=rank.group)
+        else:
+            lockstep.replicate(odd, process_group=rank.group)
+        assert {name: id(tensor) for name, tensor in odd.named_parameters()} == objects
+        assert odd.tied is odd.weight
+        assert odd.tied_buffer is odd.flag
+        assert odd.missing is None
+        for name, tensor in named(odd):
+            assert rank.all_equal(tensor), name
+            _, values, stride, trained = before[name]
+            assert (tensor.stride(), tensor.requires_grad, tensor.dtype) == (stride, trained, values.dtype)
+            if rank.rank == 0:
+                assert torch.equal(as_bytes(tensor), as_bytes(values)), name
+        differed = [name for name, (_, values, *_) in before.items() if not rank.all_equal(values)]
+        assert {"weight", "integer", "image", "flag", "wide", "hidden"} <= set(differed)
+        lockstep.check_in_sync(odd, rank.group)
+
+    run_ranks(2, call)
+
+
+def test_values_larger_than_a_broadcast_are_made_equal():
+    def call(rank):
+        model = nn.Module()
+        for number, millions in enumerate([1, 3, 2]):
+            value = torch.full((millions << 20,), float(rank.rank * 10 + number))
+            model.register_parameter(f"p{number}", nn.Parameter(value))
+        lockstep.replicate(model, process_group=rank.group)
+        return [(p.min().item(), p.max().item()) for p in model.parameters()]
+
+    assert run_ranks(2, call) == [[(0.0, 0.0), (1.0, 1.0), (2.0, 2.0)]] * 2
+
+
+# ---------------------------------------------------------------------------------- check_in_sync
+
+
+def in_sync(rank, change, **options):
+    """What check_in_sync says after `change(module)` on the last rank, and of a module that is not replicated."""
+    module = rank.make(lambda: nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)))
+    module.register_buffer("flags", torch.tensor([True, False]))
+    lockstep.replicate(module, process_group=rank.group)
+    with count_collectives(rank) as sent:
+        lockstep.check_in_sync(module)
+    assert [each.name for each in sent] == ["all_gather"] * 2
+    if rank.rank == rank.world - 1:
+        with torch.no_grad():
+            change(module)
+    with pytest.raises(OutOfSyncError) as caught:
+        lockstep.check_in_sync(module, **options)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "first"),
+    [
+        (lambda m: m[0].bias[2].add_(1e-6), "parameter 0.bias"),
+        (lambda m: m[1].running_var.mul_(2), "buffer 1.running_var"),
+        (lambda m: m[1].num_batches_tracked.add_(1), "buffer 1.num_batches_tracked"),
+        (lambda m: m.flags.logical_not_(), "buffer flags"),
+        (lambda m: (m[1].bias.add_(1), m[0].weight.zero_()), "parameter 0.weight"),
+        (lambda m: m[1].bias.fill_(-0.0), "parameter 1.bias"),  # bit by bit
+    ],
+)
+def test_check_in_sync_names_the_first_difference_on_every_rank(change, first):
+    messages = run_ranks(3, in_sync, change)
+
+    assert len(set(messages)) == 1
+    assert messages[0].startswith(f"{first} is out of sync: digest ")
+    assert " on rank 0, " in messages[0]
+    assert " on rank 2; " in messages[0]
+
+
+def test_check_in_sync_takes_any_module_with_a_group_and_says_if_modules_differ():
+    def call(rank):
+        same = rank.make(lambda: nn.Linear(2, 2))
+        lockstep.check_in_sync(same, rank.group)
+        lockstep.check_in_sync(lockstep.DistributedDataParallel(same, process_group=rank.group))
+        with pytest.raises(OutOfSyncError, match=r"parameter weight is out of sync"):
+            lockstep.check_in_sync(rank.make(lambda: nn.Linear(2, 2), seed=rank.rank), rank.group)
+        with pytest.raises(
+            AgreementError, match=r"ranks differ in weight: float32 of shape \(2, 2\) on rank 0"
+        ) as caught:
+            lockstep.check_in_sync(nn.Linear(2, 2 + rank.rank), process_group=rank.group)
+        assert not isinstance(caught.value, OutOfSyncError)
+        with pytest.raises(AgreementError, match=r"rank 1 has running_mean .*, rank 0 has no such thing"):
+            lockstep.check_in_sync(nn.BatchNorm1d(2, track_running_stats=rank.rank == 1), rank.group)
+        lockstep.check_in_sync(nn.Identity(), rank.group)
+
+    run_ranks(2, call)
+
+
+def test_check_in_sync_needs_a_group():
+    with pytest.raises(CommunicationError, match="there is no process group yet"):
+        lockstep.check_in_sync(nn.Linear(1, 1))
+
+
+def test_values_are_compared_bit_by_bit_but_not_their_layout():
+    def call(rank):
+        module = nn.Module()
+        value = torch.tensor([[float("nan"), 1.0], [float("inf"), -0.0]])
+        module.register_buffer("value", value if rank.rank == 0 else value.t().contiguous().t())
+        module.register_buffer("empty", torch.empty(0, 2))
+        lockstep.check_in_sync(module, rank.group)
+
+    run_ranks(2, call)

@@ -1,0 +1,240 @@
+"""Use that makes no sense is an error that says what, where, and what to do; the module stays what it was."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import lockstep
+from lockstep.errors import (
+    AlreadyManagedError,
+    CommunicationError,
+    LayoutError,
+    NotReplicableError,
+    OptionError,
+    PeerError,
+)
+from threaded import run_ranks
+
+
+def alone():
+    """A group of this process."""
+    return dist.ProcessGroupGloo(dist.HashStore(), 0, 1)
+
+
+def linear(size=2, **options):
+    return lockstep.replicate(nn.Linear(size, size, **options), process_group=alone())
+
+
+# ---------------------------------------------------------------------------------- what is replicated
+
+
+@pytest.mark.parametrize("value", [None, 3, [nn.Linear(1, 1)], nn.Linear])
+def test_only_modules_are_wrapped(value):
+    with pytest.raises(OptionError, match=r"expected a torch\.nn\.Module to replicate, got "):
+        lockstep.DistributedDataParallel(value, process_group=alone())
+
+
+@pytest.mark.parametrize("value", [None, 3, nn.Linear])
+def test_only_modules_are_replicated(value):
+    with pytest.raises((OptionError, TypeError)):
+        lockstep.replicate(value, process_group=alone())
+
+
+def test_a_module_is_replicated_once():
+    model = linear()
+    with pytest.raises(AlreadyManagedError, match="can only be applied to a module once"):
+        lockstep.replicate(model, process_group=alone())
+    with pytest.raises(NotReplicableError, match="this ReplicatedLinear is replicated already; wrap the plain module"):
+        lockstep.DistributedDataParallel(model, process_group=alone())
+    ddp = lockstep.DistributedDataParallel(nn.Linear(1, 1), process_group=alone())
+    with pytest.raises(AssertionError, match="can only be applied to a module once"):
+        lockstep.replicate(ddp, process_group=alone())
+
+
+def test_the_wrapper_wants_parameters_that_are_there():
+    with pytest.raises(NotReplicableError, match="is not needed when a module doesn't have any parameter"):
+        lockstep.DistributedDataParallel(nn.ReLU(), process_group=alone())
+    with pytest.raises(NotReplicableError, match="Modules with uninitialized parameters can't be used"):
+        lockstep.DistributedDataParallel(nn.LazyLinear(2), process_group=alone())
+
+
+def test_parameters_that_are_not_initialised_when_they_are_needed():
+    lazy = lockstep.replicate(nn.Sequential(nn.LazyLinear(2)), process_group=alone())
+    with pytest.raises(NotReplicableError, match=r"0\.weight is not initialised\. Modules with uninit"):
+        lazy(torch.ones(1, 3))
+    lazy[0](torch.ones(1, 3))
+    lazy(torch.ones(1, 3)).sum().backward()
+    assert lazy[0].bias.grad.tolist() == [1.0, 1.0]
+
+
+def test_modules_without_parameters():
+    nothing = lockstep.replicate(nn.ReLU(), process_group=alone())
+    assert nothing(torch.ones(1)).item() == 1.0
+
+
+def test_parameters_are_leaves_and_on_one_type_of_device():
+    module = nn.Linear(1, 1)
+    module._parameters["weight"] = module.weight * 2
+    with pytest.raises(NotReplicableError, match="parameter weight is not a leaf of autograd; register a Parameter"):
+        lockstep.replicate(module, process_group=alone())
+    assert type(module) is nn.Linear
+
+
+@pytest.mark.parametrize("options", [{"device_ids": [0]}, {"device_ids": [0, 1]}, {"output_device": 1}])
+def test_devices_go_with_where_the_module_is(options):
+    with pytest.raises(ValueError, match="device_ids"):
+        lockstep.DistributedDataParallel(nn.Linear(1, 1), process_group=alone(), **options)
+
+
+# ---------------------------------------------------------------------------------- no group
+
+
+def test_without_a_group_the_wrapper_refuses_and_a_replicated_module_refuses_when_it_is_used():
+    with pytest.raises(CommunicationError, match="Default process group has not been initialized"):
+        lockstep.DistributedDataParallel(nn.Linear(1, 1))
+    model = lockstep.replicate(nn.Linear(1, 1))
+    message = "used before there is a process group; call torch.distributed.init_process_group"
+    with pytest.raises(CommunicationError, match=message):
+        model(torch.ones(1, 1))
+    with pytest.raises(CommunicationError, match=message), lockstep.accumulate(model, weight=1):
+        pass
+    with pytest.raises(CommunicationError, match=message):
+        lockstep.training_state_dict(model)
+    assert lockstep.replicate.state(model).ready is False
+    assert lockstep.replicate.state(model).process_group is None
+    with model.no_sync():
+        pass
+    model.register_comm_hook(None, lambda state, bucket: bucket.buffer())
+
+
+def test_means_and_checks_need_a_group():
+    for call in (lockstep.mean_over_ranks, lockstep.check_in_sync):
+        with pytest.raises(CommunicationError, match="there is no process group yet"):
+            call(nn.Linear(1, 1) if call is lockstep.check_in_sync else torch.ones(1))
+
+
+# ---------------------------------------------------------------------------------- not replicated
+
+
+@pytest.mark.parametrize("module", [nn.Linear(1, 1), nn.ReLU()])
+def test_functions_for_replicated_modules_say_what_they_got(module):
+    calls = {
+        "accumulate": lambda: lockstep.accumulate(module).__enter__(),
+        "statistics": lambda: lockstep.statistics(module),
+        "training_state_dict": lambda: lockstep.training_state_dict(module),
+        "load_training_state_dict": lambda: lockstep.load_training_state_dict(module, {}),
+    }
+    for name, call in calls.items():
+        with pytest.raises(NotReplicableError) as caught:
+            call()
+        assert str(caught.value).startswith(f"{name}() got a {type(module).__name__} that is not replicated; pass the")
+
+
+def test_a_copy_is_not_replicated():
+    with pytest.raises(NotReplicableError, match=r"statistics\(\) got a Linear that is not replicated"):
+        lockstep.statistics(copy.deepcopy(linear()))
+    assert lockstep.replicate.state(nn.Linear(1, 1)) is None
+
+
+@pytest.mark.parametrize("weight", ["four", None, [1, 2], torch.ones(2), object()])
+def test_weights_are_numbers(weight):
+    model = linear()
+    if weight is None:
+        return
+    with pytest.raises((TypeError, ValueError, RuntimeError)), lockstep.accumulate(model, weight=weight):
+        pass
+    model(torch.ones(1, 2)).sum().backward()
+    assert model.bias.grad.tolist() == [1.0, 1.0]
+
+
+# ---------------------------------------------------------------------------------- changed afterwards
+
+
+def reshaped(model):
+    model.weight.data = torch.ones(3, 2)
+    model.bias.data = torch.ones(3)
+
+
+def retyped(model):
+    model.to(torch.float64)
+
+
+@pytest.mark.parametrize("change", [reshaped, retyped])
+@pytest.mark.parametrize("hooked", [False, True])
+def test_parameters_keep_shape_and_dtype(change, hooked):
+    def call(rank):
+        model = lockstep.replicate(nn.Linear(2, 2), process_group=rank.group)
+        if hooked:
+            model.register_comm_hook(None, lambda state, bucket: bucket.buffer())
+        model(torch.ones(1, 2)).sum().backward()
+        model.zero_grad()
+        change(model)
+        with pytest.raises(LayoutError) as caught:
+            model(torch.ones(1, 2, dtype=model.weight.dtype)).sum().backward()
+        return str(caught.value)
+
+    for message in run_ranks(2, call):
+        assert message.startswith("parameter ")
+        assert "had gradients of torch.float32, shape (2" in message
+        assert "change shape, dtype and device of a module before replicating it" in message
+
+
+def test_a_parameter_that_changes_on_one_rank_is_told_to_the_others():
+    def call(rank):
+        model = lockstep.replicate(nn.Linear(2, 2), process_group=rank.group)
+        if rank.rank == 1:
+            reshaped(model)
+        with pytest.raises(LayoutError if rank.rank == 1 else PeerError) as caught:
+            model(torch.ones(1, 2)).sum().backward()
+        return str(caught.value)
+
+    message, _ = run_ranks(2, call)
+    assert message.startswith("rank 0: backward failed on rank 1 in round 1; that rank's own error says why")
+
+
+def test_a_parameter_that_is_replaced_is_trained_on_this_rank_alone_as_with_any_new_one():
+    def call(rank):
+        model = lockstep.replicate(nn.Linear(1, 1, bias=False), process_group=rank.group)
+        model.extra = nn.Parameter(torch.ones(1))
+        x = torch.full((1, 1), rank.rank + 1.0)
+        (model(x) * model.extra).sum().backward()
+        return rank.all_equal(model.weight.grad)
+
+    assert run_ranks(2, call) == [True, True]
+
+
+# ---------------------------------------------------------------------------------- mean_over_ranks
+
+
+def test_means_of_what_cannot_be_averaged():
+    group = alone()
+    assert lockstep.mean_over_ranks([], group) == ()
+    with pytest.raises((TypeError, AttributeError)):
+        lockstep.mean_over_ranks([1.0], group)
+    with pytest.raises((TypeError, AttributeError)):
+        lockstep.mean_over_ranks(None, group)
+
+
+# ---------------------------------------------------------------------------------- methods of the wrapper
+
+
+def test_state_dicts_of_other_modules_are_refused_as_ever():
+    ddp = lockstep.DistributedDataParallel(nn.Linear(1, 1), process_group=alone())
+    with pytest.raises(RuntimeError, match="Missing key"):
+        ddp.load_state_dict({"module.weight": torch.ones(1, 1)})
+    with pytest.raises(RuntimeError, match="Unexpected key"):
+        ddp.load_state_dict({**ddp.module.state_dict(), "more": torch.ones(1)})
+    with pytest.raises(AttributeError):
+        ddp.no_such_attribute  # noqa: B018
+
+
+def test_a_module_that_is_gone_cannot_be_used():
+    model = linear()
+    state = lockstep.replicate.state(model)
+    del model
+    assert state.options.dim == 0

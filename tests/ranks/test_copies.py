@@ -1,0 +1,335 @@
+"""Copies and pickles of replicated modules, of what holds them, and of wrappers; and that nothing is left of either."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import io
+import pickle
+import threading
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+import lockstep
+from threaded import count_collectives, run_ranks
+
+
+class Net(nn.Module):
+    """Parameters, a buffer, a hook of its own, plain attributes, one of which is a layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(2, 2)
+        self.norm = nn.BatchNorm1d(2)
+        self.path = [self.first]
+        self.calls = 0
+        self.register_forward_hook(counted)
+        self.register_forward_pre_hook(seen, with_kwargs=True)
+
+    def forward(self, x):
+        return self.norm(self.first(x))
+
+
+def counted(module, args, output):
+    module.calls += 1
+
+
+def seen(module, args, kwargs):
+    return args, kwargs
+
+
+class Slow(Net):
+    """Copies itself in its own way."""
+
+    def __deepcopy__(self, memo):
+        copied = type(self)()
+        copied.load_state_dict(self.state_dict())
+        copied.calls = self.calls
+        return copied
+
+
+def by_pickle(module):
+    return pickle.loads(pickle.dumps(module))
+
+
+def by_save(module):
+    file = io.BytesIO()
+    torch.save(module, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+WAYS = {"deepcopy": copy.deepcopy, "pickle": by_pickle, "save": by_save}
+ways = pytest.mark.parametrize("way", WAYS)
+
+
+def check_plain(rank, original, copied, kind):
+    """The copy is a module of the plain class, with the same values, that nothing synchronises."""
+    assert type(copied) is kind
+    assert list(copied.state_dict()) == list(original.state_dict())
+    for one, other in zip(original.state_dict().values(), copied.state_dict().values(), strict=True):
+        assert torch.equal(one, other)
+        assert one.data_ptr() != other.data_ptr()
+    assert copied.path == [copied.first]
+    assert copied.calls == original.calls
+    assert len(copied._forward_hooks) == len(copied._forward_pre_hooks) == 1
+    assert copied._forward_pre_hooks_with_kwargs.keys() == copied._forward_pre_hooks.keys()
+    for p in copied.parameters():
+        assert not p._post_accumulate_grad_hooks
+    calls = copied.calls
+    with count_collectives(rank) as sent:
+        copied(torch.ones(2, 2) * rank.rank).sum().backward()
+    assert sent == []
+    assert copied.calls == calls + 1
+    assert not hasattr(copied, "no_sync")
+    with pytest.raises(lockstep.errors.NotReplicableError):
+        lockstep.statistics(copied)
+
+
+def check_live(rank, module):
+    """The module itself goes on as before."""
+    module.zero_grad()
+    module.first(torch.full((1, 2), rank.rank + 1.0)).sum().backward()
+    assert module.first.weight.grad.tolist() == [[1.5, 1.5]] * 2
+
+
+@ways
+@pytest.mark.parametrize("kind", [Net, Slow])
+def test_a_copy_is_plain(way, kind):
+    def check(rank):
+        module = lockstep.replicate(kind(), process_group=rank.group)
+        module(torch.ones(2, 2)).sum().backward()
+        copied = WAYS[way](module)
+        check_plain(rank, module, copied, kind)
+        check_live(rank, module)
+        again = lockstep.replicate(copied, process_group=rank.group)
+        assert isinstance(again, kind)
+        check_live(rank, again)
+
+    run_ranks(2, check)
+
+
+@ways
+def test_a_copy_of_what_holds_a_replicated_module(way):
+    def check(rank):
+        child = lockstep.replicate(Net(), process_group=rank.group)
+        holder = nn.ModuleDict({"child": child, "other": nn.Linear(2, 2)})
+        copied = WAYS[way](holder)
+        assert type(copied) is nn.ModuleDict
+        check_plain(rank, child, copied["child"], Net)
+        check_live(rank, child)
+        parent = lockstep.replicate(nn.ModuleList([Net()]), process_group=rank.group)
+        check_plain(rank, parent[0], WAYS[way](parent)[0], Net)
+
+    run_ranks(2, check)
+
+
+def check_shallow(rank):
+    """copy.copy shares everything; it is no module of its own, and must not harm the first one."""
+    module = lockstep.replicate(Net(), process_group=rank.group)
+    copied = copy.copy(module)
+    assert type(copied) is Net
+    assert copied.first is module.first
+    check_live(rank, module)
+
+
+def test_shallow_copies():
+    run_ranks(2, check_shallow)
+
+
+class ByDict(Net):
+    """Copies all that it has, hooks included."""
+
+    def __deepcopy__(self, memo):
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        copied.__dict__ = copy.deepcopy(self.__dict__, memo)
+        return copied
+
+
+def check_by_dict(rank):
+    module = lockstep.replicate(ByDict(), process_group=rank.group)
+    copied = copy.deepcopy(module)
+    assert type(copied) is ByDict
+    assert type(module) is not ByDict
+    again = by_pickle(copied)
+    for each in (copied, again):
+        with count_collectives(rank) as sent:
+            each(torch.ones(2, 2)).sum().backward()
+        assert sent == []
+    check_live(rank, module)
+
+
+def test_copies_that_take_our_hooks_along():
+    run_ranks(2, check_by_dict)
+
+
+def check_wrapper(rank):
+    wrapper = lockstep.DistributedDataParallel(Net(), process_group=rank.group)
+    copied = copy.deepcopy(wrapper)
+    assert type(copied) is lockstep.DistributedDataParallel
+    assert copied.module is not wrapper.module
+    for each in (wrapper, copied):
+        each(torch.ones(2, 2)).sum()
+        check_live(rank, each.module)
+    with pytest.raises(lockstep.errors.NotReplicableError, match="group"):
+        by_pickle(wrapper)
+    loaded = by_pickle(wrapper.module)  # what is inside a wrapper is a plain module
+    assert type(loaded) is Net
+    assert not loaded.first.weight._post_accumulate_grad_hooks
+
+
+def test_copies_of_wrappers():
+    run_ranks(2, check_wrapper)
+
+
+def check_state(rank):
+    """state_dict keys are those of the plain module; a wrapper's are behind `module.`, and either can be loaded."""
+    plain, module = Net(), lockstep.replicate(Net(), process_group=rank.group)
+    assert list(module.state_dict()) == list(plain.state_dict())
+    assert [n for n, _ in module.named_modules()] == [n for n, _ in plain.named_modules()]
+    assert repr(module).replace("Replicated", "") == repr(plain)
+    plain.load_state_dict(module.state_dict())
+    wrapper = lockstep.DistributedDataParallel(Net(), process_group=rank.group)
+    for state in (plain.state_dict(), {f"module.{key}": value for key, value in plain.state_dict().items()}):
+        nn.init.zeros_(wrapper.module.first.weight)
+        wrapper.load_state_dict(state)
+        assert torch.equal(wrapper.module.first.weight, plain.first.weight)
+
+
+def test_checkpoints():
+    run_ranks(2, check_state)
+
+
+def test_classes_and_attributes():
+    def check(rank):
+        module = Net()
+        attributes = set(vars(module))
+        assert lockstep.replicate(module, process_group=rank.group) is module
+        assert isinstance(module, Net)
+        assert isinstance(module, lockstep.distributed.Replicated)
+        assert type(module).__name__ == "ReplicatedNet"
+        assert type(module).__module__ == Net.__module__
+        assert type(module).__doc__ == Net.__doc__
+        assert set(vars(module)) == attributes
+        other = lockstep.replicate(Net(), process_group=rank.group)
+        assert type(other) is type(module)
+        return weakref.ref(module)() is module
+
+    assert run_ranks(2, check) == [True, True]
+
+
+# ------------------------------------------------------------------------------------------------ leaks
+
+
+def forget(rank, meeting, use):
+    """Uses a module, drops it, and returns weak references to all that must be gone while the group lives on."""
+    watched = use(rank)
+    meeting.wait()  # both ranks are done; then one thread collects
+    if rank.rank == 0:
+        gc.collect()
+    meeting.wait()
+    return [name for name, reference in watched.items() if reference() is not None]
+
+
+def watch(module):
+    first = next(module.parameters())
+    return {"module": weakref.ref(module), "parameter": weakref.ref(first)}
+
+
+def plainly(rank):
+    module = lockstep.replicate(Net(), process_group=rank.group)
+    for _ in range(3):
+        module(torch.ones(2, 2)).sum().backward()
+    return watch(module)
+
+
+def wrapped(rank):
+    wrapper = lockstep.DistributedDataParallel(Net(), process_group=rank.group)
+    for _ in range(3):
+        wrapper(torch.ones(2, 2)).sum().backward()
+    return {**watch(wrapper.module), "wrapper": weakref.ref(wrapper)}
+
+
+def with_hooks(rank):
+    module = lockstep.replicate(Net(), process_group=rank.group)
+    module.register_comm_hook({}, lambda state, bucket: bucket.buffer())
+    module.first.weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    module(torch.ones(2, 2)).sum().backward()
+    return watch(module)
+
+
+def without_use(rank):
+    return watch(lockstep.replicate(Net(), process_group=rank.group))
+
+
+def with_a_graph_alive(rank):
+    """Forward without backward, and gradients that pile up."""
+    module = lockstep.replicate(Net(), process_group=rank.group)
+    with module.no_sync():
+        module(torch.ones(2, 2)).sum().backward()
+    module(torch.ones(2, 2)).sum()
+    return watch(module)
+
+
+def after_a_failure(rank):
+    module = lockstep.replicate(Net(), process_group=rank.group)
+
+    def spoil(grad):
+        raise ArithmeticError
+
+    out = module.first(torch.ones(2, 2))
+    out.register_hook(spoil)
+    with contextlib.suppress(ArithmeticError):
+        out.sum().backward()
+    module(torch.ones(2, 2)).sum().backward()
+    return watch(module)
+
+
+def in_pairs(rank):
+    modules = [lockstep.replicate(Net(), process_group=rank.group) for _ in range(2)]
+    sum(module(torch.ones(2, 2)).sum() for module in modules).backward()
+    return watch(modules[0])
+
+
+@pytest.mark.parametrize(
+    "use",
+    [plainly, wrapped, with_hooks, without_use, with_a_graph_alive, after_a_failure, in_pairs],
+    ids=lambda each: each.__name__,
+)
+def test_nothing_is_left_of_a_module(use):
+    assert run_ranks(2, forget, threading.Barrier(2, timeout=10), use) == [[], []]
+
+
+def use_a_group(rank):
+    module = lockstep.replicate(Net(), process_group=rank.group)
+    module(torch.ones(2, 2)).sum().backward()
+    return weakref.ref(rank.group), weakref.ref(module)
+
+
+def test_nothing_is_left_of_a_group():
+    references = run_ranks(2, use_a_group)
+    gc.collect()
+    assert [reference() for pair in references for reference in pair] == [None] * 4
+
+
+def test_memory_of_the_process_does_not_grow():
+    """About as many tensors after forty steps as after ten; the other rank's come and go meanwhile."""
+
+    def train(rank):
+        module = lockstep.replicate(Net(), process_group=rank.group)
+        counts = []
+        for step in range(40):
+            module.zero_grad(set_to_none=step % 2 == 0)
+            module(torch.ones(2, 2)).sum().backward()
+            if step in (9, 39) and rank.rank == 0:
+                counts.append(sum(issubclass(type(each), torch.Tensor) for each in gc.get_objects()))
+            rank.gather(torch.zeros(1))  # the other rank waits
+        return counts
+
+    before, after = run_ranks(2, train)[0]
+    assert after - before < 15

@@ -1,0 +1,204 @@
+"""Ranks that use different parameters: experts, early exits, dropped layers. Without a flag, as one process would."""
+
+from __future__ import annotations
+
+import copy
+import random
+
+import pytest
+import torch
+from torch import nn
+
+import lockstep
+from threaded import count_collectives, run_ranks
+
+CLOSE = {"rtol": 1e-12, "atol": 1e-14}
+ONE_LAYER = 1e-4  # MiB: room for the weight and the bias of a layer, and no more
+
+
+def rows(step, rank, n=4):
+    return torch.randn(n, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def compare(rank, module, reference):
+    """Gradients are those of the reference, and the same bits on every rank."""
+    for (name, p), q in zip(module.named_parameters(), reference.parameters(), strict=True):
+        assert (p.grad is None) == (q.grad is None), name
+        if p.grad is not None:
+            torch.testing.assert_close(p.grad, q.grad, **CLOSE, msg=lambda text, name=name: f"{name}: {text}")
+            assert rank.all_equal(p.grad), name
+
+
+def train(rank, make, loss, steps, cap):
+    """Backward and an optimizer step, beside one process that sees what all ranks see. `loss(network, step, rank)`."""
+    module = rank.make(make, seed=rank.rank)  # rank 0's values are for everybody
+    lockstep.replicate(module, process_group=rank.group, bucket_cap_mb=cap)
+    reference = copy.deepcopy(module)
+    optimizers = [torch.optim.SGD(network.parameters(), lr=0.05, momentum=0.5) for network in (module, reference)]
+    for step in range(steps):
+        for optimizer in optimizers:
+            optimizer.zero_grad(set_to_none=step % 3 != 2)
+        loss(module, step, rank.rank).backward()
+        (sum(loss(reference, step, r) for r in range(rank.world)) / rank.world).backward()
+        compare(rank, module, reference)
+        for optimizer in optimizers:
+            optimizer.step()
+    lockstep.check_in_sync(module)
+    return module
+
+
+# ------------------------------------------------------------------------------------------- networks
+
+
+class Experts(nn.Module):
+    """Each row goes to one of four experts; most batches leave some of them out."""
+
+    def __init__(self):
+        super().__init__()
+        self.router = nn.Linear(3, 4)
+        self.experts = nn.ModuleList(nn.Linear(3, 3) for _ in range(4))
+
+    def forward(self, x):
+        weights, chosen = self.router(x).softmax(1).max(1)
+        parts = [expert(x[chosen == i]) for i, expert in enumerate(self.experts) if (chosen == i).any()]
+        order = torch.cat([(chosen == i).nonzero().flatten() for i in range(4)])
+        return torch.cat(parts) * weights[order, None]
+
+
+class Deep(nn.Module):
+    """Five layers, of which forward takes those listed."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(5))
+
+    def forward(self, x, chosen):
+        for index in chosen:
+            x = torch.tanh(self.layers[index](x))
+        return x
+
+
+def route(network, step, rank):
+    return network(rows(step, rank, 2)).square().mean()
+
+
+def exit_early(network, step, rank):
+    return network(rows(step, rank), range(1 + (rank + step) % 5)).square().mean()
+
+
+def drop_layers(network, step, rank):
+    chance = random.Random(10 * step + rank)
+    return network(rows(step, rank), [0, *(i for i in range(1, 5) if chance.random() < 0.5)]).square().mean()
+
+
+def one_each(network, step, rank):
+    """Each rank another layer, so each bucket of one layer gets nothing on all ranks but one."""
+    return network(rows(step, rank), [(rank + step) % 5]).square().mean()
+
+
+def later(network, step, rank):
+    """Layer 1 is used from the third step on, layer 2 by the last rank alone, layer 4 never."""
+    chosen = [0, *([1] if step >= 2 else []), *([2] if step >= 1 and rank == 1 else [])]
+    return network(rows(step, rank), chosen).square().mean()
+
+
+def in_turn(network, step, rank):
+    return network(rows(step, rank), [step % 2]).square().mean()
+
+
+def reversed_on_rank_1(network, step, rank):
+    order = [0, 1, 2, 3, 4]
+    return network(rows(step, rank), order[::-1] if rank == 1 else order).square().mean()
+
+
+# ---------------------------------------------------------------------------------------------- tests
+
+
+@pytest.mark.parametrize("cap", [None, ONE_LAYER], ids=["one bucket", "many buckets"])
+@pytest.mark.parametrize(
+    ("loss", "make", "world"),
+    [
+        (route, Experts, 3),
+        (exit_early, Deep, 4),
+        (drop_layers, Deep, 3),
+        (one_each, Deep, 2),
+        (later, Deep, 2),
+        (in_turn, Deep, 2),
+        (reversed_on_rank_1, Deep, 2),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_gradients_are_those_of_one_process(loss, make, world, cap):
+    run_ranks(world, train, lambda: make().double(), loss, 6, cap)
+
+
+def leave_out(rank):
+    module = train(rank, lambda: Deep().double(), later, 3, ONE_LAYER)
+    unused = module.layers[4].weight
+    assert unused.grad is None
+    unused.grad = mine = torch.full((3, 3), float(rank.rank), dtype=torch.float64)
+    later(module, 3, rank.rank).backward()
+    assert unused.grad is mine
+    assert mine.tolist() == [[rank.rank] * 3] * 3
+
+
+def test_what_no_rank_uses_is_not_touched():
+    run_ranks(2, leave_out)
+
+
+def count(rank, use):
+    """Collectives of each step."""
+    module = lockstep.replicate(rank.make(Deep).double(), process_group=rank.group, bucket_cap_mb=ONE_LAYER)
+    counts = []
+    for step in range(5):
+        with count_collectives(rank) as seen:
+            module(rows(step, rank.rank), use(rank.rank, step)).sum().backward()
+        counts.append([each.name for each in seen])
+    return counts
+
+
+def test_a_step_costs_one_all_reduce_for_each_bucket_that_is_in_use():
+    """Layers 0 and 1 on rank 0, 1 and 2 on rank 1: three of five, each a bucket of its own."""
+    for counts in run_ranks(2, count, lambda rank, step: [rank, rank + 1]):
+        assert counts[0].count("broadcast") == 1  # the order in which gradients arrived on rank 0
+        assert counts[1:] == [["all_reduce"] * 3] * 4
+
+
+def test_a_parameter_that_turns_up_later_costs_one_more_collective_once():
+    for counts in run_ranks(2, count, lambda rank, step: [0, 3] if step >= 2 and rank == 1 else [0]):
+        assert counts[1:] == [["all_reduce"] * n for n in (1, 2, 2, 2)]
+
+
+def freeze(rank):
+    """Layers are frozen and thawed between steps; the ranks agree on it."""
+    module = rank.make(Deep).double()
+    module.layers[0].requires_grad_(False)
+    lockstep.replicate(module, process_group=rank.group, bucket_cap_mb=ONE_LAYER)
+    reference = copy.deepcopy(module)
+    for step, (layer, trained) in enumerate([(0, True), (1, False), (2, False), (1, True), (0, False), (2, True)]):
+        for network in (module, reference):
+            network.layers[layer].requires_grad_(trained)
+            network.zero_grad()
+        exit_early(module, step, rank.rank + 2).backward()
+        (sum(exit_early(reference, step, r + 2) for r in range(rank.world)) / rank.world).backward()
+        compare(rank, module, reference)
+
+
+def test_frozen_and_thawed_parameters():
+    run_ranks(2, freeze)
+
+
+def freeze_on_one_rank(rank):
+    """A layer that only rank 0 trains: the others count as zero, and get its gradient all the same."""
+    module = lockstep.replicate(rank.make(Deep).double(), process_group=rank.group)
+    module.layers[1].requires_grad_(rank.rank == 0)
+    module(rows(0, 0), [0, 1]).sum().backward()
+    return module.layers[1].weight.grad
+
+
+def test_frozen_on_one_rank_only():
+    local = Deep().double()
+    grads = run_ranks(2, freeze_on_one_rank)
+    assert torch.equal(*grads)
+    assert grads[0].shape == local.layers[1].weight.shape
+    assert grads[0].any()

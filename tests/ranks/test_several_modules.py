@@ -1,0 +1,275 @@
+"""Several replicated modules on one group: adversarial pairs, a child and its parent, other modules on other ranks."""
+
+from __future__ import annotations
+
+import copy
+import gc
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import lockstep
+from threaded import count_collectives, run_ranks
+
+
+def network(width=3):
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, width))
+
+
+def rows(step, rank):
+    return torch.randn(3, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def one_weight():
+    layer = nn.Linear(1, 1, bias=False)
+    nn.init.ones_(layer.weight)
+    return layer
+
+
+def x_of(rank):
+    return torch.full((1, 1), rank.rank + 1.0)
+
+
+def grads(*modules):
+    return [None if p.grad is None else p.grad.item() for module in modules for p in module.parameters()]
+
+
+def compare(rank, modules, references):
+    for module, reference in zip(modules, references, strict=True):
+        for p, q in zip(module.parameters(), reference.parameters(), strict=True):
+            assert (p.grad is None) == (q.grad is None)
+            if p.grad is not None:
+                torch.testing.assert_close(p.grad, q.grad, rtol=1e-10, atol=1e-13)
+                assert rank.all_equal(p.grad)
+
+
+# ---------------------------------------------------------------------------------- adversarial training
+
+
+def discriminate(generator, discriminator, real, noise):
+    return discriminator(real).mean() - discriminator(generator(noise).detach()).mean().square()
+
+
+def generate(generator, discriminator, real, noise):
+    return discriminator(generator(noise)).square().mean()
+
+
+def adversarial(rank, wrapped):
+    """Two modules, two losses, two optimizers; the second loss leaves gradients in both modules."""
+    plain = [rank.make(network).double(), rank.make(lambda: network(1), seed=1).double()]
+    references = copy.deepcopy(plain)
+    if wrapped:
+        called = [lockstep.DistributedDataParallel(each, process_group=rank.group) for each in plain]
+    else:
+        called = [lockstep.replicate(each, process_group=rank.group, bucket_cap_mb=1e-4) for each in plain]
+    optimizers = [[torch.optim.Adam(each.parameters(), lr=0.01) for each in pair] for pair in (plain, references)]
+    for step in range(4):
+        for loss, turn in ((discriminate, 1), (generate, 0)):
+            for each in (*plain, *references):
+                each.zero_grad()
+            loss(*called, rows(step, rank.rank), rows(step + 50, rank.rank)).backward()
+            parts = [loss(*references, rows(step, r), rows(step + 50, r)) for r in range(rank.world)]
+            (sum(parts) / rank.world).backward()
+            compare(rank, plain, references)
+            for pair in optimizers:
+                pair[turn].step()
+    for each in plain:
+        lockstep.check_in_sync(each, rank.group)
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_two_networks_that_train_each_other(wrapped):
+    run_ranks(2, adversarial, wrapped)
+
+
+# ------------------------------------------------------------------------------------ child and parent
+
+
+def nested(rank, parent_too, cap):
+    """A child with options of its own, then all around it."""
+    module = rank.make(lambda: nn.Sequential(network(), nn.Linear(3, 2), network()[0])).double()
+    module = nn.Sequential(module[0], module[1], nn.Linear(2, 1).double())
+    reference = copy.deepcopy(module)
+    lockstep.replicate(module[0], process_group=rank.group, bucket_cap_mb=cap)
+    if parent_too:
+        lockstep.replicate(module, process_group=rank.group)
+    else:
+        for child in module[1:]:
+            lockstep.replicate(child, process_group=rank.group)
+    reference.load_state_dict(module.state_dict())
+    for step in range(3):
+        for each in (module, reference):
+            each.zero_grad()
+        module(rows(step, rank.rank)).square().mean().backward()
+        reference(torch.cat([rows(step, r) for r in range(rank.world)])).square().mean().backward()
+        compare(rank, [module], [reference])
+
+
+@pytest.mark.parametrize("cap", [None, 1e-4])
+@pytest.mark.parametrize("parent_too", [True, False], ids=["child and parent", "each child"])
+def test_children_replicated_by_themselves(parent_too, cap):
+    run_ranks(2, nested, parent_too, cap)
+
+
+def several_methods(rank):
+    """Children say by themselves whether they synchronise."""
+    module = nn.Sequential(one_weight(), one_weight())
+    for child in module:
+        lockstep.replicate(child, process_group=rank.group)
+    seen = []
+    with module[0].no_sync():
+        module(x_of(rank)).sum().backward()
+        seen.append(grads(module))
+    module.zero_grad()
+    module(x_of(rank)).sum().backward()
+    return [*seen, grads(module)]
+
+
+def test_each_module_synchronises_when_it_is_told_to():
+    assert run_ranks(2, several_methods) == [[[rank, 1.5], [1.5, 1.5]] for rank in (1.0, 2.0)]
+
+
+# ---------------------------------------------------------------------- other modules on other ranks
+
+
+def branches(rank, uses, steps=3):
+    """Three modules; `uses[rank]` lists those that a rank uses, in that order."""
+    modules = [lockstep.replicate(one_weight(), process_group=rank.group) for _ in range(3)]
+    seen = []
+    for _ in range(steps):
+        for module in modules:
+            module.zero_grad()
+        sum(modules[index](x_of(rank)).sum() for index in uses[rank.rank]).backward()
+        seen.append(grads(*modules))
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("uses", "wanted"),
+    [
+        (([0, 1, 2], [2, 1, 0]), [1.5, 1.5, 1.5]),
+        (([0], [2]), [0.5, None, 1.0]),
+        (([0, 1], [1]), [0.5, 1.5, None]),
+        (([2, 0], [0, 1]), [1.5, 1.0, 0.5]),
+        (([0, 1], [2, 1], [1]), [1 / 3, 2.0, 2 / 3]),
+    ],
+)
+def test_modules_used_in_another_order_or_not_at_all(uses, wanted):
+    for seen in run_ranks(len(uses), branches, uses):
+        for step in seen:
+            assert step == [None if grad is None else pytest.approx(grad) for grad in wanted]
+
+
+def alternate(rank):
+    """One module each step, another one on each rank, with a backward that not all of them see."""
+    modules = [lockstep.replicate(one_weight(), process_group=rank.group) for _ in range(2)]
+    seen = []
+    for step in range(4):
+        for module in modules:
+            module.zero_grad()
+        modules[(rank.rank + step) % 2](x_of(rank)).sum().backward()
+        seen.append(grads(*modules))
+    return seen
+
+
+def test_modules_used_in_turn():
+    first, second = [0.5, 1.0], [1.0, 0.5]
+    assert run_ranks(2, alternate) == [[first, second, first, second]] * 2
+
+
+def failing(rank):
+    """Backward fails on rank 1 while two modules take part; then all go on."""
+    modules = [lockstep.replicate(one_weight(), process_group=rank.group) for _ in range(2)]
+    errors = []
+
+    def spoil(grad):
+        if rank.rank == 1:
+            raise ArithmeticError("a bad batch")
+
+    middle = modules[0](x_of(rank))
+    middle.register_hook(spoil)
+    try:
+        modules[1](middle).sum().backward()
+    except (ArithmeticError, lockstep.errors.PeerError) as error:
+        errors.append(type(error).__name__)
+    for module in modules:
+        module.zero_grad()
+    modules[rank.rank](x_of(rank)).sum().backward()
+    return errors, grads(*modules)
+
+
+def test_a_failure_with_several_modules():
+    assert run_ranks(2, failing, group_timeout=5) == [
+        (["PeerError"], [0.5, 1.0]),
+        (["ArithmeticError"], [0.5, 1.0]),
+    ]
+
+
+# --------------------------------------------------------------------------- modules that come and go
+
+
+def come_and_go(rank):
+    """A second module on the group, used, and gone again; on rank 1 garbage is collected late."""
+    first = lockstep.replicate(one_weight(), process_group=rank.group)
+    seen = []
+    for _ in range(2):
+        second = lockstep.replicate(one_weight(), process_group=rank.group)
+        second(first(x_of(rank))).sum().backward()
+        seen.append(grads(first, second))
+        first.zero_grad()
+        del second
+        if rank.rank == 0:
+            gc.collect()
+        first(x_of(rank)).sum().backward()
+        seen.append(grads(first))
+        first.zero_grad()
+    return seen
+
+
+def test_modules_that_come_and_go():
+    assert run_ranks(2, come_and_go) == [[[1.5, 1.5], [1.5]] * 2] * 2
+
+
+def count(rank, modules):
+    """Collectives of a step, when plans are made."""
+    replicated = [lockstep.replicate(one_weight(), process_group=rank.group) for _ in range(modules)]
+    for _ in range(3):
+        with count_collectives(rank) as seen:
+            sum(module(x_of(rank)).sum() for module in replicated).backward()
+    return [each.name for each in seen]
+
+
+def test_several_modules_cost_one_tiny_collective():
+    assert run_ranks(2, count, 1) == [["all_reduce"]] * 2
+    for seen in run_ranks(2, count, 3):
+        assert len(seen) == 3 + 1
+
+
+def two_groups(rank):
+    """A module on each of two groups; the second has the ranks the other way round."""
+    store = dist.PrefixStore("other", STORES[0])
+    other = dist.ProcessGroupGloo(store, rank.world - 1 - rank.rank, rank.world)
+    modules = [lockstep.replicate(one_weight(), process_group=group) for group in (rank.group, other)]
+    seen = []
+    for order in ([0, 1], [1, 0]):
+        for module in modules:
+            module.zero_grad()
+        x = x_of(rank)
+        for index in order:
+            x = modules[index](x)
+        x.sum().backward()
+        seen.append(grads(*modules))
+    return seen
+
+
+STORES: list[object] = []
+
+
+def test_modules_on_different_groups():
+    STORES[:] = [dist.HashStore()]
+    try:
+        assert run_ranks(2, two_groups) == [[[1.5, 1.5]] * 2] * 2
+    finally:
+        STORES.clear()

@@ -1,0 +1,212 @@
+"""What ranks tell each other behind the last bucket: exact in every dtype and world size, added up as ranks would."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import random
+
+import pytest
+import torch
+
+from lockstep.distributed.report import RankStatus, ReportLayout, check_ranks, mean_factor, round_code
+from lockstep.errors import OptionError, PeerError
+
+DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
+every_world = pytest.mark.parametrize("world", [1, 2, 3, 64, 512])
+
+EVERYTHING = RankStatus(0)
+ROUNDS = next(number for number in range(1, 1000) if round_code(number) == 0)
+
+
+def exchange(dtype, said, parameters=3, cargo=0):
+    """What all ranks read if rank r says `said[r]`: (used, late, status, weight, cargo); and the sum itself."""
+    world = len(said)
+    total = None
+    for rank, (used, late, status, weight, *load) in enumerate(said):
+        layout = ReportLayout(parameters, rank, world, cargo)
+        row = torch.full((layout.numel,), math.nan, dtype=dtype)  # as if it had never been written
+        layout.write(row, bytearray(used), late, status, weight)
+        for values in load:
+            row[layout.cargo] = values
+        total = row if total is None else total + row
+    reports = {str(ReportLayout(parameters, rank, world, cargo).read(total)) for rank in (0, world - 1)}
+    assert len(reports) == 1
+    report = ReportLayout(parameters, 0, world, cargo).read(total)
+    statuses = [dataclasses.replace(status, round=round_code(status.round)) for _, _, status, *_ in said]
+    assert list(report.ranks) == (statuses[:1] if len(set(statuses)) == 1 else statuses)  # once, if all say the same
+    return report, total
+
+
+# ---------------------------------------------------------------------------------- used and late
+
+
+@every_dtype
+@every_world
+def test_who_uses_what(dtype, world):
+    nobody, last, all_of_them = [0, 0, 0], [0, 0, 1], [1, 1, 1]
+    for said, expected in [
+        ([nobody] * world, [False] * 3),
+        ([nobody] * (world - 1) + [last], [False, False, True]),
+        ([all_of_them] * world, None),
+        ([last] * world, [False, False, True]),
+        ([[1, 1, 0]] + [last] * (world - 1), None if world > 1 else [True, True, False]),
+    ]:
+        report, _ = exchange(dtype, [(used, [], EVERYTHING, 0.0) for used in said])
+
+        assert report.used == expected
+        assert [report.uses(i) for i in range(3)] == (expected or [True] * 3)
+        assert report.late == []
+        assert report.weights == []
+
+
+@every_dtype
+@every_world
+def test_late_gradients_of_any_rank_are_known_to_all(dtype, world):
+    said = [([1, 1, 1], [], EVERYTHING, 0.0)] * world
+    said[-1] = ([1, 1, 1], [2, 0], EVERYTHING, 0.0)
+    report, _ = exchange(dtype, said)
+    assert report.late == [0, 2]
+    assert report.used is None
+
+    report, _ = exchange(dtype, [([1, 1, 1], [1], EVERYTHING, 0.0)] * world)
+    assert report.late == [1]
+
+
+def test_a_module_without_parameters_has_a_report_too():
+    report, _ = exchange(torch.float32, [([], [], RankStatus(4), 0.0)] * 2, parameters=0)
+
+    assert (report.used, report.late) == (None, [])
+
+
+# ---------------------------------------------------------------------------------- status
+
+
+@every_dtype
+def test_rounds_and_flags_of_each_rank(dtype):
+    statuses = [
+        RankStatus(code, *flags)
+        for code in range(ROUNDS)
+        for flags in itertools.product((False, True), repeat=len(dataclasses.fields(RankStatus)) - 1)
+    ]
+    random.shuffle(statuses)
+    report, _ = exchange(dtype, [([0, 0, 0], [], status, 1.0) for status in statuses])
+
+    assert list(report.ranks) == statuses
+
+
+@every_dtype
+def test_one_rank_among_many_is_heard(dtype):
+    said = [([0, 0, 0], [], RankStatus(7), 0.0)] * 512
+    said[300] = ([0, 0, 0], [], RankStatus(7, failed=True), 0.0)
+    report, _ = exchange(dtype, said)
+
+    assert [rank for rank, status in enumerate(report.ranks) if status.failed] == [300]
+
+
+def test_round_numbers_go_round():
+    assert [round_code(number) for number in range(2 * ROUNDS + 1)] == [*range(ROUNDS), *range(ROUNDS), 0]
+    exchange(torch.bfloat16, [([1, 1, 1], [], RankStatus(number), 0.0) for number in (ROUNDS - 1, ROUNDS, 1000)])
+
+
+def told(number, rank, *statuses):
+    report, _ = exchange(torch.float32, [([1, 1, 1], [], status, 0.0) for status in statuses])
+    check_ranks(report, number, rank)
+
+
+def test_ranks_in_one_round_that_did_not_fail_are_in_order():
+    told(1000, 0, *[RankStatus(1000, joined=joined) for joined in (False, True, False)])
+
+
+@pytest.mark.parametrize(
+    ("number", "other", "words"),
+    [
+        (7, 8, "rank 2 is in its synchronised backward number 7, but rank 1 is 1 ahead"),
+        (7, 5, "rank 2 is in its synchronised backward number 7, but rank 1 is 2 behind"),
+        (ROUNDS, ROUNDS - 1, "but rank 1 is 1 behind"),
+        (1000, 1003, "but rank 1 is 3 ahead"),
+    ],
+)
+def test_another_round_is_an_error_that_says_how_far(number, other, words):
+    with pytest.raises(PeerError, match=words):
+        told(number, 2, RankStatus(number), RankStatus(other), RankStatus(number))
+
+
+def test_a_rank_that_failed_is_named_whatever_its_round():
+    with pytest.raises(PeerError, match="rank 0: backward failed on rank 2 in round 5; that rank's own error says why"):
+        told(5, 0, RankStatus(5), RankStatus(5), RankStatus(4, failed=True))
+
+
+# ---------------------------------------------------------------------------------- weights
+
+ODD_WEIGHTS = [0.0, 1.0, 1 / 3, math.pi, 5e-324, 1.7976931348623157e308, 2.0**53 - 1, 123456789.123, 1e-300, 4096.0]
+
+
+@every_dtype
+@every_world
+def test_weights_arrive_bit_for_bit(dtype, world):
+    numbers = random.Random(world)
+    weights = [*ODD_WEIGHTS, *(numbers.expovariate(1e-6) for _ in range(world))][:world]
+    numbers.shuffle(weights)
+    report, _ = exchange(dtype, [([1, 1, 1], [], RankStatus(3, weighted=True), weight) for weight in weights])
+
+    assert report.weights == weights
+
+
+@every_dtype
+def test_a_rank_without_a_weight_counts_as_zero_and_says_so(dtype):
+    said = [([1, 1, 1], [], RankStatus(0, weighted=rank != 1), 7.25 + rank) for rank in range(3)]
+    report, _ = exchange(dtype, said)
+
+    assert report.weights == [7.25, 0.0, 9.25]
+    assert [status.weighted for status in report.ranks] == [True, False, True]
+
+
+JOINED = RankStatus(2, joined=True)
+
+
+def factor(divisor, *given):
+    """Of ranks that give a weight, none, or have run out."""
+    statuses = [each if each is JOINED else RankStatus(2, weighted=each is not None) for each in given]
+    said = [([1, 1, 1], [], status, weight) for status, weight in zip(statuses, given, strict=True)]
+    return mean_factor(exchange(torch.float32, said)[0], divisor, 2)
+
+
+def test_weights_turn_a_mean_over_ranks_into_one_over_what_is_counted():
+    assert factor(2.0, None, None) == 1.0
+    assert factor(2.0, 3, 5) == 0.25
+    assert factor(3.0, 4, JOINED, 2) == 0.5  # one that has run out counts nothing
+    assert factor(2.0, 0, 0) == 0.0
+    with pytest.raises(OptionError, match="rank 1 gave no weight in round 2, others did"):
+        factor(3.0, 1, None, 1)
+
+
+# ---------------------------------------------------------------------------------- cargo
+
+
+@every_dtype
+@every_world
+def test_cargo_of_one_rank_arrives_and_touches_nothing_else(dtype, world):
+    load = torch.arange(256).to(dtype)  # bytes
+    nothing = torch.zeros(256, dtype=dtype)
+    said = [([0, 1, 0], [2], RankStatus(30, True, True, True), 0.1, nothing)] * world
+    said[world // 2] = ([0, 1, 0], [2], RankStatus(30, True, True, True), 0.1, load)
+    report, row = exchange(dtype, said, cargo=256)
+    layout = ReportLayout(3, 0, world, 256)
+
+    assert torch.equal(row[layout.cargo], load)
+    assert layout.cargo.stop == layout.numel == len(row)
+    assert report.used == [False, True, False]
+    assert report.late == [2]
+    assert report.weights == [0.1] * world
+
+
+def test_writing_clears_what_the_row_held():
+    layout = ReportLayout(2, 1, 2, 3)
+    row = torch.full((layout.numel,), 9.0)
+    layout.write(row, bytearray([1, 0]), [], RankStatus(5), 0.0)
+
+    assert row.count_nonzero() == 2  # one parameter and the status
+    assert row[layout.cargo].tolist() == [0.0] * 3
