@@ -9,7 +9,7 @@ that moves them.
 
 import warnings
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -30,9 +30,10 @@ class CompatibleNames:
     module: Any
     _options: Options
 
-    @property
-    def _replication(self) -> Replication:
-        raise NotImplementedError
+    if TYPE_CHECKING:
+
+        @property
+        def _replication(self) -> Replication: ...
 
     _divide_by_initial_world_size = True
     _static_graph = False

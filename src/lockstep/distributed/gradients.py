@@ -6,6 +6,7 @@ autograd made anew, after ``zero_grad()``, is copied in once. While a bucket is 
 gradient, so that a late one cannot be added to memory that is being sent.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import torch
@@ -61,7 +62,7 @@ class ManagedParameter:
         return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=spec.device).zero_()
 
 
-class GradientBucket:
+class GradientBucket(ABC):
     """One bucket of the plan, in use; subclasses differ in where the gradients lie while they are sent."""
 
     def __init__(self, index: int, planned: PlannedBucket, members: Sequence[ManagedParameter]) -> None:
@@ -79,21 +80,21 @@ class GradientBucket:
         self.sent = False
         self._spared.clear()
 
+    @abstractmethod
     def collect(self, scale: float, touched: bytearray) -> Tensor:
         """Take the gradients from the parameters, times ``scale``; returns what is to be summed.
 
         ``touched`` tells of every parameter whether it has had a gradient since the last round. What the others hold
         counts, too, but is given back unless another rank has had one.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def accept(self, summed: Tensor) -> None:
         """Put back what a communication hook made of the tensor that :meth:`collect` returned."""
-        raise NotImplementedError
 
+    @abstractmethod
     def rescale(self, factor: float) -> None:
         """Multiply all reduced gradients."""
-        raise NotImplementedError
 
     def hand_out(self, report: Report) -> None:
         """Give the parameters their reduced gradients; one that no rank used gets back what it had."""
@@ -107,9 +108,9 @@ class GradientBucket:
                 member.parameter.grad = grad
         self._spared.clear()
 
+    @abstractmethod
     def _gradient(self, position: int) -> Tensor:
         """What the member at that position gets."""
-        raise NotImplementedError
 
     def _spare(self, member: ManagedParameter, grad: Tensor, inside: bool) -> None:
         """Keep the gradient of a parameter that this rank did not use: perhaps no rank did."""
@@ -117,8 +118,8 @@ class GradientBucket:
 
     @property
     def row(self) -> Tensor:
-        """The report's place, if there is one."""
-        raise NotImplementedError
+        """The report's place; empty unless there is one."""
+        return torch.empty(0)
 
     def blank(self) -> Tensor:
         """A tensor to send in place of what :meth:`collect` returns, without any gradient."""

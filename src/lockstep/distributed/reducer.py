@@ -30,15 +30,15 @@ from torch.nn import Parameter
 
 from lockstep.distributed.adaptation import AdaptivePlan
 from lockstep.distributed.agree import Description, Line, agree
+from lockstep.distributed.buckets_in_use import AbandonedRound, BucketsInUse
 from lockstep.distributed.buffers import BufferSync
 from lockstep.distributed.collectives import Collectives
 from lockstep.distributed.conductor import Conductor
 from lockstep.distributed.drift import DriftWatch
-from lockstep.distributed.gradients import GradientBucket, ManagedParameter, make_bucket
+from lockstep.distributed.gradients import GradientBucket, ManagedParameter
 from lockstep.distributed.hooks import HookChain, Waitable
 from lockstep.distributed.late import reduce_late
 from lockstep.distributed.mean import with_graphs
-from lockstep.distributed.parameter_hooks import attach
 from lockstep.distributed.plan import ReductionPlan
 from lockstep.distributed.report import RankStatus, Report, check_ranks, mean_factor, round_code
 from lockstep.distributed.reporting import Reporting
@@ -73,21 +73,22 @@ class Reducer:
         """What the ranks have to do before the next round opens, once."""
         self._plan = AdaptivePlan(self.parameters, caps, last, collectives)
         self._lock = threading.RLock()
-        self._open = False
-        self._reducing = False
+        self.open = False
+        """Whether a backward pass under way has reached the module."""
+        self.reducing = False
+        """Whether it synchronises."""
         self._begun = False  # something of this round has been sent
         self._next = 0
         self._pending: list[Waitable] = []
         self._touched = bytearray(len(self.parameters))  # had a gradient since the last round
         self._arrived = bytearray(len(self.parameters))  # in this round, in time for their bucket
-        self._bucket_of: list[GradientBucket | None] = []
         self._late: dict[int, None] = {}
         self._after: list[tuple[Callable[[Parameter], None], Parameter]] = []
         self._weights = Weights()
         self._joined = False
         self._reporting = Reporting(len(self.parameters), collectives, buffers)
         self._drift = DriftWatch(self.parameters, collectives.rank)
-        self._abandoned: tuple[list[Waitable], list[Tensor]] | None = None
+        self._abandoned: tuple[AbandonedRound, list[Waitable]] | None = None
         self._make_buckets()
 
     # ------------------------------------------------------------------------------------ plan
@@ -113,40 +114,25 @@ class Reducer:
 
     def _make_buckets(self) -> None:
         """Build what the plan says."""
-        planned = self.plan.buckets
-        carries = bool(planned) and planned[-1].can_carry and not self.hooks.hooks
-        device = self.parameters[0].spec.device if self.parameters else self.collectives.device
-        self._reporting.lay_out(planned[-1].layout.dtype if carries else None, device)
-        self._bucket_of = [None] * len(self.parameters)
-        self._buckets: list[GradientBucket] = []
-        for number, each in enumerate(planned):
-            members = [self.parameters[index] for index in each.indices]
-            rides = carries and number == len(planned) - 1
-            bucket = make_bucket(number, each, members, self._reporting.numel if rides else 0)
-            bucket.held = rides or self._plan.holds(each)
-            self._buckets.append(bucket)
-            for index in each.indices:
-                self._bucket_of[index] = bucket
-        self._placeless = [index for index, place in enumerate(self._bucket_of) if place is None]
-        self._carrier = self._buckets[-1] if carries else None
+        self._buckets = BucketsInUse(self._plan, self.parameters, self._reporting, bool(self.hooks.hooks))
 
     # ------------------------------------------------------------------------------------ open
 
     def arrived(self, index: int) -> None:
         """Autograd has accumulated the gradient of the parameter with that number."""
         self._touched[index] = 1
-        if self._open and not self._reducing:
+        if self.open and not self.reducing:
             return
         with self._lock:
-            if not self._open:
+            if not self.open:
                 self._begin()
-            if self._reducing:
+            if self.reducing:
                 self._count_down(index)
 
     def _count_down(self, index: int) -> None:
         if self._plan.arrivals is not None:
             self._plan.arrivals[index] = None
-        bucket = self._bucket_of[index]
+        bucket = self._buckets.of[index]
         if bucket is None or bucket.sent:
             self._late[index] = None
         elif not self._arrived[index]:
@@ -158,13 +144,13 @@ class Reducer:
     def _begin(self) -> None:
         if self.requires_sync:
             self._get_ready()  # what fails here fails on every rank, and leaves nothing to abandon
-        self._open = True
-        self._reducing = self.requires_sync
+        self.open = True
+        self.reducing = self.requires_sync
         self.conductor.enter(self)
-        if self._reducing:
+        if self.reducing:
             self._start_round()
         self._weights.use()  # may fail on this rank alone: then the others are told
-        self._drift.look(self._reducing)
+        self._drift.look(self.reducing)
 
     def _get_ready(self) -> None:
         self.collectives.check_alive()
@@ -179,7 +165,7 @@ class Reducer:
         self._begun = False
         self._next = 0
         # What has piled up without a place in the plan may not arrive again before the end of this backward.
-        self._late = {index: None for index in self._placeless if self._touched[index]}
+        self._late = {index: None for index in self._buckets.placeless if self._touched[index]}
         if self._plan.arrivals is not None:
             self._plan.arrivals.clear()
         for bucket in self._buckets:
@@ -201,7 +187,7 @@ class Reducer:
         with self.collectives.phases.phase("collect"):
             scale = 1.0 if self.hooks.hooks else 1.0 / self.divisor
             outgoing = bucket.collect(scale, self._touched)
-            if bucket is self._carrier:
+            if bucket is self._buckets.carrier:
                 self._write_report(bucket.row, failed=False)
         bucket.sent = self._begun = True
         self._next += 1
@@ -232,11 +218,11 @@ class Reducer:
         """The end of backward. Raises :class:`PeerError` if another rank failed or is in another round."""
         with self._lock:
             try:
-                if not self._open:  # this rank has no gradient of the module, but another rank has
+                if not self.open:  # this rank has no gradient of the module, but another rank has
                     self._get_ready()
-                    self._open = self._reducing = True
+                    self.open = self.reducing = True
                     self._start_round()
-                if not self._reducing:
+                if not self.reducing:
                     return
                 with self.collectives.phases.phase("finish", f"round {self.round}"):
                     self._finish()
@@ -264,7 +250,7 @@ class Reducer:
         with self.collectives.phases.phase("wait"):
             for pending in self._pending:
                 pending.wait()
-        row = self._carrier.row if self._carrier is not None else row
+        row = self._buckets.carrier.row if self._buckets.carrier is not None else row
         assert row is not None
         report = self._reporting.read(row, quiet=self._is_quiet())
         try:
@@ -322,11 +308,11 @@ class Reducer:
     def cancel(self) -> None:
         """The backward pass is over, however it ended."""
         with self._lock:
-            if self._reducing:
+            if self.reducing:
                 self._forget()  # after a failure, too: what was to be contributed is gone
                 if not self._begun:
                     self.round -= 1  # nothing of it has been sent: for other ranks it may not have opened at all
-            self._open = self._reducing = False
+            self.open = self.reducing = False
             self._pending.clear()
             self._after.clear()
             for parameter in self.parameters:
@@ -336,57 +322,40 @@ class Reducer:
         """Backward has failed on this rank: send what the others wait for, marked as failed, and do not wait."""
         if self.hooks.hooks:
             return  # nobody knows what the hooks of the other ranks wait for
-        if not self._open:
+        if not self.open:
             self._get_ready()
-            self._open = self._reducing = True
+            self.open = self.reducing = True
             self._start_round()
         self._begun = True
-        sent, unsent = list(self._pending), []
-        what = f"round {self.round}, abandoned"
-        for bucket in self._buckets[self._next :]:
-            unsent.append(bucket.blank())
-            if bucket is self._carrier:
-                self._write_report(unsent[-1][bucket.planned.layout.numel :], failed=True)
-            sent.append(self.collectives.all_reduce(unsent[-1], what))
+        round_ = AbandonedRound(self.collectives, f"round {self.round}, abandoned")
+        for bucket in list(self._buckets)[self._next :]:
+            blank = bucket.blank()
+            if bucket is self._buckets.carrier:
+                self._write_report(blank[bucket.planned.layout.numel :], failed=True)
+            round_.send(blank)
         self.buffers.send_large()  # in the order of _finish()
-        row = self._reporting.own_row
-        if row is not None:
-            self._write_report(row, failed=True)
-            sent.append(self.collectives.all_reduce(row, what))
-        self._abandoned = sent, unsent
+        if self._reporting.own_row is not None:
+            self._write_report(self._reporting.own_row, failed=True)
+            round_.send(self._reporting.own_row)
+        self._abandoned = round_, self._pending
+        self._pending = []
         self._forget()
 
     def _wait_for_abandoned(self) -> None:
         if self._abandoned is not None:
-            pending, _ = self._abandoned
-            self._abandoned = None
-            for each in pending:
+            (round_, pending), self._abandoned = self._abandoned, None
+            for each in (*pending, round_):
                 each.wait()
             self.buffers.drop_large()
 
-    # -------------------------------------------------------------------------------- attached
-
-    def attach(self) -> None:
-        """Hook all parameters, the frozen ones too: they may be unfrozen."""
-        for parameter in self.parameters:
-            attach(parameter, self)
+    # ------------------------------------------------------------------------------ for others
 
     def after_reduction(self, hook: Callable[[Parameter], None], parameter: Parameter) -> None:
         """Run a user's hook for a gradient: at once, or when this round has reduced it."""
-        if self._reducing:
+        if self.reducing:
             self._after.append((hook, parameter))
         else:
             hook(parameter)
-
-    @property
-    def open(self) -> bool:
-        """Whether a backward pass under way has reached the module."""
-        return self._open
-
-    @property
-    def reducing(self) -> bool:
-        """Whether a round is open: a backward pass under way will synchronise."""
-        return self._reducing
 
     def announce(self, weight: float | None) -> None:
         """What the loss of the next backward passes counts, on top of what has been counted since the last round."""

@@ -24,7 +24,7 @@ from lockstep.distributed.conductor import Conductor, conductor_of
 from lockstep.distributed.gradients import ManagedParameter
 from lockstep.distributed.hooks import check_hook
 from lockstep.distributed.options import Options
-from lockstep.distributed.parameter_hooks import is_attached
+from lockstep.distributed.parameter_hooks import attach, is_attached
 from lockstep.distributed.placement import check_devices, check_kinds, input_device, left_out, move_to, outputs_in
 from lockstep.distributed.reducer import Reducer
 from lockstep.distributed.start import broadcast_values
@@ -170,7 +170,8 @@ class Replication:
         else:  # nothing has been sent yet: the ranks agree when they first have to
             reducer.before_round.append(self._late_agreement(contents, collectives, conductor, reducer))
         reducer.requires_sync = self.requires_sync
-        reducer.attach()
+        for parameter in managed:
+            attach(parameter, reducer)
         self.reducer = reducer
         for state, hook in self.hooks:
             reducer.register_hook(state, hook)

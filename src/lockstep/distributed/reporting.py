@@ -32,6 +32,11 @@ class Reporting:
         """The row that travels on its own."""
 
     @property
+    def device(self) -> torch.device:
+        """Where the row of a module without parameters lies."""
+        return self._collectives.device
+
+    @property
     def numel(self) -> int:
         """Elements of a row."""
         return self._layout.numel

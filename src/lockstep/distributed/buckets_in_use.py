@@ -1,0 +1,64 @@
+"""The buckets of a plan, in use: in their order, and found by parameter."""
+
+from collections.abc import Iterator, Sequence
+
+from torch import Tensor
+
+from lockstep.distributed.adaptation import AdaptivePlan
+from lockstep.distributed.collectives import Collectives, Pending
+from lockstep.distributed.gradients import GradientBucket, ManagedParameter, make_bucket
+from lockstep.distributed.reporting import Reporting
+
+
+class BucketsInUse:
+    """Built from a plan; the last bucket carries the report if it can, and if nothing (``hooked``) changes it on the
+    way."""
+
+    def __init__(
+        self, plan: AdaptivePlan, parameters: Sequence[ManagedParameter], reporting: Reporting, hooked: bool
+    ) -> None:
+        planned = plan.current.buckets
+        carries = bool(planned) and planned[-1].can_carry and not hooked
+        device = parameters[0].spec.device if parameters else reporting.device
+        reporting.lay_out(planned[-1].layout.dtype if carries else None, device)
+        self._all: list[GradientBucket] = []
+        self.of: list[GradientBucket | None] = [None] * len(parameters)
+        """For each parameter its bucket, if it has one."""
+        for number, each in enumerate(planned):
+            rides = carries and number == len(planned) - 1
+            members = [parameters[index] for index in each.indices]
+            bucket = make_bucket(number, each, members, reporting.numel if rides else 0)
+            bucket.held = rides or plan.holds(each)
+            self._all.append(bucket)
+            for index in each.indices:
+                self.of[index] = bucket
+        self.carrier = self._all[-1] if carries else None
+        """The bucket behind whose gradients the report rides."""
+        self.placeless = [index for index, place in enumerate(self.of) if place is None]
+        """The parameters that have no bucket."""
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    def __getitem__(self, index: int) -> GradientBucket:
+        return self._all[index]
+
+    def __iter__(self) -> Iterator[GradientBucket]:
+        return iter(self._all)
+
+
+class AbandonedRound:
+    """What a failed rank has sent so that the others need not wait; kept alive until it has arrived."""
+
+    def __init__(self, collectives: Collectives, what: str) -> None:
+        self._collectives, self._what = collectives, what
+        self._sent: list[tuple[Pending, Tensor]] = []
+
+    def send(self, tensor: Tensor) -> None:
+        """Send without waiting."""
+        self._sent.append((self._collectives.all_reduce(tensor, self._what), tensor))
+
+    def wait(self) -> None:
+        """Return when all has arrived."""
+        for pending, _ in self._sent:
+            pending.wait()
