@@ -70,7 +70,7 @@ class Collectives:
         """The bytes of every rank, of any length, in rank order; two collectives."""
         size = torch.tensor([len(data)], dtype=torch.int64, device=self.device)
         sizes = [int(each) for each in self.all_gather(size, f"size of {what}")]
-        padded = torch.zeros(max(1, *sizes), dtype=torch.uint8)
+        padded = torch.zeros(max(1, *sizes), dtype=torch.uint8, device="cpu")
         if data:
             padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         rows = self.all_gather(padded.to(self.device), what)

@@ -1,0 +1,294 @@
+"""`torch.compile` before, after and inside: gradients are those of the same module without it, whatever is compiled.
+
+Dynamo is not thread-safe, so ranks are processes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import shutil
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo import compiled_autograd
+from torch._dynamo.utils import counters
+from torch.utils.checkpoint import checkpoint
+
+import lockstep
+from ddp_reference import failure, gradients
+from lockstep.errors import PeerError
+from processes import run_processes
+
+KINDS = [("replicate", "eager"), ("wrapper", "aot_eager")]
+
+
+class Block(nn.Module):
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(inputs, outputs, bias=False)
+
+    def forward(self, x):
+        return self.layer(x).tanh() * 2
+
+
+class Network(nn.Module):
+    """Blocks, one of which is used on demand, and a buffer that forward counts in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.extra, self.last = Block(6, 12), Block(6, 12), Block(12, 3)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x, extra=False):
+        self.calls += 1
+        hidden = self.first(x)
+        if extra:
+            hidden = hidden + self.extra(x)
+        return self.last(hidden)
+
+
+WAYS = {
+    "replicate": lambda module: lockstep.replicate(module),
+    "wrapper": lambda module: lockstep.DistributedDataParallel(module),
+    "torch": lambda module: nn.parallel.DistributedDataParallel(module, find_unused_parameters=True),
+}
+
+
+def before(way, module, **options):
+    return way(torch.compile(module, **options))
+
+
+def after(way, module, **options):
+    return torch.compile(way(module), **options)
+
+
+def method_before(way, module, **options):
+    module.compile(**options)
+    return way(module)
+
+
+def method_after(way, module, **options):
+    module = way(module)
+    module.compile(**options)
+    return module
+
+
+def blocks(way, module, **options):
+    module.first = torch.compile(module.first, **options)
+    module.last.compile(**options)
+    return way(module)
+
+
+PLACES = [before, after, method_before, method_after, blocks]
+
+
+def allow_warnings():
+    """What the compiler warns of in its own code, which would fail it here."""
+    warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
+    warnings.filterwarnings("ignore", message="`torch.jit", category=DeprecationWarning)
+
+
+def inputs(rank, step):
+    return torch.randn(4, 6, generator=rank.generator(step))
+
+
+def train(rank, model, backward=contextlib.nullcontext, steps=5):
+    """Steps with accumulation under no_sync, and with a block that only rank 0 uses; the gradients of each."""
+    seen = []
+    update = torch.optim.SGD(model.parameters(), 0.1)
+    for step in range(steps):
+        with model.no_sync() if step == 1 else contextlib.nullcontext():
+            loss = model(inputs(rank, step), extra=step == 3 and rank.rank == 0).square().mean()
+            with backward():
+                loss.backward()
+        seen.append(gradients(model))
+        if step != 1:
+            update.step()
+            update.zero_grad()
+    return seen
+
+
+def assert_same(got, wanted, what):
+    for step, (mine, theirs) in enumerate(zip(got, wanted, strict=True)):
+        torch.testing.assert_close(
+            mine, theirs, rtol=1e-5, atol=1e-6, msg=lambda text, step=step: f"{what}, step {step}: {text}"
+        )
+
+
+def compare(rank, name, backend):
+    """Trains compiled in each place beside not compiled; how many graphs there were in each."""
+    allow_warnings()
+    plain = rank.make(Network)
+    wanted = train(rank, WAYS[name](copy.deepcopy(plain)))
+    graphs = {}
+    for place in PLACES:
+        torch._dynamo.reset()
+        counters.clear()
+        model = place(WAYS[name], copy.deepcopy(plain), backend=backend, fullgraph=True)
+        assert_same(train(rank, model), wanted, f"{name}, {backend}, {place.__name__}")
+        lockstep.check_in_sync(model)
+        graphs[place.__name__] = counters["stats"]["unique_graphs"]
+        assert not counters["graph_break"]
+    return graphs
+
+
+@pytest.mark.parametrize(("name", "backend"), KINDS)
+def test_compiled_before_after_and_inside_as_one_graph(name, backend):
+    """Nothing of ours breaks the graph, or has it made anew: with and without the extra block is all there is."""
+    with_extra, without = run_processes(2, compare, name, backend, timeout=60)
+    assert [*with_extra.values()] == [2, 2, 2, 2, 2]
+    assert [*without.values()] == [1, 1, 1, 1, 2]  # the last one: two blocks, each on its own
+
+
+def compare_with_torch(rank):
+    """What the reference gives, compiled in the same places where it can be: it breaks the graph after wrapping."""
+    plain = rank.make(Network)
+    options = {"backend": "eager"}
+    refused = failure(lambda: WAYS["torch"](copy.deepcopy(plain)).compile(fullgraph=True, **options))
+    for place in (before, method_before, after):
+        torch._dynamo.reset()
+        models = [place(WAYS[name], copy.deepcopy(plain), **options) for name in ("torch", "wrapper")]
+        for step in range(3):
+            for model in models:
+                model.zero_grad()
+                model(inputs(rank, step), extra=True).square().mean().backward()
+            torch.testing.assert_close(*map(gradients, models), rtol=0, atol=0)
+    return refused
+
+
+def test_the_reference_compiled_in_the_same_places_has_the_same_gradients():
+    run_processes(2, compare_with_torch)
+
+
+# ------------------------------------------------------------------------------- compiled backward
+
+
+def train_whole_steps(rank, model, compiled_step, steps=3):
+    seen = []
+    for step in range(steps):
+        model.zero_grad()
+        compiled_step(model, inputs(rank, step), step == 1 and rank.rank == 1)
+        seen.append(gradients(model))
+    return seen
+
+
+def whole_step(model, x, extra):
+    model(x, extra=extra).square().mean().backward()
+
+
+def compile_backward(rank, name, backend):
+    allow_warnings()
+    plain = rank.make(Network)
+    wanted = train(rank, WAYS[name](copy.deepcopy(plain)))
+    compiler = torch.compile(backend=backend)
+    model = torch.compile(WAYS[name](copy.deepcopy(plain)), backend=backend)
+    got = train(rank, model, lambda: compiled_autograd._enable(compiler))
+    assert_same(got, wanted, "compiled autograd")
+    assert counters["compiled_autograd"]["captures"] > 0
+
+    fail = WAYS[name](copy.deepcopy(plain))  # an error in the compiled backward of one rank reaches the others
+    loss = fail(inputs(rank, 0)).square().mean()
+    if rank.rank == 0:
+        fail.get_parameter(next(n for n, _ in fail.named_parameters())).register_hook(raises)
+    kind = RuntimeError if rank.rank == 0 else PeerError
+    message = "a hook fails" if rank.rank == 0 else "failed on"
+    with pytest.raises(kind, match=message), compiled_autograd._enable(compiler):
+        loss.backward()
+    fail.zero_grad()
+
+
+def raises(grad):
+    raise RuntimeError("a hook fails")
+
+
+def test_compiled_autograd():
+    run_processes(2, compile_backward, "wrapper", "aot_eager", timeout=60)
+
+
+def compile_whole_steps(rank):
+    """Backward is called inside what is compiled: with compiled autograd it becomes a graph, too."""
+    allow_warnings()
+    plain = rank.make(Network)
+    wanted = train_whole_steps(rank, lockstep.replicate(copy.deepcopy(plain)), whole_step)
+    for enabled in (False, True):
+        torch._dynamo.reset()
+        counters.clear()
+        torch._dynamo.config.compiled_autograd = enabled
+        step = torch.compile(whole_step, backend="eager")
+        got = train_whole_steps(rank, lockstep.replicate(copy.deepcopy(plain)), step)
+        assert_same(got, wanted, f"a whole step, compiled autograd {enabled}")
+        assert bool(counters["compiled_autograd"]["captures"]) == enabled
+
+
+def test_whole_steps():
+    run_processes(2, compile_whole_steps, timeout=60)
+
+
+# ------------------------------------------------------------------------------------ around it
+
+
+class Recomputed(nn.Module):
+    def __init__(self, inner, reentrant) -> None:
+        super().__init__()
+        self.inner, self.reentrant = inner, reentrant
+
+    def forward(self, x, extra=False):
+        return checkpoint(self.inner, x, extra, use_reentrant=self.reentrant)
+
+
+def surroundings(rank):
+    """Compiled modules in everyday use: getting ready late, copies, checkpointing, state, hooks, several at once."""
+    allow_warnings()
+    plain = rank.make(Network)
+    wanted = train(rank, lockstep.replicate(copy.deepcopy(plain)))
+
+    with torch.device("meta"):
+        late = lockstep.replicate(Network())
+    late.to_empty(device="cpu")
+    late.load_state_dict(plain.state_dict())
+    assert_same(train(rank, torch.compile(late, backend="eager")), wanted, "from the meta device")
+
+    copied = copy.deepcopy(lockstep.DistributedDataParallel(copy.deepcopy(plain)))
+    assert_same(train(rank, torch.compile(copied, backend="eager")), wanted, "copied")
+
+    recomputed = lockstep.replicate(Recomputed(copy.deepcopy(plain), reentrant=False))
+    assert_same(train(rank, torch.compile(recomputed, backend="aot_eager")), wanted, "recomputed")
+    inner = torch.compile(copy.deepcopy(plain), backend="aot_eager")
+    assert_same(train(rank, lockstep.replicate(Recomputed(inner, reentrant=False))), wanted, "recomputed, inside")
+
+    replicated = lockstep.replicate(copy.deepcopy(plain))
+    compiled = torch.compile(replicated, backend="eager")
+    assert [*compiled._orig_mod.state_dict()] == [*plain.state_dict()]
+    compiled.register_comm_hook(None, twofold)
+    with lockstep.accumulate(compiled, weight=2.0):
+        compiled(inputs(rank, 0)).square().sum().backward()
+    assert lockstep.training_state_dict(compiled)["round"] == 1
+    assert lockstep.statistics(compiled).calls["collective"] > 0
+    assert lockstep.replicate.state(compiled).ready
+    return compiled.last.layer.weight.grad.sum().item()
+
+
+def twofold(state, bucket):
+    return bucket.buffer() * 2
+
+
+def test_compiled_modules_in_use():
+    first, second = run_processes(2, surroundings, timeout=60)
+    assert first == second
+
+
+def with_inductor(rank):
+    allow_warnings()
+    plain = rank.make(Network)
+    wanted = train(rank, lockstep.replicate(copy.deepcopy(plain)), steps=3)
+    model = torch.compile(lockstep.replicate(copy.deepcopy(plain)), fullgraph=True)
+    assert_same(train(rank, model, steps=3), wanted, "inductor")
+
+
+@pytest.mark.soak  # the C++ compiler needs half a minute
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
+def test_inductor():
+    run_processes(2, with_inductor, timeout=110)

@@ -1,0 +1,291 @@
+"""The same numbers as PyTorch's DistributedDataParallel, bit by bit where the arithmetic is, and as one process.
+
+Both multiply each gradient by 1/W and let Gloo sum the bucket. Two numbers have one sum, so over two ranks every bit
+is the same, however the gradients lie in their buckets. Over more ranks Gloo's ring begins the sum of each piece of a
+bucket at another rank; which piece an element is in depends on its place and on the bucket's size. So there the last
+bits agree only where the buckets are the same: a gradient that travels alone, or, from the second backward on, all in
+one bucket under a communication hook. (Without a hook our last bucket is longer, by the report behind the gradients.)
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn import functional as F
+
+import lockstep
+from ddp_reference import gradients, values
+from processes import run_processes
+
+ROWS = 3  # of each rank in each step
+
+
+class Normalised(nn.Module):
+    """Convolutions, one of them in channels-last, and batch normalisation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Conv2d(2, 4, 3, padding=1), nn.BatchNorm2d(4)
+        self.second = nn.Conv2d(4, 4, 2, stride=2).to(memory_format=torch.channels_last)
+        self.head = nn.Linear(16, 3)
+
+    def forward(self, x):
+        return self.head(self.second(self.norm(self.first(x.view(-1, 2, 4, 4))).relu()).flatten(1))
+
+
+class Encoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.head(self.layers(x.view(-1, 4, 8)).mean(1))
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(4, 6, num_layers=2, batch_first=True), nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.head(self.lstm(x.view(-1, 8, 4))[0][:, -1])
+
+
+class Bag(nn.Module):
+    """Sparse gradients from a bag of embeddings and dense ones from a layer; the whole is of one dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bag, self.head = nn.EmbeddingBag(20, 4, mode="sum", sparse=True), nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.head(self.bag((x[:, :5].abs() * 100).long() % 20))
+
+
+class Tied(nn.Module):
+    """A layer that is there twice, and two layers with one weight, which is used once more as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.middle, self.twin = nn.Linear(32, 8), nn.Linear(8, 8), nn.Linear(32, 8)
+        self.again, self.twin.weight = self.middle, self.first.weight
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x):
+        hidden = self.again(self.middle(self.first(x)).tanh()).tanh()
+        return self.head(self.twin(hidden @ self.first.weight))
+
+
+class Complex(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(32, 8, dtype=torch.cfloat), nn.Linear(8, 3, dtype=torch.cfloat)
+
+    def forward(self, x):
+        return self.last(self.first(x.to(self.first.weight.dtype)).tanh()).abs()
+
+
+def mlp():
+    return nn.Sequential(nn.Linear(32, 24), nn.Tanh(), nn.Linear(24, 16), nn.ReLU(), nn.Linear(16, 3))
+
+
+MODELS = {c.__name__.lower(): c for c in (mlp, Normalised, Encoder, Recurrent, Bag, Tied, Complex)}
+WAYS = {
+    "torch": lambda module, **options: nn.parallel.DistributedDataParallel(module, **options),
+    "torch with views": lambda module, **options: WAYS["torch"](module, gradient_as_bucket_view=True, **options),
+    "wrapper": lambda module, **options: lockstep.DistributedDataParallel(module, **options),
+    "replicate": lambda module, **options: lockstep.replicate(module, **options),
+}
+
+
+def batch(step: int, rank: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    draw = torch.randn(ROWS, 35, generator=torch.Generator().manual_seed(100 * step + rank)).to(dtype)
+    return draw[:, :32], draw[:, 32:]
+
+
+def optimizers(model: nn.Module, kind: str) -> list[Any]:
+    if kind == "SGD":
+        return [torch.optim.SGD(model.parameters(), 0.05)]  # with a momentum it refuses sparse gradients
+    sparse = [p for m in model.modules() if isinstance(m, nn.EmbeddingBag) for p in m.parameters()]
+    dense = [p for p in model.parameters() if all(p is not other for other in sparse)]
+    return [torch.optim.Adam(dense, 0.01), *([torch.optim.SparseAdam(sparse, 0.01)] if sparse else [])]
+
+
+def train(rank, model, optimizer: str, dtype: torch.dtype, steps: range = range(5), ranks=None) -> list[Any]:
+    """Trains on this rank's rows, or on those of all `ranks` as one process would; the gradients of each step."""
+    updates, seen = optimizers(model, optimizer), []
+    for step in steps:
+        parts = [batch(step, number, dtype) for number in (ranks or [rank.rank])]
+        x, y = (torch.cat(part) for part in zip(*parts, strict=True))
+        for update in updates:
+            update.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        seen.append([g.coalesce().to_dense() if g.is_sparse else g for g in gradients(model)])
+        for update in updates:
+            update.step()
+    return seen
+
+
+def kept(rank, module: nn.Module) -> list[torch.Tensor]:
+    """All values; in the reference the other ranks get the buffers of rank 0 only in the next forward."""
+    return values(module) if rank.rank == 0 else [parameter.detach().clone() for parameter in module.parameters()]
+
+
+def assert_equal(got, wanted, what: str, **tolerance) -> None:
+    torch.testing.assert_close(got, wanted, **(tolerance or {"rtol": 0, "atol": 0}), msg=lambda text: f"{what}: {text}")
+
+
+# ------------------------------------------------------------------------------ against the reference
+
+CASES = [
+    *((name, torch.float32, kind) for name in MODELS for kind in ("SGD", "Adam")),
+    *((name, torch.float64, "Adam") for name in MODELS if name != "complex"),
+    *((name, torch.bfloat16, "SGD") for name in ("mlp", "normalised", "encoder")),
+]
+
+
+def compare(rank, bucket_cap_mb):
+    for name, dtype, optimizer in CASES:
+        plain = rank.make(MODELS[name])
+        plain = plain if name == "complex" else plain.to(dtype)
+        model = WAYS["torch"](copy.deepcopy(plain), bucket_cap_mb=bucket_cap_mb)
+        wanted, trained = train(rank, model, optimizer, dtype), kept(rank, model)
+        for way in [*WAYS][1:]:
+            model = WAYS[way](copy.deepcopy(plain), bucket_cap_mb=bucket_cap_mb)
+            what = f"{name}, {dtype}, {optimizer}, {way}"
+            for step, (got, grads) in enumerate(zip(train(rank, model, optimizer, dtype), wanted, strict=True)):
+                assert_equal(got, grads, f"{what}, gradients of step {step}")
+            assert_equal(kept(rank, model), trained, f"{what}, values")
+
+
+@pytest.mark.parametrize(("world", "bucket_cap_mb"), [(1, None), (2, None), (2, 0.001)])
+def test_every_bit_is_the_same_over_two_ranks(world, bucket_cap_mb):
+    run_processes(world, compare, bucket_cap_mb, timeout=60)
+
+
+def large():
+    return nn.Linear(1024, 1025, bias=False)  # just over the size from which a gradient travels alone
+
+
+def compare_layouts(rank):
+    for name, make, hook in (
+        ("hook", mlp, allreduce_hook),
+        ("encoder", Encoder, allreduce_hook),
+        ("alone", large, None),
+    ):
+        plain = rank.make(make)
+        models = {way: WAYS[way](copy.deepcopy(plain)) for way in WAYS}
+        for way in models:
+            if hook is not None:
+                models[way].register_comm_hook(None, hook)
+        for step in range(3):
+            x = torch.randn(2, 1024 if make is large else 32, generator=rank.generator(step))
+            for model in models.values():
+                model.zero_grad()
+                model(x).square().mean().backward()
+            wanted = gradients(models["torch"])
+            for way, model in models.items():  # until the first backward has shown an order, each has its own
+                tolerance = {"rtol": 1e-5, "atol": 1e-7} if hook is not None and step == 0 else {}
+                assert_equal(gradients(model), wanted, f"{name}, {way}, step {step}", **tolerance)
+
+
+@pytest.mark.parametrize("world", [3, 4])
+def test_every_bit_is_the_same_over_more_ranks_where_buckets_are(world):
+    run_processes(world, compare_layouts)
+
+
+# ----------------------------------------------------------------------------- against one process
+
+
+def compare_with_one_process(rank):
+    for name in ("bag", "tied", "mlp", "encoder", "recurrent")[: 5 if rank.world <= 2 else 3]:
+        plain = rank.make(MODELS[name]).double()
+        whole = copy.deepcopy(plain)
+        wanted = train(rank, whole, "Adam", torch.float64, ranks=range(rank.world))
+        for way in ("wrapper", "replicate"):
+            model = WAYS[way](copy.deepcopy(plain), bucket_cap_mb=0.001)
+            got = train(rank, model, "Adam", torch.float64)
+            assert_equal(got, wanted, f"{name}, {way}, gradients", rtol=1e-9, atol=1e-12)
+            assert_equal(values(model), values(whole), f"{name}, {way}, values", rtol=1e-9, atol=1e-10)
+            lockstep.check_in_sync(model)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_parts_of_a_batch_train_as_the_whole_batch_in_one_process(world):
+    run_processes(world, compare_with_one_process)
+
+
+# ---------------------------------------------------------------------------------------- checkpoints
+
+KINDS = {"plain": lambda module: module, **{way: WAYS[way] for way in ("torch", "wrapper", "replicate")}}
+
+
+def inner(model):
+    return model.module if hasattr(model, "module") else model
+
+
+def loaded(saved: bytes) -> Any:
+    return torch.load(io.BytesIO(saved), weights_only=True)
+
+
+def exchange(rank):
+    """Trains in each way, saves, loads in each other way, and goes on; every way ends with the same bits."""
+    plain = rank.make(Normalised)
+    checkpoints = {}
+    for way in ("torch", "wrapper", "replicate"):
+        model = KINDS[way](copy.deepcopy(plain))
+        update = torch.optim.Adam(model.parameters(), 0.01)
+        train_on(rank, model, update, range(2))
+        file = io.BytesIO()
+        torch.save({"model": model.state_dict(), "optimizer": update.state_dict()}, file)
+        checkpoints[way] = file.getvalue()
+        checkpoints[way, "without prefix"] = save(
+            {"model": inner(model).state_dict(), "optimizer": update.state_dict()}
+        )
+    ends = {}
+    for source, saved in checkpoints.items():
+        for way, make in KINDS.items():
+            prefixed = any(key.startswith("module.") for key in loaded(saved)["model"])
+            model = make(rank.make(Normalised, seed=1))
+            target = model if prefixed == (way in ("torch", "wrapper")) or way == "wrapper" else None
+            state = loaded(saved)["model"]
+            if target is None and prefixed:  # as scripts do for a plain module
+                nn.modules.utils.consume_prefix_in_state_dict_if_present(state, "module.")
+            (target or inner(model)).load_state_dict(state)
+            update = torch.optim.Adam(model.parameters(), 0.01)
+            update.load_state_dict(loaded(saved)["optimizer"])
+            if way == "plain":
+                assert_equal(values(model), [*state.values()], f"{source} to {way}")
+                continue
+            train_on(rank, model, update, range(2, 4))
+            ends[source, way] = [parameter.detach() for parameter in model.parameters()]
+    first = next(iter(ends.values()))
+    for what, end in ends.items():
+        assert_equal(end, first, f"{what}")
+    return len(ends)
+
+
+def save(state) -> bytes:
+    file = io.BytesIO()
+    torch.save(state, file)
+    return file.getvalue()
+
+
+def train_on(rank, model, update, steps):
+    for step in steps:
+        x, y = batch(step, rank.rank, torch.float32)
+        update.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        update.step()
+
+
+def test_checkpoints_go_from_any_way_to_any_other():
+    assert run_processes(2, exchange) == [6 * 3] * 2
