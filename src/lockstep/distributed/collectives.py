@@ -4,6 +4,8 @@ A group is what ``init_process_group`` and ``new_group`` make, a dimension of a 
 as ``dist.ProcessGroupGloo(...)``; nothing here asks for the default group or for a global rank.
 """
 
+import atexit
+import time
 from typing import Any
 
 import torch
@@ -15,6 +17,34 @@ from lockstep.phases import Phases
 
 Group = Any
 """A ``dist.ProcessGroup`` or a bare backend: both have ``rank()`` and ``size()``."""
+
+
+class _QuietExit:
+    """Lets a group's own threads come to rest before the interpreter ends.
+
+    A thread of Gloo may hold the last reference to a tensor for a moment after its collective has been waited for; to
+    drop it, it needs the interpreter, and aborts the process if that is ending. There is no event for it: the last
+    moment is waited out.
+    """
+
+    SECONDS = 0.1
+
+    def __init__(self) -> None:
+        self._registered = False
+        self._last = 0.0
+
+    def waited(self) -> None:
+        """A collective has been waited for."""
+        self._last = time.monotonic()
+        if not self._registered:
+            self._registered = True
+            atexit.register(self._rest)
+
+    def _rest(self) -> None:
+        time.sleep(max(0.0, self._last + self.SECONDS - time.monotonic()))
+
+
+_quiet_exit = _QuietExit()
 
 
 class Pending:
@@ -29,6 +59,7 @@ class Pending:
             self._work.wait()
         except RuntimeError as error:
             raise self._owner.failure(self._what, error) from error
+        _quiet_exit.waited()
 
 
 class Collectives:

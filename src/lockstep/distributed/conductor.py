@@ -47,7 +47,8 @@ class Conductor:
         self._members: weakref.WeakValueDictionary[int, Reducer] = weakref.WeakValueDictionary()
         self._armed = False
         self._closing: weakref.ref[_Closing] | None = None
-        self._hooks_left = 0
+        self.hooks_left = 0
+        """Hooks that compiled autograd has yet to run in the backward pass under way."""
         self._open: list[Reducer] = []
         self._ahead: list[Reducer] = []
         self._collectives = Collectives(group, Phases())
@@ -72,14 +73,14 @@ class Conductor:
             self._closing = weakref.ref(closing)
             hooks = hooks_of_compiled_backward()
             if hooks is not None:
-                self._hooks_left = sum(getattr(hook, "conductor", None) is self for hook in hooks)
+                self.hooks_left = sum(getattr(hook, "conductor", None) is self for hook in hooks)
             Variable._execution_engine.queue_callback(closing)
 
     def hook_has_run(self) -> None:
         """A parameter's hook has done its work. The last one ends a pass of compiled autograd, which drops
         callbacks."""
-        self._hooks_left -= 1
-        closing = self._closing() if self._closing is not None and not self._hooks_left else None
+        self.hooks_left -= 1
+        closing = self._closing() if self._closing is not None and not self.hooks_left else None
         if closing is not None:
             closing()
 
@@ -130,7 +131,7 @@ class Conductor:
                 reducer.cancel()
 
     def _disarm(self) -> list["Reducer"]:
-        self._armed, self._hooks_left = False, 0
+        self._armed, self.hooks_left = False, 0
         reducers, self._open = self._open, []
         self._ahead = []
         return reducers

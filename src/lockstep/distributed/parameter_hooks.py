@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import torch
+from torch.compiler import is_compiling
 from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
@@ -33,13 +33,21 @@ class ParameterHook:
 
     def __call__(self, parameter: Parameter) -> None:
         """The gradient of ``parameter`` is there."""
-        (_tell_outside if torch.compiler.is_compiling() else ParameterHook._tell)(self)
+        if is_compiling():
+            _tell_outside(self)
+            return
+        reducer = self._reducer()  # as in _tell, without a call more: this runs for every parameter
+        if reducer is not None:
+            reducer.arrived(self._index)
+            if reducer.conductor.hooks_left:
+                reducer.conductor.hook_has_run()
 
     def _tell(self) -> None:
         reducer = self._reducer()
         if reducer is not None:
             reducer.arrived(self._index)
-            reducer.conductor.hook_has_run()
+            if reducer.conductor.hooks_left:
+                reducer.conductor.hook_has_run()
 
     @property
     def conductor(self) -> "Conductor | None":
@@ -63,7 +71,7 @@ class HeldHook:
 
     def __call__(self, parameter: Parameter) -> None:
         """The gradient of ``parameter`` is there, but perhaps only this rank's."""
-        (_hold_outside if torch.compiler.is_compiling() else HeldHook._hold)(self, parameter)
+        (_hold_outside if is_compiling() else HeldHook._hold)(self, parameter)
 
     def _hold(self, parameter: Parameter) -> None:
         reducer = self._reducer()

@@ -115,31 +115,30 @@ class Reducer:
     def _make_buckets(self) -> None:
         """Build what the plan says."""
         self._buckets = BucketsInUse(self._plan, self.parameters, self._reporting, bool(self.hooks.hooks))
+        self._bucket_of = self._buckets.of
 
     # ------------------------------------------------------------------------------------ open
 
     def arrived(self, index: int) -> None:
-        """Autograd has accumulated the gradient of the parameter with that number."""
+        """Autograd has accumulated the gradient of the parameter with that number. Runs for every parameter."""
         self._touched[index] = 1
         if self.open and not self.reducing:
             return
         with self._lock:
             if not self.open:
                 self._begin()
-            if self.reducing:
-                self._count_down(index)
-
-    def _count_down(self, index: int) -> None:
-        if self._plan.arrivals is not None:
-            self._plan.arrivals[index] = None
-        bucket = self._buckets.of[index]
-        if bucket is None or bucket.sent:
-            self._late[index] = None
-        elif not self._arrived[index]:
-            self._arrived[index] = 1
-            bucket.missing -= 1
-            if not bucket.missing and bucket.index == self._next and self.conductor.exclusive:
-                self._send_full()
+                if not self.reducing:
+                    return
+            if self._plan.arrivals is not None:
+                self._plan.arrivals[index] = None
+            bucket = self._bucket_of[index]
+            if bucket is None or bucket.sent:
+                self._late[index] = None
+            elif not self._arrived[index]:
+                self._arrived[index] = 1
+                bucket.missing -= 1
+                if not bucket.missing and bucket.index == self._next and self.conductor.exclusive:
+                    self._send_full()
 
     def _begin(self) -> None:
         if self.requires_sync:
