@@ -8,6 +8,7 @@ gradient, so that a late one cannot be added to memory that is being sent.
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -24,19 +25,20 @@ from lockstep.errors import LayoutError
 class ManagedParameter:
     """A parameter whose gradient is synchronised."""
 
-    __slots__ = ("__weakref__", "graph", "index", "name", "parameter", "sparse", "spec")
+    __slots__ = ("__weakref__", "graphs", "index", "name", "parameter", "sparse", "spec")
 
     def __init__(self, index: int, name: str, parameter: Parameter, sparse: bool) -> None:
         self.index, self.name, self.parameter, self.sparse = index, name, parameter, sparse
         dtype = getattr(parameter, "grad_dtype", None) or parameter.dtype
         spec = TensorSpec.of(local_part(parameter), name)
         self.spec = TensorSpec(name, spec.shape, spec.stride, dtype, spec.device)
-        self.graph: Tensor | None = None  # the gradient itself, if backward was run with create_graph=True
+        self.graphs: list[tuple[ManagedParameter, Tensor]] = []
+        """Gradients that backward made with ``create_graph=True``: the reducer's list, common to all its parameters."""
 
     def take(self, grad: Tensor) -> Tensor:
         """The gradient of this rank as a plain tensor; raises if it is not of the planned dtype and shape."""
         if grad.requires_grad:
-            self.graph = grad
+            self.graphs.append((self, grad))
         local = matching_gradient(grad.detach(), self.parameter)
         self.check(local)
         return local
@@ -144,35 +146,40 @@ class SharedBucket(GradientBucket):
             self.members[0].check(self._parameters[0])
         grads = [parameter.grad for parameter in self._parameters]
         memory = self._memory
-        flat = memory.claim(grads)
+        inside = memory.claim(grads)
+        assert memory.flat is not None
         if not all(map(touched.__getitem__, self._indices)):
             self._spare_untouched(grads, touched)
         for parameter in self._parameters:
             parameter.grad = None
-        fresh = [i for i, (grad, own) in enumerate(zip(grads, memory.grads, strict=True)) if grad is not own]
-        given = [(i, grad) for i in fresh if (grad := grads[i]) is not None]
-        if given:
-            self._copy_in(given)
-        if len(given) < len(fresh):
-            empty = [i for i in fresh if grads[i] is None]
-            torch._foreach_zero_([memory.views[i] for i in empty])
-            for i in empty:
-                touched[self.members[i].index] = 0  # by a gradient that was undefined
-        gradients = flat[: self.planned.layout.numel]
+        if True not in inside and type(None) not in map(type, grads):
+            self._copy_in(memory.views, cast("list[Tensor]", grads), range(len(grads)))
+        else:
+            self._fill(grads, inside, touched)
         if scale != 1:
-            gradients.mul_(scale)
-        return flat if self._extra else gradients
+            self._gradients.mul_(scale)
+        return memory.flat if self._extra else self._gradients
 
-    def _copy_in(self, given: Sequence[tuple[int, Tensor]]) -> None:
+    def _fill(self, grads: Sequence[Tensor | None], inside: Sequence[bool], touched: bytearray) -> None:
+        """Copy in what is not there yet, and clear the places of gradients that are missing."""
+        views = self._memory.views
+        given = [(i, grad) for i, grad in enumerate(grads) if grad is not None and not inside[i]]
+        if given:
+            self._copy_in([views[i] for i, _ in given], [grad for _, grad in given], [i for i, _ in given])
+        if empty := [i for i, grad in enumerate(grads) if grad is None]:
+            torch._foreach_zero_([views[i] for i in empty])
+            for i in empty:
+                touched[self._indices[i]] = 0  # by a gradient that was undefined
+
+    def _copy_in(self, views: list[Tensor], grads: list[Tensor], positions: Sequence[int]) -> None:
         """Copy gradients into their views; raises if one is of another kind than was planned."""
-        views, grads = [self._memory.views[i] for i, _ in given], [grad for _, grad in given]
         if self._plain and not grads[0].requires_grad:  # none does, but under create_graph=True
             try:
                 torch._foreach_copy_(views, grads)
                 return
             except RuntimeError:  # a sparse gradient, or one of another shape
                 pass
-        taken = [self.members[i].take(grad) for i, grad in given]
+        taken = [self.members[i].take(grad) for i, grad in zip(positions, grads, strict=True)]
         torch._foreach_copy_(views, [grad.to_dense() if grad.is_sparse else grad for grad in taken])
 
     def _spare_untouched(self, grads: Sequence[Tensor | None], touched: bytearray) -> None:
@@ -238,7 +245,7 @@ class AloneBucket(GradientBucket):
             spared = not touched[member.index]
             if spared:
                 self._spare(member, grad, inside=False)
-            if spared or member.graph is not None or taken.is_sparse or taken.stride() != slot.stride:
+            if spared or grad.requires_grad or taken.is_sparse or taken.stride() != slot.stride:
                 taken = member.blank().copy_(taken.to_dense() if taken.is_sparse else taken)
             elif not is_dtensor(grad):
                 self._own = grad

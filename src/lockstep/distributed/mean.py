@@ -87,17 +87,14 @@ class _Reduced(Function):
         return None, None, None, *(mean * ctx.factor for mean in _Mean.apply(ctx.collectives, *grads))
 
 
-def with_graphs(members: Sequence[ManagedParameter], factor: float, collectives: Collectives) -> None:
+def with_graphs(graphs: Sequence[tuple[ManagedParameter, Tensor]], factor: float, collectives: Collectives) -> None:
     """Join the reduced gradients to the graphs that ``create_graph=True`` has made of this rank's."""
-    reached = [m for m in members if m.graph is not None and m.parameter.grad is not None]
-    if not reached:
-        return
-    graphs = [m.graph for m in reached if m.graph is not None]
-    values = [m.parameter.grad for m in reached if m.parameter.grad is not None]
+    reached = [(member.parameter, graph) for member, graph in graphs if member.parameter.grad is not None]
+    values = [parameter.grad for parameter, _ in reached]
     with torch.enable_grad():
-        grads = _Reduced.apply(collectives, factor, values, *graphs)
-    for member, grad in zip(reached, grads, strict=True):
-        member.parameter.grad = grad
+        grads = _Reduced.apply(collectives, factor, values, *(graph for _, graph in reached))
+    for (parameter, _), grad in zip(reached, grads, strict=True):
+        parameter.grad = grad
 
 
 def _means(tensors: Sequence[Tensor], collectives: Collectives) -> list[Tensor]:

@@ -6,6 +6,7 @@ both cases memory in which somebody still holds a gradient of an earlier round i
 to new memory.
 """
 
+import operator
 import sys
 import weakref
 from collections.abc import Sequence
@@ -35,25 +36,26 @@ class GradientMemory:
         self._alone: tuple[int, list[int]] = 0, []  # users and references while nobody else has any
         self._handed: list[weakref.ref[Tensor]] = []
 
-    def claim(self, current: list[Tensor | None]) -> Tensor:
-        """Memory to write the next gradients to; those of ``current`` that are in it already stay in it.
+    def claim(self, current: list[Tensor | None]) -> list[bool]:
+        """Make ready to write the next gradients; returns which of ``current`` are in this memory, and stay in it.
 
         If they have to move, ``current`` is changed to what they are now.
         """
         if self.flat is None and self._handed:
             self._take_up(current)
         if self.flat is None:
-            return self._allocate()
-        inside = [grad is own for grad, own in zip(current, self.grads, strict=True)]
-        if all(inside) or not self._held(inside):
-            return self.flat
+            self._allocate()
+            return [False] * len(current)
+        inside = list(map(operator.is_, current, self.grads))
+        if False not in inside or not self._held(inside):
+            return inside
         old = self.views
-        flat = self._allocate()
+        self._allocate()
         for i, moves in enumerate(inside):
             if moves:
                 self.views[i].copy_(old[i])
                 current[i] = self.grads[i]
-        return flat
+        return inside
 
     def rest(self) -> None:
         """The gradients have been handed out."""
@@ -66,13 +68,12 @@ class GradientMemory:
         layout = self._layout
         return torch.zeros(layout.numel + self._extra, dtype=layout.dtype, device=layout.device)
 
-    def _allocate(self) -> Tensor:
+    def _allocate(self) -> None:
         layout = self._layout
         flat = torch.empty(layout.numel + self._extra, dtype=layout.dtype, device=layout.device)
         self.flat, self.views = flat, self._layout.views(flat)
         self.grads = [like_parameter(view, p) for p, view in zip(self._parameters, self.views, strict=True)]
         self._alone = storage_users(flat), references(self.grads)
-        return flat
 
     def _take_up(self, current: Sequence[Tensor | None]) -> None:
         """Go on in the memory that was handed out, if the parameters still have all of it."""
@@ -90,7 +91,7 @@ class GradientMemory:
         if storage_users(self.flat) > users:
             return True
         now = references(self.grads)
-        return any(a > b for a, b, stays in zip(now, counts, inside, strict=True) if not stays)
+        return now != counts and any(a > b for a, b, stays in zip(now, counts, inside, strict=True) if not stays)
 
 
 def storage_users(tensor: Tensor) -> int:
@@ -101,4 +102,4 @@ def storage_users(tensor: Tensor) -> int:
 
 def references(objects: Sequence[Any]) -> list[int]:
     """The reference count of each entry of a list."""
-    return [sys.getrefcount(each) for each in objects]
+    return list(map(sys.getrefcount, objects))

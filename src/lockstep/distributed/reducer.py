@@ -84,6 +84,9 @@ class Reducer:
         self._arrived = bytearray(len(self.parameters))  # in this round, in time for their bucket
         self._late: dict[int, None] = {}
         self._after: list[tuple[Callable[[Parameter], None], Parameter]] = []
+        self._graphs: list[tuple[ManagedParameter, Tensor]] = []
+        for parameter in self.parameters:
+            parameter.graphs = self._graphs
         self._weights = Weights()
         self._joined = False
         self._reporting = Reporting(len(self.parameters), collectives, buffers)
@@ -284,14 +287,16 @@ class Reducer:
     @torch.no_grad()
     def _hand_out(self, report: Report, row: Tensor) -> None:
         factor = mean_factor(report, self.divisor, self.round)
-        late = reduce_late([self.parameters[index] for index in report.late], self.collectives, self.divisor)
+        overdue = [self.parameters[index] for index in report.late]
+        late = reduce_late(overdue, self.collectives, self.divisor) if overdue else []
         for bucket in self._buckets:
             if factor != 1:
                 bucket.rescale(factor)
             bucket.hand_out(report)
         for each in late:
             each.hand_out(factor)
-        with_graphs(self.parameters, factor, self.collectives)
+        if self._graphs:
+            with_graphs(self._graphs, factor, self.collectives)
         if not report.moved:
             self._reporting.take_buffers(row)
         self._forget()
@@ -314,8 +319,7 @@ class Reducer:
             self.open = self.reducing = False
             self._pending.clear()
             self._after.clear()
-            for parameter in self.parameters:
-                parameter.graph = None
+            self._graphs.clear()
 
     def abandon(self) -> None:
         """Backward has failed on this rank: send what the others wait for, marked as failed, and do not wait."""

@@ -72,44 +72,38 @@ class ReportLayout:
 
     def write(self, row: Tensor, used: bytearray, late: Sequence[int], status: RankStatus, weight: float) -> None:
         """Fill this rank's places of a row of ``numel`` elements, and clear all others."""
-        if row.device.type != "cpu":
-            host = torch.empty(self.cargo.start, dtype=row.dtype, pin_memory=True)
-            self._write(host, used, late, status, weight)
-            row[self.cargo].zero_()
-            row[: self.cargo.start].copy_(host, non_blocking=True)
-        else:
-            self._write(row, used, late, status, weight)
-
-    def _write(self, row: Tensor, used: bytearray, late: Sequence[int], status: RankStatus, weight: float) -> None:
-        row.zero_()
-        if used:
-            row[: self._parameters].copy_(torch.frombuffer(used, dtype=torch.uint8))
-        if late:
-            row[[self._late + index for index in late]] = 1
+        head = bytearray(self.cargo.start)
+        head[: self._parameters] = used
+        for index in late:
+            head[self._late + index] = 1
         flags = status.failed * _FAILED + status.weighted * _WEIGHTED + status.joined * _JOINED
         flags += status.moved * _MOVED
-        row[self._status + self._rank] = 16 * round_code(status.round) + flags + 1
+        head[self._status + self._rank] = 16 * round_code(status.round) + flags + 1
         if status.weighted:
-            start = self._weight + _WEIGHT_BYTES * self._rank
-            row[start : start + _WEIGHT_BYTES] = torch.tensor(list(struct.pack("<d", weight)), dtype=row.dtype)
+            struct.pack_into("<d", head, self._weight + _WEIGHT_BYTES * self._rank, weight)
+        numbers = torch.frombuffer(head, dtype=torch.uint8)
+        if row.device.type != "cpu":
+            numbers = numbers.pin_memory()
+        row[: self.cargo.start].copy_(numbers, non_blocking=True)
+        row[self.cargo].zero_()
 
     def read(self, row: Tensor) -> Report:
         """What the sum over all ranks says. A rank that says nothing at all, as on a ``fake`` backend, agrees."""
         head = row[: self.cargo.start].cpu()
-        said = head[: self._status] > 0
+        said = (head[: self._status] != 0).tolist()
         used, late = said[: self._parameters], said[self._parameters :]
-        codes = head[self._status : self._weight]
+        codes = [int(code) for code in head[self._status : self._weight].tolist()]
         own = codes[self._rank]
-        ranks = [_status(int(own))]
-        if bool(((codes != own) & (codes != 0)).any()):
-            ranks = [_status(int(code or own)) for code in codes.tolist()]
+        ranks = [_status(own)]
+        if not set(codes) <= {own, 0}:
+            ranks = [_status(code or own) for code in codes]
         weights = []
         if any(status.weighted for status in ranks):
             raw = bytes(int(byte) for byte in head[self._weight :].tolist())
             weights = [value for (value,) in struct.iter_unpack("<d", raw)]
         return Report(
-            used=None if bool(used.all()) else used.tolist(),
-            late=late.nonzero().flatten().tolist() if bool(late.any()) else [],
+            used=None if all(used) else used,
+            late=[index for index, is_late in enumerate(late) if is_late] if True in late else [],
             ranks=ranks,
             weights=weights,
         )
