@@ -4,8 +4,8 @@ READY := .venv/.installed
 
 .PHONY: train test check format bench soak clean
 
-train: $(READY)  ## the main job: a network on real handwritten digits
-	$(BIN)/python examples/digits.py $(ARGS)
+train: $(READY)  ## the main job: a network on real handwritten digits, in two processes of torchrun
+	$(BIN)/python examples/launch.py --nproc-per-node 2 examples/digits.py $(ARGS)
 
 test: $(READY)
 	$(BIN)/python -m pytest -m "not soak" $(ARGS)

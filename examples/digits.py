@@ -1,19 +1,24 @@
 """Train a convolutional network on handwritten digits, on several replicas at once.
 
+    python examples/digits.py                                   # replicas are threads of one process
+    torchrun --standalone --nproc-per-node 2 examples/digits.py # or processes; `make train` does this
+
 The 1,797 images come with scikit-learn, so nothing is downloaded. Ctrl-C stops the run, and `--resume`
 goes on with it, to the very weights that it would have reached unstopped: the order of the images depends
 on the seed and the epoch alone, and the checkpoint holds all the rest.
 
-Three lines make the training data-parallel: `lockstep.DataParallel` around the model (in `prepare`),
-`dp.step` in place of forward, loss and backward (in `train_step`), and `dp(...)` in place of `model(...)`
-(in `evaluate`). The optimizer, the scheduler and the checkpoint see only the plain model.
+Three lines make the training data-parallel, and `runner.py` has them for both ways: one that takes the model (called
+in `carry_out`), one in place of forward, loss and backward (in `train_step`), and one in place of `model(...)` (in
+`evaluate`). The optimizer, the scheduler and the checkpoint see only the plain model.
 """
 
 import argparse
+import os
 import signal
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -26,11 +31,11 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import checkpoint
-import lockstep
 from checkpoint import Settings, Training
-from options import make_parser, resume_command
+from options import make_parser, resuming
 from progress import Progress, Status
 from report import Span, median_step, write_report
+from runner import Ranks, Threads, running
 
 VALIDATION_IMAGES = 360
 SPLIT_SEED = 0  # apart from --seed: runs of different seeds are measured on the same images
@@ -83,22 +88,20 @@ def make_model(width: int = 48) -> nn.Module:
     )
 
 
-def train_step(dp: lockstep.DataParallel[nn.Module], training: Training, batch: Data) -> tuple[float, list[Span]]:
+def train_step(runner: Threads | Ranks, training: Training, batch: Data) -> tuple[float, list[Span]]:
     """One step of all replicas together: the mean loss, and who did what when."""
     training.optimizer.zero_grad()
-    with dp.timeline() as events:
-        loss = dp.step(cross_entropy, batch.images, batch.labels)
+    loss, timeline = runner.backward(batch.images, batch.labels)
     training.optimizer.step()
     training.scheduler.step()
-    return loss.item(), [(event.phase, event.replica, event.start, event.end) for event in events]
+    return loss, timeline
 
 
-def evaluate(dp: lockstep.DataParallel[nn.Module], data: Data) -> tuple[float, float]:
+def evaluate(runner: Threads | Ranks, model: nn.Module, data: Data) -> tuple[float, float]:
     """Loss and accuracy; these rows are shared among the replicas too."""
-    dp.eval()
-    with torch.no_grad():
-        outputs = dp(data.images).cpu()
-    dp.train()
+    model.eval()
+    outputs = runner.predict(data.images)
+    model.train()
     accuracy = (outputs.argmax(1) == data.labels).double().mean()
     return cross_entropy(outputs, data.labels).item(), accuracy.item()
 
@@ -107,7 +110,7 @@ class StopRequest:
     """Ctrl-C and SIGTERM only ask for a stop, which comes between two steps. A second one kills."""
 
     def __init__(self) -> None:
-        self.signal: int | None = None
+        self.signal = 0  # none so far
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._note)
 
@@ -120,7 +123,7 @@ class StopRequest:
 class Run:
     """A training with its data, and with what it shows and leaves behind."""
 
-    dp: lockstep.DataParallel[nn.Module]
+    runner: Threads | Ranks
     training: Training
     settings: Settings
     data: Data
@@ -133,6 +136,7 @@ class Run:
         self.progress = Progress(sys.stdout, self.settings.epochs, self.steps_per_epoch)
         self.checkpoint = self.directory / CHECKPOINT
         self.report = self.directory / REPORT
+        self.stopped_by = 0
 
     @property
     def finished(self) -> bool:
@@ -141,11 +145,10 @@ class Run:
 
     def train(self) -> None:
         """To the end of the last epoch, or until a stop is asked for; either way the checkpoint is saved."""
-        while not self.finished:
+        while not self.finished and not self.stopped_by:
             self._train_epoch()
-            checkpoint.save(self.checkpoint, self.training, self.settings)
-            if self.stop.signal is not None:
-                break
+            if self.runner.speaks:
+                checkpoint.save(self.checkpoint, self.training, self.settings)
         self.progress.close()
 
     def _train_epoch(self) -> None:
@@ -154,19 +157,20 @@ class Run:
         batches = epoch_batches(len(self.data.images), settings.batch_size, settings.seed, training.epoch)
         timelines, speed, begin = [], 0.0, time.perf_counter()
         for done, rows in enumerate(batches[training.step :], start=1):
-            if self.stop.signal is not None:
+            self.stopped_by = self.runner.agree(self.stop.signal)  # all replicas stop before the same step
+            if self.stopped_by:
                 return
             batch = Data(self.data.images[rows], self.data.labels[rows])
-            loss, timeline = train_step(self.dp, training, batch)
+            loss, timeline = train_step(self.runner, training, batch)
             training.step += 1
             history.losses.append(loss)
             timelines.append(timeline)
             speed = done * settings.batch_size / (time.perf_counter() - begin)
             self.progress.after_step(self._status(speed))
-        validation_loss, accuracy = evaluate(self.dp, self.validation)
+        validation_loss, accuracy = evaluate(self.runner, training.model, self.validation)
         history.validation_losses.append(validation_loss)
         history.accuracies.append(accuracy)
-        history.timeline = median_step(timelines)
+        history.timeline = median_step(self.runner.complete(timelines))
         self.progress.after_epoch(self._status(speed))
         training.epoch, training.step = training.epoch + 1, 0
 
@@ -182,15 +186,16 @@ class Run:
         )
 
 
-def prepare(options: argparse.Namespace, stop: StopRequest) -> Run:
+def prepare(options: argparse.Namespace, runner: Threads | Ranks, stop: StopRequest) -> Run:
     """All that the options ask for, at its beginning or where the checkpoint left it."""
     data, validation = load_data()
     if options.batch_size > len(data.images):
         raise ValueError(f"--batch-size is at most {len(data.images)}, the number of training images")
-    settings = Settings(options.epochs, options.batch_size, options.lr, options.seed, len(options.devices))
+    device = runner.place(options)
+    settings = Settings(options.epochs, options.batch_size, options.lr, options.seed, runner.replicas)
     torch.manual_seed(settings.seed)
     torch.set_num_threads(1)  # a network so small is not split further: one thread is enough for each replica
-    model = make_model().to(options.devices[0])
+    model = make_model().to(device)
     optimizer = torch.optim.Adam(model.parameters(), lr=settings.lr)
     steps = settings.epochs * (len(data.images) // settings.batch_size)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=settings.lr, total_steps=steps)
@@ -198,22 +203,24 @@ def prepare(options: argparse.Namespace, stop: StopRequest) -> Run:
     if options.resume:
         checkpoint.resume(options.out / CHECKPOINT, training, settings)
     options.out.mkdir(parents=True, exist_ok=True)
-    dp = lockstep.DataParallel(model, device_ids=options.devices)
-    return Run(dp, training, settings, data, validation, options.out, stop)
+    return Run(runner, training, settings, data, validation, options.out, stop)
 
 
-def main(arguments: Sequence[str]) -> int:
-    """The exit status: 0 after the last epoch, 128 and the number of the signal that stopped it before."""
-    begin, stop, parser = time.perf_counter(), StopRequest(), make_parser()
-    options = parser.parse_args(arguments)
+def carry_out(arguments: Sequence[str], runner: Threads | Ranks, stop: StopRequest) -> int:
+    """From the options to the report, or to wherever the run is stopped."""
+    begin, parser, problem = time.perf_counter(), make_parser(), None
     try:
-        run = prepare(options, stop)
-    except (ValueError, OSError, lockstep.errors.LockstepError) as error:
-        parser.error(str(error))
+        options = parser.parse_args(arguments)
+        run = prepare(options, runner, stop)
+    except (ValueError, OSError) as error:
+        problem = str(error)
+    if problem := runner.first_problem(problem):
+        parser.exit(2, f"{parser.prog}: error: {problem}\n" if runner.speaks else None)
     training = run.training
+    runner.replicate(training.model)
     print(
         f"{len(run.data.images)} images to train on and {len(run.validation.images)} to validate on; "
-        f"replicas on {', '.join(options.devices)}"
+        f"{runner.name} on {', '.join(options.devices)}"
     )
     if options.resume and not run.finished:
         print(f"resuming in epoch {training.epoch + 1} after step {training.step}")
@@ -221,14 +228,26 @@ def main(arguments: Sequence[str]) -> int:
     if not run.finished:
         print(
             f"stopped in epoch {training.epoch + 1} after step {training.step} of {run.steps_per_epoch}; "
-            f"`{resume_command(arguments)}` goes on"
+            f"`{runner.command(resuming(arguments))}` goes on"
         )
-        return 128 + (stop.signal or 0)
-    write_report(training.history, run.steps_per_epoch, run.report)
+        return 128 + run.stopped_by
+    if runner.speaks:
+        write_report(training.history, run.steps_per_epoch, run.report)
     accuracy, seconds = training.history.accuracies[-1], time.perf_counter() - begin
     print(f"validation accuracy {accuracy:.2%} after {seconds:.1f} s")
     print(f"wrote {run.checkpoint} and {run.report}")
     return 0
+
+
+def main(arguments: Sequence[str]) -> int:
+    """The exit status: 0 after the last epoch, 128 and the number of the signal that stopped it before."""
+    stop = StopRequest()
+    with (
+        running() as runner,
+        open(os.devnull, "w") as nowhere,
+        redirect_stdout(sys.stdout if runner.speaks else nowhere),
+    ):
+        return carry_out(arguments, runner, stop)
 
 
 if __name__ == "__main__":

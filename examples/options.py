@@ -2,6 +2,7 @@
 
 import argparse
 import math
+import os
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,11 +12,11 @@ import torch
 
 
 class Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line, without the usage before it."""
+    """Leaves it to the program to say what is wrong: of many processes only one may speak."""
 
     def error(self, message: str) -> NoReturn:
-        """End with the status that argparse gives such errors."""
-        self.exit(2, f"{self.prog}: error: {message}\n")
+        """Raise what argparse would print, and exit with, at once."""
+        raise ValueError(message)
 
 
 def make_parser() -> Parser:
@@ -57,8 +58,11 @@ def positive_float(text: str) -> float:
 
 
 def default_devices() -> str:
-    """All accelerators where there are any; two replicas on the CPU elsewhere."""
-    return ",".join(accelerators() or ["cpu", "cpu"])
+    """All accelerators where there are any, two replicas on the CPU elsewhere; under torchrun one device a process."""
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", 0))
+    found = accelerators()
+    enough = len(found) >= max(1, processes)
+    return ",".join(found[: processes or None] if enough else ["cpu"] * (processes or 2))
 
 
 def accelerators() -> list[str]:
@@ -75,7 +79,6 @@ def devices(text: str) -> list[str]:
     return names
 
 
-def resume_command(arguments: Sequence[str]) -> str:
-    """The command that goes on with this very run, its other options included."""
-    others = [argument for argument in arguments if argument != "--resume"]
-    return f"make train ARGS={shlex.quote(shlex.join([*others, '--resume']))}"
+def resuming(arguments: Sequence[str]) -> str:
+    """The options that go on with this very run."""
+    return shlex.join([*(argument for argument in arguments if argument != "--resume"), "--resume"])

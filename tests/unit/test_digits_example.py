@@ -1,4 +1,4 @@
-"""The digits example, as a user runs it: in a process of its own, on a terminal and elsewhere."""
+"""The digits example in one process, as a user runs it, on a terminal and elsewhere."""
 
 import importlib
 import io
@@ -16,7 +16,7 @@ import pytest
 import torch
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-MODULES = ("digits", "checkpoint", "options", "progress", "report")
+MODULES = ("digits", "checkpoint", "options", "progress", "report", "runner", "group")
 DEVICES = ("--devices", "cpu,cpu")
 SETTINGS = ("--epochs", "3", "--batch-size", "32", *DEVICES)
 STEPS_PER_EPOCH = 1437 // 32
@@ -124,7 +124,7 @@ def test_a_run_interrupted_within_an_epoch_resumes_to_the_same_weights(finished,
         assert process.wait(timeout=30) == 130
     os.close(terminal)
     assert re.search(r"\repoch 1/3  [━─]{6,}  loss", shown)
-    stopped = re.search(r"stopped in epoch (\d) after step (\d+) of 44; `make train ARGS=", shown)
+    stopped = re.search(r"stopped in epoch (\d) after step (\d+) of 44; `python examples/digits.py --epochs", shown)
     assert stopped
     epoch, step = int(stopped[1]), int(stopped[2])
     assert 0 < step < STEPS_PER_EPOCH

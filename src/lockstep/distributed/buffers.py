@@ -45,6 +45,7 @@ class Buffer:
     def __init__(self, name: str, slots: Sequence[Slot], tensor: Tensor) -> None:
         self.name, self._slots = name, slots
         self.shape, self.dtype, self.device = tensor.shape, tensor.dtype, tensor.device
+        self.nbytes = tensor.numel() * tensor.dtype.itemsize
 
     def current(self) -> Tensor | None:
         """The tensor registered now; None if there is none any more, or one of another kind."""
@@ -57,20 +58,25 @@ class Buffer:
         """What is sent where there is no such tensor."""
         return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
 
+    def writable(self) -> Tensor | None:
+        """The tensor registered now, if no graph may have saved it."""
+        tensor = self.current()
+        if tensor is None or holders(tensor) > 1 or tensor.requires_grad or tensor.is_inference():
+            return None
+        return tensor
+
     @torch.no_grad()
     def assign(self, value: Tensor) -> None:
         """Give the buffer new values: in place, unless a graph may have saved it."""
-        tensor = self.current()
-        if tensor is None:
-            return
-        if holders(tensor) == 1 and not tensor.requires_grad and not tensor.is_inference():
-            tensor.copy_(value)
-            return
-        new = torch.empty_like(tensor).copy_(value).requires_grad_(tensor.requires_grad)
-        for owner, key in self._slots:
-            module = owner()
-            if module is not None and module._buffers.get(key) is tensor:
-                module._buffers[key] = new
+        target, tensor = self.writable(), self.current()
+        if target is not None:
+            target.copy_(value)
+        elif tensor is not None:
+            new = torch.empty_like(tensor).copy_(value).requires_grad_(tensor.requires_grad)
+            for owner, key in self._slots:
+                module = owner()
+                if module is not None and module._buffers.get(key) is tensor:
+                    module._buffers[key] = new
 
 
 class BufferSet:
@@ -110,8 +116,10 @@ def holders(tensor: Any) -> int:
     return int(tensor._use_count())
 
 
-class _Rider(NamedTuple):
-    buffer: Buffer
+class _Riders(NamedTuple):
+    """Buffers of one dtype and device that ride side by side."""
+
+    buffers: list[Buffer]
     place: slice
     as_bytes: bool
     averaged: bool
@@ -126,9 +134,9 @@ class BufferSync:
         """The rank whose values the others get: 0, but the first with batches left inside ``join()``."""
         self._scan, self._collectives = scan, collectives
         self._set: BufferSet | None = None if policy == "local" else scan()
-        self._riders: list[_Rider] = []
+        self._riders: list[_Riders] = []
         self._large: list[Buffer] = []
-        self._sent: list[tuple[Pending, Tensor, list[Buffer]]] = []
+        self._sent: list[tuple[Pending, Tensor, list[list[Buffer]]]] = []
 
     @property
     def buffers(self) -> list[Buffer]:
@@ -150,17 +158,22 @@ class BufferSync:
     def board(self, carrier: torch.dtype) -> int:
         """Choose who rides behind gradients of dtype ``carrier``; returns how many elements that takes."""
         self._riders, self._large = [], []
-        used = 0
-        for buffer in sorted(self.buffers, key=lambda b: b.shape.numel() * b.dtype.itemsize):
+        groups: dict[tuple[torch.dtype, torch.device, bool, bool], list[Buffer]] = {}
+        room = RIDING_BYTES // carrier.itemsize
+        for buffer in sorted(self.buffers, key=lambda b: b.nbytes):
             averaged = self._averaged(buffer)
             exact = buffer.dtype == carrier or (averaged and torch.promote_types(buffer.dtype, carrier) == carrier)
-            count = buffer.shape.numel() * (1 if exact else buffer.dtype.itemsize)
-            if (averaged and not exact) or (used + count) * carrier.itemsize > RIDING_BYTES:
+            room -= buffer.shape.numel() if exact else buffer.nbytes
+            if (averaged and not exact) or room < 0:
                 self._large.append(buffer)
-                continue
-            self._riders.append(_Rider(buffer, slice(used, used + count), not exact, averaged))
-            used += count
-        return used
+            else:
+                groups.setdefault((buffer.dtype, buffer.device, not exact, averaged), []).append(buffer)
+        start = 0
+        for (_, _, as_bytes, averaged), buffers in groups.items():
+            end = start + sum(b.nbytes if as_bytes else b.shape.numel() for b in buffers)
+            self._riders.append(_Riders(buffers, slice(start, end), as_bytes, averaged))
+            start = end
+        return start
 
     @property
     def _is_source(self) -> bool:
@@ -172,29 +185,24 @@ class BufferSync:
     @torch.no_grad()
     def write(self, cargo: Tensor) -> None:
         """Put this rank's part into the cleared end of a report."""
-        for rider in self._riders:
-            tensor = rider.buffer.current()
-            if tensor is None:
-                continue
-            if not (rider.averaged or self._is_source):
-                if not rider.as_bytes:
-                    cargo[rider.place] = -0.0  # under a sum, 0.0 would turn a -0.0 of the source into 0.0
-                continue
-            flat = _as_bytes(tensor) if rider.as_bytes else tensor.reshape(-1)
-            cargo[rider.place].copy_(flat)
-            if rider.averaged:
-                cargo[rider.place] /= self._collectives.world
+        for riders in self._riders:
+            if riders.averaged or self._is_source:
+                values = _joined(riders.buffers)
+                cargo[riders.place].copy_(values.view(torch.uint8) if riders.as_bytes else values)
+                if riders.averaged:
+                    cargo[riders.place] /= self._collectives.world
+            elif not riders.as_bytes:
+                cargo[riders.place] = -0.0  # under a sum, 0.0 would turn a -0.0 of the source into 0.0
 
     @torch.no_grad()
     def read(self, cargo: Tensor) -> None:
         """Take the values out of the summed end of a report."""
-        for rider in self._riders:
-            if self._is_source and not rider.averaged:
-                continue
-            values = cargo[rider.place]
-            if rider.as_bytes:
-                values = values.to(torch.uint8).view(rider.buffer.dtype)
-            rider.buffer.assign(values.view(rider.buffer.shape))
+        for riders in self._riders:
+            if riders.averaged or not self._is_source:
+                values = cargo[riders.place]
+                if riders.as_bytes:
+                    values = values.to(torch.uint8).view(riders.buffers[0].dtype)
+                _assign_all(riders.buffers, values)
 
     def send_large(self) -> None:
         """Begin to send those that do not ride: one collective for each device, or dtype where values are averaged."""
@@ -202,21 +210,19 @@ class BufferSync:
 
     @torch.no_grad()
     def _begin_to_send(self, buffers: Sequence[Buffer]) -> None:
-        groups: dict[object, list[Buffer]] = {}
+        groups: dict[tuple[torch.device, torch.dtype | None], dict[torch.dtype, list[Buffer]]] = {}
         for buffer in buffers:
             kind = buffer.dtype if self._averaged(buffer) else None
-            groups.setdefault((buffer.device, kind), []).append(buffer)
-        for group in groups.values():
-            self._sent.append(self._send(group))
-
-    def _send(self, group: list[Buffer]) -> tuple[Pending, Tensor, list[Buffer]]:
-        tensors = [b.current() for b in group]
-        given = [b.blank() if t is None else t for b, t in zip(group, tensors, strict=True)]
-        if self._averaged(group[0]):
-            flat = torch.cat([tensor.detach().reshape(-1) for tensor in given]).div_(self._collectives.world)
-            return self._collectives.all_reduce(flat, "buffers"), flat, group
-        flat = torch.cat([_as_bytes(tensor) for tensor in given])
-        return self._collectives.broadcast(flat, "buffers", self.source), flat, group
+            groups.setdefault((buffer.device, kind), {}).setdefault(buffer.dtype, []).append(buffer)
+        for (_, averaged), by_dtype in groups.items():
+            alike = list(by_dtype.values())
+            if averaged is not None:
+                flat = _joined(alike[0]).div_(self._collectives.world)
+                pending = self._collectives.all_reduce(flat, "buffers")
+            else:
+                flat = torch.cat([_joined(each).view(torch.uint8) for each in alike])
+                pending = self._collectives.broadcast(flat, "buffers", self.source)
+            self._sent.append((pending, flat, alike))
 
     def drop_large(self) -> None:
         """Wait for them, and leave the buffers as they are: the round has failed somewhere."""
@@ -228,15 +234,14 @@ class BufferSync:
     def finish_large(self) -> None:
         """Wait for them, and hand them out."""
         sent, self._sent = self._sent, []
-        for pending, flat, group in sent:
+        for pending, flat, alike in sent:
             pending.wait()
-            averaged = self._averaged(group[0])
-            if self._is_source and not averaged:
-                continue
-            sizes = [b.shape.numel() * (1 if averaged else b.dtype.itemsize) for b in group]
-            for buffer, piece in zip(group, flat.split(sizes), strict=True):
-                values = piece if averaged else piece.clone().view(buffer.dtype)
-                buffer.assign(values.view(buffer.shape))
+            if self._averaged(alike[0][0]):
+                _assign_all(alike[0], flat)
+            elif not self._is_source:
+                pieces = flat.split([sum(buffer.nbytes for buffer in each) for each in alike])
+                for each, piece in zip(alike, pieces, strict=True):
+                    _assign_all(each, piece.clone().view(each[0].dtype))
 
 
 def describe_buffer(buffer: Buffer) -> Line:
@@ -245,5 +250,24 @@ def describe_buffer(buffer: Buffer) -> Line:
     return Line(f"buffer {buffer.name}", f"{kind} of shape {tuple(buffer.shape)}")
 
 
-def _as_bytes(tensor: Tensor) -> Tensor:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+def _joined(buffers: Sequence[Buffer]) -> Tensor:
+    """The values of buffers of one dtype and device, one after the other; zeros for one that is not there any more."""
+    tensors = [buffer.current() for buffer in buffers]
+    given = [b.blank() if t is None else t.detach() for b, t in zip(buffers, tensors, strict=True)]
+    return torch.cat([tensor.reshape(-1) for tensor in given])
+
+
+def _assign_all(buffers: Sequence[Buffer], values: Tensor) -> None:
+    """Give buffers the values that :func:`_joined` has put together on another rank."""
+    pieces = values.split([buffer.shape.numel() for buffer in buffers])
+    targets: list[Tensor] = []
+    sources: list[Tensor] = []
+    for buffer, piece in zip(buffers, pieces, strict=True):
+        target = buffer.writable()
+        if target is None:
+            buffer.assign(piece.view(buffer.shape))
+        else:
+            targets.append(target)
+            sources.append(piece.view(buffer.shape))
+    if targets:
+        torch._foreach_copy_(targets, sources)

@@ -1,0 +1,191 @@
+"""What the DDP benchmarks share: models, the ways to train them that are compared, a training step, and the table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from harness import mib, ms, ratio, table
+from rank_processes import Turn
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import lockstep
+
+PAGE = 4096  # bytes: the least memory that a ratio is taken of
+RATE = 1e-4  # small, so that weights stay about what they were, however many steps are measured
+
+
+@dataclass(frozen=True)
+class Task:
+    """A model, the shape of one rank's batch, and what PyTorch's DDP has to be told about the model."""
+
+    make: Callable[[], nn.Module]
+    batch: tuple[int, ...]
+    partly_unused: bool = False
+    dtype: torch.dtype = torch.float32
+
+    def module(self, device: torch.device) -> nn.Module:
+        """The model, with the same weights at every call."""
+        torch.manual_seed(0)
+        return self.make().to(device, self.dtype)
+
+    def data(self, rank: int, device: torch.device) -> torch.Tensor:
+        """A batch, another one on each rank, the same at every call."""
+        generator = torch.Generator().manual_seed(1 + rank)
+        return torch.randn(self.batch, generator=generator).to(device, self.dtype)
+
+    def of(self, dtype: torch.dtype) -> Task:
+        """The same with parameters and batches of another dtype."""
+        return replace(self, dtype=dtype)
+
+
+def tasks(quick: bool) -> dict[str, Task]:
+    """Name -> task; tiny ones with ``quick``."""
+    if quick:
+        return {
+            "many small": Task(lambda: small_layers(10, 8), (4, 8)),
+            "wide": Task(lambda: wide_layers(3, 64), (4, 64)),
+            "encoder": Task(lambda: encoder(1, 16), (2, 4, 16)),
+            "conv-BN": Task(lambda: ConvNet(3, 4), (2, 3, 4, 4)),
+            "unused": Task(lambda: Branches(3, 8), (4, 8), partly_unused=True),
+        }
+    return {
+        "many small": Task(lambda: small_layers(200, 64), (32, 64)),
+        "wide": Task(lambda: wide_layers(3, 2880), (32, 2880)),
+        "encoder": Task(lambda: encoder(6, 256), (8, 64, 256)),
+        "conv-BN": Task(lambda: ConvNet(53, 64), (8, 3, 8, 8)),
+        "unused": Task(lambda: Branches(60, 128), (32, 128), partly_unused=True),
+    }
+
+
+def small_layers(count: int, width: int) -> nn.Module:
+    """Linear layers one after the other; orthogonal, so that nothing fades to denormal numbers, which are slow."""
+    layers = [nn.Linear(width, width) for _ in range(count)]
+    for layer in layers:
+        nn.init.orthogonal_(layer.weight)
+    return nn.Sequential(*layers)
+
+
+def wide_layers(count: int, width: int) -> nn.Module:
+    """A few layers that hold nearly all of the bytes: 25 million parameters as three of 2,880."""
+    return nn.Sequential(*(layer for _ in range(count) for layer in (nn.Linear(width, width), nn.ReLU())))
+
+
+def encoder(layers: int, width: int) -> nn.Module:
+    """A transformer encoder; without dropout, so that all ways compute the same."""
+    layer = nn.TransformerEncoderLayer(width, 4, 4 * width, batch_first=True, dropout=0.0)
+    return nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
+
+
+class ConvNet(nn.Module):
+    """Convolutions, each with batch normalisation (two parameters, three buffers) and a residual connection."""
+
+    def __init__(self, layers: int, channels: int) -> None:
+        super().__init__()
+        sizes = [3] + [channels] * (layers - 1)
+        self.convs = nn.ModuleList(nn.Conv2d(size, channels, 3, padding=1, bias=False) for size in sizes)
+        self.norms = nn.ModuleList(nn.BatchNorm2d(channels) for _ in sizes)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Images to features."""
+        for conv, norm in zip(self.convs, self.norms, strict=True):
+            y = norm(conv(x)).relu()
+            x = y + x if y.shape == x.shape else y
+        return x
+
+
+class Branches(nn.Module):
+    """Three equal stacks of small layers, of which forward uses the first two, on every rank."""
+
+    def __init__(self, layers: int, width: int) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList(small_layers(layers // 3, width) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The first two stacks one after the other."""
+        return self.branches[1](self.branches[0](x))
+
+
+# --------------------------------------------------------------------------------------------------- ways
+
+Way = Callable[[nn.Module, dist.ProcessGroup, bool], nn.Module]
+
+WAYS: dict[str, Way] = {
+    "no communication": lambda module, group, partly_unused: module,
+    "torch": lambda module, group, partly_unused: DistributedDataParallel(
+        module, process_group=group, find_unused_parameters=partly_unused
+    ),
+    "torch, view": lambda module, group, partly_unused: DistributedDataParallel(
+        module, process_group=group, find_unused_parameters=partly_unused, gradient_as_bucket_view=True
+    ),
+    "ours": lambda module, group, partly_unused: lockstep.DistributedDataParallel(module, process_group=group),
+    "ours, replicate": lambda module, group, partly_unused: lockstep.replicate(module, process_group=group),
+}
+PLAIN, TORCH, VIEW = "no communication", "torch", "torch, view"
+OURS = ("ours", "ours, replicate")
+
+
+def training_step(parallel: nn.Module, x: torch.Tensor) -> Callable[[], None]:
+    """zero_grad, forward, backward and SGD on one batch."""
+    optimizer = torch.optim.SGD(parallel.parameters(), lr=RATE, foreach=True)
+
+    def step() -> None:
+        optimizer.zero_grad(set_to_none=True)
+        parallel(x).square().mean().backward()
+        optimizer.step()
+
+    return step
+
+
+def steps_of_all_ways(task: Task, rank: int, device: torch.device, backend: str = "gloo") -> dict[str, Callable]:
+    """A step for each way, each with a model and a process group of its own; checks that they train alike."""
+    steps, modules, x = {}, {}, task.data(rank, device)
+    for name, way in WAYS.items():
+        modules[name] = task.module(device)
+        steps[name] = training_step(way(modules[name], dist.new_group(backend=backend), task.partly_unused), x)
+        steps[name]()
+    for name in OURS:
+        _same_gradients(name, modules[name], modules[TORCH], 1e-3 if task.dtype == torch.float32 else 0.05)
+    return steps
+
+
+def _same_gradients(name: str, ours: nn.Module, reference: nn.Module, tolerance: float) -> None:
+    """A way that computes something else is no faster."""
+    largest = max(float(p.grad.norm()) for p in reference.parameters() if p.grad is not None)
+    for (key, mine), theirs in zip(ours.named_parameters(), reference.parameters(), strict=True):
+        if mine.grad is None or theirs.grad is None:
+            same = mine.grad is theirs.grad
+        else:
+            allowed = tolerance * (float(theirs.grad.norm()) + 0.01 * largest)
+            same = float((mine.grad - theirs.grad).norm()) <= allowed
+        if not same:
+            raise RuntimeError(f"{name}: after one step the gradient of {key} is not that of PyTorch's DDP")
+
+
+# ------------------------------------------------------------------------------------------------- table
+
+
+def report(title: str, task: Task, times: Mapping[str, Turn], extra: Mapping[str, float]) -> None:
+    """A table of the ways, and the ratios; ``extra`` is memory beyond the plain module's, or empty."""
+    parameters = list(task.module(torch.device("cpu")).parameters())
+    size = sum(p.nbytes for p in parameters)
+    seconds = {way: whole for way, (_, whole) in times.items()}
+    over = {way: value - seconds[PLAIN] for way, value in seconds.items()}
+    rows = []
+    for way in WAYS:
+        memory = [mib(extra[way]), f"{extra[way] / size:.2f}"] if extra else ["-", "-"]
+        rows.append([way, ms(seconds[way]), ms(over[way]), ms(times[way][0]), *memory])
+    headers = ("way", "step ms", "over plain ms", "host ms", "extra memory MiB", "/ gradients")
+    table(f"{title}: {len(parameters):,} parameter tensors, {mib(size)} MiB", headers, rows)
+    print()
+    for ours in OURS:
+        for reference in (TORCH, VIEW):
+            ratio(f"{title}: step, {ours} / {reference}", seconds[ours], seconds[reference], 1.0)
+            if over[reference] > 0:  # else noise is larger than what is measured
+                ratio(f"{title}: time over plain, {ours} / {reference}", over[ours], over[reference])
+        if extra:
+            ratio(f"{title}: extra memory, {ours} / {TORCH}", extra[ours], max(extra[TORCH], PAGE), 0.5)
+            ratio(f"{title}: extra memory, {ours} / {VIEW}", extra[ours], max(extra[VIEW], PAGE))
