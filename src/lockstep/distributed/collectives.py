@@ -6,6 +6,7 @@ as ``dist.ProcessGroupGloo(...)``; nothing here asks for the default group or fo
 
 import atexit
 import time
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -17,6 +18,10 @@ from lockstep.phases import Phases
 
 Group = Any
 """A ``dist.ProcessGroup`` or a bare backend: both have ``rank()`` and ``size()``."""
+
+
+_GROUPS_OWN_TIMEOUT = timedelta(0)
+"""What PyTorch passes where nothing is asked for; works that are written in Python expect it to be passed."""
 
 
 class _QuietExit:
@@ -56,7 +61,7 @@ class Pending:
     def wait(self) -> None:
         """Return when the tensor holds the result (for the current stream, where there are streams)."""
         try:
-            self._work.wait()
+            self._work.wait(_GROUPS_OWN_TIMEOUT)
         except RuntimeError as error:
             raise self._owner.failure(self._what, error) from error
         _quiet_exit.waited()

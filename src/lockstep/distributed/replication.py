@@ -110,13 +110,13 @@ class Replication:
         collectives = Collectives(group, self.phases)
         conductor = conductor_of(group)
         module = self._alive()
-        contents = Contents([], [], frozenset())
-        failure: LockstepError | None = None
+        contents, failure = Contents([], [], frozenset()), None
         try:
+            found = self._contents(module)
+            check_devices(found.parameters, self.options)
             self._check_values()
-            contents = self._contents(module)
-            check_devices(contents.parameters, self.options)
-            check_kinds(contents.parameters)
+            check_kinds(found.parameters)
+            contents = found
         except LockstepError as error:
             failure = error
         if self.options.init_sync:
