@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import gc
 import sys
 import threading
@@ -258,15 +257,3 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
     elif isinstance(value, list | tuple):
         for item in value:
             yield from _tensors(item)
-
-
-def in_turn(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """PowerSGD draws its first guess from the process's random numbers, which ranks that are threads have in common."""
-    turn = threading.Lock()
-
-    @functools.wraps(hook)
-    def call(state: Any, bucket: Any) -> Any:
-        with turn:
-            return hook(state, bucket)
-
-    return call

@@ -25,7 +25,7 @@ from torch.futures import Future
 import lockstep
 from lockstep.distributed.hooks import GradBucket
 from lockstep.errors import HookError
-from threaded import count_collectives, in_turn, run_ranks
+from threaded import count_collectives, run_ranks
 
 
 def done(value):
@@ -33,9 +33,6 @@ def done(value):
     future.set_result(value)
     return future
 
-
-power_sgd = in_turn(powerSGD_hook.powerSGD_hook)
-batched_power_sgd = in_turn(powerSGD_hook.batched_powerSGD_hook)
 
 MIB = 1 << 20
 
@@ -137,6 +134,7 @@ def wide():
     return nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 4))
 
 
+@pytest.mark.usefixtures("draws_in_turn")
 @pytest.mark.parametrize("batched", [False, True])
 @pytest.mark.parametrize("warm", [False, True])
 def test_power_sgd_loses_nothing_if_it_keeps_all(batched, warm):
@@ -150,7 +148,7 @@ def test_power_sgd_loses_nothing_if_it_keeps_all(batched, warm):
             use_error_feedback=warm,
             batch_tensors_with_same_shape=batched,
         )
-        model = prepared(rank, (state, power_sgd), make=wide, bucket_cap_mb=1e-5)
+        model = prepared(rank, (state, powerSGD_hook.powerSGD_hook), make=wide, bucket_cap_mb=1e-5)
         got = train(rank, model, 8)
         close(got, train(rank, prepared(rank, make=wide), 8), 1e-4)
         assert all(rank.all_equal(gradient) for step in got for gradient in step)
@@ -159,6 +157,7 @@ def test_power_sgd_loses_nothing_if_it_keeps_all(batched, warm):
     run_ranks(2, call)
 
 
+@pytest.mark.usefixtures("draws_in_turn")
 def test_batched_power_sgd_gives_every_rank_the_same(monkeypatch):
     # In torch 2.13 the batched hook hands over matrices where batches of them are asked for, and fails by itself.
     orthogonalize = powerSGD_hook._orthogonalize
@@ -166,7 +165,7 @@ def test_batched_power_sgd_gives_every_rank_the_same(monkeypatch):
 
     def call(rank):
         state = powerSGD_hook.PowerSGDState(rank.group, 1, start_powerSGD_iter=2)
-        model = prepared(rank, (state, batched_power_sgd))
+        model = prepared(rank, (state, powerSGD_hook.batched_powerSGD_hook))
         got = train(rank, model, 5)
         assert all(rank.all_equal(gradient) for step in got for gradient in step)
         close(got[0], train(rank, prepared(rank), 1)[0], 1e-6)
@@ -174,11 +173,12 @@ def test_batched_power_sgd_gives_every_rank_the_same(monkeypatch):
     run_ranks(2, call)
 
 
+@pytest.mark.usefixtures("draws_in_turn")
 @pytest.mark.parametrize("wrap", [default_hooks.fp16_compress_wrapper, default_hooks.bf16_compress_wrapper])
 def test_power_sgd_in_lower_precision(wrap):
     def call(rank):
         state = powerSGD_hook.PowerSGDState(rank.group, 4, start_powerSGD_iter=2, min_compression_rate=0.1)
-        model = prepared(rank, (state, wrap(power_sgd)), make=wide)
+        model = prepared(rank, (state, wrap(powerSGD_hook.powerSGD_hook)), make=wide)
         got = train(rank, model, 4)
         close(got, train(rank, prepared(rank, make=wide), 4), 3e-2)
         assert all(rank.all_equal(gradient) for step in got for gradient in step)

@@ -13,7 +13,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 
 import lockstep
 from lockstep.errors import HookError, LayoutError, NotReplicableError
-from threaded import count_collectives, in_turn, run_ranks
+from threaded import count_collectives, run_ranks
 
 
 def network():
@@ -122,11 +122,12 @@ def test_the_state_of_a_wrapper_and_of_a_module_that_gets_ready_later():
 # ---------------------------------------------------------------------------------- hooks
 
 
+@pytest.mark.usefixtures("draws_in_turn")
 def test_power_sgd_goes_on_bit_for_bit():
     def call(rank):
         def register(model):
             state = powerSGD_hook.PowerSGDState(rank.group, 1, start_powerSGD_iter=2, min_compression_rate=1)
-            model.register_comm_hook(state, in_turn(powerSGD_hook.powerSGD_hook))
+            model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
 
         wanted, got, state = gone_on(rank, register, bucket_cap_mb=1e-5)
         assert equal(wanted, got)

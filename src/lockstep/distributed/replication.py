@@ -79,10 +79,14 @@ class Replication:
 
     def _without_values(self) -> Iterator[tuple[str, Tensor]]:
         """Parameters and buffers that are not initialised, or on the meta device."""
+        return ((name, tensor) for name, tensor in self._named_tensors() if is_lazy(tensor) or tensor.is_meta)
+
+    def _named_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Parameters and buffers that are not ignored."""
         module = self._alive()
         ignored = {id(tensor) for each in self._ignored for tensor in (*each.parameters(), *each.buffers())}
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-            if id(tensor) not in ignored and (is_lazy(tensor) or tensor.is_meta):
+            if id(tensor) not in ignored:
                 yield name, tensor
 
     def _check_values(self) -> None:
@@ -112,9 +116,9 @@ class Replication:
         module = self._alive()
         contents, failure = Contents([], [], frozenset()), None
         try:
-            found = self._contents(module)
-            check_devices(found.parameters, self.options)
+            check_devices([(n, t) for n, t in self._named_tensors() if isinstance(t, Parameter)], self.options)
             self._check_values()
+            found = self._contents(module)
             check_kinds(found.parameters)
             contents = found
         except LockstepError as error:
