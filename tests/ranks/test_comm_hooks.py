@@ -554,13 +554,21 @@ def annotated_plainly(state: object, bucket: GradBucket) -> Future:
 
 
 @pytest.mark.parametrize(
-    "hook", [annotated, annotated_plainly, Callable(), functools.partial(doubled), lambda *both: both[1].buffer()]
+    ("hook", "expected"),
+    [
+        (annotated, 1),
+        (annotated_plainly, 1),
+        (Callable(), 2),
+        (functools.partial(doubled), 2),
+        (lambda *both: both[1].buffer(), 1),
+    ],
 )
-def test_what_can_be_a_hook(hook):
+def test_what_can_be_a_hook(hook, expected):
     group = dist.ProcessGroupGloo(dist.HashStore(), 0, 1)
     model = lockstep.replicate(one_weight(), process_group=group)
     model.register_comm_hook(None, hook)
     model(torch.ones(1, 1)).sum().backward()
+    assert next(model.parameters()).grad.item() == expected
 
 
 RETURNED = {
