@@ -578,3 +578,30 @@ def test_statistics_and_labels():
         assert "lockstep::wait" in labels
         assert any(label.startswith("lockstep::finish (round ") for label in labels)
         assert "lockstep::collect" in labels
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
+def test_second_order_where_only_some_gradients_have_a_graph():
+    """The bias of a summed head has a constant gradient, first in its bucket; that of others has a graph."""
+
+    def penalty(model, x):
+        model(x).sum().backward(create_graph=True)
+        grads = [p.grad for p in model.parameters()]
+        model.zero_grad()
+        sum(grad.square().sum() for grad in grads).backward()
+        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    def call(rank):
+        def make():
+            return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+
+        model = rank.make(make, seed=3)
+        alone = copy.deepcopy(model)
+        lockstep.replicate(model, process_group=rank.group)
+        x = torch.linspace(-1, 1, 6, dtype=torch.float64).view(2, 3)  # the same on every rank: so is the mean
+        for _ in range(2):
+            torch.testing.assert_close(penalty(model, x), penalty(alone, x))
+            model.zero_grad()
+            alone.zero_grad()
+
+    run_ranks(2, call)

@@ -24,7 +24,7 @@ from torch.autograd import Variable
 
 from lockstep.compiler import hooks_of_compiled_backward, outside_compiler
 from lockstep.distributed.collectives import Collectives, Group, Pending
-from lockstep.errors import CommunicationError, PeerError
+from lockstep.errors import PeerError
 from lockstep.phases import Phases
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ class Conductor:
                 self._abandoned = self._exchange(reducing, _FAILED)  # kept until it has arrived
             for reducer in reducing if self.exclusive else ():
                 reducer.abandon()
-        except (CommunicationError, RuntimeError) as error:
+        except RuntimeError as error:
             logging.getLogger("lockstep").debug("the other ranks could not be told of a failure: %s", error)
         finally:
             for reducer in reducers:

@@ -8,6 +8,7 @@ gradient, so that a late one cannot be added to memory that is being sent.
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import cast
 
 import torch
@@ -20,6 +21,8 @@ from lockstep.distributed.memory import GradientMemory
 from lockstep.distributed.plan import Kind, PlannedBucket
 from lockstep.distributed.report import Report
 from lockstep.errors import LayoutError
+
+_has_graph = attrgetter("requires_grad")  # of a gradient: under create_graph=True
 
 
 class ManagedParameter:
@@ -173,7 +176,7 @@ class SharedBucket(GradientBucket):
 
     def _copy_in(self, views: list[Tensor], grads: list[Tensor], positions: Sequence[int]) -> None:
         """Copy gradients into their views; raises if one is of another kind than was planned."""
-        if self._plain and not grads[0].requires_grad:  # none does, but under create_graph=True
+        if self._plain and not any(map(_has_graph, grads)):
             try:
                 torch._foreach_copy_(views, grads)
                 return

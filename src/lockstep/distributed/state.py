@@ -40,7 +40,8 @@ def load_training_state_dict(module: Module, state_dict: dict[str, Any]) -> None
     """Go on from what :func:`training_state_dict` returned, on every rank.
 
     Register the same hooks in the same order before. A module that gets ready later takes it up then. Communicates
-    nothing.
+    nothing now; a plan that is new to the module is compared among the ranks, in one small all-gather, before it is
+    used.
 
     Raises :class:`NotReplicableError` or :class:`LayoutError` if the state is of other hooks or of another module.
 
