@@ -25,6 +25,8 @@ class Task:
     make: Callable[[], nn.Module]
     batch: tuple[int, ...]
     partly_unused: bool = False
+    aim: float | None = None
+    """What communication may add to a step on `shm`, as a part of what it adds with PyTorch's DDP on Gloo."""
     dtype: torch.dtype = torch.float32
 
     def module(self, device: torch.device) -> nn.Module:
@@ -53,9 +55,9 @@ def tasks(quick: bool) -> dict[str, Task]:
             "unused": Task(lambda: Branches(3, 8), (4, 8), partly_unused=True),
         }
     return {
-        "many small": Task(lambda: small_layers(200, 64), (32, 64)),
-        "wide": Task(lambda: wide_layers(3, 2880), (32, 2880)),
-        "encoder": Task(lambda: encoder(6, 256), (8, 64, 256)),
+        "many small": Task(lambda: small_layers(200, 64), (32, 64), aim=1 / 3),
+        "wide": Task(lambda: wide_layers(3, 2880), (32, 2880), aim=1 / 3),
+        "encoder": Task(lambda: encoder(6, 256), (8, 64, 256), aim=1 / 5),
         "conv-BN": Task(lambda: ConvNet(53, 64), (8, 3, 8, 8)),
         "unused": Task(lambda: Branches(60, 128), (32, 128), partly_unused=True),
     }
@@ -126,6 +128,9 @@ WAYS: dict[str, Way] = {
 }
 PLAIN, TORCH, VIEW = "no communication", "torch", "torch, view"
 OURS = ("ours", "ours, replicate")
+OURS_SHM, TORCH_SHM = "ours, shm", "torch, shm"
+SHM_WAYS: dict[str, Way] = {OURS_SHM: WAYS["ours"], TORCH_SHM: WAYS[TORCH]}
+"""The same on a group of the `shm` backend."""
 
 
 def training_step(parallel: nn.Module, x: torch.Tensor) -> Callable[[], None]:
@@ -140,14 +145,17 @@ def training_step(parallel: nn.Module, x: torch.Tensor) -> Callable[[], None]:
     return step
 
 
-def steps_of_all_ways(task: Task, rank: int, device: torch.device, backend: str = "gloo") -> dict[str, Callable]:
+def steps_of_all_ways(
+    task: Task, rank: int, device: torch.device, backend: str = "gloo", shm: bool = False
+) -> dict[str, Callable]:
     """A step for each way, each with a model and a process group of its own; checks that they train alike."""
     steps, modules, x = {}, {}, task.data(rank, device)
-    for name, way in WAYS.items():
+    ways = [*((each, backend) for each in WAYS.items()), *((each, "shm") for each in SHM_WAYS.items() if shm)]
+    for (name, way), used in ways:
         modules[name] = task.module(device)
-        steps[name] = training_step(way(modules[name], dist.new_group(backend=backend), task.partly_unused), x)
+        steps[name] = training_step(way(modules[name], dist.new_group(backend=used), task.partly_unused), x)
         steps[name]()
-    for name in OURS:
+    for name in (*OURS, *(SHM_WAYS if shm else ())):
         _same_gradients(name, modules[name], modules[TORCH], 1e-3 if task.dtype == torch.float32 else 0.05)
     return steps
 
@@ -175,8 +183,8 @@ def report(title: str, task: Task, times: Mapping[str, Turn], extra: Mapping[str
     seconds = {way: whole for way, (_, whole) in times.items()}
     over = {way: value - seconds[PLAIN] for way, value in seconds.items()}
     rows = []
-    for way in WAYS:
-        memory = [mib(extra[way]), f"{extra[way] / size:.2f}"] if extra else ["-", "-"]
+    for way in seconds:
+        memory = [mib(extra[way]), f"{extra[way] / size:.2f}"] if way in extra else ["-", "-"]
         rows.append([way, ms(seconds[way]), ms(over[way]), ms(times[way][0]), *memory])
     headers = ("way", "step ms", "over plain ms", "host ms", "extra memory MiB", "/ gradients")
     table(f"{title}: {len(parameters):,} parameter tensors, {mib(size)} MiB", headers, rows)
@@ -189,3 +197,6 @@ def report(title: str, task: Task, times: Mapping[str, Turn], extra: Mapping[str
         if extra:
             ratio(f"{title}: extra memory, {ours} / {TORCH}", extra[ours], max(extra[TORCH], PAGE), 0.5)
             ratio(f"{title}: extra memory, {ours} / {VIEW}", extra[ours], max(extra[VIEW], PAGE))
+    if OURS_SHM in over and over[TORCH] > 0:
+        ratio(f"{title}: time over plain, {OURS_SHM} / {TORCH} on gloo", over[OURS_SHM], over[TORCH], task.aim)
+        ratio(f"{title}: time over plain, {TORCH_SHM} / {TORCH} on gloo", over[TORCH_SHM], over[TORCH])

@@ -1,4 +1,4 @@
-"""Ranks as processes: each with its default Gloo group over loopback, and an exit code.
+"""Ranks as processes: each with its default group, Gloo's over loopback or another, and an exit code.
 
 `run_processes(2, function)` calls the module-level `function(rank)` in two processes and gives back what they return.
 They are forked off a server that has imported torch and has run nothing, which takes a few hundredths of a second. The
@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import faulthandler
+import importlib
 import importlib.util
 import inspect
 import multiprocessing
@@ -75,6 +76,7 @@ def run_processes(
     timeout: float = 30.0,
     group_timeout: float = 10.0,
     errors: bool = False,
+    backend: str = "gloo",
 ) -> list[Any]:
     """Calls `function(Rank(...), *args)` in `world` processes and returns what they return, by rank.
 
@@ -83,7 +85,7 @@ def run_processes(
     else the one that was raised first. With `errors=True` nothing is raised, and there is an `Outcome` for each rank.
     After `timeout` seconds all are ended, and it is a TimeoutError that shows where each rank was.
     """
-    job = pickle.dumps(args), _source(function), world, timeout, group_timeout
+    job = pickle.dumps(args), _source(function), world, timeout, group_timeout, backend
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         deadline = time.monotonic() + timeout
         codes, messages = _run(world, job, folder, deadline + GRACE)
@@ -165,6 +167,7 @@ def _main(
     world: int,
     timeout: float,
     group_timeout: float,
+    backend: str,
     rank: int,
     folder: str,
     pipe: connection.Connection,
@@ -180,8 +183,9 @@ def _main(
     result, error, text = None, None, ""
     try:
         os.environ["GLOO_SOCKET_IFNAME"] = _loopback()
+        importlib.import_module("lockstep")  # a backend of its own
         dist.init_process_group(
-            "gloo",
+            backend,
             store=dist.FileStore(str(Path(folder, "store")), world),
             rank=rank,
             world_size=world,

@@ -1,4 +1,4 @@
-"""Ranks as threads of one process: each has a Gloo group of its own over loopback, so collectives are the real ones.
+"""Ranks as threads of one process: each has a group of its own, Gloo's over loopback or `shm`: the real collectives.
 
 `run_ranks(2, function)` calls `function(rank)` in two threads and gives back what they return. There is no default
 process group. What ranks share here and processes would not: torch's global random numbers, the default dtype,
@@ -21,6 +21,8 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+
+from lockstep.distributed import ProcessGroupShm, ShmOptions
 
 CONNECT = timedelta(seconds=30)  # to meet; a short timeout is meant for collectives, not for threads that start late
 
@@ -66,8 +68,11 @@ def run_ranks(
     timeout: float = 20.0,
     group_timeout: float = 10.0,
     errors: bool = False,
+    hosts: str = "",
 ) -> list[Any]:
     """Calls `function(Rank(...), *args)` in `world` threads and returns what they return, by rank.
+
+    `hosts` gives them `shm` groups instead of Gloo's, and names the host of each rank by a letter: "aabb", or "aa".
 
     If ranks raise, the error that was raised first is raised here - the others mostly follow from it - with a note that
     names its rank. With `errors=True` nothing is raised, and an error stands in its rank's place. A rank that has
@@ -81,7 +86,7 @@ def run_ranks(
 
     def work(number: int) -> None:
         try:
-            groups[number] = _group(store, number, world, group_timeout)
+            groups[number] = (_shm_group if hosts else _group)(store, number, world, group_timeout, hosts)
             results[number] = function(Rank(number, world, groups[number]), *args)
         except BaseException as error:
             results[number] = error
@@ -108,7 +113,12 @@ def run_ranks(
     return results
 
 
-def _group(store: dist.Store, rank: int, world: int, timeout: float) -> dist.ProcessGroupGloo:
+def _shm_group(store: dist.Store, rank: int, world: int, timeout: float, hosts: str) -> ProcessGroupShm:
+    options = ShmOptions(host=hosts[rank])
+    return ProcessGroupShm(store, rank, world, timedelta(seconds=timeout), options)
+
+
+def _group(store: dist.Store, rank: int, world: int, timeout: float, _hosts: str) -> dist.ProcessGroupGloo:
     options = dist.ProcessGroupGloo._Options()
     options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
     options._timeout = CONNECT
@@ -188,7 +198,7 @@ _NAMES = {
     "send": "send",
 }
 # Where the functions of torch.distributed find a group's collectives, whoever calls them and by whichever name.
-_CLASSES = (dist.ProcessGroup, dist.ProcessGroupGloo.__mro__[1])
+_CLASSES = (dist.ProcessGroup, dist.ProcessGroupGloo.__mro__[1], ProcessGroupShm)
 
 
 class _Counter(NamedTuple):

@@ -8,6 +8,7 @@ from lockstep.distributed.ddp import DistributedDataParallel as DistributedDataP
 from lockstep.distributed.in_sync import check_in_sync as check_in_sync
 from lockstep.distributed.mean import mean_over_ranks as mean_over_ranks
 from lockstep.distributed.replicate import replicate as replicate
+from lockstep.distributed.shm import register as _register_backend
 from lockstep.distributed.state import load_training_state_dict as load_training_state_dict
 from lockstep.distributed.state import statistics as statistics
 from lockstep.distributed.state import training_state_dict as training_state_dict
@@ -18,3 +19,5 @@ from lockstep.phases import Event as Event
 from lockstep.phases import Statistics as Statistics
 
 __version__ = "0.1.0"
+
+_register_backend()

@@ -7,6 +7,8 @@ from lockstep.distributed.in_sync import check_in_sync as check_in_sync
 from lockstep.distributed.mean import mean_over_ranks as mean_over_ranks
 from lockstep.distributed.replicate import Replicated as Replicated
 from lockstep.distributed.replicate import replicate as replicate
+from lockstep.distributed.shm import ProcessGroupShm as ProcessGroupShm
+from lockstep.distributed.shm import ShmOptions as ShmOptions
 from lockstep.distributed.state import load_training_state_dict as load_training_state_dict
 from lockstep.distributed.state import statistics as statistics
 from lockstep.distributed.state import training_state_dict as training_state_dict

@@ -7,6 +7,7 @@ from torch import Tensor
 from lockstep.distributed.adaptation import AdaptivePlan
 from lockstep.distributed.collectives import Collectives, Pending
 from lockstep.distributed.gradients import GradientBucket, ManagedParameter, make_bucket
+from lockstep.distributed.memory import Empty
 from lockstep.distributed.reporting import Reporting
 
 
@@ -15,7 +16,12 @@ class BucketsInUse:
     way."""
 
     def __init__(
-        self, plan: AdaptivePlan, parameters: Sequence[ManagedParameter], reporting: Reporting, hooked: bool
+        self,
+        plan: AdaptivePlan,
+        parameters: Sequence[ManagedParameter],
+        reporting: Reporting,
+        hooked: bool,
+        empty: Empty,
     ) -> None:
         planned = plan.current.buckets
         carries = bool(planned) and planned[-1].can_carry and not hooked
@@ -27,7 +33,7 @@ class BucketsInUse:
         for number, each in enumerate(planned):
             rides = carries and number == len(planned) - 1
             members = [parameters[index] for index in each.indices]
-            bucket = make_bucket(number, each, members, reporting.numel if rides else 0)
+            bucket = make_bucket(number, each, members, reporting.numel if rides else 0, empty)
             bucket.held = rides or plan.holds(each)
             self._all.append(bucket)
             for index in each.indices:

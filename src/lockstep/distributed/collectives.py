@@ -85,6 +85,13 @@ class Collectives:
                 "Destroy it after the last backward, or run this one under no_sync()"
             )
 
+    def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Uninitialised memory for what is sent often: shared with the other ranks, if the group can do that."""
+        allocate = getattr(self.group, "allocate", None)
+        if allocate is None or device.type != "cpu":
+            return plain_memory(numel, dtype, device)
+        return allocate(numel, dtype)  # type: ignore[no-any-return]
+
     def all_reduce(self, tensor: Tensor, what: str) -> Pending:
         """Begin to sum a tensor over the ranks, in place."""
         with self.phases.phase("collective", f"all_reduce, {what}"):
@@ -129,6 +136,11 @@ class Collectives:
             "not run the same backward passes (one batch less, another branch under no_sync); look at the first "
             "error of the other ranks"
         )
+
+
+def plain_memory(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Memory of this process alone."""
+    return torch.empty(numel, dtype=dtype, device=device)
 
 
 def to_bytes(tensor: Tensor) -> bytes:

@@ -17,7 +17,7 @@ from torch.nn import Parameter
 
 from lockstep.buckets import TensorSpec
 from lockstep.distributed.dtensors import is_dtensor, like_parameter, local_part, matching_gradient
-from lockstep.distributed.memory import GradientMemory
+from lockstep.distributed.memory import Empty, GradientMemory
 from lockstep.distributed.plan import Kind, PlannedBucket
 from lockstep.distributed.report import Report
 from lockstep.errors import LayoutError
@@ -134,14 +134,16 @@ class GradientBucket(ABC):
 class SharedBucket(GradientBucket):
     """Gradients that live side by side in one flat tensor."""
 
-    def __init__(self, index: int, planned: PlannedBucket, members: Sequence[ManagedParameter], extra: int) -> None:
+    def __init__(
+        self, index: int, planned: PlannedBucket, members: Sequence[ManagedParameter], extra: int, empty: Empty
+    ) -> None:
         super().__init__(index, planned, members)
         self._extra = extra
         self._parameters = [member.parameter for member in members]
         self._indices = planned.indices
         self._dtype = self._parameters[0].dtype
         self._plain = not any(is_dtensor(parameter) for parameter in self._parameters)
-        self._memory = GradientMemory(planned.layout, self._parameters, extra)
+        self._memory = GradientMemory(planned.layout, self._parameters, extra, empty)
 
     def collect(self, scale: float, touched: bytearray) -> Tensor:
         """See :meth:`GradientBucket.collect`; the report's row, behind the gradients, is not scaled."""
@@ -306,14 +308,17 @@ class SparseBucket(GradientBucket):
 
 
 def make_bucket(
-    index: int, planned: PlannedBucket, members: Sequence[ManagedParameter], extra: int = 0
+    index: int, planned: PlannedBucket, members: Sequence[ManagedParameter], extra: int, empty: Empty
 ) -> GradientBucket:
-    """The bucket in use for a planned one; ``extra`` elements behind the gradients carry the report."""
+    """The bucket in use for a planned one; ``extra`` elements behind the gradients carry the report.
+
+    ``empty`` gives the memory of gradients that lie side by side.
+    """
     if planned.kind is Kind.ALONE:
         return AloneBucket(index, planned, members)
     if planned.kind is Kind.SPARSE:
         return SparseBucket(index, planned, members)
-    return SharedBucket(index, planned, members, extra)
+    return SharedBucket(index, planned, members, extra, empty)
 
 
 def flattened(tensor: Tensor) -> Tensor:

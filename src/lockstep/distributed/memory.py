@@ -9,7 +9,7 @@ to new memory.
 import operator
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,15 +19,21 @@ from torch.nn import Parameter
 from lockstep.buckets import Bucket
 from lockstep.distributed.dtensors import like_parameter, local_part
 
+Empty = Callable[[int, torch.dtype, torch.device], Tensor]
+"""Makes a tensor of one dimension, uninitialised."""
+
 KEPT_BELOW_BYTES = 16 * 1024
 """Buckets whose tensors are smaller than this on average keep their memory."""
 
 
 class GradientMemory:
-    """The flat tensor of a bucket, its views, and the gradients that parameters get; ``extra`` elements follow them."""
+    """The flat tensor of a bucket, its views, and the gradients that parameters get; ``extra`` elements follow them.
 
-    def __init__(self, layout: Bucket, parameters: Sequence[Parameter], extra: int) -> None:
-        self._layout, self._parameters, self._extra = layout, parameters, extra
+    ``empty`` gives the memory.
+    """
+
+    def __init__(self, layout: Bucket, parameters: Sequence[Parameter], extra: int, empty: Empty) -> None:
+        self._layout, self._parameters, self._extra, self._empty = layout, parameters, extra, empty
         self._kept = layout.nbytes < KEPT_BELOW_BYTES * len(layout.slots)
         self.flat: Tensor | None = None
         self.views: list[Tensor] = []
@@ -70,7 +76,7 @@ class GradientMemory:
 
     def _allocate(self) -> None:
         layout = self._layout
-        flat = torch.empty(layout.numel + self._extra, dtype=layout.dtype, device=layout.device)
+        flat = self._empty(layout.numel + self._extra, layout.dtype, layout.device)
         self.flat, self.views = flat, self._layout.views(flat)
         self.grads = [like_parameter(view, p) for p, view in zip(self._parameters, self.views, strict=True)]
         self._alone = storage_users(flat), references(self.grads)

@@ -32,7 +32,7 @@ from lockstep.distributed.adaptation import AdaptivePlan
 from lockstep.distributed.agree import Description, Line, agree
 from lockstep.distributed.buckets_in_use import AbandonedRound, BucketsInUse
 from lockstep.distributed.buffers import BufferSync
-from lockstep.distributed.collectives import Collectives
+from lockstep.distributed.collectives import Collectives, plain_memory
 from lockstep.distributed.conductor import Conductor
 from lockstep.distributed.drift import DriftWatch
 from lockstep.distributed.gradients import GradientBucket, ManagedParameter
@@ -117,7 +117,9 @@ class Reducer:
 
     def _make_buckets(self) -> None:
         """Build what the plan says."""
-        self._buckets = BucketsInUse(self._plan, self.parameters, self._reporting, bool(self.hooks.hooks))
+        hooked = bool(self.hooks.hooks)
+        empty = plain_memory if hooked else self.collectives.empty  # some hooks resize what they are given
+        self._buckets = BucketsInUse(self._plan, self.parameters, self._reporting, hooked, empty)
         self._bucket_of = self._buckets.of
 
     # ------------------------------------------------------------------------------------ open

@@ -1,0 +1,25 @@
+"""The ``shm`` backend of ``torch.distributed``: collectives through shared memory among the ranks of a host.
+
+``import lockstep`` registers it; ``torch.distributed.init_process_group("shm")`` uses it.
+"""
+
+from typing import Any
+
+import torch.distributed as dist
+
+from lockstep.distributed.shm.assemble import ShmOptions as ShmOptions
+from lockstep.distributed.shm.group import ProcessGroupShm as ProcessGroupShm
+
+BACKEND = "shm"
+
+
+def register() -> None:
+    """Make the backend known to ``torch.distributed``, unless it is."""
+    if dist.is_available() and not hasattr(dist.Backend, BACKEND.upper()):
+        dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu"])
+
+
+def _create(given: Any, options: ShmOptions | None) -> ProcessGroupShm:
+    return ProcessGroupShm(
+        given.store, given.group_rank, given.group_size, given.timeout, options, given.global_ranks_in_group
+    )

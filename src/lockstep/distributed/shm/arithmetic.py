@@ -1,0 +1,69 @@
+"""How values are put together: element by element, always in the order of the ranks.
+
+So a result is the same bits on every rank and in every run, whoever computes which part of it.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from lockstep.distributed.shm.descriptor import Op
+from lockstep.errors import OptionError
+
+_FUNCTIONS: dict[Op, Callable[..., Tensor]] = {
+    Op.SUM: torch.add,
+    Op.AVG: torch.add,
+    Op.PRODUCT: torch.mul,
+    Op.MIN: torch.minimum,
+    Op.MAX: torch.maximum,
+    Op.BAND: torch.bitwise_and,
+    Op.BOR: torch.bitwise_or,
+    Op.BXOR: torch.bitwise_xor,
+}
+
+
+class Reduction:
+    """Puts tensors of one dtype together.
+
+    Half precision of more than two ranks, and a mean of it, is rounded once, at the end.
+    """
+
+    def __init__(self, op: Op, dtype: torch.dtype) -> None:
+        check(op, dtype)
+        self._function, self._mean = _FUNCTIONS[op], op is Op.AVG
+        self._wide = op in (Op.SUM, Op.AVG, Op.PRODUCT) and dtype in (torch.float16, torch.bfloat16)
+
+    def __call__(self, sources: Sequence[Tensor], out: Tensor) -> None:
+        """Write to ``out``, which may be one of the sources, what becomes of two or more of them."""
+        first, *others = sources
+        into = out
+        if self._wide and (len(others) > 1 or self._mean):
+            first = into = torch.empty_like(out, dtype=torch.float32).copy_(first)
+        elif len(others) > 1 and any(out.data_ptr() == other.data_ptr() for other in others):
+            into = torch.empty_like(out)
+        for other in others:
+            self._function(first, other, out=into)
+            first = into
+        if self._mean:
+            into.div_(len(sources))
+        if into is not out:
+            out.copy_(into)
+
+
+@lru_cache(256)
+def check(op: Op, dtype: torch.dtype) -> None:
+    """Raise unless this PyTorch can put together values of that dtype in that way."""
+    try:
+        sample = torch.ones(1, dtype=torch.uint8, device="cpu").to(dtype)
+        if op is Op.AVG and not (dtype.is_floating_point or dtype.is_complex):
+            raise RuntimeError("a mean needs a floating-point or complex dtype")
+        result = _FUNCTIONS[op](sample, sample, out=sample.clone())
+        if op is Op.AVG:
+            result.div_(2)
+    except RuntimeError as error:
+        raise OptionError(
+            f"the shm process group cannot reduce {dtype} with {op.name}: {str(error).splitlines()[0]}; use another "
+            "operation, or convert the tensor first"
+        ) from error

@@ -1,0 +1,123 @@
+"""PURE: what the ranks tell each other before they move data, and what is said if they do not agree."""
+
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import lru_cache
+
+import torch
+
+from lockstep.errors import AgreementError
+
+
+class Kind(IntEnum):
+    """The collectives."""
+
+    ALL_REDUCE = 0
+    REDUCE = 1
+    BROADCAST = 2
+    ALL_GATHER = 3
+    REDUCE_SCATTER = 4
+    BARRIER = 5
+
+
+class Op(IntEnum):
+    """How values are put together."""
+
+    SUM = 0
+    AVG = 1
+    PRODUCT = 2
+    MIN = 3
+    MAX = 4
+    BAND = 5
+    BOR = 6
+    BXOR = 7
+
+
+_COMMON = struct.Struct("<cBBBiQI")
+_PLACE = struct.Struct("<qQ")
+
+
+@dataclass(frozen=True, slots=True)
+class Descriptor:
+    """One collective, as one rank sees it: what must be the same on all."""
+
+    kind: Kind
+    dtype: torch.dtype = torch.uint8
+    numel: int = 0
+    """Elements that a rank contributes, all tensors together (of ``REDUCE_SCATTER``: that a rank receives)."""
+    op: Op = Op.SUM
+    root: int = 0
+    tensors: int = 1
+
+    def pack(self) -> bytes:
+        """As a message."""
+        return _COMMON.pack(b"C", self.kind, self.op, _codes()[self.dtype], self.root, self.numel, self.tensors)
+
+    @classmethod
+    def unpack(cls, message: bytes) -> "Descriptor":
+        """What :meth:`pack` packed."""
+        _, kind, op, dtype, root, numel, tensors = _COMMON.unpack_from(message)
+        return cls(Kind(kind), list(_codes())[dtype], numel, Op(op), root, tensors)
+
+    def __str__(self) -> str:
+        name = self.kind.name.lower()
+        if self.kind is Kind.BARRIER:
+            return name
+        several = f" in {self.tensors} tensors" if self.tensors != 1 else ""
+        details = []
+        if self.kind in (Kind.ALL_REDUCE, Kind.REDUCE, Kind.REDUCE_SCATTER):
+            details.append(self.op.name)
+        if self.kind in (Kind.REDUCE, Kind.BROADCAST):
+            details.append(f"{'to' if self.kind is Kind.REDUCE else 'from'} rank {self.root}")
+        return f"{name}({', '.join([f'{self.numel} elements{several}', str(self.dtype), *details])})"
+
+
+@lru_cache(1)
+def _codes() -> dict[torch.dtype, int]:
+    """A number for every dtype of this PyTorch."""
+    dtypes = {each for each in vars(torch).values() if isinstance(each, torch.dtype)}
+    return {dtype: code for code, dtype in enumerate(sorted(dtypes, key=str))}
+
+
+def with_place(message: bytes, place: tuple[int, int] | None) -> bytes:
+    """A descriptor's message with the piece of shared memory and the byte at which this rank's tensor begins."""
+    number, offset = place if place is not None else (-1, 0)
+    return message + _PLACE.pack(number, offset)
+
+
+def place_of(message: bytes) -> tuple[int, int] | None:
+    """Where the tensor of the rank that sent a message begins; None if it is not in shared memory."""
+    number, offset = _PLACE.unpack_from(message, _COMMON.size)
+    return (number, offset) if number >= 0 else None
+
+
+def said_by(messages: Sequence[bytes], ranks: Sequence[int]) -> dict[str, list[int]]:
+    """What the ranks are about to run, in words, and who says so; one entry if they agree."""
+    common = messages[0][: _COMMON.size]
+    if all(message.startswith(common) for message in messages):
+        return {str(Descriptor.unpack(common)): list(ranks)}
+    said: dict[str, list[int]] = {}
+    for rank, message in zip(ranks, messages, strict=True):
+        said.setdefault(str(Descriptor.unpack(message)), []).append(rank)
+    return said
+
+
+def compare(messages: Sequence[bytes], ranks: Sequence[int]) -> None:
+    """Raise :class:`AgreementError`, the same on every rank, unless all are about to run the same collective."""
+    common = messages[0][: _COMMON.size]
+    if not all(message.startswith(common) for message in messages):
+        raise disagreement(said_by(messages, ranks))
+
+
+def disagreement(said: Mapping[str, Sequence[int]]) -> AgreementError:
+    """The error for ranks that do not say the same."""
+    lines = [
+        f"rank{'s' if len(by) > 1 else ''} {', '.join(map(str, sorted(by)))}: {what}" for what, by in said.items() if by
+    ]
+    return AgreementError(
+        "the ranks of a shm process group run different collectives, and no data has been moved: "
+        f"{'; '.join(lines)}. Every rank has to run the same collectives in the same order, with the same sizes and "
+        "dtypes; the group can be used further"
+    )

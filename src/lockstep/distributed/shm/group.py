@@ -1,0 +1,199 @@
+"""The ``shm`` process group: PyTorch's methods of a process group, over shared memory.
+
+What is native (``native.py``) runs in ``one_host.py`` or ``many_hosts.py``, in the order in which it was begun
+(``works.py``); the rest (``rest.py``) - gather, scatter, all-to-all, send and receive, sparse tensors - goes to a Gloo
+group beside it.
+"""
+
+import weakref
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore
+
+from lockstep.distributed.shm.assemble import Assembly, ShmOptions
+from lockstep.distributed.shm.native import NativeCollectives, Runner
+from lockstep.distributed.shm.rest import CollectivesOfGloo
+from lockstep.distributed.shm.works import ShmWork, WorkQueue
+from lockstep.errors import AgreementError, CommunicationError, OptionError
+
+_ProcessGroup: Any = dist.ProcessGroup  # its type has overloads that no method here could match
+
+
+class ProcessGroupShm(NativeCollectives, CollectivesOfGloo, _ProcessGroup):
+    """What ``init_process_group("shm")`` and ``new_group(backend="shm")`` make.
+
+    Its collectives are those of ``torch.distributed``; only :meth:`allocate` is a method that other groups do not have.
+    Ranks in messages are those of the default group.
+    """
+
+    def __init__(
+        self,
+        store: Any,
+        rank: int,
+        size: int,
+        timeout: timedelta = timedelta(minutes=30),
+        options: ShmOptions | None = None,
+        global_ranks: Sequence[int] = (),
+    ) -> None:
+        _ProcessGroup.__init__(self, rank, size)
+        self._store, self._timeout, self._options = store, timeout.total_seconds(), options or ShmOptions()
+        self._names = list(global_ranks) or list(range(size))
+        self._parts = Assembly(store, rank, self._names, self._timeout, self._options)
+        self._queue = WorkQueue(f"shm rank {self._names[rank]}")
+        self._splits, self._group_name, self._group_desc = 0, "", ""
+        self._end = weakref.finalize(self, _end, self._queue, self._parts)
+
+    def allocate(self, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """A tensor of one dimension, uninitialised, in memory that every rank of the host can see.
+
+        Collectives on it, and on views of it without gaps, need no copy if every rank's tensor lies in such memory.
+        Nothing is communicated. The memory is free again when the tensor and its views are gone.
+
+        Example:
+            >>> group = ProcessGroupShm(dist.HashStore(), 0, 1)
+            >>> bucket = group.allocate(1024, torch.bfloat16)
+            >>> bucket.shape
+            torch.Size([1024])
+        """
+        return self._parts.table.pool.allocate(numel, dtype)
+
+    # -------------------------------------------------------------------------- what PyTorch asks
+
+    def getBackendName(self) -> str:
+        """The name of the backend."""
+        return "shm"
+
+    name = getBackendName
+
+    def setGroupName(self, name: str) -> None:
+        """The name under which PyTorch finds the group."""
+        self._group_name = name
+
+    def getGroupName(self) -> str:
+        """The name under which PyTorch finds the group."""
+        return self._group_name
+
+    def setGroupDesc(self, description: str) -> None:
+        """What the group is for."""
+        self._group_desc = description
+
+    def getGroupDesc(self) -> str:
+        """What the group is for."""
+        return self._group_desc
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cpu")]
+
+    def _get_backend(self, device: torch.device) -> "ProcessGroupShm":
+        if torch.device(device).type != "cpu":
+            raise OptionError(f"the shm process group has no backend for {device}, only for the CPU")
+        return self
+
+    @property
+    def options(self) -> ShmOptions:
+        """The options it was made with."""
+        return self._options
+
+    @property
+    def supports_splitting(self) -> bool:
+        """Whether ``dist.split_group`` works: it asks for an accelerator; :meth:`split_group` works everywhere."""
+        return False
+
+    @property
+    def supports_coalescing(self) -> bool:
+        """Whether PyTorch may gather collectives up in a way of the backend's own."""
+        return False
+
+    def _set_default_timeout(self, timeout: timedelta) -> None:
+        self._timeout = timeout.total_seconds()
+        if self._parts.rest is not None:
+            self._parts.rest.set_timeout(timeout)
+
+    set_timeout = _set_default_timeout
+
+    def _set_sequence_number_for_group(self) -> None:
+        """Nothing to be done: ranks compare what they run."""
+
+    def split_group(
+        self,
+        ranks: Sequence[int],
+        timeout: timedelta | None = None,
+        opts: ShmOptions | None = None,
+        group_name: str | None = None,
+        group_desc: str | None = None,
+        **_: Any,
+    ) -> "ProcessGroupShm | None":
+        """A group of some of the ranks, given as ranks of this one; None on all others. Every rank has to call it."""
+        self._splits += 1
+        members = sorted(ranks)
+        if self.rank() not in members:
+            return None
+        store = PrefixStore(f"split {self._splits} {group_name or ''} {members}", self._store)
+        names = [self._names[rank] for rank in members]
+        limit = timeout or timedelta(seconds=self._timeout)
+        group = ProcessGroupShm(store, members.index(self.rank()), len(members), limit, opts or self._options, names)
+        if group_name is not None:
+            group._set_group_name(group_name)
+        group._set_group_desc(group_desc or f"split of {self.group_desc}")
+        return group
+
+    def shutdown(self) -> None:
+        """Leave the group: collectives that wait are ended, here with an error and on other ranks, too."""
+        self._end()
+
+    def abort(self) -> None:
+        """End the group on every rank, at once."""
+        reason = f"the shm process group is aborted: rank {self._names[self.rank()]} called abort()"
+        self._parts.abort(reason, at_work=True)
+        self._end()
+
+    # ----------------------------------------------------------------------------------- machinery
+
+    def _begin(self, run: Callable[[Runner], object], outputs: list[Tensor], opts: Any) -> ShmWork:
+        given = getattr(opts, "timeout", None)
+        timeout = given.total_seconds() if given is not None and given > timedelta(0) else self._timeout
+        parts, name = self._parts, self._names[self.rank()]
+
+        def run_in(waited_for: bool, _: Any = self) -> None:  # while it has not run, the group is in use
+            _run(parts, run, timeout, name, waited_for)
+
+        work = ShmWork(self._queue, run_in, outputs)
+        return self._queue.add(work, background=getattr(opts, "asyncOp", True))
+
+    def _gloo(self) -> Any:
+        if self._parts.rest is None:
+            raise CommunicationError("the shm process group has been destroyed")
+        return self._parts.rest
+
+
+def _run(parts: Assembly, run: Callable[[Runner], object], timeout: float, name: int, waited_for: bool) -> None:
+    """Run a collective; what fails on this rank alone ends the group, as the others would wait for ever."""
+    parts.table.timeout = timeout
+    parts.peers.patient = waited_for
+    try:
+        if torch.is_inference_mode_enabled():  # what is made there could not be written elsewhere
+            with torch.inference_mode(False):
+                run(parts.run)
+        else:
+            run(parts.run)
+    except (AgreementError, OptionError):
+        raise  # on every rank, before anything was moved
+    except CommunicationError as error:
+        parts.abort(str(error))
+        raise
+    except BaseException as error:
+        parts.abort(f"the shm process group is aborted: rank {name} failed in a collective: {error!r}")
+        raise
+
+
+def _end(queue: WorkQueue, parts: Assembly) -> None:
+    """Leave, let the threads end, and close; also when the group is collected, or the interpreter ends."""
+    parts.leave()
+    queue.close_and_wait()
+    parts.close()

@@ -1,0 +1,252 @@
+"""The collectives that shared memory does itself, with PyTorch's names and arguments.
+
+Each checks its tensors, and begins; tensors are turned into plain ones of one dimension when their turn comes.
+"""
+
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lockstep.compiler import outside_compiler
+from lockstep.distributed.shm.descriptor import Op
+from lockstep.distributed.shm.layout import as_one, check_numel, check_tensors, check_writable, give_back
+from lockstep.distributed.shm.many_hosts import ManyHosts
+from lockstep.distributed.shm.one_host import OneHost
+from lockstep.distributed.shm.works import ShmWork
+from lockstep.errors import LayoutError, OptionError
+
+Runner = OneHost | ManyHosts
+Tensors = list[Tensor] | Tensor
+A = TypeVar("A")
+B = TypeVar("B")
+
+
+class NativeCollectives:
+    """What a process group has to have for them: its size and rank, and a way to begin."""
+
+    rank: Callable[[], int]
+    size: Callable[[], int]
+
+    @abstractmethod
+    def _begin(self, run: Callable[[Runner], object], outputs: list[Tensor], opts: Any) -> ShmWork:
+        """Begin what ``run`` does."""
+
+    @abstractmethod
+    def _gloo(self) -> Any:
+        """The group for sparse tensors."""
+
+    # ----------------------------------------------------------------------- reduce and broadcast
+
+    @outside_compiler
+    def allreduce(self, tensors: Tensors, opts: Any = None) -> Any:
+        """Put a tensor together over all ranks, in place; instead of ``opts`` there may be a ``ReduceOp``."""
+        tensors = _listed(tensors)
+        if tensors and tensors[0].layout != torch.strided:
+            return self._gloo().allreduce(tensors, opts or dist.AllreduceOptions())
+        return self._all_reduce(tensors, opts)
+
+    @outside_compiler
+    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Any:
+        """The same for several tensors of one dtype, moved as one."""
+        return self._all_reduce(tensors, opts)
+
+    def _all_reduce(self, tensors: list[Tensor], opts: Any) -> ShmWork:
+        check_tensors(tensors, "all_reduce")
+        check_writable(tensors, "all_reduce")
+        op = _op(opts)
+
+        def run(ranks: Runner) -> None:
+            x = as_one(tensors)
+            ranks.all_reduce(x, op, len(tensors))
+            give_back(x, tensors)
+
+        return self._begin(run, tensors, opts)
+
+    @outside_compiler
+    def reduce(self, tensors: Tensors, opts: Any = None) -> Any:
+        """Put a tensor together over all ranks, on one."""
+        tensors, opts = _listed(tensors), opts or dist.ReduceOptions()
+        check_tensors(tensors, "reduce")
+        op, root = _op(opts), _root(opts, self.size(), "reduce")
+        if self.rank() == root:
+            check_writable(tensors, "reduce")
+
+        def run(ranks: Runner) -> None:
+            x = as_one(tensors)
+            ranks.reduce(x, op, root)
+            if self.rank() == root:
+                give_back(x, tensors)
+
+        return self._begin(run, tensors, opts)
+
+    @outside_compiler
+    def broadcast(self, tensors: Tensors, opts: Any = None) -> Any:
+        """Give every rank one rank's tensor, in place; instead of ``opts`` there may be that rank."""
+        tensors, opts = _listed(tensors), dist.BroadcastOptions() if opts is None else opts
+        check_tensors(tensors, "broadcast")
+        root = _root(opts, self.size(), "broadcast")
+        if self.rank() != root:
+            check_writable(tensors, "broadcast")
+
+        def run(ranks: Runner) -> None:
+            x = as_one(tensors)
+            ranks.broadcast(x, root, len(tensors))
+            if self.rank() != root:
+                give_back(x, tensors)
+
+        return self._begin(run, tensors, opts)
+
+    @outside_compiler
+    def barrier(self, opts: Any = None) -> Any:
+        """Wait for every rank."""
+        return self._begin(lambda ranks: ranks.barrier(), [], opts)
+
+    # ------------------------------------------------------------------------------------- gather
+
+    @outside_compiler
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Any:
+        """Give every rank the tensors of all, each in a tensor of its own."""
+        return self._all_gather(outputs, inputs, opts)
+
+    @outside_compiler
+    def allgather_coalesced(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Any:
+        """The same for several tensors; one list of outputs for each rank."""
+        _check_count(outputs, self.size(), "all_gather_coalesced")
+        for given in outputs:
+            _pairs(given, inputs, "all_gather_coalesced")
+        return self._all_gather([list(given) for given in zip(*outputs, strict=True)], inputs, opts)
+
+    def _all_gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> ShmWork:
+        for given, x in _pairs(outputs, inputs, "all_gather"):
+            check_tensors([x, *given], "all_gather")
+            check_writable(given, "all_gather")
+            _check_count(given, self.size(), "all_gather")
+            check_numel(given, x.numel(), "all_gather")
+
+        def run(ranks: Runner) -> None:
+            for given, x in zip(outputs, inputs, strict=True):
+                parts = [as_one([each]) for each in given]
+                ranks.all_gather(parts, as_one([x]), len(inputs))
+                for part, each in zip(parts, given, strict=True):
+                    give_back(part, [each])
+
+        return self._begin(run, [each for given in outputs for each in given], opts)
+
+    @outside_compiler
+    def all_gather_single(self, output: Tensor, x: Tensor, opts: Any = None) -> Any:
+        """Give every rank the tensors of all, in one tensor."""
+        return self._all_gather_single([output], [x], opts)
+
+    @outside_compiler
+    def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
+        """The same for several tensors."""
+        return self._all_gather_single(outputs, inputs, opts)
+
+    def _all_gather_single(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> ShmWork:
+        for output, x in _pairs(outputs, inputs, "all_gather_single"):
+            check_tensors([x, output], "all_gather_single")
+            check_writable([output], "all_gather_single")
+            check_numel([output], x.numel() * self.size(), "all_gather_single")
+
+        def run(ranks: Runner) -> None:
+            for output, x in zip(outputs, inputs, strict=True):
+                whole = as_one([output])
+                ranks.all_gather(whole.view(self.size(), -1).unbind(), as_one([x]), len(inputs))
+                give_back(whole, [output])
+
+        return self._begin(run, outputs, opts)
+
+    # -------------------------------------------------------------------------------- reduce-scatter
+
+    @outside_compiler
+    def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> Any:
+        """Put the tensors that all ranks have for a rank together, for every rank."""
+        op = _op(opts)
+        for output, given in _pairs(outputs, inputs, "reduce_scatter"):
+            check_tensors([output, *given], "reduce_scatter")
+            check_writable([output], "reduce_scatter")
+            _check_count(given, self.size(), "reduce_scatter")
+            check_numel(given, output.numel(), "reduce_scatter")
+
+        def run(ranks: Runner) -> None:
+            for output, given in zip(outputs, inputs, strict=True):
+                result = as_one([output])
+                ranks.reduce_scatter(result, [as_one([each]) for each in given], op, len(outputs))
+                give_back(result, [output])
+
+        return self._begin(run, outputs, opts)
+
+    @outside_compiler
+    def reduce_scatter_single(self, output: Tensor, x: Tensor, opts: Any = None) -> Any:
+        """The same, with what is for all ranks in one tensor."""
+        return self._reduce_scatter_single([output], [x], opts)
+
+    @outside_compiler
+    def reduce_scatter_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
+        """The same for several tensors."""
+        return self._reduce_scatter_single(outputs, inputs, opts)
+
+    def _reduce_scatter_single(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> ShmWork:
+        op = _op(opts)
+        for output, x in _pairs(outputs, inputs, "reduce_scatter_single"):
+            check_tensors([output, x], "reduce_scatter_single")
+            check_writable([output], "reduce_scatter_single")
+            check_numel([x], output.numel() * self.size(), "reduce_scatter_single")
+
+        def run(ranks: Runner) -> None:
+            for output, x in zip(outputs, inputs, strict=True):
+                result = as_one([output])
+                ranks.reduce_scatter(result, as_one([x]).view(self.size(), -1).unbind(), op, len(outputs))
+                give_back(result, [output])
+
+        return self._begin(run, outputs, opts)
+
+    # What PyTorch called them before 2.13.
+    _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+
+_OPS = {int(getattr(dist.ReduceOp, op.name)): op for op in Op}
+
+
+def _op(opts: Any) -> Op:
+    """What PyTorch calls the operation, as ours."""
+    if opts is None:
+        return Op.SUM
+    given: Any = getattr(opts, "reduceOp", opts)
+    given = getattr(given, "op", given)
+    try:
+        return _OPS[int(given)]
+    except KeyError:
+        known = ", ".join(op.name for op in Op)
+        raise OptionError(f"the shm process group does not know {given}; it knows {known}") from None
+
+
+def _root(opts: Any, size: int, what: str) -> int:
+    root = opts if isinstance(opts, int) else int(opts.rootRank)
+    if not 0 <= root < size:
+        raise OptionError(f"{what}: expected a rank of the group from 0 to {size - 1}, got {root}")
+    return root
+
+
+def _listed(tensors: Tensors) -> list[Tensor]:
+    """Some of PyTorch's own code hands over a single tensor."""
+    return [tensors] if isinstance(tensors, Tensor) else tensors
+
+
+def _pairs(outputs: Sequence[A], inputs: Sequence[B], what: str) -> list[tuple[A, B]]:
+    """Each output with its input; raises unless there are as many."""
+    if len(outputs) != len(inputs):
+        raise LayoutError(f"{what}: expected as many outputs as inputs, got {len(outputs)} and {len(inputs)}")
+    return list(zip(outputs, inputs, strict=True))
+
+
+def _check_count(given: Sequence[object], size: int, what: str) -> None:
+    if len(given) != size:
+        raise LayoutError(f"{what}: expected {size} tensors, one for each rank, got {len(given)}")

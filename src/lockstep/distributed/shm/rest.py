@@ -1,0 +1,73 @@
+"""What shared memory does not do itself: it goes to a Gloo group beside it."""
+
+from abc import abstractmethod
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from lockstep.compiler import outside_compiler
+
+_Gloo: Any = dist.ProcessGroupGloo  # its type does not have its options
+
+
+def gloo(store: Any, rank: int, size: int, timeout: float, one_host: bool) -> Any:
+    """A Gloo group; on one host it stays on the loopback interface, and connects when it is used.
+
+    So nobody waits for a rank that dies meanwhile. (A rank that is alive but never comes ends the first use after
+    Gloo's own attempts to connect, some 15 s, if the time-out is less.)
+    """
+    if not one_host:
+        return _Gloo(store, rank, size, timedelta(seconds=timeout))
+    options = _Gloo._Options()
+    options._devices = [_Gloo.create_device(hostname="127.0.0.1", lazy_init=True)]
+    options._timeout = timedelta(seconds=timeout)
+    return _Gloo(store, rank, size, options)
+
+
+class CollectivesOfGloo:
+    """Each is a method of its own: PyTorch's C++ looks them up by name."""
+
+    @abstractmethod
+    def _gloo(self) -> Any:
+        """The Gloo group."""
+
+    @outside_compiler
+    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Any:
+        """Give one rank the tensors of all."""
+        return self._gloo().gather(outputs, inputs, opts or dist.GatherOptions())
+
+    @outside_compiler
+    def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> Any:
+        """Give every rank one of the tensors of one."""
+        return self._gloo().scatter(outputs, inputs, opts or dist.ScatterOptions())
+
+    @outside_compiler
+    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
+        """Give every rank one of the tensors of each."""
+        return self._gloo().alltoall(outputs, inputs, opts or dist.AllToAllOptions())
+
+    @outside_compiler
+    def all_to_all_single(
+        self, output: Tensor, x: Tensor, output_sizes: list[int], input_sizes: list[int], opts: Any = None
+    ) -> Any:
+        """The same, with one tensor for all."""
+        return self._gloo().alltoall_base(output, x, output_sizes, input_sizes, opts or dist.AllToAllOptions())
+
+    alltoall_base = all_to_all_single
+
+    @outside_compiler
+    def send(self, tensors: list[Tensor], destination: int, tag: int = 0) -> Any:
+        """Send tensors to one rank."""
+        return self._gloo().send(tensors, destination, tag)
+
+    @outside_compiler
+    def recv(self, tensors: list[Tensor], source: int, tag: int = 0) -> Any:
+        """Receive tensors from one rank."""
+        return self._gloo().recv(tensors, source, tag)
+
+    @outside_compiler
+    def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> Any:
+        """Receive tensors from whoever sends some."""
+        return self._gloo().recv_anysource(tensors, tag)

@@ -1,0 +1,215 @@
+"""Collectives that have been begun: in their order, run by whoever waits for one, or by a thread of their own.
+
+A rank that waits runs what is due itself: no thread has to wake up for it. What was begun without being waited for is
+run by a worker thread in the background. Futures, whose callbacks may begin and wait for further collectives, are
+completed by a worker while another one stands by.
+"""
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lockstep.compiler import outside_compiler
+from lockstep.errors import CommunicationError, LockstepError
+
+SMALL_BYTES = 1024
+"""What the outputs of a work may hold that is kept for a while."""
+CLOSE_SECONDS = 5.0
+"""How long the end of a group waits for a callback of a future that does not return."""
+
+
+class ShmWork(dist.Work):
+    """A collective on its way; the methods are those of ``torch.distributed.Work``."""
+
+    def __init__(self, queue: "WorkQueue", run: Callable[[bool], object], outputs: list[Tensor]) -> None:
+        super().__init__()
+        self.run, self.outputs = run, outputs
+        self.done = False
+        self.error: BaseException | None = None
+        self.trigger: torch.futures.Future[None] | None = None
+        self.future: torch.futures.Future[list[Tensor]] | None = None
+        """What follows it; an error that is set on a future of Python's would be a value for code in C++."""
+        self._queue = queue
+
+    @outside_compiler
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Return when the tensors hold the result; raises what the collective raised."""
+        self._queue.finish(self, timeout.total_seconds())
+        if self.error is not None:
+            raise self.error
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether it is over."""
+        return self.done
+
+    def is_success(self) -> bool:
+        """Whether it is over and has not failed."""
+        return self.done and self.error is None
+
+    def exception(self) -> BaseException | None:
+        """What it raised."""
+        return self.error
+
+    def result(self) -> list[Tensor]:
+        """The tensors with the result."""
+        return self.outputs
+
+    def synchronize(self) -> None:
+        """Wait; there is no stream to do it for."""
+        self.wait()
+
+    def get_future(self) -> "torch.futures.Future[list[Tensor]]":
+        """A future with the list of the output tensors."""
+        return self._queue.future_of(self)
+
+
+class WorkQueue:
+    """The collectives of one group, in the order in which they were begun."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._condition = threading.Condition()
+        self._begun: deque[ShmWork] = deque()
+        self._completions: deque[ShmWork] = deque()
+        self._running = False
+        self._closed = False
+        self._recent: deque[ShmWork] = deque(maxlen=256)
+        """Kept for C++ code that holds a work, and waits for it, when Python has dropped it: as PyTorch's Join does."""
+        self._ready = 0  # workers that wait, or run a collective
+        self._workers: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+
+    def add(self, work: ShmWork, background: bool) -> ShmWork:
+        """Begin a collective; unless ``background`` the caller waits for it at once."""
+        with self._condition:
+            if self._closed:
+                raise CommunicationError("the shm process group has been destroyed")
+            self._begun.append(work)
+            if sum(output.nbytes for output in work.outputs) <= SMALL_BYTES:
+                self._recent.append(work)
+            if background:
+                self._call_worker()
+        return work
+
+    def finish(self, work: ShmWork, timeout: float = 0.0) -> None:
+        """Return when ``work`` is over, running it, and what comes before it, if nobody else does."""
+        with self._condition:
+            if timeout > 0 and not work.done:  # somebody else has to run it, so that this thread can stop waiting
+                self._call_worker()
+                if not self._condition.wait_for(lambda: work.done, timeout):
+                    raise CommunicationError(f"the collective was not over after {timeout:g} s; it goes on")
+            while not work.done:
+                if self._running or not self._begun:
+                    self._condition.wait()
+                else:
+                    self._run_next(waited_for=True)
+
+    def future_of(self, work: ShmWork) -> "torch.futures.Future[list[Tensor]]":
+        """The future of a collective, made when it is asked for."""
+        with self._condition:
+            future = work.future
+            if future is None:
+                work.trigger = torch.futures.Future()
+                future = work.future = work.trigger.then(lambda _: _outcome(work))
+                if work.done:
+                    _complete(work)
+                else:
+                    self._call_worker()
+        return future
+
+    def close_and_wait(self) -> None:
+        """Begin nothing any more, and return when no thread is at work; what has not begun fails."""
+        with self._condition:
+            self._closed = True
+            self._condition.notify_all()
+            while self._begun and not self._running:
+                self._run_next(waited_for=True)
+            workers = [each for each in self._workers if each is not threading.current_thread()]
+        for worker in workers:
+            worker.join(CLOSE_SECONDS)
+
+    def _run_next(self, waited_for: bool) -> None:
+        """Run the first collective, in a thread that has nothing else to do if it is waited for.
+
+        Called, and left, with the condition held.
+        """
+        work = self._begun.popleft()
+        self._running = True
+        self._condition.release()
+        try:
+            work.run(waited_for)
+        except LockstepError as error:
+            work.error = error
+        except BaseException as error:
+            work.error = _wrapped(error)
+            if not isinstance(error, Exception):
+                raise
+        finally:
+            del work.run  # perhaps the last one to hold the group, whose end waits for other threads
+            self._condition.acquire()
+            self._running = False
+            work.done = True
+            if work.error is not None and work in self._recent:  # its traceback holds the group
+                self._recent.remove(work)
+            if work.future is not None:
+                self._completions.append(work)
+                self._call_worker()
+            self._condition.notify_all()
+
+    def _call_worker(self) -> None:
+        """See that a worker is about to look; with the condition held."""
+        if self._ready:
+            self._condition.notify_all()
+        else:
+            worker = threading.Thread(target=self._work, name=f"lockstep {self._name}", daemon=True)
+            self._workers.add(worker)
+            self._ready += 1
+            worker.start()
+
+    def _work(self) -> None:
+        with self._condition:
+            while True:
+                if self._completions:
+                    self._complete_next()
+                elif self._begun and not self._running:
+                    self._run_next(waited_for=False)
+                elif self._closed:
+                    self._ready -= 1
+                    return
+                else:
+                    self._condition.wait()
+
+    def _complete_next(self) -> None:
+        work = self._completions.popleft()
+        self._ready -= 1
+        self._call_worker()  # who stands by
+        self._condition.release()
+        try:
+            _complete(work)
+        finally:
+            self._condition.acquire()
+            self._ready += 1
+
+
+def _complete(work: ShmWork) -> None:
+    assert work.trigger is not None
+    work.trigger.set_result(None)
+
+
+def _outcome(work: "ShmWork") -> list[Tensor]:
+    if work.error is not None:
+        raise work.error
+    return work.outputs
+
+
+def _wrapped(error: BaseException) -> Any:
+    wrapped = CommunicationError(f"a collective of the shm process group failed: {type(error).__name__}: {error}")
+    wrapped.__cause__ = error
+    return wrapped

@@ -1,0 +1,762 @@
+"""Ranks of a `shm` group that differ, fail, stall, leave or are killed: every rank is told which one, and why."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import lockstep
+from lockstep.distributed import ProcessGroupShm, ShmOptions
+from lockstep.distributed.shm import meeting
+from lockstep.distributed.shm.arithmetic import Reduction
+from lockstep.distributed.shm.peers import Peers
+from lockstep.errors import AgreementError, CommunicationError, DeviceError, LayoutError, OptionError
+from processes import RankEndedError, run_processes
+from threaded import run_ranks
+
+BIG = 100_000  # elements of float32 that do not go at once
+LEVELS = ["aaa", "aab"]
+
+
+def error_of(call):
+    """What a call raises, as type and text, and the seconds that took."""
+    begin = time.monotonic()
+    try:
+        call()
+    except Exception as error:
+        return type(error), str(error), time.monotonic() - begin
+    return None, "", time.monotonic() - begin
+
+
+def still_works(rank):
+    x = torch.full((BIG,), rank.rank + 1.0)
+    dist.all_reduce(x, group=rank.group)
+    return x.unique().tolist() == [rank.world * (rank.world + 1) / 2]
+
+
+def shared_memory():
+    with open("/proc/self/maps") as maps:
+        return sum("memfd:lockstep" in line for line in maps)
+
+
+def descriptors():
+    return len(os.listdir("/proc/self/fd"))
+
+
+# ------------------------------------------------------------------------------- ranks that differ
+
+
+def options(cls, **values):
+    made = cls()
+    for name, value in values.items():
+        setattr(made, name, value)
+    return made
+
+
+def reduces(numel, dtype=torch.float32, op=dist.ReduceOp.SUM, tensors=1):
+    def call(group):
+        given = [torch.ones(numel, dtype=dtype) for _ in range(tensors)]
+        return group.allreduce_coalesced(given, options(dist.AllreduceOptions, reduceOp=op))
+
+    return call
+
+
+def broadcasts(numel, root):
+    return lambda group: group.broadcast([torch.ones(numel)], options(dist.BroadcastOptions, rootRank=root))
+
+
+def reduces_to(numel, root):
+    return lambda group: group.reduce([torch.ones(numel)], options(dist.ReduceOptions, rootRank=root))
+
+
+def gathers(numel, tensors=1):
+    def call(group):
+        given = [torch.ones(numel) for _ in range(tensors)]
+        return group.allgather_coalesced([[torch.ones(numel) for _ in given] for _ in range(group.size())], given)
+
+    return call
+
+
+def scatters(numel, op=dist.ReduceOp.SUM):
+    def call(group):
+        parts = [torch.ones(numel) for _ in range(group.size())]
+        return group.reduce_scatter([torch.ones(numel)], [parts], options(dist.ReduceScatterOptions, reduceOp=op))
+
+    return call
+
+
+def waits(group):
+    return group.barrier()
+
+
+DIFFERENCES = {
+    "size": (reduces(3), reduces(4), "all_reduce(3 elements, torch.float32, SUM)", "all_reduce(4 elements"),
+    "size, one at once": (reduces(BIG), reduces(3), f"all_reduce({BIG} elements", "all_reduce(3 elements"),
+    "empty": (reduces(0), reduces(1), "all_reduce(0 elements", "all_reduce(1 elements"),
+    "dtype": (reduces(4), reduces(4, torch.bfloat16), "torch.float32, SUM", "torch.bfloat16, SUM"),
+    "dtype of as many bytes": (
+        reduces(4),
+        reduces(2, torch.float64),
+        "4 elements, torch.f",
+        "2 elements, torch.float64",
+    ),
+    "operation": (reduces(4), reduces(4, op=dist.ReduceOp.MAX), "torch.float32, SUM", "torch.float32, MAX"),
+    "kind": (reduces(BIG), broadcasts(BIG, 0), "all_reduce(", "broadcast("),
+    "a barrier": (waits, reduces(4), ": barrier", "all_reduce("),
+    "root": (broadcasts(4, 0), broadcasts(4, 2), "from rank 0", "from rank 2"),
+    "root of a reduce": (reduces_to(BIG, 0), reduces_to(BIG, 1), "to rank 0", "to rank 1"),
+    "tensors": (reduces(4, tensors=3), reduces(6, tensors=2), "12 elements in 3 tensors", "12 elements in 2 tensors"),
+    "tensors that are gathered": (gathers(4, 2), gathers(4, 3), "in 2 tensors", "in 3 tensors"),
+    "size that is gathered": (gathers(BIG), gathers(4), f"all_gather({BIG} elements", "all_gather(4 elements"),
+    "size that is scattered": (scatters(BIG), scatters(4), f"reduce_scatter({BIG} e", "reduce_scatter(4 elements"),
+    "operation of a scatter": (scatters(4), scatters(4, dist.ReduceOp.MIN), "SUM", "MIN"),
+}
+
+
+def differs(rank, name, other):
+    """One rank calls something else."""
+    most, one, *_ = DIFFERENCES[name]
+    raised = error_of(lambda: (one if rank.rank == other else most)(rank.group).wait())
+    return raised[:2], still_works(rank)
+
+
+@pytest.mark.parametrize("hosts", LEVELS)
+@pytest.mark.parametrize("name", DIFFERENCES)
+def test_a_difference_is_told_to_every_rank_and_the_group_goes_on(name, hosts):
+    for other in (0, 2):
+        results = run_ranks(3, differs, name, other, hosts=hosts)
+        (_, text), works = results[0]
+        assert results == [((AgreementError, text), True)] * 3
+        assert works
+        most, one = DIFFERENCES[name][2:]
+        said = dict(part.split(": ", 1) for part in text.split("moved: ")[1].split(". Every")[0].split("; "))
+        assert one.removeprefix(": ") in said[f"rank {other}"]
+        assert most.removeprefix(": ") in said["ranks " + ", ".join(str(r) for r in range(3) if r != other)]
+
+
+def all_differ(rank):
+    return error_of(lambda: reduces(rank.rank + 1)(rank.group).wait())[:2], still_works(rank)
+
+
+def test_where_all_differ_each_is_named():
+    results = run_ranks(4, all_differ, hosts="aaaa")
+    assert len(set(results)) == 1
+    for number in range(4):
+        assert f"rank {number}: all_reduce({number + 1} elements" in results[0][0][1]
+
+
+def other_order(rank, hosts):
+    """The same collectives in another order, begun at once."""
+    calls = [reduces(BIG), broadcasts(BIG, 1), waits]
+    if rank.rank == 1:
+        calls.reverse()
+    works = [call(rank.group) for call in calls]
+    return [error_of(work.wait)[0] for work in works], still_works(rank)
+
+
+@pytest.mark.parametrize("hosts", LEVELS)
+def test_another_order_is_told_for_each_collective_that_differs(hosts):
+    expected = [AgreementError, None, AgreementError], True
+    assert run_ranks(3, other_order, hosts, hosts=hosts) == [expected] * 3
+
+
+def a_subgroup_differs(rank):
+    """Ranks in messages are those of the default group."""
+    group = dist.new_group([3, 1])
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        return None
+    return error_of(lambda: dist.all_reduce(torch.ones(rank.rank), group=group))[:2]
+
+
+def test_ranks_in_messages_are_those_of_the_default_group():
+    _, one, _, other = run_processes(4, a_subgroup_differs, backend="shm")
+    assert one == other
+    assert "rank 1: all_reduce(1 elements" in one[1]
+    assert "rank 3: all_reduce(3 elements" in one[1]
+
+
+# ------------------------------------------------------------------------------------- bad arguments
+
+
+def ones(*shape, **kwargs):
+    return torch.ones(*shape, **kwargs)
+
+
+BAD = {
+    "device": (DeviceError, lambda g: g.allreduce([ones(3, device="meta")])),
+    "device of an output": (DeviceError, lambda g: g.allgather([[ones(3), ones(3, device="meta")]], [ones(3)])),
+    "no tensors": (LayoutError, lambda g: g.allreduce([])),
+    "dtypes": (LayoutError, lambda g: g.allreduce_coalesced([ones(3), ones(3).double()])),
+    "dtypes of outputs": (LayoutError, lambda g: g.allgather([[ones(3), ones(3).half()]], [ones(3)])),
+    "sparse": (LayoutError, lambda g: g.broadcast([ones(3).to_sparse()])),
+    "too few outputs": (LayoutError, lambda g: g.allgather([[ones(3)]], [ones(3)])),
+    "too many outputs": (LayoutError, lambda g: g.allgather([[ones(3)] * 3], [ones(3)])),
+    "size of an output": (LayoutError, lambda g: g.allgather([[ones(3), ones(4)]], [ones(3)])),
+    "size of one output": (LayoutError, lambda g: g.all_gather_single(ones(5), ones(3))),
+    "too few inputs": (LayoutError, lambda g: g.reduce_scatter([ones(3)], [[ones(3)]])),
+    "size of one input": (LayoutError, lambda g: g.reduce_scatter_single(ones(3), ones(5))),
+    "expanded": (LayoutError, lambda g: g.allreduce([ones(1).expand(3)])),
+    "root": (OptionError, broadcasts(3, 2)),
+    "root of a reduce": (OptionError, reduces_to(3, -1)),
+}
+
+
+def bad_argument(rank, name):
+    raised = error_of(lambda: BAD[name][1](rank.group).wait())[0] if rank.rank == 1 else None
+    return raised, still_works(rank)
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_argument_is_raised_before_anything_is_communicated(name):
+    assert run_ranks(2, bad_argument, name, hosts="aa") == [(None, True), (BAD[name][0], True)]
+
+
+def no_such_mean(rank):
+    return error_of(lambda: reduces(BIG, torch.int64, dist.ReduceOp.AVG)(rank.group).wait())[:2], still_works(rank)
+
+
+@pytest.mark.parametrize("hosts", LEVELS)
+def test_what_cannot_be_reduced_is_told_to_every_rank_and_the_group_goes_on(hosts):
+    results = run_ranks(3, no_such_mean, hosts=hosts)
+    assert len(set(results)) == 1
+    (kind, text), works = results[0]
+    assert kind is OptionError
+    assert "cannot reduce torch.int64 with AVG" in text
+    assert works
+
+
+# ----------------------------------------------------------------------------- failures of one rank
+
+
+def fails_within(rank, numel):
+    """Both calls raise: the one in which the failure was, and the next."""
+    x = torch.ones(numel)
+    first = error_of(lambda: dist.all_reduce(x, group=rank.group))
+    return first, error_of(lambda: dist.barrier(group=rank.group))
+
+
+@pytest.mark.parametrize("hosts", ["aaa", "aba"])
+@pytest.mark.parametrize("numel", [10, BIG, 3_000_000])
+def test_a_failure_within_a_collective_is_told_to_every_rank(numel, hosts, monkeypatch):
+    reduce = Reduction.__call__
+
+    def fails(reduction, sources, out):
+        if threading.current_thread().name == "rank 2":
+            raise MemoryError("not enough")
+        reduce(reduction, sources, out)
+
+    monkeypatch.setattr(Reduction, "__call__", fails)
+    for number, raised in enumerate(run_ranks(3, fails_within, numel, hosts=hosts)):
+        first, (kind, text, seconds) = raised
+        if number == 2:
+            assert first[:2] == (
+                CommunicationError,
+                "a collective of the shm process group failed: MemoryError: not enough",
+            )
+        elif numel > 10:  # else it is over as soon as all have said that they begin
+            assert first[0] is CommunicationError
+            assert "rank 2 failed in a collective: MemoryError('not enough')" in first[1]
+        assert kind is CommunicationError
+        assert "rank 2 failed in a collective: MemoryError('not enough')" in text
+        assert first[2] + seconds < 3
+
+
+def raises_before(rank):
+    if rank.rank == 1:
+        raise KeyError("this rank's own")
+    dist.barrier()
+
+
+def test_a_rank_that_raises_has_left():
+    outcomes = run_processes(3, raises_before, backend="shm", errors=True)
+    assert isinstance(outcomes[1].error, KeyError)
+    for number in (0, 2):
+        assert type(outcomes[number].error) is CommunicationError
+        assert "rank 1 has " in str(outcomes[number].error)
+
+
+def interrupted(rank):
+    """Ctrl-C at a rank that waits for another, which waits for it to be told."""
+    if rank.rank == 1:
+        dist.recv(torch.ones(1), 0)
+        dist.barrier()  # rank 0 has come to this one
+        return error_of(dist.barrier)[:2]
+    threading.Timer(0.1, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        dist.barrier()
+    dist.send(torch.ones(1), 1)
+    return error_of(dist.barrier)[:2]
+
+
+def test_an_interrupt_ends_the_wait_and_the_group():
+    for kind, text in run_processes(2, interrupted, backend="shm"):
+        assert kind is CommunicationError
+        assert "rank 0 failed in a collective: KeyboardInterrupt()" in text
+
+
+# ------------------------------------------------------------------------------------------- stalls
+
+
+def never_calls(rank, given_up, numel):
+    if rank.rank == 1:
+        for _ in range(2):
+            assert given_up.acquire(timeout=10)
+    first = error_of(lambda: dist.all_reduce(torch.ones(numel), group=rank.group))
+    second = error_of(lambda: dist.barrier(group=rank.group))
+    given_up.release()
+    return first, second
+
+
+@pytest.mark.parametrize("hosts", ["aaa", "aab", "aba"])
+@pytest.mark.parametrize("numel", [10, BIG])
+def test_a_rank_that_never_calls_is_named_and_is_told_when_it_does(numel, hosts):
+    results = run_ranks(3, never_calls, threading.Semaphore(0), numel, hosts=hosts, group_timeout=0.3)
+    for number, raised in enumerate(results):
+        # A rank that comes to a small one gets what the others had left there, and is told at the next.
+        for kind, text, _ in raised[number == 1 and numel == 10 :]:
+            assert kind is CommunicationError
+            assert "the shm process group is aborted" in text or "another host is lost" in text
+            assert "rank 1 did not answer within" in text or "rank(s) 1" in text, text
+    assert all(0.2 < results[number][0][2] < 4 for number in (0, 2))
+    assert results[1][0][2] < 1
+
+
+def is_stopped(rank, folder):
+    """Rank 1 stops; when the others have given up it goes on, and learns that."""
+    if rank.rank == 1:
+        Path(folder, "pid").write_text(str(os.getpid()))
+    dist.barrier()
+    dist.all_reduce(torch.ones(BIG))
+    if rank.rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    raised = error_of(lambda: dist.all_reduce(torch.ones(BIG)))
+    if rank.rank == 0:
+        pid = Path(folder, "pid").read_text()
+        while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+            time.sleep(0.01)
+        os.kill(int(pid), signal.SIGCONT)
+    return raised[:2]
+
+
+def test_a_rank_that_is_stopped_is_named_and_is_told_when_it_goes_on(tmp_path):
+    for kind, text in run_processes(3, is_stopped, str(tmp_path), backend="shm", group_timeout=0.5):
+        assert kind is CommunicationError
+        assert "rank 1 did not answer within 0.5 s: stalled, or not in this collective" in text
+
+
+def waits_with_a_limit(rank, asked):
+    """Waiting gives up, the collective does not."""
+    if rank.rank == 0:
+        work = dist.barrier(group=rank.group, async_op=True)
+        raised = error_of(lambda: work.wait(timedelta(seconds=0.05)))
+        asked.set()
+        return raised[:2], work.wait(), still_works(rank)
+    assert asked.wait(10)
+    dist.barrier(group=rank.group)
+    return still_works(rank)
+
+
+def test_a_limit_on_waiting_leaves_the_collective_running():
+    (raised, waited, works), other = run_ranks(2, waits_with_a_limit, threading.Event(), hosts="aa")
+    assert raised == (CommunicationError, "the collective was not over after 0.05 s; it goes on")
+    assert waited
+    assert works
+    assert other
+
+
+# -------------------------------------------------------------------------------- ranks that leave
+
+
+def leaves(rank):
+    if rank.rank == 1:
+        rank.group.shutdown()
+        return error_of(lambda: dist.barrier(group=rank.group))[:2]
+    return error_of(lambda: dist.barrier(group=rank.group))[:2]
+
+
+@pytest.mark.parametrize("hosts", ["aaa", "aba", "aab"])
+def test_a_rank_that_leaves_is_named(hosts):
+    results = run_ranks(3, leaves, hosts=hosts)
+    assert results[1] == (CommunicationError, "the shm process group has been destroyed")
+    for kind, text in (results[0], results[2]):
+        assert kind is CommunicationError
+        named = "rank 1 has left the process group while others still use it" in text
+        assert named or (hosts == "aba" and "rank(s) 1" in text), text
+
+
+@pytest.fixture
+def peers():
+    """Three ranks of one host, connected, with the names 4, 5, and 6."""
+    ends = {}
+    for i, j in ((0, 1), (0, 2), (1, 2)):
+        ends[i, j], ends[j, i] = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    made = [Peers([4, 5, 6], i, {j: ends[i, j] for j in range(3) if j != i}) for i in range(3)]
+    yield made
+    for each in made:
+        each.close()
+
+
+def test_a_rank_that_has_done_its_part_and_left_has_not_died(peers):
+    """One of the others sees it leave while it waits for a third one."""
+    first, second, third = peers
+    second.send(b"P")
+    second.leave()
+    second.close()
+    threading.Timer(0.1, third.send, [b"P"]).start()
+    assert first.exchange(b"P", 5) == [b"P"] * 3
+    with pytest.raises(CommunicationError, match="rank 5 has left the process group"):
+        first.exchange(b"P", 5)
+
+
+def test_a_rank_that_is_told_of_an_end_tells_the_others_before_it_goes(peers):
+    """Another one may see it go before it hears from the rank that found out."""
+    first, second, third = peers
+    third._sockets[0].send(b"Arank 9 has died")
+    for each in (first, second):
+        with pytest.raises(CommunicationError, match=r"^rank 9 has died$"):
+            each.exchange(b"P", 5)
+
+
+def aborts(rank, waiting, aborted):
+    """Abort while another thread waits in a collective, to which rank 2 never comes."""
+    if rank.rank == 0:
+        work = dist.barrier(group=rank.group, async_op=True)
+        assert waiting.wait(10)
+        rank.group.abort()
+        aborted.set()
+        return error_of(work.wait)
+    if rank.rank == 1:
+        waiting.set()
+        return error_of(lambda: dist.barrier(group=rank.group))
+    assert aborted.wait(10)
+    return error_of(lambda: [dist.barrier(group=rank.group) for _ in range(2)])
+
+
+def test_abort_ends_what_waits_here_and_on_the_others():
+    for kind, text, seconds in run_ranks(3, aborts, threading.Event(), threading.Event(), hosts="aaa"):
+        assert kind is CommunicationError
+        assert "rank 0 called abort()" in text or "this process has ended the shm process group" in text
+        assert seconds < 2
+
+
+def destroys(rank, hosts):
+    """Destroy the group while collectives wait."""
+    if rank.rank == 0:
+        works = [dist.barrier(group=rank.group, async_op=True) for _ in range(3)]
+        took = error_of(rank.group.shutdown)
+        return [error_of(work.wait)[:2] for work in works], took
+    return None
+
+
+def test_destroying_a_group_ends_what_waits():
+    raised, (kind, _, seconds) = run_ranks(2, destroys, "aa", hosts="aa")[0]
+    assert kind is None
+    assert seconds < 2
+    assert [kind for kind, _ in raised] == [CommunicationError] * 3
+
+
+def destroys_twice(rank):
+    dist.barrier(group=rank.group)
+    rank.group.shutdown()
+    rank.group.shutdown()
+    rank.group.abort()
+    return [
+        error_of(lambda call=call: call(rank.group))[:2] for call in (waits, lambda g: g.gather([], [torch.ones(1)]))
+    ]
+
+
+def test_a_destroyed_group_says_so():
+    expected = (CommunicationError, "the shm process group has been destroyed")
+    assert run_ranks(2, destroys_twice, hosts="aa") == [[expected] * 2] * 2
+
+
+# ----------------------------------------------------------------------------------- what is left
+
+
+def group_of(store, rank, world=2, timeout=10.0, host="a"):
+    return ProcessGroupShm(store, rank, world, timedelta(seconds=timeout), ShmOptions(host=host))
+
+
+def together(world, function, *args):
+    """Call a function in threads; what they return."""
+    results = [None] * world
+
+    def work(rank):
+        try:
+            results[rank] = function(rank, *args)
+        except Exception as error:
+            results[rank] = error
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(world)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+def cycle(rank, store, how):
+    group = group_of(store, rank)
+    x = group.allocate(BIG).fill_(1.0)
+    unused = group.allocate(BIG)
+    group.allreduce([x]).wait()
+    assert x[0] == 2.0
+    group.allreduce([torch.ones(700_000)]).wait()
+    group.barrier().wait()
+    if how == "destroyed":
+        group.shutdown()
+    del unused
+    return group if how == "kept" else None
+
+
+@pytest.mark.parametrize("how", ["destroyed", "dropped"])
+def test_nothing_grows_over_many_groups(how):
+    def one():
+        together(2, cycle, dist.HashStore(), how)
+        gc.collect()
+
+    one()
+    before = descriptors(), shared_memory(), {thread.name for thread in threading.enumerate()}
+    for _ in range(12):
+        one()
+    until = time.monotonic() + 2  # Gloo's own connections end in the background
+    while descriptors() > before[0] and time.monotonic() < until:
+        time.sleep(0.01)
+    assert (descriptors(), shared_memory(), {thread.name for thread in threading.enumerate()}) == before
+    assert shared_memory() == 0
+
+
+def test_a_destroyed_group_that_is_still_referred_to_keeps_no_memory():
+    groups = together(2, cycle, dist.HashStore(), "kept")
+    assert shared_memory() > 0
+    tensor = groups[0].allocate(10)
+    for group in groups:
+        group.shutdown()
+    assert shared_memory() == 1  # the tensor's
+    del tensor
+    assert shared_memory() == 0
+
+
+def memory_goes_round(rank):
+    """How many pieces are mapped in this process, which both ranks are."""
+    counts = []
+
+    def count():
+        dist.barrier(group=rank.group)
+        counts.append(shared_memory())
+        dist.barrier(group=rank.group)
+
+    count()
+    for numel in (BIG, BIG, BIG):  # the same memory, three times
+        dist.all_reduce(rank.group.allocate(numel).fill_(1.0), group=rank.group)
+        count()
+    for numel in (2 * BIG, 3 * BIG, 4 * BIG):  # the memory of another size is given back
+        dist.all_reduce(rank.group.allocate(numel).fill_(1.0), group=rank.group)
+        count()
+    many = [rank.group.allocate(BIG).fill_(1.0) for _ in range(300)]
+    for each in many:
+        dist.all_reduce(each, group=rank.group)
+    del many, each
+    if rank.rank == 0:
+        dist.all_reduce(rank.group.allocate(BIG + 5000).fill_(1.0), group=rank.group)  # says that 300 have gone
+    else:
+        time.sleep(0.1)  # and nobody reads it yet
+        dist.all_reduce(rank.group.allocate(BIG + 5000).fill_(1.0), group=rank.group)
+    count()
+    return counts
+
+
+def test_memory_is_used_again_and_given_back_by_all_ranks():
+    for first, *counts in run_ranks(2, memory_goes_round, hosts="aa"):
+        assert counts == [first + 4] * 7  # of each rank, mapped by both
+
+
+def test_a_process_ends_quietly_without_destroying_its_groups():
+    program = """
+import threading, torch, torch.distributed as dist, lockstep
+from lockstep.distributed import ProcessGroupShm
+store, groups = dist.HashStore(), [None, None]
+def work(rank):
+    groups[rank] = group = ProcessGroupShm(store, rank, 2)
+    shared = group.allocate(100_000)
+    group.allreduce([shared]).wait()
+    futures = [group.allreduce([torch.ones(3)]).get_future() for _ in range(3)]
+    futures[-1].wait()
+threads = [threading.Thread(target=work, args=(rank,)) for rank in range(2)]
+[thread.start() for thread in threads]
+[thread.join() for thread in threads]
+kept = groups[0].allocate(100)
+waiting = groups[0].barrier()  # that the other one never comes to
+print("done")
+"""
+    begin = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
+    assert time.monotonic() - begin < 60
+
+
+# ---------------------------------------------------------------------------------------- meeting
+
+
+def test_a_rank_that_never_comes_is_named():
+    store = dist.HashStore()
+    results = together(2, lambda rank: group_of(store, rank, world=4, timeout=0.3))
+    for error in results:
+        assert type(error) is CommunicationError
+        assert str(error).startswith("rank(s) 2, 3 did not come to the shm process group within 0.3 s")
+
+
+def test_a_rank_that_comes_and_does_not_connect_is_named():
+    store = dist.HashStore()
+
+    done = threading.Event()
+
+    def come(rank):
+        if rank < 2:
+            try:
+                return group_of(store, rank, world=3, timeout=0.5)
+            finally:
+                done.set()
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+            listener.bind("\0lockstep-test-" + os.urandom(8).hex())
+            listener.listen(8)
+            address = listener.getsockname()[1:].decode()
+            card = f'{{"host": "a", "address": "{address}", "secret": "{"0" * 32}"}}'
+            dist.PrefixStore("meeting", store).set("2", card)
+            done.wait(10)
+        return None
+
+    first, second, _ = together(3, come)
+    for error in (first, second):
+        assert type(error) is CommunicationError
+        assert "rank(s) 2 did not connect to the shm process group in time" in str(error)
+
+
+def test_strangers_are_turned_away(monkeypatch):
+    """Some say nothing, some the wrong thing, one shows a wrong secret; they are there before the ranks."""
+    store, strangers = dist.HashStore(), []
+    cards = meeting._cards
+
+    def disturb(*args):
+        found = cards(*args)
+        for card in found:
+            for hello in (b"", b"hello", meeting._HELLO.pack(1, b"0" * 32), b"x" * 4000):
+                stranger = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                stranger.setblocking(False)
+                with contextlib.suppress(OSError):  # it has met everybody, or has enough that wait
+                    stranger.connect("\0" + card["address"])
+                    if hello:
+                        stranger.send(hello)
+                strangers.append(stranger)
+        return found
+
+    monkeypatch.setattr(meeting, "_cards", disturb)
+
+    def meets(rank):
+        group = group_of(store, rank, world=3)
+        x = torch.ones(3)
+        group.allreduce([x]).wait()
+        return x.tolist()
+
+    begin = time.monotonic()
+    try:
+        assert together(3, meets) == [[3.0] * 3] * 3
+        assert time.monotonic() - begin < 5
+        assert strangers
+    finally:
+        for stranger in strangers:
+            stranger.close()
+
+
+@pytest.mark.parametrize("platform", ["darwin", "win32"])
+def test_another_system_is_told_to_use_gloo(platform, monkeypatch):
+    monkeypatch.setattr(sys, "platform", platform)
+    with pytest.raises(OptionError, match=rf'needs Linux .*; this is {platform}\. .*init_process_group\("gloo"\)'):
+        group_of(dist.HashStore(), 0, 1)
+
+
+# -------------------------------------------------------------------------- killed ranks, and more
+
+
+def be_killed():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Interrupt(torch.autograd.Function):
+    """The identity, whose backward calls a function."""
+
+    @staticmethod
+    def forward(ctx, x, call):
+        ctx.call = call
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.call()
+        return grad, None
+
+
+def killed_in_backward(rank, wrapper):
+    """Of three layers, the gradients of two are on their way."""
+    torch.manual_seed(0)
+    layers = nn.ModuleList(nn.Linear(300, 300) for _ in range(3))
+    model = nn.Sequential(*layers)
+    if wrapper == "replicate":
+        model = lockstep.replicate(model, bucket_cap_mb=0.1)
+    else:
+        model = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.1)
+    x = torch.randn(4, 300)
+    model(x).sum().backward()
+    if rank.rank == 1:
+        layers[0].register_forward_hook(lambda module, given, out: Interrupt.apply(out, be_killed))
+    begin = time.monotonic()
+    kind, text, _ = error_of(lambda: model(x).sum().backward())
+    return kind, text, time.monotonic() - begin
+
+
+@pytest.mark.parametrize("wrapper", ["replicate", "ddp"])
+def test_a_rank_that_is_killed_in_backward_is_named(wrapper):
+    outcomes = run_processes(3, killed_in_backward, wrapper, backend="shm", errors=True)
+    assert isinstance(outcomes[1].error, RankEndedError)
+    for number in (0, 2):
+        kind, text, seconds = outcomes[number].result
+        assert issubclass(kind, RuntimeError)
+        assert "rank 1 has died" in text
+        assert seconds < 3
+        if wrapper == "replicate":
+            assert kind is CommunicationError
+            assert text.startswith(f"rank {number} of 3: bucket ")
+
+
+def forks(rank):
+    """A child cannot use the group, and its end is not the end of the group."""
+    dist.barrier()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of forking with threads
+        pid = os.fork()
+    if pid == 0:
+        kind, text, _ = error_of(dist.barrier)
+        os._exit(3 if kind is CommunicationError and "this process has destroyed the shm process group" in text else 4)
+    _, status = os.waitpid(pid, 0)
+    return os.waitstatus_to_exitcode(status), still_works(rank)
+
+
+def test_a_child_cannot_use_the_group_and_does_not_disturb_it():
+    assert run_processes(2, forks, backend="shm") == [(3, True)] * 2

@@ -1,0 +1,60 @@
+"""Ranks that are killed, at every point of a loop and of a group's life: the others say so at once; nothing stays."""
+
+from __future__ import annotations
+
+import random
+import signal
+from pathlib import Path
+
+import pytest
+
+from shm.dying import POINTS, Kill, run_kills
+
+SECONDS = 1.0  # from the death of a rank to the errors of the others
+
+# Once all have met: before, another host cannot know.
+ON_TWO_HOSTS = ["after a time", "exchanges", "reduces", "has reduced", "puts", "leaves a child"]
+
+
+def plan(number, hosts, points, seed):
+    """Kills of random ranks, at points that all come equally often."""
+    rng = random.Random(seed)
+    chosen = [points[i % len(points)] for i in range(number)]
+    rng.shuffle(chosen)
+    return [
+        Kill(i, rng.randrange(len(hosts)), point, rng.randrange(1 if points is POINTS else 10, 40), hosts)
+        for i, point in enumerate(chosen)
+    ]
+
+
+def check(kills):
+    """Run them, and look what the others have seen."""
+    before = set(Path("/dev/shm").iterdir())
+    for kill, dead, code, seen in run_kills(kills):
+        assert code == -signal.SIGKILL, kill
+        assert len(seen) == len(kill.hosts) - 1
+        for one in seen:
+            assert one.error == "CommunicationError", (kill, one)
+            assert f"rank {kill.victim} has " in one.text, (kill, one)
+            assert one.when - dead < SECONDS, (kill, one)
+            assert one.left == [], (kill, one)
+    assert set(Path("/dev/shm").iterdir()) <= before
+
+
+def test_the_others_say_which_rank_was_killed_and_nothing_stays():
+    check(plan(len(POINTS), "aaa", POINTS, 0))
+
+
+def test_the_others_say_which_rank_was_killed_on_another_host():
+    check(plan(4, "abab", ON_TWO_HOSTS, 2))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(4))
+def test_two_hundred_kills(seed):
+    check(plan(50, "aaaa"[seed % 3 :], POINTS, 10 + seed))
+
+
+@pytest.mark.soak
+def test_fifty_kills_on_two_hosts():
+    check(plan(50, "abab", ON_TWO_HOSTS, 20))
