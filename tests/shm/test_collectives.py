@@ -895,3 +895,32 @@ def test_hundreds_of_pieces_may_be_dropped_at_once():
         assert x.eq(2).all()
 
     run_ranks(2, call, hosts="aa")
+
+
+@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("hosts", ["aa", "aaa", "aab"])
+@pytest.mark.parametrize("numel", [10, AT_ONCE + 3, 3 * AT_ONCE * 16 + 1])
+def test_tensors_are_multiplied_on_the_way_each_by_its_ranks_factor(numel, hosts, where):
+    """Bitwise what multiplying them before would give."""
+    factors = [0.3, 1.0, -0.7]
+
+    def call(rank):
+        given = [drawn(each, numel, torch.float32) for each in range(rank.world)]
+        before = Placed(rank, given[rank.rank] * factors[rank.rank], where)
+        rank.group.allreduce(before.tensor).wait()
+        x = Placed(rank, given[rank.rank], where)
+        rank.group.allreduce(x.tensor, factor=factors[rank.rank]).wait()
+        x.check(before.tensor)
+        return x.tensor.clone()
+
+    results = run_ranks(len(hosts), call, hosts=hosts)
+    for other in results[1:]:
+        same(other, results[0])
+
+
+def test_a_factor_needs_numbers_with_fractions():
+    def call(rank):
+        with pytest.raises(OptionError, match=r"a factor needs a floating-point or complex tensor, got torch\.int64"):
+            rank.group.allreduce(torch.ones(3, dtype=torch.int64), factor=0.5)
+
+    run_ranks(2, call, hosts="aa")

@@ -400,10 +400,14 @@ def begin(queue, function, background=True, outputs=()):
 
 def test_works_run_in_order_in_the_thread_that_waits(queue):
     ran = []
-    works = [begin(queue, lambda waited, i=i: ran.append((i, waited, threading.get_ident())), False) for i in range(3)]
-    assert not works[2].is_completed()
+
+    def run(i):
+        ran.append((i, queue.is_waited_for(), threading.get_ident()))
+
+    works = [begin(queue, lambda i=i: run(i), False) for i in range(3)]
     assert works[1].wait()
     assert ran == [(i, True, threading.get_ident()) for i in range(2)]
+    assert not works[2].done
     works[2].wait()
     works[0].wait()
     assert [each[0] for each in ran] == [0, 1, 2]
@@ -413,7 +417,7 @@ def test_works_run_in_order_in_the_thread_that_waits(queue):
 def test_works_begun_in_the_background_run_while_nobody_waits(queue):
     done = threading.Event()
     ran = []
-    work = begin(queue, lambda waited: (ran.append((waited, threading.get_ident())), done.set()))
+    work = begin(queue, lambda: (ran.append((queue.is_waited_for(), threading.get_ident())), done.set()))
     assert done.wait(10)
     work.wait()
     assert ran[0][0] is False
@@ -423,7 +427,7 @@ def test_works_begun_in_the_background_run_while_nobody_waits(queue):
 def test_one_work_runs_at_a_time_however_many_wait(queue):
     at_work, ran = threading.Lock(), []
 
-    def run(waited):
+    def run():
         assert at_work.acquire(blocking=False)
         ran.append(len(ran))
         at_work.release()
@@ -436,7 +440,7 @@ def test_one_work_runs_at_a_time_however_many_wait(queue):
 
 def test_a_wait_with_a_timeout_ends_and_the_work_goes_on(queue):
     gate = threading.Event()
-    work = begin(queue, lambda _: gate.wait(10), False)
+    work = begin(queue, lambda: gate.wait(10), False)
     with pytest.raises(CommunicationError, match=r"not over after 0\.05 s; it goes on"):
         work.wait(timedelta(seconds=0.05))
     assert not work.is_completed()
@@ -447,12 +451,12 @@ def test_a_wait_with_a_timeout_ends_and_the_work_goes_on(queue):
 @pytest.mark.parametrize("background", [True, False])
 def test_futures_complete_with_the_outputs_without_anybody_waiting(queue, background):
     x = torch.ones(2)
-    work = begin(queue, lambda _: x.add_(1), background, [x])
+    work = begin(queue, lambda: x.add_(1), background, [x])
     future = work.get_future()
     assert work.get_future() is future
     assert future.then(lambda done: done.value()[0].sum().item()).wait() == 4
     assert work.result() == [x]
-    late = begin(queue, lambda _: None, False, [x])
+    late = begin(queue, lambda: None, False, [x])
     late.wait()
     assert late.get_future().done()
 
@@ -462,7 +466,7 @@ def test_callbacks_may_begin_collectives_and_wait_for_them(queue):
 
     def next_one(depth):
         def callback(_):
-            work = begin(queue, lambda _: ran.append(depth), depth % 2 == 0)
+            work = begin(queue, lambda: ran.append(depth), depth % 2 == 0)
             if depth < 4:
                 return work.get_future().then(next_one(depth + 1)).wait()
             work.wait()
@@ -470,7 +474,7 @@ def test_callbacks_may_begin_collectives_and_wait_for_them(queue):
 
         return callback
 
-    assert begin(queue, lambda _: None).get_future().then(next_one(0)).wait() == 4
+    assert begin(queue, lambda: None).get_future().then(next_one(0)).wait() == 4
     assert ran == [0, 1, 2, 3, 4]
 
 
@@ -480,8 +484,8 @@ def fail(error):
 
 def test_errors_go_to_whoever_waits_and_to_the_future_and_the_next_work_runs(queue):
     own = AgreementError("as it is")
-    works = [begin(queue, lambda _: fail(own), False), begin(queue, lambda _: fail(ValueError("strange")), False)]
-    last = begin(queue, lambda _: None, False)
+    works = [begin(queue, lambda: fail(own), False), begin(queue, lambda: fail(ValueError("strange")), False)]
+    last = begin(queue, lambda: None, False)
     futures = [work.get_future() for work in works]
     assert last.wait()
     with pytest.raises(AgreementError, match="as it is"):
@@ -498,8 +502,8 @@ def test_errors_go_to_whoever_waits_and_to_the_future_and_the_next_work_runs(que
 
 
 def test_an_interrupt_reaches_the_program_and_the_queue_goes_on(queue):
-    work = begin(queue, lambda _: fail(KeyboardInterrupt()), False)
-    after = begin(queue, lambda _: None, False)
+    work = begin(queue, lambda: fail(KeyboardInterrupt()), False)
+    after = begin(queue, lambda: None, False)
     with pytest.raises(KeyboardInterrupt):
         work.wait()
     with pytest.raises(CommunicationError, match="KeyboardInterrupt"):
@@ -511,13 +515,13 @@ def test_a_closed_queue_runs_what_was_begun_and_takes_nothing_more():
     before = threading.active_count()
     queue = WorkQueue("closing")
     ran = []
-    begin(queue, lambda _: ran.append("in the background")).wait()
-    begin(queue, lambda _: ran.append("last"), False)
+    begin(queue, lambda: ran.append("in the background")).wait()
+    begin(queue, lambda: ran.append("last"), False)
     queue.close_and_wait()
     assert ran == ["in the background", "last"]
     assert threading.active_count() == before
     with pytest.raises(CommunicationError, match="destroyed"):
-        begin(queue, lambda _: None)
+        begin(queue, lambda: None)
     queue.close_and_wait()
 
 

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lockstep.distributed.shm import ProcessGroupShm
 from lockstep.errors import CommunicationError
 from lockstep.phases import Phases
 
@@ -87,14 +88,18 @@ class Collectives:
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Uninitialised memory for what is sent often: shared with the other ranks, if the group can do that."""
-        allocate = getattr(self.group, "allocate", None)
-        if allocate is None or device.type != "cpu":
-            return plain_memory(numel, dtype, device)
-        return allocate(numel, dtype)  # type: ignore[no-any-return]
+        if isinstance(self.group, ProcessGroupShm) and device.type == "cpu":
+            return self.group.allocate(numel, dtype)
+        return plain_memory(numel, dtype, device)
 
-    def all_reduce(self, tensor: Tensor, what: str) -> Pending:
-        """Begin to sum a tensor over the ranks, in place."""
+    def all_reduce(self, tensor: Tensor, what: str, factor: float = 1.0) -> Pending:
+        """Begin to sum a tensor, times each rank's ``factor``, over the ranks, in place."""
         with self.phases.phase("collective", f"all_reduce, {what}"):
+            if isinstance(self.group, ProcessGroupShm):  # multiplies on the way
+                group = self.group
+                return self._begin(what, lambda: group.allreduce(tensor, factor=factor))
+            if factor != 1:
+                tensor.mul_(factor)
             return self._begin(what, lambda: dist.all_reduce(tensor, group=self.group, async_op=True))
 
     def broadcast(self, tensor: Tensor, what: str, source: int = 0) -> Pending:

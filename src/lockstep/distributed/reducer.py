@@ -39,7 +39,7 @@ from lockstep.distributed.gradients import GradientBucket, ManagedParameter
 from lockstep.distributed.hooks import HookChain, Waitable
 from lockstep.distributed.late import reduce_late
 from lockstep.distributed.mean import with_graphs
-from lockstep.distributed.plan import ReductionPlan
+from lockstep.distributed.plan import Kind, ReductionPlan
 from lockstep.distributed.report import RankStatus, Report, check_ranks, mean_factor, round_code
 from lockstep.distributed.reporting import Reporting
 from lockstep.distributed.weights import Weights
@@ -190,7 +190,9 @@ class Reducer:
     def _send(self, bucket: GradientBucket) -> None:
         with self.collectives.phases.phase("collect"):
             scale = 1.0 if self.hooks.hooks else 1.0 / self.divisor
-            outgoing = bucket.collect(scale, self._touched)
+            # The report's row must not be scaled, and sparse gradients are made anew when they are.
+            at_once = bucket is self._buckets.carrier or bucket.planned.kind is Kind.SPARSE
+            outgoing = bucket.collect(scale if at_once else 1.0, self._touched)
             if bucket is self._buckets.carrier:
                 self._write_report(bucket.row, failed=False)
         bucket.sent = self._begun = True
@@ -202,7 +204,7 @@ class Reducer:
                 last = bucket.index == len(self._buckets) - 1
                 self._pending.append(self.hooks.send(bucket, outgoing, last, self.collectives, self.divisor))
         else:
-            self._pending.append(self.collectives.all_reduce(outgoing, what))
+            self._pending.append(self.collectives.all_reduce(outgoing, what, 1.0 if at_once else scale))
 
     def _wait_for_hooks(self, device: torch.device) -> None:
         """Where hooks are not ordered by a stream, what one sends from a callback must not meet what comes next."""

@@ -36,7 +36,7 @@ class Op(IntEnum):
 
 
 _COMMON = struct.Struct("<cBBBiQI")
-_PLACE = struct.Struct("<qQ")
+_PLACE = struct.Struct("<qQd")
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,16 +81,25 @@ def _codes() -> dict[torch.dtype, int]:
     return {dtype: code for code, dtype in enumerate(sorted(dtypes, key=str))}
 
 
-def with_place(message: bytes, place: tuple[int, int] | None) -> bytes:
-    """A descriptor's message with the piece of shared memory and the byte at which this rank's tensor begins."""
+def with_place(message: bytes, place: tuple[int, int] | None, factor: float = 1.0) -> bytes:
+    """A descriptor's message with what may differ by rank.
+
+    That is the piece of shared memory and the byte at which this rank's tensor begins, and what it is multiplied by.
+    """
     number, offset = place if place is not None else (-1, 0)
-    return message + _PLACE.pack(number, offset)
+    return message + _PLACE.pack(number, offset, factor)
 
 
 def place_of(message: bytes) -> tuple[int, int] | None:
     """Where the tensor of the rank that sent a message begins; None if it is not in shared memory."""
-    number, offset = _PLACE.unpack_from(message, _COMMON.size)
+    number, offset, _ = _PLACE.unpack_from(message, _COMMON.size)
     return (number, offset) if number >= 0 else None
+
+
+def factor_of(message: bytes) -> float:
+    """What the tensor of the rank that sent a message is multiplied by."""
+    factor: float = _PLACE.unpack_from(message, _COMMON.size)[2]
+    return factor
 
 
 def said_by(messages: Sequence[bytes], ranks: Sequence[int]) -> dict[str, list[int]]:

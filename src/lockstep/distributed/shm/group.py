@@ -45,6 +45,7 @@ class ProcessGroupShm(NativeCollectives, CollectivesOfGloo, _ProcessGroup):
         self._names = list(global_ranks) or list(range(size))
         self._parts = Assembly(store, rank, self._names, self._timeout, self._options)
         self._queue = WorkQueue(f"shm rank {self._names[rank]}")
+        self._parts.peers.is_waited_for = self._queue.is_waited_for
         self._splits, self._group_name, self._group_desc = 0, "", ""
         self._end = weakref.finalize(self, _end, self._queue, self._parts)
 
@@ -160,8 +161,9 @@ class ProcessGroupShm(NativeCollectives, CollectivesOfGloo, _ProcessGroup):
         timeout = given.total_seconds() if given is not None and given > timedelta(0) else self._timeout
         parts, name = self._parts, self._names[self.rank()]
 
-        def run_in(waited_for: bool, _: Any = self) -> None:  # while it has not run, the group is in use
-            _run(parts, run, timeout, name, waited_for)
+        def run_in(_: Any = self) -> None:  # while it has not run, the group is in use
+            parts.table.timeout = timeout
+            _run(parts, run, name)
 
         work = ShmWork(self._queue, run_in, outputs)
         return self._queue.add(work, background=getattr(opts, "asyncOp", True))
@@ -172,10 +174,8 @@ class ProcessGroupShm(NativeCollectives, CollectivesOfGloo, _ProcessGroup):
         return self._parts.rest
 
 
-def _run(parts: Assembly, run: Callable[[Runner], object], timeout: float, name: int, waited_for: bool) -> None:
+def _run(parts: Assembly, run: Callable[[Runner], object], name: int) -> None:
     """Run a collective; what fails on this rank alone ends the group, as the others would wait for ever."""
-    parts.table.timeout = timeout
-    parts.peers.patient = waited_for
     try:
         if torch.is_inference_mode_enabled():  # what is made there could not be written elsewhere
             with torch.inference_mode(False):

@@ -71,10 +71,10 @@ class ManyHosts:
         """See ``OneHost``."""
         self._agree(Descriptor(Kind.BARRIER))
 
-    def all_reduce(self, x: Tensor, op: Op, tensors: int = 1) -> None:
+    def all_reduce(self, x: Tensor, op: Op, tensors: int = 1, factor: float = 1.0) -> None:
         """See ``OneHost``; each host sends its sum once."""
         self._agree(Descriptor(Kind.ALL_REDUCE, x.dtype, x.numel(), op, tensors=tensors))
-        self._all_reduce(x, op)
+        self._all_reduce(x, op, factor)
 
     def reduce(self, x: Tensor, op: Op, root: int) -> None:
         """See ``OneHost``."""
@@ -120,11 +120,11 @@ class ManyHosts:
 
     # --------------------------------------------------------------------------------- two levels
 
-    def _all_reduce(self, x: Tensor, op: Op) -> None:
+    def _all_reduce(self, x: Tensor, op: Op, factor: float = 1.0) -> None:
         Reduction(op, x.dtype)  # raises on every rank what cannot be reduced
         mean = op is Op.AVG
         op = Op.SUM if mean else op
-        self.local.all_reduce(x, op)
+        self.local.all_reduce(x, op, factor=factor)
         if self._between is not None and x.numel():
             self._reduce_between(x, op)
         self.local.broadcast(x, 0)

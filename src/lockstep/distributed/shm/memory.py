@@ -68,7 +68,7 @@ class Pool:
             piece = Piece(next(self._numbers), size)
         self._used[piece.address] = piece
         owner = (ctypes.c_char * size).from_buffer(piece.map)  # lives as long as the tensor's storage
-        weakref.finalize(owner, self._release, piece).atexit = False
+        weakref.finalize(owner, _release, weakref.ref(self), piece).atexit = False
         return torch.frombuffer(owner, dtype=dtype, count=numel) if numel else torch.empty(0, dtype=dtype)
 
     def locate(self, tensor: Tensor) -> tuple[int, int] | None:
@@ -93,7 +93,7 @@ class Pool:
                 gone.append(number)
         self._peers.withdraw(gone)
 
-    def _release(self, piece: Piece) -> None:
+    def release(self, piece: Piece) -> None:
         """The last tensor in it has gone; runs wherever that happens."""
         if self._used.pop(piece.address, None) is not None and not self._closed:
             self._idle.setdefault(piece.size, deque()).append(piece)
@@ -110,3 +110,9 @@ class Pool:
                 piece = pieces.popleft()
                 piece.close()
                 self._dropped.append(piece.number)
+
+
+def _release(pool: "weakref.ref[Pool]", piece: Piece) -> None:
+    owner = pool()
+    if owner is not None:
+        owner.release(piece)

@@ -42,26 +42,31 @@ class NativeCollectives:
     # ----------------------------------------------------------------------- reduce and broadcast
 
     @outside_compiler
-    def allreduce(self, tensors: Tensors, opts: Any = None) -> Any:
-        """Put a tensor together over all ranks, in place; instead of ``opts`` there may be a ``ReduceOp``."""
+    def allreduce(self, tensors: Tensors, opts: Any = None, factor: float = 1.0) -> Any:
+        """Put a tensor together over all ranks, in place; instead of ``opts`` there may be a ``ReduceOp``.
+
+        This rank's tensor is multiplied by ``factor`` on the way, which takes no pass over it. Factors may differ.
+        """
         tensors = _listed(tensors)
         if tensors and tensors[0].layout != torch.strided:
             return self._gloo().allreduce(tensors, opts or dist.AllreduceOptions())
-        return self._all_reduce(tensors, opts)
+        return self._all_reduce(tensors, opts, factor)
 
     @outside_compiler
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Any:
         """The same for several tensors of one dtype, moved as one."""
         return self._all_reduce(tensors, opts)
 
-    def _all_reduce(self, tensors: list[Tensor], opts: Any) -> ShmWork:
+    def _all_reduce(self, tensors: list[Tensor], opts: Any, factor: float = 1.0) -> ShmWork:
         check_tensors(tensors, "all_reduce")
         check_writable(tensors, "all_reduce")
+        if factor != 1 and not (tensors[0].is_floating_point() or tensors[0].is_complex()):
+            raise OptionError(f"all_reduce: a factor needs a floating-point or complex tensor, got {tensors[0].dtype}")
         op = _op(opts)
 
         def run(ranks: Runner) -> None:
             x = as_one(tensors)
-            ranks.all_reduce(x, op, len(tensors))
+            ranks.all_reduce(x, op, len(tensors), factor)
             give_back(x, tensors)
 
         return self._begin(run, tensors, opts)

@@ -10,10 +10,11 @@ Three ways, by size and by where the tensors are:
 
 from collections.abc import Iterator, Sequence
 
+import torch
 from torch import Tensor
 
 from lockstep.distributed.shm.arithmetic import Reduction
-from lockstep.distributed.shm.descriptor import Descriptor, Kind, Op
+from lockstep.distributed.shm.descriptor import Descriptor, Kind, Op, factor_of
 from lockstep.distributed.shm.table import PIECE_BYTES, Table, share
 
 AT_ONCE_BYTES = 128 * 1024
@@ -34,44 +35,69 @@ class OneHost:
 
     # -------------------------------------------------------------------------------- all ranks
 
-    def all_reduce(self, x: Tensor, op: Op, tensors: int = 1) -> None:
-        """Put the tensors of all ranks together, in place."""
-        self._reduce(x, Descriptor(Kind.ALL_REDUCE, x.dtype, x.numel(), op, tensors=tensors), range(self.size))
+    def all_reduce(self, x: Tensor, op: Op, tensors: int = 1, factor: float = 1.0) -> None:
+        """Put the tensors of all ranks, each times its rank's ``factor``, together, in place."""
+        descriptor = Descriptor(Kind.ALL_REDUCE, x.dtype, x.numel(), op, tensors=tensors)
+        self._reduce(x, descriptor, range(self.size), factor)
 
     def reduce(self, x: Tensor, op: Op, root: int) -> None:
         """The same, for one rank; the tensors of the others stay as they are."""
-        self._reduce(x, Descriptor(Kind.REDUCE, x.dtype, x.numel(), op, self.table.peers.ranks[root]), [root])
+        descriptor = Descriptor(Kind.REDUCE, x.dtype, x.numel(), op, self.table.peers.ranks[root])
+        self._reduce(x, descriptor, [root], 1.0)
 
-    def _reduce(self, x: Tensor, descriptor: Descriptor, receivers: Sequence[int]) -> None:
+    def _reduce(self, x: Tensor, descriptor: Descriptor, receivers: Sequence[int], factor: float) -> None:
         table, receives, n = self.table, self.own in receivers, x.numel()
-        if x.nbytes <= AT_ONCE_BYTES:
-            table.own_place(x.dtype)[:n].copy_(x)
+        if self.size == 1:
+            table.agree(descriptor)
+            Reduction(descriptor.op, x.dtype)  # raises what any number of ranks would
+            scale(x, factor)
+        elif x.nbytes <= AT_ONCE_BYTES:
+            copy_scaled(table.own_place(x.dtype)[:n], x, factor)
             turn, _ = table.agree(descriptor)
             reduction = Reduction(descriptor.op, x.dtype)
-            if receives and n and self.size > 1:
+            if receives and n:
                 reduction([table.place(rank, turn, x.dtype)[:n] for rank in range(self.size)], x)
-            return
-        _, messages = table.agree(descriptor, x)
-        reduction = Reduction(descriptor.op, x.dtype)
-        shared = table.shared(messages, x)
-        if self.size == 1:
-            return
-        if shared is not None:
-            self._reduce_in_place(shared, reduction, receivers)
         else:
-            self._reduce_in_pieces(x, reduction, receives)
+            _, messages = table.agree(descriptor, x, factor)
+            reduction = Reduction(descriptor.op, x.dtype)
+            shared = table.shared(messages, x)
+            if shared is not None:
+                self._reduce_in_place(shared, reduction, receivers, [factor_of(message) for message in messages])
+            elif self.size == 2:
+                self._reduce_whole_pieces(x, reduction, receives, factor)
+            else:
+                self._reduce_in_pieces(x, reduction, receives, factor)
 
-    def _reduce_in_place(self, tensors: Sequence[Tensor], reduction: Reduction, receivers: Sequence[int]) -> None:
-        first = receivers[0]
-        like = tensors[0]
+    def _reduce_in_place(
+        self, tensors: Sequence[Tensor], reduction: Reduction, receivers: Sequence[int], factors: Sequence[float]
+    ) -> None:
+        first, like = receivers[0], tensors[0]
         for begin, end in blocks(*self._share(self.own, 0, like.numel(), like), like.itemsize):
             parts = [tensor[begin:end] for tensor in tensors]
+            for part, factor in zip(parts, factors, strict=True):
+                scale(part, factor)
             reduction(parts, parts[first])
             for receiver in receivers[1:]:
                 parts[receiver].copy_(parts[first])
         self.table.step()
 
-    def _reduce_in_pieces(self, x: Tensor, reduction: Reduction, receives: bool) -> None:
+    def _reduce_whole_pieces(self, x: Tensor, reduction: Reduction, receives: bool, factor: float) -> None:
+        """Both of two ranks reduce all of each piece: less is copied than if each reduced its half."""
+        table, dtype = self.table, x.dtype
+        ranges = list(pieces(x.numel(), PIECE_BYTES // x.itemsize))
+
+        def put(piece: int) -> None:
+            begin, end = ranges[piece]
+            copy_scaled(table.own_place(dtype)[: end - begin], x[begin:end], factor)
+
+        def use(piece: int, turn: int) -> None:
+            begin, end = ranges[piece]
+            if receives:
+                reduction([table.place(rank, turn, dtype)[: end - begin] for rank in range(2)], x[begin:end])
+
+        table.in_pieces(len(ranges), put, use)
+
+    def _reduce_in_pieces(self, x: Tensor, reduction: Reduction, receives: bool, factor: float) -> None:
         table, dtype = self.table, x.dtype
         ranges = list(pieces(x.numel(), PIECE_BYTES // x.itemsize))
 
@@ -84,12 +110,13 @@ class OneHost:
             mine, to = shares(piece)[self.own], table.own_place(dtype)
             for a, b in ((begin, mine[0]), (mine[1], end)):
                 if b > a:
-                    to[a - begin : b - begin].copy_(x[a:b])
+                    copy_scaled(to[a - begin : b - begin], x[a:b], factor)
 
         def use(piece: int, turn: int) -> None:
             begin = ranges[piece][0]
             a, b = shares(piece)[self.own]
             if b > a:
+                scale(x[a:b], factor)
                 sources = [
                     x[a:b] if rank == self.own else table.place(rank, turn, dtype)[a - begin : b - begin]
                     for rank in range(self.size)
@@ -212,6 +239,20 @@ class OneHost:
 def copy(to: Tensor, source: Tensor) -> None:
     """Copy, unless both are the same memory."""
     if to.data_ptr() != source.data_ptr():
+        to.copy_(source)
+
+
+def scale(x: Tensor, factor: float) -> None:
+    """Multiply in place."""
+    if factor != 1:
+        x.mul_(factor)
+
+
+def copy_scaled(to: Tensor, source: Tensor, factor: float) -> None:
+    """Copy, times a factor."""
+    if factor != 1:
+        torch.mul(source, factor, out=to)
+    else:
         to.copy_(source)
 
 

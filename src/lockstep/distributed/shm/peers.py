@@ -66,8 +66,8 @@ class Peers:
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._closing = threading.Event()
         self._last_words = f"rank {self.ranks[own]}: this process has ended the shm process group"
-        self.patient = False
-        """Whether the program waits for what is exchanged."""
+        self.is_waited_for: Callable[[], bool] = lambda: True
+        """Whether the program waits for what is exchanged: then its core has nothing else to do."""
         self.look: Callable[[], object] | None = None
         """Called now and then in a wait: raises if the group has ended elsewhere."""
         self.reason: str | None = None
@@ -112,7 +112,7 @@ class Peers:
                     self.fail(f"{self._names([place])} does not read its messages")
 
     def _spin(self, received: list[bytes], missing: set[int]) -> None:
-        until = time.perf_counter() + (PATIENT_SPIN_SECONDS if self.patient else SPIN_SECONDS)
+        until = time.perf_counter() + (PATIENT_SPIN_SECONDS if self.is_waited_for() else SPIN_SECONDS)
         while True:
             for place in tuple(missing):
                 message = self._receive(place)

@@ -58,15 +58,17 @@ class Table:
         """Where this rank may put data before the next exchange."""
         return self.place(self.own, self._turn, dtype)
 
-    def agree(self, descriptor: Descriptor, tensor: Tensor | None = None) -> tuple[int, list[bytes]]:
-        """Exchange descriptors, with the place of a tensor if it is in shared memory.
+    def agree(
+        self, descriptor: Descriptor, tensor: Tensor | None = None, factor: float = 1.0
+    ) -> tuple[int, list[bytes]]:
+        """Exchange descriptors, with the place of a tensor if it is in shared memory, and its factor.
 
         Returns the turn in which data was put before, and what the ranks said. Raises
         :class:`~lockstep.errors.AgreementError` on every rank unless all said the same.
         """
         self.pool.publish()
         place = self.pool.locate(tensor) if tensor is not None else None
-        messages = self.exchange(with_place(descriptor.pack(), place))
+        messages = self.exchange(with_place(descriptor.pack(), place, factor))
         compare(messages, self.peers.ranks)
         return 1 - self._turn, messages
 

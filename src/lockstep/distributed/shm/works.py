@@ -28,7 +28,7 @@ CLOSE_SECONDS = 5.0
 class ShmWork(dist.Work):
     """A collective on its way; the methods are those of ``torch.distributed.Work``."""
 
-    def __init__(self, queue: "WorkQueue", run: Callable[[bool], object], outputs: list[Tensor]) -> None:
+    def __init__(self, queue: "WorkQueue", run: Callable[[], object], outputs: list[Tensor]) -> None:
         super().__init__()
         self.run, self.outputs = run, outputs
         self.done = False
@@ -76,6 +76,7 @@ class WorkQueue:
 
     def __init__(self, name: str) -> None:
         self._name = name
+        self._waiting = 0  # threads that wait for a collective
         self._condition = threading.Condition()
         self._begun: deque[ShmWork] = deque()
         self._completions: deque[ShmWork] = deque()
@@ -105,11 +106,19 @@ class WorkQueue:
                 self._call_worker()
                 if not self._condition.wait_for(lambda: work.done, timeout):
                     raise CommunicationError(f"the collective was not over after {timeout:g} s; it goes on")
-            while not work.done:
-                if self._running or not self._begun:
-                    self._condition.wait()
-                else:
-                    self._run_next(waited_for=True)
+            self._waiting += 1
+            try:
+                while not work.done:
+                    if self._running or not self._begun:
+                        self._condition.wait()
+                    else:
+                        self._run_next()
+            finally:
+                self._waiting -= 1
+
+    def is_waited_for(self) -> bool:
+        """Whether a thread waits for a collective."""
+        return self._waiting > 0
 
     def future_of(self, work: ShmWork) -> "torch.futures.Future[list[Tensor]]":
         """The future of a collective, made when it is asked for."""
@@ -130,21 +139,19 @@ class WorkQueue:
             self._closed = True
             self._condition.notify_all()
             while self._begun and not self._running:
-                self._run_next(waited_for=True)
+                self._run_next()
+            self._recent.clear()
             workers = [each for each in self._workers if each is not threading.current_thread()]
         for worker in workers:
             worker.join(CLOSE_SECONDS)
 
-    def _run_next(self, waited_for: bool) -> None:
-        """Run the first collective, in a thread that has nothing else to do if it is waited for.
-
-        Called, and left, with the condition held.
-        """
+    def _run_next(self) -> None:
+        """Run the first collective. Called, and left, with the condition held."""
         work = self._begun.popleft()
         self._running = True
         self._condition.release()
         try:
-            work.run(waited_for)
+            work.run()
         except LockstepError as error:
             work.error = error
         except BaseException as error:
@@ -179,7 +186,7 @@ class WorkQueue:
                 if self._completions:
                     self._complete_next()
                 elif self._begun and not self._running:
-                    self._run_next(waited_for=False)
+                    self._run_next()
                 elif self._closed:
                     self._ready -= 1
                     return
