@@ -240,6 +240,20 @@ def test_what_cannot_be_reduced_is_told_to_every_rank_and_the_group_goes_on(host
     assert works
 
 
+@pytest.mark.parametrize("hosts", ["aa", "ab"])
+def test_roots_in_messages_are_ranks_of_the_default_group(hosts):
+    def call(rank, store):
+        options = ShmOptions(host=hosts[rank])
+        group = ProcessGroupShm(store, rank, 2, timedelta(seconds=10), options, global_ranks=[4, 7])
+        with pytest.raises(
+            AgreementError, match=r"rank 4: broadcast\(.*from rank 4\); rank 7: broadcast\(.*from rank 7\)"
+        ):
+            dist.broadcast(torch.ones(3), group=group, group_src=rank)
+        group.shutdown()
+
+    assert together(2, call, dist.HashStore()) == [None, None]
+
+
 # ----------------------------------------------------------------------------- failures of one rank
 
 

@@ -49,6 +49,7 @@ class ManyHosts:
     ) -> None:
         self.local, self.hosts, self.rank, self.store = local, [list(host) for host in hosts], rank, store
         self._names = [[names[rank] for rank in host] for host in hosts]  # in messages
+        self._name_of = list(names)
         self.size = sum(map(len, self.hosts))
         self._host = next(i for i, host in enumerate(self.hosts) if rank in host)
         self._between = between  # None unless this rank leads
@@ -78,13 +79,13 @@ class ManyHosts:
 
     def reduce(self, x: Tensor, op: Op, root: int) -> None:
         """See ``OneHost``."""
-        self._agree(Descriptor(Kind.REDUCE, x.dtype, x.numel(), op, root))
+        self._agree(Descriptor(Kind.REDUCE, x.dtype, x.numel(), op, self._name_of[root]))
         work = x if self.rank == root else x.clone()
         self._all_reduce(work, op)
 
     def broadcast(self, x: Tensor, root: int, tensors: int = 1) -> None:
         """See ``OneHost``."""
-        self._agree(Descriptor(Kind.BROADCAST, x.dtype, x.numel(), root=root, tensors=tensors))
+        self._agree(Descriptor(Kind.BROADCAST, x.dtype, x.numel(), root=self._name_of[root], tensors=tensors))
         source = next(i for i, host in enumerate(self.hosts) if root in host)
         if self._host == source:
             self.local.broadcast(x, self.hosts[source].index(root))

@@ -15,7 +15,8 @@ from collections import deque
 import torch
 from torch import Tensor
 
-from lockstep.distributed.shm.peers import Peers, map_bytes
+from lockstep.distributed.shm.mapping import map_bytes
+from lockstep.distributed.shm.peers import Peers
 
 ALIGNMENT = 4096
 

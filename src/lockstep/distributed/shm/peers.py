@@ -18,8 +18,6 @@ L     this rank has left the group
 """
 
 import array
-import ctypes
-import mmap
 import os
 import select
 import socket
@@ -30,11 +28,11 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from lockstep.distributed.shm.mapping import map_bytes
 from lockstep.distributed.shm.meeting import LOOK_SECONDS
 from lockstep.errors import CommunicationError
 
@@ -295,23 +293,6 @@ class Peers:
         for each in self._sockets.values():
             each.close()
         self._memory.clear()
-
-
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
-_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-
-
-def map_bytes(fd: int, size: int) -> Any:
-    """Shared memory as an array of bytes, unmapped with it; Python's ``mmap`` would keep a descriptor open for each."""
-    address = _libc.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, fd, 0)
-    if address == ctypes.c_void_p(-1).value:
-        code = ctypes.get_errno()
-        raise OSError(code, f"cannot map {size} bytes of shared memory: {os.strerror(code)}")
-    memory = (ctypes.c_char * size).from_address(address)
-    weakref.finalize(memory, _libc.munmap, address, size).atexit = False
-    return memory
 
 
 _alive: "weakref.WeakSet[Peers]" = weakref.WeakSet()
