@@ -531,6 +531,7 @@ def cycle(rank, store, how):
     group.allreduce([x]).wait()
     assert x[0] == 2.0
     group.allreduce([torch.ones(700_000)]).wait()
+    group.allreduce([group.allocate(10)]).wait()  # small enough to be kept for a while
     group.barrier().wait()
     if how == "destroyed":
         group.shutdown()
