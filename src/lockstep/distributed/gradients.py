@@ -154,7 +154,7 @@ class SharedBucket(GradientBucket):
         inside = memory.claim(grads)
         assert memory.flat is not None
         if not all(map(touched.__getitem__, self._indices)):
-            self._spare_untouched(grads, touched)
+            self._spare_untouched(grads, inside, touched)
         for parameter in self._parameters:
             parameter.grad = None
         if True not in inside and type(None) not in map(type, grads):
@@ -187,10 +187,10 @@ class SharedBucket(GradientBucket):
         taken = [self.members[i].take(grad) for i, grad in zip(positions, grads, strict=True)]
         torch._foreach_copy_(views, [grad.to_dense() if grad.is_sparse else grad for grad in taken])
 
-    def _spare_untouched(self, grads: Sequence[Tensor | None], touched: bytearray) -> None:
-        for member, grad, own in zip(self.members, grads, self._memory.grads, strict=True):
+    def _spare_untouched(self, grads: Sequence[Tensor | None], inside: Sequence[bool], touched: bytearray) -> None:
+        for member, grad, is_inside in zip(self.members, grads, inside, strict=True):
             if grad is not None and not touched[member.index]:
-                self._spare(member, grad, inside=grad is own)
+                self._spare(member, grad, is_inside)
 
     @property
     def row(self) -> Tensor:

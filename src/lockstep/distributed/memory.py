@@ -4,23 +4,29 @@ Buckets of small tensors keep theirs: making views anew would cost more than the
 ones leave it to the parameters' gradients, so that it is gone after ``zero_grad()``, while forward needs the room. In
 both cases memory in which somebody still holds a gradient of an earlier round is never written again: the bucket moves
 to new memory.
+
+What a parameter holds as its gradient is judged by its memory and layout, never by which object it is: ``grad.data =``
+and ``module.to(memory_format=...)`` give the same object other memory, ``grad.detach()`` is another object with the
+same.
 """
 
 import operator
 import sys
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Parameter
 
 from lockstep.buckets import Bucket
-from lockstep.distributed.dtensors import like_parameter, local_part
+from lockstep.distributed.dtensors import dtensor_class, like_parameter, local_part
 
 Empty = Callable[[int, torch.dtype, torch.device], Tensor]
 """Makes a tensor of one dimension, uninitialised."""
+
+_is_set_to = Tensor.is_set_to
 
 KEPT_BELOW_BYTES = 16 * 1024
 """Buckets whose tensors are smaller than this on average keep their memory."""
@@ -37,36 +43,42 @@ class GradientMemory:
         self._kept = layout.nbytes < KEPT_BELOW_BYTES * len(layout.slots)
         self.flat: Tensor | None = None
         self.views: list[Tensor] = []
+        """Nobody else's while the memory is kept: what others do to the tensors they hold does not change these."""
         self.grads: list[Tensor] = []
-        """The views, or DTensors around them."""
+        """What parameters get: other tensors in the places of the views, or DTensors around such."""
         self._alone: tuple[int, list[int]] = 0, []  # users and references while nobody else has any
-        self._handed: list[weakref.ref[Tensor]] = []
+        self._handed: tuple[StorageWeakRef, int] | None = None  # memory that was left to the gradients, and its offset
 
     def claim(self, current: list[Tensor | None]) -> list[bool]:
         """Make ready to write the next gradients; returns which of ``current`` are in this memory, and stay in it.
 
         If they have to move, ``current`` is changed to what they are now.
         """
-        if self.flat is None and self._handed:
+        if self.flat is None and self._handed is not None:
             self._take_up(current)
         if self.flat is None:
             self._allocate()
             return [False] * len(current)
-        inside = list(map(operator.is_, current, self.grads))
-        if False not in inside or not self._held(inside):
+        inside = in_place(current, self.views)
+        whole = False not in inside
+        if whole and all(map(operator.is_, current, self.grads)):
             return inside
-        old = self.views
-        self._allocate()
-        for i, moves in enumerate(inside):
-            if moves:
-                self.views[i].copy_(old[i])
-                current[i] = self.grads[i]
+        if not whole and self._held(inside):
+            old = self.views
+            self._allocate()
+            for i, moves in enumerate(inside):
+                if moves:
+                    self.views[i].copy_(old[i])
+                    current[i] = self.grads[i]
+        elif False in in_place(self.grads, self.views):
+            self.grads = self._gradients()  # tests/ranks/test_gradient_memory.py
         return inside
 
     def rest(self) -> None:
         """The gradients have been handed out."""
         if not self._kept:
-            self._handed = [weakref.ref(grad) for grad in self.grads]
+            assert self.flat is not None
+            self._handed = StorageWeakRef(self.flat.untyped_storage()), self.flat.storage_offset()
             self.flat, self.views, self.grads = None, [], []
 
     def blank(self) -> Tensor:
@@ -78,17 +90,27 @@ class GradientMemory:
         layout = self._layout
         flat = self._empty(layout.numel + self._extra, layout.dtype, layout.device)
         self.flat, self.views = flat, self._layout.views(flat)
-        self.grads = [like_parameter(view, p) for p, view in zip(self._parameters, self.views, strict=True)]
+        self.grads = self._gradients()
         self._alone = storage_users(flat), references(self.grads)
+
+    def _gradients(self) -> list[Tensor]:
+        """Tensors to hand out. Where views are given up when they are, those themselves."""
+        views = [view.detach() for view in self.views] if self._kept else self.views
+        return [like_parameter(view, p) for p, view in zip(self._parameters, views, strict=True)]
 
     def _take_up(self, current: Sequence[Tensor | None]) -> None:
         """Go on in the memory that was handed out, if the parameters still have all of it."""
-        handed, self._handed = [each() for each in self._handed], []
-        if all(own is not None and own is grad for own, grad in zip(handed, current, strict=True)):
-            self.grads = [own for own in handed if own is not None]
-            self.views = [local_part(own).detach() for own in self.grads]
-            start = self.views[0].storage_offset() - self._layout.slots[0].offset
-            self.flat = self.views[0].as_strided((self._layout.numel + self._extra,), (1,), start)
+        assert self._handed is not None
+        (storage, start), self._handed = self._handed, None
+        grads = [grad for grad in current if grad is not None and not grad.is_sparse]
+        if len(grads) < len(current):
+            return
+        first = local_part(grads[0])
+        if first.untyped_storage()._cdata == storage.cdata:
+            flat = first.as_strided((self._layout.numel + self._extra,), (1,), start)
+            views = self._layout.views(flat)
+            if False not in in_place(grads, views):
+                self.flat, self.views, self.grads = flat, views, grads
 
     def _held(self, inside: Sequence[bool]) -> bool:
         """Whether anything but this bucket and its parameters still sees gradients of an earlier round."""
@@ -98,6 +120,17 @@ class GradientMemory:
             return True
         now = references(self.grads)
         return now != counts and any(a > b for a, b, stays in zip(now, counts, inside, strict=True) if not stays)
+
+
+def in_place(grads: Sequence[Tensor | None], views: Sequence[Tensor]) -> list[bool]:
+    """Which of the gradients are in the places of the views: the same memory, shape and strides."""
+    if dtensor_class() is not None:
+        grads = [None if grad is None else local_part(grad) for grad in grads]
+    try:
+        return [grad is not None and _is_set_to(view, grad) for grad, view in zip(grads, views, strict=True)]
+    except NotImplementedError:  # not for sparse gradients
+        dense = [None if grad is None or grad.is_sparse else grad for grad in grads]
+        return in_place(dense, views)
 
 
 def storage_users(tensor: Tensor) -> int:
