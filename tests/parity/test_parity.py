@@ -375,6 +375,38 @@ def test_a_module_that_is_not_used_gets_no_gradient(devices, use_step):
     assert torch.equal(twin.unused.weight.grad.cpu(), torch.ones(2, 6, dtype=torch.float64))
 
 
+class Siblings(nn.Module):
+    """Parameters and a buffer that needs a gradient, of one module that uses some of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.used, self.unused = nn.Parameter(torch.randn(6)), nn.Parameter(torch.randn(6))
+        self.register_buffer("learned", torch.randn(6).requires_grad_())
+        self.register_buffer("idle", torch.randn(6).requires_grad_())
+
+    def forward(self, x):
+        return x * self.used * self.learned
+
+
+@pytest.mark.parametrize("use_step", [False, True], ids=["forward", "step"])
+def test_a_parameter_that_its_module_does_not_use_gets_no_gradient(devices, use_step):
+    plain, twin = pair(Siblings, devices(1)[0])
+    for module in (plain, twin):  # a copy on another device is no leaf
+        module.learned, module.idle = (b.detach().requires_grad_() for b in (module.learned, module.idle))
+    parallel = DataParallel(twin, devices(3))
+    x, y = batch(vectors, 7, devices(1)[0])
+    loss_of(plain(x), y).backward()
+    if use_step:
+        parallel.step(loss_of, x, y)
+    else:
+        loss_of(parallel(x), y).backward()
+    assert twin.unused.grad is twin.idle.grad is None
+    same_gradients(parallel, plain)
+    assert_same(twin.learned.grad, plain.learned.grad)
+    with pytest.raises(RuntimeError, match="not have been used in the graph"):
+        torch.autograd.grad(loss_of(parallel(x), y), list(parallel.parameters()))
+
+
 class Varied(Branches):
     """Which branch runs depends on the rows, so replicas differ."""
 

@@ -7,6 +7,7 @@ Each backward is one of the others, so gradients of any order flow through them:
 :class:`GradientEdges` is what persistent replicas hang on: it moves nothing forward, and backward it is the sum.
 """
 
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,6 +22,22 @@ from lockstep.local import comm
 # made once, before every forward, would always come last; with this they sum a bucket as soon as its gradients are
 # ready.
 FIRST = (1 << 63) - 1
+
+# The passes of the engine that went through what an earlier backward had made under create_graph=True; the last ones,
+# since nobody tells when a pass has ended.
+_second_order_passes: deque[int] = deque(maxlen=64)
+
+
+def _made_in_backward() -> bool:
+    """Whether the function that is applied now is part of a gradient, which itself is to be differentiated."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def _note_second_order(ctx: Any) -> None:
+    """Remember that the pass under way differentiates a gradient, if ``ctx`` was made in a backward."""
+    current = torch._C._current_graph_task_id()
+    if ctx.made_in_backward and current not in _second_order_passes:
+        _second_order_passes.append(current)
 
 
 class Broadcast(Function):
@@ -42,6 +59,7 @@ class Broadcast(Function):
     @staticmethod
     def forward(ctx: Any, devices: Sequence[DeviceLike], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Copy."""
+        ctx.made_in_backward = _made_in_backward()
         copies = [[t.detach() for t in row] for row in comm.broadcast_coalesced(tensors, devices)]
         needed = ctx.needs_input_grad[1:]
         ctx.mark_non_differentiable(*(c for row in copies for c, n in zip(row, needed, strict=True) if not n))
@@ -52,6 +70,7 @@ class Broadcast(Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Sum the gradients of the inputs that need one."""
+        _note_second_order(ctx)
         wanted = [i for i, needed in enumerate(ctx.needed) if needed]
         rows = range(0, len(grads), len(ctx.needed))
         sums = ReduceAddCoalesced.apply(ctx.source, len(wanted), *(grads[r + i] for r in rows for i in wanted))
@@ -74,6 +93,7 @@ class ReduceAddCoalesced(Function):
     @staticmethod
     def forward(ctx: Any, destination: DeviceLike, num_inputs: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Sum."""
+        ctx.made_in_backward = _made_in_backward()
         rows = [tensors[i : i + num_inputs] for i in range(0, len(tensors), num_inputs)]
         ctx.devices = [row[0].device for row in rows]
         return comm.reduce_add_coalesced(rows, destination)
@@ -81,6 +101,7 @@ class ReduceAddCoalesced(Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Give every summand the gradient of the sum."""
+        _note_second_order(ctx)
         return None, None, *Broadcast.apply(ctx.devices, *grads)
 
 
@@ -98,6 +119,7 @@ class Gather(Function):
     @staticmethod
     def forward(ctx: Any, target_device: DeviceLike, dim: int, *tensors: torch.Tensor) -> torch.Tensor:
         """Concatenate."""
+        ctx.made_in_backward = _made_in_backward()
         gathered = comm.gather(tensors, dim, target_device)
         ctx.scalars = tensors[0].dim() == 0
         ctx.dim = 0 if ctx.scalars else dim
@@ -108,6 +130,7 @@ class Gather(Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Give every input its part of the gradient."""
+        _note_second_order(ctx)
         parts = Scatter.apply(ctx.devices, ctx.sizes, ctx.dim, grad)
         return None, None, *((part[0] for part in parts) if ctx.scalars else parts)
 
@@ -133,7 +156,7 @@ class Scatter(Function):
         tensor: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         """Split."""
-        ctx.dim, ctx.source = dim, tensor.device
+        ctx.dim, ctx.source, ctx.made_in_backward = dim, tensor.device, _made_in_backward()
         targets = resolve_devices(devices)
         if tensor.device.type != "cpu":
             return comm.scatter(tensor, targets, chunk_sizes, dim)
@@ -149,6 +172,7 @@ class Scatter(Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Put the gradients of the chunks together."""
+        _note_second_order(ctx)
         return None, None, None, Gather.apply(ctx.source, ctx.dim, *grads)
 
 
@@ -181,9 +205,10 @@ class GradientEdges(Function):
 
     ``copies`` hold for each replica one copy of every tensor, replica-major, and are returned as they are, now with a
     gradient that is summed, in the order of the replicas, into the tensor's. Nothing is saved for backward, so one call
-    serves any number of backwards. A tensor whose every copy got no gradient gets none, unless another of its group did
-    (``groups`` has a number for each tensor; replicas group by module): then it is zero, as PyTorch has it. Stands for
-    the C++ ``replicate_grad_edges``.
+    serves any number of backwards. A tensor whose every copy got no gradient gets none, as on one device; only in a
+    pass that differentiates a gradient (a gradient penalty) it is zero if another of its group got one, as PyTorch's
+    suite has it (``groups`` has a number for each tensor; replicas group by module). Stands for the C++
+    ``replicate_grad_edges``.
     """
 
     @staticmethod
@@ -212,10 +237,11 @@ class GradientEdges(Function):
                 total = ReduceAddCoalesced.apply(ctx.source, len(todo), *(g for row in rows for g in row))
                 for i, tensor in zip(todo, total, strict=True):
                     sums[i] = tensor
-        touched = {group for group, total in zip(ctx.groups, sums, strict=True) if total is not None}
-        for i, (shape, dtype) in enumerate(ctx.shapes):
-            if sums[i] is None and ctx.groups[i] in touched:
-                sums[i] = torch.zeros(shape, dtype=dtype, device=ctx.source)
+        if torch._C._current_graph_task_id() in _second_order_passes:
+            touched = {group for group, total in zip(ctx.groups, sums, strict=True) if total is not None}
+            for i, (shape, dtype) in enumerate(ctx.shapes):
+                if sums[i] is None and ctx.groups[i] in touched:
+                    sums[i] = torch.zeros(shape, dtype=dtype, device=ctx.source)
         return None, None, *sums
 
 

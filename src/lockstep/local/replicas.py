@@ -34,7 +34,7 @@ from lockstep.devices import DeviceLike, resolve_devices
 from lockstep.errors import DeviceError
 from lockstep.local.changes import Attributes, Structure, Tensors, addresses, identical
 from lockstep.local.comm import broadcast_coalesced
-from lockstep.local.functions import Broadcast, link
+from lockstep.local.functions import link
 from lockstep.local.layout import common_device
 from lockstep.local.module_copy import CACHE, ModuleCopy, check_replicable
 from lockstep.local.parameters import ParameterValues
@@ -349,8 +349,9 @@ class ReplicaSet:
     def _link_fresh(self, rows: list[list[Tensor]], linking: list[bool]) -> None:
         """Put differentiable copies of the tensors that need a gradient between the plain copies of the others."""
         indices = [i for i, link in enumerate(linking) if link]
-        with torch.enable_grad():
-            linked = Broadcast.apply(self._copy_devices, *(self._sources[i] for i in indices))
+        tensors = [self._sources[i] for i in indices]
+        copies = [t.detach() for row in broadcast_coalesced(tensors, self._copy_devices, self._cap_bytes) for t in row]
+        linked = link(copies, [0] * len(tensors), tensors)
         for number, row in enumerate(rows):
             for place, index in enumerate(indices):
                 row.insert(index, linked[number * len(indices) + place])
