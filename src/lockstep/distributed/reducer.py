@@ -369,9 +369,22 @@ class Reducer:
         self._weights.announce(weight)
 
     def shadow(self) -> None:
-        """Take part in a round of the other ranks, outside of any backward and without gradients."""
+        """Take part in a round of the other ranks, outside of any backward and without gradients.
+
+        What this rank has - gradients, what has piled up, its weights - it has afterwards, too: see
+        tests/procs/test_join_gradients.py.
+        """
+        had = [member.parameter.grad for member in self.parameters]
+        own = self._touched, self._weights, self._drift
+        self._touched = bytearray(len(self.parameters))
+        self._weights, self._drift = Weights(), DriftWatch(self.parameters, self.collectives.rank)
         self._joined = True
+        for member in self.parameters:
+            member.parameter.grad = None
         try:
             self.conductor.shadow(self)
         finally:
             self._joined = False
+            self._touched, self._weights, self._drift = own
+            for member, grad in zip(self.parameters, had, strict=True):
+                member.parameter.grad = grad

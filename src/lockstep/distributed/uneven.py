@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.distributed.algorithms.join import Join, JoinHook
 
+from lockstep.distributed.reducer import Reducer
 from lockstep.distributed.replication import Replication
 from lockstep.distributed.start import broadcast_values
 
@@ -26,10 +27,7 @@ def enter_iteration(wrapper: Any, replication: Replication) -> None:
     marks = _tell(replication, _SYNCHRONISES if synchronises else _LOCAL)
     reducer = replication.reducer
     assert reducer is not None
-    active = [rank for rank, mark in enumerate(marks) if mark != _GONE]
-    if not wrapper._divide_by_initial_world_size:
-        reducer.divisor = float(len(active))
-    reducer.buffers.source = active[0]
+    _count_only_active(wrapper, reducer, marks)
 
 
 def _tell(replication: Replication, mark: int) -> list[int]:
@@ -43,6 +41,15 @@ def _tell(replication: Replication, mark: int) -> list[int]:
     return [int(each) for each in row.tolist()]
 
 
+def _count_only_active(wrapper: Any, reducer: Reducer, marks: list[int]) -> None:
+    """Divide by the ranks that have batches, if so wished; buffers are those of the first of them."""
+    active = [rank for rank, mark in enumerate(marks) if mark != _GONE]
+    if active:
+        reducer.buffers.source = active[0]
+        if not wrapper._divide_by_initial_world_size:
+            reducer.divisor = float(len(active))
+
+
 class ShadowHook(JoinHook):
     """A rank without batches."""
 
@@ -54,10 +61,8 @@ class ShadowHook(JoinHook):
         marks = _tell(self._replication, _GONE)
         reducer = self._replication.reducer
         assert reducer is not None
-        reducer.buffers.source = next((rank for rank, mark in enumerate(marks) if mark != _GONE), 0)
+        _count_only_active(self._wrapper, reducer, marks)
         if _SYNCHRONISES in marks:
-            for member in reducer.parameters:
-                member.parameter.grad = None
             reducer.shadow()
 
     def post_hook(self, is_last_joiner: bool) -> None:
