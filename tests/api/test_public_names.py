@@ -125,6 +125,7 @@ PUBLIC = {
         ReduceAddCoalesced.apply(destination, num_inputs, *tensors)
         class ReplicaSet(network, devices, *, detach=False, network_first=False, cap_bytes=10485760, phases=None)
             .absorb()
+            .check_slots()
             .collect_gradients()
             .refresh(*, leaves=False)
         Scatter.apply(devices, chunk_sizes, dim, tensor)

@@ -144,6 +144,36 @@ def test_attributes_of_the_module_are_reached(parallel):
     assert "Net(" in repr(parallel)
 
 
+def test_attributes_of_the_module_are_set_where_they_are_read(parallel, x):
+    """A new head put on the wrapper would have no effect: it reads the module's."""
+    parallel.body = nn.Linear(parallel.body.in_features, 2).to(x.device)
+    parallel.offset = torch.full((2,), 3.0, device=x.device)
+    parallel.scale = 5
+    assert parallel.module.body is parallel.body
+    assert parallel.module.scale == parallel.scale == 5
+    torch.testing.assert_close(parallel(x), parallel.body(x) + 3)
+    assert "body.weight" not in parallel.state_dict()
+    assert parallel.state_dict()["module.body.weight"].shape == (2, 4)
+    del parallel.scale
+    assert parallel.scale == Net.scale
+
+
+def test_names_of_the_wrapper_stay_its_own(parallel):
+    parallel.module.dim = parallel.module.split = "the module's own"
+    parallel.dim, parallel.note = 0, "new"
+    assert (parallel.module.dim, parallel.module.split) == ("the module's own",) * 2
+    assert not hasattr(parallel.module, "note")
+    parallel.note = "changed"
+    assert parallel.note == "changed"
+    outer = DataParallel(parallel, parallel.device_ids)
+    assert outer.dim == 0
+    assert outer.module is parallel
+    parallel.eval()
+    outer.train()
+    assert outer.training
+    assert parallel.training
+
+
 def test_modes_and_hooks_of_the_wrapper(parallel, x):
     assert parallel.eval().module.training is False
     assert parallel.train().module.body.training is True

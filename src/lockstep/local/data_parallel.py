@@ -30,11 +30,17 @@ from lockstep.errors import LayoutError, LengthError
 from lockstep.local import scatter_gather, workers
 from lockstep.local.comm import copy_to
 from lockstep.local.exchange import current_replica
+from lockstep.local.module_copy import SLOTS
 from lockstep.local.replicas import ReplicaSet, cached, replicate, require_on
 from lockstep.phases import Event, Phases, Statistics
 from lockstep.wrapper import is_of_module
 
 T = TypeVar("T", bound=Module)
+
+# what is set on the wrapper itself, also where the module has an attribute of that name
+_OWN = frozenset(
+    {"module", "dim", "device_ids", "output_device", "src_device_obj", "split", "gather_outputs", "training"}
+)
 
 
 class DataParallel(Module, Generic[T]):
@@ -54,9 +60,9 @@ class DataParallel(Module, Generic[T]):
 
     After ``backward`` the module's parameters have the gradients of the whole batch, as on one device. Replicas are
     built once; what is set on the module is seen by all of them at the next use. The first replica is the module
-    itself, so state that its forward sets stays. Attributes that the wrapper does not have are the module's;
-    ``state_dict`` has the keys of ``torch.nn.DataParallel``'s, and ``load_state_dict`` also takes those of the plain
-    module.
+    itself, so state that its forward sets stays. Attributes that the wrapper does not have are the module's, to read
+    and to set: ``parallel.fc = Linear(parallel.fc.in_features, 10)`` puts a layer into the module. ``state_dict`` has
+    the keys of ``torch.nn.DataParallel``'s, and ``load_state_dict`` also takes those of the plain module.
 
     Communicates, for each forward, one copy of each input and output and one of each 10 MiB bucket of parameters a
     device other than the first, and the gradients of each bucket back. Raises
@@ -173,6 +179,8 @@ class DataParallel(Module, Generic[T]):
             vars(self.module).pop("_is_replica", None)
             for network in networks:
                 network.absorb()
+        for network in networks:
+            network.check_slots()
 
     # Training step #
 
@@ -277,6 +285,26 @@ class DataParallel(Module, Generic[T]):
             return super().__getattr__(name)
         except AttributeError:
             return getattr(super().__getattr__("module"), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if self._belongs_to_module(name):  # where it was read; on the wrapper it would have no effect
+            setattr(self.module, name, value)
+        else:
+            super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if self._belongs_to_module(name):
+            delattr(self.module, name)
+        else:
+            super().__delattr__(name)
+
+    def _belongs_to_module(self, name: str) -> bool:
+        """Whether an attribute is the module's: the module has it, and the wrapper has none of that name."""
+        if name in _OWN or name.startswith("_") or name in vars(self) or hasattr(type(self), name):
+            return False
+        slots = [vars(self).get(kind, {}) for kind in SLOTS]
+        module = vars(self).get("_modules", {}).get("module")
+        return module is not None and not any(name in slot for slot in slots) and hasattr(module, name)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load what ``state_dict`` of this wrapper, of ``torch.nn.DataParallel``, or of the plain module gave."""

@@ -36,6 +36,7 @@ from lockstep.local.changes import Attributes, Structure, Tensors, addresses, id
 from lockstep.local.comm import broadcast_coalesced
 from lockstep.local.functions import link
 from lockstep.local.layout import common_device
+from lockstep.local.made_in_forward import ReplicaSlots
 from lockstep.local.module_copy import CACHE, ModuleCopy, check_replicable
 from lockstep.local.parameters import ParameterValues
 from lockstep.phases import Phases
@@ -128,6 +129,7 @@ class ReplicaSet:
         self._leaves: list[list[Tensor]] = []
         self._bound: list[list[Tensor]] | None = None
         self._copies: list[ModuleCopy] = []
+        self._replica_slots: ReplicaSlots | None = None
         self._written: list[int] = []
         self._found: list[Tensor | None] = []
         self._sources: list[Tensor] = []
@@ -149,12 +151,14 @@ class ReplicaSet:
                 quick = False
             else:
                 self._refresh_parameters(everything=not quick)
-            self._bind_parameters(leaves)
+            bound_anew = self._bind_parameters(leaves)
             if leaves:  # no other use: a step of another thread may be in its backward
                 for leaf in chain(*self._leaves):
                     leaf.grad = None  # of a step that failed halfway
             self._hot = enabled or self._attributes.training
-            self._refresh_fresh(grad, quick)
+            bound_anew = self._refresh_fresh(grad, quick) or bound_anew
+            if bound_anew and self._replica_slots is not None:
+                self._replica_slots.look()
         return ([self.network] if self._network_first else []) + [copy.root for copy in self._copies]
 
     def absorb(self) -> None:
@@ -168,6 +172,13 @@ class ReplicaSet:
             if self._structure is not None and self._attributes.changed():
                 self._attributes.disregard()
             self._astray = self._astray or self._strayed()  # the leaves are still needed, to collect gradients
+
+    def check_slots(self) -> None:
+        """Raise :class:`~lockstep.errors.NotReplicableError` if a forward has made a parameter, which only one replica
+        has."""
+        with self._lock:
+            if self._replica_slots is not None:
+                self._replica_slots.check()
 
     def collect_gradients(self) -> None:
         """Add the gradients on the replicas' leaves to the network's, in replica order, and take them off the
@@ -213,6 +224,7 @@ class ReplicaSet:
     def _build(self) -> None:
         with self._phases.phase("build"):
             check_replicable(self.network)
+            self._replica_slots = None
             self._modules = list(self.network.modules())
             if self._network_first:
                 require_on(self.network, self.devices[0])
@@ -227,6 +239,8 @@ class ReplicaSet:
             for copy in self._copies:
                 copy.set_all_attributes()
             self._attributes, self._structure = Attributes(self._modules), Structure(self._modules)
+            own = [self._modules] if self._network_first else []
+            self._replica_slots = ReplicaSlots(own + [copy.modules for copy in self._copies])
             self.builds += 1
 
     def _sort_slots(self) -> None:
@@ -262,6 +276,8 @@ class ReplicaSet:
 
     def _unbind_parameters(self) -> None:
         self._leaves, self._linked, self._bound, self._astray = [], [], None, False
+        if self._replica_slots is not None:  # old links keep a graph to parameters that may have another shape now
+            self._replica_slots.forget()
 
     def _strayed(self) -> bool:
         """Whether a forward gave a replica's parameter other data (``p.data = ...``), which no transfer would reach."""
@@ -280,20 +296,21 @@ class ReplicaSet:
         if self._written or everything:
             self._values.transfer(self._written, everything=everything)
 
-    def _bind_parameters(self, leaves: bool) -> None:
-        """Put linked tensors, or leaves, into the replicas' slots, unless they are there."""
+    def _bind_parameters(self, leaves: bool) -> bool:
+        """Put linked tensors, or leaves, into the replicas' slots; False if they are there already."""
         if leaves and not self._leaves:
             self._leaves = [self._new_parameters(d, requires_grad=True) for d in self._copy_devices]
         if not leaves and not self._linked:
             self._linked = self._new_linked()
         wanted = self._leaves if leaves else self._linked
         if self._bound is wanted:
-            return
+            return False
         self._bound = wanted
         for copy, tensors in zip(self._copies, wanted, strict=True):
             in_slots = [None if i is None else tensors[i] for i in self._slots.values()]
             copy.bind("_parameters", list(self._slots), in_slots)
             copy.rebind_attributes()
+        return True
 
     def _new_parameters(self, device: torch.device, *, requires_grad: bool) -> list[Tensor]:
         pairs = zip(self._values.on(device), self._persistent, strict=True)
@@ -316,18 +333,19 @@ class ReplicaSet:
 
     # Buffers, and parameters that cannot persist #
 
-    def _refresh_fresh(self, grad: bool, quick: bool) -> None:
-        """Bind new tensors to the slots whose tensors are not persistent, unless nothing can have changed."""
+    def _refresh_fresh(self, grad: bool, quick: bool) -> bool:
+        """Bind new tensors to the slots whose tensors are not persistent, unless nothing can have changed; tell whether
+        a slot of a parameter was among them."""
         found = [holder[name] for holder, name in self._fresh_places]
         same = identical(found, self._found)
         if same and quick and not (self._written or self._fresh.moved(quick=True) or self._fresh.written()):
-            return
+            return False
         if not same:
             self._sort_fresh(found)
         if not self._hot:  # else the next look is not a quick one
             self._fresh = Tensors(self._sources)
         if not self._sources or not self._copies:
-            return
+            return False
         linking = [grad and t.requires_grad for t in self._sources]
         rows = self._plain_copies([t for t, link in zip(self._sources, linking, strict=True) if not link])
         if any(linking):
@@ -337,6 +355,7 @@ class ReplicaSet:
             for kind, (start, slots) in self._fresh_slots.items():
                 copy.bind(kind, slots, tensors[start : start + len(slots)])
             copy.rebind_attributes()
+        return bool(self._fresh_slots["_parameters"][1])
 
     def _sort_fresh(self, found: list[Tensor | None]) -> None:
         """Which tensors are in the slots, each once, and which of them is in which."""
