@@ -107,3 +107,23 @@ def test_a_weight_stays_with_the_gradient_that_did_not_get_there():
     assert left == ([1.0], [2.0])
     for (gradient,) in after:
         assert gradient == pytest.approx((1 + 1 + 2) / (100 + 1 + 1))
+
+
+def optimizers(rank):
+    """An optimizer with momentum, in hooks: its state is no replica's if a rank that has run out stands still."""
+    ddp = lockstep.DistributedDataParallel(nn.Linear(1, 1, bias=False))
+    nn.init.ones_(ddp.module.weight)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.5)
+    ddp.module.weight.register_post_accumulate_grad_hook(lambda parameter: optimizer.step())
+    for _ in range(2):
+        with ddp.join():
+            for _ in range([1, 3][rank.rank]):
+                ddp.zero_grad()
+                ddp(x_of(rank)).sum().backward()
+    momentum = optimizer.state[ddp.module.weight]["momentum_buffer"].item()
+    return ddp.module.weight.item(), momentum
+
+
+def test_optimizers_in_hooks_step_on_a_rank_that_has_run_out_too():
+    first, second = run_processes(2, optimizers)
+    assert first == second

@@ -78,7 +78,7 @@ class GradientMemory:
         """The gradients have been handed out."""
         if not self._kept:
             assert self.flat is not None
-            self._handed = StorageWeakRef(self.flat.untyped_storage()), self.flat.storage_offset()
+            self._handed = StorageWeakRef(self.flat.untyped_storage()), int(self.flat.storage_offset())
             self.flat, self.views, self.grads = None, [], []
 
     def blank(self) -> Tensor:

@@ -2,13 +2,14 @@
 
 Autograd runs a parameter's post-accumulate hooks when its gradient is there, which is before it is reduced. An
 optimizer step in such a hook would step on this rank's gradient alone; so hooks that users put there, before or after
-replicating, are held back until the gradient is the mean of all ranks'. Copies of a parameter, and pickles, have no
-hooks.
+replicating, are held back. At the end of a backward that synchronises, each runs once for every parameter that any rank
+has used since the last one - on all ranks, also where the parameter was not used, so that what it does stays in step.
+Copies of a parameter, and pickles, have no hooks.
 """
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch.compiler import is_compiling
@@ -17,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lockstep.compiler import outside_compiler
 from lockstep.distributed.gradients import ManagedParameter
+from lockstep.distributed.optimizers_in_backward import StepOptimizers, any_applied, take_over
 
 if TYPE_CHECKING:
     from lockstep.distributed.conductor import Conductor
@@ -64,21 +66,34 @@ class ParameterHook:
 class HeldHook:
     """A user's hook, held back until the gradient is reduced."""
 
-    __slots__ = ("_hook", "_reducer")
+    __slots__ = ("_earlier", "_key", "_reducer", "hook")
 
-    def __init__(self, hook: Callable[[Parameter], None], reducer: "weakref.ref[Reducer]") -> None:
-        self._hook, self._reducer = hook, reducer
+    def __init__(
+        self,
+        hook: Callable[[Parameter], None],
+        reducer: "weakref.ref[Reducer]",
+        key: int = -1,
+        earlier: Mapping[int, Any] | None = None,
+    ) -> None:
+        self.hook, self._reducer, self._key = hook, reducer, key
+        self._earlier = earlier
 
     def __call__(self, parameter: Parameter) -> None:
-        """The gradient of ``parameter`` is there, but perhaps only this rank's."""
+        """The gradient of ``parameter`` is there, but perhaps only this rank's: :func:`run_held_hooks` has its turn."""
         (_hold_outside if is_compiling() else HeldHook._hold)(self, parameter)
 
     def _hold(self, parameter: Parameter) -> None:
-        reducer = self._reducer()
-        if reducer is None:
-            self._hook(parameter)
-        else:
-            reducer.after_reduction(self._hook, parameter)
+        if self._reducer() is None:
+            self.run(parameter)
+
+    def run(self, parameter: Parameter) -> None:
+        """Call the user's hook, unless its handle has removed it."""
+        if self._earlier is None or self._key in self._earlier:
+            self.hook(parameter)
+
+    def moved_to(self, reducer: "weakref.ref[Reducer]", key: int, earlier: Mapping[int, Any]) -> "HeldHook":
+        """The same for another reducer; the user's handle still removes it from the dictionary that it was put into."""
+        return HeldHook(self.hook, reducer, key, earlier if self._earlier is None else self._earlier)
 
 
 # Compiled autograd traces hooks; ours are about the order of things, which a trace does not keep.
@@ -94,46 +109,71 @@ class _Hooks(OrderedDict[int, Any]):
         self._reducer = weakref.ref(reducer)
 
     def __setitem__(self, key: int, hook: Any) -> None:
-        ours = isinstance(hook, ParameterHook)
-        super().__setitem__(key, hook if ours else HeldHook(hook, self._reducer))
+        if not isinstance(hook, ParameterHook):
+            hook = HeldHook(hook, self._reducer)
+            self._tell()
+        super().__setitem__(key, hook)
+
+    def take_over(self, earlier: Mapping[int, Any]) -> None:
+        """Hold the users' hooks of a dictionary that autograd has used so far; their handles go on working."""
+        for key, hook in earlier.items():
+            if not isinstance(hook, ParameterHook):
+                held = hook if isinstance(hook, HeldHook) else HeldHook(hook, self._reducer)
+                super().__setitem__(key, held.moved_to(self._reducer, key, earlier))
+                self._tell()
+
+    def held(self, reducer: "Reducer") -> list[HeldHook]:
+        """The users' hooks that wait for a reducer, those of optimizers in backward last."""
+        if self._reducer() is not reducer:
+            return []
+        held = [hook for hook in self.values() if isinstance(hook, HeldHook)]
+        return sorted(held, key=lambda each: isinstance(each.hook, StepOptimizers))
+
+    def take_over_optimizers(self, parameter: Parameter) -> None:
+        """Hold the parameter's optimizers in backward, too; again and again, for they may come at any time."""
+        step = take_over(parameter)
+        known = (isinstance(hook, HeldHook) and isinstance(hook.hook, StepOptimizers) for hook in self.values())
+        if step is not None and not any(known):
+            self[RemovableHandle(self).id] = step
+
+    def _tell(self) -> None:
+        reducer = self._reducer()
+        if reducer is not None:
+            reducer.hold_hooks()
 
 
 def attach(parameter: ManagedParameter, reducer: "Reducer") -> None:
     """Hook a parameter, also a frozen one, for it may be unfrozen; an earlier reducer's hook gives way."""
     tensor = parameter.parameter
-    users = [
-        (key, hook._hook if isinstance(hook, HeldHook) else hook)
-        for key, hook in (tensor._post_accumulate_grad_hooks or {}).items()
-        if not isinstance(hook, ParameterHook)
-    ]
+    earlier = tensor._post_accumulate_grad_hooks
     frozen = not tensor.requires_grad
     if frozen:
         tensor.requires_grad_(True)
     hooks = _Hooks(reducer)
     tensor._post_accumulate_grad_hooks = hooks
     tensor.register_post_accumulate_grad_hook(ParameterHook(parameter.index, reducer))
-    for key, hook in users:
-        hooks[key] = hook
-    _take_over_optimizers(tensor, hooks)
+    if earlier:
+        hooks.take_over(earlier)
+    hooks.take_over_optimizers(tensor)
     if frozen:
         tensor.requires_grad_(False)
 
 
-def _take_over_optimizers(tensor: Any, hooks: _Hooks) -> None:
-    """Let optimizers that run in backward (``_apply_optimizer_in_backward``) run when the gradient is reduced."""
-    optimizers = getattr(tensor, "_in_backward_optimizers", None)
-    if not optimizers:
-        return
-    for handle in tensor._optimizer_hook_handles:
-        handle.remove()
+def take_over_optimizers(parameters: Iterable[ManagedParameter]) -> None:
+    """Let optimizers of ``_apply_optimizer_in_backward`` run when gradients are reduced, whenever it was called."""
+    if any_applied():
+        for member in parameters:
+            hooks = member.parameter._post_accumulate_grad_hooks
+            if isinstance(hooks, _Hooks):
+                hooks.take_over_optimizers(member.parameter)
 
-    def step(parameter: Parameter) -> None:
-        for optimizer in optimizers:
-            optimizer.step()
-        parameter.grad = None
 
-    handle = RemovableHandle(hooks)
-    hooks[handle.id] = step
+def run_held_hooks(parameters: Iterable[Parameter], reducer: "Reducer") -> None:
+    """Run users' hooks of parameters whose gradients ``reducer`` has reduced."""
+    for parameter in parameters:
+        hooks = parameter._post_accumulate_grad_hooks
+        for hook in hooks.held(reducer) if isinstance(hooks, _Hooks) else ():
+            hook.run(parameter)
 
 
 def is_attached(tensor: Parameter) -> bool:

@@ -39,6 +39,7 @@ from lockstep.distributed.gradients import GradientBucket, ManagedParameter
 from lockstep.distributed.hooks import HookChain, Waitable
 from lockstep.distributed.late import reduce_late
 from lockstep.distributed.mean import with_graphs
+from lockstep.distributed.parameter_hooks import run_held_hooks, take_over_optimizers
 from lockstep.distributed.plan import Kind, ReductionPlan
 from lockstep.distributed.report import RankStatus, Report, check_ranks, mean_factor, round_code
 from lockstep.distributed.reporting import Reporting
@@ -83,7 +84,7 @@ class Reducer:
         self._touched = bytearray(len(self.parameters))  # had a gradient since the last round
         self._arrived = bytearray(len(self.parameters))  # in this round, in time for their bucket
         self._late: dict[int, None] = {}
-        self._after: list[tuple[Callable[[Parameter], None], Parameter]] = []
+        self._holds_hooks = False  # users have hooks on parameters
         self._graphs: list[tuple[ManagedParameter, Tensor]] = []
         for parameter in self.parameters:
             parameter.graphs = self._graphs
@@ -146,6 +147,7 @@ class Reducer:
                     self._send_full()
 
     def _begin(self) -> None:
+        take_over_optimizers(self.parameters)
         if self.requires_sync:
             self._get_ready()  # what fails here fails on every rank, and leaves nothing to abandon
         self.open = True
@@ -222,6 +224,7 @@ class Reducer:
 
     def finish(self) -> None:
         """The end of backward. Raises :class:`PeerError` if another rank failed or is in another round."""
+        reduced: Sequence[Parameter] = ()
         with self._lock:
             try:
                 if not self.open:  # this rank has no gradient of the module, but another rank has
@@ -231,14 +234,13 @@ class Reducer:
                 if not self.reducing:
                     return
                 with self.collectives.phases.phase("finish", f"round {self.round}"):
-                    self._finish()
-                after, self._after = self._after, []
+                    reduced = self._finish()
             finally:
                 self.cancel()
-        for hook, parameter in after:
-            hook(parameter)
+        run_held_hooks(reduced, self)
 
-    def _finish(self) -> None:
+    def _finish(self) -> Sequence[Parameter]:
+        """Returns the parameters whose hooks have waited for this."""
         self._begun = True
         try:
             while self._next < len(self._buckets):
@@ -266,10 +268,18 @@ class Reducer:
             raise
         self.buffers.finish_large()
         self._hand_out(report, row)
+        reduced = self._in_order(report) if self._holds_hooks else ()
         if report.moved and not self._reporting.deferred:
             self._renew_buffers()
         if self._plan.adapt(report):
             self._make_buckets()
+        return reduced
+
+    def _in_order(self, report: Report) -> Sequence[Parameter]:
+        """The parameters that any rank has used, in an order that is the same on all ranks: the plan's."""
+        placed = [index for bucket in self._buckets for index in bucket.planned.indices]
+        order = (*placed, *self._buckets.placeless)
+        return [self.parameters[index].parameter for index in order if report.uses(index)]
 
     def _is_quiet(self) -> bool:
         """Whether this rank has used every parameter, in time, in a round like all others."""
@@ -322,7 +332,6 @@ class Reducer:
                     self.round -= 1  # nothing of it has been sent: for other ranks it may not have opened at all
             self.open = self.reducing = False
             self._pending.clear()
-            self._after.clear()
             self._graphs.clear()
 
     def abandon(self) -> None:
@@ -357,12 +366,9 @@ class Reducer:
 
     # ------------------------------------------------------------------------------ for others
 
-    def after_reduction(self, hook: Callable[[Parameter], None], parameter: Parameter) -> None:
-        """Run a user's hook for a gradient: at once, or when this round has reduced it."""
-        if self.reducing:
-            self._after.append((hook, parameter))
-        else:
-            hook(parameter)
+    def hold_hooks(self) -> None:
+        """Some parameter has users' hooks, to be run when its gradient is reduced."""
+        self._holds_hooks = True
 
     def announce(self, weight: float | None) -> None:
         """What the loss of the next backward passes counts, on top of what has been counted since the last round."""

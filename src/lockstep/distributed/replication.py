@@ -24,7 +24,7 @@ from lockstep.distributed.conductor import Conductor, conductor_of
 from lockstep.distributed.gradients import ManagedParameter
 from lockstep.distributed.hooks import check_hook
 from lockstep.distributed.options import Options
-from lockstep.distributed.parameter_hooks import attach, is_attached
+from lockstep.distributed.parameter_hooks import attach, is_attached, take_over_optimizers
 from lockstep.distributed.placement import check_devices, check_kinds, input_device, left_out, move_to, outputs_in
 from lockstep.distributed.reducer import Reducer
 from lockstep.distributed.start import broadcast_values
@@ -232,6 +232,8 @@ class Replication:
         """Get ready if need be; move inputs to the device that was asked for."""
         if self.reducer is None:
             self._start_at_forward()
+        elif not torch.compiler.is_compiling():
+            take_over_optimizers(self.reducer.parameters)
         device = input_device(self.options)
         if device is None:
             return args, kwargs

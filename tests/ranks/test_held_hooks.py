@@ -1,0 +1,301 @@
+"""Users' hooks on parameters: each runs once in a synchronised backward, on reduced gradients, on every rank alike."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import lockstep
+from lockstep.errors import NotReplicableError, PeerError
+from threaded import run_ranks
+
+with warnings.catch_warnings():  # PyTorch's own, while it is imported
+    warnings.simplefilter("ignore", DeprecationWarning)
+    from torch.distributed.optim import _apply_optimizer_in_backward
+
+
+def weights(count):
+    layers = nn.ModuleList([nn.Linear(1, 1, bias=False) for _ in range(count)])
+    for layer in layers:
+        nn.init.ones_(layer.weight)
+    return layers
+
+
+def x_of(rank):
+    return torch.full((1, 1), rank.rank + 1.0)
+
+
+def values(module):
+    return [p.item() for p in module.parameters()]
+
+
+def step_in_hooks(module, lr=0.1):
+    """An optimizer for each parameter, and a list of the numbers of the parameters that it has stepped."""
+    stepped = []
+    for number, parameter in enumerate(module.parameters()):
+        optimizer = torch.optim.SGD([parameter], lr=lr)
+
+        def step(p, optimizer=optimizer, number=number):
+            stepped.append(number)
+            optimizer.step()
+            optimizer.zero_grad()
+
+        parameter.register_post_accumulate_grad_hook(step)
+    return stepped
+
+
+# ------------------------------------------------------------------------------------ which ranks, how often
+
+
+def branches(rank, cap):
+    """Each rank goes another way; nobody uses the last weight, in some rounds nobody the last but one."""
+    module = lockstep.replicate(weights(5), process_group=rank.group, bucket_cap_mb=cap)
+    stepped = step_in_hooks(module)
+    rounds = []
+    for number in range(4):
+        way = [(0, 1), (2, 1), (0, 3)][rank.rank] if number % 2 else [(0,), (1, 0), (2,)][rank.rank]
+        sum(module[i](x_of(rank)) for i in way).sum().backward()
+        rounds.append(list(stepped))
+        stepped.clear()
+        lockstep.check_in_sync(module)
+        assert all(p.grad is None for p in module.parameters())
+    return rounds, values(module)
+
+
+@pytest.mark.parametrize("cap", [None, 1e-6])
+def test_each_runs_once_for_every_parameter_that_any_rank_has_used(cap):
+    results = run_ranks(3, branches, cap)
+    assert results[1:] == results[:1] * 2  # in the same order, too
+    rounds, after = results[0]
+    assert [sorted(each) for each in rounds] == [[0, 1, 2], [0, 1, 2, 3]] * 2
+    assert after == pytest.approx(
+        [1 - 0.2 * (3 / 3 + 4 / 3), 1 - 0.2 * (2 / 3 + 3 / 3), 1 - 0.2 * (3 / 3 + 2 / 3), 0.8, 1]
+    )
+
+
+def communicate(rank):
+    """Hooks that communicate need the same order on every rank, whatever order gradients come in."""
+    module = lockstep.replicate(weights(3), process_group=rank.group)
+    sums = []
+
+    def hook(parameter):
+        total = parameter.grad.clone()
+        dist.all_reduce(total, group=rank.group)
+        sums.append(total.item())
+
+    for parameter in module.parameters():
+        parameter.register_post_accumulate_grad_hook(hook)
+    for _ in range(3):
+        module.zero_grad()
+        x = x_of(rank)
+        for i in (0, 1, 2) if rank.rank else (2, 1, 0):
+            x = module[i](x)
+        (x * module[0].weight).sum().backward()
+    return sorted(sums[-3:])
+
+
+def test_they_run_in_the_same_order_on_every_rank():
+    assert run_ranks(2, communicate) == [[3.0, 3.0, 6.0]] * 2
+
+
+class CheckpointedTwice(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = weights(1)
+
+    def forward(self, x):
+        for _ in range(2):
+            x = checkpoint(self.layers[0], x, use_reentrant=True)
+        return x
+
+
+def checkpointed(rank):
+    module = lockstep.replicate(CheckpointedTwice(), process_group=rank.group)
+    stepped = step_in_hooks(module)
+    for _ in range(2):
+        module(x_of(rank).requires_grad_()).sum().backward()
+    return stepped, values(module)
+
+
+def test_once_for_a_layer_that_is_checkpointed_twice():
+    first = 1 - 0.1 * 2 * 1.5
+    assert run_ranks(2, checkpointed) == [([0, 0], [pytest.approx(first - 0.1 * 2 * 1.5 * first)])] * 2
+
+
+def accumulated(rank, cap):
+    module = lockstep.replicate(weights(2), process_group=rank.group, bucket_cap_mb=cap)
+    stepped = step_in_hooks(module)
+    with module.no_sync():
+        module[0](x_of(rank)).sum().backward()
+        module[rank.rank](x_of(rank)).sum().backward()
+    before = list(stepped), values(module)
+    module[0](x_of(rank)).sum().backward()
+    return before, sorted(stepped), values(module)
+
+
+@pytest.mark.parametrize("cap", [None, 1e-6])
+def test_not_on_gradients_that_are_this_ranks_alone(cap):
+    after = [pytest.approx(1 - 0.1 * (3 + 4) / 2), pytest.approx(1 - 0.1 * 2 / 2)]
+    assert run_ranks(2, accumulated, cap) == [(([], [1.0, 1.0]), [0, 1], after)] * 2
+
+
+class Bad(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise ValueError
+
+
+def failing(rank):
+    module = lockstep.replicate(weights(2), process_group=rank.group)
+    stepped = step_in_hooks(module)
+    with pytest.raises(ValueError if rank.rank else PeerError):
+        x = module[0](x_of(rank))
+        module[1](Bad.apply(x) if rank.rank else x).sum().backward()
+    module.zero_grad()
+    return stepped, values(module)
+
+
+def test_not_in_a_round_that_has_failed():
+    assert run_ranks(2, failing) == [([], [1.0, 1.0])] * 2
+
+
+# ------------------------------------------------------------------------------------ handles
+
+
+def remove(rank, wrap_again):
+    """Hooks that are registered before, between and after; each handle removes its own, in any order."""
+    module, seen, handles = weights(1), [], []
+
+    def register(name):
+        hook = lambda parameter: seen.append(name)  # noqa: E731
+        handles.append(module[0].weight.register_post_accumulate_grad_hook(hook))
+
+    def backward():
+        module[0](x_of(rank)).sum().backward()
+        called = list(seen)
+        seen.clear()
+        return called
+
+    register("before")
+    register("before, too")
+    wrapper = lockstep.DistributedDataParallel(module, process_group=rank.group)
+    register("after")
+    if wrap_again:
+        wrapper = lockstep.DistributedDataParallel(module, process_group=rank.group)
+        register("last")
+    results = [backward()]
+    for number in (1, 2, 0):
+        handles[number].remove()
+        results.append(backward())
+    handles[1].remove()  # once more
+    del wrapper
+    return results
+
+
+def test_handles_from_before_replicating_remove_their_hooks():
+    first = ["before", "before, too", "after"]
+    assert run_ranks(2, remove, False) == [[first, ["before", "after"], ["before"], []]] * 2
+
+
+def test_handles_remove_their_hooks_when_a_module_is_wrapped_again():
+    first = ["before", "before, too", "after", "last"]
+    wanted = [first, ["before", "after", "last"], ["before", "last"], ["last"]]
+    assert run_ranks(2, remove, True) == [wanted] * 2
+
+
+# -------------------------------------------------------------------- PyTorch's optimizers in backward
+
+
+@pytest.fixture(params=["as it is", "in a map", "as an attribute"])
+def handles(request, monkeypatch):
+    """Where PyTorch keeps the handles: an attribute of the parameter up to 2.11, in a map from 2.13 on."""
+    module = sys.modules["torch.distributed.optim.apply_optimizer_in_backward"]
+    name = "param_to_optim_hook_handle_map"
+
+    def to_map(parameter):
+        if hasattr(parameter, "_optimizer_hook_handles"):
+            getattr(module, name)[parameter] = parameter._optimizer_hook_handles
+            del parameter._optimizer_hook_handles
+
+    def to_attribute(parameter):
+        if not hasattr(parameter, "_optimizer_hook_handles"):
+            parameter._optimizer_hook_handles = original.pop(parameter)
+
+    original = getattr(module, name, None)
+    if request.param == "in a map" and original is None:
+        monkeypatch.setattr(module, name, torch.utils.weak.WeakTensorKeyDictionary(), raising=False)
+        return to_map
+    if request.param == "as an attribute" and original is not None:
+        return to_attribute
+    return lambda parameter: None
+
+
+def in_backward(rank, store, when, way):
+    module = weights(3)
+
+    def apply():
+        for parameter in module.parameters():
+            _apply_optimizer_in_backward(torch.optim.SGD, [parameter], {"lr": 0.1})
+            store(parameter)
+
+    def backward(i):
+        (module[i] if way == "part" else (lambda x: whole(x, i)))(x_of(rank)).sum().backward()
+
+    if when == "before":
+        apply()
+    whole = lockstep.DistributedDataParallel(Way(module), process_group=rank.group)
+    if when == "later":
+        backward(0)
+        module.zero_grad()
+    if when != "before":
+        apply()
+    for _ in range(2):
+        backward(0 if rank.rank else 1)
+        assert all(p.grad is None for p in module.parameters())
+    with whole.no_sync():
+        backward(0)
+    return values(module)
+
+
+class Way(nn.Module):
+    def __init__(self, layers):
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, x, i):
+        return self.layers[i](x)
+
+
+@pytest.mark.parametrize("way", ["whole", "part"])
+@pytest.mark.parametrize("when", ["before", "after", "later"])
+def test_optimizers_in_backward_step_on_reduced_gradients(handles, when, way):
+    after = [pytest.approx(1 - 2 * 0.1 * 2 / 2), pytest.approx(1 - 2 * 0.1 * 1 / 2), 1.0]
+    assert run_ranks(2, in_backward, handles, when, way) == [after] * 2
+
+
+def test_optimizers_in_backward_that_are_hooked_in_an_unknown_way_are_an_error(monkeypatch):
+    module = sys.modules["torch.distributed.optim.apply_optimizer_in_backward"]
+    if not hasattr(module, "param_to_optim_hook_handle_map"):
+        pytest.skip("this version of PyTorch keeps an attribute")
+    original = module.param_to_optim_hook_handle_map
+
+    def apply_and_forget(rank):
+        with monkeypatch.context() as patch:
+            layer = weights(1)
+            _apply_optimizer_in_backward(torch.optim.SGD, layer.parameters(), {"lr": 0.1})
+            patch.delattr(module, "param_to_optim_hook_handle_map")
+            with pytest.raises(NotReplicableError, match="does not say how they are hooked"):
+                lockstep.replicate(layer, process_group=rank.group)
+
+    run_ranks(1, apply_and_forget)
+    assert module.param_to_optim_hook_handle_map is original
