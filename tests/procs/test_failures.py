@@ -370,3 +370,45 @@ def drift_is_an_error(rank):
 
 def test_a_warning_that_is_an_error_on_one_rank_is_told_to_the_others():
     assert run_processes(2, drift_is_an_error) == [(PeerError, True), (UserWarning, True)]
+
+
+def trains_in_a_child(rank):
+    """A child that runs backward does not take its parent's place; neither does one that replicates."""
+    model = lockstep.replicate(nn.Linear(3, 1))
+    hooked = lockstep.replicate(nn.Linear(3, 1), process_group=dist.new_group())
+    asked = []
+    hooked.register_comm_hook(None, lambda state, bucket: asked.append(1) or dist.all_reduce(bucket.buffer()))
+    parent = os.getpid()
+
+    def backward(network):
+        network(torch.ones(2, 3)).sum().backward()
+
+    def child():
+        told = (
+            f"process {os.getpid()} cannot communicate: it was forked from process {parent}, which is rank {rank.rank}"
+        )
+        for call in (lambda: backward(model), lambda: backward(hooked), lambda: lockstep.replicate(nn.Linear(2, 2))):
+            with pytest.raises(CommunicationError, match=told):
+                call()
+        with model.no_sync():
+            backward(model)
+        return 3 + len(asked)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of forking with threads
+        pid = os.fork()
+    if pid == 0:
+        code = 99
+        try:
+            code = child()
+        finally:
+            os._exit(code)
+    _, status = os.waitpid(pid, 0)
+    model.zero_grad()
+    model((rank.rank + 1) * torch.ones(2, 3)).sum().backward()
+    return os.waitstatus_to_exitcode(status), model.weight.grad.tolist()
+
+
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
+def test_a_child_that_runs_backward_is_told_and_does_not_take_its_parents_place(backend):
+    assert run_processes(2, trains_in_a_child, backend=backend) == [(3, [[3.0, 3.0, 3.0]])] * 2

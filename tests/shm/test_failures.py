@@ -22,8 +22,9 @@ from torch import nn
 
 import lockstep
 from lockstep.distributed import ProcessGroupShm, ShmOptions
-from lockstep.distributed.shm import meeting
+from lockstep.distributed.shm import mapping, meeting
 from lockstep.distributed.shm.arithmetic import Reduction
+from lockstep.distributed.shm.one_host import BLOCK_BYTES
 from lockstep.distributed.shm.peers import Peers
 from lockstep.errors import AgreementError, CommunicationError, DeviceError, LayoutError, OptionError
 from processes import RankEndedError, run_processes
@@ -306,14 +307,15 @@ def test_a_rank_that_raises_has_left():
 
 def interrupted(rank):
     """Ctrl-C at a rank that waits for another, which waits for it to be told."""
+    store = dist.distributed_c10d._get_default_store()
     if rank.rank == 1:
-        dist.recv(torch.ones(1), 0)
+        store.wait(["interrupted"], timedelta(seconds=10))
         dist.barrier()  # rank 0 has come to this one
         return error_of(dist.barrier)[:2]
     threading.Timer(0.1, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
     with pytest.raises(KeyboardInterrupt):
         dist.barrier()
-    dist.send(torch.ones(1), 1)
+    store.set("interrupted", "")
     return error_of(dist.barrier)[:2]
 
 
@@ -371,6 +373,66 @@ def test_a_rank_that_is_stopped_is_named_and_is_told_when_it_goes_on(tmp_path):
     for kind, text in run_processes(3, is_stopped, str(tmp_path), backend="shm", group_timeout=0.5):
         assert kind is CommunicationError
         assert "rank 1 did not answer within 0.5 s: stalled, or not in this collective" in text
+
+
+def tries_again(rank, hosts_value, late):
+    """Rank 0 gives up, and tries once more; rank 1 is late, and reads what rank 0 had left for the first."""
+    x = torch.full((hosts_value,), rank.rank + 1.0)
+    if rank.rank == 0:
+        first = error_of(lambda: dist.all_reduce(x, group=rank.group))
+        second = error_of(lambda: dist.all_reduce(torch.full((hosts_value,), 100.0), group=rank.group))
+        late.set()
+        return first[:2], second[:2]
+    assert late.wait(10)
+    raised = error_of(lambda: dist.all_reduce(x, group=rank.group))
+    return raised[:2], error_of(lambda: dist.barrier(group=rank.group))[:2], x.unique().tolist()
+
+
+@pytest.mark.parametrize("numel", [4, BIG])
+def test_what_is_tried_again_after_a_timeout_does_not_reach_the_late_rank(numel):
+    early, (raised, following, result) = run_ranks(
+        2, tries_again, numel, threading.Event(), hosts="aa", group_timeout=0.3
+    )
+    aborted = "the shm process group is aborted: rank 1 did not answer within 0.3 s: stalled, or not in this collective"
+    assert early == ((CommunicationError, aborted),) * 2
+    assert following == (CommunicationError, aborted)
+    assert raised == (CommunicationError, aborted) or result == [3.0]
+
+
+def is_late_in_place(rank, gone, blocks):
+    """Rank 1 stalls in the middle of a reduction: what it has not written yet, it does not write any more."""
+    x = rank.group.allocate(2_000_000).fill_(1.0)
+    dist.all_reduce(x, group=rank.group)
+    if rank.rank == 0:
+        raised = error_of(lambda: dist.all_reduce(x, group=rank.group))
+        x.fill_(7.0)
+        gone.set()
+        assert blocks.wait(10)
+        written = x.ne(7.0).sum().item()
+        return raised[:2], written
+    stall = iter([None, None])
+
+    def stalls(reduction, sources, out):
+        original(reduction, sources, out)
+        if threading.current_thread().name == "rank 1" and next(stall, 1) is None and next(stall, 1) is None:
+            assert gone.wait(10)
+
+    original = Reduction.__call__
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Reduction, "__call__", stalls)
+        raised = error_of(lambda: dist.all_reduce(x, group=rank.group))
+    blocks.set()
+    return raised[:2]
+
+
+def test_a_late_rank_writes_no_further_to_one_that_has_given_up():
+    (early, written), late = run_ranks(
+        2, is_late_in_place, threading.Event(), threading.Event(), hosts="aa", group_timeout=0.3
+    )
+    assert early[0] is late[0] is CommunicationError
+    assert "rank 1 did not answer within 0.3 s" in early[1]
+    assert "rank 1 did not answer within 0.3 s" in late[1]
+    assert written <= 2 * BLOCK_BYTES // 4
 
 
 def waits_with_a_limit(rank, asked):
@@ -760,18 +822,88 @@ def test_a_rank_that_is_killed_in_backward_is_named(wrapper):
             assert text.startswith(f"rank {number} of 3: bucket ")
 
 
-def forks(rank):
-    """A child cannot use the group, and its end is not the end of the group."""
-    dist.barrier()
+def in_child(function):
+    """Run it in a forked process, whose exit code is what it returns."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of forking with threads
         pid = os.fork()
     if pid == 0:
-        kind, text, _ = error_of(dist.barrier)
-        os._exit(3 if kind is CommunicationError and "this process has destroyed the shm process group" in text else 4)
+        code = 99
+        try:
+            code = function()
+        finally:
+            os._exit(code)
     _, status = os.waitpid(pid, 0)
-    return os.waitstatus_to_exitcode(status), still_works(rank)
+    return os.waitstatus_to_exitcode(status)
+
+
+def forks(rank):
+    """A child cannot use the group, and its end is not the end of the group."""
+    dist.barrier()
+    pending = dist.barrier(async_op=True) if rank.rank else None
+    parent = os.getpid()
+    calls = [
+        dist.barrier,
+        lambda: dist.all_reduce(torch.ones(BIG)),
+        lambda: dist.gather(torch.ones(1), None if rank.rank else [torch.ones(1)] * 2, dst=0),
+        lambda: dist.send(torch.ones(1), 1 - rank.rank),
+    ]
+
+    def child():
+        errors = [error_of(call) for call in calls]
+        told = f"process {os.getpid()} cannot use the shm process group: it was forked from process {parent}, which is"
+        dist.destroy_process_group()  # and waits for no thread of the parent's
+        return 3 if all(kind is CommunicationError and told in text for kind, text, _ in errors) else 4
+
+    code = in_child(child)
+    if pending is None:
+        dist.barrier()
+    else:
+        pending.wait()
+    return code, still_works(rank)
 
 
 def test_a_child_cannot_use_the_group_and_does_not_disturb_it():
     assert run_processes(2, forks, backend="shm") == [(3, True)] * 2
+
+
+def forks_with_gradients(rank):
+    """A child sees the gradients as they were, and what it writes stays its own."""
+    model = lockstep.replicate(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 200_000)))
+    model(torch.ones(2, 3)).sum().backward()
+    before = [p.grad.clone() for p in model.parameters()]
+    raw = rank.group.allocate(BIG).fill_(rank.rank)
+    inside = [p.grad.untyped_storage().data_ptr() in rank.group._parts.table.pool._used for p in model.parameters()]
+
+    def child():
+        same = all(torch.equal(p.grad, kept) for p, kept in zip(model.parameters(), before, strict=True))
+        model.zero_grad(set_to_none=False)
+        raw.fill_(5)
+        with model.no_sync():
+            model(torch.ones(2, 3)).sum().backward()
+        return 3 if same and raw.eq(5).all() and model[0].bias.grad.isfinite().all() else 4
+
+    code = in_child(child)
+    same = all(torch.equal(p.grad, kept) for p, kept in zip(model.parameters(), before, strict=True))
+    dist.all_reduce(raw)
+    return all(inside), code, same, raw.unique().tolist(), still_works(rank)
+
+
+def test_a_child_writes_to_gradients_of_its_own():
+    assert run_processes(2, forks_with_gradients, backend="shm") == [(True, 3, True, [1.0], True)] * 2
+
+
+def forks_when_memory_is_short(rank):
+    """What cannot be copied for a child is nothing that it could read wrong values from."""
+    raw = rank.group.allocate(BIG).fill_(1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mapping, "_map", lambda where, *args: None if where is None else real_map(where, *args))
+        code = in_child(lambda: int(raw.sum()) and 0)
+    return code, raw.sum().item(), still_works(rank)
+
+
+real_map = mapping._map
+
+
+def test_a_child_that_has_no_copy_does_not_go_on():
+    assert run_processes(2, forks_when_memory_is_short, backend="shm") == [(-signal.SIGSEGV, BIG, True)] * 2

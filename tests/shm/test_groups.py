@@ -5,6 +5,8 @@ And what goes through the Gloo group beside it: send and receive, gather, scatte
 
 from __future__ import annotations
 
+import threading
+import time
 from datetime import timedelta
 
 import pytest
@@ -13,6 +15,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from lockstep.distributed import ProcessGroupShm, ShmOptions
+from lockstep.distributed.shm import assemble
+from lockstep.distributed.shm.meeting import LOOK_SECONDS
 from lockstep.errors import CommunicationError
 from processes import run_processes
 from threaded import run_ranks
@@ -457,3 +461,27 @@ def test_groups_that_are_forgotten_end():
 
     store = dist.HashStore()
     assert run_ranks(2, call, hosts="aa") == [2.0] * 2
+
+
+@pytest.mark.parametrize("hosts", ["aaa", "aba"])
+def test_a_rank_may_leave_as_soon_as_it_has_made_the_group(hosts, monkeypatch):
+    """The others, which are still on their way, take no harm."""
+    gone = threading.Event()
+    make = assemble.gloo
+
+    def slow(store, rank, *args, **kwargs):
+        made = make(store, rank, *args, **kwargs)
+        if rank == 1:
+            if gone.wait(0.5):
+                time.sleep(3 * LOOK_SECONDS)  # looks for ranks that have died
+        return made
+
+    def call(rank):
+        group = ProcessGroupShm(store, rank.rank, 3, timedelta(seconds=5), ShmOptions(host=hosts[rank.rank]))
+        group.shutdown()
+        gone.set()
+        return True
+
+    store = dist.HashStore()
+    monkeypatch.setattr(assemble, "gloo", slow)
+    assert run_ranks(3, call, hosts="aaa") == [True] * 3

@@ -261,6 +261,8 @@ def test_pieces_and_blocks_follow_each_other():
 class Told:
     """Stands for the other ranks: what they have been told of memory."""
 
+    reason = None
+
     def __init__(self):
         self.shared, self.withdrawn = [], []
 
@@ -582,6 +584,18 @@ def test_a_rank_that_left_in_good_order_is_missed_only_when_it_is_needed(connect
     assert error_of(c.exchange, b"P3", 10) == (
         "the shm process group is aborted: rank 10 has left the process group while others still use it"
     )
+
+
+def test_looking_up_again_and_again_is_no_loss_of_a_rank_that_left(connect):
+    a, b, c = connect(3)
+    b.send(b"P")
+    b.leave()
+    b.close()
+    for _ in range(3):
+        a.check_alive()
+    c.send(b"P")
+    assert a.exchange(b"P", 10) == [b"P"] * 3
+    assert "rank 11 has left the process group while others still use it" in error_of(a.exchange, b"P", 10)
 
 
 def test_a_rank_that_leaves_while_another_waits_for_a_third_is_no_loss(connect):

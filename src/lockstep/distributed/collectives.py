@@ -5,7 +5,9 @@ as ``dist.ProcessGroupGloo(...)``; nothing here asks for the default group or fo
 """
 
 import atexit
+import os
 import time
+import weakref
 from datetime import timedelta
 from typing import Any
 
@@ -53,6 +55,33 @@ class _QuietExit:
 _quiet_exit = _QuietExit()
 
 
+class _Process:
+    """The running process, and the groups that are its parent's, if it was forked.
+
+    A forked process must not speak for the rank that its parent is: what it sent would be taken for the parent's.
+    """
+
+    def __init__(self) -> None:
+        self.number = os.getpid()
+        self._inherited: list[Group] = []  # kept: the end of a group would wait for threads that are the parent's
+        self._parent = 0
+        os.register_at_fork(after_in_child=self._forked)
+
+    def owner_of(self, group: Group) -> int:
+        """The process that is a rank of the group: this one, or its parent."""
+        return self._parent if any(group is each for each in self._inherited) else self.number
+
+    def _forked(self) -> None:
+        self._parent, self.number = self.number, os.getpid()
+        if dist.is_available():
+            self._inherited += dist.distributed_c10d._world.pg_map
+        self._inherited += [each.group for each in _known]
+
+
+_known: "weakref.WeakSet[Collectives]" = weakref.WeakSet()
+_process = _Process()
+
+
 class Pending:
     """A collective on its way."""
 
@@ -77,13 +106,24 @@ class Collectives:
         self.world: int = group.size()
         self.device = control_device(group)
         self._registered = _is_registered(group)
+        self._process = _process.owner_of(group)
+        _known.add(self)
 
     def check_alive(self) -> None:
-        """Raise if the group has been destroyed since."""
+        """Raise if the group has been destroyed since, or is another process's."""
+        self._check_process()
         if self._registered and not _is_registered(self.group):
             raise CommunicationError(
                 f"rank {self.rank}: the process group has been destroyed; gradients cannot be synchronised any more. "
                 "Destroy it after the last backward, or run this one under no_sync()"
+            )
+
+    def _check_process(self) -> None:
+        if self._process != _process.number:
+            raise CommunicationError(
+                f"process {_process.number} cannot communicate: it was forked from process {self._process}, which is "
+                f"rank {self.rank} of {self.world} of the process group. Run backward there; in a forked process, run "
+                "it under no_sync(), or on a module that is not replicated"
             )
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -125,6 +165,7 @@ class Collectives:
         return [to_bytes(row[:length]) for row, length in zip(rows, sizes, strict=True)]
 
     def _begin(self, what: str, call: Any) -> Pending:
+        self._check_process()
         try:
             work = call()
         except (RuntimeError, ValueError) as error:

@@ -67,6 +67,7 @@ class Assembly:
         self.run: OneHost | ManyHosts = local
         if not one:
             self.run = ManyHosts(local, meeting.hosts, names, rank, between, store)
+        self.run.barrier()  # who has made the group may leave it at once, and no other rank is still on its way then
 
     def _alive(self, make: Callable[[], Any]) -> Any:
         """What ``make()`` returns, which waits for other ranks; raises if one of this host dies meanwhile."""

@@ -157,6 +157,8 @@ class ProcessGroupShm(NativeCollectives, CollectivesOfGloo, _ProcessGroup):
     # ----------------------------------------------------------------------------------- machinery
 
     def _begin(self, run: Callable[[Runner], object], outputs: list[Tensor], opts: Any) -> ShmWork:
+        if self._parts.peers.inherited:
+            raise CommunicationError(str(self._parts.peers.reason))
         given = getattr(opts, "timeout", None)
         timeout = given.total_seconds() if given is not None and given > timedelta(0) else self._timeout
         parts, name = self._parts, self._names[self.rank()]
@@ -171,11 +173,13 @@ class ProcessGroupShm(NativeCollectives, CollectivesOfGloo, _ProcessGroup):
     def _gloo(self) -> Any:
         if self._parts.rest is None:
             raise CommunicationError("the shm process group has been destroyed")
+        self._parts.peers.check_open()
         return self._parts.rest
 
 
 def _run(parts: Assembly, run: Callable[[Runner], object], name: int) -> None:
     """Run a collective; what fails on this rank alone ends the group, as the others would wait for ever."""
+    parts.peers.check_open()  # before anything is written: a rank that is late may yet read what lies there
     try:
         if torch.is_inference_mode_enabled():  # what is made there could not be written elsewhere
             with torch.inference_mode(False):
@@ -194,6 +198,8 @@ def _run(parts: Assembly, run: Callable[[Runner], object], name: int) -> None:
 
 def _end(queue: WorkQueue, parts: Assembly) -> None:
     """Leave, let the threads end, and close; also when the group is collected, or the interpreter ends."""
+    if parts.peers.inherited:  # the threads are the parent's, and locks may be held for ever
+        return
     parts.leave()
     queue.close_and_wait()
     parts.close()

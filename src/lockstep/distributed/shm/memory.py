@@ -15,7 +15,7 @@ from collections import deque
 import torch
 from torch import Tensor
 
-from lockstep.distributed.shm.mapping import map_bytes
+from lockstep.distributed.shm.mapping import map_bytes, use
 from lockstep.distributed.shm.peers import Peers
 
 ALIGNMENT = 4096
@@ -68,6 +68,7 @@ class Pool:
             self._trim()
             piece = Piece(next(self._numbers), size)
         self._used[piece.address] = piece
+        use(piece.address, True)
         owner = (ctypes.c_char * size).from_buffer(piece.map)  # lives as long as the tensor's storage
         weakref.finalize(owner, _release, weakref.ref(self), piece).atexit = False
         return torch.frombuffer(owner, dtype=dtype, count=numel) if numel else torch.empty(0, dtype=dtype)
@@ -96,7 +97,10 @@ class Pool:
 
     def release(self, piece: Piece) -> None:
         """The last tensor in it has gone; runs wherever that happens."""
-        if self._used.pop(piece.address, None) is not None and not self._closed:
+        if self._used.pop(piece.address, None) is None:
+            return
+        use(piece.address, False)
+        if not self._closed and self._peers.reason is None:  # else a late rank may still write to it
             self._idle.setdefault(piece.size, deque()).append(piece)
 
     def close(self) -> None:

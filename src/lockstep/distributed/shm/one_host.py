@@ -73,6 +73,7 @@ class OneHost:
     ) -> None:
         first, like = receivers[0], tensors[0]
         for begin, end in blocks(*self._share(self.own, 0, like.numel(), like), like.itemsize):
+            self.table.peers.check_alive()  # a rank that is late must not write to one that has given up
             parts = [tensor[begin:end] for tensor in tensors]
             for part, factor in zip(parts, factors, strict=True):
                 scale(part, factor)

@@ -63,6 +63,7 @@ class Peers:
         self._spins = len(self.ranks) <= len(os.sched_getaffinity(0))
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._closing = threading.Event()
+        self._process = os.getpid()
         self._last_words = f"rank {self.ranks[own]}: this process has ended the shm process group"
         self.is_waited_for: Callable[[], bool] = lambda: True
         """Whether the program waits for what is exchanged: then its core has nothing else to do."""
@@ -70,8 +71,10 @@ class Peers:
         """Called now and then in a wait: raises if the group has ended elsewhere."""
         self.reason: str | None = None
         """Why the group cannot be used any more."""
+        self._ends = select.poll()
         for each in sockets.values():
             each.setblocking(False)
+            self._ends.register(each, 0)  # of interest is who goes
         _alive.add(self)
 
     @property
@@ -87,8 +90,7 @@ class Peers:
         Raises :class:`CommunicationError` naming the ranks that have died, have left, or stay silent for ``timeout``
         seconds; the group is of no use then.
         """
-        if self.reason is not None:
-            raise CommunicationError(self.reason)
+        self.check_open()
         self.send(message)
         received = [message] * self.size
         missing = set(self._sockets)
@@ -156,6 +158,8 @@ class Peers:
 
     def _read_to_the_end(self, place: int) -> None:
         """A rank has gone that has done its part so far: raises unless it has left in good order."""
+        if place in self._left:  # it is missed when it is needed
+            return
         messages = []
         while message := self._receive(place, leaving=True):
             messages.append(message)
@@ -269,16 +273,33 @@ class Peers:
                 self._closing.set()
                 os.eventfd_write(self._wake, 1)
 
+    def check_open(self) -> None:
+        """Raise if the group has ended for this rank."""
+        if self.reason is not None:
+            raise CommunicationError(self.reason)
+
     def check_alive(self) -> None:
-        """Raise if one of the ranks has died, or this one has left; reads nothing from the others."""
+        """Raise if one of the ranks has died, or this one has left; reads nothing from those that are there."""
+        self.check_open()
         if self._closing.is_set():
             raise CommunicationError(self._last_words)
-        poll = select.poll()
-        places = {each.fileno(): place for place, each in self._sockets.items()}
-        for fd in places:
-            poll.register(fd, 0)
-        for fd, _ in poll.poll(0):
-            self._read_to_the_end(places[fd])
+        for fd, _ in self._ends.poll(0):
+            place = next(place for place, each in self._sockets.items() if each.fileno() == fd)
+            self._read_to_the_end(place)
+            self._ends.unregister(fd)
+
+    @property
+    def inherited(self) -> bool:
+        """Whether this process was forked from the one that is the rank."""
+        return self._process != os.getpid()
+
+    def close_in_child(self) -> None:
+        """Close what a forked process has of its parent's connections; the parent's stay open."""
+        self.reason = (
+            f"process {os.getpid()} cannot use the shm process group: it was forked from process {self._process}, "
+            f"which is rank {self.ranks[self.own]} of it. Communicate there, or give this process a group of its own"
+        )
+        self.close()
 
     def close(self) -> None:
         """Close the connections, when no thread uses them any more."""
@@ -301,7 +322,7 @@ _alive: "weakref.WeakSet[Peers]" = weakref.WeakSet()
 def _close_in_child() -> None:
     """A forked process, such as one that loads data, must not keep a dead rank's connections open."""
     for peers in list(_alive):
-        peers.close()
+        peers.close_in_child()
 
 
 os.register_at_fork(after_in_child=_close_in_child)

@@ -1,5 +1,8 @@
 """What shared memory does not do itself: it goes to a Gloo group beside it."""
 
+import ctypes
+import os
+import weakref
 from abc import abstractmethod
 from datetime import timedelta
 from typing import Any
@@ -18,12 +21,27 @@ def gloo(store: Any, rank: int, size: int, timeout: float, one_host: bool) -> An
     So nobody waits for a rank that dies meanwhile. (A rank that is alive but never comes ends the first use after
     Gloo's own attempts to connect, some 15 s, if the time-out is less.)
     """
-    if not one_host:
-        return _Gloo(store, rank, size, timedelta(seconds=timeout))
-    options = _Gloo._Options()
-    options._devices = [_Gloo.create_device(hostname="127.0.0.1", lazy_init=True)]
-    options._timeout = timedelta(seconds=timeout)
-    return _Gloo(store, rank, size, options)
+    if one_host:
+        options = _Gloo._Options()
+        options._devices = [_Gloo.create_device(hostname="127.0.0.1", lazy_init=True)]
+        options._timeout = timedelta(seconds=timeout)
+        group = _Gloo(store, rank, size, options)
+    else:
+        group = _Gloo(store, rank, size, timedelta(seconds=timeout))
+    _made.add(group)
+    return group
+
+
+_made: "weakref.WeakSet[Any]" = weakref.WeakSet()
+
+
+def _keep_in_child() -> None:
+    """The end of a Gloo group waits for its threads, which a forked process does not have: it keeps its copy."""
+    for group in list(_made):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+
+
+os.register_at_fork(after_in_child=_keep_in_child)
 
 
 class CollectivesOfGloo:
