@@ -68,7 +68,9 @@ def resolve_devices(devices: Sequence[DeviceLike]) -> list[torch.device]:
     return resolved
 
 
-def resolve_destination(destination: DeviceLike | None, tensors: Sequence[torch.Tensor] = ()) -> torch.device:
+def resolve_destination(
+    destination: DeviceLike | None, tensors: Sequence[torch.Tensor] = (), *, stacklevel: int = 3
+) -> torch.device:
     """The device that a result goes to: ``-1`` is the CPU, None the current device of the tensors' type."""
     if destination is None:
         on_cpu = accelerator() is None or (bool(tensors) and all(t.device.type == "cpu" for t in tensors))
@@ -78,7 +80,7 @@ def resolve_destination(destination: DeviceLike | None, tensors: Sequence[torch.
             "Using -1 to represent CPU tensor is deprecated. Please use a device object or string instead, "
             'e.g., "cpu".',
             FutureWarning,
-            stacklevel=3,
+            stacklevel=stacklevel,
         )
         return CPU
     return resolve_device(destination)
@@ -107,7 +109,7 @@ def warn_if_unbalanced(devices: Sequence[torch.device], tolerance: float = 0.25)
             f"There is an imbalance between your devices: {least} has {known[least]} and {most} has {known[most]} "
             f"({noun}). The slower one sets the pace of every step. Leave it out of device_ids, or give it fewer "
             "rows with split=[...].",
-            stacklevel=3,
+            stacklevel=4,  # __init__ and what checks its arguments stand between
         )
         return
 

@@ -1,12 +1,40 @@
-"""What wrapper modules share: checkpoints with and without the prefix of the wrapped module."""
+"""What wrapper modules share: checkpoints with and without the prefix of the wrapped module, misspelt options."""
 
-from collections.abc import Mapping
-from typing import Any
+import difflib
+import inspect
+from collections.abc import Callable, Collection, Mapping
+from functools import wraps
+from typing import Any, TypeVar, cast
 
 from torch.nn import Module
+
+from lockstep.errors import UnknownOptionError
+
+Init = TypeVar("Init", bound=Callable[..., None])
 
 
 def is_of_module(state_dict: Mapping[str, Any], module: Module) -> bool:
     """Whether a checkpoint has the keys of the wrapped module itself, and not those behind ``module.``."""
     plain = module.state_dict().keys()
     return len(state_dict.keys() & plain) > len(state_dict.keys() & {f"module.{key}" for key in plain})
+
+
+def unknown_option(caller: str, name: str, known: Collection[str]) -> UnknownOptionError:
+    """The error for an option that does not exist: it names the nearest that does, and all that there are."""
+    near = difflib.get_close_matches(name, known, n=1)
+    hint = f"did you mean {near[0]}? There are " if near else "there are "
+    return UnknownOptionError(f"{caller}() got an unexpected keyword argument {name!r}; {hint}{', '.join(known)}")
+
+
+def naming_options(init: Init) -> Init:
+    """Let a constructor raise :class:`UnknownOptionError` for a keyword argument that it does not have."""
+    known = list(inspect.signature(init).parameters)[1:]
+
+    @wraps(init)
+    def checked(self: Any, *args: Any, **kwargs: Any) -> None:
+        for name in kwargs:
+            if name not in known:
+                raise unknown_option(type(self).__name__, name, known)
+        init(self, *args, **kwargs)
+
+    return cast(Init, checked)

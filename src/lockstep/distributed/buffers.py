@@ -137,6 +137,11 @@ class BufferSync:
         self._riders: list[_Riders] = []
         self._large: list[Buffer] = []
         self._sent: list[tuple[Pending, Tensor, list[list[Buffer]]]] = []
+        self._left = False
+
+    def leave(self) -> None:
+        """From now on somebody else makes them equal: they are carried as before, but not assigned."""
+        self._left = True
 
     @property
     def buffers(self) -> list[Buffer]:
@@ -197,6 +202,8 @@ class BufferSync:
     @torch.no_grad()
     def read(self, cargo: Tensor) -> None:
         """Take the values out of the summed end of a report."""
+        if self._left:
+            return
         for riders in self._riders:
             if riders.averaged or not self._is_source:
                 values = cargo[riders.place]
@@ -233,6 +240,8 @@ class BufferSync:
     @torch.no_grad()
     def finish_large(self) -> None:
         """Wait for them, and hand them out."""
+        if self._left:
+            self.drop_large()
         sent, self._sent = self._sent, []
         for pending, flat, alike in sent:
             pending.wait()

@@ -2,26 +2,93 @@
 
 Kept: attributes that say how the wrapper was made; ``_set_static_graph`` and
 ``_set_params_and_buffers_to_ignore_for_model`` (many training frameworks call them), ``_register_builtin_comm_hook``,
-``_distributed_rank``, ``will_sync_module_buffers``, and ``_get_ddp_logging_data`` with the entries that do not come
-from PyTorch's own reducer. Not kept: ``reducer``, ``logger``, the fused optimizer and buffer hooks, and everything
-that moves them.
+``_register_buffer_comm_hook``, ``_distributed_rank``, ``will_sync_module_buffers``, ``_remove_autograd_hooks``,
+``_get_ddp_logging_data`` with the entries that do not come from PyTorch's own reducer; ``reducer`` and ``logger`` with
+the calls that are harmless (``compatible_reducer.py``). All others are refused, with what to use instead
+(:data:`INSTEAD`, ``inherited.py``).
 """
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.nn import Module
+from torch.nn import Module, Parameter
 
+from lockstep.distributed.buffer_hook import BufferHook, BufferHookLocation, check_buffer_hook
 from lockstep.distributed.collectives import Group
+from lockstep.distributed.compatible_reducer import CompatibleLogger, CompatibleReducer
 from lockstep.distributed.options import Options
 from lockstep.distributed.plan import MIB
 from lockstep.distributed.replication import Replication
 from lockstep.errors import HookError, OptionError
+from lockstep.inherited import refusal
 
 _BUILTIN = {"ALLREDUCE": default_hooks.allreduce_hook, "FP16_COMPRESS": default_hooks.fp16_compress_hook}
+
+
+_MOVED = "forward moves its inputs itself (device_ids); lockstep.DataParallel and lockstep.local have several devices"
+_BUFFERS = "buffers are made equal at the end of each synchronised backward, by buffer_policy"
+_JOINED = "use wrapper.join()"
+_DELAYED = "delay_all_reduce_named_params are reduced at the end of backward, in buckets like all others"
+_MIXED = "mixed_precision casts in forward, and leaves the parameters as they are"
+
+INSTEAD = {
+    "_assign_modules_buffers": "buffers are looked up in each backward",
+    "_build_debug_param_to_name_mapping": "errors name parameters",
+    "_build_params_for_reducer": "lockstep.replicate() and the wrapper find the parameters",
+    "_check_and_sync_module_buffers": _BUFFERS,
+    "_check_comm_hook": "register_comm_hook() checks",
+    "_check_default_group": "pickling a wrapper on a group of its own is an error",
+    "_check_global_requires_backward_grad_sync": _JOINED,
+    "_check_sync_bufs_post_fwd": _BUFFERS,
+    "_check_sync_bufs_pre_fwd": _BUFFERS,
+    "_clear_grad_buffer": _DELAYED,
+    "_ddp_init_helper": "the wrapper is ready when it is made",
+    "_default_broadcast_coalesced": _BUFFERS,
+    "_delayed_all_reduce_hook": _DELAYED,
+    "_distributed_broadcast_coalesced": "use torch.distributed.broadcast",
+    "_find_common_rank": "use torch.distributed.all_reduce with ReduceOp.MAX",
+    "_fire_reducer_autograd_hook": _MIXED,
+    "_get_parameters": "use module.parameters()",
+    "_inside_ddp_forward": "call the wrapper",
+    "_lazy_init": "the wrapper is ready when it is made",
+    "_log_and_throw": "raise the error",
+    "_match_all_reduce_for_bwd_pass": _JOINED,
+    "_match_unused_params_allreduce": _JOINED,
+    "_module_wait_for_copy_hook": _MIXED,
+    "_passing_sync_batchnorm_handle": "SyncBatchNorm needs no handle",
+    "_post_forward": "call the wrapper; gradients are synchronised whatever is called",
+    "_pre_forward": "call the wrapper; gradients are synchronised whatever is called",
+    "_register_accum_grad_hook": "gradients are noticed by hooks on the parameters",
+    "_register_delay_all_reduce_hook": _DELAYED,
+    "_register_fused_optim": "run the optimizer in register_post_accumulate_grad_hook, which waits for the reduced "
+    "gradient, or use torch.distributed.optim._apply_optimizer_in_backward",
+    "_root_copy_hook": _MIXED,
+    "_run_ddp_forward": "call the wrapper",
+    "_set_sparse_metadata": "sparse gradients need none",
+    "_setup_in_backward_optimizers": "optimizers in backward are found when the wrapper is made",
+    "_sync_buffers": _BUFFERS,
+    "_sync_final_model": _JOINED,
+    "_sync_module_buffers": _BUFFERS,
+    "_update_process_group": "wrap wrapper.module anew, with process_group=",
+    "gather": _MOVED,
+    "scatter": _MOVED,
+    "to_kwargs": _MOVED,
+    # attributes that PyTorch's constructor sets
+    "_accum_grad_hooks": "gradients are noticed by hooks on the parameters",
+    "_bucket_config": "bucket_bytes_cap and bucket_bytes_cap_list have the sizes",
+    "_ddp_sink_clone": "outputs are never cloned",
+    "_delay_all_reduce_all_params": _DELAYED,
+    "_delay_grad_buffer": _DELAYED,
+    "_delay_grad_views": _DELAYED,
+    "_lazy_init_ran": "the wrapper is ready when it is made",
+    "_mp_stream": _MIXED,
+    "_submodule_to_event": _MIXED,
+    "buffer_hook": "_register_buffer_comm_hook() keeps the hook",
+}
 
 
 class CompatibleNames:
@@ -35,11 +102,36 @@ class CompatibleNames:
         @property
         def _replication(self) -> Replication: ...
 
+    _active_ddp_module = None  # the compiler reads it from PyTorch's class, for the backward that is PyTorch's
+    _buffer_hook: BufferHook | None = None
     _divide_by_initial_world_size = True
+    _error = ""
+    _hooks_removed = False
     _static_graph = False
+    _use_python_reducer = False
+    use_side_stream_for_tensor_copies = False
     dim = 0
     broadcast_bucket_size = 250 * MIB
     require_forward_param_sync = True
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)  # type: ignore[misc]
+        except AttributeError:
+            refused = refusal(type(self), name)
+            if refused is None:
+                raise
+        raise AttributeError(refused, name=name, obj=self)
+
+    @property
+    def reducer(self) -> CompatibleReducer:
+        """Takes the calls that programs make between forward and backward, and does nothing."""
+        return CompatibleReducer(self)
+
+    @property
+    def logger(self) -> CompatibleLogger:
+        """Has the data of :meth:`_get_ddp_logging_data`, and takes calls that ask to log."""
+        return CompatibleLogger(self)
 
     @property
     def process_group(self) -> Group:
@@ -100,6 +192,11 @@ class CompatibleNames:
         return self._options.gradient_as_bucket_view
 
     @property
+    def batched_grad_copy(self) -> bool:
+        """As given; the gradients of a bucket are copied together either way."""
+        return self._options.batched_grad_copy
+
+    @property
     def skip_all_reduce_unused_params(self) -> bool:
         """As given."""
         return self._options.skip_all_reduce_unused_params
@@ -135,10 +232,86 @@ class CompatibleNames:
         marked = getattr(self.module, "_ddp_params_and_buffers_to_ignore", ())
         return {*self._options.params_and_buffers_to_ignore, *marked}
 
+    @property
+    def named_module_buffers(self) -> dict[str, Tensor]:
+        """The buffers that are not left alone, by name."""
+        ignored = self.parameters_to_ignore
+        return {name: buffer for name, buffer in self.module.named_buffers() if name not in ignored}
+
+    @property
+    def modules_buffers(self) -> list[Tensor]:
+        """The buffers that are not left alone."""
+        return list(self.named_module_buffers.values())
+
+    @property
+    def _module_parameters(self) -> list[Parameter]:
+        ignored = self.parameters_to_ignore
+        return [parameter for name, parameter in self.module.named_parameters() if name not in ignored]
+
+    @property
+    def _delay_all_reduce_params(self) -> list[Parameter]:
+        return [parameter for _, parameter in self._options.delay_all_reduce_named_params or ()]
+
+    @property
+    def _comm_hooks(self) -> list[tuple[Any, Any]]:
+        return [(hook, state) for state, hook in self._replication.hooks]
+
+    @property
+    def _has_rebuilt_buckets(self) -> bool:
+        reducer = self._replication.reducer
+        return reducer is not None and reducer.is_planned
+
+    @classmethod
+    def _get_active_ddp_module(cls) -> None:
+        """Nothing: the compiler need not cut its graphs where PyTorch's buckets end."""
+
+    @staticmethod
+    def _get_data_parallel_params(module: Module, named_params: bool = False) -> Iterator[Any]:
+        for name, parameter in module.named_parameters():
+            if not hasattr(parameter, "_ddp_ignored"):
+                yield (name, parameter) if named_params else parameter
+
     def will_sync_module_buffers(self) -> bool:
         """Whether buffers will be made equal at the end of the next backward that synchronises."""
         reducer = self._replication.reducer
         return reducer is not None and reducer.requires_sync and bool(reducer.buffers.buffers)
+
+    def _check_reducer_finalized(self) -> None:
+        self.reducer._check_reducer_finalized()
+
+    def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
+        self.reducer._set_ddp_runtime_logging_sample_rate(sample_rate)
+
+    def _set_ddp_sink_clone(self, val: bool) -> None:
+        """Nothing to set: outputs are never cloned."""
+
+    def _note_error(self, error: str) -> None:
+        self._error = error
+
+    def _remove_autograd_hooks(self) -> None:
+        """End synchronising for good: backward passes are this rank's alone from now on."""
+        self._replication.set_requires_gradient_sync(False)
+        self._hooks_removed = True
+
+    def _register_buffer_comm_hook(
+        self, state: Any, hook: Any, comm_hook_location: Any = BufferHookLocation.POST_FORWARD
+    ) -> None:
+        """Let ``hook(state, buffers)`` make buffers equal, before or after each forward, in place of the policy."""
+        check_buffer_hook(hook, comm_hook_location)
+        reducer = self._replication.reducer
+        assert reducer is not None
+        self._buffer_hook = BufferHook(state, hook, comm_hook_location)
+        reducer.buffers.leave()
+
+    def _run_buffer_hook(self, location: BufferHookLocation) -> None:
+        hook = self._buffer_hook
+        assert hook is not None
+        if hook.location is location and self.require_forward_param_sync and self.forward_sync_buffers:
+            buffers = self.named_module_buffers
+            if buffers:
+                hook.run(buffers)
+        if location is BufferHookLocation.POST_FORWARD:
+            self.require_forward_param_sync = torch.is_grad_enabled() and self._replication.requires_sync
 
     @property
     def _distributed_rank(self) -> int:
@@ -177,6 +350,7 @@ class CompatibleNames:
         reducer = replication.reducer
         assert reducer is not None
         trained = [member.spec for member in reducer.parameters if member.parameter.requires_grad]
+        error = self._error or reducer.error
         names = [getattr(hook, "__qualname__", str(hook)) for _, hook in replication.hooks]
         return {
             "world_size": reducer.collectives.world,
@@ -191,9 +365,12 @@ class CompatibleNames:
             "static_graph": int(self.static_graph),
             "is_multi_device_module": int(self.is_multi_device_module),
             "iteration": reducer.round,
+            "can_set_static_graph": int(reducer.usage.is_static and reducer.round > 0),
+            "has_error": int(bool(error)),
+            **({"error": error} if error else {}),
             "num_parameter_tensors": len(trained),
             "total_parameter_size_bytes": sum(spec.nbytes for spec in trained),
             "bucket_sizes": ", ".join(str(bucket.layout.nbytes) for bucket in reducer.plan.buckets),
-            "join_uneven_inputs": int(hasattr(self, "_authoritative_rank") or self._join_config.enable),  # type: ignore[attr-defined]
+            "join_uneven_inputs": int(hasattr(self, "_authoritative_rank") or self._join_config.enable),
             **({"comm_hook": ", ".join(names)} if names else {}),
         }

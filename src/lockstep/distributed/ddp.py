@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import functools
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Generic, TypeVar
@@ -9,28 +10,35 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.nn import Module, Parameter
+from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from lockstep.compiler import outside_compiler
 from lockstep.distributed import registry
+from lockstep.distributed.buffer_hook import BufferHookLocation
 from lockstep.distributed.buffers import Policy
 from lockstep.distributed.collectives import Group, resolve_group
-from lockstep.distributed.compatible import CompatibleNames
+from lockstep.distributed.compatible import INSTEAD, CompatibleNames
 from lockstep.distributed.options import Options
 from lockstep.distributed.replication import Replication
 from lockstep.distributed.uneven import ShadowHook, enter_iteration
 from lockstep.errors import CommunicationError, NotReplicableError, OptionError
-from lockstep.wrapper import is_of_module
+from lockstep.inherited import refusing
+from lockstep.wrapper import is_of_module, naming_options
 
 M = TypeVar("M", bound=Module)
+_PyTorchs: Any = TorchDistributedDataParallel  # for isinstance; its annotations are not ours
 
 
-class DistributedDataParallel(CompatibleNames, Module, Joinable, Generic[M]):
+@refusing(TorchDistributedDataParallel, INSTEAD)
+class DistributedDataParallel(CompatibleNames, _PyTorchs, Module, Joinable, Generic[M]):
     """A module around ``module`` whose parameters' gradients become the mean over all ranks at the end of backward.
 
     What :func:`lockstep.replicate` says of gradients, communication and errors holds here. The wrapper adds itself:
     ``state_dict`` has the keys of the wrapped module behind ``module.``, as PyTorch's; ``load_state_dict`` takes either
     form. Gradients are synchronised because parameters received them, also when ``module`` is called, not the wrapper.
+    It is an instance of PyTorch's class, so that programs that ask for one find it; nothing of that class runs, and
+    names of it that have no meaning here raise an AttributeError that says what to use instead.
 
     Args:
         module: The module. Wrapping it again, in another wrapper, replaces the first.
@@ -60,6 +68,7 @@ class DistributedDataParallel(CompatibleNames, Module, Joinable, Generic[M]):
         params_and_buffers_to_ignore: Names, within ``module``, of parameters and buffers that are left alone.
 
     Raises:
+        UnknownOptionError: An argument that does not exist (a ``TypeError``).
         OptionError: Options that make no sense, or do not go with the module.
         NotReplicableError: The module has no parameters, or some that are not initialised.
         AgreementError: The ranks differ, on every rank.
@@ -78,6 +87,7 @@ class DistributedDataParallel(CompatibleNames, Module, Joinable, Generic[M]):
 
     module: M
 
+    @naming_options
     def __init__(
         self,
         module: M,
@@ -108,9 +118,9 @@ class DistributedDataParallel(CompatibleNames, Module, Joinable, Generic[M]):
         options = Options(
             **{field.name: given[field.name] for field in dataclasses.fields(Options) if field.name in given}
         )
-        options.warn_deprecated(stacklevel=2)
+        options.warn_deprecated(stacklevel=3)
         check_module(module)
-        super().__init__()
+        Module.__init__(self)  # not that of PyTorch's wrapper
         Joinable.__init__(self)
         self.module = module
         self._options = options
@@ -130,6 +140,10 @@ class DistributedDataParallel(CompatibleNames, Module, Joinable, Generic[M]):
         registry.register(self, replication)
         self._held = replication
         replication.start()
+        if self._buffer_hook is not None and replication.reducer is not None:
+            replication.reducer.buffers.leave()
+        if self._hooks_removed:
+            replication.set_requires_gradient_sync(False)
 
     @property
     def _replication(self) -> Replication:
@@ -142,8 +156,12 @@ class DistributedDataParallel(CompatibleNames, Module, Joinable, Generic[M]):
         replication = self._replication
         if self._join_config.enable:
             enter_iteration(self, replication)
+        if self._buffer_hook is not None:
+            self._run_buffer_hook(BufferHookLocation.PRE_FORWARD)
         inputs, kwargs = replication.before_forward(inputs, kwargs)
         outputs = self.module(*inputs, **kwargs)
+        if self._buffer_hook is not None:
+            self._run_buffer_hook(BufferHookLocation.POST_FORWARD)
         replication.after_forward(outputs)
         return outputs
 
@@ -155,6 +173,8 @@ class DistributedDataParallel(CompatibleNames, Module, Joinable, Generic[M]):
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
         """Whether backward passes that begin from now on synchronise; if not, gradients pile up on this rank."""
+        if requires_gradient_sync and self._hooks_removed:
+            raise OptionError("_remove_autograd_hooks() has ended synchronising for good; wrap wrapper.module anew")
         self._replication.set_requires_gradient_sync(requires_gradient_sync)
 
     @property
@@ -164,7 +184,7 @@ class DistributedDataParallel(CompatibleNames, Module, Joinable, Generic[M]):
 
     @require_backward_grad_sync.setter
     def require_backward_grad_sync(self, required: bool) -> None:
-        self._replication.set_requires_gradient_sync(required)
+        self.set_requires_gradient_sync(required)
 
     def register_comm_hook(self, state: Any, hook: Any) -> None:
         """Let ``hook(state, bucket)`` reduce each bucket; see
@@ -198,6 +218,11 @@ class DistributedDataParallel(CompatibleNames, Module, Joinable, Generic[M]):
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """What a rank does that has run out of batches; called by ``torch.distributed.algorithms.join.Join``."""
+        if self._buffer_hook is not None:
+            raise OptionError(
+                "join() and _register_buffer_comm_hook() do not go together: a rank that has run out of batches calls "
+                "no forward, so the others' hooks would wait for it. Use buffer_policy"
+            )
         self._divide_by_initial_world_size = bool(kwargs.get("divide_by_initial_world_size", True))
         return ShadowHook(self, self._replication)
 
@@ -217,7 +242,8 @@ class DistributedDataParallel(CompatibleNames, Module, Joinable, Generic[M]):
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load keys with or without ``module.`` in front."""
-        target = self.module.load_state_dict if is_of_module(state_dict, self.module) else super().load_state_dict
+        own = functools.partial(Module.load_state_dict, self)
+        target = self.module.load_state_dict if is_of_module(state_dict, self.module) else own
         return target(state_dict, strict=strict, assign=assign)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -238,7 +264,7 @@ class DistributedDataParallel(CompatibleNames, Module, Joinable, Generic[M]):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         lost = state.pop("_lost_group", False)
-        super().__setstate__(state)
+        Module.__setstate__(self, state)
         if lost:
             raise NotReplicableError(
                 "a DistributedDataParallel on a group of its own was pickled; groups cannot be. Pickle "

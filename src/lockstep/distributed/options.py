@@ -1,6 +1,5 @@
 """How a module is replicated: the options of ``replicate`` and ``DistributedDataParallel``, checked."""
 
-import difflib
 import warnings
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -12,7 +11,8 @@ from torch.nn import Parameter
 from lockstep.distributed.buffers import POLICIES, Policy
 from lockstep.distributed.collectives import Group
 from lockstep.distributed.plan import DEFAULT_CAP_BYTES, FIRST_CAP_BYTES, MIB
-from lockstep.errors import OptionError, UnknownOptionError
+from lockstep.errors import OptionError
+from lockstep.wrapper import unknown_option
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,11 +136,9 @@ class Options:
 
 
 def read_options(given: Mapping[str, Any], caller: str) -> Options:
-    """Options given by name; raises :class:`UnknownOptionError` for one that does not exist."""
+    """Options given by name; raises :class:`lockstep.errors.UnknownOptionError` for one that does not exist."""
     known = [field.name for field in fields(Options)]
     for name in given:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"; did you mean {near[0]}?" if near else f"; there are {', '.join(known)}"
-            raise UnknownOptionError(f"{caller}() got an unexpected keyword argument {name!r}{hint}")
+            raise unknown_option(caller, name, known)
     return Options(**given)

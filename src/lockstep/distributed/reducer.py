@@ -43,6 +43,7 @@ from lockstep.distributed.parameter_hooks import run_held_hooks, take_over_optim
 from lockstep.distributed.plan import Kind, ReductionPlan
 from lockstep.distributed.report import RankStatus, Report, check_ranks, mean_factor, round_code
 from lockstep.distributed.reporting import Reporting
+from lockstep.distributed.usage import Usage
 from lockstep.distributed.weights import Weights
 from lockstep.errors import LayoutError, PeerError
 
@@ -89,6 +90,9 @@ class Reducer:
         for parameter in self.parameters:
             parameter.graphs = self._graphs
         self._weights = Weights()
+        self.usage = Usage()
+        self.error = ""
+        """The last error of a round, for logging."""
         self._joined = False
         self._reporting = Reporting(len(self.parameters), collectives, buffers)
         self._drift = DriftWatch(self.parameters, collectives.rank)
@@ -101,6 +105,11 @@ class Reducer:
     def plan(self) -> ReductionPlan:
         """The buckets, as they are now."""
         return self._plan.current
+
+    @property
+    def is_planned(self) -> bool:
+        """Whether the plan has been made anew after the first round."""
+        return self._plan.arrivals is None
 
     def restore(self, round_number: int, plan: str) -> None:
         """Go on where an earlier run was; all ranks must."""
@@ -235,6 +244,9 @@ class Reducer:
                     return
                 with self.collectives.phases.phase("finish", f"round {self.round}"):
                     reduced = self._finish()
+            except Exception as error:
+                self.error = f"{type(error).__name__}: {error}"
+                raise
             finally:
                 self.cancel()
         run_held_hooks(reduced, self)
@@ -313,6 +325,7 @@ class Reducer:
             with_graphs(self._graphs, factor, self.collectives)
         if not report.moved:
             self._reporting.take_buffers(row)
+        self.usage.look(self._touched)
         self._forget()
 
     def _forget(self) -> None:
@@ -336,6 +349,7 @@ class Reducer:
 
     def abandon(self) -> None:
         """Backward has failed on this rank: send what the others wait for, marked as failed, and do not wait."""
+        self.error = f"round {self.round}: the backward pass failed on this rank"
         if self.hooks.hooks:
             return  # nobody knows what the hooks of the other ranks wait for
         if not self.open:

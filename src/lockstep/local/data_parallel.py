@@ -27,15 +27,17 @@ from lockstep.devices import (
     warn_if_unbalanced,
 )
 from lockstep.errors import LayoutError, LengthError
+from lockstep.inherited import refusal, refusing
 from lockstep.local import scatter_gather, workers
 from lockstep.local.comm import copy_to
 from lockstep.local.exchange import current_replica
 from lockstep.local.module_copy import SLOTS
 from lockstep.local.replicas import ReplicaSet, cached, replicate, require_on
 from lockstep.phases import Event, Phases, Statistics
-from lockstep.wrapper import is_of_module
+from lockstep.wrapper import is_of_module, naming_options
 
 T = TypeVar("T", bound=Module)
+_PyTorchs: Any = torch.nn.DataParallel  # for isinstance; its annotations are not ours
 
 # what is set on the wrapper itself, also where the module has an attribute of that name
 _OWN = frozenset(
@@ -43,7 +45,8 @@ _OWN = frozenset(
 )
 
 
-class DataParallel(Module, Generic[T]):
+@refusing(torch.nn.DataParallel, {})
+class DataParallel(_PyTorchs, Module, Generic[T]):
     """Run a module on several devices at once, each on its rows of the batch.
 
     Args:
@@ -62,7 +65,8 @@ class DataParallel(Module, Generic[T]):
     built once; what is set on the module is seen by all of them at the next use. The first replica is the module
     itself, so state that its forward sets stays. Attributes that the wrapper does not have are the module's, to read
     and to set: ``parallel.fc = Linear(parallel.fc.in_features, 10)`` puts a layer into the module. ``state_dict`` has
-    the keys of ``torch.nn.DataParallel``'s, and ``load_state_dict`` also takes those of the plain module.
+    the keys of ``torch.nn.DataParallel``'s, and ``load_state_dict`` also takes those of the plain module. It is an
+    instance of that class, for programs that ask for one; nothing of that class runs.
 
     Communicates, for each forward, one copy of each input and output and one of each 10 MiB bucket of parameters a
     device other than the first, and the gradients of each bucket back. Raises
@@ -75,6 +79,7 @@ class DataParallel(Module, Generic[T]):
     torch.Size([5, 2])
     """
 
+    @naming_options
     def __init__(
         self,
         module: T,
@@ -85,7 +90,7 @@ class DataParallel(Module, Generic[T]):
         split: Sequence[float] | None = None,
         gather_outputs: bool = True,
     ) -> None:
-        super().__init__()
+        Module.__init__(self)  # not that of PyTorch's wrapper
         self.module = module
         self.dim, self.gather_outputs = dim, gather_outputs
         self._devices = all_accelerators() if device_ids is None else resolve_devices(device_ids)
@@ -97,7 +102,7 @@ class DataParallel(Module, Generic[T]):
             return
         self.src_device_obj = self._devices[0]
         self.output_device = _public(
-            self.src_device_obj if output_device is None else resolve_destination(output_device)
+            self.src_device_obj if output_device is None else resolve_destination(output_device, stacklevel=4)
         )
         warn_if_unbalanced(self._devices)
         if len(self._devices) == 1:
@@ -284,7 +289,10 @@ class DataParallel(Module, Generic[T]):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            return getattr(super().__getattr__("module"), name)
+            refused = refusal(type(self), name)
+            if refused is None:
+                return getattr(super().__getattr__("module"), name)
+        raise AttributeError(refused, name=name, obj=self)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if self._belongs_to_module(name):  # where it was read; on the wrapper it would have no effect

@@ -1,0 +1,18 @@
+"""Whether every synchronised backward uses the same parameters on this rank, as far as there have been any."""
+
+
+class Usage:
+    """Compares the parameters that rounds use."""
+
+    __slots__ = ("_first", "is_static")
+
+    def __init__(self) -> None:
+        self._first: bytes | None = None
+        self.is_static = True
+
+    def look(self, used: bytearray) -> None:
+        """A round has ended well; ``used`` has a one for each parameter that had a gradient."""
+        if self._first is None:
+            self._first = bytes(used)
+        elif used != self._first:
+            self.is_static = False
