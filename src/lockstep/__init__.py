@@ -20,4 +20,24 @@ from lockstep.phases import Statistics as Statistics
 
 __version__ = "0.1.0"
 
+__all__ = [
+    "DataParallel",
+    "DistributedDataParallel",
+    "Event",
+    "Statistics",
+    "SyncBatchNorm",
+    "__version__",
+    "accumulate",
+    "check_in_sync",
+    "data_parallel",
+    "distributed",
+    "errors",
+    "load_training_state_dict",
+    "local",
+    "mean_over_ranks",
+    "replicate",
+    "statistics",
+    "training_state_dict",
+]
+
 _register_backend()

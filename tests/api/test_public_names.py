@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import pydoc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,7 @@ PUBLIC = {
             .register_comm_hook(state, hook)
             .require_backward_grad_sync
             .set_requires_gradient_sync(requires_gradient_sync)
+            .train(mode=True)
         class Event(phase, replica, start, end)
         class Statistics(calls=<factory>, seconds=<factory>)
         class SyncBatchNorm(*args, **kwargs)
@@ -73,6 +75,7 @@ PUBLIC = {
             .register_comm_hook(state, hook)
             .require_backward_grad_sync
             .set_requires_gradient_sync(requires_gradient_sync)
+            .train(mode=True)
         class GradBucket(bucket, buffer, last)
             .buffer()
             .gradients()
@@ -143,6 +146,7 @@ PUBLIC = {
         replicate(network, devices, detach=False)
         scatter(inputs, devices, dim=0, *, split=None)
         scatter_kwargs(inputs, kwargs, devices, dim=0, *, split=None)
+        shared(value)
     """,
     "lockstep.local.comm": """
         broadcast(tensor, devices=None, *, out=None)
@@ -227,6 +231,18 @@ def surface(module_name: str) -> str:
 @pytest.mark.parametrize("module_name", PUBLIC)
 def test_the_public_names_and_signatures_are_those_of_the_table(module_name):
     assert surface(module_name) == inspect.cleandoc(PUBLIC[module_name])
+
+
+@pytest.mark.parametrize("module_name", ["lockstep", "lockstep.distributed", "lockstep.local"])
+def test_help_shows_the_public_names(module_name):
+    module = importlib.import_module(module_name)
+    names = [name for name, _ in exported(module_name)]
+    assert sorted(name for name in module.__all__ if not name.startswith("_")) == names
+    text = pydoc.render_doc(module, renderer=pydoc.plaintext)
+    assert all(name in text for name in names)
+    for name, value in exported(module_name):
+        if inspect.isfunction(value):
+            assert f"\n    {name}(" in text
 
 
 COUNTERPARTS = [

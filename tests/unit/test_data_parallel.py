@@ -18,7 +18,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from lockstep import DataParallel, Event, data_parallel
-from lockstep.local import ReplicaSet
+from lockstep.local import ReplicaSet, shared
 
 
 class Net(nn.Module):
@@ -520,3 +520,36 @@ def test_step_leaves_no_reference_cycles(parallel, x):
     gc.collect()
     parallel.step(mean_square, x, y)
     assert gc.collect() == 0
+
+
+class Masked(nn.Module):
+    """Mixes rows' positions through a mask that all rows share, and divides by a count that each replica has."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x, mask, count=None):
+        assert isinstance(mask, torch.Tensor)
+        out = (mask @ self.linear(x)).tanh()
+        return out if count is None else out / count
+
+
+@pytest.mark.parametrize("devices", [None, ["cpu"], ["cpu", "cpu"]], ids=["none", "one", "two"])
+def test_a_shared_mask_and_a_count_for_each_device_give_what_one_device_gives(devices, monkeypatch):
+    monkeypatch.setattr(sys.modules[DataParallel.__module__], "all_accelerators", list)
+    plain, x, mask = Masked(), torch.randn(6, 3, 3), torch.randn(3, 3).tril()
+    plain(x, mask).pow(2).mean().backward()
+    expected = [p.grad.clone() for p in plain.parameters()]
+    plain.zero_grad()
+    parallel = DataParallel(plain, devices)
+    counts = torch.ones(len(devices)) if devices and len(devices) > 1 else None
+    parallel(x, shared(mask), count=counts).pow(2).mean().backward()
+    for parameter, grad in zip(plain.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, grad)
+    plain.zero_grad()
+    parallel.step(lambda out, target: (out - target).pow(2).mean(), x, shared(mask), torch.zeros(6, 3, 3))
+    for parameter, grad in zip(plain.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, grad)
+    out = data_parallel(plain, (x, shared(mask)), devices)
+    torch.testing.assert_close(out, plain(x, mask))

@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import pack_sequence
 from torch.utils import _pytree as pytree
 
 from lockstep.errors import LayoutError, LengthError, StructureError
-from lockstep.local import gather, scatter, scatter_kwargs
+from lockstep.local import gather, scatter, scatter_kwargs, shared
 from lockstep.local.scatter_gather import move, split_sizes
 
 CPU = torch.device("cpu")
@@ -170,7 +170,9 @@ def test_one_plan_for_all_leaves_keeps_rows_together(devices):
         ([torch.ones(4), torch.ones(3)], r"inputs\[0\] has size 4 there, and inputs\[1\] has 3 \(shape \(3,\)\)"),
         ({"x": torch.ones(4), "m": torch.ones(1, 2)}, r"inputs\['x'\] has size 4 there, and inputs\['m'\] has 1"),
         ({"m": torch.ones(1), "x": [torch.ones(4)]}, r"inputs\['m'\] has size 1 there, and inputs\['x'\]\[0\] has 4"),
-        (Point(torch.ones(2), [Frozen(torch.ones(3), 0)]), r"inputs.x has size 2 there, and inputs.y\[0\].x has 3"),
+        (Point(torch.ones(5), [Frozen(torch.ones(3), 0)]), r"inputs.x has size 5 there, and inputs.y\[0\].x has 3"),
+        ([torch.ones(1), torch.ones(2)], r"inputs\[0\] has size 1 there, and inputs\[1\] has 2"),  # which is the batch?
+        ([torch.ones(2), torch.ones(4), torch.ones(3)], r"inputs\[0\] has size 2 there, and inputs\[1\] has 4"),
     ],
 )
 def test_leaves_that_disagree_are_named_with_both_sizes(value, message):
@@ -181,6 +183,44 @@ def test_leaves_that_disagree_are_named_with_both_sizes(value, message):
 def test_positional_and_keyword_arguments_that_disagree_are_named():
     with pytest.raises(ValueError, match=r"inputs\[1\]\['x'\] has size 4 there, and kwargs\['mask'\] has 3"):
         scatter_kwargs((1, {"x": torch.ones(4)}), {"mask": torch.ones(3)}, ["cpu", "cpu"])
+
+
+def test_the_error_for_other_sizes_names_both_ways_out():
+    with pytest.raises(LayoutError) as caught:
+        scatter([torch.ones(4), torch.ones(5, 5)], ["cpu"] * 3)
+    assert "one for each of the 3 replicas" in str(caught.value)
+    assert "lockstep.local.shared(tensor)" in str(caught.value)
+
+
+@pytest.mark.parametrize("rows", [4, 5, 9])
+def test_beside_a_batch_a_tensor_with_a_row_for_each_replica_gives_one_to_each(rows):
+    counts = torch.arange(3.0, requires_grad=True)
+    shares = scatter({"counts": counts, "x": torch.arange(rows)}, ["cpu"] * 3)
+    assert [share["counts"].tolist() for share in shares] == [[0], [1], [2]]
+    assert torch.cat([share["x"] for share in shares]).tolist() == list(range(rows))
+    sum((i + 1) * share["counts"].sum() for i, share in enumerate(shares)).backward()
+    assert counts.grad.tolist() == [1, 2, 3]
+
+
+def test_one_row_for_each_replica_along_another_dimension_and_with_weights():
+    shares = scatter([torch.ones(2, 6), torch.tensor([[1, 2]])], ["cpu"] * 2, dim=1, split=[2, 1])
+    assert [[x.shape[1], c.tolist()] for x, c in shares] == [[4, [[1]]], [2, [[2]]]]
+
+
+def test_what_is_marked_as_shared_goes_whole_to_every_replica():
+    weight = torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
+    shares = scatter([torch.arange(4), {"w": shared(weight), "n": [shared([torch.ones(4, 4), 7])]}], ["cpu"] * 2)
+    assert [x.tolist() for x, _ in shares] == [[0, 1], [2, 3]]
+    for i, (_, rest) in enumerate(shares):
+        assert rest["n"][0][0].shape == (4, 4)
+        assert rest["n"][0][1] == 7
+        assert rest["w"].tolist() == [1, 2, 3]
+        (rest["w"] * (i + 1)).sum().backward()
+    assert weight.grad.tolist() == [3, 3, 3]
+
+
+def test_shared_tensors_alone_go_to_every_device():
+    assert [share.tolist() for share in scatter(shared(torch.ones(1)), ["cpu"] * 3)] == [[1]] * 3
 
 
 def test_a_tensor_that_has_no_such_dimension_is_named():

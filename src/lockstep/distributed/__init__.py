@@ -12,3 +12,18 @@ from lockstep.distributed.shm import ShmOptions as ShmOptions
 from lockstep.distributed.state import load_training_state_dict as load_training_state_dict
 from lockstep.distributed.state import statistics as statistics
 from lockstep.distributed.state import training_state_dict as training_state_dict
+
+__all__ = [
+    "DistributedDataParallel",
+    "GradBucket",
+    "ProcessGroupShm",
+    "Replicated",
+    "ShmOptions",
+    "accumulate",
+    "check_in_sync",
+    "load_training_state_dict",
+    "mean_over_ranks",
+    "replicate",
+    "statistics",
+    "training_state_dict",
+]

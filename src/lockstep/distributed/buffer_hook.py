@@ -1,6 +1,6 @@
 """A hook that makes buffers equal in place of the policy: ``wrapper._register_buffer_comm_hook``."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.futures import Future
 from torch.nn.parallel.distributed import _BufferCommHookLocation
 
+from lockstep.distributed.buffers import Buffer
 from lockstep.errors import HookError
 
 BufferHookLocation = _BufferCommHookLocation
@@ -22,9 +23,18 @@ class BufferHook(NamedTuple):
     location: BufferHookLocation
 
     @torch.no_grad()
-    def run(self, buffers: Mapping[str, Tensor]) -> None:
-        """Call the hook, and wait for the futures that it returns, if any."""
-        futures = self.call(self.state, buffers)
+    def run(self, buffers: Sequence[Buffer]) -> None:
+        """Call the hook with copies, wait for the futures that it returns, and assign what it has written.
+
+        Copies, for a pending backward may have saved the buffers themselves.
+        """
+        found = ((buffer, buffer.current()) for buffer in buffers)
+        copies = [(buffer, tensor.detach().clone()) for buffer, tensor in found if tensor is not None]
+        self._wait(self.call(self.state, {buffer.name: copied for buffer, copied in copies}))
+        for buffer, copied in copies:
+            buffer.assign(copied)
+
+    def _wait(self, futures: Any) -> None:
         if futures is None:
             return
         futures = [futures] if isinstance(futures, FutureKinds) else futures

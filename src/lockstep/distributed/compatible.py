@@ -307,9 +307,9 @@ class CompatibleNames:
         hook = self._buffer_hook
         assert hook is not None
         if hook.location is location and self.require_forward_param_sync and self.forward_sync_buffers:
-            buffers = self.named_module_buffers
-            if buffers:
-                hook.run(buffers)
+            reducer = self._replication.reducer
+            if reducer is not None and reducer.buffers.buffers:
+                hook.run(reducer.buffers.buffers)
         if location is BufferHookLocation.POST_FORWARD:
             self.require_forward_param_sync = torch.is_grad_enabled() and self._replication.requires_sync
 

@@ -18,5 +18,30 @@ from lockstep.local.replicas import replicate as replicate
 from lockstep.local.scatter_gather import gather as gather
 from lockstep.local.scatter_gather import scatter as scatter
 from lockstep.local.scatter_gather import scatter_kwargs as scatter_kwargs
+from lockstep.local.scatter_gather import shared as shared
 from lockstep.local.sync_batch_norm import SyncBatchNorm as SyncBatchNorm
 from lockstep.local.workers import parallel_apply as parallel_apply
+
+__all__ = [
+    "Broadcast",
+    "DataParallel",
+    "Gather",
+    "ReduceAdd",
+    "ReduceAddCoalesced",
+    "ReplicaSet",
+    "Scatter",
+    "SyncBatchNorm",
+    "broadcast",
+    "broadcast_coalesced",
+    "comm",
+    "current_replica",
+    "data_parallel",
+    "gather",
+    "parallel_apply",
+    "reduce_add",
+    "reduce_add_coalesced",
+    "replicate",
+    "scatter",
+    "scatter_kwargs",
+    "shared",
+]

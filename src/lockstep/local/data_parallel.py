@@ -55,7 +55,8 @@ class DataParallel(_PyTorchs, Module, Generic[T]):
             may stand there more than once (``["cpu", "cpu"]`` trains on two threads). None takes all accelerators; on a
             machine that has none, the module then runs as it is.
         output_device: where outputs are gathered; any device, ``-1`` or ``"cpu"``. None takes the first device.
-        dim: the dimension along which inputs are split and outputs put together.
+        dim: the dimension along which inputs are split and outputs put together. An input that is no rows of the batch
+            is passed as :func:`lockstep.local.shared`; one with a row for each device gives one to each.
         split: weights, one for each device, for devices that differ in speed; ``[2, 1]`` gives the first two thirds
             of the rows. None splits evenly: sizes differ by at most one.
         gather_outputs: False leaves the outputs where they are; forward then returns a list, one entry for each
@@ -118,7 +119,7 @@ class DataParallel(_PyTorchs, Module, Generic[T]):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's output for the whole batch; a list of the replicas' outputs with ``gather_outputs=False``."""
         if not self._devices:
-            return self.module(*inputs, **kwargs)
+            return self.module(*scatter_gather.unmarked(inputs), **scatter_gather.unmarked(kwargs))
         with self._phases.phase("DataParallel.forward"):
             if len(self._devices) == 1:
                 require_on(self.module, self.src_device_obj)
@@ -371,7 +372,7 @@ def data_parallel(
     kwargs = dict(module_kwargs or {})
     devices = all_accelerators() if device_ids is None else resolve_devices(device_ids)
     if not devices:
-        return module(*args, **kwargs)
+        return module(*scatter_gather.unmarked(args), **scatter_gather.unmarked(kwargs))
     if len(devices) == 1:  # the class moves its module to a lone device, the function does not
         require_on(module, devices[0])
     key = ("data_parallel", *devices, output_device, dim)

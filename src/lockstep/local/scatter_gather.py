@@ -2,7 +2,8 @@
 trees.
 
 All tensors of a call are split by one plan, so that row ``i`` of one leaf and row ``i`` of another go to the same
-replica.
+replica. Two kinds of tensors are not rows of the batch: one that is marked by :func:`shared` goes whole to every
+replica, and one that has as many rows as there are replicas, beside a larger batch, gives each of them one.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,7 +26,9 @@ def scatter(
     Args:
         inputs: tensors, tuples, named tuples, lists, dicts, dataclasses, types of the pytree registry, nested.
         devices: one entry for each replica.
-        dim: the dimension that is split. Tensors without dimensions go whole to every replica.
+        dim: the dimension that is split. Tensors without dimensions go whole to every replica, as those do that are
+            marked by :func:`shared`. Beside tensors with more rows, one with as many rows as there are devices gives
+            one row to each.
         split: weights, one for each device; None splits evenly.
 
     Returns one nested value for each replica used: one a device, or fewer if there are fewer rows. Communicates one
@@ -38,6 +41,40 @@ def scatter(
     """
     targets = resolve_devices(devices)
     return _scatter(Tree(inputs, "inputs"), targets, dim, split)[0]
+
+
+class Shared:
+    """A tensor that goes whole to every replica; made by :func:`shared`."""
+
+    __slots__ = ("tensor",)
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+
+def shared(value: Any) -> Any:
+    """Mark tensors among the inputs of ``DataParallel`` as no rows of the batch: each replica gets them whole.
+
+    Args:
+        value: a tensor, such as an attention mask of (T, T) or class weights, or a nested value of them.
+
+    Returns a value to pass in place of ``value``, to a ``DataParallel`` or one of the calls of this module; the network
+    sees tensors. Communicates one copy a tensor and device; on its own device all replicas see the same memory.
+    Gradients are summed over the replicas.
+
+    >>> import torch
+    >>> scatter((torch.arange(4), shared(torch.tensor([7, 8, 9]))), ["cpu", "cpu"])
+    [(tensor([0, 1]), tensor([7, 8, 9])), (tensor([2, 3]), tensor([7, 8, 9]))]
+    """
+    return tree_map(lambda leaf: Shared(leaf) if isinstance(leaf, torch.Tensor) else leaf, value)
+
+
+def unmarked(value: Any) -> Any:
+    """The nested value with what :func:`shared` has marked as plain tensors; itself if there is none."""
+    tree = Tree(value, "inputs")
+    if not any(isinstance(leaf.value, Shared) for leaf in tree.leaves):
+        return value
+    return tree.build([leaf.value.tensor if isinstance(leaf.value, Shared) else leaf.value for leaf in tree.leaves])
 
 
 def scatter_kwargs(
@@ -82,7 +119,7 @@ class _Arguments(NamedTuple):
 def _scatter(
     tree: Tree, targets: Sequence[torch.device], dim: int, split: Sequence[float] | None
 ) -> tuple[list[Any], list[int] | None]:
-    rows = _rows(tree.leaves, dim)
+    rows = _rows(tree.leaves, dim, len(targets))
     sizes = None if rows is None else split_sizes(rows, len(targets), split)
     used = targets if sizes is None else targets[: len(sizes)]
     columns = [_scatter_leaf(leaf.value, used, sizes, dim) for leaf in tree.leaves]
@@ -90,35 +127,48 @@ def _scatter(
 
 
 def _scatter_leaf(value: Any, targets: Sequence[torch.device], sizes: Sequence[int] | None, dim: int) -> Sequence[Any]:
-    if not isinstance(value, torch.Tensor):
+    whole = value.tensor if isinstance(value, Shared) else value
+    if not isinstance(whole, torch.Tensor):
         return [value] * len(targets)
-    if value.dim() == 0:
-        whole: Sequence[Any] = Broadcast.apply(targets, value)
-        return whole
+    if whole is not value or whole.dim() == 0:
+        copies: Sequence[Any] = Broadcast.apply(targets, whole)
+        return copies
+    assert sizes is not None
+    if value.shape[dim] != sum(sizes):  # one row for each replica
+        sizes = [1] * len(targets)
     chunks: Sequence[Any] = Scatter.apply(targets, sizes, dim, value)
     return chunks
 
 
-def _rows(leaves: Sequence[Leaf], dim: int) -> int | None:
-    """The size along ``dim`` on which all tensors agree; None if there is no tensor to split."""
-    first: tuple[str, int] | None = None
+def _rows(leaves: Sequence[Leaf], dim: int, replicas: int) -> int | None:
+    """The size along ``dim`` of the tensors that are split as the batch; None if there is no tensor to split.
+
+    All tensors must agree on it, but those that have one row for each replica beside a batch that has more.
+    """
+    split: list[tuple[str, torch.Tensor]] = []
     for path, value in leaves:
         if not isinstance(value, torch.Tensor) or value.dim() == 0:
             continue
         if not -value.dim() <= dim < value.dim():
             raise LayoutError(
-                f"cannot split {path} along dim {dim}: its shape is {tuple(value.shape)}. Pass it without dimensions "
-                "to give it whole to every replica, or choose another dim."
+                f"cannot split {path} along dim {dim}: its shape is {tuple(value.shape)}. Pass it without dimensions, "
+                "or as lockstep.local.shared(tensor), to give it whole to every replica, or choose another dim."
             )
-        size = value.shape[dim]
-        if first is not None and size != first[1]:
-            raise LayoutError(
-                f"cannot split the inputs along dim {dim}: {first[0]} has size {first[1]} there, and {path} has "
-                f"{size} (shape {tuple(value.shape)}). Every tensor must have one row for each row of the others; "
-                "expand a shared one, or hold it in the module as a buffer."
-            )
-        first = first or (path, size)
-    return None if first is None else first[1]
+        split.append((path, value))
+    sizes = {value.shape[dim] for _, value in split}
+    if len(sizes) > 1:
+        larger = [size for size in sizes if size != replicas]
+        if len(larger) == 1 and replicas in sizes and larger[0] > replicas:
+            return larger[0]
+        first, size = split[0][0], split[0][1].shape[dim]
+        path, other = next((p, t) for p, t in split if t.shape[dim] != size)
+        raise LayoutError(
+            f"cannot split the inputs along dim {dim}: {first} has size {size} there, and {path} has "
+            f"{other.shape[dim]} (shape {tuple(other.shape)}). A tensor must have one row for each row of the others, "
+            f"or, beside a batch of more rows than that, one for each of the {replicas} replicas. Pass one that every "
+            "replica needs whole as lockstep.local.shared(tensor), or hold it in the module as a buffer."
+        )
+    return next(iter(sizes), None)
 
 
 def split_sizes(rows: int, parts: int, weights: Sequence[float] | None = None) -> list[int]:
