@@ -680,7 +680,11 @@ def test_evaluation_by_another_thread_during_backward(devices, use_step, grad):
 def test_a_step_of_meta_learning(devices):
     """The inner step's parameters are results of the first backward, and are differentiated through."""
     plain, parallel, x, y = train(devices(3))
-    for model in (plain, parallel):
+    with pytest.raises(
+        RuntimeError, match=r"can.t be used with nn\.DataParallel"
+    ):  # PyTorch's own: it asks for the class
+        functional_call(parallel, {}, (x,))
+    for model in (plain, nn.Sequential(parallel)):
         names, parameters = zip(*model.named_parameters(), strict=True)
         inner = torch.autograd.grad(loss_of(model(x), y), parameters, create_graph=True)
         fast = {name: p - 0.1 * g for name, p, g in zip(names, parameters, inner, strict=True)}
