@@ -9,7 +9,7 @@ mean the same, and goes to JSON and back.
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from math import prod
@@ -37,6 +37,10 @@ class TensorSpec:
         """The spec of a strided tensor; one with gaps or overlaps is laid out contiguously instead."""
         shape = tuple(tensor.shape)
         return cls(name, shape, dense_stride(shape, tensor.stride()), tensor.dtype, tensor.device)
+
+    def contiguous(self) -> "TensorSpec":
+        """The same with the strides of a contiguous tensor."""
+        return replace(self, stride=contiguous_stride(self.shape))
 
     @cached_property
     def numel(self) -> int:

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from lockstep.buckets import TensorSpec, plan_buckets
+from lockstep.distributed.agree import Description, Line, agree, describe_tensor
 from lockstep.distributed.collectives import Collectives, Group, resolve_group
 from lockstep.distributed.dtensors import like_parameter, local_part
 from lockstep.distributed.gradients import ManagedParameter
@@ -34,10 +35,12 @@ def mean_over_ranks(tensors: Tensor | Sequence[Tensor], process_group: Group | N
     Returns:
         New tensors, of the same shapes and dtypes, as a tuple if a sequence was given.
 
-    Communicates one all-reduce for each dtype and device, in forward and in each backward through it, and waits for it.
-    Every rank must call it, and run backward through it, equally often.
+    Communicates one all-gather of some bytes, which compares the shapes, and one all-reduce for each dtype and device;
+    in each backward through it, the latter again. Waits for them. Every rank must call it, and run backward through
+    it, equally often. Strides may differ.
 
     Raises:
+        AgreementError: Ranks pass other shapes, dtypes or numbers of tensors, on every rank.
         CommunicationError: There is no group, or a rank does not answer.
 
     Example:
@@ -57,7 +60,11 @@ def mean_over_ranks(tensors: Tensor | Sequence[Tensor], process_group: Group | N
     if group is None:
         raise CommunicationError("there is no process group yet; call torch.distributed.init_process_group() first")
     listed = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-    means = _Mean.apply(Collectives(group, Phases()), *listed)
+    collectives = Collectives(group, Phases())
+    lines = [Line("the number of tensors given to mean_over_ranks()", str(len(listed)))]
+    lines += [Line(f"tensor {n} given to mean_over_ranks()", _described(each)) for n, each in enumerate(listed)]
+    agree(Description(lines), [], collectives)
+    means = _Mean.apply(collectives, *listed)
     return means[0] if isinstance(tensors, Tensor) else tuple(means)
 
 
@@ -78,34 +85,52 @@ class _Reduced(Function):
     """Gradients that have been reduced already, as a function of this rank's: backward goes on through those."""
 
     @staticmethod
-    def forward(ctx: Any, collectives: Collectives, factor: float, values: list[Tensor], *graphs: Tensor) -> Any:
+    def forward(ctx: Any, collectives: Collectives, factor: float, values: list[Tensor], *_graphs: Tensor) -> Any:
         ctx.collectives, ctx.factor = collectives, factor
         return tuple(value.clone() for value in values)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        return None, None, None, *(mean * ctx.factor for mean in _Mean.apply(ctx.collectives, *grads))
+        return None, None, None, None, *(mean * ctx.factor for mean in _Mean.apply(ctx.collectives, *grads))
 
 
-def with_graphs(graphs: Sequence[tuple[ManagedParameter, Tensor]], factor: float, collectives: Collectives) -> None:
-    """Join the reduced gradients to the graphs that ``create_graph=True`` has made of this rank's."""
-    reached = [(member.parameter, graph) for member, graph in graphs if member.parameter.grad is not None]
-    values = [parameter.grad for parameter, _ in reached]
+def with_graphs(
+    graphs: Sequence[tuple[ManagedParameter, Tensor]],
+    reduced: Sequence[ManagedParameter],
+    factor: float,
+    collectives: Collectives,
+) -> None:
+    """Join the reduced gradients to the graphs that ``create_graph=True`` has made of this rank's.
+
+    ``reduced`` are the parameters that any rank has used, the same ones on every rank. Those that this rank has no
+    graph of, perhaps all, are joined as well: other ranks may have one, and going back through them takes all ranks.
+    """
+    own: dict[int, Tensor] = {}
+    values = [member.parameter.grad for member in reduced]
     with torch.enable_grad():
-        grads = _Reduced.apply(collectives, factor, values, *(graph for _, graph in reached))
-    for (parameter, _), grad in zip(reached, grads, strict=True):
-        parameter.grad = grad
+        for member, graph in graphs:  # one that came in two pieces, in time and late, has two
+            own[member.index] = own[member.index] + graph if member.index in own else graph
+        inputs = [own.get(member.index, value) for member, value in zip(reduced, values, strict=True)]
+        joined = torch.empty(0, device=collectives.device, requires_grad=True)  # so that all of them have a graph
+        grads = _Reduced.apply(collectives, factor, values, joined, *inputs)
+    for member, grad in zip(reduced, grads, strict=True):
+        member.parameter.grad = grad
+
+
+def _described(tensor: Any) -> str:
+    return describe_tensor(tensor, layout=False) if isinstance(tensor, Tensor) else f"a {type(tensor).__name__}"
 
 
 def _means(tensors: Sequence[Tensor], collectives: Collectives) -> list[Tensor]:
+    """All-reduces contiguous copies, since strides may differ from rank to rank; results are laid out as tensors are."""
     locals_ = [local_part(tensor) for tensor in tensors]
-    plan = plan_buckets([TensorSpec.of(tensor) for tensor in locals_])
+    plan = plan_buckets([TensorSpec.of(tensor).contiguous() for tensor in locals_])
     means = list(tensors)
     for bucket in plan.buckets:
         flat = torch.zeros(bucket.numel, dtype=bucket.dtype, device=bucket.device)
-        views = bucket.views(flat)
-        torch._foreach_copy_(views, [local.detach() for local in bucket.take(locals_)])
+        views, own = bucket.views(flat), bucket.take(locals_)
+        torch._foreach_copy_(views, [local.detach() for local in own])
         collectives.all_reduce(flat.div_(collectives.world), "mean of tensors").wait()
-        for slot, view in zip(bucket.slots, views, strict=True):
-            means[slot.index] = like_parameter(view.clone(), tensors[slot.index])
+        for slot, view, local in zip(bucket.slots, views, own, strict=True):
+            means[slot.index] = like_parameter(torch.empty_like(local).copy_(view), tensors[slot.index])
     return means

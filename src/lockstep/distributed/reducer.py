@@ -87,6 +87,7 @@ class Reducer:
         self._late: dict[int, None] = {}
         self._holds_hooks = False  # users have hooks on parameters
         self._graphs: list[tuple[ManagedParameter, Tensor]] = []
+        self._creates_graph = False
         for parameter in self.parameters:
             parameter.graphs = self._graphs
         self._weights = Weights()
@@ -161,6 +162,7 @@ class Reducer:
             self._get_ready()  # what fails here fails on every rank, and leaves nothing to abandon
         self.open = True
         self.reducing = self.requires_sync
+        self._creates_graph = torch.is_grad_enabled()  # in backward: under create_graph=True
         self.conductor.enter(self)
         if self.reducing:
             self._start_round()
@@ -321,8 +323,9 @@ class Reducer:
             bucket.hand_out(report)
         for each in late:
             each.hand_out(factor)
-        if self._graphs:
-            with_graphs(self._graphs, factor, self.collectives)
+        if self._graphs or self._creates_graph:
+            reduced = [member for member in self.parameters if report.uses(member.index)]
+            with_graphs(self._graphs, reduced, factor, self.collectives)
         if not report.moved:
             self._reporting.take_buffers(row)
         self.usage.look(self._touched)
@@ -346,6 +349,7 @@ class Reducer:
             self.open = self.reducing = False
             self._pending.clear()
             self._graphs.clear()
+            self._creates_graph = False
 
     def abandon(self) -> None:
         """Backward has failed on this rank: send what the others wait for, marked as failed, and do not wait."""

@@ -1,0 +1,146 @@
+"""Means that autograd goes through, where ranks differ: in strides, in what they use, in what has a graph."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import lockstep
+from lockstep.errors import AgreementError
+from threaded import run_ranks
+
+pytestmark = pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
+
+
+# ---------------------------------------------------------------------------------- strides, shapes
+
+
+def turned(tensor):
+    """The same values, with the strides the other way round."""
+    dims = tuple(reversed(range(tensor.dim())))
+    return tensor.permute(dims).contiguous().permute(dims)
+
+
+@pytest.mark.parametrize("shape", [(2, 3), (2, 3, 4), (2, 3, 1, 5)])
+def test_means_of_tensors_whose_strides_differ(shape):
+    def call(rank):
+        x = torch.arange(float(torch.Size(shape).numel())).view(shape).requires_grad_()
+        given = turned(x) if rank.rank else x
+        mean, again = lockstep.mean_over_ranks([given, given * (rank.rank + 1)], rank.group)
+        torch.testing.assert_close(mean, x)
+        torch.testing.assert_close(again, 1.5 * x)
+        weights = torch.arange(x.numel(), 0.0, -1).view(shape)
+        (mean * (turned(weights) if rank.rank == 0 else weights)).sum().backward()
+        torch.testing.assert_close(x.grad, weights)
+        return mean.stride() == given.stride()
+
+    assert run_ranks(2, call) == [True, True]
+
+
+DIFFERENT = {
+    "shapes": (
+        [torch.ones(2, 3)],
+        [torch.ones(3, 2)],
+        "tensor 0 .* float32 of shape \\(2, 3\\) on rank 0, .*\\(3, 2\\)",
+    ),
+    "sizes": ([torch.ones(2)], [torch.ones(3)], "tensor 0 given to mean_over_ranks"),
+    "dtypes": ([torch.ones(2)], [torch.ones(2).double()], "float32 of shape \\(2,\\) on rank 0, float64"),
+    "numbers": (
+        [torch.ones(2)],
+        [torch.ones(2)] * 2,
+        "the number of tensors given to mean_over_ranks\\(\\): 1 on rank 0, 2",
+    ),
+    "kinds": ([torch.ones(2)], [1.0], "a float on rank 1"),
+}
+
+
+@pytest.mark.parametrize(("first", "second", "message"), DIFFERENT.values(), ids=DIFFERENT)
+def test_means_of_different_things_are_an_error_on_every_rank(first, second, message):
+    def call(rank):
+        with pytest.raises(AgreementError, match=message):
+            lockstep.mean_over_ranks(second if rank.rank else first, rank.group)
+        return lockstep.mean_over_ranks(torch.ones(1) * rank.rank, rank.group).item()
+
+    assert run_ranks(2, call) == [0.5, 0.5]
+
+
+# ---------------------------------------------------------------------------------- create_graph=True
+
+
+def strides_of_second_order(rank):
+    module = lockstep.replicate(nn.Linear(3, 2, bias=False).double(), process_group=rank.group)
+    reference = copy.deepcopy(module)
+    coefficients = torch.arange(6.0, dtype=torch.float64).view(2, 3)
+    x = torch.tensor([[1.0, 2, 3]], dtype=torch.float64)
+    grads = []
+    for each, transposed in ((module, rank.rank == 1), (reference, False)):
+        each(x).square().sum().backward(create_graph=True)
+        (grad,) = (p.grad for p in each.parameters())
+        each.zero_grad()
+        product = grad.t() * coefficients.t().contiguous() if transposed else grad * coefficients
+        product.sum().backward()
+        grads.append(each.weight.grad)
+    torch.testing.assert_close(*grads)
+
+
+def test_gradients_of_gradients_come_in_any_strides():
+    run_ranks(2, strides_of_second_order)
+
+
+class Ways(nn.Module):
+    """Three layers; which are used is up to the call."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(2, 2).double() for _ in range(3)])
+
+    def forward(self, x, way, power):
+        for i in way:
+            x = self.layers[i](x)
+        return x.pow(power).sum()
+
+
+def second_order(module, losses, clear):
+    """The squared norm of the gradient of the mean loss, as a penalty; the gradients of that."""
+    loss = sum(losses) / len(losses)
+    loss.backward(create_graph=True)
+    grads = [p.grad for p in module.parameters() if p.grad is not None]
+    for p in module.parameters():
+        p.grad = None
+    penalty = sum((n + 1) * grad.square().sum() for n, grad in enumerate(grads))
+    penalty.backward()
+    second = [p.grad if p.grad is None else p.grad.clone() for p in module.parameters()]
+    clear()
+    return second
+
+
+WAYS = {
+    "other layers on each rank": ([(0, 1), (2, 1)], 3),
+    "more layers on one rank": ([(0,), (0, 1)], 2),
+    "nothing in common": ([(0,), (1,)], 2),
+    "one rank's gradients are constant": ([(0,), (0,)], (1, 3)),
+}
+
+
+def ways(rank, ways, power):
+    module = lockstep.replicate(rank.make(Ways), process_group=rank.group)
+    reference = copy.deepcopy(module)
+    powers = power if isinstance(power, tuple) else (power, power)
+    x = torch.linspace(-1, 1, 4, dtype=torch.float64).view(2, 2)
+    for step in range(3):
+        parts = [(x + r + step, way, p) for r, (way, p) in enumerate(zip(ways, powers, strict=True))]
+        got = second_order(module, [module(*parts[rank.rank])], module.zero_grad)
+        wanted = second_order(reference, [reference(*part) for part in parts], reference.zero_grad)
+        for a, b in zip(got, wanted, strict=True):
+            zero = torch.zeros((), dtype=torch.float64)
+            torch.testing.assert_close(zero if a is None else a.norm(), zero if b is None else b.norm())
+            if a is not None and b is not None:
+                torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize(("way", "power"), WAYS.values(), ids=WAYS)
+def test_ranks_may_use_other_parameters(way, power):
+    run_ranks(2, ways, way, power)
