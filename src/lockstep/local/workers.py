@@ -22,6 +22,7 @@ from lockstep.context import CallerContext
 from lockstep.devices import DeviceLike, accelerator, device_label, resolve_device
 from lockstep.errors import LengthError, ReplicaError
 from lockstep.local.exchange import Exchange, Replica, enter_replica, entered_replica
+from lockstep.local.random_streams import ReplicaStreams
 from lockstep.local.scatter_gather import move
 from lockstep.tree import tensors_in
 
@@ -121,11 +122,13 @@ def _run_on_workers(calls: Sequence[Callable[[], Any]], devices: Sequence[torch.
     total = torch.get_num_threads()
     shares = iter(_shares(total, sum(device.type == "cpu" for device in devices)))
     group = _Group(context, len(calls))
+    streams = ReplicaStreams(len(calls))
     workers = _pool.take(len(calls))
     for index, (worker, call, device) in enumerate(zip(workers, calls, devices, strict=True)):
         threads = next(shares) if device.type == "cpu" else None
-        worker.jobs.put(_Job(call, device, index, group, context.variables.copy(), threads))
+        worker.jobs.put(_Job(call, device, index, group, context.variables.copy(), threads, streams))
     interrupted = group.wait()
+    streams.end()
     if any(worker.changed_threads for worker in workers):
         torch.set_num_threads(total)  # what a worker sets for itself is also the default of threads yet to be started
     _pool.give_back(workers)
@@ -180,6 +183,7 @@ class _Job:
     group: _Group
     variables: contextvars.Context
     threads: int | None
+    streams: ReplicaStreams
 
     def result(self) -> Any:
         try:
@@ -190,7 +194,8 @@ class _Job:
     def _called(self) -> Any:
         group = self.group
         enter_replica(Replica(self.index, len(group.results), group.exchange))
-        return group.context.run(self.call, self.device)
+        with self.streams.drawing_from(self.index):
+            return group.context.run(self.call, self.device)
 
 
 class _Worker:

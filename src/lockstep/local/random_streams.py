@@ -1,0 +1,200 @@
+"""Random numbers of CPU replicas: each draws from a stream of its own.
+
+Replicas are threads, and PyTorch has one CPU generator for the whole process. Were it shared, which numbers a replica
+draws would depend on the others' pace; and what reads the generator's state in forward and sets it again in backward,
+as activation checkpointing does, would get another replica's numbers there: gradients of another dropout mask.
+
+So the first replica goes on in the caller's stream, and every other has a generator of its own, seeded out of the
+caller's state. Nothing of that is left to the caller but one number drawn, and only if a replica drew any. Two runs
+from one seed are alike, and a state that was read in a replica gives the same numbers wherever it is set again.
+
+Three parts. *Draws*: in the threads of replicas a dispatch key is on (one that PyTorch keeps for tests, with no kernels
+of its own) whose kernels hand the thread's generator to every operation that takes one; nothing else gets slower.
+*States*: ``torch.get_rng_state`` and its like ask ``torch.random.default_generator``, which from the first use of
+replicas on is a stand-in that knows streams. *Backward*: the engine has a thread for each accelerator, so that two
+recomputations may fork the one CPU generator at the same time, and leave each other's state behind; inside a backward
+pass a fork is therefore the thread's own.
+"""
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+_KEY = "TESTING_ONLY_GenericMode"
+_installing = threading.Lock()
+_installed: list[Any] = []  # the libraries of kernels, which live as long as this does
+
+
+class RandomStream:
+    """A generator that is made at its first use, out of a state of another."""
+
+    def __init__(self, origin: torch.Tensor, number: int, depth: int) -> None:
+        self._origin, self._number, self._depth = origin, number, depth
+        self._start: torch.Tensor | None = None
+
+    @property
+    def generator(self) -> torch.Generator:
+        """The generator: the same for the same state, number and depth of nesting."""
+        if self._start is None:
+            seeds = torch.Generator()
+            seeds.set_state(self._origin)
+            seed = int(torch.randint(1 << 62, (self._number,), generator=seeds)[-1])
+            self._generator = torch.Generator().manual_seed(seed + self._depth)
+            self._start = self._generator.get_state()
+        return self._generator
+
+    def moved(self) -> bool:
+        """Whether numbers were drawn from it."""
+        return self._start is not None and not torch.equal(self._start, self._generator.get_state())
+
+
+class _Fork:
+    """The stream of a thread inside a backward pass, from setting a state until the state before is set again."""
+
+    def __init__(self, state: torch.Tensor, before: torch.Tensor | None) -> None:
+        self.task, self.before = torch._C._current_graph_task_id(), before
+        self.generator = torch.Generator()
+        self.generator.set_state(state)
+
+
+class _Thread(threading.local):
+    stream: RandomStream | _Fork | None = None
+    depth = 0  # how many calls of replicas this thread is inside of
+    read: torch.Tensor | None = None  # the process's state, as it was last read inside a backward pass
+
+
+_thread = _Thread()
+
+
+def _current() -> RandomStream | _Fork | None:
+    stream = _thread.stream
+    if isinstance(stream, _Fork) and stream.task != torch._C._current_graph_task_id():
+        _thread.stream = stream = None  # of a pass that ended before it was set back
+    return stream
+
+
+def _generator() -> torch.Generator:
+    """The generator that this thread draws from."""
+    stream = _current()
+    return torch.default_generator if stream is None else stream.generator
+
+
+class ReplicaStreams:
+    """The streams of the replicas of one call, which begins and ends in the caller's thread."""
+
+    def __init__(self, count: int) -> None:
+        _install()
+        self._depth, own = _thread.depth + 1, _thread.stream
+        origin = _generator().get_state()
+        first = own if isinstance(own, RandomStream) else None
+        others = (RandomStream(origin, number, self._depth) for number in range(1, count))
+        self._streams: list[RandomStream | None] = [first, *others]
+
+    @contextmanager
+    def drawing_from(self, index: int) -> Iterator[None]:
+        """Inside the block, this thread draws from a replica's stream."""
+        before = _thread.stream, _thread.depth
+        _thread.stream, _thread.depth = self._streams[index], self._depth
+        included = torch._C._dispatch_tls_is_dispatch_key_included(_KEY)
+        torch._C._dispatch_tls_set_dispatch_key_included(_KEY, _thread.stream is not None)
+        try:
+            yield
+        finally:
+            _thread.stream, _thread.depth = before
+            torch._C._dispatch_tls_set_dispatch_key_included(_KEY, included)
+
+    def end(self) -> None:
+        """Let the caller's stream differ from what it was before, if replicas have drawn from theirs."""
+        if any(stream is not None and stream.moved() for stream in self._streams[1:]):
+            torch.randint(2, (1,), generator=_generator())
+
+
+class _DefaultGenerator:
+    """Stands for the process's CPU generator in ``torch.random``: the one that the asking thread draws from."""
+
+    def get_state(self) -> torch.Tensor:
+        """The state of this thread's stream."""
+        state = _generator().get_state()
+        if _current() is None and _in_backward():
+            _thread.read = state
+        return state
+
+    def set_state(self, state: torch.Tensor) -> None:
+        """Set the state of this thread's stream; inside a backward pass, of one that lasts until it is set back."""
+        stream = _current()
+        if isinstance(stream, _Fork) and state is stream.before:
+            _thread.stream = _thread.read = None
+            torch._C._dispatch_tls_set_dispatch_key_included(_KEY, False)
+        elif stream is None and _in_backward():
+            _thread.stream = _Fork(state, _thread.read)
+            torch._C._dispatch_tls_set_dispatch_key_included(_KEY, True)
+        else:
+            _generator().set_state(state)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(_generator(), name)
+
+
+def _in_backward() -> bool:
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def _install() -> None:
+    """Register the kernels and the stand-in, once in a process."""
+    if _installed:
+        return
+    with _installing:
+        if _installed:
+            return
+        others = torch._C._dispatch_library("IMPL", "_", _KEY, "", 0)
+        others.fallback_fallthrough()
+        kernels = torch.library.Library("aten", "IMPL")
+        for schema in torch._C._jit_get_all_schemas():
+            place = next((i for i, argument in enumerate(schema.arguments) if argument.name == "generator"), None)
+            if schema.name.startswith("aten::") and place is not None and _takes_tensors(schema):
+                name, overload = schema.name.removeprefix("aten::"), schema.overload_name
+                operation = getattr(getattr(torch.ops.aten, name), overload or "default")
+                kernel = _drawing(operation, place, schema.arguments[place].kwarg_only)
+                kernels.impl(f"{name}.{overload}".rstrip("."), kernel, _KEY, with_keyset=True)
+        torch.random.default_generator = _DefaultGenerator()  # type: ignore[attr-defined]
+        _installed.extend([others, kernels])
+
+
+def _takes_tensors(schema: Any) -> bool:
+    """Whether an operation fills or reads tensors; one that only makes them calls one that fills them."""
+    return any(isinstance(argument.type, torch._C.TensorType) for argument in schema.arguments)
+
+
+def _drawing(operation: Any, place: int, by_keyword: bool) -> Callable[..., Any]:
+    """``operation``, given the thread's generator where it would take the process's."""
+    below = torch._C._dispatch_keyset_full_after(_KEY)
+
+    def draw(keys: Any, *args: Any, **kwargs: Any) -> Any:
+        given = kwargs.get("generator") if by_keyword else next(iter(args[place:]), None)
+        if (given is None or _address(given) == _address(torch.default_generator)) and (
+            own := _for_cpu(args, kwargs)
+        ) is not None:
+            if by_keyword:
+                kwargs["generator"] = own
+            else:
+                args = (*args[:place], own, *args[place + 1 :])
+        return operation.redispatch(keys & below, *args, **kwargs)
+
+    return draw
+
+
+def _for_cpu(args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Generator | None:
+    """The thread's own generator, if it has one and the operation is on CPU tensors, and is run, not traced."""
+    stream = _current()
+    if stream is None or torch._C._len_torch_dispatch_stack() > 0:
+        return None
+    tensors = (value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
+    return stream.generator if all(tensor.device.type == "cpu" for tensor in tensors) else None
+
+
+def _address(generator: torch.Generator) -> int:
+    """Where a generator is; kernels get wrappers of it that are made anew."""
+    return int(generator._cdata)  # type: ignore[attr-defined]

@@ -1,0 +1,291 @@
+"""Random numbers in replicas: each draws from a stream of its own, and a state that it reads gives the same again."""
+
+import threading
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from lockstep import DataParallel, data_parallel
+from lockstep.local import current_replica, parallel_apply
+
+TIMEOUT = 20
+
+
+def in_backward():
+    return torch._C._current_graph_task_id() != -1
+
+
+class Dropped(nn.Module):
+    """A dropout in a checkpointed segment; the last replica draws between the first one's reading and drawing."""
+
+    def __init__(self, reentrant):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+        self.reentrant = reentrant
+        self.first_has_read, self.last_has_drawn = threading.Event(), threading.Event()
+
+    def forward(self, x):
+        return checkpoint(self.segment, x * self.weight, use_reentrant=self.reentrant)
+
+    def segment(self, x):
+        replica = current_replica()
+        if replica is None or in_backward() or self.last_has_drawn.is_set():
+            return F.dropout(x, 0.5, True)
+        if replica.index == 0:  # the checkpoint has read the state
+            self.first_has_read.set()
+            assert self.last_has_drawn.wait(TIMEOUT)
+            return F.dropout(x, 0.5, True)
+        assert self.first_has_read.wait(TIMEOUT)
+        dropped = F.dropout(x, 0.5, True)
+        self.last_has_drawn.set()
+        return dropped
+
+    def __deepcopy__(self, memo):
+        return Dropped(self.reentrant)
+
+
+@pytest.mark.parametrize("use_step", [False, True], ids=["forward", "step"])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpointed_segment_draws_the_same_numbers_again(reentrant, use_step):
+    network = Dropped(reentrant)
+    parallel = DataParallel(network, ["cpu", "cpu"])
+    x = torch.randn(64, 8)
+    if use_step:
+        loss = parallel.step(lambda output: output.mean(), x)
+    else:
+        loss = parallel(x).mean()
+        loss.backward()
+    torch.testing.assert_close(network.weight.grad.sum(), loss.detach())  # the loss is linear in the weight
+
+
+class HostDrawn(nn.Module):
+    """A mask drawn on the host in a checkpointed segment; recomputations meet between setting a state and drawing."""
+
+    def __init__(self, meeting):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+        self.meet = meeting.wait
+
+    def forward(self, x):
+        return checkpoint(self.segment, x * self.weight, use_reentrant=False)
+
+    def segment(self, x):
+        if in_backward():
+            self.meet(TIMEOUT)
+        masked = x * torch.rand(x.shape).to(x.device)
+        if in_backward():
+            self.meet(TIMEOUT)
+        return masked
+
+
+def test_segments_that_accelerators_recompute_at_the_same_time(sim):
+    devices = sim.devices(2)
+    network = HostDrawn(threading.Barrier(2)).to(devices[0])
+    parallel = DataParallel(network, devices)
+    loss = parallel(torch.randn(64, 8, device=devices[0])).mean()
+    state = torch.get_rng_state()
+    loss.backward()
+    torch.testing.assert_close(network.weight.grad.sum(), loss.detach())
+    assert torch.equal(torch.get_rng_state(), state)  # no recomputation has left its own behind
+
+
+def test_a_fork_in_backward_is_the_threads_own():
+    """What is set there is read and drawn from there, also by a fork within; elsewhere nothing changes."""
+    parallel_apply([torch.neg, torch.neg], [torch.ones(1), torch.ones(1)])
+    state, there = torch.get_rng_state(), torch.Generator().manual_seed(7).get_state()
+    seen: list[torch.Tensor] = []
+
+    def hook(grad):
+        with torch.random.fork_rng(devices=[]):
+            torch.set_rng_state(there)
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(9)
+                seen.append(torch.rand(3))
+            assert torch.equal(torch.get_rng_state(), there)
+            assert torch.equal(torch.default_generator.get_state(), state)
+            seen.append(torch.rand(3))
+        assert torch.equal(torch.get_rng_state(), state)
+
+    x = torch.ones(1, requires_grad=True)
+    x.register_hook(hook)
+    x.sum().backward()
+    torch.set_rng_state(there)
+    assert torch.equal(seen[1], torch.rand(3))
+    torch.manual_seed(9)
+    assert torch.equal(seen[0], torch.rand(3))
+
+
+@pytest.mark.parametrize("how", ["forward", "step", "backward"])
+def test_runs_from_one_seed_are_alike(how):
+    def run():
+        torch.manual_seed(3)
+        network = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 2))
+        parallel = DataParallel(network, ["cpu"] * 3)
+        outputs = []
+        for _ in range(3):
+            if how == "step":
+                outputs.append(parallel.step(lambda output: output.mean(), torch.ones(9, 4)))
+            else:
+                outputs.append(parallel(torch.ones(9, 4)))
+            if how == "backward":
+                outputs[-1].sum().backward()
+        return [*outputs, *(torch.zeros(1) if p.grad is None else p.grad for p in network.parameters())]
+
+    assert all(torch.equal(one, other) for one, other in zip(run(), run(), strict=True))
+
+
+def test_replicas_and_uses_differ_and_the_first_goes_on_in_the_callers_stream():
+    torch.manual_seed(5)
+    expected = torch.rand(8)
+    torch.manual_seed(5)
+    draw = lambda _: torch.rand(8)  # noqa: E731
+    first, second, third = parallel_apply([draw] * 3, [0] * 3)
+    assert torch.equal(first, expected)
+    again = parallel_apply([draw] * 3, [0] * 3)
+    assert len({tuple(row.tolist()) for row in (first, second, third, *again)}) == 6
+
+
+def test_the_callers_stream_moves_only_if_a_replica_draws():
+    network, x = nn.Linear(2, 2), torch.ones(4, 2)
+    state = torch.get_rng_state()
+    data_parallel(network, x, ["cpu", "cpu"])
+    assert torch.equal(torch.get_rng_state(), state)
+    only_the_second = lambda i: torch.rand(3) if i else torch.zeros(3)  # noqa: E731
+    one, other = (parallel_apply([only_the_second] * 2, [0, 1])[1] for _ in range(2))
+    assert not torch.equal(one, other)
+    torch.set_rng_state(state)
+    assert torch.equal(parallel_apply([only_the_second] * 2, [0, 1])[1], one)
+
+
+def test_seeding_in_a_replica():
+    """Each seeds its own stream, whatever the others draw meanwhile."""
+
+    def seeded(index):
+        torch.manual_seed(11)
+        met = current_replica()
+        met.exchange.share("seeded", met.index, None)
+        drawn = torch.rand(4)
+        assert torch.initial_seed() == 11
+        return drawn
+
+    first, second, third = parallel_apply([seeded] * 3, [0, 1, 2])
+    assert torch.equal(first, second)
+    assert torch.equal(first, third)
+
+
+def test_nested_replicas():
+    def inner(_):
+        return torch.rand(4)
+
+    def outer(_):
+        return parallel_apply([inner] * 2, [0, 0])
+
+    torch.manual_seed(2)
+    drawn = parallel_apply([outer] * 2, [0, 0])
+    torch.manual_seed(2)
+    assert all(
+        torch.equal(a, b)
+        for one, other in zip(drawn, parallel_apply([outer] * 2, [0, 0]), strict=True)
+        for a, b in zip(one, other, strict=True)
+    )
+    assert len({tuple(row.tolist()) for pair in drawn for row in pair}) == 4
+
+
+DRAWS: dict[str, Callable[[], torch.Tensor]] = {
+    "rand": lambda: torch.rand(5),
+    "rand without a generator": lambda: torch.rand(5, generator=None),
+    "rand of the process's generator": lambda: torch.rand(5, generator=torch.default_generator),
+    "randn": lambda: torch.randn(5),
+    "randint": lambda: torch.randint(1000, (5,)),
+    "randperm": lambda: torch.randperm(20),
+    "rand_like": lambda: torch.rand_like(torch.ones(5)),
+    "normal": lambda: torch.normal(0.0, 1.0, (5,)),
+    "normal of tensors": lambda: torch.normal(torch.zeros(5), torch.ones(5)),
+    "bernoulli": lambda: torch.bernoulli(torch.full((64,), 0.5)),
+    "multinomial": lambda: torch.multinomial(torch.ones(50), 5),
+    "poisson": lambda: torch.poisson(torch.full((20,), 50.0)),
+    "binomial": lambda: torch.binomial(torch.full((20,), 50.0), torch.full((20,), 0.5)),
+    "exponential": lambda: torch.empty(5).exponential_(),
+    "cauchy": lambda: torch.empty(5).cauchy_(),
+    "log_normal": lambda: torch.empty(5).log_normal_(),
+    "geometric": lambda: torch.empty(20).geometric_(0.05),
+    "gamma": lambda: torch.distributions.Gamma(1.0, 1.0).sample((5,)),
+    "dirichlet": lambda: torch.distributions.Dirichlet(torch.ones(5)).sample(),
+    "dropout": lambda: F.dropout(torch.ones(64)),
+    "native dropout": lambda: torch.native_dropout(torch.ones(64), 0.5, True)[0],
+    "alpha dropout": lambda: F.alpha_dropout(torch.ones(64), 0.5, True),
+    "feature dropout": lambda: F.dropout2d(torch.ones(1, 64, 2, 2)),
+    "rrelu": lambda: F.rrelu(-torch.ones(5), training=True),
+    "gumbel": lambda: F.gumbel_softmax(torch.ones(5)),
+    "attention": lambda: F.scaled_dot_product_attention(*[torch.ones(1, 1, 8, 8)] * 3, dropout_p=0.5),
+    "an initialisation": lambda: nn.init.kaiming_normal_(torch.empty(3, 3)),
+    "under vmap": lambda: torch.vmap(lambda x: x * torch.rand(3), randomness="different")(torch.ones(2, 3)),
+    "sparse attention's sampling": lambda: F.fractional_max_pool2d(torch.randn(1, 4, 16, 16), 2, output_size=6),
+}
+
+
+@pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
+def test_every_way_to_draw_draws_from_the_stream(draw):
+    """So that a state read before gives the same again, and the process's generator is left alone."""
+
+    def twice(index):
+        if index == 0:
+            return None
+        process = torch.default_generator.get_state()
+        state = torch.get_rng_state()
+        one = draw()
+        assert not torch.equal(torch.get_rng_state(), state)
+        with torch.random.fork_rng(devices=[]):
+            torch.set_rng_state(state)
+            other = draw()
+        assert torch.equal(torch.default_generator.get_state(), process)
+        return one, other
+
+    one, other = parallel_apply([twice] * 2, [0, 1])[1]
+    assert torch.equal(one, other)
+
+
+def test_a_generator_that_is_given_is_the_one_that_is_used():
+    def draw(_):
+        return torch.rand(4, generator=torch.Generator().manual_seed(3))
+
+    expected = draw(0)
+    assert all(torch.equal(drawn, expected) for drawn in parallel_apply([draw] * 2, [0, 1]))
+
+
+def test_accelerators_draw_from_their_own_generators(sim):
+    devices = sim.devices(2)
+    network = nn.Sequential(nn.Linear(4, 64), nn.Dropout(0.5)).to(devices[0])
+    parallel = DataParallel(network, devices)
+    state = torch.get_rng_state()
+    parallel(torch.ones(4, 4, device=devices[0])).sum().backward()
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.fixture
+def compiler():
+    """Nothing that was compiled before, and nothing left; the compiler hides its warnings from users, but not here."""
+    torch._dynamo.reset()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
+        yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_compiled_replicas(compiler):
+    network = torch.compile(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)), backend="aot_eager")
+    parallel, x = DataParallel(network, ["cpu", "cpu"]), torch.ones(6, 4)
+    parallel(x)
+    outputs = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        outputs.append(parallel(x))
+    assert torch.equal(outputs[0], outputs[1])
+    assert not torch.equal(outputs[0], outputs[2])
+    outputs[0].sum().backward()
