@@ -1,16 +1,13 @@
 """What ``torch.compile`` means for replicas. The compiler takes seconds to import: that is left to those who use it."""
 
-import inspect
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch._compile import _disable_dynamo
 from torch.nn import Module
-
-from lockstep.errors import NotReplicableError
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -28,24 +25,10 @@ def outside_compiler(function: Callable[P, T]) -> Callable[P, T]:
     return call
 
 
-def hooks_of_compiled_backward() -> Sequence[Any] | None:
-    """The hooks that compiled autograd calls in the backward pass under way; None where it is not at work.
-
-    It runs a backward pass as one compiled function, and drops what was queued for its end: that is its last hook.
-    """
-    compiled_autograd = sys.modules.get("torch._dynamo.compiled_autograd")
-    if compiled_autograd is None or not compiled_autograd.in_compiled_autograd_region:
-        return None
-    frame = inspect.currentframe()
-    while frame is not None:
-        if frame.f_globals is vars(compiled_autograd) and "hooks" in frame.f_locals:
-            hooks: Sequence[Any] = frame.f_locals["hooks"]
-            return hooks
-        frame = frame.f_back
-    raise NotReplicableError(
-        "compiled autograd of this version of PyTorch does not say which hooks it runs, so nothing tells when backward "
-        "ends and gradients can be handed out; run backward of a replicated module outside of it"
-    )
+def is_in_compiled_backward() -> bool:
+    """Whether the code that is being compiled is of a backward pass, which compiled autograd makes one function of."""
+    dynamo: Any = torch._dynamo
+    return bool(dynamo.compiled_autograd.in_compiled_autograd_region)
 
 
 def is_compiled(module: Module) -> bool:

@@ -180,14 +180,24 @@ def whole_step(model, x, extra):
 
 
 def compile_backward(rank, name, backend):
+    """Backward becomes one graph, or several; the hooks of parameters wait in it for the end, as they do without it."""
     allow_warnings()
     plain = rank.make(Network)
     wanted = train(rank, WAYS[name](copy.deepcopy(plain)))
-    compiler = torch.compile(backend=backend)
-    model = torch.compile(WAYS[name](copy.deepcopy(plain)), backend=backend)
-    got = train(rank, model, lambda: compiled_autograd._enable(compiler))
-    assert_same(got, wanted, "compiled autograd")
-    assert counters["compiled_autograd"]["captures"] > 0
+    for fullgraph in (True, False):
+        torch._dynamo.reset()
+        counters.clear()
+        compiler = torch.compile(backend=backend, fullgraph=fullgraph)
+        inner, held = copy.deepcopy(plain), []
+        model = torch.compile(WAYS[name](inner), backend=backend)
+        inner.last.layer.weight.register_post_accumulate_grad_hook(lambda p, held=held: held.append(p.grad.clone()))
+        got = train(rank, model, lambda compiler=compiler: compiled_autograd._enable(compiler))
+        assert_same(got, wanted, f"compiled autograd, fullgraph {fullgraph}")
+        torch.testing.assert_close(held, [each[2] for step, each in enumerate(got) if step != 1])  # not under no_sync
+        assert (
+            counters["compiled_autograd"]["captures"] == 3 - rank.rank
+        )  # alone, on top of others, with the extra block
+        assert not (fullgraph and counters["graph_break"])
 
     fail = WAYS[name](copy.deepcopy(plain))  # an error in the compiled backward of one rank reaches the others
     loss = fail(inputs(rank, 0)).square().mean()
@@ -204,8 +214,9 @@ def raises(grad):
     raise RuntimeError("a hook fails")
 
 
-def test_compiled_autograd():
-    run_processes(2, compile_backward, "wrapper", "aot_eager", timeout=60)
+@pytest.mark.parametrize(("name", "backend"), KINDS)
+def test_compiled_autograd(name, backend):
+    run_processes(2, compile_backward, name, backend, timeout=60)
 
 
 def compile_whole_steps(rank):

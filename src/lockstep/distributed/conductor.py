@@ -8,8 +8,10 @@ several, one rank's branches could make another module's bucket ready first; so 
 where the ranks tell each other, in one tiny collective, which modules take part, and then reduce them in the order of
 their creation.
 
-If backward fails, the engine drops its callbacks unrun. A callback that is dropped knows it, and at once takes this
-rank's part in what the other ranks wait for, with a mark that says so: they raise instead of hanging.
+If backward fails, this rank takes its part in what the other ranks wait for, with a mark that says so, before the
+exception reaches the program (``backward.py``): they raise instead of hanging. Which modules the others wait for is
+what the pass had reached, and what its graph says that it would have. A pass that C++ has begun is known by its
+callback alone: the engine drops it unrun, and it knows that it is dropped.
 """
 
 import logging
@@ -22,7 +24,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Variable
 
-from lockstep.compiler import hooks_of_compiled_backward, outside_compiler
+from lockstep.compiler import outside_compiler
+from lockstep.distributed.backward import BackwardPass, Reach, current_pass, follow
 from lockstep.distributed.collectives import Collectives, Group, Pending
 from lockstep.errors import PeerError
 from lockstep.phases import Phases
@@ -46,9 +49,8 @@ class Conductor:
         """The number of the next module; ranks take the highest of theirs."""
         self._members: weakref.WeakValueDictionary[int, Reducer] = weakref.WeakValueDictionary()
         self._armed = False
-        self._closing: weakref.ref[_Closing] | None = None
-        self.hooks_left = 0
-        """Hooks that compiled autograd has yet to run in the backward pass under way."""
+        self._pass: BackwardPass | None = None  # in which it was armed
+        self._arming = threading.Lock()
         self._open: list[Reducer] = []
         self._ahead: list[Reducer] = []
         self._collectives = Collectives(group, Phases())
@@ -65,42 +67,60 @@ class Conductor:
         self.next_serial = serial + 1
         self.exclusive = not living_anywhere
 
-    def arm(self) -> None:
-        """Make sure that :meth:`close` runs when the backward pass under way ends."""
-        if not self._armed:
-            self._armed = True
-            closing = _Closing(self)
-            self._closing = weakref.ref(closing)
-            hooks = hooks_of_compiled_backward()
-            if hooks is not None:
-                self.hooks_left = sum(getattr(hook, "conductor", None) is self for hook in hooks)
-            Variable._execution_engine.queue_callback(closing)
+    def arm(self) -> bool:
+        """Make sure that :meth:`close` runs when the backward pass under way ends; False if it has failed already."""
+        return self._armed or self._arm()
 
-    def hook_has_run(self) -> None:
-        """A parameter's hook has done its work. The last one ends a pass of compiled autograd, which drops
-        callbacks."""
-        self.hooks_left -= 1
-        closing = self._closing() if self._closing is not None and not self.hooks_left else None
-        if closing is not None:
-            closing()
+    def _arm(self) -> bool:
+        with self._arming:
+            this = current_pass()
+            if this is not None and this.over:
+                return False
+            if not self._armed:
+                Variable._execution_engine.queue_callback(_Closing(self) if this is not None else _LoneClosing(self))
+                self._pass, self._armed = this, True
+                if this is not None:
+                    this.followers.append(self)
+            return True
 
     def expect(self, reducer: "Reducer") -> None:
         """The backward pass under way is about to go through a module."""
-        self.arm()
-        self._ahead.append(reducer)
+        if self.arm():
+            self._ahead.append(reducer)
 
     def enter(self, reducer: "Reducer") -> None:
         """A module takes part in the backward pass under way."""
-        self.arm()
         self._open.append(reducer)
+
+    def give_up(self, reducer: "Reducer") -> None:
+        """All ranks know, or find out by themselves, that the module's round fails in the pass under way."""
+        _give_up(reducer, self._pass)
+
+    @torch.no_grad()  # as it is in a pass; compiled autograd refuses create_graph=True
+    def pass_ended(self, this: BackwardPass) -> None:
+        """Compiled autograd has run a backward pass, as one function: its callbacks are dropped, and hooks that it has
+        compiled have only left a mark."""
+        if not self._armed and (marked := [each for each in self._in_order() if each.is_marked()]):
+            self._pass, self._armed = this, True
+            for reducer in marked:
+                reducer.take_marked()
+        if self._armed and self._pass is this:
+            self.close()
 
     def close(self) -> None:
         """The backward pass has ended: reduce what is left, hand out gradients."""
+        this = self._pass
+        if this is not None:
+            this.settled.add(id(self))
         reducers = self._disarm()
         reducing = [reducer for reducer in reducers if reducer.reducing]
         try:
             for reducer in reducing if self.exclusive or not reducing else self._participants(reducing):
                 reducer.finish()
+        except BaseException:
+            for reducer in reducing:
+                _give_up(reducer, this)
+            raise
         finally:
             for reducer in reducers:
                 reducer.cancel()
@@ -110,16 +130,27 @@ class Conductor:
         for member in [reducer] if self.exclusive else self._participants([reducer]):
             member.finish()
 
-    def abandon(self) -> None:
-        """The backward pass has failed: let the other ranks know, and wait for nobody.
+    def pass_failed(self, this: BackwardPass, reach: Reach) -> None:
+        """A backward pass has failed: let the other ranks know, and wait for nobody."""
+        if id(self) in this.settled or (self._armed and self._pass is not this):
+            return  # nothing is left to tell, or all that is known of another pass is that it goes on
+        ahead, reducers = (self._ahead, self._disarm()) if self._armed else ([], [])
+        for each in self._in_order():
+            if each not in reducers and each.requires_sync and each.is_within(reach, each in ahead):
+                reducers.append(each)
+        self._abandon(reducers, this)
 
-        Modules that it was about to reach count, too: on the other ranks it reaches them.
-        """
+    def dropped(self) -> None:
+        """A backward pass that C++ has begun has failed: as above, but nothing is known of its graph."""
         ahead = dict.fromkeys(self._ahead)
         reducers = self._disarm()
-        reducers += [each for each in ahead if each not in reducers and each.requires_sync]
+        self._abandon(reducers + [each for each in ahead if each not in reducers and each.requires_sync], None)
+
+    @torch.no_grad()
+    def _abandon(self, reducers: Sequence["Reducer"], this: BackwardPass | None) -> None:
+        known = this.failed if this is not None else ()
+        reducing = [each for each in reducers if (each.reducing or not each.open) and id(each) not in known]
         try:
-            reducing = [reducer for reducer in reducers if reducer.reducing or not reducer.open]
             if reducing and not self.exclusive:
                 self._abandoned = self._exchange(reducing, _FAILED)  # kept until it has arrived
             for reducer in reducing if self.exclusive else ():
@@ -128,10 +159,17 @@ class Conductor:
             logging.getLogger("lockstep").debug("the other ranks could not be told of a failure: %s", error)
         finally:
             for reducer in reducers:
+                _give_up(reducer, this)
                 reducer.cancel()
 
+    def _in_order(self) -> list["Reducer"]:
+        """The modules, in the order of their creation."""
+        return [member for _, member in sorted(self._members.items())]
+
     def _disarm(self) -> list["Reducer"]:
-        self._armed, self.hooks_left = False, 0
+        if self._pass is not None and self in self._pass.followers:
+            self._pass.followers.remove(self)
+        self._pass, self._armed = None, False
         reducers, self._open = self._open, []
         self._ahead = []
         return reducers
@@ -162,9 +200,9 @@ _conductors = weakref.WeakSet()
 
 
 class _Closing:
-    """The engine's callback. It is the engine's alone, so that dropping it unrun shows."""
+    """The engine's callback."""
 
-    __slots__ = ("__weakref__", "_conductor")
+    __slots__ = ("_conductor",)
 
     def __init__(self, conductor: Conductor) -> None:
         self._conductor: Conductor | None = conductor
@@ -175,10 +213,22 @@ class _Closing:
         if conductor is not None:
             conductor.close()
 
+
+class _LoneClosing(_Closing):
+    """The callback of a pass that nothing else follows. It is the engine's alone, so that dropping it unrun shows."""
+
+    __slots__ = ()
+
     @outside_compiler
     def __del__(self) -> None:
         if self._conductor is not None:
-            self._conductor.abandon()
+            self._conductor.dropped()
+
+
+def _give_up(reducer: "Reducer", this: BackwardPass | None) -> None:
+    """All ranks know, or find out by themselves, that a module's round has failed in this pass."""
+    if this is not None:
+        this.failed.add(id(reducer))
 
 
 def conductor_of(group: Group) -> Conductor:
@@ -189,4 +239,5 @@ def conductor_of(group: Group) -> Conductor:
                 return conductor
         conductor = Conductor(group)
         _conductors.add(conductor)
+        follow(conductor)
         return conductor

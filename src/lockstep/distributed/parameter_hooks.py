@@ -16,46 +16,35 @@ from torch.compiler import is_compiling
 from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
-from lockstep.compiler import outside_compiler
+from lockstep.compiler import is_in_compiled_backward, outside_compiler
 from lockstep.distributed.gradients import ManagedParameter
 from lockstep.distributed.optimizers_in_backward import StepOptimizers, any_applied, take_over
 
 if TYPE_CHECKING:
-    from lockstep.distributed.conductor import Conductor
     from lockstep.distributed.reducer import Reducer
 
 
 class ParameterHook:
     """Tells the reducer that a gradient has arrived."""
 
-    __slots__ = ("_index", "_reducer")
+    __slots__ = ("_index", "_reducer", "marked")
 
     def __init__(self, index: int, reducer: "Reducer") -> None:
         self._index, self._reducer = index, weakref.ref(reducer)
+        self.marked = False
+        """Whether a gradient has arrived in a function that compiled autograd has made of a backward pass."""
 
     def __call__(self, parameter: Parameter) -> None:
         """The gradient of ``parameter`` is there."""
         if is_compiling():
-            _tell_outside(self)
+            if is_in_compiled_backward():
+                self.marked = True  # such a function can do this, and no more
+            else:
+                _run_outside(self, parameter)
             return
-        reducer = self._reducer()  # as in _tell, without a call more: this runs for every parameter
-        if reducer is not None:
-            reducer.arrived(self._index)
-            if reducer.conductor.hooks_left:
-                reducer.conductor.hook_has_run()
-
-    def _tell(self) -> None:
         reducer = self._reducer()
         if reducer is not None:
             reducer.arrived(self._index)
-            if reducer.conductor.hooks_left:
-                reducer.conductor.hook_has_run()
-
-    @property
-    def conductor(self) -> "Conductor | None":
-        """Who conducts the reducer, if there is still one."""
-        reducer = self._reducer()
-        return None if reducer is None else reducer.conductor
 
     @property
     def alive(self) -> bool:
@@ -80,10 +69,9 @@ class HeldHook:
 
     def __call__(self, parameter: Parameter) -> None:
         """The gradient of ``parameter`` is there, but perhaps only this rank's: :func:`run_held_hooks` has its turn."""
-        (_hold_outside if is_compiling() else HeldHook._hold)(self, parameter)
-
-    def _hold(self, parameter: Parameter) -> None:
-        if self._reducer() is None:
+        if is_compiling() and not is_in_compiled_backward():
+            _run_outside(self, parameter)
+        elif self._reducer() is None:
             self.run(parameter)
 
     def run(self, parameter: Parameter) -> None:
@@ -96,9 +84,27 @@ class HeldHook:
         return HeldHook(self.hook, reducer, key, earlier if self._earlier is None else self._earlier)
 
 
-# Compiled autograd traces hooks; ours are about the order of things, which a trace does not keep.
-_tell_outside = outside_compiler(ParameterHook._tell)
-_hold_outside = outside_compiler(HeldHook._hold)
+@outside_compiler
+def _run_outside(hook: ParameterHook | HeldHook, parameter: Parameter) -> None:
+    hook(parameter)
+
+
+def is_marked(parameter: Parameter) -> bool:
+    """Whether a compiled backward pass has run the parameter's hook."""
+    return any(hook.marked for hook in _ours(parameter))
+
+
+def run_marked(parameter: Parameter) -> None:
+    """Do what the hook would have done that a compiled backward pass has run."""
+    for hook in _ours(parameter):
+        if hook.marked:
+            hook.marked = False
+            hook(parameter)
+
+
+def _ours(parameter: Parameter) -> list[ParameterHook]:
+    hooks = parameter._post_accumulate_grad_hooks or {}
+    return [hook for hook in hooks.values() if isinstance(hook, ParameterHook)]
 
 
 class _Hooks(OrderedDict[int, Any]):

@@ -23,6 +23,7 @@ nothing but weak references. Gradients live in buckets (``gradients.py``).
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -30,6 +31,7 @@ from torch.nn import Parameter
 
 from lockstep.distributed.adaptation import AdaptivePlan
 from lockstep.distributed.agree import Description, Line, agree
+from lockstep.distributed.backward import Reach
 from lockstep.distributed.buckets_in_use import AbandonedRound, BucketsInUse
 from lockstep.distributed.buffers import BufferSync
 from lockstep.distributed.collectives import Collectives, plain_memory
@@ -39,7 +41,7 @@ from lockstep.distributed.gradients import GradientBucket, ManagedParameter
 from lockstep.distributed.hooks import HookChain, Waitable
 from lockstep.distributed.late import reduce_late
 from lockstep.distributed.mean import with_graphs
-from lockstep.distributed.parameter_hooks import run_held_hooks, take_over_optimizers
+from lockstep.distributed.parameter_hooks import is_marked, run_held_hooks, run_marked, take_over_optimizers
 from lockstep.distributed.plan import Kind, ReductionPlan
 from lockstep.distributed.report import RankStatus, Report, check_ranks, mean_factor, round_code
 from lockstep.distributed.reporting import Reporting
@@ -157,24 +159,37 @@ class Reducer:
                     self._send_full()
 
     def _begin(self) -> None:
+        if not self.conductor.arm():
+            return  # of a pass that has failed in another thread: nobody waits for it any more
         take_over_optimizers(self.parameters)
         if self.requires_sync:
-            self._get_ready()  # what fails here fails on every rank, and leaves nothing to abandon
+            self._get_ready()
+        self.conductor.enter(self)
         self.open = True
         self.reducing = self.requires_sync
         self._creates_graph = torch.is_grad_enabled()  # in backward: under create_graph=True
-        self.conductor.enter(self)
         if self.reducing:
-            self._start_round()
+            self._open_round()
         self._weights.use()  # may fail on this rank alone: then the others are told
         self._drift.look(self.reducing)
 
     def _get_ready(self) -> None:
-        self.collectives.check_alive()
-        while self.before_round:
-            self.before_round[0]()
-            del self.before_round[0]
-        self._read_deferred()
+        """Do what has to be done before the round. What fails here fails on every rank, and leaves nothing to send."""
+        try:
+            self.collectives.check_alive()
+            while self.before_round:
+                self.before_round[0]()
+                del self.before_round[0]
+        except BaseException:
+            self.conductor.give_up(self)
+            raise
+
+    def _open_round(self) -> None:
+        """Open the round, also if the report of the last one says only now that it has failed on some rank."""
+        try:
+            self._read_deferred()
+        finally:
+            self._start_round()
 
     def _start_round(self) -> None:
         self._wait_for_abandoned()
@@ -241,7 +256,7 @@ class Reducer:
                 if not self.open:  # this rank has no gradient of the module, but another rank has
                     self._get_ready()
                     self.open = self.reducing = True
-                    self._start_round()
+                    self._open_round()
                 if not self.reducing:
                     return
                 with self.collectives.phases.phase("finish", f"round {self.round}"):
@@ -359,7 +374,8 @@ class Reducer:
         if not self.open:
             self._get_ready()
             self.open = self.reducing = True
-            self._start_round()
+            with suppress(PeerError):  # which the others know of
+                self._open_round()
         self._begun = True
         round_ = AbandonedRound(self.collectives, f"round {self.round}, abandoned")
         for bucket in list(self._buckets)[self._next :]:
@@ -382,11 +398,25 @@ class Reducer:
                 each.wait()
             self.buffers.drop_large()
 
+    def is_within(self, reach: Reach, expected: bool) -> bool:
+        """Whether a pass of that reach accumulates into a parameter; ``expected``: it goes through the module."""
+        trained = [member.parameter for member in self.parameters if member.parameter.requires_grad]
+        return any(id(p) in reach.leaves for p in trained) or bool(expected and reach.hidden and trained)
+
     # ------------------------------------------------------------------------------ for others
 
     def hold_hooks(self) -> None:
         """Some parameter has users' hooks, to be run when its gradient is reduced."""
         self._holds_hooks = True
+
+    def is_marked(self) -> bool:
+        """Whether compiled autograd has run hooks of the parameters."""
+        return any(is_marked(member.parameter) for member in self.parameters)
+
+    def take_marked(self) -> None:
+        """Take what it has left as if the hooks ran now."""
+        for member in self.parameters:
+            run_marked(member.parameter)
 
     def announce(self, weight: float | None) -> None:
         """What the loss of the next backward passes counts, on top of what has been counted since the last round."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.nn.parameter import is_lazy
 
-from lockstep.compiler import outside_compiler
+from lockstep.compiler import is_in_compiled_backward, outside_compiler
 from lockstep.distributed.agree import Description, Line, agree, describe_tensor
 from lockstep.distributed.buffers import Buffer, BufferSet, BufferSync, describe_buffer
 from lockstep.distributed.collectives import Collectives, Group, resolve_group
@@ -325,8 +325,16 @@ class _Arm:
     def __init__(self, reducer: Reducer) -> None:
         self._reducer = weakref.ref(reducer)
 
-    @outside_compiler
     def __call__(self, grad: Tensor) -> None:
+        if torch.compiler.is_compiling():
+            if not is_in_compiled_backward():  # such a pass is closed where it leaves the engine
+                _expect_outside(self, grad)
+            return
         reducer = self._reducer()
         if reducer is not None:
             reducer.conductor.expect(reducer)
+
+
+@outside_compiler
+def _expect_outside(arm: _Arm, grad: Tensor) -> None:
+    arm(grad)

@@ -1,0 +1,194 @@
+"""Backward passes, followed from where a program enters the autograd engine to where it leaves it.
+
+A pass that ends well calls what was queued for its end. A pass that fails does not: the engine drops its callbacks, and
+with an accelerator that happens in a thread of the engine's, some time after the exception has reached the program,
+which may have sent other things by then. What a failed pass owes to the other ranks has to be on its way before that.
+So the engine's entry is watched: ``Variable._execution_engine``, through which every pass goes that Python begins
+(``backward()``, ``torch.autograd.grad``, checkpointing), is an object of a subclass from the first replicated module
+on. It adds nothing to a pass but its beginning and its end. That is the only part of PyTorch that is replaced.
+
+A pass that C++ begins does not come here: it is followed by callbacks alone (``conductor.py``).
+"""
+
+import logging
+import sys
+import threading
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch.autograd import Variable
+from torch.autograd.function import BackwardCFunction
+
+from lockstep.compiler import outside_compiler
+
+_KEY = "lockstep.backward"  # thread-local in a way that the engine's threads have it, too
+_lock = threading.Lock()
+
+
+class Follower(Protocol):
+    """Who has to do something when a backward pass is over."""
+
+    def pass_ended(self, this: "BackwardPass") -> None:
+        """The pass has ended well, without its callbacks: compiled autograd has run it."""
+
+    def pass_failed(self, this: "BackwardPass", reach: "Reach") -> None:
+        """The pass has failed; its exception is on its way to the program, and waits for this."""
+
+
+@dataclass(frozen=True)
+class Reach:
+    """Which leaves a pass accumulates gradients into."""
+
+    leaves: frozenset[int] = frozenset()
+    """Their identities, as far as the graph shows them."""
+    hidden: bool = False
+    """Whether there may be more: functions written in Python may run passes of their own, as checkpointing does."""
+
+
+@dataclass(eq=False)
+class BackwardPass:
+    """One call of the engine."""
+
+    outer: "BackwardPass | None"
+    """The pass in which this one was begun."""
+    over: bool = False
+    """Whether it has left the engine. With several devices, threads of the engine may not know of a failure yet."""
+    followers: list[Follower] = field(default_factory=list)
+    """Those that wait for its end; a callback takes them out."""
+    settled: set[int] = field(default_factory=set)
+    """Identities of the followers that have been told already that it has ended."""
+    failed: set[int] = field(default_factory=set)
+    """Identities of what every rank knows to have failed in it; common to all passes inside of one another."""
+
+    def __post_init__(self) -> None:
+        if self.outer is not None:
+            self.failed = self.outer.failed
+
+    def end(self) -> None:
+        """It has ended well: tell those whose callback has not run."""
+        self.over = True
+        told = list(self.followers)
+        if _is_compiled():
+            told += [follower for follower in _alive() if follower not in told]
+        self.followers.clear()
+        for follower in told:
+            follower.pass_ended(self)
+
+    def fail(self, reach: Reach) -> None:
+        """It has failed: tell everybody, whatever happens to one of them."""
+        self.over = True
+        self.followers.clear()
+        for follower in _alive():
+            try:
+                follower.pass_failed(self, reach)
+            except Exception:
+                logging.getLogger("lockstep").exception("what a failed backward pass owes could not be sent")
+
+
+def current_pass() -> BackwardPass | None:
+    """The pass that the calling thread runs for: the innermost; None outside, and in one that C++ has begun."""
+    found: BackwardPass | None = torch._C._get_obj_in_tls(_KEY) if torch._C._is_key_in_tls(_KEY) else None
+    return found
+
+
+def follow(follower: Follower) -> None:
+    """Have ``follower`` told of passes from now on, for as long as it lives."""
+    with _lock:
+        _followers[:] = [each for each in _followers if each() is not None]
+        _followers.append(weakref.ref(follower))
+        if type(Variable._execution_engine) is torch._C._ImperativeEngine:
+            Variable._execution_engine = _Engine()
+
+
+_followers: list[weakref.ref[Follower]] = []
+
+
+def _alive() -> list[Follower]:
+    found = (each() for each in list(_followers))
+    return [follower for follower in found if follower is not None]
+
+
+class _Engine(torch._C._ImperativeEngine):
+    """PyTorch's engine, entered here."""
+
+    @outside_compiler
+    def run_backward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a backward pass."""
+        outer = current_pass()
+        this = BackwardPass(outer)
+        torch._C._stash_obj_in_tls(_KEY, this)
+        try:
+            result = super().run_backward(*args, **kwargs)
+            if this.followers or _is_compiled():
+                this.end()
+            return result
+        except BaseException:
+            this.fail(_reach(args, kwargs) if outer is None else Reach())
+            raise
+        finally:
+            this.over = True
+            if outer is not None:
+                torch._C._stash_obj_in_tls(_KEY, outer)
+            else:
+                _remove_from_tls(_KEY)
+
+
+def _stash_none(key: str) -> None:
+    torch._C._stash_obj_in_tls(key, None)
+
+
+# A thread that ends with an object in there may wait for the interpreter's lock for ever.
+_remove_from_tls = getattr(torch._C, "_remove_obj_from_tls", _stash_none)
+
+
+def _is_compiled() -> bool:
+    """Whether compiled autograd may run backward passes now."""
+    compiled_autograd = sys.modules.get("torch._dynamo.compiled_autograd")
+    return compiled_autograd is not None and getattr(compiled_autograd, "compiled_autograd_enabled", True)
+
+
+# ----------------------------------------------------------------------------------------- the graph
+
+_ARGUMENTS = ("tensors", "grad_tensors", "keep_graph", "create_graph", "inputs", "allow_unreachable", "accumulate_grad")
+
+
+def _reach(args: Sequence[Any], kwargs: dict[str, Any]) -> Reach:
+    """What the pass that was begun with these arguments was to accumulate into."""
+    given = dict(zip(_ARGUMENTS, args, strict=False)) | kwargs
+    if not given.get("accumulate_grad"):
+        return Reach()
+    leaves, hidden = set(), False
+    outputs = [each for each in given["tensors"] if not _is_tensor(each) or each.requires_grad]
+    for node in _nodes(outputs):
+        if type(node).__name__ == "AccumulateGrad":
+            leaves.add(id(node.variable))
+        hidden = hidden or isinstance(node, BackwardCFunction)
+    chosen = given.get("inputs")
+    if chosen:
+        return Reach(frozenset(leaves & {_identity(each) for each in chosen}))
+    return Reach(frozenset(leaves), hidden)
+
+
+def _nodes(outputs: Iterable[Any]) -> Iterator[Any]:
+    """Every node of the graph behind these outputs."""
+    edges = (torch.autograd.graph.get_gradient_edge(each) if _is_tensor(each) else each for each in outputs)
+    pending = [edge.node for edge in edges]
+    seen = set(pending)
+    while pending:
+        node = pending.pop()
+        yield node
+        new = {following for following, _ in node.next_functions if following is not None} - seen
+        seen |= new
+        pending += new
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+def _identity(chosen: Any) -> int:
+    """The identity of a leaf, given as it is or by its gradient edge."""
+    return id(chosen if _is_tensor(chosen) else getattr(chosen.node, "variable", None))

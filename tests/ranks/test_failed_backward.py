@@ -1,0 +1,291 @@
+"""A backward pass that fails on one rank: told to the others before its exception reaches the program, and only if they
+wait for it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import lockstep
+from lockstep.errors import PeerError
+from threaded import count_collectives, run_ranks
+
+
+class Fails(torch.autograd.Function):
+    """The identity, whose backward fails if it is told to."""
+
+    @staticmethod
+    def forward(ctx, x, fails):
+        ctx.fails = fails
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        if ctx.fails:
+            raise ArithmeticError("a bad batch")
+        return grad, None
+
+
+def one_weight():
+    layer = nn.Linear(1, 1, bias=False)
+    nn.init.ones_(layer.weight)
+    return layer
+
+
+def x_of(rank):
+    return torch.full((1, 1), rank.rank + 1.0)
+
+
+def error_of(call):
+    try:
+        call()
+    except Exception as error:
+        return type(error)
+    return None
+
+
+def good_step(rank, model, x=None):
+    """Whether a step gives the mean of 1 and 2, which tells of any round that is one too many, or too few."""
+    model.zero_grad()
+    model(x_of(rank) if x is None else x).sum().backward()
+    return [parameter.grad.item() for parameter in model.parameters()] == [1.5] * len(list(model.parameters()))
+
+
+# ------------------------------------------------------------------------------------------- when
+
+
+class Detour(nn.Module):
+    """Its second half is on another device, where backward may fail: in a thread of the engine's."""
+
+    def __init__(self, device):
+        super().__init__()
+        self.layer, self.device = one_weight(), device
+
+    def forward(self, x, fails=False):
+        return Fails.apply(self.layer(x).to(self.device), fails).cpu()
+
+
+def fails_on_an_accelerator(rank, first):
+    """What this rank has sent by the time that the exception is here, and sums of the program's own behind it."""
+    model = lockstep.replicate(Detour(f"sim:{rank.rank}"), process_group=rank.group)
+    if not first:
+        good_step(rank, model)
+    seen = []
+    for _ in range(20):
+        with count_collectives(rank) as sent:
+            raised = error_of(lambda: model(x_of(rank), fails=rank.rank == 0).sum().backward())
+            late = len(sent)
+            failed = torch.full((1,), float(raised is not None))
+            dist.all_reduce(failed, group=rank.group)
+        seen.append((raised, late, len(sent), failed.item(), good_step(rank, model)))
+    return seen
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_failure_is_told_before_the_program_has_its_exception(sim, first):
+    failing, told = run_ranks(2, fails_on_an_accelerator, first, group_timeout=5)
+    assert failing == [(ArithmeticError, 1, 2, 2.0, True)] * 20
+    assert told == [(PeerError, 1, 2, 2.0, True)] * 20
+
+
+def fails_everywhere_on_an_accelerator(rank):
+    """All ranks fail; each then replicates another module at once, whose start has collectives of its own."""
+    for _ in range(10):
+        model = lockstep.replicate(Detour(f"sim:{rank.rank}"), process_group=rank.group)
+        assert error_of(lambda model=model: model(x_of(rank), fails=True).sum().backward()) is ArithmeticError
+    other = lockstep.replicate(one_weight(), process_group=rank.group)
+    return good_step(rank, other)
+
+
+def test_after_a_failure_on_all_ranks_collectives_are_in_order(sim):
+    assert run_ranks(2, fails_everywhere_on_an_accelerator, group_timeout=5) == [True, True]
+
+
+# ------------------------------------------------------------------------------------------ whether
+
+
+def grad_of_inputs(model, x):
+    torch.autograd.grad(model(Fails.apply(x, True)).sum(), x)
+
+
+def grad_of_parameters(model, x):
+    torch.autograd.grad(model(Fails.apply(x, True)).sum(), [*model.parameters(), x])
+
+
+def backward_into_inputs(model, x):
+    model(Fails.apply(x, True)).sum().backward(inputs=[x])
+
+
+def backward_without_sync(model, x):
+    with model.no_sync():
+        model(Fails.apply(x, True)).sum().backward()
+
+
+def backward_beside(model, x):
+    model(x)
+    Fails.apply(x, True).sum().backward()
+
+
+def backward_while_frozen(model, x):
+    model.requires_grad_(False)
+    try:
+        model(Fails.apply(x, True)).sum().backward()
+    finally:
+        model.requires_grad_(True)
+
+
+LOCAL = [
+    grad_of_inputs,
+    grad_of_parameters,
+    backward_into_inputs,
+    backward_without_sync,
+    backward_beside,
+    backward_while_frozen,
+]
+
+
+def fails_locally(rank, how, modules):
+    """One rank's own pass fails, which accumulates into no parameter that others wait for."""
+    models = [lockstep.replicate(one_weight(), process_group=rank.group) for _ in range(modules)]
+    for model in models:
+        assert good_step(rank, model)
+    if rank.rank == 0:
+        x = torch.ones(1, 1, requires_grad=True)
+        with count_collectives(rank) as sent:
+            assert error_of(lambda: how(models[0], x)) is ArithmeticError
+        assert not sent
+    return [good_step(rank, model) for model in (*models, *models)]
+
+
+@pytest.mark.parametrize("how", LOCAL)
+@pytest.mark.parametrize("modules", [1, 2])
+def test_a_pass_that_reaches_no_parameter_is_nobody_elses_concern(how, modules):
+    assert run_ranks(2, fails_locally, how, modules, group_timeout=5) == [[True] * (2 * modules)] * 2
+
+
+# ------------------------------------------------------------------------------- whatever was called
+
+
+class Parts(nn.Module):
+    """Two layers, with a failure before the first one's gradient, or before any."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = one_weight(), one_weight()
+
+    def forward(self, x, fails=False):
+        return self.tail(self.first(x), fails)
+
+    def tail(self, x, fails):
+        return self.last(Fails.apply(x, fails))
+
+    def part(self, x, fails):
+        return Fails.apply(self.first(x), fails)
+
+    def recomputed(self, x, fails):
+        return checkpoint(self.part, x, fails, use_reentrant=True) * self.last.weight
+
+
+def past_forward(rank, call):
+    """Backward through something else than the module's own forward fails on one rank."""
+    model = lockstep.replicate(Parts(), process_group=rank.group)
+    x = x_of(rank).requires_grad_()
+    raised = error_of(lambda: getattr(model, call)(x, rank.rank == 1).sum().backward())
+    model.zero_grad()
+    model(x_of(rank)).sum().backward()
+    return raised, model.first.weight.grad.item(), model.last.weight.grad.item()
+
+
+@pytest.mark.parametrize("call", ["tail", "part", "forward", "recomputed"])
+def test_a_failure_is_told_whatever_was_called(call):
+    told, failing = run_ranks(2, past_forward, call, group_timeout=5)
+    assert told == (PeerError, 1.5, 1.5)
+    assert failing == (ArithmeticError, 1.5, 1.5)
+
+
+def inner_pass(rank):
+    """A pass inside of a pass fails, and what it was inside of goes on: nobody has to know."""
+    model = lockstep.replicate(one_weight(), process_group=rank.group)
+
+    class Tries(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            with torch.enable_grad():
+                leaf = torch.ones(1, 1, requires_grad=True)
+                error_of(lambda: torch.autograd.grad(Fails.apply(leaf, rank.rank == 0).sum(), leaf))
+            return grad
+
+    x = x_of(rank).requires_grad_()
+    model(Tries.apply(x)).sum().backward()
+    return model.weight.grad.item(), good_step(rank, model)
+
+
+def test_a_pass_inside_may_fail_alone():
+    assert run_ranks(2, inner_pass, group_timeout=5) == [(1.5, True)] * 2
+
+
+def callback_fails(rank):
+    """The engine's callback of somebody else raises on one rank, behind ours: all has been handed out."""
+    model = lockstep.replicate(one_weight(), process_group=rank.group)
+
+    def fail():
+        raise ArithmeticError("a callback")
+
+    out = model(x_of(rank))
+    queue = torch.autograd.Variable._execution_engine.queue_callback
+    handle = model.weight.register_hook(lambda _: queue(fail) if rank.rank == 0 else None)
+    raised = error_of(lambda: out.sum().backward())
+    handle.remove()
+    return raised, model.weight.grad.item(), good_step(rank, model)
+
+
+def test_a_failure_after_the_round_does_not_make_another():
+    assert run_ranks(2, callback_fails, group_timeout=5) == [(ArithmeticError, 1.5, True), (None, 1.5, True)]
+
+
+def two_groups(rank):
+    """A pass through modules on two groups fails: both are told of it."""
+    store = dist.PrefixStore("other", STORES[0])
+    other = dist.ProcessGroupGloo(store, rank.rank, rank.world)
+    models = [lockstep.replicate(one_weight(), process_group=group) for group in (rank.group, other)]
+    out = models[1](Fails.apply(models[0](x_of(rank)), rank.rank == 0))
+    raised = error_of(lambda: out.sum().backward())
+    return raised, [good_step(rank, model) for model in models]
+
+
+STORES: list[object] = []
+
+
+def test_modules_on_two_groups_are_both_told():
+    STORES[:] = [dist.HashStore()]
+    try:
+        failing, told = run_ranks(2, two_groups, group_timeout=5)
+    finally:
+        STORES.clear()
+    assert failing == (ArithmeticError, [True, True])
+    assert told == (PeerError, [True, True])
+
+
+def from_elsewhere(rank):
+    """A pass that does not come through Python's entry to the engine, as one that C++ begins."""
+    model = lockstep.replicate(one_weight(), process_group=rank.group)
+    run = torch._C._ImperativeEngine().run_backward
+
+    def backward(fails):
+        out = model(Fails.apply(x_of(rank).requires_grad_(), fails))
+        run((out,), (torch.ones(1, 1),), False, False, (), allow_unreachable=True, accumulate_grad=True)
+
+    backward(False)
+    grad = model.weight.grad.item()
+    return grad, error_of(lambda: backward(rank.rank == 0)), good_step(rank, model)
+
+
+def test_a_pass_that_another_entry_begins():
+    assert run_ranks(2, from_elsewhere, group_timeout=5) == [(1.5, ArithmeticError, True), (1.5, PeerError, True)]
