@@ -528,18 +528,25 @@ def test_backward_that_fails_on_one_rank_fails_on_all_and_is_forgotten(where, fa
         assert grads == [None, None, 1.5]
 
 
-def fail_in_forward(rank):
-    """Nothing has been sent, so the rank may take another batch."""
+def fail_in_forward(rank, weight):
+    """Nothing has been sent, so the rank may take another batch, if batches are weighed."""
     module = lockstep.replicate(one_weight(), process_group=rank.group)
     if rank.rank == 1:
         with pytest.raises(RuntimeError):
             module(torch.ones(3, 3))
-    module(x_of(rank)).sum().backward()
+    with lockstep.accumulate(module, weight=weight):
+        module(x_of(rank)).sum().backward()
     return next(module.parameters()).grad.item()
 
 
-def test_forward_that_fails_costs_nothing():
-    assert run_ranks(2, fail_in_forward) == [1.5] * 2
+def test_forward_that_fails_costs_nothing_where_batches_are_weighed():
+    assert run_ranks(2, fail_in_forward, 1.0) == [1.5] * 2
+
+
+def test_forward_that_fails_and_another_batch_are_an_error_on_all_ranks():
+    for error in run_ranks(2, fail_in_forward, None, errors=True):
+        assert type(error) is lockstep.errors.PeerError
+        assert "rank 0 has left out no forwards, rank 1 1 forward" in str(error)
 
 
 # --------------------------------------------------------------------------------- devices, statistics

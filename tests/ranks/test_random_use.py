@@ -145,12 +145,14 @@ class Beside:
 
 
 def draw_backward(chance, world, modules, synchronise):
+    past = chance.random() < 0.3  # on all ranks alike
+
     def forward():
         return {
             "seed": chance.randrange(10**6),
             "module": chance.randrange(modules),
             "layers": [chance.randrange(5) for _ in range(chance.randint(1, 4))] + [0],
-            "past": chance.random() < 0.3,
+            "past": past,
             "recomputed": chance.choice([None, None, False, True]),
         }
 
@@ -190,7 +192,13 @@ def reach_all(plan, modules, chance):
     """So that nothing stays piled up: every module is used by some rank."""
     for number in range(modules):
         chance.choice(plan["forwards"]).append(
-            {"seed": number, "module": number, "layers": [0], "past": False, "recomputed": None}
+            {
+                "seed": number,
+                "module": number,
+                "layers": [0],
+                "past": plan["forwards"][0][0]["past"],
+                "recomputed": None,
+            }
         )
     return plan
 

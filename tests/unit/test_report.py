@@ -10,6 +10,7 @@ import random
 import pytest
 import torch
 
+from lockstep.distributed.passes import MOST, Called, PassSummary
 from lockstep.distributed.report import RankStatus, ReportLayout, check_ranks, mean_factor, round_code
 from lockstep.errors import OptionError, PeerError
 
@@ -18,6 +19,7 @@ every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dty
 every_world = pytest.mark.parametrize("world", [1, 2, 3, 64, 512])
 
 EVERYTHING = RankStatus(0)
+FLAGS = [field.name for field in dataclasses.fields(RankStatus) if field.type is bool]
 ROUNDS = next(number for number in range(1, 1000) if round_code(number) == 0)
 
 
@@ -89,7 +91,7 @@ def test_rounds_and_flags_of_each_rank(dtype):
     statuses = [
         RankStatus(code, *flags)
         for code in range(ROUNDS)
-        for flags in itertools.product((False, True), repeat=len(dataclasses.fields(RankStatus)) - 1)
+        for flags in itertools.product((False, True), repeat=len(FLAGS))
     ]
     random.shuffle(statuses)
     report, _ = exchange(dtype, [([0, 0, 0], [], status, 1.0) for status in statuses])
@@ -137,6 +139,75 @@ def test_another_round_is_an_error_that_says_how_far(number, other, words):
 def test_a_rank_that_failed_is_named_whatever_its_round():
     with pytest.raises(PeerError, match="rank 0: backward failed on rank 2 in round 5; that rank's own error says why"):
         told(5, 0, RankStatus(5), RankStatus(5), RankStatus(4, failed=True))
+
+
+# ---------------------------------------------------------------------------------- the same backward pass
+
+TRAINING, EVALUATION, OTHERWISE, UNKNOWN = Called
+
+
+def through(called, forwards=1, left_out=0, **status):
+    return RankStatus(5, summary=PassSummary(called, forwards, left_out), **status)
+
+
+@every_dtype
+def test_what_each_rank_says_of_its_pass(dtype):
+    combinations = [Called(value) for value in range(1, 16)]
+    statuses = [
+        through(called, forwards, left_out)
+        for called in combinations
+        for forwards in (0, 1, MOST)
+        for left_out in (0, 1, MOST)
+    ]
+    random.Random(1).shuffle(statuses)
+    report, _ = exchange(dtype, [([0, 0, 0], [], status, 1.0) for status in statuses])
+
+    assert list(report.ranks) == statuses
+
+
+def test_numbers_beyond_those_that_are_counted_are_all_alike():
+    assert {PassSummary(TRAINING, n, n).encode() for n in range(MOST, 3 * MOST)} == {(2, 16 * MOST + MOST + 1)}
+
+
+@pytest.mark.parametrize(
+    "statuses",
+    [
+        [through(OTHERWISE)] * 2,
+        [through(TRAINING), through(TRAINING | EVALUATION)],
+        [through(TRAINING), through(UNKNOWN), through(EVALUATION | UNKNOWN)],
+        [through(TRAINING), RankStatus(5)],  # in no backward pass of its own
+        [through(TRAINING, 1), through(TRAINING, 7)],  # sequences of different lengths
+        [through(TRAINING, 1, 1), through(TRAINING, 2, 0)],  # a term of the loss that was left out
+        [through(TRAINING, MOST, 1), through(TRAINING, MOST, 0)],
+        [through(OTHERWISE, 0, 1), through(OTHERWISE, 0, 0)],
+        [through(TRAINING, 1, 1, weighted=True), through(TRAINING, 1, 0, weighted=True)],
+    ],
+    ids=str,
+)
+def test_ranks_that_may_be_in_the_same_pass(statuses):
+    told(5, 0, *statuses)
+
+
+@pytest.mark.parametrize(
+    ("mine", "other", "words"),
+    [
+        (OTHERWISE, TRAINING, r"on rank 0 it went through no output of the module's forward \(a submodule, another"),
+        (TRAINING, EVALUATION, "on rank 0 it went through the module's forward in training mode, on rank 2 through"),
+        (TRAINING | EVALUATION, OTHERWISE, "forward in training and evaluation mode, on rank 2 through no output"),
+    ],
+    ids=str,
+)
+def test_ranks_that_called_the_module_in_different_ways_are_told(mine, other, words):
+    for rank in range(3):
+        with pytest.raises(PeerError, match=f"rank {rank}: ranks 0 and 2 are not in the same backward.*{words}"):
+            told(5, rank, through(mine), RankStatus(5), through(other))
+
+
+def test_ranks_that_left_out_a_forward_are_told():
+    with pytest.raises(PeerError, match="since the one before, rank 0 has left out no forwards, rank 1 1 forward "):
+        told(5, 1, through(TRAINING), through(TRAINING, 1, 1))
+    with pytest.raises(PeerError, match=f"rank 0 has left out {MOST} forwards or more, rank 1 2 forwards "):
+        told(5, 1, through(TRAINING, 1, MOST), through(TRAINING, 1, 2))
 
 
 # ---------------------------------------------------------------------------------- weights

@@ -112,6 +112,7 @@ class Conductor:
         this = self._pass
         if this is not None:
             this.settled.add(id(self))
+        gone_through = dict.fromkeys(self._ahead)
         reducers = self._disarm()
         reducing = [reducer for reducer in reducers if reducer.reducing]
         try:
@@ -122,7 +123,7 @@ class Conductor:
                 _give_up(reducer, this)
             raise
         finally:
-            for reducer in reducers:
+            for reducer in dict.fromkeys([*reducers, *gone_through]):
                 reducer.cancel()
 
     def shadow(self, reducer: "Reducer") -> None:

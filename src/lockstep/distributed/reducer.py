@@ -42,6 +42,7 @@ from lockstep.distributed.hooks import HookChain, Waitable
 from lockstep.distributed.late import reduce_late
 from lockstep.distributed.mean import with_graphs
 from lockstep.distributed.parameter_hooks import is_marked, run_held_hooks, run_marked, take_over_optimizers
+from lockstep.distributed.passes import PassLog
 from lockstep.distributed.plan import Kind, ReductionPlan
 from lockstep.distributed.report import RankStatus, Report, check_ranks, mean_factor, round_code
 from lockstep.distributed.reporting import Reporting
@@ -96,6 +97,9 @@ class Reducer:
         self.usage = Usage()
         self.error = ""
         """The last error of a round, for logging."""
+        self.passes = PassLog()
+        """What tells this rank's backward passes from others."""
+        self._passive = False  # takes part in this round without a backward pass of its own
         self._joined = False
         self._reporting = Reporting(len(self.parameters), collectives, buffers)
         self._drift = DriftWatch(self.parameters, collectives.rank)
@@ -243,7 +247,8 @@ class Reducer:
 
     def _write_report(self, row: Tensor, *, failed: bool) -> None:
         moved = self.buffers.changed()
-        status = RankStatus(round_code(self.round), failed, self._weights.given, self._joined, moved)
+        summary = None if self._passive else self.passes.summarize()
+        status = RankStatus(round_code(self.round), failed, self._weights.given, self._joined, moved, summary)
         self._reporting.write(row, self._touched, list(self._late), status, self._weights.total)
 
     # ---------------------------------------------------------------------------------- finish
@@ -255,7 +260,7 @@ class Reducer:
             try:
                 if not self.open:  # this rank has no gradient of the module, but another rank has
                     self._get_ready()
-                    self.open = self.reducing = True
+                    self.open = self.reducing = self._passive = True
                     self._open_round()
                 if not self.reducing:
                     return
@@ -361,7 +366,9 @@ class Reducer:
                 self._forget()  # after a failure, too: what was to be contributed is gone
                 if not self._begun:
                     self.round -= 1  # nothing of it has been sent: for other ranks it may not have opened at all
-            self.open = self.reducing = False
+                self.passes.end_round()
+            self.passes.end_pass()
+            self.open = self.reducing = self._passive = False
             self._pending.clear()
             self._graphs.clear()
             self._creates_graph = False
@@ -415,6 +422,7 @@ class Reducer:
 
     def take_marked(self) -> None:
         """Take what it has left as if the hooks ran now."""
+        self.passes.compile_forward()  # nor is it known which outputs it has gone through
         for member in self.parameters:
             run_marked(member.parameter)
 

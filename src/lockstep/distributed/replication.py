@@ -25,6 +25,7 @@ from lockstep.distributed.gradients import ManagedParameter
 from lockstep.distributed.hooks import check_hook
 from lockstep.distributed.options import Options
 from lockstep.distributed.parameter_hooks import attach, is_attached, take_over_optimizers
+from lockstep.distributed.passes import ForwardMark, in_backward, note_compiled
 from lockstep.distributed.placement import check_devices, check_kinds, input_device, left_out, move_to, outputs_in
 from lockstep.distributed.reducer import Reducer
 from lockstep.distributed.start import broadcast_values
@@ -234,18 +235,31 @@ class Replication:
             self._start_at_forward()
         elif not torch.compiler.is_compiling():
             take_over_optimizers(self.reducer.parameters)
+        if self.reducer is not None:
+            if torch.compiler.is_compiling():
+                note_compiled(self.reducer.passes)
+            else:
+                self.reducer.passes.enter_forward(self._counts())
         device = input_device(self.options)
         if device is None:
             return args, kwargs
         return move_to(args, device), move_to(kwargs, device)
 
     def after_forward(self, outputs: Any) -> None:
-        """See that a backward through these outputs is closed when it ends as a whole, however it nests others."""
+        """Mark the outputs, so that a backward through them is known to go through this forward, and is closed when it
+        ends as a whole, however it nests others."""
         if self.reducer is None or not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return
-        for tensor in outputs_in(outputs):
-            if tensor.requires_grad and not tensor.is_leaf:
-                tensor.register_hook(_Arm(self.reducer))
+        tensors = [tensor for tensor in outputs_in(outputs) if tensor.requires_grad and not tensor.is_leaf]
+        mark = self.reducer.passes.leave_forward(self._counts(), self._alive().training, bool(tensors))
+        if mark is not None:
+            reached = _Reached(self.reducer, mark)
+            for tensor in tensors:
+                tensor.register_hook(reached)
+
+    def _counts(self) -> bool:
+        """Whether a synchronising backward is to go through a forward that runs now."""
+        return torch.is_grad_enabled() and self.requires_sync and self._alive().training and not in_backward()
 
     # ------------------------------------------------------------------------------------- methods
 
@@ -317,13 +331,14 @@ class Replication:
             restore_hook_state(hook_object, saved)
 
 
-class _Arm:
-    """A hook on an output: backward goes through the module, in the outermost pass that does."""
+class _Reached:
+    """Output hook: log that the backward pass goes through a forward, and queue the end-of-backward callback in the
+    outermost pass that does."""
 
-    __slots__ = ("_reducer",)
+    __slots__ = ("_mark", "_reducer")
 
-    def __init__(self, reducer: Reducer) -> None:
-        self._reducer = weakref.ref(reducer)
+    def __init__(self, reducer: Reducer, mark: ForwardMark) -> None:
+        self._reducer, self._mark = weakref.ref(reducer), mark
 
     def __call__(self, grad: Tensor) -> None:
         if torch.compiler.is_compiling():
@@ -333,8 +348,9 @@ class _Arm:
         reducer = self._reducer()
         if reducer is not None:
             reducer.conductor.expect(reducer)
+            reducer.passes.reach(self._mark)
 
 
 @outside_compiler
-def _expect_outside(arm: _Arm, grad: Tensor) -> None:
-    arm(grad)
+def _expect_outside(reached: _Reached, grad: Tensor) -> None:
+    reached(grad)

@@ -6,6 +6,7 @@ own, or whole numbers so small that their sum is exact, or is at least not zero,
     used     one for each parameter    1 where this rank has a gradient to contribute
     late     one for each parameter    1 where a gradient came after its bucket had left, or had no place in the plan
     status   one for each rank         the round's number (its last bits), whether it failed, whether it is weighted
+    passes   two for each rank         which backward pass it is in (``passes.py``); 0 in none of its own
     weight   eight for each rank       the bytes of a float64: what this rank's contribution counts
     cargo    the rest                  buffers (``buffers.py``)
 """
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lockstep.distributed.passes import PassSummary, check_passes
 from lockstep.errors import OptionError, PeerError
 
 _ROUNDS = 15  # status = 16 * (round % 15) + flags + 1 <= 240: exact even in bfloat16
@@ -35,6 +37,8 @@ class RankStatus:
     """Whether the rank has run out of batches and only takes part."""
     moved: bool = False
     """Whether its buffers are not those that were agreed on."""
+    summary: PassSummary | None = None
+    """Which backward pass it is in; None if it has none of its own."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +70,8 @@ class ReportLayout:
         self._parameters, self._rank, self._world = parameters, rank, world
         self._late = parameters
         self._status = 2 * parameters
-        self._weight = self._status + world
+        self._passes = self._status + world
+        self._weight = self._passes + 2 * world
         self.cargo = slice(self._weight + _WEIGHT_BYTES * world, self._weight + _WEIGHT_BYTES * world + cargo)
         self.numel = self.cargo.stop
 
@@ -79,6 +84,9 @@ class ReportLayout:
         flags = status.failed * _FAILED + status.weighted * _WEIGHTED + status.joined * _JOINED
         flags += status.moved * _MOVED
         head[self._status + self._rank] = 16 * round_code(status.round) + flags + 1
+        if status.summary is not None:
+            place = self._passes + 2 * self._rank
+            head[place : place + 2] = bytes(status.summary.encode())
         if status.weighted:
             struct.pack_into("<d", head, self._weight + _WEIGHT_BYTES * self._rank, weight)
         numbers = torch.frombuffer(head, dtype=torch.uint8)
@@ -92,11 +100,13 @@ class ReportLayout:
         head = row[: self.cargo.start].cpu()
         said = (head[: self._status] != 0).tolist()
         used, late = said[: self._parameters], said[self._parameters :]
-        codes = [int(code) for code in head[self._status : self._weight].tolist()]
-        own = codes[self._rank]
-        ranks = [_status(own)]
-        if not set(codes) <= {own, 0}:
-            ranks = [_status(code or own) for code in codes]
+        numbers = [int(code) for code in head[self._status : self._weight].tolist()]
+        codes, passes = numbers[: self._world], numbers[self._world :]
+        entries = list(zip(codes, passes[::2], passes[1::2], strict=True))
+        own = entries[self._rank]
+        ranks = [_status(*own)]
+        if not set(entries) <= {own, (0, 0, 0)}:
+            ranks = [_status(*(entry if entry[0] else own)) for entry in entries]
         weights = []
         if any(status.weighted for status in ranks):
             raw = bytes(int(byte) for byte in head[self._weight :].tolist())
@@ -109,9 +119,11 @@ class ReportLayout:
         )
 
 
-def _status(code: int) -> RankStatus:
+def _status(code: int, called: int, forwards: int) -> RankStatus:
     number, flags = divmod(code - 1, 16)
-    return RankStatus(number, *(bool(flags & flag) for flag in (_FAILED, _WEIGHTED, _JOINED, _MOVED)))
+    failed, weighted, joined, moved = (bool(flags & flag) for flag in (_FAILED, _WEIGHTED, _JOINED, _MOVED))
+    summary = PassSummary.decode(called, forwards) if called else None
+    return RankStatus(number, failed, weighted, joined, moved, summary)
 
 
 def round_code(number: int) -> int:
@@ -120,7 +132,8 @@ def round_code(number: int) -> int:
 
 
 def check_ranks(report: Report, number: int, rank: int) -> None:
-    """Raise :class:`PeerError` if a rank failed, or is not in round ``number`` as this one."""
+    """Raise :class:`PeerError` if a rank failed, or is not in round ``number`` as this one, or not in the same
+    backward pass."""
     if failed := [other for other, status in enumerate(report.ranks) if status.failed]:
         raise PeerError(
             f"rank {rank}: backward failed on rank {failed[0]} in round {number}; that rank's own error says why. No "
@@ -136,6 +149,8 @@ def check_ranks(report: Report, number: int, rank: int) -> None:
                 "have not run the same number of them, and gradients of different steps would be mixed. Let every "
                 "rank run backward for every batch, or use join()"
             )
+    weighted = any(status.weighted for status in report.ranks)
+    check_passes([status.summary for status in report.ranks], not weighted, number, rank)
 
 
 def mean_factor(report: Report, divisor: float, number: int) -> float:

@@ -1,0 +1,180 @@
+"""What tells one backward pass from another, so that ranks do not mix the gradients of different ones.
+
+As many backward passes are not the same ones: if one rank alone runs backward through a part of the module, or leaves
+out a batch after its forward, the ranks' rounds still pair off, one by one. So each rank says in its report
+
+- *how the module was called*: whether this backward went through outputs of the module's ``forward`` in training mode,
+  in evaluation mode, or through none at all (a submodule, another method, ``.module``);
+- *how many forwards* in training mode, since its last round, a backward has gone through, and how many none has. Those
+  under ``torch.no_grad()``, ``no_sync()``, or inside a backward (checkpointing) do not count.
+
+Which parameters were used, and through how many forwards, may differ by rank: branches and sequences do.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Flag, auto
+
+import torch
+
+from lockstep.errors import PeerError
+
+MOST = 14
+"""Forwards are counted up to here."""
+
+
+class Called(Flag):
+    """How the module was called in what a backward pass went through."""
+
+    TRAINING = auto()
+    EVALUATION = auto()
+    OTHERWISE = auto()
+    """Its parameters were reached, but not through outputs of its forward."""
+    UNKNOWN = auto()
+    """The compiler runs its forward, and does not say."""
+
+
+@dataclass(frozen=True)
+class PassSummary:
+    """What one rank says of its backward pass."""
+
+    called: Called = Called.UNKNOWN
+    through: int = 0
+    """Forwards since the last round that a backward has gone through; at most ``MOST``."""
+    left_out: int = 0
+    """Forwards since then that none has gone through, or that raised; at most ``MOST``."""
+
+    def encode(self) -> tuple[int, int]:
+        """Two whole numbers from 1 to 240, which even bfloat16 holds exactly."""
+        return self.called.value + 1, 16 * min(self.left_out, MOST) + min(self.through, MOST) + 1
+
+    @classmethod
+    def decode(cls, called: int, forwards: int) -> "PassSummary":
+        """What :meth:`encode` gave."""
+        left_out, through = divmod(forwards - 1, 16)
+        return cls(Called(called - 1), through, left_out)
+
+
+class ForwardMark:
+    """One forward of the module, as a backward pass finds it on its outputs."""
+
+    __slots__ = ("called", "round")
+
+    def __init__(self, called: Called, round_: int | None) -> None:
+        self.called, self.round = called, round_
+
+
+class PassLog:
+    """What this rank has done with one module since its last round."""
+
+    def __init__(self) -> None:
+        self._round = 0
+        self._called = Called(0)
+        self._through = self._left_out = 0
+        self._compiled = False
+
+    def enter_forward(self, counts: bool) -> None:
+        """Forward begins; ``counts`` if a backward is to go through it."""
+        if counts:
+            self._left_out += 1
+
+    def leave_forward(self, counts: bool, training: bool, has_graph: bool) -> ForwardMark | None:
+        """Forward has ended, as :meth:`enter_forward` was told it would; returns what to put on its outputs, if a
+        backward can go through them (``has_graph``)."""
+        if not has_graph:
+            self._left_out = max(0, self._left_out - counts)
+            return None
+        return ForwardMark(Called.TRAINING if training else Called.EVALUATION, self._round if counts else None)
+
+    def compile_forward(self) -> None:
+        """The compiler has traced a forward: how the module is called is not known from now on."""
+        self._compiled = True
+
+    def reach(self, mark: ForwardMark) -> None:
+        """The backward pass under way goes through a forward."""
+        self._called |= mark.called
+        if mark.round == self._round:
+            mark.round = None
+            self._through += 1
+            self._left_out = max(0, self._left_out - 1)
+
+    def summarize(self) -> PassSummary:
+        """What to tell the other ranks at the end of the backward pass under way."""
+        called = self._called or (Called.UNKNOWN if self._compiled else Called.OTHERWISE)
+        return PassSummary(called, self._through, self._left_out)
+
+    def end_pass(self) -> None:
+        """The backward pass under way is over."""
+        self._called = Called(0)
+
+    def end_round(self) -> None:
+        """It was a round: forwards are counted anew."""
+        self._round += 1
+        self._through = self._left_out = 0
+
+
+def note_compiled(log: PassLog) -> bool:
+    """Call :meth:`PassLog.compile_forward`, when the compiler traces a forward, and not again when it runs."""
+    log.compile_forward()
+    return True
+
+
+# What torch.compiler.assume_constant_result does, without importing the compiler: called while tracing, leaves nothing.
+note_compiled._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def in_backward() -> bool:
+    """Whether this thread runs a backward pass."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def check_passes(passes: Sequence[PassSummary | None], compare_forwards: bool, number: int, rank: int) -> None:
+    """Raise :class:`PeerError` if two ranks cannot be in the same backward pass; None is a rank that is in none.
+
+    ``compare_forwards`` is False where a rank may leave out a batch: contributions are weighted.
+    """
+    ranks: dict[PassSummary, int] = {}
+    for other, theirs in enumerate(passes):
+        if theirs is not None:
+            ranks.setdefault(theirs, other)
+    for theirs, other in ranks.items():
+        for those, another in ranks.items():
+            difference = _difference(those, theirs, compare_forwards) if another < other else ""
+            if difference:
+                raise PeerError(
+                    f"rank {rank}: ranks {another} and {other} are not in the same backward pass (number {number} that "
+                    f"synchronises): {difference.format(another, other)}. No gradient has been handed out; after "
+                    "zero_grad() every rank can go on. Let every rank run the same backward passes; put one that is "
+                    "for one rank alone under no_sync(), or take its gradients with torch.autograd.grad, and a "
+                    "forward that is not trained on under torch.no_grad()"
+                )
+
+
+def _difference(a: PassSummary, b: PassSummary, compare_forwards: bool) -> str:
+    """What shows that the passes of two ranks are different ones, with a place for the number of each; "" if
+    nothing does."""
+    if not a.called & b.called and Called.UNKNOWN not in a.called | b.called:
+        return f"on rank {{}} it went through {_describe(a.called)}, on rank {{}} through {_describe(b.called)}"
+    comparable = compare_forwards and a.through == b.through and 0 < a.through < MOST
+    if comparable and a.left_out != b.left_out:
+        return (
+            f"since the one before, rank {{}} has left out {_count(a.left_out)}, rank {{}} {_count(b.left_out)} (in "
+            "training mode, raised or without a backward through it: a batch was skipped)"
+        )
+    return ""
+
+
+def _describe(called: Called) -> str:
+    if called is Called.OTHERWISE:
+        return "no output of the module's forward (a submodule, another method, or the wrapped module was called)"
+    modes = [word for mode, word in _MODES.items() if called & mode]
+    return f"the module's forward in {' and '.join(modes)} mode"
+
+
+_MODES = {Called.TRAINING: "training", Called.EVALUATION: "evaluation"}
+
+
+def _count(forwards: int) -> str:
+    if forwards >= MOST:
+        return f"{MOST} forwards or more"
+    return f"{forwards or 'no'} forward{'s' if forwards != 1 else ''}"

@@ -1,0 +1,318 @@
+"""Ranks whose backward passes are not the same ones: as many of them everywhere, so that their rounds pair off.
+
+Each is an error on every rank, in the step in which gradients would be mixed. What may differ by rank is below.
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import lockstep
+from lockstep.errors import PeerError
+from threaded import run_ranks
+
+
+class Net(nn.Module):
+    """Calls itself by its forward, or by another method."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(1, 1, bias=False))
+        nn.init.ones_(self.inner[0].weight)
+
+    def forward(self, x, fails=False):
+        if fails:
+            raise ArithmeticError("a bad batch")
+        return self.inner(x)
+
+    def other(self, x):
+        return self.inner(x)
+
+
+class Wrapped:
+    """A module as the program calls it: replicated in place, or in a wrapper."""
+
+    def __init__(self, rank, wrapped, **options):
+        self.module = Net()
+        make = lockstep.DistributedDataParallel if wrapped else lockstep.replicate
+        self.call = make(self.module, process_group=rank.group, **options)
+        self.weight = self.module.inner[0].weight
+        self.optimizer = torch.optim.SGD(self.module.parameters(), lr=1e-3)
+        self.seen = []
+
+    def step(self, rank, forward=None, value=1.0):
+        """One step of training; the gradient of rank r is r + 1 times `value`. Returns the error, if there is one."""
+        self.optimizer.zero_grad()
+        try:
+            (forward or self.call)(torch.full((1, 1), value * (rank.rank + 1))).sum().backward()
+        except PeerError as error:
+            return str(error)
+        self.seen.append(self.weight.grad.item())
+        self.optimizer.step()
+        return None
+
+
+both_faces = pytest.mark.parametrize("wrapped", [False, True], ids=["replicate", "DistributedDataParallel"])
+
+
+# --------------------------------------------------------------------------------- errors on every rank
+
+
+def submodule(net):
+    return net.module.inner
+
+
+def another_method(net):
+    return net.module.other
+
+
+def forward_of_the_class(net):
+    return lambda x: Net.forward(net.module, x)
+
+
+def in_evaluation_mode(net):
+    def call(x):
+        net.call.eval()
+        try:
+            return net.call(x)
+        finally:
+            net.call.train()
+
+    return call
+
+
+def alone(rank, wrapped, how):
+    """Rank 0 runs a backward of its own between two steps."""
+    net = Wrapped(rank, wrapped)
+    errors = [net.step(rank), net.step(rank)]
+    before = net.weight.item()
+    if rank.rank == 0:
+        errors.append(net.step(rank, how(net)))
+    else:
+        errors.append(net.step(rank))
+    unchanged = net.weight.item() == before
+    errors.append(net.step(rank))  # goes on
+    lockstep.check_in_sync(net.call)
+    return errors, unchanged, net.seen
+
+
+@both_faces
+@pytest.mark.parametrize("how", [submodule, another_method, forward_of_the_class, in_evaluation_mode])
+def test_a_backward_of_one_rank_is_an_error_on_all_ranks_in_that_step(wrapped, how):
+    mode = (
+        "the module's forward in evaluation mode" if how is in_evaluation_mode else "no output of the module's forward"
+    )
+    for rank, (errors, unchanged, seen) in enumerate(run_ranks(3, alone, wrapped, how)):
+        assert [error is None for error in errors] == [True, True, False, True]
+        assert f"rank {rank}: ranks 0 and 1 are not in the same backward pass (number 3 that synchronises)" in errors[2]
+        assert f"on rank 0 it went through {mode}" in errors[2]
+        assert "on rank 1 through the module's forward in training mode" in errors[2]
+        assert "under no_sync(), or take its gradients with torch.autograd.grad" in errors[2]
+        assert unchanged
+        assert seen == [2.0] * 3
+
+
+def skip_after_forward(net, rank):
+    net.call(torch.ones(1, 1))
+
+
+def skip_after_a_failed_forward(net, rank):
+    with contextlib.suppress(ArithmeticError):
+        net.call(torch.ones(1, 1), fails=True)
+
+
+def skip_after_a_failed_loss(net, rank):
+    with contextlib.suppress(RuntimeError):
+        (net.call(torch.ones(1, 1)) * torch.ones(2, 2)[:, :0].sum(1).reshape(3)).sum().backward()
+
+
+def leave_out(rank, wrapped, skip):
+    """Rank 1 leaves out a batch, and goes on with the next one."""
+    net = Wrapped(rank, wrapped)
+    errors = [net.step(rank)]
+    if rank.rank == 1:
+        skip(net, rank)
+    before = net.weight.item()
+    errors.append(net.step(rank))
+    return errors, net.weight.item() == before
+
+
+@both_faces
+@pytest.mark.parametrize("skip", [skip_after_forward, skip_after_a_failed_forward, skip_after_a_failed_loss])
+def test_a_batch_that_one_rank_leaves_out_is_an_error_on_all_ranks_in_that_step(wrapped, skip):
+    for rank, (errors, unchanged) in enumerate(run_ranks(2, leave_out, wrapped, skip)):
+        assert errors[0] is None
+        assert f"rank {rank}: ranks 0 and 1 are not in the same backward pass (number 2 that" in errors[1]
+        assert "since the one before, rank 0 has left out no forwards, rank 1 1 forward (in training" in errors[1]
+        assert unchanged
+
+
+def leave_out_before_several(rank):
+    """Counting begins anew with each round, and not with each forward."""
+    net = Wrapped(rank, False)
+    errors = []
+    for step in range(4):
+        if rank.rank == 1 and step == 2:
+            skip_after_forward(net, rank)
+        errors.append(net.step(rank, lambda x: net.call(x) + net.call(2 * x)))
+    return [error is None for error in errors]
+
+
+def test_after_the_error_ranks_are_in_step_again():
+    assert run_ranks(2, leave_out_before_several) == [[True, True, False, True]] * 2
+
+
+# ------------------------------------------------------------------------------ what may differ by rank
+
+
+def no_error(rank, wrapped, use):
+    """`use(net, rank)` between steps, or for one, on which ranks differ; gradients stay those of all ranks."""
+    net = Wrapped(rank, wrapped)
+    for _ in range(3):
+        assert net.step(rank) is None
+        use(net, rank)
+    return net.seen
+
+
+def evaluate_without_gradients(net, rank):
+    with torch.no_grad():
+        for _ in range(rank.rank):
+            net.call(torch.ones(1, 1))
+
+
+def evaluate(net, rank):
+    if rank.rank == 0:
+        net.call.eval()
+        net.call(torch.ones(1, 1))
+        net.call.train()
+
+
+def autograd_grad(net, rank):
+    if rank.rank == 0:
+        x = torch.ones(1, 1, requires_grad=True)
+        torch.autograd.grad(net.call(x).sum(), x)
+        torch.autograd.grad(net.module.inner(x).sum(), [x, net.weight])
+
+
+def without_sync(net, rank):
+    if rank.rank == 0:
+        with net.call.no_sync():
+            net.module.inner(torch.ones(1, 1)).sum().backward()
+        net.optimizer.zero_grad()
+
+
+def forward_without_sync(net, rank):
+    """What one rank accumulates, and leaves out, is its own affair."""
+    with net.call.no_sync():
+        for micro_batch in range(2 + rank.rank):
+            out = net.call(torch.zeros(1, 1)).sum()
+            if micro_batch:
+                out.backward()
+
+
+def sequences(net, rank):
+    """Forwards of one backward, as many as the sequence of the rank is long."""
+
+    def call(x):
+        return sum(net.call(x) for _ in range(20 * rank.rank + 1)) / (20 * rank.rank + 1)
+
+    assert net.step(rank, call) is None
+
+
+def terms_left_out(net, rank):
+    """Terms of the loss are computed, but used on one rank only."""
+
+    def call(x):
+        first, second = net.call(x), net.call(0 * x)
+        return first + second if rank.rank else first
+
+    assert net.step(rank, call) is None
+
+
+def otherwise_on_all_ranks(net, rank):
+    assert net.step(rank, net.module.inner) is None
+    assert net.step(rank, net.module.other) is None
+    assert net.step(rank, (net.module.inner, net.module.other)[rank.rank % 2]) is None
+
+
+def both_on_one_rank(net, rank):
+    """One term of the loss comes past forward."""
+
+    def call(x):
+        return net.call(x) + (net.module.other(0 * x) if rank.rank else 0)
+
+    assert net.step(rank, call) is None
+
+
+def recomputed(net, rank):
+    """Forwards that run again inside of a backward, more of them on one rank."""
+    for reentrant in (False, True):
+        times = 1 if reentrant else 1 + rank.rank  # each reentrant one is a backward pass of its own
+
+        def call(x, reentrant=reentrant, times=times):
+            x.requires_grad_()
+            return sum(checkpoint(net.call, x, use_reentrant=reentrant) for _ in range(times)) / times
+
+        assert net.step(rank, call) is None
+
+
+USES = [
+    evaluate_without_gradients,
+    evaluate,
+    autograd_grad,
+    without_sync,
+    forward_without_sync,
+    sequences,
+    terms_left_out,
+    otherwise_on_all_ranks,
+    both_on_one_rank,
+    recomputed,
+]
+
+
+@both_faces
+@pytest.mark.parametrize("use", USES)
+def test_what_may_differ_by_rank(wrapped, use):
+    for seen in run_ranks(2, no_error, wrapped, use):
+        torch.testing.assert_close(torch.tensor(seen), torch.full((len(seen),), 1.5))
+
+
+def weighted(rank):
+    """A batch that is left out is given no weight, and another one stands in for it."""
+    net = Wrapped(rank, True)
+    results = []
+    for step in range(3):
+        bad = rank.rank == 1 and step == 1
+        if bad:
+            skip_after_a_failed_forward(net, rank)
+        net.optimizer.zero_grad()
+        with lockstep.accumulate(net.call, weight=0 if bad else 1):
+            (net.call(torch.full((1, 1), rank.rank + 1.0)).sum() * (not bad)).backward()
+        results.append(net.weight.grad.item())
+    return results
+
+
+def test_a_batch_without_weight_is_left_out():
+    assert run_ranks(2, weighted) == [[1.5, 1.0, 1.5]] * 2
+
+
+def passive(rank):
+    """One rank's loss reaches the second module of the group, and the other rank's does not."""
+    first, second = Wrapped(rank, False), Wrapped(rank, False)
+    seen = []
+    for _ in range(3):
+        for net in (first, second):
+            net.optimizer.zero_grad()
+        x = torch.ones(1, 1)
+        (first.call(x) + (second.call(x) if rank.rank else 0)).sum().backward()
+        seen.append([first.weight.grad.item(), second.weight.grad.item()])
+    return seen
+
+
+def test_modules_that_one_rank_does_not_use_are_not_compared():
+    assert run_ranks(2, passive) == [[[1.0, 0.5]] * 3] * 2
