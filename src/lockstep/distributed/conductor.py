@@ -126,10 +126,22 @@ class Conductor:
             for reducer in dict.fromkeys([*reducers, *gone_through]):
                 reducer.cancel()
 
-    def shadow(self, reducer: "Reducer") -> None:
-        """Take part in a round of the other ranks without a backward pass of this one."""
-        for member in [reducer] if self.exclusive else self._participants([reducer]):
-            member.finish()
+    def tell(self, reducer: "Reducer", mark: int) -> list[int]:
+        """Inside ``join()``: a module's forward begins. Returns every rank's ``mark``, 0 of those that listen."""
+        row, pending = self._exchange([reducer], _TAKES_PART, mark)
+        pending.wait()
+        return [int(each) for each in row[: self._collectives.world].tolist()]
+
+    def listen(self) -> tuple[list[int], list["Reducer"]]:
+        """Inside ``join()``, for a rank that has run out: what the others do next, and with which modules.
+
+        Either a module's forward begins, with a mark of each rank that is not listening, or no rank has a mark, and
+        the modules are reduced.
+        """
+        row, pending = self._exchange([], _TAKES_PART)
+        pending.wait()
+        marks = [int(each) for each in row[: self._collectives.world].tolist()]
+        return marks, self._read_participants(row)
 
     def pass_failed(self, this: BackwardPass, reach: Reach) -> None:
         """A backward pass has failed: let the other ranks know, and wait for nobody."""
@@ -179,7 +191,10 @@ class Conductor:
         """The modules that take part on any rank, in the order of their creation."""
         row, pending = self._exchange(reducers, _TAKES_PART)
         pending.wait()
-        counts = row.tolist()
+        return self._read_participants(row)
+
+    def _read_participants(self, row: Tensor) -> list["Reducer"]:
+        counts = row[self._collectives.world :].tolist()
         if any(count >= _FAILED for count in counts):
             raise PeerError(
                 f"rank {self._collectives.rank}: the backward pass failed on another rank before its gradients were "
@@ -188,11 +203,14 @@ class Conductor:
         members = [self._members.get(serial) for serial, count in enumerate(counts) if count]
         return [member for member in members if member is not None]
 
-    def _exchange(self, reducers: Sequence["Reducer"], mark: int) -> tuple[Tensor, Pending]:
-        row = torch.zeros(self.next_serial, dtype=torch.int64)
+    def _exchange(self, reducers: Sequence["Reducer"], mark: int, own: int = 0) -> tuple[Tensor, Pending]:
+        """One number for each rank, and one for each module."""
+        world = self._collectives.world
+        row = torch.zeros(world + self.next_serial, dtype=torch.int64)
+        row[self._collectives.rank] = own
         for serial, member in self._members.items():
             if any(member is reducer for reducer in reducers):
-                row[serial] = mark
+                row[world + serial] = mark
         row = row.to(self._collectives.device)
         return row, self._collectives.all_reduce(row, "which modules take part")
 

@@ -444,7 +444,7 @@ class Reducer:
         for member in self.parameters:
             member.parameter.grad = None
         try:
-            self.conductor.shadow(self)
+            self.finish()
         finally:
             self._joined = False
             self._touched, self._weights, self._drift = own

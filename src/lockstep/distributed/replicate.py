@@ -25,8 +25,9 @@ def replicate(module: M, ignored_modules: Iterable[Module] | None = None, **opti
     """Replicate a module over a process group, in place: ``param.grad`` becomes the mean over all ranks.
 
     After every backward pass that synchronises, each rank's ``param.grad`` is the mean over the ranks of what they have
-    accumulated since the last one - whatever was called, as long as it is the same on all ranks: the module, a submodule,
-    another method; several forwards; any branch, also another one on each rank. A parameter that a rank did not use counts as zero there; one that no rank used keeps its ``.grad``.
+    accumulated since the last one - whatever was called, if it is the same on all ranks: the module, a submodule,
+    another method; several forwards; any branch, also another one on each rank. A parameter that a rank did not use
+    counts as zero there; one that no rank used keeps its ``.grad``.
 
     Args:
         module: The module; the same object is returned. Its class is replaced by a subclass, so ``isinstance``,

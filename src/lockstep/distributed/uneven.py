@@ -1,10 +1,13 @@
 """Uneven inputs: what ``Join`` has a rank do that has run out of batches.
 
-In each forward inside ``join()`` the ranks tell each other, in one all-reduce of one number a rank, who still has
-batches and whether this iteration synchronises. A rank that has run out then takes part in the round without
-gradients.
+In each forward inside ``join()`` the ranks tell each other, in one all-reduce of a few numbers, who still has batches
+and whether this iteration synchronises. A rank that has run out then takes part in the round without gradients.
+
+Several wrappers may be in one ``Join``. Each has one forward in an iteration, but their forwards and backwards may come
+in any order: what they send before a round has one form, and a rank that has run out does what it hears.
 """
 
+import weakref
 from typing import Any
 
 import torch
@@ -15,39 +18,22 @@ from lockstep.distributed.replication import Replication
 from lockstep.distributed.start import broadcast_values
 
 _GONE, _LOCAL, _SYNCHRONISES = 0, 1, 2
+_contexts: "weakref.WeakKeyDictionary[Replication, weakref.ref[ShadowHook]]" = weakref.WeakKeyDictionary()
 
 
 def enter_iteration(wrapper: Any, replication: Replication) -> None:
-    """An active rank begins an iteration."""
-    work = Join.notify_join_context(wrapper)
-    if work is None:  # another Joinable of the same context has told the others
+    """An active rank begins an iteration. Outside of a ``Join`` context, and after it, nothing is sent."""
+    link = _contexts.get(replication)
+    hook = None if link is None else link()  # the context keeps it, for as long as it lasts
+    if hook is None or hook.ended:
         return
-    work.wait()
+    work = Join.notify_join_context(wrapper)
+    if work is not None:  # the first of several wrappers tells that there is an iteration
+        work.wait()
     synchronises = torch.is_grad_enabled() and replication.requires_sync
-    marks = _tell(replication, _SYNCHRONISES if synchronises else _LOCAL)
-    reducer = replication.reducer
-    assert reducer is not None
-    _count_only_active(wrapper, reducer, marks)
-
-
-def _tell(replication: Replication, mark: int) -> list[int]:
-    reducer = replication.reducer
-    assert reducer is not None
-    collectives = reducer.collectives
-    row = torch.zeros(collectives.world, dtype=torch.int64)
-    row[collectives.rank] = mark
-    row = row.to(collectives.device)
-    collectives.all_reduce(row, "who still has batches").wait()
-    return [int(each) for each in row.tolist()]
-
-
-def _count_only_active(wrapper: Any, reducer: Reducer, marks: list[int]) -> None:
-    """Divide by the ranks that have batches, if so wished; buffers are those of the first of them."""
-    active = [rank for rank, mark in enumerate(marks) if mark != _GONE]
-    if active:
-        reducer.buffers.source = active[0]
-        if not wrapper._divide_by_initial_world_size:
-            reducer.divisor = float(len(active))
+    reducer = hook.reducer
+    marks = reducer.conductor.tell(reducer, _SYNCHRONISES if synchronises else _LOCAL)
+    hook.count_only_active(marks)
 
 
 class ShadowHook(JoinHook):
@@ -55,20 +41,62 @@ class ShadowHook(JoinHook):
 
     def __init__(self, wrapper: Any, replication: Replication) -> None:
         self._wrapper, self._replication = wrapper, replication
+        self._has_begun = self._awaits_round = False
+        self.ended = False
+        """Whether all ranks have run out, and the context is over."""
+        _contexts[replication] = weakref.ref(self)
 
-    def main_hook(self) -> None:
-        """Take part in one iteration of the others."""
-        marks = _tell(self._replication, _GONE)
+    @property
+    def reducer(self) -> Reducer:
+        """The wrapper's."""
         reducer = self._replication.reducer
         assert reducer is not None
-        _count_only_active(self._wrapper, reducer, marks)
-        if _SYNCHRONISES in marks:
-            reducer.shadow()
+        return reducer
+
+    def count_only_active(self, marks: list[int]) -> None:
+        """Divide by the ranks that have batches, if so wished; buffers are those of the first of them."""
+        active = [rank for rank, mark in enumerate(marks) if mark != _GONE]
+        if active:
+            self.reducer.buffers.source = active[0]
+            if not self._wrapper._divide_by_initial_world_size:
+                self.reducer.divisor = float(len(active))
+
+    def main_hook(self) -> None:
+        """Take part in what the others do until this wrapper has had its iteration."""
+        while not self._has_begun or self._awaits_round:
+            self._follow()
+        self._has_begun = False
+
+    def _follow(self) -> None:
+        """Do as the others do: begin an iteration of a wrapper, or reduce."""
+        conductor = self.reducer.conductor
+        hooks = {hook.reducer: hook for hook in _open_hooks() if hook.reducer.conductor is conductor}
+        marks, members = conductor.listen()
+        if any(marks):
+            for hook in (hooks[member] for member in members if member in hooks):
+                hook._begin(marks)
+            return
+        for member in members:
+            if member in hooks:
+                hooks[member]._shadow()
+            else:
+                member.finish()
+
+    def _begin(self, marks: list[int]) -> None:
+        self._has_begun = True
+        self.count_only_active(marks)
+        self._awaits_round = _SYNCHRONISES in marks
+        if self._awaits_round and self.reducer.conductor.exclusive:
+            self._shadow()
+
+    def _shadow(self) -> None:
+        self._awaits_round = False
+        self.reducer.shadow()
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Take over the values of a rank that ended last."""
-        reducer = self._replication.reducer
-        assert reducer is not None
+        self.ended = True
+        reducer = self.reducer
         collectives = reducer.collectives
         row = torch.zeros(collectives.world, dtype=torch.int64)
         row[collectives.rank] = int(is_last_joiner)
@@ -79,3 +107,8 @@ class ShadowHook(JoinHook):
         broadcast_values([m.parameter for m in reducer.parameters], reducer.buffers.buffers, collectives, source)
         reducer.buffers.source = 0
         reducer.divisor = float(collectives.world)
+
+
+def _open_hooks() -> list[ShadowHook]:
+    hooks = (link() for link in list(_contexts.values()))
+    return [hook for hook in hooks if hook is not None and not hook.ended]

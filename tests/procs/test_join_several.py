@@ -1,0 +1,115 @@
+"""Several wrappers in one `Join`, and what is left of `join` when it is over."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from torch.distributed.algorithms.join import Join
+
+import lockstep
+from ddp_reference import both, ddp_class, one_weight
+from processes import run_processes
+from threaded import count_collectives
+
+
+def one_after_the_other(a, b, x):
+    a(x).sum().backward()
+    b(x).sum().backward()
+
+
+def together(a, b, x):
+    (a(x) + b(x)).sum().backward()
+
+
+def the_other_way_round(a, b, x):
+    first, second = a(x).sum(), b(x).sum()
+    second.backward()
+    first.backward()
+
+
+def one_of_another(a, b, x):
+    b(a(x)).sum().backward()
+
+
+def in_two_backwards_of_one(a, b, x):
+    """The second wrapper's gradients pile up."""
+    b.require_backward_grad_sync = False
+    (a(x) + b(x)).sum().backward()
+    b.require_backward_grad_sync = True
+
+
+def run(rank, use, implementation, initial):
+    """Rank 0 has one batch, rank 1 has three; gradients of each wrapper are r + 1 on rank r."""
+    make = ddp_class(implementation)
+    a, b = make(one_weight()), make(one_weight())
+    seen = []
+    with Join([a, b], divide_by_initial_world_size=initial):
+        for _ in range(1 + 2 * rank.rank):
+            a.zero_grad()
+            b.zero_grad()
+            use(a, b, torch.full((1, 1), rank.rank + 1.0))
+            seen.append([a.module.weight.grad.item(), b.module.weight.grad.item()])
+    return seen
+
+
+@both
+@pytest.mark.parametrize("initial", [True, False], ids=["all ranks", "ranks with batches"])
+def test_several_wrappers_in_one_context(implementation, initial):
+    alone = 1.0 if initial else 2.0
+    second = 1.0 if implementation == "torch" else alone  # the option is the first wrapper's only, there
+    assert run_processes(2, run, one_after_the_other, implementation, initial) == [
+        [[1.5, 1.5]],
+        [[1.5, 1.5], [alone, second], [alone, second]],
+    ]
+
+
+@pytest.mark.parametrize("use", [together, the_other_way_round, one_of_another])
+def test_forwards_and_backwards_of_several_wrappers_in_any_order(use):
+    assert run_processes(2, run, use, "lockstep", True) == [[[1.5, 1.5]], [[1.5, 1.5], [1.0, 1.0], [1.0, 1.0]]]
+
+
+def test_a_wrapper_that_does_not_synchronise_beside_one_that_does():
+    assert run_processes(2, run, in_two_backwards_of_one, "lockstep", True) == [
+        [[1.5, 1.0]],
+        [[1.5, 2.0], [1.0, 2.0], [1.0, 2.0]],
+    ]
+
+
+def after(rank, how):
+    """Forwards of one rank alone when the context is over."""
+    ddp = lockstep.DistributedDataParallel(one_weight())
+    x = torch.ones(1, 1)
+    if how == "join()":
+        with ddp.join():
+            ddp(x).sum().backward()
+    elif how == "Join":
+        with Join([ddp]):
+            ddp(x).sum().backward()
+    else:
+        with pytest.raises(ArithmeticError), ddp.join():
+            ddp(x).sum().backward()
+            raise ArithmeticError("on every rank")
+        gc.collect()  # the traceback
+    with count_collectives(rank) as seen:
+        if rank.rank == 0:
+            ddp.eval()
+            ddp(x)
+            with torch.no_grad():
+                ddp(x)
+            ddp.train()
+        forwards = len(seen)
+    ddp.zero_grad()
+    ddp(x * (rank.rank + 1)).sum().backward()
+    again = ddp.module.weight.grad.item()
+    with ddp.join():
+        for _ in range(1 + rank.rank):
+            ddp.zero_grad()
+            ddp(x * (rank.rank + 1)).sum().backward()
+    return forwards, again, ddp.module.weight.grad.item()
+
+
+@pytest.mark.parametrize("how", ["join()", "Join", "join() that raised"])
+def test_after_join_forward_does_not_communicate(how):
+    assert run_processes(2, after, how) == [(0, 1.5, 1.5), (0, 1.5, 1.0)]
