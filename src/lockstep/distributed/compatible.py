@@ -207,9 +207,9 @@ class CompatibleNames:
         return self._options.static_graph or self._static_graph
 
     @property
-    def mixed_precision(self) -> None:
-        """Always None."""
-        return
+    def mixed_precision(self) -> Any:
+        """As given."""
+        return self._options.mixed_precision
 
     @property
     def bucket_bytes_cap(self) -> int:

@@ -57,7 +57,8 @@ class DistributedDataParallel(CompatibleNames, _PyTorchs, Module, Joinable, Gene
         static_graph: Needless: nothing is assumed of the graph.
         delay_all_reduce_named_params: Pairs of name and parameter whose gradients leave last.
         param_to_hook_all_reduce: Must come with the former; they leave at the end of backward.
-        mixed_precision: Refused; use ``torch.autocast`` and the compression hooks.
+        mixed_precision: A ``torch.nn.parallel.distributed._MixedPrecision``: forward runs with parameters, inputs and
+            buffers in its dtypes, gradients travel in its reduce dtype; all of them stay in their own dtype.
         device_mesh: One dimension of a ``DeviceMesh``, in place of ``process_group``.
         skip_all_reduce_unused_params: Needless: parameters that no rank has ever used are not sent.
         bucket_cap_mb_list: Sizes of successive buckets in MiB; the last one holds for all further ones.

@@ -10,6 +10,7 @@ from torch.nn import Parameter
 
 from lockstep.distributed.buffers import POLICIES, Policy
 from lockstep.distributed.collectives import Group
+from lockstep.distributed.mixed_precision import check_mixed_precision
 from lockstep.distributed.plan import DEFAULT_CAP_BYTES, FIRST_CAP_BYTES, MIB
 from lockstep.errors import OptionError
 from lockstep.wrapper import unknown_option
@@ -64,11 +65,7 @@ class Options:
         self._check_values()
 
     def _check_values(self) -> None:
-        if self.mixed_precision is not None:
-            raise OptionError(
-                "mixed_precision is private to PyTorch's class and not supported; run forward under torch.autocast, "
-                "and register bf16_compress_hook or fp16_compress_hook to reduce in lower precision"
-            )
+        check_mixed_precision(self.mixed_precision)
         if self.buffer_policy not in POLICIES:
             raise OptionError(f"buffer_policy must be one of {', '.join(POLICIES)}, got {self.buffer_policy!r}")
         for name, value in (("bucket_cap_mb", self.bucket_cap_mb), *self._listed_caps()):
@@ -130,6 +127,7 @@ class Options:
         return [
             ("option bucket_cap_mb", str(self.caps)),
             ("option buffer_policy", self.policy),
+            ("option mixed_precision", str(self.mixed_precision)),
             ("option init_sync", f"{self.init_sync}, buffers {self.syncs_buffers_at_start}"),
             ("option delay_all_reduce_named_params", str([n for n, _ in self.delay_all_reduce_named_params or ()])),
         ]

@@ -23,6 +23,7 @@ from lockstep.distributed.collectives import Collectives, Group, resolve_group
 from lockstep.distributed.conductor import Conductor, conductor_of
 from lockstep.distributed.gradients import ManagedParameter
 from lockstep.distributed.hooks import check_hook
+from lockstep.distributed.mixed_precision import Casts, ReduceIn, reduce_dtype
 from lockstep.distributed.options import Options
 from lockstep.distributed.parameter_hooks import attach, is_attached, take_over_optimizers
 from lockstep.distributed.passes import ForwardMark, in_backward, note_compiled
@@ -56,6 +57,7 @@ class Replication:
         self._taking_over = taking_over
         self.hooks: list[tuple[Any, Any]] = []
         """Communication hooks, each with its state."""
+        self._casts: Casts | None = None
         self._restored: dict[str, Any] | None = None
         self._serial = 0
         self._others: set[int] = set()
@@ -177,11 +179,24 @@ class Replication:
         reducer.requires_sync = self.requires_sync
         for parameter in managed:
             attach(parameter, reducer)
+        if options.mixed_precision is not None:
+            self._start_casts(reducer)
         self.reducer = reducer
         for state, hook in self.hooks:
             reducer.register_hook(state, hook)
         if self._restored is not None:
             self.restore(self._restored)
+
+    def _start_casts(self, reducer: Reducer) -> None:
+        module, config = self._alive(), self.options.mixed_precision
+        skipped, names = left_out(module, self._ignored, self.options)
+        named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+        ignored = [tensor for name, tensor in named if name in names]
+        below = [tensor for each in skipped for tensor in (*each.parameters(), *each.buffers())]
+        self._casts = Casts(module, config, [*ignored, *below])
+        dtype = reduce_dtype(config)
+        if dtype is not None:
+            reducer.register_hook(None, ReduceIn(dtype))
 
     def _late_agreement(
         self, contents: Contents, collectives: Collectives, conductor: Conductor, reducer: Reducer
@@ -241,9 +256,11 @@ class Replication:
             else:
                 self.reducer.passes.enter_forward(self._counts())
         device = input_device(self.options)
-        if device is None:
-            return args, kwargs
-        return move_to(args, device), move_to(kwargs, device)
+        if device is not None:
+            args, kwargs = move_to(args, device), move_to(kwargs, device)
+        if self._casts is not None:
+            args, kwargs = self._casts.inputs(args), self._casts.inputs(kwargs)
+        return args, kwargs
 
     def after_forward(self, outputs: Any) -> None:
         """Mark the outputs, so that a backward through them is known to go through this forward, and is closed when it
