@@ -141,7 +141,7 @@ def test_replicate_costs_as_much_every_time(reference, sim):
         assert sim.copies()["sim:0", "sim:1"].calls > 0
         sim.reset_copies()
         third = replicate(network, [0, 1], detach=True)
-        assert sim.copies() == {}
+        assert ("sim:0", "sim:1") not in sim.copies()
     assert all(a is b is c for a, b, c in zip(first, again, third, strict=True))
 
 

@@ -1,228 +1,320 @@
-"""What has changed on a network since the last look, noticed in one cheap pass over it.
+"""What has changed on a network since the last look, noticed in one pass over it.
 
-A pass costs a comparison of dictionaries in C for each module, and a few numbers for each tensor; it allocates
-nothing that grows with the number of replicas. It tells apart what is cheap to carry over (an attribute, a hook, a
-buffer that was replaced) from what makes replicas stale as a whole (other submodules or parameters, another dtype or
-device).
+====================================== ================================ ======================= =======================
+what changes                           how it is noticed                what it costs           what is done
+====================================== ================================ ======================= =======================
+a submodule, a parameter, a name of a  names, values and sizes of each  a look: 0.1 us for each all replicas are built
+slot; the order; another dictionary    dictionary of slots, by identity slot                    anew
+a module's class                       by identity                      a look: 20 ns a module  all are built anew
+a parameter's data: place, shape,      address, shape, strides, dtype   a look: 0.2 us for each new links; built anew
+strides, dtype, device                                                  parameter               with another shape
+``requires_grad``                      by value                         50 ns a parameter       new links
+a parameter's values, on the device    not at all: one storage          nothing                 nothing
+of the network
+a parameter's values, elsewhere,       not at all: always sent          a transfer              it is sent
+where a gradient is wanted
+the same, where none is wanted         version counters, and checksums  reading all values once the buckets with it are
+                                       of the bits (not for a network   and waiting for the     sent
+                                       on the CPU: always sent)         device
+a buffer, by another or in place, also not at all: every replica gets   a copy of the buffers   replicas get copies
+a replica's own, with gradients or     new ones at each use
+with accelerators
+the same on CPU replicas without       all bits are compared            reading the buffers     replicas get copies
+gradients
+an attribute; a hook's dictionary;     names and values of each         a look: 20 ns for each  the attribute is set in
+``__dict__``                           ``__dict__``, by identity        entry                   every replica
+hooks: added, removed, reordered, put  keys and values, by identity     a look: 20 ns for each  the table is copied
+straight into a dictionary                                              hook and empty table    again
+inside attributes that lead into the   all parts of all containers, at  a look: 50 ns for each  the attribute is
+tree, or have few parts                any depth, by identity           part                    translated again
+inside others with more than 1,000     the sizes, first and last parts  a look: some us for     the attribute is
+parts                                  of the outer containers          each attribute          translated again
+an attribute of a scripted module      by value                         a look: 1 us for each   it is set
+an attribute that only the forward of  values of each ``__dict__``      a look: 10 ns for each  it starts from the
+another replica than the first sets                                     entry and replica       network's again
+a replica's parameters, given other    address, shape, strides          0.2 us for each         the replica gets new
+data by its forward                                                     parameter and replica   ones
+====================================== ================================ ======================= =======================
 
-Not noticed: an attribute that is replaced by an equal string or the like, and what happens inside objects that
-replicas share with the network by reference anyway.
+Not noticed, and why:
+
+- What is put in the middle of a plain container with more than 1,000 parts in place of something else, and leads into
+  the tree. A vocabulary would be gone through at each forward. (What does not lead there is the same object for all.)
+- What is inside an object of another kind than containers, methods, partial functions, weak references and dataclasses,
+  and what a function closes over: nothing tells what may be opened. All replicas share it by reference.
+- What forward does inside containers of which each replica has its own, hooks that it puts on a replica other than the
+  first, attributes it sets in a scripted replica: each replica keeps them. What every replica's forward sets is each
+  one's own state, too, until the network's is set.
+- A write through ``.data`` while a forward of another thread runs: it is in time for the next use.
 """
 
-import functools
-import itertools
 import operator
-import types
-import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.nn import Module
-from torch.utils.hooks import RemovableHandle
 
-from lockstep.local.module_copy import CACHE, HOOKS, OWN, SLOTS, attributes, parts_of
+from lockstep.local.contents import Contents, Inside, identical
+from lockstep.local.module_copy import CACHE, HOOKS, OWN, SLOTS, attributes, scripted_names
+from lockstep.local.parts import ATOMS
 
 _flatten = chain.from_iterable
-_version_of: Callable[[Tensor], int] = Tensor._version.__get__  # type: ignore[attr-defined]
-_requires_grad: Callable[[Tensor], bool] = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
-
-# values in which nothing can happen, so that one that equals another does as well. (Numbers are not among them:
-# 1 == 1.0 == True, and an int promotes to other dtypes than a float.)
-_PLAIN = frozenset({type(None), bool, str, bytes, torch.device, torch.dtype, torch.Size})
-# containers that are replaced, never changed
-_FIXED = (tuple, frozenset, types.MethodType, functools.partial, weakref.ref)
+_ATOM_TYPES = frozenset(ATOMS)
 
 
 class Structure:
-    """Which modules, parameters and buffer names a network has, by identity."""
+    """Which modules, parameters and buffer names a network has, and of what classes its modules are."""
 
     def __init__(self, modules: list[Module]) -> None:
-        python = [m for m in modules if not isinstance(m, torch.jit.ScriptModule)]
+        self._modules = modules
+        self._types = list(map(type, modules))
         self._scripted = [m for m in modules if isinstance(m, torch.jit.ScriptModule)]
-        self._owners = [(vars(m), slot, vars(m)[slot]) for m in python for slot in SLOTS]
-        filled = [(slot, d) for _, slot, d in self._owners if d]
-        self._empty = [d for _, _, d in self._owners if not d]
-        self._named = [d for _, d in filled]
-        self._fixed = [d for slot, d in filled if slot != "_buffers"]
-        self._buffers = [d for slot, d in filled if slot == "_buffers"]
-        self._names = list(_flatten(self._named))
-        self._values = list(_flatten(map(dict.values, self._fixed)))
-        self._absent = [value is None for value in _flatten(map(dict.values, self._buffers))]
-        self._training = [m.training for m in self._scripted]
+        self._python = [m for m in modules if not isinstance(m, torch.jit.ScriptModule)]
+        self._owners = [(m, slot, vars(m)[slot]) for m in self._python for slot in SLOTS]
+        self._fixed = Contents(d for _, slot, d in self._owners if slot != "_buffers")
+        self._buffers = [d for _, slot, d in self._owners if slot == "_buffers"]
+        self._buffer_state = self._of_buffers()
+        self._script_state = [_script_slots(m) for m in self._scripted]
+
+    def _of_buffers(self) -> tuple[list[int], list[str], list[bool]]:
+        absent = [value is None for value in _flatten(map(dict.values, self._buffers))]
+        return list(map(len, self._buffers)), list(_flatten(self._buffers)), absent
 
     def changed(self) -> bool:
         """Whether anything was added, removed or replaced (a buffer replaced by another tensor does not count)."""
         return (
-            any(self._empty)
-            or list(_flatten(self._named)) != self._names
-            or not all(map(operator.is_, self._values, _flatten(map(dict.values, self._fixed))))
-            or [value is None for value in _flatten(map(dict.values, self._buffers))] != self._absent
-            or [m.training for m in self._scripted] != self._training
+            not all(map(operator.is_, map(type, self._modules), self._types))
+            or self._fixed.changed()
+            or self._of_buffers() != self._buffer_state
+            or not all(map(_alike, map(_script_slots, self._scripted), self._script_state))
         )
 
     def replaced(self) -> bool:
         """Whether a module's dictionary of slots is another object than it was, which :meth:`changed` cannot see."""
-        return any(holder[slot] is not d for holder, slot, d in self._owners)
+        return any(vars(module).get(slot) is not d for module, slot, d in self._owners)
+
+
+def _script_slots(module: torch.jit.ScriptModule) -> tuple[list[Any], list[Any]]:
+    """The names of a scripted module's slots, and its parameters."""
+    parameters = list(module._parameters.items())
+    buffers = [(name, tensor is None) for name, tensor in module._buffers.items()]
+    return [[name for name, _ in parameters], buffers], [parameter for _, parameter in parameters]
+
+
+def _alike(one: tuple[list[Any], list[Any]], other: tuple[list[Any], list[Any]]) -> bool:
+    return one[0] == other[0] and identical(one[1], other[1])
+
+
+class _Seen:
+    """What one module was like at the last look."""
+
+    def __init__(self, module: Module) -> None:
+        self.own = dict(vars(module))
+        self.inside: dict[str, Inside] = {}
+        scripted = isinstance(module, torch.jit.ScriptModule)
+        self._left_out = (
+            {*vars(module), *OWN} - {*attributes(module)} | {*SLOTS, CACHE} if scripted else {*SLOTS, CACHE}
+        )
+        self.scripted = scripted
+        self._script = scripted_names(module) if isinstance(module, torch.jit.ScriptModule) else []
+        self._script_values = _script_values(module, self._script)
+        self.look_at_hooks()
+
+    def look_at_hooks(self) -> None:
+        """Take the hooks as they are."""
+        tables = {name: self.own[name] for name in HOOKS if name in self.own and name not in self._left_out}
+        self._hooks = {name: Contents([table]) for name, table in tables.items()}
+        self.no_hooks = [table for table in tables.values() if not table]
+        self.filled = [table for table in tables.values() if table]
+
+    def differing(self, module: Module) -> list[str]:
+        """The names of the attributes that were set or deleted, or in which something was, but for slots."""
+        now, then = vars(module), self.own
+        names = [n for n, value in now.items() if n not in then or value is not then[n]]
+        names += [n for n in then if n not in now]
+        names += [n for n, hooks in self._hooks.items() if n not in names and hooks.changed()]
+        names += [n for n, inside in self.inside.items() if n not in names and inside.changed()]
+        if self.scripted:  # its methods are put there when they are called first
+            names = [n for n in names if not isinstance(now.get(n), torch._C.ScriptMethod)]
+        return [n for n in names if n not in self._left_out] + self.differing_in_script(module)
+
+    def differing_in_script(self, module: Module) -> list[str]:
+        """Those that a scripted module's script has."""
+        now = _script_values(module, self._script)
+        return [n for n, a, b in zip(self._script, now, self._script_values, strict=True) if not _same(a, b)]
+
+    def take(self, module: Module, names: Iterable[str]) -> None:
+        """Let attributes count as seen as they are now."""
+        for name in names:
+            self.inside.pop(name, None)
+            if name in vars(module):
+                self.own[name] = vars(module)[name]
+            else:
+                self.own.pop(name, None)
+        if self._script:
+            self._script_values = _script_values(module, self._script)
+
+
+def _script_values(module: Any, names: list[str]) -> list[Any]:
+    return [module._c.getattr(name) for name in names]
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two values of a script, which are new objects each time, are the same."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(_same, one, other))
+    if isinstance(one, dict):
+        return _same([*one.items()], [*other.items()])
+    return one is other or (type(one) in _ATOM_TYPES and (one == other or (one != one and other != other)))
 
 
 class Attributes:
-    """The plain attributes and the hooks of a network's modules; :attr:`training`: whether any of them trains."""
+    """The attributes and hooks of a network's modules, and what is inside of them, by identity."""
 
     def __init__(self, modules: list[Module]) -> None:
-        self._modules = [(i, m) for i, m in enumerate(modules) if not isinstance(m, torch.jit.ScriptModule)]
-        self._now = [vars(m) for _, m in self._modules]
-        self._take()
+        self._modules = modules
+        self._known: set[int] | None = None
+        self._seen = [_Seen(module) for module in modules]
+        self._scripted = [(m, s) for m, s in zip(modules, self._seen, strict=True) if s.scripted]
+        for module, seen in zip(modules, self._seen, strict=True):
+            self._open(module, seen, attributes(module))
+        self._gather()
 
-    def _take(self, *, hooks: bool = True) -> None:
-        self._then = [dict(d) for d in self._now]
-        self.training = any(d.get("training") for d in self._then)
-        if hooks:
-            self._registered = RemovableHandle.next_id
-            found = [d[name] for d in self._now for name in HOOKS if name in d]
-            self._no_hooks = [h for h in found if not h]
-            self._hooks = [(h, dict(h)) for h in found if h]
-        loose = [
-            (number, name, value)
-            for number, d in enumerate(self._now)
-            for name, value in d.items()
-            if name not in SLOTS and name not in OWN and name != CACHE and not _is_plain(value)
-        ]
-        self._holders = [self._now[number] for number, _, _ in loose]
-        self._names = [name for _, name, _ in loose]
-        self._values = [value for _, _, value in loose]
-        self._contents = [(number, name, c, parts_of(c)) for number, name, v in loose for c in _containers(v)]
-
-    def changed(self, *, quick: bool = False) -> bool:
-        """Whether any attribute was set or deleted, any hook added or removed, since the last look.
-
-        A quick look takes it that a hook is added by registering it.
-        """
-        try:
-            if self._now != self._then:
-                return True
-        except (RuntimeError, ValueError):  # tensors and arrays have no truth value: they differ
-            return True
+    def changed(self) -> bool:
+        """Whether any attribute was set or deleted, any hook added or removed, since the last look."""
+        now = list(map(vars, self._modules))
         return (
-            not all(map(operator.is_, map(dict.__getitem__, self._holders, self._names), self._values))
-            or (not (quick and RemovableHandle.next_id == self._registered) and any(self._no_hooks))
-            or any(hooks != before for hooks, before in self._hooks)
-            or any(not identical(parts_of(c) or (), before or ()) for _, _, c, before in self._contents)
+            list(map(len, now)) != self._sizes
+            or list(_flatten(now)) != self._names
+            or not all(map(operator.is_, _flatten(map(dict.values, now)), self._values))
+            or any(self._no_hooks)
+            or self._hooks.changed()
+            or self._contents.changed()
+            or any(inside.others_changed() for inside in self._insides)
+            or any(seen.differing_in_script(module) for module, seen in self._scripted)
         )
 
     def take_changes(self) -> list[tuple[int, list[str]]]:
-        """The module numbers and names of what has changed; from now on these count as seen."""
-        hooks = {id(h): b for h, b in self._hooks}
-        inside = {(i, n) for i, n, c, before in self._contents if not identical(parts_of(c) or (), before or ())}
-        changes = []
-        for number, ((index, module), now, then) in enumerate(zip(self._modules, self._now, self._then, strict=True)):
-            names = [n for n in attributes(module) if (number, n) in inside or _differs(n, now, then, hooks)]
-            names += [n for n in then if n not in now and n != CACHE]
-            if names:
-                changes.append((index, names))
-        self._take()
+        """The numbers of the modules and the names of what has changed; from now on these count as seen."""
+        changes = self._differences()
+        for index, names in changes:
+            self._take(index, names)
+            self._seen[index].look_at_hooks()
+        if changes:
+            self._gather()
         return changes
 
-    def disregard(self) -> None:
-        """Let attributes that have changed count as seen, but hooks as before."""
-        self._take(hooks=False)
+    def disregard(self) -> list[tuple[int, list[str]]]:
+        """The same, but for hooks: these count as before."""
+        found = [(index, [n for n in names if n not in OWN]) for index, names in self._differences()]
+        changes = [(index, names) for index, names in found if names]
+        for index, names in changes:
+            self._take(index, names)
+        if changes:
+            self._gather()
+        return changes
+
+    @property
+    def leading(self) -> set[tuple[int, str]]:
+        """The module numbers and names of attributes that lead to something else in each replica."""
+        return {(i, name) for i, seen in enumerate(self._seen) for name, inside in seen.inside.items() if inside.leads}
+
+    def holding(self, tensors: set[int]) -> list[tuple[int, list[str]]]:
+        """The module numbers and names of attributes in which any of the tensors is, given their ids."""
+        found = [
+            (i, [name for name, inside in seen.inside.items() if inside.tensors & tensors])
+            for i, seen in enumerate(self._seen)
+            if seen.inside
+        ]
+        return [(i, names) for i, names in found if names]
+
+    def _differences(self) -> list[tuple[int, list[str]]]:
+        pairs = enumerate(zip(self._modules, self._seen, strict=True))
+        found = [(i, seen.differing(module)) for i, (module, seen) in pairs]
+        return [(i, names) for i, names in found if names]
+
+    def _take(self, index: int, names: list[str]) -> None:
+        self._seen[index].take(self._modules[index], names)
+        self._open(self._modules[index], self._seen[index], names)
+
+    def _open(self, module: Module, seen: _Seen, names: Iterable[str]) -> None:
+        """Look into those of the attributes that may have something inside."""
+        for name in names:
+            value = seen.own.get(name)
+            if type(value) not in _ATOM_TYPES and name not in OWN and (inside := Inside(value, self._ids())):
+                seen.inside[name] = inside
+
+    def _ids(self) -> set[int]:
+        """The ids of all modules, parameters and buffers."""
+        if self._known is None:
+            slots = (getattr(m, kind).values() for m in self._modules for kind in ("_parameters", "_buffers"))
+            self._known = {*map(id, self._modules), *map(id, _flatten(slots))} - {id(None)}
+        return self._known
+
+    def _gather(self) -> None:
+        """Put together what :meth:`changed` looks at."""
+        self._known = None
+        owns = [seen.own for seen in self._seen]
+        self._sizes, self._names = list(map(len, owns)), list(_flatten(owns))
+        self._values = list(_flatten(map(dict.values, owns)))
+        self._no_hooks = [table for seen in self._seen for table in seen.no_hooks]
+        self._hooks = Contents(table for seen in self._seen for table in seen.filled)
+        insides = [inside for seen in self._seen for inside in seen.inside.values()]
+        self._contents = Contents(container for inside in insides for container in inside.containers)
+        self._insides = [inside for inside in insides if inside.others]
 
 
-def _is_plain(value: Any) -> bool:
-    if type(value) is tuple:
-        return all(map(_is_plain, value))
-    return type(value) in _PLAIN or isinstance(value, Module | type)
+class CopyAttributes:
+    """The attributes of a copy's modules, to tell what a forward has set on it.
 
+    One pass compares all values at once, by ``==``, which asks values only where they are not identical. A module on
+    which something was set is looked at on its own from then on, by identity: no tensor is read each time.
+    """
 
-def _containers(value: Any, depth: int = 8) -> Iterator[Any]:
-    """``value`` and what is nested in it, as far as something can be put in or taken out."""
-    parts = parts_of(value) if depth else None
-    if parts is None:
-        return
-    if not isinstance(value, _FIXED):
-        yield value
-    for part in parts:
-        yield from _containers(part, depth - 1)
+    def __init__(self, modules: list[Module]) -> None:
+        self._now = [{} if isinstance(m, torch.jit.ScriptModule) else vars(m) for m in modules]
+        self._then = [dict(own) for own in self._now]
+        self._apart: set[int] = set()
+        self._gather()
 
-
-def _differs(name: str, now: dict[str, Any], then: dict[str, Any], hooks: dict[int, Any]) -> bool:
-    value = now[name]
-    if name not in then or value is not then[name]:
-        return True
-    return name in HOOKS and bool(value != hooks.get(id(value), {}))
-
-
-_never = itertools.count()
-
-
-def _versions(tensors: list[Tensor]) -> list[int]:
-    try:
-        return list(map(_version_of, tensors))
-    except RuntimeError:  # inference tensors count no versions: take them as written each time
-        return [next(_never) if tensor.is_inference() else tensor._version for tensor in tensors]
-
-
-def addresses(tensors: list[Tensor]) -> list[int]:
-    """Where the data of each tensor is in memory."""
-    try:
-        return list(map(Tensor.data_ptr, tensors))
-    except RuntimeError:  # a sparse tensor has no one address: only its identity and its version tell
-        return [t.data_ptr() if t.layout == torch.strided else -1 for t in tensors]
-
-
-def _layouts(tensors: list[Tensor]) -> tuple[list[int], list[Any]]:
-    try:
-        return list(map(Tensor.numel, tensors)), list(map(Tensor.stride, tensors))
-    except RuntimeError:
-        return [t.numel() for t in tensors], [t.stride() if t.layout == torch.strided else None for t in tensors]
-
-
-def _kinds(tensors: list[Tensor]) -> list[tuple[torch.dtype, torch.device, torch.Size]]:
-    return [(t.dtype, t.device, t.shape) for t in tensors]
-
-
-def identical(one: Iterable[Any], other: Iterable[Any]) -> bool:
-    """Whether both have the same objects, in the same order."""
-    one, other = list(one), list(other)
-    return len(one) == len(other) and all(map(operator.is_, one, other))
-
-
-class Tensors:
-    """Where the values of some tensors are, and whether they were written."""
-
-    def __init__(self, tensors: list[Tensor]) -> None:
-        self.tensors = tensors
-        self._versions = _versions(tensors)
-        self._addresses, self._layouts, self._kinds = addresses(tensors), _layouts(tensors), _kinds(tensors)
-        self._gradients = list(map(_requires_grad, tensors))
-
-    def moved(self, *, quick: bool = False) -> bool:
-        """Whether any tensor's data is elsewhere now: moved, retyped, resized, or replaced through ``.data``.
-
-        A quick look takes it that other data is at another address.
-        """
-        if addresses(self.tensors) != self._addresses or not (quick or _layouts(self.tensors) == self._layouts):
+    def changed(self) -> bool:
+        """Whether any attribute was set or deleted since the last look."""
+        together = self._together
+        try:
+            if list(map(len, together)) != self._sizes:
+                return True
+            if list(_flatten(map(dict.values, together))) != self._values:
+                return True
+        except Exception:  # whatever ``==`` of a value raises, that value is not the one that was there
             return True
-        return not all(self._addresses) and self.retyped()  # no data has no address
+        return any(self._differing(index) for index in self._apart)
 
-    def retyped(self) -> bool:
-        """Whether any tensor has another dtype, device or shape now."""
-        return _kinds(self.tensors) != self._kinds
+    def take_changes(self) -> list[tuple[int, list[str]]]:
+        """The numbers of the modules and the names of what has changed; from now on these count as seen."""
+        found = [(index, self._differing(index)) for index in range(len(self._now))]
+        changes = [(index, names) for index, names in found if names]
+        self.look_again(index for index, _ in changes)
+        return changes
 
-    def requirements_changed(self) -> bool:
-        """Whether ``requires_grad`` of any tensor is another than at the last look."""
-        gradients = list(map(_requires_grad, self.tensors))
-        if gradients == self._gradients:
-            return False
-        self._gradients = gradients
-        return True
+    def look_again(self, numbers: Iterable[int]) -> None:
+        """Let some modules count as seen as they are now."""
+        listed = set(numbers)
+        for index in listed:
+            self._then[index] = dict(self._now[index])
+        if not listed <= self._apart:
+            self._apart |= listed
+            self._gather()
 
-    def written(self) -> list[int]:
-        """The numbers of the tensors that were written since the last look, by their version counters."""
-        versions = _versions(self.tensors)
-        if versions == self._versions:
-            return []
-        then, self._versions = self._versions, versions
-        return [i for i, (old, new) in enumerate(zip(then, versions, strict=True)) if old != new]
+    def _differing(self, index: int) -> list[str]:
+        now, then = self._now[index], self._then[index]
+        names = [n for n, value in now.items() if n not in then or value is not then[n]]
+        return [n for n in (*names, *(n for n in then if n not in now)) if n not in SLOTS and n != CACHE]
+
+    def _gather(self) -> None:
+        self._together = [own for index, own in enumerate(self._now) if index not in self._apart]
+        self._sizes = list(map(len, self._together))
+        self._values = list(_flatten(map(dict.values, self._together)))

@@ -7,13 +7,8 @@ are *translated*: rebuilt with the copy's own modules and tensors in them.
 """
 
 import copy
-import functools
-import types
-import weakref
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
@@ -22,24 +17,13 @@ from torch.nn.modules.lazy import LazyModuleMixin
 
 from lockstep.compiler import is_compiled, recompiled
 from lockstep.errors import NotReplicableError
+from lockstep.local.parts import ATOMS, opened, refilled
 
-_ATOMS = (
-    type(None),
-    bool,
-    int,
-    float,
-    complex,
-    str,
-    bytes,
-    type,
-    types.FunctionType,
-    torch.device,
-    torch.dtype,
-)
 SLOTS = ("_parameters", "_buffers", "_modules")
 HOOKS = tuple(name for name, value in vars(Module()).items() if isinstance(value, dict) and name not in SLOTS)
 CACHE = "_lockstep_replica_sets"  # where a network keeps its replicas for the functional calls
 OWN = {*HOOKS, "_non_persistent_buffers_set"}  # what PyTorch keeps in every module, and no replica shares
+_SCRIPTED = {"_c", "_concrete_type", "_actual_script_module", "_initializing", "_name", "forward"}  # a script's body
 
 
 def check_replicable(network: Module) -> None:
@@ -63,11 +47,15 @@ def check_replicable(network: Module) -> None:
 
 
 class Translation:
-    """The map from a network's modules and tensors to those of one copy, and what follows from it for other values."""
+    """The map from a network's modules and tensors to those of one copy, and what follows from it for other values.
+
+    :attr:`found_tensor` tells whether the last call met one of the tensors.
+    """
 
     def __init__(self) -> None:
         self._counterparts: dict[int, Any] = {}
         self.tensors: dict[int, Any] = {}  # only for as long as these tensors are sure to live
+        self.found_tensor = False
         self._open: set[int] = set()
 
     def add(self, original: object, counterpart: object) -> None:
@@ -79,65 +67,28 @@ class Translation:
 
     def __call__(self, value: Any) -> Any:
         """``value`` as the copy has it: itself, unless something in it means another thing there."""
-        if isinstance(value, _ATOMS):
+        self.found_tensor = False
+        return self._translated(value)
+
+    def _translated(self, value: Any) -> Any:
+        if isinstance(value, ATOMS):
             return value
         if id(value) in self._counterparts:
             return self._counterparts[id(value)]
         if id(value) in self.tensors:
+            self.found_tensor = True
             return self.tensors[id(value)]
-        rebuild = _parts(value)
+        rebuild = opened(value)
         if rebuild is None or id(value) in self._open:
             return value
         parts, build = rebuild
         self._open.add(id(value))  # a container may hold itself
         try:
-            translated = [self(part) for part in parts]
+            translated = [self._translated(part) for part in parts]
         finally:
             self._open.discard(id(value))
         same = all(new is old for new, old in zip(translated, parts, strict=True))
         return value if same else build(translated)
-
-
-def _parts(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
-    """What may lead into the tree inside ``value``, and how to build a like value of other parts."""
-    if isinstance(value, types.MethodType):
-        return [value.__self__], lambda new: types.MethodType(value.__func__, new[0])
-    if isinstance(value, functools.partial):
-        count, names = len(value.args), list(value.keywords)
-        parts = [value.func, *value.args, *value.keywords.values()]
-        return parts, lambda new: functools.partial(
-            new[0], *new[1 : 1 + count], **dict(zip(names, new[1 + count :], strict=True))
-        )
-    if isinstance(value, weakref.ref):
-        return [value()], lambda new: weakref.ref(new[0])
-    if isinstance(value, dict):
-        count = len(value)
-        return [*value, *value.values()], lambda new: _refilled(value, dict(zip(new[:count], new[count:], strict=True)))
-    if isinstance(value, tuple):
-        named = hasattr(value, "_fields")
-        return list(value), lambda new: type(value)(*new) if named else type(value)(new)
-    if isinstance(value, list | set | frozenset | deque):
-        return list(value), lambda new: _refilled(value, new)
-    if is_dataclass(value):
-        names = [f.name for f in fields(value) if hasattr(value, f.name)]
-        return [getattr(value, name) for name in names], lambda new: _with_fields(value, names, new)
-    return None
-
-
-def _refilled(value: Any, new: Any) -> Any:
-    if isinstance(value, frozenset):
-        return type(value)(new)
-    filled = copy.copy(value)
-    filled.clear()
-    filled.extend(new) if isinstance(value, list | deque) else filled.update(new)
-    return filled
-
-
-def _with_fields(value: Any, names: list[str], new: list[Any]) -> Any:
-    filled = copy.copy(value)
-    for name, part in zip(names, new, strict=True):
-        object.__setattr__(filled, name, part)
-    return filled
 
 
 class ModuleCopy:
@@ -159,42 +110,65 @@ class ModuleCopy:
             if not isinstance(module, torch.jit.ScriptModule):
                 vars(shell)["_modules"] = {name: self._translate(child) for name, child in module._modules.items()}
         self._slots = {kind: [_slots(module, kind) for module in self.modules] for kind in ("_parameters", "_buffers")}
-        self._holding: list[tuple[int, str]] = []
+        self._holding: set[tuple[int, str]] = set()
+        self._replaced: list[tuple[Any, Any]] = []
+
+    def holder(self, kind: str, index: int) -> Any:
+        """The slots of one kind of the copy's module of that number, by name."""
+        return self._slots[kind][index]
 
     def bind(self, kind: str, slots: Sequence[tuple[int, str]], tensors: Iterable[torch.Tensor | None]) -> None:
         """Put tensors into slots: ``kind`` is ``_parameters`` or ``_buffers``, a slot (module number, name)."""
         owners = self._slots[kind]
         for (index, name), tensor in zip(slots, tensors, strict=True):
+            if self._holding and (old := owners[index][name]) is not tensor:
+                self._replaced.append((old, tensor))
             owners[index][name] = tensor
 
-    def rebind_attributes(self) -> None:
-        """Translate anew the attributes that hold tensors, after other tensors were bound."""
-        if not self._holding:
-            return
-        with self._tensors_known():
-            for index, name in self._holding:
-                vars(self.modules[index])[name] = self._translate(vars(self._originals[index])[name])
+    def rebind_attributes(self) -> list[int]:
+        """Let attributes that hold tensors hold those that were bound instead since the last time.
 
-    def set_all_attributes(self) -> None:
-        """Take over every attribute of every module of the network."""
-        self.set_attributes((index, attributes(module)) for index, module in enumerate(self._originals))
+        The copy's own values are translated, not the network's: what its forward has put beside the tensors stays.
+        Returns the numbers of the modules that have other attributes now.
+        """
+        if not self._replaced:
+            return []
+        substitute = Translation()
+        substitute.tensors = {id(old): new for old, new in self._replaced if old is not None}
+        for index, name in self._holding:
+            own = vars(self.modules[index])
+            if name in own:
+                own[name] = substitute(own[name])
+        self._replaced.clear()
+        return sorted({index for index, _ in self._holding})
+
+    def set_all_attributes(self, leading: Container[tuple[int, str]] | None = None) -> None:
+        """Take over every attribute of every module of the network; see :meth:`set_attributes`."""
+        self.set_attributes(((index, attributes(module)) for index, module in enumerate(self._originals)), leading)
         for module in self.modules:
             if isinstance(module, torch.nn.RNNBase):
                 vars(module)["flatten_parameters"] = _already_flat
 
-    def set_attributes(self, changes: Iterable[tuple[int, Iterable[str]]]) -> None:
-        """Take over attributes of the network's modules, by number; one that is gone there goes here too."""
+    def set_attributes(
+        self, changes: Iterable[tuple[int, Iterable[str]]], leading: Container[tuple[int, str]] | None = None
+    ) -> None:
+        """Take over attributes of the network's modules, by number; one that is gone there goes here too.
+
+        Those not in ``leading``, if it is given, are known to lead nowhere: they are the same object in the copy.
+        """
         with self._tensors_known():
             for index, names in changes:
                 for name in names:
-                    self._set_attribute(index, name)
+                    self._set_attribute(index, name, leading is None or (index, name) in leading)
 
-    def _set_attribute(self, index: int, name: str) -> None:
+    def _set_attribute(self, index: int, name: str, leads: bool) -> None:
         original, module = self._originals[index], self.modules[index]
         source, target = vars(original), vars(module)
-        if (index, name) in self._holding:
-            self._holding.remove((index, name))
-        if name not in source:
+        self._holding.discard((index, name))
+        if isinstance(original, torch.jit.ScriptModule) and name in scripted_names(original):
+            script: Any = module._c
+            script.setattr(name, original._c.getattr(name))
+        elif name not in source:
             target.pop(name, None)
         elif name in OWN:
             target[name] = _own(source[name], self._translate)
@@ -202,10 +176,21 @@ class ModuleCopy:
             target[name] = recompiled(source[name], module)
         elif name == "forward" and is_compiled(original):
             module._initialize()  # type: ignore[operator]
+        elif not leads:
+            target[name] = source[name]
         else:
-            target[name] = self._translate(source[name])
-            if target[name] is not source[name] and _holds_tensor(source[name]):
-                self._holding.append((index, name))
+            target[name] = self._own_value(source[name], original, name)
+            if self._translate.found_tensor:
+                self._holding.add((index, name))
+
+    def _own_value(self, value: Any, owner: Module, name: str) -> Any:
+        try:
+            return self._translate(value)
+        except RecursionError:
+            raise NotReplicableError(
+                f"attribute {name} of a {type(owner).__name__} leads to a module, parameter or buffer of the network "
+                "through containers that are nested too deeply to be rebuilt for a replica"
+            ) from None
 
     @contextmanager
     def _tensors_known(self) -> Iterator[None]:
@@ -249,28 +234,26 @@ def _own(value: Any, translate: Translation) -> Any:
     if not value:
         return type(value)()
     if isinstance(value, dict):
-        return _refilled(value, {key: translate(hook) for key, hook in value.items()})
+        return refilled(value, {key: translate(hook) for key, hook in value.items()})
     return copy.copy(value)
 
 
-def parts_of(value: Any) -> list[Any] | None:
-    """What may lead into the tree inside ``value``, or None for a value that is not looked into."""
-    opened = None if isinstance(value, _ATOMS) else _parts(value)
-    return None if opened is None else opened[0]
-
-
-def _holds_tensor(value: Any, depth: int = 8) -> bool:
-    """Whether there is a tensor inside a value that was translated, so that it must be again when tensors change."""
-    if isinstance(value, torch.Tensor):
-        return True
-    return depth > 0 and any(_holds_tensor(part, depth - 1) for part in parts_of(value) or ())
-
-
 def attributes(module: Module) -> list[str]:
-    """The names of the instance attributes that a copy takes over; a scripted module keeps its state elsewhere."""
+    """The names of the instance attributes that a copy takes over; of a scripted module those of its script, too."""
     if isinstance(module, torch.jit.ScriptModule):
-        return []
+        left_out = {*_SCRIPTED, *SLOTS, *OWN}
+        own = [n for n, v in vars(module).items() if n not in left_out and not isinstance(v, torch._C.ScriptMethod)]
+        return [*own, *(name for name in scripted_names(module) if name not in own)]
     return [name for name in vars(module) if name not in SLOTS and name != CACHE]
+
+
+def scripted_names(module: torch.jit.ScriptModule) -> list[str]:
+    """The names of a scripted module's attributes that are no parameters and no buffers and can be set."""
+    if not hasattr(module, "_concrete_type"):
+        return []
+    kinds: dict[str, tuple[Any, bool]] = module._concrete_type.get_attributes()
+    slots = {name for held in (module._parameters, module._buffers) for name, _ in held.items()}
+    return [n for n, (kind, _) in kinds.items() if n not in slots and str(kind) != "NoneType"]
 
 
 def _shells(module: Module) -> list[tuple[Module, Module]]:

@@ -5,6 +5,11 @@ counter: nothing is ever copied, and a write in the wrong moment is noticed by a
 another device it is a view of a flat buffer that lives as long as the replicas. A transfer rewrites buffers in place,
 and counts up the versions of exactly those values whose parameter was written. So a graph that has saved another
 parameter's value goes on undisturbed, and one that has saved a changed value says so, as it would on one device.
+
+A write through ``.data`` leaves no trace in a version counter. So where values are sent only if they have changed,
+*checksums* tell: each bucket's bits are summed on the source, weighted by place, and all sums are read at once. That
+reads the values once and waits for the source; sending them would write them to every device. Values on the CPU are
+sent without asking, since to read them takes as long.
 """
 
 from collections import defaultdict
@@ -13,13 +18,15 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from lockstep.buckets import Bucket, Slot, TensorSpec, plan_buckets
+from lockstep.local.checksums import checksum
 from lockstep.local.comm import fill, pack, unpack
+from lockstep.local.tensor_state import layouts
 
 
 class ParameterValues:
     """Values of ``tensors`` (all on one device) on each of ``devices``: :meth:`on` a device, in the tensors' order.
 
-    :attr:`addresses` has for each device where they are in its memory.
+    :attr:`addresses` has for each device where they are in its memory, :attr:`layouts` how they are laid out there.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], devices: Iterable[torch.device], cap_bytes: int) -> None:
@@ -33,6 +40,8 @@ class ParameterValues:
         if self._source is not None:
             self._values[self._source] = [t.detach() for t in tensors]
         self.addresses = {d: list(map(torch.Tensor.data_ptr, values)) for d, values in self._values.items()}
+        self.layouts = {d: layouts(values) for d, values in self._values.items()}
+        self._sums: torch.Tensor | None = None  # of what was sent last, if known
         self.transfer(range(len(tensors)), everything=True)
 
     def _views(self, flats: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -52,16 +61,32 @@ class ParameterValues:
         return self._values[device] if self._tensors else []
 
     def transfer(self, written: Iterable[int], *, everything: bool) -> None:
-        """Bring the values on other devices up to date: those of ``written`` tensors, or of all."""
+        """Bring the values on other devices up to date: of all tensors, or of those that are others than were sent.
+
+        Those that are known to be ``written`` get new versions.
+        """
         if not self._flats:
             return
         changed = set(written)
-        for number, bucket in enumerate(self._buckets):
-            if everything or not changed.isdisjoint(slot.index for slot in bucket.slots):
-                for flat, values in self._packed(number, bucket):
-                    fill(flat, values)
+        wanted = range(len(self._buckets)) if everything else self._differing(changed)
+        if everything:
+            self._sums = None
+        for number in wanted:
+            for flat, values in self._packed(number, self._buckets[number]):
+                fill(flat, values)
         for device in self._flats:
             torch.autograd.graph.increment_version([self._values[device][i] for i in changed])
+
+    def _differing(self, changed: set[int]) -> list[int]:
+        """The numbers of the buckets whose tensors are others than were sent, or may be."""
+        numbers = list(range(len(self._buckets)))
+        if self._source is None or self._source.type == "cpu" or not numbers:
+            return numbers
+        sums, before = torch.stack([checksum(b.take(self._tensors)) for b in self._buckets]), self._sums
+        self._sums = sums
+        same = [False] * len(numbers) if before is None else (sums == before).tolist()
+        written = [not changed.isdisjoint(slot.index for slot in bucket.slots) for bucket in self._buckets]
+        return [i for i in numbers if written[i] or not same[i]]
 
     def _packed(self, number: int, bucket: Bucket) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """For each device what to write, and the one tensor to write there."""

@@ -4,14 +4,12 @@ A :class:`ReplicaSet` holds one whole copy of the module tree for each device (:
 use begins with :meth:`ReplicaSet.refresh`, which goes through the following, in this order:
 
 1. *Notice.* One pass over the network (:mod:`~lockstep.local.changes`). Other submodules or parameters, or data that is
-   elsewhere: build everything anew. Otherwise carry over the attributes and hooks that were set since the last use.
+   elsewhere: build everything anew. Otherwise carry over the attributes and hooks that were set since the last use, and
+   give up what the forward of another replica than the first has set, but for what the first one's sets, too.
 2. *Parameters.* On the network's device replicas use the parameters' own storage. On others the values are brought up
-to
-   date in flat transfers (:mod:`~lockstep.local.parameters`): always if a gradient is wanted (so that even an update
-   through ``.data`` counts, which leaves no trace in a version counter) and once after that; otherwise only those whose
-   version counter moved.
-3. *Buffers.* A replica gets new tensors with the network's values, never a write into one that a live graph may have
-   saved; nothing happens where no gradient is wanted and nothing was written.
+   to date in flat transfers (:mod:`~lockstep.local.parameters`): always if a gradient is wanted; otherwise those that
+   are others than were sent.
+3. *Buffers.* A replica gets new tensors with the network's values (:mod:`~lockstep.local.fresh`).
 
 The replicas' parameters are made differentiable once, by one :class:`~lockstep.local.functions.GradientEdges` a
 bucket. Those nodes save nothing, so they serve every backward, each summing its bucket into the network's parameters
@@ -32,13 +30,14 @@ from torch.nn import Module, Parameter
 from lockstep.buckets import DEFAULT_CAP_BYTES, TensorSpec, plan_buckets
 from lockstep.devices import DeviceLike, resolve_devices
 from lockstep.errors import DeviceError
-from lockstep.local.changes import Attributes, Structure, Tensors, addresses, identical
-from lockstep.local.comm import broadcast_coalesced
+from lockstep.local.changes import Attributes, CopyAttributes, Structure
+from lockstep.local.fresh import FreshSlots
 from lockstep.local.functions import link
 from lockstep.local.layout import common_device
 from lockstep.local.made_in_forward import ReplicaSlots
 from lockstep.local.module_copy import CACHE, ModuleCopy, check_replicable
 from lockstep.local.parameters import ParameterValues
+from lockstep.local.tensor_state import Tensors, addresses, layouts
 from lockstep.phases import Phases
 
 
@@ -130,47 +129,41 @@ class ReplicaSet:
         self._bound: list[list[Tensor]] | None = None
         self._copies: list[ModuleCopy] = []
         self._replica_slots: ReplicaSlots | None = None
-        self._written: list[int] = []
-        self._found: list[Tensor | None] = []
-        self._sources: list[Tensor] = []
-        self._fresh = Tensors([])
-        self._shared: tuple[list[Tensor], list[Tensor]] = [], []
-        self._hot, self._astray = True, False
+        self._astray = False
+        self._fresh: FreshSlots | None = None
         self._attributes = Attributes([])
+        self._of_copies: list[CopyAttributes] = []
+        self._kept: set[tuple[int, str]] = set()  # attributes that forward sets, of which every replica has its own
 
     # Use #
 
     def refresh(self, *, leaves: bool = False) -> list[Module]:
         """The replicas, up to date with the network; with ``leaves`` as :meth:`collect_gradients` needs them."""
         enabled = torch.is_grad_enabled()
-        grad = enabled and not self._detach
         with self._lock, self._phases.phase("refresh"), torch.inference_mode(False), torch.no_grad():
-            quick = not (enabled or self._hot)  # nothing was trained since the last look, nor will be
-            if self._notice(quick):
+            if self._notice():
                 self._build()
-                quick = False
             else:
-                self._refresh_parameters(everything=not quick)
+                self._refresh_parameters(everything=enabled)
             bound_anew = self._bind_parameters(leaves)
             if leaves:  # no other use: a step of another thread may be in its backward
                 for leaf in chain(*self._leaves):
                     leaf.grad = None  # of a step that failed halfway
-            self._hot = enabled or self._attributes.training
-            bound_anew = self._refresh_fresh(grad, quick) or bound_anew
-            if bound_anew and self._replica_slots is not None:
+            self._refresh_fresh(grad=enabled and not self._detach, always=enabled)
+            if (bound_anew or self._loose) and self._replica_slots is not None:
                 self._replica_slots.look()
         return ([self.network] if self._network_first else []) + [copy.root for copy in self._copies]
 
     def absorb(self) -> None:
         """Look at what a forward has left behind.
 
-        Attributes that the network's own forward has set stay its own: the next refresh does not carry them over. It
-        does carry over hooks: one that removes itself at its first call must be gone from every replica. A replica
-        whose parameters have strayed gets new ones at the next refresh.
+        Attributes that the network's own forward has set stay its own: the next refresh does not carry them over, and
+        lets each replica keep its own. It does carry over hooks: one that removes itself at its first call must be gone
+        from every replica. A replica whose parameters have strayed gets new ones at the next refresh.
         """
         with self._lock:
             if self._structure is not None and self._attributes.changed():
-                self._attributes.disregard()
+                self._kept.update(_pairs(self._attributes.disregard()))
             self._astray = self._astray or self._strayed()  # the leaves are still needed, to collect gradients
 
     def check_slots(self) -> None:
@@ -203,21 +196,41 @@ class ReplicaSet:
 
     # Notice #
 
-    def _notice(self, quick: bool) -> bool:
+    def _notice(self) -> bool:
         """Carry over changed attributes; or tell that the replicas are stale as a whole."""
         if self._structure is None or self._structure.changed():
             return True
-        if self._parameters.moved(quick=quick):
+        if self._parameters.moved():
             if self._parameters.retyped():
                 return True
             self._place_values()  # the same parameters, elsewhere: RNN.flatten_parameters, p.data = ...
-        if self._attributes.changed(quick=quick):
+        if self._attributes.changed():
             if self._structure.replaced():
                 return True
             changes = self._attributes.take_changes()
-            for copy in self._copies:
-                copy.set_attributes(changes)
+            self._kept.difference_update(_pairs(changes))
+            self._carry_over(changes)
+        self._give_up_strays()
         return False
+
+    def _carry_over(self, changes: list[tuple[int, list[str]]]) -> None:
+        """Set attributes of the network in every copy."""
+        leading = self._attributes.leading
+        for copy, of_copy in zip(self._copies, self._of_copies, strict=True):
+            copy.set_attributes(changes, leading)
+            of_copy.look_again(index for index, _ in changes)
+
+    def _give_up_strays(self) -> None:
+        """Set attributes anew that only a forward of a copy has set: else they could not be reset on the network."""
+        for number, (copy, of_copy) in enumerate(zip(self._copies, self._of_copies, strict=True)):
+            if not of_copy.changed():
+                continue
+            changes = of_copy.take_changes()
+            if number == 0 and not self._network_first:
+                self._kept.update(_pairs(changes))
+            strays = [(i, [name for name in names if (i, name) not in self._kept]) for i, names in changes]
+            copy.set_attributes(strays, self._attributes.leading)
+            of_copy.look_again(index for index, names in strays if names)
 
     # Build #
 
@@ -225,6 +238,8 @@ class ReplicaSet:
         with self._phases.phase("build"):
             check_replicable(self.network)
             self._replica_slots = None
+            self._copies, self._of_copies = [], []  # else old links keep a graph to parameters of another shape
+            self._fresh = None
             self._modules = list(self.network.modules())
             if self._network_first:
                 require_on(self.network, self.devices[0])
@@ -232,13 +247,24 @@ class ReplicaSet:
             self._sort_slots()
             self._place_values()
             self._copies = [ModuleCopy(self.network) for _ in self._copy_devices]
-            self._sort_fresh([holder[name] for holder, name in self._fresh_places])
-            self._written = []
+            self._fresh = FreshSlots(
+                self.network,
+                self._loose,
+                self._copies,
+                self._copy_devices,
+                source=self._source,
+                first_shares=not self._network_first,
+                cap_bytes=self._cap_bytes,
+                check=partial(require_on, self.network),
+            )
             self._bind_parameters(leaves=False)
-            self._refresh_fresh(grad=False, quick=False)
-            for copy in self._copies:
-                copy.set_all_attributes()
+            self._fresh.refresh(grad=False, always=True)
             self._attributes, self._structure = Attributes(self._modules), Structure(self._modules)
+            leading = self._attributes.leading
+            for copy in self._copies:
+                copy.set_all_attributes(leading)
+            self._of_copies = [CopyAttributes(copy.modules) for copy in self._copies]
+            self._kept = set()
             own = [self._modules] if self._network_first else []
             self._replica_slots = ReplicaSlots(own + [copy.modules for copy in self._copies])
             self.builds += 1
@@ -250,22 +276,15 @@ class ReplicaSet:
         self._persistent: list[Tensor] = []
         self._owners: list[int] = []
         self._slots: dict[tuple[int, str], int | None] = {}
-        loose = []
+        self._loose: list[tuple[int, str]] = []
         for index, name, tensor in _all_slots(self._modules, "_parameters"):
             if tensor is not None and not _persists(tensor):
-                loose.append((index, name))
+                self._loose.append((index, name))
                 continue
             if tensor is not None and id(tensor) not in numbers:
                 self._persistent.append(tensor)
                 self._owners.append(index)
             self._slots[index, name] = None if tensor is None else numbers.setdefault(id(tensor), len(numbers))
-        buffers = [(index, name) for index, name, _ in _all_slots(self._modules, "_buffers")]
-        self._fresh_slots = {"_buffers": (0, buffers), "_parameters": (len(buffers), loose)}
-        self._fresh_places = [
-            (getattr(self._modules[index], kind), name)
-            for kind, (_, slots) in self._fresh_slots.items()
-            for index, name in slots
-        ]
 
     # Parameters #
 
@@ -279,22 +298,23 @@ class ReplicaSet:
         if self._replica_slots is not None:  # old links keep a graph to parameters that may have another shape now
             self._replica_slots.forget()
 
-    def _strayed(self) -> bool:
-        """Whether a forward gave a replica's parameter other data (``p.data = ...``), which no transfer would reach."""
-        expected = self._values.addresses
+    def _strayed(self, *, quick: bool = False) -> bool:
+        """Whether a forward gave a replica's parameter other data (``p.data = ...``), which no transfer would reach.
+
+        A quick look takes it that other data is elsewhere.
+        """
         return any(
-            list(map(Tensor.data_ptr, bound)) != expected[device]
+            addresses(bound) != self._values.addresses[device]
+            or not (quick or layouts(bound) == self._values.layouts[device])
             for device, bound in zip(self._copy_devices, self._bound or (), strict=False)
         )
 
     def _refresh_parameters(self, *, everything: bool) -> None:
-        self._astray = self._astray or (everything and not self._network_first and self._strayed())
+        self._astray = self._astray or (not self._network_first and self._strayed(quick=not everything))
         if self._parameters.requirements_changed() or self._astray:
             self._unbind_parameters()
-        if self._values.travel or self._fresh_places:  # else nobody asks what was written
-            self._written = self._parameters.written()
-        if self._written or everything:
-            self._values.transfer(self._written, everything=everything)
+        if self._values.travel:  # else nobody asks what was written
+            self._values.transfer(self._parameters.written(), everything=everything)
 
     def _bind_parameters(self, leaves: bool) -> bool:
         """Put linked tensors, or leaves, into the replicas' slots; False if they are there already."""
@@ -309,7 +329,7 @@ class ReplicaSet:
         for copy, tensors in zip(self._copies, wanted, strict=True):
             in_slots = [None if i is None else tensors[i] for i in self._slots.values()]
             copy.bind("_parameters", list(self._slots), in_slots)
-            copy.rebind_attributes()
+        self._rebind_attributes()
         return True
 
     def _new_parameters(self, device: torch.device, *, requires_grad: bool) -> list[Tensor]:
@@ -333,69 +353,21 @@ class ReplicaSet:
 
     # Buffers, and parameters that cannot persist #
 
-    def _refresh_fresh(self, grad: bool, quick: bool) -> bool:
-        """Bind new tensors to the slots whose tensors are not persistent, unless nothing can have changed; tell whether
-        a slot of a parameter was among them."""
-        found = [holder[name] for holder, name in self._fresh_places]
-        same = identical(found, self._found)
-        if same and quick and not (self._written or self._fresh.moved(quick=True) or self._fresh.written()):
-            return False
-        if not same:
-            self._sort_fresh(found)
-        if not self._hot:  # else the next look is not a quick one
-            self._fresh = Tensors(self._sources)
-        if not self._sources or not self._copies:
-            return False
-        linking = [grad and t.requires_grad for t in self._sources]
-        rows = self._plain_copies([t for t, link in zip(self._sources, linking, strict=True) if not link])
-        if any(linking):
-            self._link_fresh(rows, linking)
-        for copy, row in zip(self._copies, rows, strict=True):
-            tensors = [None if i is None else row[i] for i in self._fresh_order]
-            for kind, (start, slots) in self._fresh_slots.items():
-                copy.bind(kind, slots, tensors[start : start + len(slots)])
-            copy.rebind_attributes()
-        return bool(self._fresh_slots["_parameters"][1])
+    def _refresh_fresh(self, *, grad: bool, always: bool) -> None:
+        """Bind new tensors to the slots whose tensors are not persistent; attributes that hold them follow."""
+        exchanged = self._fresh.refresh(grad=grad, always=always) if self._fresh is not None else set()
+        self._rebind_attributes()
+        if exchanged and (changes := self._attributes.holding(exchanged)):
+            self._carry_over(changes)
 
-    def _sort_fresh(self, found: list[Tensor | None]) -> None:
-        """Which tensors are in the slots, each once, and which of them is in which."""
-        self._found, self._sources = found, list({id(t): t for t in found if t is not None}.values())
-        numbers = {id(t): i for i, t in enumerate(self._sources)}
-        self._fresh_order = [None if t is None else numbers[id(t)] for t in found]
-        if any(t.device != self._source for t in self._sources):
-            require_on(self.network, self._source)
+    def _rebind_attributes(self) -> None:
+        for copy, of_copy in zip(self._copies, self._of_copies, strict=False):  # none of these yet while building
+            if numbers := copy.rebind_attributes():
+                of_copy.look_again(numbers)
 
-    def _link_fresh(self, rows: list[list[Tensor]], linking: list[bool]) -> None:
-        """Put differentiable copies of the tensors that need a gradient between the plain copies of the others."""
-        indices = [i for i, link in enumerate(linking) if link]
-        tensors = [self._sources[i] for i in indices]
-        copies = [t.detach() for row in broadcast_coalesced(tensors, self._copy_devices, self._cap_bytes) for t in row]
-        linked = link(copies, [0] * len(tensors), tensors)
-        for number, row in enumerate(rows):
-            for place, index in enumerate(indices):
-                row.insert(index, linked[number * len(indices) + place])
 
-    def _plain_copies(self, tensors: list[Tensor]) -> list[list[Tensor]]:
-        """New tensors for every copy; only a first replica on the network's device has the network's own, as in
-        PyTorch."""
-        rows: list[list[Tensor]] = []
-        away = [device for device in self._copy_devices if device != self._source]
-        arrived = iter(broadcast_coalesced(tensors, away, self._cap_bytes) if away and tensors else [[]] * len(away))
-        for number, device in enumerate(self._copy_devices):
-            if device != self._source:
-                rows.append(list(next(arrived)))
-            elif number == 0 and not self._network_first:
-                rows.append(self._own_tensors(tensors))
-            else:
-                rows.append([t.clone() for t in tensors])
-        return rows
-
-    def _own_tensors(self, tensors: list[Tensor]) -> list[Tensor]:
-        """The network's tensors for a replica: the same objects as the last time, if the data is where it was."""
-        theirs, ours = self._shared
-        if not identical(tensors, theirs) or addresses(ours) != addresses(theirs):
-            self._shared = tensors, [t.detach() for t in tensors]
-        return list(self._shared[1])
+def _pairs(changes: list[tuple[int, list[str]]]) -> set[tuple[int, str]]:
+    return {(index, name) for index, names in changes for name in names}
 
 
 def _persists(tensor: Tensor) -> bool:

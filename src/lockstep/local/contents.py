@@ -1,0 +1,151 @@
+"""Which objects are inside of containers, and whether they are still the same: by identity, in order.
+
+:class:`Contents` looks at any number of containers in one pass. :class:`Inside` tells what an attribute's value has
+inside: does it lead into the module tree, which tensors are there, and which containers have to be watched. What leads
+into the tree is watched whole, since a replica has one of its own. What does not is the same object in all replicas, so
+all that has to be noticed is something put into it that does lead there: in a value with more than :data:`BRIEF` parts,
+such as a vocabulary, only new sizes and the first and last few parts of each container are looked at.
+"""
+
+import operator
+import types
+import weakref
+from collections import deque
+from collections.abc import Callable, Container, Iterable, Iterator
+from itertools import chain, islice
+from typing import Any
+
+import torch
+
+from lockstep.local.parts import ATOMS, opens, parts_of
+
+BRIEF = 1000  # parts that are looked at one by one
+ENDS = 8  # parts at each end of a container that are looked at in a longer one
+
+_flatten = chain.from_iterable
+_values = operator.methodcaller("values")
+_ATOM_TYPES = frozenset(ATOMS)
+# containers that are replaced, never changed
+_FIXED = (tuple, frozenset, types.MethodType, weakref.ref)
+_ITERABLE = (dict, list, set, deque)
+
+
+def identical(one: Iterable[Any], other: Iterable[Any]) -> bool:
+    """Whether both have the same objects, in the same order."""
+    one, other = list(one), list(other)
+    return len(one) == len(other) and all(map(operator.is_, one, other))
+
+
+class Contents:
+    """The keys, values and members of some dictionaries, lists, sets and deques."""
+
+    def __init__(self, containers: Iterable[Any]) -> None:
+        everything = list(containers)
+        self._empty = [c for c in everything if not c]
+        self._filled = [c for c in everything if c]
+        self._dicts = [c for c in self._filled if type(c) is dict]
+        self._mappings = [c for c in self._filled if isinstance(c, dict) and type(c) is not dict]
+        self._sizes = list(map(len, self._filled))
+        self._members, self._items = list(_flatten(self._filled)), list(self._values())
+        self._names_only = all(type(member) is str for member in self._members)
+
+    def _values(self) -> Iterator[Any]:
+        return chain(_flatten(map(dict.values, self._dicts)), _flatten(map(_values, self._mappings)))
+
+    def changed(self) -> bool:
+        """Whether any has other objects, or another order, than when this was made."""
+        try:
+            if any(self._empty) or list(map(len, self._filled)) != self._sizes:
+                return True
+            members = _flatten(self._filled)
+            if self._names_only:
+                same = list(members) == self._members
+            else:
+                same = all(map(operator.is_, members, self._members))
+            return not (same and all(map(operator.is_, self._values(), self._items)))
+        except RuntimeError:  # another thread changes one just now
+            return True
+
+
+class Inside:
+    """What is inside of an attribute's value, of which :attr:`containers` are to be watched as a whole.
+
+    :attr:`leads`: whether it leads to a module or tensor of the tree, whose ids are ``known``.
+    :attr:`tensors`: the ids of all tensors in it. :attr:`others`: what is to be watched beside :attr:`containers`, with
+    sizes and parts.
+    """
+
+    def __init__(self, value: Any, known: Container[int]) -> None:
+        self.leads, self.tensors = False, set[int]()
+        containers, count = self._walk(value, known)
+        brief = self.leads or count <= BRIEF
+        self.containers = [c for c in containers if isinstance(c, _ITERABLE)] if brief else []
+        others = [c for c in containers if not isinstance(c, _ITERABLE)] if brief else _sample(value)
+        look: Callable[[Any], list[Any]] = _all_parts if brief else _ends
+        self._look, self.others = look, [(c, _size(c), look(c)) for c in others]
+        self._contents = Contents(self.containers)
+
+    def _walk(self, value: Any, known: Container[int]) -> tuple[list[Any], int]:
+        """All containers in which something can be put or taken out, and how many parts they have together."""
+        todo, seen, found, count = [value], dict[int, Any](), [], 0
+        while todo:
+            part = todo.pop()
+            if isinstance(part, torch.Tensor):
+                self.tensors.add(id(part))
+            if id(part) in known:
+                self.leads = True
+                continue
+            parts = None if id(part) in seen else parts_of(part)
+            if parts is None:
+                continue
+            seen[id(part)] = part
+            count += len(parts)
+            if not isinstance(part, _FIXED):
+                found.append(part)
+            if not _ATOM_TYPES.issuperset(map(type, parts)):
+                todo.extend(p for p in parts if type(p) not in _ATOM_TYPES)
+        return found, count
+
+    def __bool__(self) -> bool:
+        return bool(self.leads or self.tensors or self.containers or self.others)
+
+    def others_changed(self) -> bool:
+        """Whether anything changed that is no part of :attr:`containers`."""
+        return any(_size(c) != size or not identical(self._look(c), parts) for c, size, parts in self.others)
+
+    def changed(self) -> bool:
+        """Whether anything in it was noticed to be another than when this was made."""
+        return self._contents.changed() or self.others_changed()
+
+
+def _all_parts(container: Any) -> list[Any]:
+    return parts_of(container) or []
+
+
+def _ends(container: Any) -> list[Any]:
+    """The first and last parts of a container, as far as they can be had at once."""
+    if isinstance(container, dict):
+        return [*islice(container, ENDS), *islice(container.values(), ENDS)]
+    if isinstance(container, list | tuple):
+        return [*container[:ENDS], *container[-ENDS:]]
+    if isinstance(container, set | frozenset | deque):
+        return list(islice(container, ENDS))
+    return _all_parts(container)
+
+
+def _size(container: Any) -> int:
+    return len(container) if isinstance(container, _ITERABLE) else 0
+
+
+def _sample(value: Any) -> list[Any]:
+    """Some containers inside of a value that has many, the outermost first."""
+    todo, seen, count = deque([value]), dict[int, Any](), 0
+    while todo and count < BRIEF:
+        part = todo.popleft()
+        if id(part) in seen or not opens(part):
+            continue
+        seen[id(part)] = part
+        parts = _ends(part)
+        count += len(parts)
+        todo.extend(p for p in parts if type(p) not in _ATOM_TYPES)
+    return [c for c in seen.values() if not isinstance(c, _FIXED)]

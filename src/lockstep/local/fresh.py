@@ -1,0 +1,180 @@
+"""Slots whose tensors replicas get anew: buffers, and parameters that are computed, sparse or of a class of their own.
+
+At each use every replica starts from the network's values. It gets new tensors, never a write into one that a live
+graph may have saved. Only where no gradient is wanted and everything is on the CPU may the tensors of the last use
+serve again: those whose bits are still the network's (:class:`_Mirror`).
+"""
+
+import operator
+from collections.abc import Callable, Sequence
+from itertools import chain
+
+import torch
+from torch import Tensor
+from torch.nn import Module, Parameter
+
+from lockstep.devices import CPU
+from lockstep.local.comm import broadcast_coalesced
+from lockstep.local.contents import identical
+from lockstep.local.functions import Broadcast
+from lockstep.local.module_copy import ModuleCopy
+from lockstep.local.tensor_state import addresses, kinds, layouts
+
+
+class FreshSlots:
+    """The slots of ``network`` with buffers, and the ``loose`` ones among those with parameters.
+
+    The first of the ``copies`` has the network's own tensors there if ``first_shares`` and it is on their device.
+    ``check`` raises an error that names a tensor that is not on the ``source`` device.
+    """
+
+    def __init__(
+        self,
+        network: Module,
+        loose: list[tuple[int, str]],
+        copies: Sequence[ModuleCopy],
+        devices: Sequence[torch.device],
+        *,
+        source: torch.device,
+        first_shares: bool,
+        cap_bytes: int,
+        check: Callable[[torch.device], None],
+    ) -> None:
+        self._copies, self._devices, self._source, self._check = copies, devices, source, check
+        self._first_shares, self._cap_bytes = first_shares, cap_bytes
+        modules = list(network.modules())
+        buffers = [(index, name) for index, module in enumerate(modules) for name, _ in module._buffers.items()]
+        self._slots = {"_buffers": (0, buffers), "_parameters": (len(buffers), loose)}
+        slots = [(kind, index, name) for kind, (_, there) in self._slots.items() for index, name in there]
+        self._places = [(getattr(modules[index], kind), name) for kind, index, name in slots]
+        self._in_copies = [[(copy.holder(kind, index), name) for kind, index, name in slots] for copy in copies]
+        self._bound: list[list[Tensor | None]] = []
+        self._mirror: _Mirror | None = None
+        self._shared: tuple[list[Tensor], list[Tensor]] = [], []
+        self._sort(self._now())
+
+    def refresh(self, *, grad: bool, always: bool) -> set[int]:
+        """Bind new tensors to the copies' slots; unless ``always``, only if the network's values are not there.
+
+        Returns the ids of the network's tensors that are new in a slot, or gone from one, since the last time.
+        """
+        found = self._now()
+        exchanged: set[int] = set()
+        if not identical(found, self._found):
+            before = self._sources
+            self._sort(found)
+            exchanged = set(map(id, before)) ^ set(map(id, self._sources))
+        elif not always and self._mirror is not None and self._mirror.current() and self._still_bound():
+            return exchanged
+        if not self._sources or not self._copies:
+            return exchanged
+        linking = [grad and t.requires_grad for t in self._sources]
+        rows = self._plain_copies([t for t, link in zip(self._sources, linking, strict=True) if not link], always)
+        if any(linking):
+            self._link(rows, linking)
+        self._bind(rows)
+        return exchanged
+
+    def _now(self) -> list[Tensor | None]:
+        return [holder[name] for holder, name in self._places]
+
+    def _still_bound(self) -> bool:
+        """Whether no forward of a replica has put another tensor into a slot."""
+        now = chain.from_iterable((holder[name] for holder, name in places) for places in self._in_copies)
+        return all(map(operator.is_, now, chain.from_iterable(self._bound)))
+
+    def _sort(self, found: list[Tensor | None]) -> None:
+        """Which tensors are in the slots, each once, and which of them is in which."""
+        self._found, self._sources = found, list({id(t): t for t in found if t is not None}.values())
+        numbers = {id(t): i for i, t in enumerate(self._sources)}
+        self._order = [None if t is None else numbers[id(t)] for t in found]
+        if any(t.device != self._source for t in self._sources):
+            self._check(self._source)
+
+    def _bind(self, rows: list[list[Tensor]]) -> None:
+        self._bound = []
+        for copy, row in zip(self._copies, rows, strict=True):
+            tensors = [None if i is None else row[i] for i in self._order]
+            for kind, (start, slots) in self._slots.items():
+                copy.bind(kind, slots, tensors[start : start + len(slots)])
+            self._bound.append(tensors)
+
+    def _link(self, rows: list[list[Tensor]], linking: list[bool]) -> None:
+        """Put differentiable copies of the tensors that need a gradient between the plain copies of the others."""
+        indices = [i for i, link in enumerate(linking) if link]
+        with torch.enable_grad():
+            linked = Broadcast.apply(self._devices, *(self._sources[i] for i in indices))
+        for number, row in enumerate(rows):
+            for place, index in enumerate(indices):
+                row.insert(index, linked[number * len(indices) + place])
+
+    def _plain_copies(self, tensors: list[Tensor], always: bool) -> list[list[Tensor]]:
+        """New tensors for every copy; only a first replica on the network's device has the network's own, as in
+        PyTorch."""
+        sharing = [n == 0 and self._first_shares and d == self._source for n, d in enumerate(self._devices)]
+        self._mirror = None
+        if not always and all(device == CPU for device in self._devices) and all(map(_is_plain, tensors)):
+            self._mirror = _Mirror(tensors, sharing.count(False))
+        away = [device for device in self._devices if device != self._source]
+        arrived = iter(broadcast_coalesced(tensors, away, self._cap_bytes) if away and tensors else [[]] * len(away))
+        mirrored = iter(self._mirror.rows if self._mirror is not None else ())
+        rows: list[list[Tensor]] = []
+        for device, shares in zip(self._devices, sharing, strict=True):
+            if device != self._source:
+                rows.append(list(next(arrived)))
+            elif shares:
+                rows.append(self._own_tensors(tensors))
+            else:
+                rows.append([t.clone() for t in tensors] if self._mirror is None else next(mirrored))
+        return rows
+
+    def _own_tensors(self, tensors: list[Tensor]) -> list[Tensor]:
+        """The network's tensors for a replica: the same objects as the last time, if the data is where it was."""
+        theirs, ours = self._shared
+        if not (
+            identical(tensors, theirs) and addresses(ours) == addresses(theirs) and layouts(ours) == layouts(theirs)
+        ):
+            self._shared = tensors, [t.detach() for t in tensors]
+        return list(self._shared[1])
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor's values are bits in the CPU's memory, all of them."""
+    kinds = (Tensor, Parameter, torch.nn.Buffer)
+    return type(tensor) in kinds and tensor.layout == torch.strided and tensor.device == CPU and not tensor.is_quantized
+
+
+class _Mirror:
+    """The values of CPU tensors in flat pieces of memory, one a dtype, ``count`` times; :attr:`rows` are views."""
+
+    def __init__(self, tensors: list[Tensor], count: int) -> None:
+        self._tensors, self._sizes = tensors, list(map(Tensor.numel, tensors))
+        self._kinds = kinds(tensors)
+        self._groups: dict[torch.dtype, list[int]] = {}
+        for index, tensor in enumerate(tensors):
+            self._groups.setdefault(tensor.dtype, []).append(index)
+        now = self._pack()
+        self._copies = [[flat.clone() for flat in now] for _ in range(count)]
+        self.rows = [self._views(flats) for flats in self._copies]
+
+    def current(self) -> bool:
+        """Whether every copy still has exactly the bits of the tensors."""
+        if kinds(self._tensors) != self._kinds:
+            return False
+        now = [flat.view(torch.uint8) for flat in self._pack()]
+        return all(
+            torch.equal(flat.view(torch.uint8), bits)
+            for flats in self._copies
+            for flat, bits in zip(flats, now, strict=True)
+        )
+
+    def _pack(self) -> list[Tensor]:
+        groups = ([self._tensors[i].detach() for i in indices] for indices in self._groups.values())
+        return [torch._utils._flatten_dense_tensors(group) for group in groups]
+
+    def _views(self, flats: list[Tensor]) -> list[Tensor]:
+        views = [torch.empty(0)] * len(self._tensors)
+        for indices, flat in zip(self._groups.values(), flats, strict=True):
+            for index, part in zip(indices, flat.split([self._sizes[i] for i in indices]), strict=True):
+                views[index] = part.view(self._tensors[index].shape).data  # with a version counter of its own
+        return views
