@@ -471,9 +471,8 @@ def test_a_rank_may_leave_as_soon_as_it_has_made_the_group(hosts, monkeypatch):
 
     def slow(store, rank, *args, **kwargs):
         made = make(store, rank, *args, **kwargs)
-        if rank == 1:
-            if gone.wait(0.5):
-                time.sleep(3 * LOOK_SECONDS)  # looks for ranks that have died
+        if rank == 1 and gone.wait(0.5):
+            time.sleep(3 * LOOK_SECONDS)  # looks for ranks that have died
         return made
 
     def call(rank):

@@ -122,7 +122,7 @@ def _described(tensor: Any) -> str:
 
 
 def _means(tensors: Sequence[Tensor], collectives: Collectives) -> list[Tensor]:
-    """All-reduces contiguous copies, since strides may differ from rank to rank; results are laid out as tensors are."""
+    """All-reduces contiguous copies: strides may differ from rank to rank. Results are laid out as the tensors are."""
     locals_ = [local_part(tensor) for tensor in tensors]
     plan = plan_buckets([TensorSpec.of(tensor).contiguous() for tensor in locals_])
     means = list(tensors)

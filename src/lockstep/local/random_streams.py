@@ -159,7 +159,7 @@ def _install() -> None:
                 operation = getattr(getattr(torch.ops.aten, name), overload or "default")
                 kernel = _drawing(operation, place, schema.arguments[place].kwarg_only)
                 kernels.impl(f"{name}.{overload}".rstrip("."), kernel, _KEY, with_keyset=True)
-        torch.random.default_generator = _DefaultGenerator()  # type: ignore[attr-defined]
+        torch.random.default_generator = _DefaultGenerator()  # type: ignore[attr-defined, assignment]
         _installed.extend([others, kernels])
 
 
