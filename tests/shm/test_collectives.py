@@ -16,8 +16,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.distributed import ReduceOp
 
+from lockstep.distributed import ProcessGroupShm
 from lockstep.distributed.shm import one_host
-from lockstep.errors import CommunicationError, LayoutError, OptionError
+from lockstep.errors import AgreementError, CommunicationError, LayoutError, OptionError
 from threaded import run_ranks
 
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -47,6 +48,8 @@ SIZES = [0, 1, 17, AT_ONCE, AT_ONCE + 1, PIECE - 1, PIECE + 1, 2 * PIECE + 13]  
 def combined(values, op="SUM"):
     """What becomes of the ranks' tensors, in rank order; half precision of more than two is rounded at the end."""
     dtype = values[0].dtype
+    if op == "AVG" and dtype in INTEGERS:
+        return torch.stack(values).long().sum(0).div_(len(values), rounding_mode="trunc").to(dtype)
     wide = dtype in HALF and len(values) > 2 and op in ("SUM", "AVG", "PRODUCT")
     first, *others = [value.float() for value in values] if wide else values
     result = functools.reduce(FUNCTIONS[op], others, first.clone())
@@ -277,7 +280,7 @@ def test_every_dtype_and_operation_of_gloo_gives_the_same(large, with_gloo):
 @pytest.mark.parametrize("world", [1, 3])
 def test_every_dtype_and_operation_is_taken_or_refused_by_all(world):
     refused = {(dtype, op) for dtype in FLOATS for op in ("BAND", "BOR", "BXOR")}
-    refused |= {(dtype, "AVG") for dtype in (*INTEGERS, torch.bool)}
+    refused.add((torch.bool, "AVG"))
     refused |= {(d, op) for d in DTYPES if d.is_complex for op in ("MIN", "MAX", "BAND", "BOR", "BXOR")}
     for large in (False, True):
         for results in run_ranks(world, every_op, large, hosts="a" * world):
@@ -296,8 +299,8 @@ def test_an_operation_that_is_refused_is_refused_in_every_collective():
     def call(rank):
         group, x = rank.group, torch.zeros(4, dtype=torch.complex32)
         for numel in (0, 4, AT_ONCE + 1):
-            y = torch.zeros(numel, dtype=torch.int64)
-            with pytest.raises(OptionError, match=r"cannot reduce torch\.int64 with AVG"):
+            y = torch.zeros(numel, dtype=torch.bool)
+            with pytest.raises(OptionError, match=r"cannot reduce torch\.bool with AVG"):
                 dist.all_reduce(y, ReduceOp.AVG, group=group)
             with pytest.raises(OptionError, match="use another operation, or convert"):
                 dist.reduce(y, group=group, group_dst=1, op=ReduceOp.AVG)
@@ -307,7 +310,8 @@ def test_an_operation_that_is_refused_is_refused_in_every_collective():
             group.allreduce([x], options(dist.AllreduceOptions, "AVG")).wait()
         with pytest.raises(OptionError, match="PREMUL_SUM"):
             dist.all_reduce(y, dist._make_nccl_premul_sum(2.0), group=group)
-        dist.all_reduce(y.fill_(1), group=group)
+        y = torch.ones(3)
+        dist.all_reduce(y, group=group)
         assert y.eq(2).all()
 
     run_ranks(2, call, hosts="aa")
@@ -714,10 +718,10 @@ def test_waiting_can_be_given_up_and_the_collective_goes_on():
 
 def test_an_error_is_raised_at_each_wait_and_by_the_future():
     def call(rank):
-        work = dist.all_reduce(torch.ones(5, dtype=torch.int64), ReduceOp.AVG, group=rank.group, async_op=True)
+        work = dist.all_reduce(torch.ones(5, dtype=torch.bool), ReduceOp.AVG, group=rank.group, async_op=True)
         future = work.get_future()
         for wait, kind in ((work.wait, OptionError), (work.wait, OptionError), (future.wait, RuntimeError)):
-            with pytest.raises(kind, match=r"cannot reduce torch\.int64 with AVG"):
+            with pytest.raises(kind, match=r"cannot reduce torch\.bool with AVG"):
                 wait()
         assert work.is_completed()
         assert not work.is_success()
@@ -922,5 +926,171 @@ def test_a_factor_needs_numbers_with_fractions():
     def call(rank):
         with pytest.raises(OptionError, match=r"a factor needs a floating-point or complex tensor, got torch\.int64"):
             rank.group.allreduce(torch.ones(3, dtype=torch.int64), factor=0.5)
+
+    run_ranks(2, call, hosts="aa")
+
+
+@pytest.mark.parametrize("hosts", ["a", "aaa", "aba"])
+@pytest.mark.parametrize("numel", [3, 2 * AT_ONCE])
+def test_a_mean_of_whole_numbers_is_that_of_their_exact_sum(numel, hosts):
+    """Its fraction is cut off, as NCCL does; the sum may be larger than the dtype can say."""
+
+    def call(rank):
+        results = []
+        for dtype, value in ((torch.uint8, 250), (torch.int8, -127), (torch.int64, -(rank.rank + 3)), (torch.int32, 7)):
+            x = torch.full((numel,), value, dtype=dtype)
+            dist.all_reduce(x, ReduceOp.AVG, group=rank.group)
+            results.append(x.unique().tolist())
+        return results
+
+    world = len(hosts)
+    expected = [[250], [-127], [-int(sum(range(3, 3 + world)) / world)], [7]]
+    assert run_ranks(world, call, hosts=hosts) == [expected] * world
+
+
+# --------------------------------------------------------------------------------- forms of arguments
+
+SOON = timedelta(seconds=5)
+MAX = ReduceOp.MAX
+FORMS = {
+    "a list and an operation": lambda g, x, o: g.allreduce([x], MAX),
+    "a tensor and an operation": lambda g, x, o: g.allreduce(x, MAX),
+    "a tensor, an operation, a time": lambda g, x, o: g.allreduce(x, MAX, SOON),
+    "a list, and all by name": lambda g, x, o: g.allreduce(tensors=[x], op=MAX, timeout=SOON),
+    "a tensor by name": lambda g, x, o: g.allreduce(tensor=x),
+    "options by name": lambda g, x, o: g.allreduce([x], opts=options(dist.AllreduceOptions, "MAX")),
+    "a root by place": lambda g, x, o: g.broadcast(x, 1),
+    "a root by name": lambda g, x, o: g.broadcast(x, root=1, timeout=SOON),
+    "a root and an operation": lambda g, x, o: g.reduce(x, 1, MAX),
+    "a root and an operation by name": lambda g, x, o: g.reduce(tensor=x, op=MAX, root=1),
+    "outputs and a tensor": lambda g, x, o: g.allgather(o, x),
+    "outputs and a tensor by name": lambda g, x, o: g.allgather(output_tensors=o, input_tensor=x, timeout=SOON),
+    "lists of both": lambda g, x, o: g.allgather([o], [x]),
+    "a gather": lambda g, x, o: (
+        g.gather(o if g.rank() == 1 else [], x, root=1) if g.rank() == 1 else g.gather([], [x], root(1))
+    ),
+    "a scatter": lambda g, x, o: (
+        g.scatter(x, [t + 3 for t in o], 0) if g.rank() == 0 else g.scatter([x], [], root(0, True))
+    ),
+    "a sum scattered": lambda g, x, o: g.reduce_scatter(o[0], [x, x * 2], MAX),
+    "a sum scattered by name": lambda g, x, o: g.reduce_scatter(output=o[0], input=[x, x * 2], op=MAX),
+    "one tensor of both": lambda g, x, o: g._allgather_base(output=torch.empty(8), input=x),
+    "one exchanged": lambda g, x, o: g.alltoall_base(o[0], x, [2, 2], [2, 2]),
+    "one exchanged by name": lambda g, x, o: g.alltoall_base(
+        output=o[0], input=x, output_split_sizes=[], input_split_sizes=[], timeout=SOON
+    ),
+    "lists exchanged": lambda g, x, o: g.alltoall(output_tensors=o, input_tensors=[x, x * 2]),
+    "a barrier with a time": lambda g, x, o: g.barrier(timeout=SOON),
+    "a barrier with a time by place": lambda g, x, o: g.barrier(SOON),
+    "a monitored barrier": lambda g, x, o: g.monitored_barrier(SOON, True),
+}
+
+
+def root(rank, scatter=False):
+    made = dist.ScatterOptions() if scatter else dist.GatherOptions()
+    made.rootRank = rank
+    return made
+
+
+def as_group(backend):
+    """A process group as `init_process_group` makes it; a bare backend takes fewer forms."""
+    if isinstance(backend, ProcessGroupShm):
+        return backend
+    group = dist.ProcessGroup(dist.HashStore(), backend.rank(), backend.size())
+    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
+    group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+    return group
+
+
+def every_form(rank):
+    results, group = {}, as_group(rank.group)
+    for name, call in FORMS.items():
+        x, outputs = drawn(rank.rank, 4), [torch.zeros(4), torch.zeros(4)]
+        work = call(group, x, outputs)
+        if work is not None:
+            work.wait()
+        if "a root and an operation" in name and rank.rank == 0:
+            x.zero_()  # Gloo uses the tensors of the others
+        results[name] = [x, *outputs]
+    return results
+
+
+def test_arguments_may_have_every_form_that_groups_of_torch_take():
+    ours, gloo = run_ranks(2, every_form, hosts="aa"), run_ranks(2, every_form)
+    for got, wanted in zip(ours, gloo, strict=True):
+        for name in FORMS:
+            for a, b in zip(got[name], wanted[name], strict=True):
+                assert torch.equal(a, b), name
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "text"),
+    [
+        (lambda g, x: g.allreduce(x, MAX, SOON, 2.0), TypeError, "takes the tensors and op, timeout; it was given 3"),
+        (lambda g, x: g.allreduce(x, MAX, op=MAX), TypeError, "was given op twice"),
+        (
+            lambda g, x: g.broadcast(x, rot=1),
+            TypeError,
+            "no argument 'rot'; next to the tensors it takes root, timeout",
+        ),
+        (lambda g, x: g.allreduce([x], options(dist.AllreduceOptions, "MAX"), op=MAX), TypeError, "it was given both"),
+        (lambda g, x: g.allreduce(), TypeError, "needs tensors or tensor"),
+        (lambda g, x: g.allreduce([x, x]), ValueError, "expected one tensor, got 2"),
+        (lambda g, x: g.broadcast([x, x]), ValueError, "expected one tensor, got 2"),
+        (lambda g, x: g.reduce([x, x], root=0), ValueError, "expected one tensor, got 2"),
+    ],
+)
+def test_forms_that_are_none_are_refused_before_anything_begins(call, error, text):
+    def wrong(rank):
+        x = torch.ones(3)
+        if rank.rank == 0:
+            with pytest.raises(error, match=text):
+                call(rank.group, x)
+        dist.all_reduce(x, group=rank.group)
+        return x.tolist()
+
+    assert run_ranks(2, wrong, hosts="aa") == [[2.0, 2.0, 2.0]] * 2
+
+
+# --------------------------------------------------------------------------------------------- sparse
+
+
+def sparse(number, sizes=(6, 2), dense=True):
+    """Entries of one rank, some twice; with a dense dimension behind, or without."""
+    places = torch.tensor([[number, 4, 4]]) if dense else torch.tensor([[number, 4, 4], [0, 1, 1]])
+    entries = drawn(number, 6).view(3, 2) if dense else drawn(number, 3)
+    return torch.sparse_coo_tensor(places, entries, sizes, check_invariants=False)
+
+
+def sums_sparse(rank):
+    results = []
+    for dense in (True, False):
+        x = sparse(rank.rank, dense=dense)
+        dist.all_reduce(x, group=rank.group)
+        results.append(x)
+    empty = torch.sparse_coo_tensor(torch.empty(1, 0, dtype=torch.int64), [], (3,), check_invariants=False)
+    dist.all_reduce(empty, group=rank.group)
+    return [*results, empty]
+
+
+@pytest.mark.parametrize("hosts", ["a", "aaa", "aba"])
+def test_sparse_sums_are_those_of_gloo(hosts):
+    for got, wanted in zip(
+        run_ranks(len(hosts), sums_sparse, hosts=hosts), run_ranks(len(hosts), sums_sparse), strict=True
+    ):
+        for a, b in zip(got, wanted, strict=True):
+            torch.testing.assert_close(a.coalesce().to_dense(), b.coalesce().to_dense())
+
+
+def test_sparse_tensors_that_differ_are_told_to_every_rank():
+    def call(rank):
+        x = sparse(rank.rank, sizes=(6 + rank.rank, 2))
+        before = x.to_dense()
+        with pytest.raises(AgreementError, match=r"rank 0: \(6, 2\) with 1 sparse dimensions; rank 1: \(7, 2\)"):
+            dist.all_reduce(x, group=rank.group)
+        assert torch.equal(x.to_dense(), before)
+        with pytest.raises(OptionError, match="sparse tensors can be summed only, got MAX"):
+            rank.group.allreduce([x], MAX)
+        dist.barrier(group=rank.group)
 
     run_ranks(2, call, hosts="aa")

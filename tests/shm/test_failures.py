@@ -228,7 +228,7 @@ def test_a_bad_argument_is_raised_before_anything_is_communicated(name):
 
 
 def no_such_mean(rank):
-    return error_of(lambda: reduces(BIG, torch.int64, dist.ReduceOp.AVG)(rank.group).wait())[:2], still_works(rank)
+    return error_of(lambda: reduces(BIG, torch.bool, dist.ReduceOp.AVG)(rank.group).wait())[:2], still_works(rank)
 
 
 @pytest.mark.parametrize("hosts", LEVELS)
@@ -237,7 +237,7 @@ def test_what_cannot_be_reduced_is_told_to_every_rank_and_the_group_goes_on(host
     assert len(set(results)) == 1
     (kind, text), works = results[0]
     assert kind is OptionError
-    assert "cannot reduce torch.int64 with AVG" in text
+    assert "cannot reduce torch.bool with AVG" in text
     assert works
 
 
@@ -820,6 +820,28 @@ def test_a_rank_that_is_killed_in_backward_is_named(wrapper):
         if wrapper == "replicate":
             assert kind is CommunicationError
             assert text.startswith(f"rank {number} of 3: bucket ")
+
+
+def sums_sparse_for_ever(rank):
+    """Rank 1 is killed between sums of sparse tensors."""
+    x = torch.sparse_coo_tensor([[rank.rank, 4]], [1.0, 10.0], (5,), check_invariants=False)
+    dist.all_reduce(x.clone())
+    if rank.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    raised = error_of(lambda: dist.all_reduce(x))
+    begin = time.monotonic()
+    dist.destroy_process_group()
+    return raised, time.monotonic() - begin
+
+
+def test_a_rank_that_is_killed_in_a_sum_of_sparse_tensors_is_named_at_once():
+    outcomes = run_processes(3, sums_sparse_for_ever, backend="shm", group_timeout=6, errors=True)
+    for number in (0, 2):
+        (kind, text, seconds), ending = outcomes[number].result
+        assert kind is CommunicationError
+        assert "rank 1 has died" in text
+        assert seconds < 3
+        assert ending < 3
 
 
 def in_child(function):

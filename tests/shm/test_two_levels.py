@@ -478,7 +478,7 @@ def refuse(rank):
     low = with_root(dist.ReduceOptions(), 1)
     low.reduceOp = dist.ReduceOp.MIN
     texts = [
-        refused(lambda: rank.group.allreduce([torch.ones(3, dtype=torch.int32)], avg)),
+        refused(lambda: rank.group.allreduce([torch.ones(3, dtype=torch.bool)], avg)),
         refused(lambda: rank.group.allreduce([torch.ones(300_000)], band)),
         refused(lambda: rank.group.reduce([torch.ones(3, dtype=torch.complex64)], low)),
     ]
@@ -489,7 +489,7 @@ def refuse(rank):
 def test_an_operation_that_cannot_be_done_is_an_error_on_all_ranks_and_no_end():
     texts = run_ranks(4, refuse, hosts="abab")
     assert all(each == texts[0] for each in texts)
-    assert [("int32 with AVG" in a, "float32 with BAND" in b, "complex64 with MIN" in c) for a, b, c in texts[:1]] == [
+    assert [("bool with AVG" in a, "float32 with BAND" in b, "complex64 with MIN" in c) for a, b, c in texts[:1]] == [
         (True, True, True)
     ]
 

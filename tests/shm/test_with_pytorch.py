@@ -170,6 +170,20 @@ def test_hooks_of_torch_do_the_same_as_with_gloo(name, kind):
         check(ours, 2e-2)
 
 
+def with_builtin_hook(rank, name):
+    model = DistributedDataParallel(network())
+    model._register_builtin_comm_hook(getattr(dist.BuiltinCommHookType, name))
+    return train(model, lambda x: x.chunk(rank.world)[rank.rank])
+
+
+@pytest.mark.parametrize("name", ["ALLREDUCE", "FP16_COMPRESS"])
+def test_hooks_of_torch_in_c_do_the_same_as_with_gloo(name):
+    ours, gloo = on_both(2, with_builtin_hook, name)
+    for results, wanted in zip(ours, gloo, strict=True):
+        for got, of_gloo in zip(results, wanted, strict=True):
+            assert all(torch.equal(x, y) for x, y in zip(got, of_gloo, strict=True))
+
+
 def uneven(rank, kind):
     make = DistributedDataParallel if kind == "torch" else lockstep.DistributedDataParallel
     model = make(network())

@@ -27,29 +27,44 @@ _FUNCTIONS: dict[Op, Callable[..., Tensor]] = {
 class Reduction:
     """Puts tensors of one dtype together.
 
-    Half precision of more than two ranks, and a mean of it, is rounded once, at the end.
+    Half precision of more than two ranks, and a mean of it, is rounded once, at the end. A mean of whole numbers is
+    that of their exact sum, its fraction cut off.
     """
 
     def __init__(self, op: Op, dtype: torch.dtype) -> None:
         check(op, dtype)
         self._function, self._mean = _FUNCTIONS[op], op is Op.AVG
-        self._wide = op in (Op.SUM, Op.AVG, Op.PRODUCT) and dtype in (torch.float16, torch.bfloat16)
+        self._wide = _wide(op, dtype)
 
     def __call__(self, sources: Sequence[Tensor], out: Tensor) -> None:
         """Write to ``out``, which may be one of the sources, what becomes of two or more of them."""
         first, *others = sources
         into = out
-        if self._wide and (len(others) > 1 or self._mean):
-            first = into = torch.empty_like(out, dtype=torch.float32).copy_(first)
+        if self._wide is not None and (len(others) > 1 or self._mean):
+            first = into = torch.empty_like(out, dtype=self._wide).copy_(first)
         elif len(others) > 1 and any(out.data_ptr() == other.data_ptr() for other in others):
             into = torch.empty_like(out)
         for other in others:
             self._function(first, other, out=into)
             first = into
         if self._mean:
-            into.div_(len(sources))
+            divide(into, len(sources))
         if into is not out:
             out.copy_(into)
+
+
+def divide(x: Tensor, count: int) -> None:
+    """Divide a sum in place; the fractions of whole numbers are cut off, as NCCL does."""
+    whole = not (x.is_floating_point() or x.is_complex())
+    x.div_(count, rounding_mode="trunc" if whole else None)
+
+
+def _wide(op: Op, dtype: torch.dtype) -> torch.dtype | None:
+    """The dtype to reduce in, where that is another one."""
+    if dtype in (torch.float16, torch.bfloat16):
+        return torch.float32 if op in (Op.SUM, Op.AVG, Op.PRODUCT) else None
+    whole = not (dtype.is_floating_point or dtype.is_complex)
+    return torch.int64 if whole and op is Op.AVG else None
 
 
 @lru_cache(256)
@@ -57,12 +72,12 @@ def check(op: Op, dtype: torch.dtype) -> None:
     """Raise unless this PyTorch can put together values of that dtype in that way."""
     try:
         sample = torch.ones(1, dtype=torch.uint8, device="cpu").to(dtype)
-        if op is Op.AVG and not (dtype.is_floating_point or dtype.is_complex):
-            raise RuntimeError("a mean needs a floating-point or complex dtype")
+        if op is Op.AVG and dtype is torch.bool:
+            raise TypeError("a mean needs numbers")
         result = _FUNCTIONS[op](sample, sample, out=sample.clone())
         if op is Op.AVG:
-            result.div_(2)
-    except RuntimeError as error:
+            divide(result, 2)
+    except (RuntimeError, TypeError, ValueError) as error:  # which one depends on the version
         raise OptionError(
             f"the shm process group cannot reduce {dtype} with {op.name}: {str(error).splitlines()[0]}; use another "
             "operation, or convert the tensor first"

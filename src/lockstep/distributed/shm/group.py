@@ -47,6 +47,9 @@ class ProcessGroupShm(NativeCollectives, CollectivesOfGloo, _ProcessGroup):
         self._queue = WorkQueue(f"shm rank {self._names[rank]}")
         self._parts.peers.is_waited_for = self._queue.is_waited_for
         self._splits, self._group_name, self._group_desc = 0, "", ""
+        gloo = dist.ProcessGroup.BackendType.GLOO  # code in C++ wants a backend for the CPU: since 2.15, at once
+        self._register_backend(torch.device("cpu"), gloo, self._parts.rest)
+        self._set_default_backend(gloo)
         self._end = weakref.finalize(self, _end, self._queue, self._parts)
 
     def allocate(self, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -62,6 +65,11 @@ class ProcessGroupShm(NativeCollectives, CollectivesOfGloo, _ProcessGroup):
             torch.Size([1024])
         """
         return self._parts.table.pool.allocate(numel, dtype)
+
+    @property
+    def global_ranks(self) -> list[int]:
+        """The ranks of the group, in order, as ranks of the default group."""
+        return list(self._names)
 
     # -------------------------------------------------------------------------- what PyTorch asks
 

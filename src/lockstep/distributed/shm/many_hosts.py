@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions
 
-from lockstep.distributed.shm.arithmetic import Reduction
+from lockstep.distributed.shm.arithmetic import Reduction, divide
 from lockstep.distributed.shm.descriptor import Descriptor, Kind, Op, disagreement, said_by
 from lockstep.distributed.shm.meeting import LOOK_SECONDS
 from lockstep.distributed.shm.one_host import OneHost
@@ -125,12 +125,17 @@ class ManyHosts:
         Reduction(op, x.dtype)  # raises on every rank what cannot be reduced
         mean = op is Op.AVG
         op = Op.SUM if mean else op
+        if mean and not (x.is_floating_point() or x.is_complex() or x.dtype is torch.int64):
+            wide = x.to(torch.int64)  # the sum may be larger than any mean
+            self._all_reduce(wide, Op.AVG, factor)
+            x.copy_(wide)
+            return
         self.local.all_reduce(x, op, factor=factor)
         if self._between is not None and x.numel():
             self._reduce_between(x, op)
         self.local.broadcast(x, 0)
         if mean:
-            x.div_(self.size)
+            divide(x, self.size)
 
     def _reduce_between(self, x: Tensor, op: Op) -> None:
         assert self._between is not None

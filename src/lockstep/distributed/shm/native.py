@@ -5,22 +5,25 @@ Each checks its tensors, and begins; tensors are turned into plain ones of one d
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import AllgatherOptions
 
 from lockstep.compiler import outside_compiler
 from lockstep.distributed.shm.descriptor import Op
 from lockstep.distributed.shm.layout import as_one, check_numel, check_tensors, check_writable, give_back
 from lockstep.distributed.shm.many_hosts import ManyHosts
 from lockstep.distributed.shm.one_host import OneHost
+from lockstep.distributed.shm.overloads import with_overloads
+from lockstep.distributed.shm.sparse import all_reduce_sparse, check_sparse
 from lockstep.distributed.shm.works import ShmWork
 from lockstep.errors import LayoutError, OptionError
 
 Runner = OneHost | ManyHosts
-Tensors = list[Tensor] | Tensor
 A = TypeVar("A")
 B = TypeVar("B")
 
@@ -35,22 +38,29 @@ class NativeCollectives:
     def _begin(self, run: Callable[[Runner], object], outputs: list[Tensor], opts: Any) -> ShmWork:
         """Begin what ``run`` does."""
 
+    @property
     @abstractmethod
-    def _gloo(self) -> Any:
-        """The group for sparse tensors."""
+    def global_ranks(self) -> list[int]:
+        """The ranks of the group, as ranks of the default group: for messages."""
 
     # ----------------------------------------------------------------------- reduce and broadcast
 
     @outside_compiler
-    def allreduce(self, tensors: Tensors, opts: Any = None, factor: float = 1.0) -> Any:
-        """Put a tensor together over all ranks, in place; instead of ``opts`` there may be a ``ReduceOp``.
+    @with_overloads(dist.AllreduceOptions, ["tensors tensor"], ["op", "timeout"])
+    def allreduce(self, tensors: list[Tensor], opts: Any, *, factor: float = 1.0) -> Any:
+        """Put a tensor together over all ranks, in place; a sparse one, too.
 
         This rank's tensor is multiplied by ``factor`` on the way, which takes no pass over it. Factors may differ.
         """
-        tensors = _listed(tensors)
         if tensors and tensors[0].layout != torch.strided:
-            return self._gloo().allreduce(tensors, opts or dist.AllreduceOptions())
+            return self._all_reduce_sparse(tensors, opts)
+        _check_single(tensors, "all_reduce")
         return self._all_reduce(tensors, opts, factor)
+
+    def _all_reduce_sparse(self, tensors: list[Tensor], opts: Any) -> ShmWork:
+        check_sparse(tensors, _op(opts))
+        size, names = self.size(), self.global_ranks
+        return self._begin(lambda ranks: all_reduce_sparse(ranks, size, names, tensors[0]), tensors, opts)
 
     @outside_compiler
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Any:
@@ -72,10 +82,11 @@ class NativeCollectives:
         return self._begin(run, tensors, opts)
 
     @outside_compiler
-    def reduce(self, tensors: Tensors, opts: Any = None) -> Any:
+    @with_overloads(dist.ReduceOptions, ["tensors tensor"], ["root", "op", "timeout"])
+    def reduce(self, tensors: list[Tensor], opts: Any) -> Any:
         """Put a tensor together over all ranks, on one."""
-        tensors, opts = _listed(tensors), opts or dist.ReduceOptions()
         check_tensors(tensors, "reduce")
+        _check_single(tensors, "reduce")
         op, root = _op(opts), _root(opts, self.size(), "reduce")
         if self.rank() == root:
             check_writable(tensors, "reduce")
@@ -89,10 +100,11 @@ class NativeCollectives:
         return self._begin(run, tensors, opts)
 
     @outside_compiler
-    def broadcast(self, tensors: Tensors, opts: Any = None) -> Any:
-        """Give every rank one rank's tensor, in place; instead of ``opts`` there may be that rank."""
-        tensors, opts = _listed(tensors), dist.BroadcastOptions() if opts is None else opts
+    @with_overloads(dist.BroadcastOptions, ["tensors tensor"], ["root", "timeout"])
+    def broadcast(self, tensors: list[Tensor], opts: Any) -> Any:
+        """Give every rank one rank's tensor, in place."""
         check_tensors(tensors, "broadcast")
+        _check_single(tensors, "broadcast")
         root = _root(opts, self.size(), "broadcast")
         if self.rank() != root:
             check_writable(tensors, "broadcast")
@@ -106,19 +118,26 @@ class NativeCollectives:
         return self._begin(run, tensors, opts)
 
     @outside_compiler
-    def barrier(self, opts: Any = None) -> Any:
+    @with_overloads(dist.BarrierOptions, [], ["timeout"])
+    def barrier(self, opts: Any) -> Any:
         """Wait for every rank."""
         return self._begin(lambda ranks: ranks.barrier(), [], opts)
+
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        """Wait for every rank; as after any collective, the error names all that did not come."""
+        self.barrier(timeout=timeout).wait()
 
     # ------------------------------------------------------------------------------------- gather
 
     @outside_compiler
-    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Any:
+    @with_overloads(AllgatherOptions, ["output_tensors", "input_tensors input_tensor"], ["timeout"])
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> Any:
         """Give every rank the tensors of all, each in a tensor of its own."""
         return self._all_gather(outputs, inputs, opts)
 
     @outside_compiler
-    def allgather_coalesced(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Any:
+    @with_overloads(AllgatherOptions, ["output_lists", "input_list"])
+    def allgather_coalesced(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> Any:
         """The same for several tensors; one list of outputs for each rank."""
         _check_count(outputs, self.size(), "all_gather_coalesced")
         for given in outputs:
@@ -142,7 +161,8 @@ class NativeCollectives:
         return self._begin(run, [each for given in outputs for each in given], opts)
 
     @outside_compiler
-    def all_gather_single(self, output: Tensor, x: Tensor, opts: Any = None) -> Any:
+    @with_overloads(AllgatherOptions, ["output", "input"], single=False)
+    def all_gather_single(self, output: Tensor, x: Tensor, opts: Any) -> Any:
         """Give every rank the tensors of all, in one tensor."""
         return self._all_gather_single([output], [x], opts)
 
@@ -168,7 +188,8 @@ class NativeCollectives:
     # -------------------------------------------------------------------------------- reduce-scatter
 
     @outside_compiler
-    def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> Any:
+    @with_overloads(dist.ReduceScatterOptions, ["output_tensors output", "input_tensors input"], ["op", "timeout"])
+    def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> Any:
         """Put the tensors that all ranks have for a rank together, for every rank."""
         op = _op(opts)
         for output, given in _pairs(outputs, inputs, "reduce_scatter"):
@@ -186,7 +207,8 @@ class NativeCollectives:
         return self._begin(run, outputs, opts)
 
     @outside_compiler
-    def reduce_scatter_single(self, output: Tensor, x: Tensor, opts: Any = None) -> Any:
+    @with_overloads(dist.ReduceScatterOptions, ["outputTensor output", "inputTensor input"], single=False)
+    def reduce_scatter_single(self, output: Tensor, x: Tensor, opts: Any) -> Any:
         """The same, with what is for all ranks in one tensor."""
         return self._reduce_scatter_single([output], [x], opts)
 
@@ -234,15 +256,18 @@ def _op(opts: Any) -> Op:
 
 
 def _root(opts: Any, size: int, what: str) -> int:
-    root = opts if isinstance(opts, int) else int(opts.rootRank)
+    root = int(opts.rootRank)
     if not 0 <= root < size:
         raise OptionError(f"{what}: expected a rank of the group from 0 to {size - 1}, got {root}")
     return root
 
 
-def _listed(tensors: Tensors) -> list[Tensor]:
-    """Some of PyTorch's own code hands over a single tensor."""
-    return [tensors] if isinstance(tensors, Tensor) else tensors
+def _check_single(tensors: Sequence[Tensor], what: str) -> None:
+    """Raise for several tensors: Gloo would put those together, too, as if they were those of several ranks."""
+    if len(tensors) > 1:
+        raise LayoutError(
+            f"{what}: expected one tensor, got {len(tensors)}; call it for each, or allreduce_coalesced for all"
+        )
 
 
 def _pairs(outputs: Sequence[A], inputs: Sequence[B], what: str) -> list[tuple[A, B]]:

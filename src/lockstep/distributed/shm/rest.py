@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.compiler import outside_compiler
+from lockstep.distributed.shm.overloads import with_overloads
 
 _Gloo: Any = dist.ProcessGroupGloo  # its type does not have its options
 
@@ -52,38 +53,44 @@ class CollectivesOfGloo:
         """The Gloo group."""
 
     @outside_compiler
-    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Any:
+    @with_overloads(dist.GatherOptions, ["output_tensors", "input_tensors input_tensor"], ["root", "timeout"])
+    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> Any:
         """Give one rank the tensors of all."""
-        return self._gloo().gather(outputs, inputs, opts or dist.GatherOptions())
+        return self._gloo().gather(outputs, inputs, opts)
 
     @outside_compiler
-    def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> Any:
+    @with_overloads(dist.ScatterOptions, ["output_tensors output_tensor", "input_tensors"], ["root", "timeout"])
+    def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> Any:
         """Give every rank one of the tensors of one."""
-        return self._gloo().scatter(outputs, inputs, opts or dist.ScatterOptions())
+        return self._gloo().scatter(outputs, inputs, opts)
 
     @outside_compiler
-    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
+    @with_overloads(dist.AllToAllOptions, ["output_tensors", "input_tensors"])
+    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> Any:
         """Give every rank one of the tensors of each."""
-        return self._gloo().alltoall(outputs, inputs, opts or dist.AllToAllOptions())
+        return self._gloo().alltoall(outputs, inputs, opts)
 
     @outside_compiler
+    @with_overloads(
+        dist.AllToAllOptions, ["output", "input", "output_split_sizes", "input_split_sizes"], ["timeout"], single=False
+    )
     def all_to_all_single(
-        self, output: Tensor, x: Tensor, output_sizes: list[int], input_sizes: list[int], opts: Any = None
+        self, output: Tensor, x: Tensor, output_sizes: list[int], input_sizes: list[int], opts: Any
     ) -> Any:
         """The same, with one tensor for all."""
-        return self._gloo().alltoall_base(output, x, output_sizes, input_sizes, opts or dist.AllToAllOptions())
+        return self._gloo().alltoall_base(output, x, output_sizes, input_sizes, opts)
 
     alltoall_base = all_to_all_single
 
     @outside_compiler
-    def send(self, tensors: list[Tensor], destination: int, tag: int = 0) -> Any:
+    def send(self, tensors: list[Tensor], dstRank: int, tag: int = 0) -> Any:
         """Send tensors to one rank."""
-        return self._gloo().send(tensors, destination, tag)
+        return self._gloo().send(tensors, dstRank, tag)
 
     @outside_compiler
-    def recv(self, tensors: list[Tensor], source: int, tag: int = 0) -> Any:
+    def recv(self, tensors: list[Tensor], srcRank: int, tag: int = 0) -> Any:
         """Receive tensors from one rank."""
-        return self._gloo().recv(tensors, source, tag)
+        return self._gloo().recv(tensors, srcRank, tag)
 
     @outside_compiler
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> Any:

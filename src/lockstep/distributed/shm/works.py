@@ -10,7 +10,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -67,7 +67,15 @@ class ShmWork(dist.Work):
         self.wait()
 
     def get_future(self) -> "torch.futures.Future[list[Tensor]]":
-        """A future with the list of the output tensors."""
+        """A future with the list of the output tensors.
+
+        Of tensors in float16 it is there when the collective is over: PyTorch's built-in FP16 hook, in C++, takes no
+        future that Python has completed.
+        """
+        if any(output.dtype == torch.float16 for output in self.outputs):
+            self.wait()
+            future: Any = torch._C.fork(lambda: self.outputs)  # calls it here and now
+            return cast("torch.futures.Future[list[Tensor]]", future)
         return self._queue.future_of(self)
 
 
@@ -93,7 +101,7 @@ class WorkQueue:
             if self._closed:
                 raise CommunicationError("the shm process group has been destroyed")
             self._begun.append(work)
-            if sum(output.nbytes for output in work.outputs) <= SMALL_BYTES:
+            if sum(output.numel() * output.itemsize for output in work.outputs) <= SMALL_BYTES:
                 self._recent.append(work)
             if background:
                 self._call_worker()
