@@ -2,13 +2,23 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.installed
 
-.PHONY: train test check format bench soak clean
+# The oldest and the newest PyTorch that pyproject.toml takes, and the one of constraints.txt.
+TORCHES := 2.11 2.13 2.15
+MATRIX := tests/unit tests/ranks tests/procs tests/shm
+
+.PHONY: train test test-matrix check format bench soak clean
 
 train: $(READY)  ## the main job: a network on real handwritten digits, in two processes of torchrun
 	$(BIN)/python examples/launch.py --nproc-per-node 2 examples/digits.py $(ARGS)
 
 test: $(READY)
 	$(BIN)/python -m pytest -m "not soak" $(ARGS)
+
+# Each in an environment of its own, of some gigabytes where there is no build for the CPU alone.
+test-matrix: $(TORCHES:%=test-torch-%)
+
+test-torch-%: .venv-torch-%/.installed
+	.venv-torch-$*/bin/python -m pytest -m "not soak" $(MATRIX) $(ARGS)
 
 check: $(READY)
 	$(BIN)/ruff format --check .
@@ -26,11 +36,19 @@ soak: $(READY)
 	$(BIN)/python -m pytest -m soak --timeout 3600 $(ARGS)
 
 clean:
-	rm -rf .venv runs .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .venv-torch-* runs .pytest_cache .mypy_cache .ruff_cache
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "lockstep needs Python 3.11 or newer"'
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --upgrade 'pip>=25.1'
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group dev --editable .
+	touch $@
+
+.PRECIOUS: .venv-torch-%/.installed
+.venv-torch-%/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-torch-$*
+	$(@D)/bin/python -m pip install --quiet --upgrade 'pip>=25.1'
+	grep -v '^torch=' constraints.txt > $(@D)/constraints.txt
+	$(@D)/bin/python -m pip install --quiet --constraint $(@D)/constraints.txt 'torch==$*.*' --group test --editable .
 	touch $@

@@ -202,7 +202,7 @@ def control_device(group: Group) -> torch.device:
         backends = group.name()
     if backends in ("gloo", "fake", "mpi", "shm") or "cpu:" in backends:
         return torch.device("cpu")
-    accelerator = torch.accelerator.current_accelerator()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)  # a build for CUDA may have none
     if accelerator is None:
         return torch.device("cpu")
     return torch.device(accelerator.type, torch.accelerator.current_device_index())

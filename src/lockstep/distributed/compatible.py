@@ -197,6 +197,11 @@ class CompatibleNames:
         return self._options.batched_grad_copy
 
     @property
+    def lazy_bucket_allocation(self) -> bool:
+        """As given; a bucket of large gradients has no memory of its own after backward either way."""
+        return self._options.lazy_bucket_allocation
+
+    @property
     def skip_all_reduce_unused_params(self) -> bool:
         """As given."""
         return self._options.skip_all_reduce_unused_params

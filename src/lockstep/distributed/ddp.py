@@ -64,6 +64,7 @@ class DistributedDataParallel(CompatibleNames, _PyTorchs, Module, Joinable, Gene
         bucket_cap_mb_list: Sizes of successive buckets in MiB; the last one holds for all further ones.
         batched_grad_copy: Needless: gradients are copied into a bucket together, and never out.
         forward_sync_buffers: False is ``buffer_policy="local"``, but buffers are made equal at the start.
+        lazy_bucket_allocation: Needless: a bucket of large gradients keeps no memory after backward, they do.
         buffer_policy: ``"rank0"``: at the end of each synchronised backward every rank gets rank 0's buffers;
             ``"mean"``: floating ones become the mean over the ranks; ``"local"``: each rank keeps its own.
         params_and_buffers_to_ignore: Names, within ``module``, of parameters and buffers that are left alone.
@@ -111,6 +112,7 @@ class DistributedDataParallel(CompatibleNames, _PyTorchs, Module, Joinable, Gene
         bucket_cap_mb_list: Sequence[float] | None = None,
         batched_grad_copy: bool = False,
         forward_sync_buffers: bool | None = None,
+        lazy_bucket_allocation: bool = False,
         *,
         buffer_policy: Policy = "rank0",
         params_and_buffers_to_ignore: Collection[str] = (),

@@ -22,7 +22,8 @@ class Options:
 
     Needless here, since gradients are reduced where they lie and unused parameters are found without a walk over the
     graph; accepted, and what they promise holds: ``gradient_as_bucket_view``, ``batched_grad_copy``,
-    ``find_unused_parameters``, ``skip_all_reduce_unused_params``, ``static_graph``, ``check_reduction``, ``dim``.
+    ``lazy_bucket_allocation``, ``find_unused_parameters``, ``skip_all_reduce_unused_params``, ``static_graph``,
+    ``check_reduction``, ``dim``.
     """
 
     process_group: Group | None = None
@@ -40,6 +41,7 @@ class Options:
     check_reduction: bool = False
     gradient_as_bucket_view: bool = False
     batched_grad_copy: bool = False
+    lazy_bucket_allocation: bool = False
     static_graph: bool = False
     skip_all_reduce_unused_params: bool = False
     delay_all_reduce_named_params: Sequence[tuple[str, Parameter]] | None = None

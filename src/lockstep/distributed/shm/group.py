@@ -67,7 +67,7 @@ class ProcessGroupShm(NativeCollectives, CollectivesOfGloo, _ProcessGroup):
         return self._parts.table.pool.allocate(numel, dtype)
 
     @property
-    def global_ranks(self) -> list[int]:
+    def _global_ranks(self) -> list[int]:
         """The ranks of the group, in order, as ranks of the default group."""
         return list(self._names)
 

@@ -40,7 +40,7 @@ class NativeCollectives:
 
     @property
     @abstractmethod
-    def global_ranks(self) -> list[int]:
+    def _global_ranks(self) -> list[int]:
         """The ranks of the group, as ranks of the default group: for messages."""
 
     # ----------------------------------------------------------------------- reduce and broadcast
@@ -59,7 +59,7 @@ class NativeCollectives:
 
     def _all_reduce_sparse(self, tensors: list[Tensor], opts: Any) -> ShmWork:
         check_sparse(tensors, _op(opts))
-        size, names = self.size(), self.global_ranks
+        size, names = self.size(), self._global_ranks
         return self._begin(lambda ranks: all_reduce_sparse(ranks, size, names, tensors[0]), tensors, opts)
 
     @outside_compiler
