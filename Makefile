@@ -5,8 +5,9 @@ READY := .venv/.installed
 # The oldest and the newest PyTorch that pyproject.toml takes, and the one of constraints.txt.
 TORCHES := 2.11 2.13 2.15
 MATRIX := tests/unit tests/ranks tests/procs tests/shm
+CLIENTS := .venv-clients
 
-.PHONY: train test test-matrix check format bench soak clean
+.PHONY: train test test-matrix test-clients check format bench soak clean
 
 train: $(READY)  ## the main job: a network on real handwritten digits, in two processes of torchrun
 	$(BIN)/python examples/launch.py --nproc-per-node 2 examples/digits.py $(ARGS)
@@ -19,6 +20,9 @@ test-matrix: $(TORCHES:%=test-torch-%)
 
 test-torch-%: .venv-torch-%/.installed
 	.venv-torch-$*/bin/python -m pytest -m "not soak" $(MATRIX) $(ARGS)
+
+test-clients: $(CLIENTS)/.installed  ## programs that people run, in an environment of their own
+	$(CLIENTS)/bin/python -m pytest -m "not soak" tests/clients $(ARGS)
 
 check: $(READY)
 	$(BIN)/ruff format --check .
@@ -36,7 +40,7 @@ soak: $(READY)
 	$(BIN)/python -m pytest -m soak --timeout 3600 $(ARGS)
 
 clean:
-	rm -rf .venv .venv-torch-* runs .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .venv-torch-* $(CLIENTS) runs .pytest_cache .mypy_cache .ruff_cache
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "lockstep needs Python 3.11 or newer"'
@@ -51,4 +55,10 @@ $(READY): pyproject.toml constraints.txt
 	$(@D)/bin/python -m pip install --quiet --upgrade 'pip>=25.1'
 	grep -v '^torch=' constraints.txt > $(@D)/constraints.txt
 	$(@D)/bin/python -m pip install --quiet --constraint $(@D)/constraints.txt 'torch==$*.*' --group test --editable .
+	touch $@
+
+$(CLIENTS)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(CLIENTS)
+	$(CLIENTS)/bin/python -m pip install --quiet --upgrade 'pip>=25.1'
+	$(CLIENTS)/bin/python -m pip install --quiet --constraint constraints.txt --group test --group clients --editable .
 	touch $@

@@ -16,7 +16,7 @@ from lockstep.distributed import registry
 from lockstep.distributed.options import Options, read_options
 from lockstep.distributed.placement import sharded_children
 from lockstep.distributed.replication import Replication
-from lockstep.errors import AlreadyManagedError, OptionError
+from lockstep.errors import AlreadyManagedError
 
 M = TypeVar("M", bound=Module)
 
@@ -66,9 +66,7 @@ def replicate(module: M, ignored_modules: Iterable[Module] | None = None, **opti
     """
     chosen = read_options(options, "replicate")
     chosen.warn_deprecated(stacklevel=2)
-    if not isinstance(module, Module):
-        raise OptionError(f"expected a torch.nn.Module to replicate, got {type(module).__name__}")
-    if isinstance(getattr(module, "_orig_mod", module), Replicated):
+    if registry.find(module) is not None:
         raise AlreadyManagedError(
             "Each distinct composable distributed API can only be applied to a module once. replicate has already been "
             f"applied to the following module:\n{module}"
