@@ -324,3 +324,26 @@ def test_a_distributed_checkpoint_is_saved_and_loaded(tmp_path):
     saved = run_processes(3, checkpointed, str(tmp_path), backend="shm")
     for weights in run_processes(2, loaded_by_fewer, str(tmp_path), backend="shm"):
         assert all(torch.equal(x, y) for x, y in zip(weights, saved[0], strict=True))
+
+
+def profiled(rank):
+    x = torch.ones(1000)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profiler:
+        for _ in range(3):
+            dist.all_reduce(x)
+        pending = dist.broadcast(x, 0, async_op=True)
+        model = DistributedDataParallel(nn.Linear(4, 4))
+        model(torch.ones(2, 4)).sum().backward()
+        pending.wait()
+        dist.all_gather([torch.empty(7), torch.empty(7)], x[:7])
+        dist.barrier()
+    return [(event.name, event.input_shapes) for event in profiler.events() if event.name.startswith("shm:")]
+
+
+def test_a_profiler_shows_collectives_and_their_sizes():
+    for events in run_processes(2, profiled, backend="shm"):
+        assert events.count(("shm:all_reduce", [[1000]])) == 3
+        assert ("shm:all_reduce", [[20]]) in events  # the gradients of PyTorch's DDP
+        assert ("shm:broadcast", [[1000]]) in events
+        assert ("shm:all_gather", [[7], [7]]) in events
+        assert ("shm:barrier", []) in events

@@ -164,7 +164,7 @@ class ProcessGroupShm(NativeCollectives, CollectivesOfGloo, _ProcessGroup):
 
     # ----------------------------------------------------------------------------------- machinery
 
-    def _begin(self, run: Callable[[Runner], object], outputs: list[Tensor], opts: Any) -> ShmWork:
+    def _begin(self, what: str, run: Callable[[Runner], object], outputs: list[Tensor], opts: Any) -> ShmWork:
         if self._parts.peers.inherited:
             raise CommunicationError(str(self._parts.peers.reason))
         given = getattr(opts, "timeout", None)
@@ -175,7 +175,7 @@ class ProcessGroupShm(NativeCollectives, CollectivesOfGloo, _ProcessGroup):
             parts.table.timeout = timeout
             _run(parts, run, name)
 
-        work = ShmWork(self._queue, run_in, outputs)
+        work = ShmWork(self._queue, run_in, outputs, what)
         return self._queue.add(work, background=getattr(opts, "asyncOp", True))
 
     def _gloo(self) -> Any:

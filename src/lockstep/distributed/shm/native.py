@@ -35,8 +35,8 @@ class NativeCollectives:
     size: Callable[[], int]
 
     @abstractmethod
-    def _begin(self, run: Callable[[Runner], object], outputs: list[Tensor], opts: Any) -> ShmWork:
-        """Begin what ``run`` does."""
+    def _begin(self, what: str, run: Callable[[Runner], object], outputs: list[Tensor], opts: Any) -> ShmWork:
+        """Begin what ``run`` does, under a name that profilers show."""
 
     @property
     @abstractmethod
@@ -60,7 +60,7 @@ class NativeCollectives:
     def _all_reduce_sparse(self, tensors: list[Tensor], opts: Any) -> ShmWork:
         check_sparse(tensors, _op(opts))
         size, names = self.size(), self._global_ranks
-        return self._begin(lambda ranks: all_reduce_sparse(ranks, size, names, tensors[0]), tensors, opts)
+        return self._begin("all_reduce", lambda ranks: all_reduce_sparse(ranks, size, names, tensors[0]), tensors, opts)
 
     @outside_compiler
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Any:
@@ -79,7 +79,7 @@ class NativeCollectives:
             ranks.all_reduce(x, op, len(tensors), factor)
             give_back(x, tensors)
 
-        return self._begin(run, tensors, opts)
+        return self._begin("all_reduce", run, tensors, opts)
 
     @outside_compiler
     @with_overloads(dist.ReduceOptions, ["tensors tensor"], ["root", "op", "timeout"])
@@ -97,7 +97,7 @@ class NativeCollectives:
             if self.rank() == root:
                 give_back(x, tensors)
 
-        return self._begin(run, tensors, opts)
+        return self._begin("reduce", run, tensors, opts)
 
     @outside_compiler
     @with_overloads(dist.BroadcastOptions, ["tensors tensor"], ["root", "timeout"])
@@ -115,13 +115,13 @@ class NativeCollectives:
             if self.rank() != root:
                 give_back(x, tensors)
 
-        return self._begin(run, tensors, opts)
+        return self._begin("broadcast", run, tensors, opts)
 
     @outside_compiler
     @with_overloads(dist.BarrierOptions, [], ["timeout"])
     def barrier(self, opts: Any) -> Any:
         """Wait for every rank."""
-        return self._begin(lambda ranks: ranks.barrier(), [], opts)
+        return self._begin("barrier", lambda ranks: ranks.barrier(), [], opts)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """Wait for every rank; as after any collective, the error names all that did not come."""
@@ -158,7 +158,7 @@ class NativeCollectives:
                 for part, each in zip(parts, given, strict=True):
                     give_back(part, [each])
 
-        return self._begin(run, [each for given in outputs for each in given], opts)
+        return self._begin("all_gather", run, [each for given in outputs for each in given], opts)
 
     @outside_compiler
     @with_overloads(AllgatherOptions, ["output", "input"], single=False)
@@ -183,7 +183,7 @@ class NativeCollectives:
                 ranks.all_gather(whole.view(self.size(), -1).unbind(), as_one([x]), len(inputs))
                 give_back(whole, [output])
 
-        return self._begin(run, outputs, opts)
+        return self._begin("all_gather_single", run, outputs, opts)
 
     # -------------------------------------------------------------------------------- reduce-scatter
 
@@ -204,7 +204,7 @@ class NativeCollectives:
                 ranks.reduce_scatter(result, [as_one([each]) for each in given], op, len(outputs))
                 give_back(result, [output])
 
-        return self._begin(run, outputs, opts)
+        return self._begin("reduce_scatter", run, outputs, opts)
 
     @outside_compiler
     @with_overloads(dist.ReduceScatterOptions, ["outputTensor output", "inputTensor input"], single=False)
@@ -230,7 +230,7 @@ class NativeCollectives:
                 ranks.reduce_scatter(result, as_one([x]).view(self.size(), -1).unbind(), op, len(outputs))
                 give_back(result, [output])
 
-        return self._begin(run, outputs, opts)
+        return self._begin("reduce_scatter_single", run, outputs, opts)
 
     # What PyTorch called them before 2.13.
     _allgather_base = all_gather_single

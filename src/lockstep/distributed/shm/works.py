@@ -19,6 +19,10 @@ from torch import Tensor
 from lockstep.compiler import outside_compiler
 from lockstep.errors import CommunicationError, LockstepError
 
+_profiler_enabled: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
+_enter: Callable[..., Any] = torch.autograd._record_function_with_args_enter  # type: ignore[attr-defined]
+_exit: Callable[[Any], None] = torch.autograd._record_function_with_args_exit  # type: ignore[attr-defined]
+
 SMALL_BYTES = 1024
 """What the outputs of a work may hold that is kept for a while."""
 CLOSE_SECONDS = 5.0
@@ -28,7 +32,9 @@ CLOSE_SECONDS = 5.0
 class ShmWork(dist.Work):
     """A collective on its way; the methods are those of ``torch.distributed.Work``."""
 
-    def __init__(self, queue: "WorkQueue", run: Callable[[], object], outputs: list[Tensor]) -> None:
+    def __init__(
+        self, queue: "WorkQueue", run: Callable[[], object], outputs: list[Tensor], what: str = "collective"
+    ) -> None:
         super().__init__()
         self.run, self.outputs = run, outputs
         self.done = False
@@ -37,6 +43,13 @@ class ShmWork(dist.Work):
         self.future: torch.futures.Future[list[Tensor]] | None = None
         """What follows it; an error that is set on a future of Python's would be a value for code in C++."""
         self._queue = queue
+        self._recorded = _enter(f"shm:{what}", *outputs) if _profiler_enabled() else None  # with sizes; till its end
+
+    def end(self, error: BaseException | None) -> None:
+        """It is over."""
+        self.error, self.done = error, True
+        if self._recorded is not None:
+            _exit(self._recorded)
 
     @outside_compiler
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
@@ -158,19 +171,20 @@ class WorkQueue:
         work = self._begun.popleft()
         self._running = True
         self._condition.release()
+        failed: BaseException | None = None
         try:
             work.run()
         except LockstepError as error:
-            work.error = error
+            failed = error
         except BaseException as error:
-            work.error = _wrapped(error)
+            failed = _wrapped(error)
             if not isinstance(error, Exception):
                 raise
         finally:
             del work.run  # perhaps the last one to hold the group, whose end waits for other threads
             self._condition.acquire()
             self._running = False
-            work.done = True
+            work.end(failed)
             if work.error is not None and work in self._recent:  # its traceback holds the group
                 self._recent.remove(work)
             if work.future is not None:
