@@ -47,23 +47,33 @@ class Buffer:
         self.shape, self.dtype, self.device = tensor.shape, tensor.dtype, tensor.device
         self.nbytes = tensor.numel() * tensor.dtype.itemsize
 
+    @property
+    def tied(self) -> bool:
+        """Whether it is registered in several places."""
+        return len(self._slots) > 1
+
     def current(self) -> Tensor | None:
         """The tensor registered now; None if there is none any more, or one of another kind."""
         owner, key = self._slots[0].owner(), self._slots[0].key
         tensor = owner._buffers.get(key) if owner is not None else None
-        fits = tensor is not None and tensor.shape == self.shape and tensor.dtype == self.dtype
-        return tensor if fits else None
+        if tensor is None or tensor.shape != self.shape or tensor.dtype != self.dtype or tensor.device != self.device:
+            return None
+        return tensor
+
+    def is_split(self) -> bool:
+        """Whether the places in which it was registered hold different tensors now."""
+        return len({id(owner._buffers.get(key)) for slot, key in self._slots if (owner := slot()) is not None}) > 1
 
     def blank(self) -> Tensor:
         """What is sent where there is no such tensor."""
         return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
 
     def writable(self) -> Tensor | None:
-        """The tensor registered now, if no graph may have saved it."""
+        """The tensor registered now, if no graph may have saved it, and each of its elements is a place of its own."""
         tensor = self.current()
         if tensor is None or holders(tensor) > 1 or tensor.requires_grad or tensor.is_inference():
             return None
-        return tensor
+        return None if has_overlap(tensor) else tensor
 
     @torch.no_grad()
     def assign(self, value: Tensor) -> None:
@@ -92,7 +102,7 @@ class BufferSet:
         for prefix, owner in module.named_modules():
             if owner in skipped:
                 continue
-            self._registries += [owner._buffers, owner._modules]
+            self._registries.append(owner._buffers)
             for key, tensor in owner._buffers.items():
                 name = f"{prefix}.{key}" if prefix else key
                 if tensor is None:
@@ -101,14 +111,35 @@ class BufferSet:
                     places.setdefault(id(tensor), (name, tensor, []))[2].append(Slot(ref(owner), key))
         self._sizes = list(map(len, self._registries))
         self.buffers = [Buffer(name, slots, tensor) for name, tensor, slots in places.values()]
+        self._tied = [buffer for buffer in self.buffers if buffer.tied]
 
     def changed(self) -> bool:
-        """Whether buffers have been registered, removed or replaced by others of another kind since."""
+        """Whether buffers have been registered, removed, tied, untied, or replaced by others of another kind since.
+
+        Whether there are other modules, :class:`lockstep.distributed.slots.SlotWatch` knows.
+        """
+        if list(map(len, self._registries)) != self._sizes:
+            return True
+        now = [buffer.current() for buffer in self.buffers]
         return (
-            list(map(len, self._registries)) != self._sizes
+            any(tensor is None for tensor in now)
+            or len(set(map(id, now))) != len(now)
             or any(registry.get(key) is not None for registry, key in self._vacant)
-            or any(buffer.current() is None for buffer in self.buffers)
+            or any(buffer.is_split() for buffer in self._tied)
         )
+
+
+def has_overlap(tensor: Tensor) -> bool:
+    """Whether two elements of a tensor may be one place in memory, as in an expanded one: it cannot be written."""
+    if tensor.is_contiguous():
+        return False
+    reach = 0  # of all dimensions so far, from the one of the smallest stride on
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride <= reach:
+                return True
+            reach += stride * (size - 1)
+    return False
 
 
 def holders(tensor: Any) -> int:

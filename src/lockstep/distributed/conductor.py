@@ -55,14 +55,18 @@ class Conductor:
         self._ahead: list[Reducer] = []
         self._collectives = Collectives(group, Phases())
 
-    def living(self) -> list[int]:
-        """The modules that are still there on this rank."""
-        return sorted(self._members.keys())
+    def living(self, leaving: "Collection[Reducer]" = ()) -> list[int]:
+        """The modules that are still there on this rank, and not about to be replaced by another."""
+        return sorted(n for n, member in self._members.items() if not any(member is each for each in leaving))
+
+    def leave(self, reducer: "Reducer") -> None:
+        """Forget a module that reduces no more."""
+        for known in [number for number, member in self._members.items() if member is reducer]:
+            del self._members[known]
 
     def settle(self, reducer: "Reducer", serial: int, living_anywhere: Collection[int]) -> None:
         """Add a module under a number that all ranks agree on; ``living_anywhere`` are the others that any rank has."""
-        for known in [number for number, member in self._members.items() if member is reducer]:
-            del self._members[known]
+        self.leave(reducer)
         self._members[serial] = reducer
         self.next_serial = serial + 1
         self.exclusive = not living_anywhere
@@ -85,8 +89,13 @@ class Conductor:
 
     def expect(self, reducer: "Reducer") -> None:
         """The backward pass under way is about to go through a module."""
-        if self.arm():
+        if not reducer.retired and self.arm() and not self.expects(reducer):
             self._ahead.append(reducer)
+            reducer.look()
+
+    def expects(self, reducer: "Reducer") -> bool:
+        """Whether :meth:`expect` has told of a module in the backward pass under way."""
+        return any(each is reducer for each in self._ahead)
 
     def enter(self, reducer: "Reducer") -> None:
         """A module takes part in the backward pass under way."""
@@ -115,6 +124,8 @@ class Conductor:
         gone_through = dict.fromkeys(self._ahead)
         reducers = self._disarm()
         reducing = [reducer for reducer in reducers if reducer.reducing]
+        silent = (each for each in gone_through if not any(each is other for other in reducers))
+        reducing += [each for each in silent if each.requires_sync and each.find_swapped()]
         try:
             for reducer in reducing if self.exclusive or not reducing else self._participants(reducing):
                 reducer.finish()

@@ -41,7 +41,8 @@ class DistributedDataParallel(CompatibleNames, _PyTorchs, Module, Joinable, Gene
     names of it that have no meaning here raise an AttributeError that says what to use instead.
 
     Args:
-        module: The module. Wrapping it again, in another wrapper, replaces the first.
+        module: The module. If it is replicated or wrapped already, or is itself a wrapper, the new wrapper replaces
+            what synchronised it before, and methods of the earlier one raise.
         device_ids: None, or the one accelerator that inputs are moved to.
         output_device: Accepted; outputs stay where the module puts them.
         dim: Accepted; one process has one device.
@@ -122,7 +123,7 @@ class DistributedDataParallel(CompatibleNames, _PyTorchs, Module, Joinable, Gene
             **{field.name: given[field.name] for field in dataclasses.fields(Options) if field.name in given}
         )
         options.warn_deprecated(stacklevel=3)
-        check_module(module)
+        check_module(module, params_and_buffers_to_ignore)
         Module.__init__(self)  # not that of PyTorch's wrapper
         Joinable.__init__(self)
         self.module = module
@@ -286,16 +287,13 @@ class DistributedDataParallel(CompatibleNames, _PyTorchs, Module, Joinable, Gene
         return copied
 
 
-def check_module(module: Any) -> None:
+def check_module(module: Any, ignored: Collection[str]) -> None:
     """Raise :class:`NotReplicableError` for what has nothing to replicate yet."""
     if not isinstance(module, Module):
         raise OptionError(f"expected a torch.nn.Module to replicate, got {type(module).__name__}")
-    if registry.find(module) is not None:
-        raise NotReplicableError(
-            f"this {type(module).__name__} is replicated already; wrap the plain module, or use it as it is"
-        )
-    tensors = [*module.parameters(), *module.buffers()]
-    if any(is_lazy(tensor) for tensor in tensors):
+    left_out = {*ignored, *getattr(module, "_ddp_params_and_buffers_to_ignore", ())}
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    if any(is_lazy(tensor) for name, tensor in tensors if name not in left_out):
         raise NotReplicableError(
             "Modules with uninitialized parameters can't be used with `DistributedDataParallel`. Run a dummy "
             "forward pass to correctly initialize the modules"

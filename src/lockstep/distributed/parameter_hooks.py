@@ -5,6 +5,9 @@ optimizer step in such a hook would step on this rank's gradient alone; so hooks
 replicating, are held back. At the end of a backward that synchronises, each runs once for every parameter that any rank
 has used since the last one - on all ranks, also where the parameter was not used, so that what it does stays in step.
 Copies of a parameter, and pickles, have no hooks.
+
+The garbage collector does not see through hooks, so they refer to their reducer weakly; the modules hold it
+(``keeping.py``). A parameter that has outlived them all raises.
 """
 
 import weakref
@@ -19,6 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from lockstep.compiler import is_in_compiled_backward, outside_compiler
 from lockstep.distributed.gradients import ManagedParameter
 from lockstep.distributed.optimizers_in_backward import StepOptimizers, any_applied, take_over
+from lockstep.errors import NotReplicableError
 
 if TYPE_CHECKING:
     from lockstep.distributed.reducer import Reducer
@@ -27,10 +31,10 @@ if TYPE_CHECKING:
 class ParameterHook:
     """Tells the reducer that a gradient has arrived."""
 
-    __slots__ = ("_index", "_reducer", "marked")
+    __slots__ = ("_index", "_name", "_reducer", "marked")
 
-    def __init__(self, index: int, reducer: "Reducer") -> None:
-        self._index, self._reducer = index, weakref.ref(reducer)
+    def __init__(self, index: int, name: str, reducer: "Reducer") -> None:
+        self._index, self._name, self._reducer = index, name, weakref.ref(reducer)
         self.marked = False
         """Whether a gradient has arrived in a function that compiled autograd has made of a backward pass."""
 
@@ -43,13 +47,40 @@ class ParameterHook:
                 _run_outside(self, parameter)
             return
         reducer = self._reducer()
-        if reducer is not None:
-            reducer.arrived(self._index)
+        if reducer is None:
+            raise self._left_over()
+        reducer.arrived(self._index)
+
+    def _left_over(self) -> NotReplicableError:
+        return NotReplicableError(
+            f"parameter {self._name} got a gradient, but no module is left of those that it was replicated with, so "
+            "nothing synchronises it any more; keep the module, or replicate the one that holds the parameter now, or "
+            "train a copy: torch.nn.Parameter(parameter.detach())"
+        )
 
     @property
-    def alive(self) -> bool:
-        """Whether there is still a reducer to tell."""
-        return self._reducer() is not None
+    def reducer(self) -> "Reducer | None":
+        """Who is told, if they are still there."""
+        return self._reducer()
+
+
+class NewcomerHook(ParameterHook):
+    """The hook of a parameter that the ranks have not agreed on yet: its gradient opens a round, in which they do."""
+
+    __slots__ = ()
+
+    def __init__(self, name: str, reducer: "Reducer") -> None:
+        super().__init__(-1, name, reducer)
+
+    def __call__(self, parameter: Parameter) -> None:
+        """The gradient of ``parameter`` is there."""
+        if is_compiling():
+            super().__call__(parameter)
+            return
+        reducer = self._reducer()
+        if reducer is None:
+            raise self._left_over()
+        reducer.newcomer_arrived()
 
 
 class HeldHook:
@@ -60,7 +91,7 @@ class HeldHook:
     def __init__(
         self,
         hook: Callable[[Parameter], None],
-        reducer: "weakref.ref[Reducer]",
+        reducer: "Callable[[], Reducer | None]",
         key: int = -1,
         earlier: Mapping[int, Any] | None = None,
     ) -> None:
@@ -79,7 +110,7 @@ class HeldHook:
         if self._earlier is None or self._key in self._earlier:
             self.hook(parameter)
 
-    def moved_to(self, reducer: "weakref.ref[Reducer]", key: int, earlier: Mapping[int, Any]) -> "HeldHook":
+    def moved_to(self, reducer: "Callable[[], Reducer | None]", key: int, earlier: Mapping[int, Any]) -> "HeldHook":
         """The same for another reducer; the user's handle still removes it from the dictionary that it was put into."""
         return HeldHook(self.hook, reducer, key, earlier if self._earlier is None else self._earlier)
 
@@ -148,21 +179,32 @@ class _Hooks(OrderedDict[int, Any]):
             reducer.hold_hooks()
 
 
-def attach(parameter: ManagedParameter, reducer: "Reducer") -> None:
+def attach(tensor: Parameter, ours: ParameterHook, reducer: "Reducer") -> None:
     """Hook a parameter, also a frozen one, for it may be unfrozen; an earlier reducer's hook gives way."""
-    tensor = parameter.parameter
     earlier = tensor._post_accumulate_grad_hooks
     frozen = not tensor.requires_grad
     if frozen:
         tensor.requires_grad_(True)
     hooks = _Hooks(reducer)
     tensor._post_accumulate_grad_hooks = hooks
-    tensor.register_post_accumulate_grad_hook(ParameterHook(parameter.index, reducer))
+    tensor.register_post_accumulate_grad_hook(ours)
     if earlier:
         hooks.take_over(earlier)
     hooks.take_over_optimizers(tensor)
     if frozen:
         tensor.requires_grad_(False)
+
+
+def detach(tensor: Parameter, reducer: "Reducer") -> None:
+    """Take the hook of ``reducer`` off a parameter that it does not synchronise any more; users' hooks stay."""
+    hooks = tensor._post_accumulate_grad_hooks
+    if reducer_of(tensor) is reducer:
+        held = [(key, hook) for key, hook in hooks.items() if isinstance(hook, HeldHook)]
+        tensor._post_accumulate_grad_hooks = OrderedDict((k, h.moved_to(_nobody, k, hooks)) for k, h in held)
+
+
+def _nobody() -> None:
+    """Stands where a reducer would be referred to."""
 
 
 def take_over_optimizers(parameters: Iterable[ManagedParameter]) -> None:
@@ -182,7 +224,12 @@ def run_held_hooks(parameters: Iterable[Parameter], reducer: "Reducer") -> None:
             hook.run(parameter)
 
 
-def is_attached(tensor: Parameter) -> bool:
-    """Whether some reducer that is alive already synchronises the parameter's gradient."""
+def can_have_gradient(tensor: Parameter) -> bool:
+    """Whether autograd could ever give it a gradient: integers have none."""
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def reducer_of(tensor: Parameter) -> "Reducer | None":
+    """The reducer that synchronises the parameter's gradient, if one does."""
     hooks = tensor._post_accumulate_grad_hooks or {}
-    return any(isinstance(hook, ParameterHook) and hook.alive for hook in hooks.values())
+    return next((hook.reducer for hook in hooks.values() if isinstance(hook, ParameterHook)), None)

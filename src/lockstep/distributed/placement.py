@@ -6,11 +6,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Module
+from torch.nn import Embedding, EmbeddingBag, Module
 from torch.nn.utils.rnn import PackedSequence
 
 from lockstep.devices import resolve_device
 from lockstep.distributed import registry
+from lockstep.distributed.buffers import has_overlap
+from lockstep.distributed.dtensors import local_part
 from lockstep.distributed.options import Options
 from lockstep.errors import AlreadyManagedError, NotReplicableError, OptionError
 from lockstep.tree import Tree, tree_map
@@ -63,6 +65,25 @@ def check_kinds(named: Sequence[tuple[str, Tensor]]) -> None:
     for name, parameter in named:
         if parameter.requires_grad and not parameter.is_leaf:
             raise NotReplicableError(f"parameter {name} is not a leaf of autograd; register a Parameter")
+        if has_overlap(local_part(parameter)):
+            raise NotReplicableError(
+                f"parameter {name} has elements that share memory, as an expanded tensor has, and cannot be written; "
+                "register parameter.contiguous() or .clone()"
+            )
+
+
+def check_embeddings(named: Sequence[tuple[str, Module]]) -> None:
+    """Raise :class:`NotReplicableError` for embeddings that rewrite their weights, each rank the rows that it uses."""
+    for name, module in named:
+        embeds = isinstance(module, Embedding | EmbeddingBag)
+        if embeds and module.max_norm is not None and module.weight is not None and module.weight.requires_grad:
+            weight = f"{name}.weight" if name else "weight"
+            raise NotReplicableError(
+                f"parameter {weight} belongs to an embedding with max_norm={module.max_norm}, whose forward shortens "
+                "the rows that it looks up: other rows on each rank, so that replicas would drift apart. Use "
+                "max_norm=None, and shorten rows after optimizer.step() on every rank alike; or leave the parameter "
+                "out, by params_and_buffers_to_ignore"
+            )
 
 
 def input_device(options: Options) -> torch.device | None:

@@ -16,14 +16,19 @@ A **round** is what one backward pass of one replicated module sends. Its life:
    that wait for reduced gradients run.
 
 The plan adapts to what the ranks use (``adaptation.py``): what is frozen or never used is never sent, without a flag.
+If other parameters stand in the module on any rank, all choose anew what they replicate (``membership.py``), and reduce
+the gradients of what is new in the same round.
 
-Lifetimes: the reducer belongs to the module's replication (``replication.py``). Parameters hold hooks, which hold
-nothing but weak references. Gradients live in buckets (``gradients.py``).
+Lifetimes: the reducer lives for as long as any of its parameters, whose hooks hold it, and has the module with it.
+Gradients live in buckets (``gradients.py``).
 """
 
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from itertools import compress
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -48,7 +53,31 @@ from lockstep.distributed.report import RankStatus, Report, check_ranks, mean_fa
 from lockstep.distributed.reporting import Reporting
 from lockstep.distributed.usage import Usage
 from lockstep.distributed.weights import Weights
-from lockstep.errors import LayoutError, PeerError
+from lockstep.errors import AgreementError, LayoutError, PeerError
+
+
+class Members(Protocol):
+    """The parameters of a reducer, as they come and go."""
+
+    @property
+    def parameters(self) -> list[ManagedParameter]:
+        """All of them, in their order."""
+
+    @property
+    def last(self) -> list[int]:
+        """Those, by number, whose gradients leave last."""
+
+    def changed(self) -> bool:
+        """Whether there are others on this rank now, by a look at references."""
+
+    def welcome(self, reducer: "Reducer") -> Sequence[Parameter]:
+        """Hook those that are new on this rank, and return them."""
+
+    def hook_again(self, reducer: "Reducer", idle: Sequence[int]) -> list[int]:
+        """Hook those among ``idle`` that had lost their hook; returns which of them have a gradient."""
+
+    def renew(self, reducer: "Reducer", collectives: Collectives) -> list[ManagedParameter]:
+        """Agree with all ranks on which there are; returns the new ones that any rank has a gradient of."""
 
 
 class Reducer:
@@ -60,14 +89,14 @@ class Reducer:
 
     def __init__(
         self,
-        parameters: Sequence[ManagedParameter],
+        members: Members,
         collectives: Collectives,
         conductor: Conductor,
         buffers: BufferSync,
         caps: Sequence[int],
-        last: Sequence[int] = (),
     ) -> None:
-        self.parameters, self.collectives, self.buffers = list(parameters), collectives, buffers
+        self._members = weakref.ref(members)  # they lead to modules, which hold the reducer
+        self.collectives, self.buffers, self._caps = collectives, buffers, tuple(caps)
         self.hooks = HookChain()
         self.requires_sync = True
         self.round = 0
@@ -76,7 +105,6 @@ class Reducer:
         self.conductor = conductor
         self.before_round: list[Callable[[], object]] = []
         """What the ranks have to do before the next round opens, once."""
-        self._plan = AdaptivePlan(self.parameters, caps, last, collectives)
         self._lock = threading.RLock()
         self.open = False
         """Whether a backward pass under way has reached the module."""
@@ -85,14 +113,10 @@ class Reducer:
         self._begun = False  # something of this round has been sent
         self._next = 0
         self._pending: list[Waitable] = []
-        self._touched = bytearray(len(self.parameters))  # had a gradient since the last round
-        self._arrived = bytearray(len(self.parameters))  # in this round, in time for their bucket
         self._late: dict[int, None] = {}
         self._holds_hooks = False  # users have hooks on parameters
         self._graphs: list[tuple[ManagedParameter, Tensor]] = []
         self._creates_graph = False
-        for parameter in self.parameters:
-            parameter.graphs = self._graphs
         self._weights = Weights()
         self.usage = Usage()
         self.error = ""
@@ -101,9 +125,23 @@ class Reducer:
         """What tells this rank's backward passes from others."""
         self._passive = False  # takes part in this round without a backward pass of its own
         self._joined = False
-        self._reporting = Reporting(len(self.parameters), collectives, buffers)
-        self._drift = DriftWatch(self.parameters, collectives.rank)
         self._abandoned: tuple[AbandonedRound, list[Waitable]] | None = None
+        self._moved = False  # this rank has other parameters or buffers than were agreed on
+        self.retired = False
+        """Whether another replication has taken over all parameters."""
+        self._take_parameters(members)
+
+    def _take_parameters(self, members: Members) -> None:
+        """Make everything that depends on which parameters there are."""
+        self._newcomers: Sequence[Parameter] = ()  # which the ranks have not agreed on yet
+        self.parameters = members.parameters
+        for parameter in self.parameters:
+            parameter.graphs = self._graphs
+        self._plan = AdaptivePlan(self.parameters, self._caps, members.last, self.collectives)
+        self._touched = bytearray(len(self.parameters))  # had a gradient since the last round
+        self._arrived = bytearray(len(self.parameters))  # in this round, in time for their bucket
+        self._reporting = Reporting(len(self.parameters), self.collectives, self.buffers)
+        self._drift = DriftWatch(self.parameters, self.collectives.rank)
         self._make_buckets()
 
     # ------------------------------------------------------------------------------------ plan
@@ -148,8 +186,12 @@ class Reducer:
             return
         with self._lock:
             if not self.open:
+                before = self.parameters
                 self._begin()
                 if not self.reducing:
+                    return
+                if before is not self.parameters:  # the ranks have just agreed on others, with other numbers
+                    self._arrived_first(before[index])
                     return
             if self._plan.arrivals is not None:
                 self._plan.arrivals[index] = None
@@ -161,6 +203,30 @@ class Reducer:
                 bucket.missing -= 1
                 if not bucket.missing and bucket.index == self._next and self.conductor.exclusive:
                     self._send_full()
+
+    def _arrived_first(self, told: ManagedParameter) -> None:
+        for each in self.parameters:
+            if each.parameter is told.parameter:
+                self.arrived(each.index)
+
+    def newcomer_arrived(self) -> None:
+        """Autograd has accumulated the gradient of a parameter that the ranks have not agreed on yet.
+
+        Perhaps it is in the module no more: ``test_a_parameter_that_was_in_the_module_for_a_moment``.
+        """
+        with self._lock:
+            if not self.open:
+                if not self.conductor.expects(self):
+                    self.look()
+                if self._moved:
+                    self._begin()
+
+    def look(self) -> None:
+        """A backward pass is about to reach the module: see whether it has other parameters than were agreed on."""
+        members = self._members()
+        self._moved = self.requires_sync and members is not None and members.changed()
+        if members is not None and self._moved:
+            self._newcomers = members.welcome(self)
 
     def _begin(self) -> None:
         if not self.conductor.arm():
@@ -197,6 +263,9 @@ class Reducer:
 
     def _start_round(self) -> None:
         self._wait_for_abandoned()
+        if not self.conductor.expects(self):
+            self.look()
+        self._moved = self._moved or self.buffers.changed()
         self.round += 1
         self._begun = False
         self._next = 0
@@ -246,9 +315,8 @@ class Reducer:
             self._pending.clear()
 
     def _write_report(self, row: Tensor, *, failed: bool) -> None:
-        moved = self.buffers.changed()
         summary = None if self._passive else self.passes.summarize()
-        status = RankStatus(round_code(self.round), failed, self._weights.given, self._joined, moved, summary)
+        status = RankStatus(round_code(self.round), failed, self._weights.given, self._joined, self._moved, summary)
         self._reporting.write(row, self._touched, list(self._late), status, self._weights.total)
 
     # ---------------------------------------------------------------------------------- finish
@@ -276,6 +344,7 @@ class Reducer:
     def _finish(self) -> Sequence[Parameter]:
         """Returns the parameters whose hooks have waited for this."""
         self._begun = True
+        self.find_swapped()
         try:
             while self._next < len(self._buckets):
                 self._send(self._buckets[self._next])
@@ -295,47 +364,85 @@ class Reducer:
         row = self._buckets.carrier.row if self._buckets.carrier is not None else row
         assert row is not None
         report = self._reporting.read(row, quiet=self._is_quiet())
+        renews = report.all_moved or (report.moved and not self._reporting.deferred)
         try:
             check_ranks(report, self.round, self.collectives.rank)
-        except PeerError:
+            newcomers = self._agree_anew() if renews else []
+        except (PeerError, AgreementError):
             self.buffers.drop_large()
             raise
         self.buffers.finish_large()
-        self._hand_out(report, row)
-        reduced = self._in_order(report) if self._holds_hooks else ()
-        if report.moved and not self._reporting.deferred:
-            self._renew_buffers()
-        if self._plan.adapt(report):
+        self._hand_out(report, row, newcomers)
+        reduced = self._in_order(report, newcomers) if self._holds_hooks else ()
+        if renews:
+            self._renew()
+        elif self._plan.adapt(report):
             self._make_buckets()
         return reduced
 
-    def _in_order(self, report: Report) -> Sequence[Parameter]:
+    def _in_order(self, report: Report, newcomers: Sequence[ManagedParameter]) -> Sequence[Parameter]:
         """The parameters that any rank has used, in an order that is the same on all ranks: the plan's."""
         placed = [index for bucket in self._buckets for index in bucket.planned.indices]
         order = (*placed, *self._buckets.placeless)
-        return [self.parameters[index].parameter for index in order if report.uses(index)]
+        used = [self.parameters[index].parameter for index in order if report.uses(index)]
+        return [*used, *(each.parameter for each in newcomers)]
+
+    def find_swapped(self) -> bool:
+        """Count gradients of parameters whose tensor was swapped, and with it the hook; returns whether there are
+        any."""
+        if 0 not in self._touched:
+            return False
+        idle = [index for index, touched in enumerate(self._touched) if not touched]
+        members = self._members()
+        found = [] if members is None else members.hook_again(self, idle)
+        for index in found:
+            self._touched[index] = 1
+            if self._bucket_of[index] is None:
+                self._late[index] = None
+        return bool(found)
 
     def _is_quiet(self) -> bool:
         """Whether this rank has used every parameter, in time, in a round like all others."""
         settled = self._plan.is_whole and self._plan.arrivals is None and 0 not in self._touched
-        return settled and not (self._late or self._weights.given or self._joined)
+        return settled and not (self._late or self._weights.given or self._joined or self._moved)
 
     def _read_deferred(self) -> None:
         """What the last round's report said beside: every rank learns it here, before it sends anything."""
         report = self._reporting.read_deferred()
         if report is not None:
             check_ranks(report, self.round, self.collectives.rank)
-            if report.moved:
-                self._renew_buffers()
+            if report.moved and not report.all_moved:  # else every rank has waited for the report
+                self._agree_anew()
+                self._renew()
 
-    def _renew_buffers(self) -> None:
+    def _agree_anew(self) -> list[ManagedParameter]:
+        """Agree with all ranks on which parameters there are; returns the new ones that any rank has a gradient of."""
+        members = self._members()
+        if members is not None:
+            return members.renew(self, self.collectives)
+        gone = "the replicated module has been dropped, and only parts of it are left"
+        agree(Description([], gone), [], self.collectives)
+        return []
+
+    def _carry_over(self, before: Sequence[ManagedParameter], touched: bytearray) -> None:
+        """What has had a gradient under the old numbers has it under the new ones."""
+        used = {id(each.parameter) for each in compress(before, touched)}
+        self._touched[:] = bytes(id(each.parameter) in used for each in self.parameters)
+
+    def _renew(self) -> None:
+        """Go on with the parameters and buffers that all ranks have now."""
+        members = self._members()
+        if members is not None and self.parameters is not members.parameters:
+            before, touched = self.parameters, self._touched
+            self._take_parameters(members)
+            self._carry_over(before, touched)
         self.buffers.renew()
         self._make_buckets()
 
     @torch.no_grad()
-    def _hand_out(self, report: Report, row: Tensor) -> None:
+    def _hand_out(self, report: Report, row: Tensor, newcomers: Sequence[ManagedParameter]) -> None:
         factor = mean_factor(report, self.divisor, self.round)
-        overdue = [self.parameters[index] for index in report.late]
+        overdue = [*(self.parameters[index] for index in report.late), *newcomers]
         late = reduce_late(overdue, self.collectives, self.divisor) if overdue else []
         for bucket in self._buckets:
             if factor != 1:
@@ -407,7 +514,8 @@ class Reducer:
 
     def is_within(self, reach: Reach, expected: bool) -> bool:
         """Whether a pass of that reach accumulates into a parameter; ``expected``: it goes through the module."""
-        trained = [member.parameter for member in self.parameters if member.parameter.requires_grad]
+        known = [*(member.parameter for member in self.parameters), *self._newcomers]
+        trained = [parameter for parameter in known if parameter.requires_grad]
         return any(id(p) in reach.leaves for p in trained) or bool(expected and reach.hidden and trained)
 
     # ------------------------------------------------------------------------------ for others
@@ -430,13 +538,18 @@ class Reducer:
         """What the loss of the next backward passes counts, on top of what has been counted since the last round."""
         self._weights.announce(weight)
 
+    def retire(self) -> None:
+        """Another replication has taken over all parameters."""
+        self.retired = True
+        self.conductor.leave(self)
+
     def shadow(self) -> None:
         """Take part in a round of the other ranks, outside of any backward and without gradients.
 
         What this rank has - gradients, what has piled up, its weights - it has afterwards, too: see
         tests/procs/test_join_gradients.py.
         """
-        had = [member.parameter.grad for member in self.parameters]
+        before, had = self.parameters, [member.parameter.grad for member in self.parameters]
         own = self._touched, self._weights, self._drift
         self._touched = bytearray(len(self.parameters))
         self._weights, self._drift = Weights(), DriftWatch(self.parameters, self.collectives.rank)
@@ -447,6 +560,10 @@ class Reducer:
             self.finish()
         finally:
             self._joined = False
-            self._touched, self._weights, self._drift = own
-            for member, grad in zip(self.parameters, had, strict=True):
+            touched, self._weights, drift = own
+            if self.parameters is before:
+                self._touched, self._drift = touched, drift
+            else:  # the ranks have agreed on others meanwhile
+                self._carry_over(before, touched)
+            for member, grad in zip(before, had, strict=True):
                 member.parameter.grad = grad

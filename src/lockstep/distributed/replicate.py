@@ -16,7 +16,7 @@ from lockstep.distributed import registry
 from lockstep.distributed.options import Options, read_options
 from lockstep.distributed.placement import sharded_children
 from lockstep.distributed.replication import Replication
-from lockstep.errors import AlreadyManagedError
+from lockstep.errors import AlreadyManagedError, OptionError
 
 M = TypeVar("M", bound=Module)
 
@@ -66,7 +66,9 @@ def replicate(module: M, ignored_modules: Iterable[Module] | None = None, **opti
     """
     chosen = read_options(options, "replicate")
     chosen.warn_deprecated(stacklevel=2)
-    if registry.find(module) is not None:
+    if not isinstance(module, Module):
+        raise OptionError(f"expected a torch.nn.Module to replicate, got {type(module).__name__}")
+    if isinstance(getattr(module, "_orig_mod", module), Replicated):
         raise AlreadyManagedError(
             "Each distinct composable distributed API can only be applied to a module once. replicate has already been "
             f"applied to the following module:\n{module}"

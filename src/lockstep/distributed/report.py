@@ -36,7 +36,7 @@ class RankStatus:
     joined: bool = False
     """Whether the rank has run out of batches and only takes part."""
     moved: bool = False
-    """Whether its buffers are not those that were agreed on."""
+    """Whether its parameters or buffers are not those that were agreed on."""
     summary: PassSummary | None = None
     """Which backward pass it is in; None if it has none of its own."""
 
@@ -55,8 +55,13 @@ class Report:
 
     @property
     def moved(self) -> bool:
-        """Whether any rank has other buffers than were agreed on."""
+        """Whether any rank has other parameters or buffers than were agreed on."""
         return any(status.moved for status in self.ranks)
+
+    @property
+    def all_moved(self) -> bool:
+        """Whether all ranks have, so that each one knows without having read the report."""
+        return bool(self.ranks) and all(status.moved for status in self.ranks)
 
     def uses(self, index: int) -> bool:
         """Whether any rank has a gradient of a parameter."""

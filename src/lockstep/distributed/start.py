@@ -9,6 +9,7 @@ from lockstep.buckets import TensorSpec, contiguous_stride, plan_buckets
 from lockstep.distributed.buffers import Buffer
 from lockstep.distributed.collectives import Collectives
 from lockstep.distributed.dtensors import local_part
+from lockstep.errors import OutOfSyncError
 
 
 @torch.no_grad()
@@ -41,3 +42,37 @@ def _in_logical_order(tensor: Tensor) -> TensorSpec:
     """Laid out contiguously, whatever the strides on this rank."""
     shape = tuple(tensor.shape)
     return TensorSpec("", shape, contiguous_stride(shape), tensor.dtype, tensor.device)
+
+
+@torch.no_grad()
+def check_equal_values(named: Sequence[tuple[str, Tensor]], collectives: Collectives) -> None:
+    """Raise :class:`OutOfSyncError`, on every rank, if a parameter has other values on some rank, bit by bit.
+
+    Communicates a few large broadcasts of rank 0's values, and one all-gather of a number for each parameter.
+    """
+    if not named:
+        return
+    tensors = [local_part(tensor).detach() for _, tensor in named]
+    differs = torch.zeros(len(tensors), dtype=torch.int64)
+    for bucket in plan_buckets([_in_logical_order(tensor) for tensor in tensors]).buckets:
+        flat = torch.empty(bucket.numel, dtype=bucket.dtype, device=bucket.device)
+        views = bucket.views(flat)
+        own = bucket.take(tensors)
+        torch._foreach_copy_(views, own)
+        collectives.broadcast(flat, "values of new parameters").wait()
+        for slot, view, tensor in zip(bucket.slots, views, own, strict=True):
+            differs[slot.index] = not torch.equal(_bits(view), _bits(tensor))
+    rows = [row.tolist() for row in collectives.all_gather(differs.to(collectives.device), "which of them differ")]
+    for number, (name, _) in enumerate(named):
+        for rank, row in enumerate(rows):
+            if row[number]:
+                raise OutOfSyncError(
+                    f"parameter {name} was put into the module after it was replicated, and has other values on rank "
+                    f"{rank} than on rank 0, so gradients are of different networks; no gradient has been handed out. "
+                    "Give every rank the same values (the same checkpoint, the same seed, torch.distributed.broadcast) "
+                    "before forward, or replicate when the module is complete"
+                )
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)

@@ -1,0 +1,41 @@
+"""Objects that live for as long as a module does, and that its copies and pickles do not have.
+
+Gradients of a part of a network are to be synchronised also when the wrapper around it, or the whole, has been dropped.
+So each module holds what synchronises its parameters, which does not lead back to it. An entry among its attributes
+would be seen and copied; but one of the dictionaries that every module has, empty for most, can carry an object
+without showing it. It pickles and copies as the plain dictionary.
+"""
+
+from collections import OrderedDict
+from typing import Any
+
+from torch.nn import Module
+
+_CARRIER = "_load_state_dict_post_hooks"
+
+
+class _Carrier(OrderedDict[int, Any]):
+    """A module's hooks as before, and the objects that it keeps."""
+
+    def __init__(self, entries: Any = ()) -> None:
+        super().__init__(entries)
+        self.kept: list[Any] = []
+
+    def __reduce__(self) -> Any:
+        return OrderedDict, (list(self.items()),)
+
+
+def kept_by(module: Module) -> list[Any]:
+    """What a module keeps."""
+    carrier = vars(module).get(_CARRIER)
+    return [each for each in carrier.kept if not each.retired] if isinstance(carrier, _Carrier) else []
+
+
+def keep(module: Module, thing: Any) -> None:
+    """Let ``thing`` live for as long as ``module``; one that has been retired is let go."""
+    carrier = vars(module)[_CARRIER]
+    if not isinstance(carrier, _Carrier):
+        carrier = _Carrier(carrier)
+        vars(module)[_CARRIER] = carrier
+    carrier.kept = [each for each in carrier.kept if each is not thing and not each.retired]
+    carrier.kept.append(thing)

@@ -1,0 +1,175 @@
+"""Which parameters a reducer has, and how they come to be others.
+
+Modules change while they are trained. When a backward pass reaches the module, its slots are looked at
+(``slots.py``). A rank that finds other parameters or modules there hooks the new ones, so that their gradients are
+noticed, and says so in its report. Then all ranks choose what is replicated anew, in the same backward: they compare
+names, order, shapes and dtypes, and the values of what is new to any of them, since gradients of different values have
+no common mean. What differs is an error by name, on every rank, in this backward and each one that follows, until it is
+the same again.
+
+A tensor that was swapped (``torch.utils.swap_tensors``) stays the same object and loses its hook. That concerns this
+rank alone: it counts what such a parameter has as gradient, and hooks it again.
+"""
+
+from collections.abc import Sequence
+from sys import getrefcount
+from typing import NamedTuple
+from weakref import ref
+
+from torch.nn import Parameter
+
+from lockstep.distributed.agree import Description, agree
+from lockstep.distributed.collectives import Collectives
+from lockstep.distributed.gradients import ManagedParameter
+from lockstep.distributed.keeping import keep
+from lockstep.distributed.parameter_hooks import (
+    NewcomerHook,
+    ParameterHook,
+    attach,
+    can_have_gradient,
+    detach,
+    reducer_of,
+)
+from lockstep.distributed.reducer import Reducer
+from lockstep.distributed.registrations import watch_registrations
+from lockstep.distributed.selection import Contents, Selection, describe_parameter
+from lockstep.distributed.slots import SlotWatch
+from lockstep.distributed.start import check_equal_values
+from lockstep.errors import AgreementError, LockstepError
+
+
+class _Attached(NamedTuple):
+    """A parameter with a hook of ours, and what shows whether it still has it."""
+
+    parameter: Parameter
+    address: int
+    hooks: object
+    references: int
+
+    @classmethod
+    def of(cls, parameter: Parameter) -> "_Attached":
+        hooks = parameter._post_accumulate_grad_hooks
+        return cls(parameter, parameter._cdata, hooks, getrefcount(hooks))
+
+    @property
+    def lost(self) -> bool:
+        """Whether another tensor has taken the place of the one that was hooked, and perhaps its address."""
+        return self.parameter._cdata != self.address or getrefcount(self.hooks) < self.references - 1
+
+
+class Membership:
+    """The parameters of one reducer; see :class:`lockstep.distributed.reducer.Members`."""
+
+    def __init__(self, selection: Selection, contents: Contents, delayed: Sequence[Parameter], values: bool) -> None:
+        self._selection, self._values = selection, values
+        self._delayed = {id(parameter) for parameter in delayed}
+        self._attached: list[_Attached] = []
+        self._reducer: ref[Reducer] | None = None
+        self.parameters = _managed(contents)
+        self._watch = self._watched()
+
+    def _watched(self) -> SlotWatch:
+        return SlotWatch(owner for _, owner in self._selection.owners())
+
+    def _named(self) -> list[tuple[str, int]]:
+        return [(each.name, id(each.parameter)) for each in self.parameters]
+
+    @property
+    def last(self) -> list[int]:
+        """The parameters, by number, whose gradients leave last."""
+        return [each.index for each in self.parameters if id(each.parameter) in self._delayed]
+
+    def attach(self, reducer: Reducer) -> None:
+        """Let gradients of all parameters tell the reducer, which every module of theirs keeps from now on."""
+        self._reducer = ref(reducer)
+        watch_registrations()
+        for each in self.parameters:
+            attach(each.parameter, ParameterHook(each.index, each.name, reducer), reducer)
+        self._attached = [_Attached.of(each.parameter) for each in self.parameters]
+        for _, owner in self._selection.owners():
+            keep(owner, reducer)
+        keep(self._selection.module, self)
+
+    @property
+    def retired(self) -> bool:
+        """Whether its reducer is over."""
+        reducer = self._reducer() if self._reducer is not None else None
+        return reducer is None or reducer.retired
+
+    def changed(self) -> bool:
+        """Whether other parameters or modules stand in the module's slots."""
+        return self._watch.changed()
+
+    def welcome(self, reducer: Reducer) -> list[Parameter]:
+        """Let gradients of parameters that are new on this rank open a round."""
+        try:
+            contents = self._selection.contents(reducer)
+        except LockstepError:
+            return []  # told to all when they compare
+        known = {id(each.parameter) for each in self.parameters}
+        new = [(name, p) for name, p in contents.parameters if id(p) not in known and can_have_gradient(p)]
+        for name, parameter in new:
+            if reducer_of(parameter) is not reducer:
+                attach(parameter, NewcomerHook(name, reducer), reducer)
+        return [parameter for _, parameter in new]
+
+    def hook_again(self, reducer: Reducer, idle: Sequence[int]) -> list[int]:
+        """Of the parameters in ``idle``, those that have a gradient and had lost their hook; they have it again."""
+        found = []
+        for index in idle:
+            if self._attached[index].parameter.grad is not None and self._attached[index].lost:
+                each = self.parameters[index]
+                attach(each.parameter, ParameterHook(index, each.name, reducer), reducer)
+                self._attached[index] = _Attached.of(each.parameter)
+                found.append(index)
+        return found
+
+    def renew(self, reducer: Reducer, collectives: Collectives) -> list[ManagedParameter]:
+        """Choose the parameters anew, with all other ranks; returns the new ones that any rank has a gradient of.
+
+        Raises on every rank if ranks differ, and then leaves everything as it is. Communicates what :func:`agree`
+        does, and one broadcast for each bucket of new parameters.
+        """
+        contents, failure = Contents([], [], frozenset()), ""
+        try:
+            contents = self._selection.contents(reducer)
+        except LockstepError as error:
+            failure = str(error)
+        lines = [describe_parameter(name, p, contents, trained=False) for name, p in contents.parameters]
+        known = {id(each.parameter) for each in self.parameters}
+        managed = _managed(contents)
+        new = [each for each in managed if id(each.parameter) not in known]
+        numbers = [2 * each.index + (each.parameter.grad is not None) for each in new]
+        rows = agree(Description(lines, failure), numbers, collectives)
+        told = {number for row in rows for number in row}
+        _check_new_everywhere([each.name for each in managed], rows)
+        if self._values:
+            check_equal_values([(each.name, each.parameter) for each in new], collectives)
+        self._watch = self._watched()
+        if told or [(each.name, id(each.parameter)) for each in managed] != self._named():
+            for old in self.parameters:
+                detach(old.parameter, reducer)
+            self.parameters = managed
+            self.attach(reducer)
+        return [self.parameters[i] for i in sorted({number // 2 for number in told if number % 2})]
+
+
+def _check_new_everywhere(names: Sequence[str], rows: Sequence[Sequence[int]]) -> None:
+    """Raise on every rank if a parameter is new on some ranks only: the others have reduced the gradient of theirs."""
+    told = [{number // 2 for number in row} for row in rows]
+    for index in sorted(set().union(*told)):
+        having = [rank for rank, known in enumerate(told) if index in known]
+        if len(having) < len(told):
+            lacking = next(rank for rank in range(len(told)) if rank not in having)
+            raise AgreementError(
+                f"parameter {names[index]} is another object than when the module was replicated on rank {having[0]}, "
+                f"and still the same on rank {lacking}; load, replace and convert parameters on every rank alike"
+            )
+
+
+def _managed(contents: Contents) -> list[ManagedParameter]:
+    trainable = [(name, parameter) for name, parameter in contents.parameters if can_have_gradient(parameter)]
+    return [
+        ManagedParameter(index, name, parameter, id(parameter) in contents.sparse)
+        for index, (name, parameter) in enumerate(trainable)
+    ]

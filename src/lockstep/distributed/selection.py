@@ -1,0 +1,151 @@
+"""What of a module is replicated: not what is ignored, sharded, or replicated by a child of its own."""
+
+from collections.abc import Collection, Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import WeakSet, ref
+
+import torch
+from torch import Tensor
+from torch.nn import Module, Parameter
+from torch.nn.parameter import is_lazy
+
+from lockstep.distributed.agree import Line, describe_tensor
+from lockstep.distributed.buffers import Buffer, BufferSet
+from lockstep.distributed.options import Options
+from lockstep.distributed.parameter_hooks import reducer_of
+from lockstep.distributed.placement import check_devices, check_embeddings, check_kinds, left_out
+from lockstep.errors import NotReplicableError
+
+if TYPE_CHECKING:
+    from lockstep.distributed.reducer import Reducer
+
+
+class Contents(NamedTuple):
+    """The parameters and buffers of a module that are replicated."""
+
+    parameters: list[tuple[str, Parameter]]
+    buffers: list[Buffer]
+    sparse: frozenset[int]
+    """Identities of the parameters whose gradients are sparse."""
+
+
+def describe_parameter(name: str, parameter: Parameter, contents: Contents, *, trained: bool) -> Line:
+    """What must be the same on all ranks; whether it is ``trained`` counts at the start only."""
+    text = describe_tensor(parameter)
+    if trained:
+        text += ", trained" if parameter.requires_grad else ", frozen"
+    return Line(f"parameter {name}", f"{text}, sparse gradients" if id(parameter) in contents.sparse else text)
+
+
+class Selection:
+    """Chooses the parameters and buffers of one module, again and again, as the module is then."""
+
+    def __init__(self, module: Module, options: Options, ignored: Collection[Module], taking_over: bool) -> None:
+        self._module, self._options, self._taking_over = ref(module), options, taking_over
+        self._ignored = WeakSet(ignored)
+
+    @property
+    def module(self) -> Module:
+        """The module, of which this must not be the last reference."""
+        module = self._module()
+        if module is None:
+            raise NotReplicableError("the module that was replicated does not exist any more")
+        return module
+
+    @property
+    def alive(self) -> bool:
+        """Whether the module is still there."""
+        return self._module() is not None
+
+    def owners(self) -> list[tuple[str, Module]]:
+        """The modules whose own parameters and buffers are replicated, by name."""
+        skipped, _ = left_out(self.module, self._ignored, self._options)
+        return [(prefix, owner) for prefix, owner in self.module.named_modules() if owner not in skipped]
+
+    def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Parameters and buffers that are not left out, by all of their names."""
+        _, names = left_out(self.module, self._ignored, self._options)
+        owners = self.owners()
+        slots: list[tuple[str, dict[str, Any]]] = [(prefix, owner._parameters) for prefix, owner in owners]
+        slots += [(prefix, owner._buffers) for prefix, owner in owners]
+        for prefix, tensors in slots:
+            for key, tensor in tensors.items():
+                name = f"{prefix}.{key}" if prefix else key
+                if tensor is not None and name not in names:
+                    yield name, tensor
+
+    def left_alone(self) -> list[Tensor]:
+        """The parameters and buffers below the module that are not replicated."""
+        skipped, names = left_out(self.module, self._ignored, self._options)
+        module = self.module
+        named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+        below = [tensor for each in skipped for tensor in (*each.parameters(), *each.buffers())]
+        return [*(tensor for name, tensor in named if name in names), *below]
+
+    def without_values(self) -> Iterator[tuple[str, Tensor]]:
+        """Parameters and buffers that are not initialised, or on the meta device."""
+        return ((name, tensor) for name, tensor in self.named_tensors() if is_lazy(tensor) or tensor.is_meta)
+
+    def contents(self, reducer: "Reducer | None" = None) -> Contents:
+        """What is replicated, by ``reducer`` if it is already; raises a :class:`LockstepError` if that cannot be."""
+        named = [(name, tensor) for name, tensor in self.named_tensors() if isinstance(tensor, Parameter)]
+        check_devices(named, self._options)
+        self._check_values()
+        parameters, sparse = self._parameters(reducer)
+        check_kinds(parameters)
+        chosen = {id(parameter) for _, parameter in parameters}
+        check_embeddings(
+            [(name, owner) for name, owner in self.owners() if id(owner._parameters.get("weight")) in chosen]
+        )
+        return Contents(parameters, self.buffers().buffers, sparse)
+
+    def buffers(self) -> BufferSet:
+        """The buffers, and how to notice that there are others."""
+        return BufferSet(self.module, *left_out(self.module, self._ignored, self._options))
+
+    def _parameters(self, reducer: "Reducer | None") -> tuple[list[tuple[str, Parameter]], frozenset[int]]:
+        _, names = left_out(self.module, self._ignored, self._options)
+        found: dict[int, tuple[str, Parameter]] = {}
+        sparse: set[int] = set()
+        for prefix, owner in self.owners():
+            for key, parameter in owner._parameters.items():
+                name = f"{prefix}.{key}" if prefix else key
+                if parameter is None or name in names:
+                    continue
+                found.setdefault(id(parameter), (name, parameter))
+                if isinstance(owner, torch.nn.Embedding | torch.nn.EmbeddingBag) and owner.sparse:
+                    sparse.add(id(parameter))
+        return [pair for pair in found.values() if self._chooses(pair[1], found, reducer)], frozenset(sparse)
+
+    def _chooses(self, parameter: Parameter, found: Collection[int], reducer: "Reducer | None") -> bool:
+        """Whether a parameter is free, or to be taken from another replicated module: as a whole, if not by a wrapper.
+
+        What this module lacks when it looks anew (then ``reducer`` is its own) it leaves to those that have it.
+        """
+        other = reducer_of(parameter)
+        if other is None or other is reducer:
+            return True
+        return reducer is None and (self._taking_over or _is_covered(other, found))
+
+    def superseded(self, contents: Contents) -> "list[Reducer]":
+        """Reducers of modules that were replicated before, all of whose parameters are now replicated by this one."""
+        found = {id(parameter) for _, parameter in contents.parameters}
+        others = {id(each): each for _, p in contents.parameters if (each := reducer_of(p)) is not None}
+        return [other for other in others.values() if _is_covered(other, found)]
+
+    def _check_values(self) -> None:
+        for name, tensor in self.without_values():
+            if is_lazy(tensor):
+                raise NotReplicableError(
+                    f"{name} is not initialised. Modules with uninitialized parameters can't be used with "
+                    "`DistributedDataParallel`. Run a dummy forward pass to correctly initialize the modules, under "
+                    "torch.no_grad() on every rank"
+                )
+            raise NotReplicableError(
+                f"{name} is on the meta device and has no values; call module.to_empty(device=...) and initialise it, "
+                "or load a checkpoint, before the first forward"
+            )
+
+
+def _is_covered(reducer: "Reducer", found: Collection[int]) -> bool:
+    return all(id(each.parameter) in found for each in reducer.parameters)

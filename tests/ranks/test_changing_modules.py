@@ -1,0 +1,507 @@
+"""Parameters that are replaced, added, removed or swapped after replicating are synchronised like all others, or every
+rank raises by name."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call
+from torch.nn.utils import parametrizations, parametrize
+
+import lockstep
+from lockstep.errors import AgreementError, NotReplicableError, OutOfSyncError
+from threaded import count_collectives, run_ranks
+
+
+def linear(value=1.0):
+    layer = nn.Linear(1, 1, bias=False)
+    nn.init.constant_(layer.weight, value)
+    return layer
+
+
+def two_layers():
+    return nn.Sequential(linear(), linear())
+
+
+def rows(rank):
+    """The gradient of the only weight of `linear()` is 1 on rank 0, 2 on rank 1: 1.5 as a mean."""
+    return torch.full((1, 1), rank.rank + 1.0)
+
+
+def grads(module):
+    return [None if p.grad is None else p.grad.flatten().tolist() for p in module.parameters()]
+
+
+# ------------------------------------------------------------------------------- what programs do to their modules
+
+
+def assign_a_checkpoint(net):
+    net.load_state_dict({name: value.clone() for name, value in net.state_dict().items()}, assign=True)
+
+
+def replace_a_layer(net):
+    net[1] = linear()
+
+
+def add_a_layer(net):
+    net.append(linear())
+
+
+def add_a_layer_without_being_told(net):
+    net._modules["2"] = linear()
+
+
+def remove_a_layer(net):
+    del net[1]
+
+
+def write_into_the_slot(net):
+    net[0]._parameters["weight"] = nn.Parameter(torch.ones(1, 1))
+
+
+def tie(net):
+    net[1].weight = net[0].weight
+
+
+def untie(net):
+    net[1].weight = nn.Parameter(net[0].weight.detach().clone())
+
+
+def normalise_weights(net):
+    parametrizations.weight_norm(net[0])
+
+
+def normalise_weights_the_old_way(net):
+    with pytest.warns(FutureWarning):
+        nn.utils.weight_norm(net[0])
+
+
+class Doubled(nn.Module):
+    def forward(self, weight):
+        return 2 * weight
+
+
+def parametrize_a_layer(net):
+    parametrize.register_parametrization(net[0], "weight", Doubled())
+
+
+def parametrize_and_remove(net):
+    parametrize.register_parametrization(net[0], "weight", Doubled())
+    parametrize.remove_parametrizations(net[0], "weight")
+
+
+def swap_tensors(net):
+    for layer in net:
+        torch.utils.swap_tensors(layer.weight, nn.Parameter(torch.ones(1, 1)))
+
+
+def swap_one_and_keep_the_other(net):
+    net.other = [nn.Parameter(torch.ones(1, 1))]
+    torch.utils.swap_tensors(net[1].weight, net.other[0])
+
+
+def convert_back_and_forth(net):
+    net.double()
+    net.float()
+
+
+CHANGES = [
+    assign_a_checkpoint,
+    replace_a_layer,
+    add_a_layer,
+    add_a_layer_without_being_told,
+    remove_a_layer,
+    write_into_the_slot,
+    tie,
+    normalise_weights,
+    normalise_weights_the_old_way,
+    parametrize_a_layer,
+    parametrize_and_remove,
+    swap_tensors,
+    swap_one_and_keep_the_other,
+]
+
+
+@pytest.fixture
+def conversion_flag(request):
+    """One of the two ways in which `Module.to` may replace parameters instead of rewriting them."""
+    get, put = (getattr(torch.__future__, f"{verb}_{request.param}_on_conversion") for verb in ("get", "set"))
+    before = get()
+    put(True)
+    yield
+    put(before)
+
+
+def change_in_training(rank, change, make, way):
+    """Gradients of a replicated module that changes after its first step, beside those of two plain ones."""
+    torch.manual_seed(0)
+    net = make()
+    module = net if way == "wrapped" else lockstep.replicate(net, process_group=rank.group)
+    call = lockstep.DistributedDataParallel(net, process_group=rank.group) if way == "wrapped" else module
+    plain = [make(), make()]
+    seen = []
+    for step in range(4):
+        if step == 1:
+            change(module)
+            for each in plain:
+                change(each)
+        for each in (module, *plain):
+            each.zero_grad()
+        if way == "past forward":
+            out = rows(rank)
+            for layer in module:
+                out = layer(out)
+        else:
+            out = call(rows(rank))
+        out.sum().backward()
+        for number, each in enumerate(plain):
+            each(torch.full((1, 1), number + 1.0)).sum().backward()
+        wanted = [(a.grad + b.grad) / 2 for a, b in zip(*(each.parameters() for each in plain), strict=True)]
+        seen.append([torch.equal(p.grad, grad) for p, grad in zip(module.parameters(), wanted, strict=True)])
+        with torch.no_grad():
+            for each in (module, *plain):
+                for p, grad in zip(each.parameters(), wanted, strict=True):
+                    p -= 0.25 * grad
+    return seen
+
+
+def all_true(results):
+    return all(flag for seen in results for step in seen for flag in step)
+
+
+@pytest.mark.parametrize("way", ["replicated", "wrapped", "past forward"])
+@pytest.mark.parametrize("change", CHANGES, ids=lambda each: each.__name__)
+def test_gradients_are_means_after_a_change_on_all_ranks(change, way):
+    if way == "past forward" and change is swap_tensors:
+        pytest.skip("nothing is left that has a hook, and nothing of ours is called")
+    assert all_true(run_ranks(2, change_in_training, change, two_layers, way))
+
+
+@pytest.mark.parametrize("conversion_flag", ["overwrite_module_params", "swap_module_params"], indirect=True)
+def test_conversions_that_make_new_parameters(conversion_flag):
+    assert all_true(run_ranks(2, change_in_training, convert_back_and_forth, two_layers, "replicated"))
+
+
+def test_weights_that_are_untied():
+    def make():
+        net = two_layers()
+        net[1].weight = net[0].weight
+        return net
+
+    assert all_true(run_ranks(2, change_in_training, untie, make, "replicated"))
+
+
+# ------------------------------------------------------------------------------------------- ranks that differ
+
+# What only the last rank does, and words of the error that every rank raises.
+LONE_CHANGES = {
+    "another layer": (lambda net: net.insert(1, linear()), AgreementError, ["rank 1 has parameter 2.weight"]),
+    "a layer less": (remove_a_layer, AgreementError, ["rank 0 has parameter 1.weight", "rank 1 has no such thing"]),
+    "another shape": (
+        lambda net: net.__setitem__(0, nn.Linear(1, 2, bias=False)),
+        AgreementError,
+        ["ranks differ in parameter 0.weight", "(1, 1) on rank 0", "(2, 1) on rank 1"],
+    ),
+    "tied": (tie, AgreementError, ["rank 0 has parameter 1.weight", "rank 1 has no such thing"]),
+    "the same values in another tensor": (
+        assign_a_checkpoint,
+        AgreementError,
+        ["parameter 0.weight is another object than when the module was replicated on rank 1", "the same on rank 0"],
+    ),
+    "a lazy layer": (
+        lambda net: net.append(nn.LazyLinear(1)),
+        AgreementError,
+        ["rank 1", "2.weight is not initialised"],
+    ),
+}
+
+
+@pytest.mark.parametrize("hosts", ["", "aa"], ids=["gloo", "shm"])
+@pytest.mark.parametrize(("change", "kind", "words"), LONE_CHANGES.values(), ids=LONE_CHANGES)
+def test_a_change_on_one_rank_is_an_error_on_every_rank_until_it_is_undone(change, kind, words, hosts):
+    def call(rank):
+        net = lockstep.replicate(two_layers(), process_group=rank.group)
+        net(rows(rank)).sum().backward()
+        before = list(net)
+        messages = []
+        if rank.rank == 1:
+            change(net)
+        for _ in range(2):
+            net.zero_grad()
+            with pytest.raises(kind) as caught:
+                for layer in before[:1]:
+                    layer(rows(rank)).sum().backward()
+            messages.append(str(caught.value))
+        if rank.rank == 1:
+            while len(net):
+                del net[0]
+            net.extend(before)
+            before[1].weight = before[1].weight if change is not tie else nn.Parameter(torch.ones(1, 1))
+        return messages
+
+    first, second = run_ranks(2, call, hosts=hosts)
+    assert first == second
+    assert len(set(first)) == 1
+    for word in words:
+        assert word in first[0]
+
+
+def test_ranks_go_on_when_a_lone_change_has_been_undone():
+    def call(rank):
+        net = lockstep.replicate(two_layers(), process_group=rank.group)
+        if rank.rank == 1:
+            net.append(linear())
+        with pytest.raises(AgreementError, match=r"rank 1 has parameter 2\.weight"):
+            net(rows(rank)).sum().backward()
+        if rank.rank == 1:
+            del net[2]
+        net.zero_grad()
+        net(rows(rank)).sum().backward()
+        return grads(net)
+
+    assert run_ranks(2, call) == [[[1.5], [1.5]]] * 2
+
+
+def test_a_new_parameter_with_other_values_on_some_rank_is_an_error_on_every_rank():
+    def call(rank):
+        net = lockstep.replicate(two_layers(), process_group=rank.group)
+        net[1] = linear(1.0 + rank.rank)
+        with pytest.raises(OutOfSyncError) as caught:
+            net(rows(rank)).sum().backward()
+        with torch.no_grad():
+            net[1].weight.fill_(1)
+        net.zero_grad()
+        net(rows(rank)).sum().backward()
+        return str(caught.value), grads(net)
+
+    first, second = run_ranks(2, call)
+    assert first == second
+    assert "parameter 1.weight was put into the module after" in first[0]
+    assert "other values on rank 1 than on rank 0" in first[0]
+    assert first[1] == [[1.5], [1.5]]
+
+
+def test_values_that_differ_are_not_compared_without_init_sync():
+    def call(rank):
+        net = lockstep.replicate(two_layers(), process_group=rank.group, init_sync=False)
+        net(rows(rank)).sum().backward()
+        net[1] = linear(rank.rank + 1.0)
+        net.zero_grad()
+        net(rows(rank)).sum().backward()
+        return grads(net)[1]
+
+    assert run_ranks(2, call) == [[1.5]] * 2
+
+
+# ------------------------------------------------------------------------------------------- all around
+
+
+def test_hooks_of_a_new_parameter_see_the_mean():
+    def call(rank):
+        net = lockstep.replicate(two_layers(), process_group=rank.group)
+        net(rows(rank)).sum().backward()
+        net[1] = linear()
+        seen = []
+        for _ in range(2):
+            net.zero_grad()
+            if not seen:
+                net[1].weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.item()))
+            net(rows(rank)).sum().backward()
+        return seen
+
+    assert run_ranks(2, call) == [[1.5, 1.5]] * 2
+
+
+def test_hooks_of_a_parameter_that_was_removed_go_on():
+    def call(rank):
+        net = lockstep.replicate(two_layers(), process_group=rank.group)
+        layer, seen = net[1], []
+        layer.weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.item()))
+        del net[1]
+        net(rows(rank)).sum().backward()
+        layer(rows(rank)).sum().backward()
+        return seen
+
+    assert run_ranks(2, call) == [[1.0], [2.0]]
+
+
+def test_gradients_that_have_piled_up_count_when_a_parameter_is_added_meanwhile():
+    def call(rank):
+        net = lockstep.replicate(two_layers(), process_group=rank.group)
+        with net.no_sync():
+            net(rows(rank)).sum().backward()
+            net.append(linear())
+            net(rows(rank)).sum().backward()
+        net(rows(rank)).sum().backward()
+        return grads(net)
+
+    assert run_ranks(2, call) == [[[4.5], [4.5], [3.0]]] * 2
+
+
+def test_a_new_parameter_that_only_one_rank_uses():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = linear()
+            self.second = None
+
+        def forward(self, x, more):
+            return self.second(self.first(x)) if more else self.first(x)
+
+    def call(rank):
+        net = lockstep.replicate(Net(), process_group=rank.group)
+        net.second = linear()
+        seen = []
+        for more in (rank.rank == 1, False):
+            net.zero_grad()
+            net(rows(rank), more).sum().backward()
+            seen.append(grads(net))
+        return seen
+
+    assert run_ranks(2, call) == [[[[1.5], [1.0]], [[1.5], None]]] * 2
+
+
+def test_a_layer_made_in_the_first_forward():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = linear()
+
+        def forward(self, x):
+            if not hasattr(self, "second"):
+                self.second = linear()
+            return self.second(self.first(x))
+
+    def call(rank):
+        net = lockstep.replicate(Net(), process_group=rank.group)
+        net(rows(rank)).sum().backward()
+        return grads(net)
+
+    assert run_ranks(2, call) == [[[1.5], [1.5]]] * 2
+
+
+def test_another_dtype_of_a_new_parameter():
+    def call(rank):
+        net = lockstep.replicate(two_layers(), process_group=rank.group)
+        net[1] = linear().double()
+        net[1](net[0](rows(rank)).double()).sum().backward()
+        return grads(net), net[1].weight.grad.dtype
+
+    assert run_ranks(2, call) == [([[1.5], [1.5]], torch.float64)] * 2
+
+
+def test_parameters_lent_by_functional_call_are_no_change():
+    def call(rank):
+        net = lockstep.replicate(two_layers(), process_group=rank.group)
+        net(rows(rank)).sum().backward()
+        net.zero_grad()
+        lent = {name: (2 * p.detach()).requires_grad_() for name, p in net.named_parameters()}
+        with count_collectives(rank) as sent:
+            functional_call(net, lent, (rows(rank),)).sum().backward()
+        return len(sent), grads(net), [lent[name].grad.item() for name in lent]
+
+    assert run_ranks(2, call) == [(0, [None, None], [2.0 * n, 2.0 * n]) for n in (1, 2)]
+
+
+def test_a_parameter_that_was_in_the_module_for_a_moment():
+    def call(rank):
+        net = lockstep.replicate(two_layers(), process_group=rank.group)
+        layer = linear()
+        net.append(layer)
+        del net[2]
+        with count_collectives(rank) as sent:
+            layer(rows(rank)).sum().backward()
+        return len(sent), layer.weight.grad.item()
+
+    assert run_ranks(2, call) == [(0, 1.0), (0, 2.0)]
+
+
+def test_noticing_costs_no_collective_and_agreeing_only_the_step_of_the_change():
+    def call(rank):
+        net = lockstep.replicate(two_layers(), process_group=rank.group)
+        counts = []
+        for step in range(7):
+            if step == 4:
+                assign_a_checkpoint(net)
+            with count_collectives(rank) as sent:
+                net(rows(rank)).sum().backward()
+            counts.append(len(sent))
+        return counts
+
+    counts = run_ranks(2, call)[0]
+    assert counts[2:4] == [1, 1]
+    assert counts[4] > 1
+    assert counts[6] == 1
+
+
+# ------------------------------------------------------------------------------------------- wholes that are dropped
+
+
+@pytest.mark.parametrize("wrapped", [False, True], ids=["replicated", "wrapped"])
+def test_parts_are_synchronised_when_the_whole_is_dropped(wrapped):
+    def call(rank):
+        make = lockstep.DistributedDataParallel if wrapped else lockstep.replicate
+        part = make(two_layers(), process_group=rank.group)
+        part = (part.module if wrapped else part)[0]
+        gc.collect()
+        part(rows(rank)).sum().backward()
+        return part.weight.grad.item()
+
+    assert run_ranks(2, call) == [1.5, 1.5]
+
+
+def test_a_module_is_synchronised_and_watched_when_its_wrapper_is_dropped():
+    def call(rank):
+        net = lockstep.DistributedDataParallel(two_layers(), process_group=rank.group).module
+        gc.collect()
+        net[1] = linear()
+        net(rows(rank)).sum().backward()
+        return grads(net)
+
+    assert run_ranks(2, call) == [[[1.5], [1.5]]] * 2
+
+
+def test_a_parameter_that_has_outlived_its_modules_raises():
+    def call(rank):
+        weight = lockstep.replicate(linear(), process_group=rank.group).weight
+        with pytest.raises(NotReplicableError, match="parameter weight got a gradient, but no module is left of"):
+            (weight * rank.rank).sum().backward()
+        again = linear()
+        again.weight = nn.Parameter(weight.detach())
+        again(rows(rank)).sum().backward()
+        return again.weight.grad.item()
+
+    assert run_ranks(2, call) == [1.0, 2.0]
+
+
+# ------------------------------------------------------------------------------------------- replicated once more
+
+
+WAYS = {
+    "wrapper of a wrapper": (lockstep.DistributedDataParallel, lockstep.DistributedDataParallel, False),
+    "second wrapper": (lockstep.DistributedDataParallel, lockstep.DistributedDataParallel, True),
+    "wrapper of a replicated module": (lockstep.replicate, lockstep.DistributedDataParallel, False),
+    "replicated wrapper": (lockstep.DistributedDataParallel, lockstep.replicate, False),
+    "replicated module of a wrapper": (lockstep.DistributedDataParallel, lockstep.replicate, True),
+}
+
+
+@pytest.mark.parametrize(("first", "second", "inside"), WAYS.values(), ids=WAYS)
+def test_the_last_replication_replaces_the_first(first, second, inside):
+    def call(rank):
+        net = two_layers()
+        earlier = first(net, process_group=rank.group)
+        later = second(net if inside else earlier, process_group=rank.group)
+        with later.no_sync():
+            later(rows(rank)).sum().backward()
+        local = grads(net)
+        with count_collectives(rank) as sent:
+            later(rows(rank)).sum().backward()
+        with pytest.raises(NotReplicableError, match="replicated or wrapped once more"):
+            earlier.no_sync().__enter__() if later is not earlier else first.no_sync(earlier).__enter__()
+        return local[0], grads(net), {each.name for each in sent} <= {"all_reduce", "broadcast", "all_gather"}
+
+    assert run_ranks(2, call) == [([n], [[3.0], [3.0]], True) for n in (1.0, 2.0)]

@@ -1,0 +1,164 @@
+"""Modules with something out of the ordinary: each is right on every rank, or refused by name on every rank."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import lockstep
+from lockstep.errors import AgreementError, NotReplicableError
+from threaded import run_ranks
+
+
+class Counts(nn.Module):
+    """A weight, and a buffer to which forward adds its input."""
+
+    def __init__(self, counted):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+        self.register_buffer("counted", counted)
+
+    def forward(self, x):
+        self.counted.add_(x.sum().detach())
+        return self.weight * x
+
+
+def rows(rank):
+    return torch.full((1, 1), rank.rank + 1.0)
+
+
+# ------------------------------------------------------------------------------------------------ buffers
+
+
+def untie(net):
+    net[1].counted = net[0].counted.clone()
+
+
+def assign_a_checkpoint(net):
+    net.load_state_dict({name: value.clone() for name, value in net.state_dict().items()}, assign=True)
+
+
+@pytest.mark.parametrize("change", [untie, assign_a_checkpoint])
+def test_buffers_that_are_untied_are_both_made_equal(change):
+    def call(rank):
+        shared = torch.zeros(1)
+        net = lockstep.replicate(nn.Sequential(Counts(shared), Counts(shared)), process_group=rank.group)
+        net(rows(rank)).sum().backward()
+        change(net)
+        net(rows(rank)).sum().backward()
+        return [layer.counted.item() for layer in net]
+
+    first, second = run_ranks(2, call)
+    assert first == second
+    assert first[0] == first[1]
+
+
+def test_buffers_that_are_tied_stay_tied():
+    def call(rank):
+        net = lockstep.replicate(nn.Sequential(*(Counts(torch.zeros(1)) for _ in range(2))), process_group=rank.group)
+        net(rows(rank)).sum().backward()
+        net[1].counted = net[0].counted
+        for _ in range(2):
+            net[0].counted.mul(net[0].weight).sum().backward()
+            assert net[1].counted is net[0].counted
+            net(rows(rank)).sum().backward()
+        return net[0].counted.item(), net[1].counted is net[0].counted
+
+    assert run_ranks(2, call) == [(5.0, True)] * 2
+
+
+def test_buffers_of_a_layer_that_was_replaced_and_is_still_held():
+    def call(rank):
+        net = lockstep.replicate(nn.Sequential(nn.Linear(1, 1), nn.BatchNorm1d(1)), process_group=rank.group)
+        old = net[1]
+        net[1] = nn.BatchNorm1d(1)
+        x = torch.arange(4.0).view(4, 1) * (rank.rank + 1)
+        net(x).sum().backward()
+        return net[1].running_mean.item(), old.running_mean.item()
+
+    first, second = run_ranks(2, call)
+    assert first == second
+    assert first[0] != 0 == first[1]
+
+
+@pytest.mark.parametrize("policy", ["rank0", "mean", "local"])
+def test_expanded_buffers(policy):
+    def call(rank):
+        net = Counts(torch.zeros(1))
+        net.register_buffer("wide", torch.full((1,), rank.rank + 1.0).expand(3))
+        lockstep.replicate(net, process_group=rank.group, buffer_policy=policy)
+        at_first = net.wide.tolist()
+        net.wide = torch.full((1,), rank.rank + 3.0).expand(3)
+        net(rows(rank)).sum().backward()
+        return at_first, net.wide.tolist()
+
+    wanted = {"rank0": [3.0, 3.0], "mean": [3.5, 3.5], "local": [3.0, 4.0]}[policy]
+    at_first = [1.0, 1.0]
+    assert run_ranks(2, call) == [([a] * 3, [b] * 3) for a, b in zip(at_first, wanted, strict=True)]
+
+
+# --------------------------------------------------------------------------------------------- parameters
+
+
+@pytest.mark.parametrize("make", [lockstep.replicate, lockstep.DistributedDataParallel])
+def test_an_expanded_parameter_is_refused_on_every_rank(make):
+    def call(rank):
+        net = nn.Linear(1, 3, bias=False)
+        net.weight = nn.Parameter(torch.zeros(1, 1).expand(3, 1))
+        with pytest.raises(NotReplicableError, match="parameter weight has elements that share memory"):
+            make(net, process_group=rank.group)
+
+    run_ranks(2, call)
+
+
+@pytest.mark.parametrize("make", [lambda **given: nn.Embedding(4, 2, **given), lambda **g: nn.EmbeddingBag(4, 2, **g)])
+def test_embeddings_that_rewrite_their_weights_are_refused(make):
+    def call(rank):
+        net = nn.ModuleDict({"words": make(max_norm=1.0)})
+        with pytest.raises(NotReplicableError, match=r"parameter words\.weight belongs to .* max_norm=1"):
+            lockstep.replicate(net, process_group=rank.group)
+        net = nn.ModuleDict({"words": make(max_norm=1.0), "head": nn.Linear(1, 1)})
+        lockstep.replicate(net, process_group=rank.group, params_and_buffers_to_ignore=["words.weight"])
+        frozen = make(max_norm=1.0)
+        frozen.weight.requires_grad_(False)
+        lockstep.replicate(frozen, process_group=rank.group)
+
+    run_ranks(2, call)
+
+
+def test_sparse_gradients_on_some_ranks_only_are_an_error_on_every_rank():
+    def call(rank):
+        net = nn.Embedding(4, 2, sparse=rank.rank == 0)
+        with pytest.raises(AgreementError) as caught:
+            lockstep.replicate(net, process_group=rank.group)
+        return str(caught.value)
+
+    first, second = run_ranks(2, call)
+    assert first == second
+    assert "parameter weight" in first
+    assert "sparse gradients on rank 0" in first
+
+
+class Partly(nn.Module):
+    """An embedding elsewhere, and a layer."""
+
+    def __init__(self, embedding):
+        super().__init__()
+        self.words = embedding
+        self.head = nn.Linear(1, 1, bias=False)
+
+    def forward(self, x):
+        return self.head(x)
+
+
+@pytest.mark.parametrize("make", [lockstep.replicate, lockstep.DistributedDataParallel])
+@pytest.mark.parametrize("kind", ["meta", "lazy"])
+def test_what_is_ignored_by_name_may_lie_elsewhere_or_have_no_values(make, kind):
+    def call(rank):
+        odd = nn.Embedding(3, 2, device="meta") if kind == "meta" else nn.LazyLinear(2, bias=False)
+        net = make(Partly(odd), process_group=rank.group, params_and_buffers_to_ignore=["words.weight"])
+        net(rows(rank)).sum().backward()
+        return next(p.grad.item() for p in net.parameters() if p.grad is not None)
+
+    assert run_ranks(2, call) == [1.5, 1.5]
