@@ -31,6 +31,10 @@ _lock = threading.Lock()
 class Follower(Protocol):
     """Who has to do something when a backward pass is over."""
 
+    @property
+    def order(self) -> int:
+        """Its place among those that are told, the same on every rank."""
+
     def pass_ended(self, this: "BackwardPass") -> None:
         """The pass has ended well, without its callbacks: compiled autograd has run it."""
 
@@ -74,14 +78,14 @@ class BackwardPass:
         if _is_compiled():
             told += [follower for follower in _alive() if follower not in told]
         self.followers.clear()
-        for follower in told:
+        for follower in sorted(told, key=lambda each: each.order):
             follower.pass_ended(self)
 
     def fail(self, reach: Reach) -> None:
         """It has failed: tell everybody, whatever happens to one of them."""
         self.over = True
         self.followers.clear()
-        for follower in _alive():
+        for follower in sorted(_alive(), key=lambda each: each.order):
             try:
                 follower.pass_failed(self, reach)
             except Exception:

@@ -96,6 +96,10 @@ class Pending:
             raise self._owner.failure(self._what, error) from error
         _quiet_exit.waited()
 
+    def done(self) -> bool:
+        """Whether :meth:`wait` would return at once."""
+        return bool(self._work.is_completed())
+
 
 class Collectives:
     """What one owner sends over one group; ``phases`` counts it as ``collective`` and times the waiting as ``wait``."""

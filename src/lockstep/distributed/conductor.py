@@ -8,6 +8,11 @@ several, one rank's branches could make another module's bucket ready first; so 
 where the ranks tell each other, in one tiny collective, which modules take part, and then reduce them in the order of
 their creation.
 
+One backward pass may go through modules on several groups, and on another rank in another order. So their ends wait for
+the end of the pass as a whole, and come one group after the other, in an order that is the same on every rank: the
+group's number, which its ranks agree on when they first replicate a module over it, is higher than that of any group
+that one of them has had before.
+
 If backward fails, this rank takes its part in what the other ranks wait for, with a mark that says so, before the
 exception reaches the program (``backward.py``): they raise instead of hanging. Which modules the others wait for is
 what the pass had reached, and what its graph says that it would have. A pass that C++ has begun is known by its
@@ -36,6 +41,7 @@ if TYPE_CHECKING:
 _TAKES_PART, _FAILED = 1, 1 << 16
 _conductors: "weakref.WeakSet[Conductor]"
 _lock = threading.Lock()
+_orders = 0  # the highest number of a group in this process
 
 
 class Conductor:
@@ -47,6 +53,8 @@ class Conductor:
         """Whether at most one module is replicated over the group, on all ranks: agreed, see :meth:`settle`."""
         self.next_serial = 0
         """The number of the next module; ranks take the highest of theirs."""
+        self.order = 0
+        """The group's number among those of this process, the same on all of its ranks."""
         self._members: weakref.WeakValueDictionary[int, Reducer] = weakref.WeakValueDictionary()
         self._armed = False
         self._pass: BackwardPass | None = None  # in which it was armed
@@ -64,8 +72,16 @@ class Conductor:
         for known in [number for number, member in self._members.items() if member is reducer]:
             del self._members[known]
 
-    def settle(self, reducer: "Reducer", serial: int, living_anywhere: Collection[int]) -> None:
-        """Add a module under a number that all ranks agree on; ``living_anywhere`` are the others that any rank has."""
+    def propose_order(self) -> int:
+        """The number that this rank wants for the group; ranks take the highest of theirs."""
+        return self.order or _orders + 1
+
+    def settle(self, reducer: "Reducer", serial: int, living_anywhere: Collection[int], order: int) -> None:
+        """Add a module under a number that all ranks agree on; ``living_anywhere`` are the others that any rank has,
+        ``order`` is the group's number."""
+        global _orders
+        with _lock:
+            self.order, _orders = order, max(order, _orders)
         self.leave(reducer)
         self._members[serial] = reducer
         self.next_serial = serial + 1
@@ -81,7 +97,8 @@ class Conductor:
             if this is not None and this.over:
                 return False
             if not self._armed:
-                Variable._execution_engine.queue_callback(_Closing(self) if this is not None else _LoneClosing(self))
+                closing = _LoneClosing(self) if this is None else _Closing(self, this)
+                Variable._execution_engine.queue_callback(closing)
                 self._pass, self._armed = this, True
                 if this is not None:
                     this.followers.append(self)
@@ -230,17 +247,23 @@ _conductors = weakref.WeakSet()
 
 
 class _Closing:
-    """The engine's callback."""
+    """The engine's callback. The first one that is called closes what the pass has gone through on all groups."""
 
-    __slots__ = ("_conductor",)
+    __slots__ = ("_conductor", "_pass")
 
-    def __init__(self, conductor: Conductor) -> None:
+    def __init__(self, conductor: Conductor, this: BackwardPass | None = None) -> None:
         self._conductor: Conductor | None = conductor
+        self._pass = this
 
     @outside_compiler
     def __call__(self) -> None:
         conductor, self._conductor = self._conductor, None
-        if conductor is not None:
+        this, self._pass = self._pass, None
+        if this is not None:
+            conductors = [each for each in this.followers if isinstance(each, Conductor)]
+            for each in sorted(conductors, key=lambda each: each.order):
+                each.close()
+        elif conductor is not None:
             conductor.close()
 
 

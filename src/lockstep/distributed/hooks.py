@@ -31,6 +31,9 @@ class Waitable(Protocol):
     def wait(self) -> object:
         """Return when it has arrived."""
 
+    def done(self) -> bool:
+        """Whether :meth:`wait` would return at once."""
+
 
 class GradBucket:
     """A bucket as communication hooks see it: answers to the names of ``torch.distributed.GradBucket``.
@@ -127,6 +130,9 @@ class _Reduced:
     def wait(self) -> None:
         self._bucket.accept(_value(self._future.wait(), self._hook))
 
+    def done(self) -> bool:
+        return bool(self._future.done())
+
 
 class _Arrived:
     """A bucket that is reduced already."""
@@ -136,6 +142,9 @@ class _Arrived:
 
     def wait(self) -> None:
         self._bucket.accept(self._summed)
+
+    def done(self) -> bool:
+        return True
 
 
 class _Averaged:
@@ -147,6 +156,9 @@ class _Averaged:
     def wait(self) -> None:
         self._pending.wait()
         self._bucket.accept(self._outgoing)
+
+    def done(self) -> bool:
+        return self._pending.done()
 
 
 def _value(outcome: Any, hook: Hook) -> Tensor:

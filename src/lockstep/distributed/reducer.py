@@ -201,7 +201,7 @@ class Reducer:
             elif not self._arrived[index]:
                 self._arrived[index] = 1
                 bucket.missing -= 1
-                if not bucket.missing and bucket.index == self._next and self.conductor.exclusive:
+                if not bucket.missing and bucket.index >= self._next and self.conductor.exclusive:
                     self._send_full()
 
     def _arrived_first(self, told: ManagedParameter) -> None:
@@ -233,7 +233,7 @@ class Reducer:
             return  # of a pass that has failed in another thread: nobody waits for it any more
         take_over_optimizers(self.parameters)
         if self.requires_sync:
-            self._get_ready()
+            self._check_alive()
         self.conductor.enter(self)
         self.open = True
         self.reducing = self.requires_sync
@@ -243,10 +243,21 @@ class Reducer:
         self._weights.use()  # may fail on this rank alone: then the others are told
         self._drift.look(self.reducing)
 
-    def _get_ready(self) -> None:
-        """Do what has to be done before the round. What fails here fails on every rank, and leaves nothing to send."""
+    def _check_alive(self) -> None:
         try:
             self.collectives.check_alive()
+        except BaseException:
+            self.conductor.give_up(self)
+            raise
+
+    def _get_ready(self) -> None:
+        """Do what has to be done before anything of the round is sent. What fails here fails on every rank, and leaves
+        nothing to send.
+
+        Ranks wait for each other here, so this is done at the end of backward: until then they may go through several
+        modules in orders of their own.
+        """
+        try:
             while self.before_round:
                 self.before_round[0]()
                 del self.before_round[0]
@@ -280,10 +291,13 @@ class Reducer:
     # ------------------------------------------------------------------------------------ send
 
     def _send_full(self) -> None:
-        """Send every bucket whose turn has come; one that is held, as the one with the report is, waits for the end."""
+        """Send every bucket whose turn has come, without waiting for anything: another rank may be at another module.
+
+        A bucket that is held, as the one with the report is, waits for the end.
+        """
         while self._next < len(self._buckets):
             bucket = self._buckets[self._next]
-            if bucket.missing or bucket.held:
+            if bucket.missing or bucket.held or self.before_round or not self._hooks_are_done(bucket):
                 return
             self._send(bucket)
 
@@ -314,6 +328,11 @@ class Reducer:
                 pending.wait()
             self._pending.clear()
 
+    def _hooks_are_done(self, bucket: GradientBucket) -> bool:
+        """Whether :meth:`_wait_for_hooks` would not wait."""
+        on_host = bucket.members[0].spec.device.type == "cpu"
+        return not (self.hooks.hooks and on_host) or all(pending.done() for pending in self._pending)
+
     def _write_report(self, row: Tensor, *, failed: bool) -> None:
         summary = None if self._passive else self.passes.summarize()
         status = RankStatus(round_code(self.round), failed, self._weights.given, self._joined, self._moved, summary)
@@ -327,11 +346,12 @@ class Reducer:
         with self._lock:
             try:
                 if not self.open:  # this rank has no gradient of the module, but another rank has
-                    self._get_ready()
+                    self._check_alive()
                     self.open = self.reducing = self._passive = True
                     self._open_round()
                 if not self.reducing:
                     return
+                self._get_ready()
                 with self.collectives.phases.phase("finish", f"round {self.round}"):
                     reduced = self._finish()
             except Exception as error:
@@ -486,10 +506,11 @@ class Reducer:
         if self.hooks.hooks:
             return  # nobody knows what the hooks of the other ranks wait for
         if not self.open:
-            self._get_ready()
+            self._check_alive()
             self.open = self.reducing = True
             with suppress(PeerError):  # which the others know of
                 self._open_round()
+        self._get_ready()
         self._begun = True
         round_ = AbandonedRound(self.collectives, f"round {self.round}, abandoned")
         for bucket in list(self._buckets)[self._next :]:
@@ -508,8 +529,9 @@ class Reducer:
     def _wait_for_abandoned(self) -> None:
         if self._abandoned is not None:
             (round_, pending), self._abandoned = self._abandoned, None
-            for each in (*pending, round_):
+            for each in pending:
                 each.wait()
+            round_.wait()
             self.buffers.drop_large()
 
     def is_within(self, reach: Reach, expected: bool) -> bool:

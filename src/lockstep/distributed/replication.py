@@ -49,7 +49,7 @@ class Replication:
         """Communication hooks, each with its state."""
         self._casts: Casts | None = None
         self._restored: dict[str, Any] | None = None
-        self._serial = 0
+        self._serial = self._order = 0
         self._others: set[int] = set()
 
     # --------------------------------------------------------------------------------- getting ready
@@ -99,7 +99,8 @@ class Replication:
         lines = [Line(*pair) for pair in self.options.agreed()]
         lines += [describe_parameter(name, p, contents, trained=True) for name, p in contents.parameters]
         lines += [describe_buffer(buffer) for buffer in contents.buffers]
-        numbers = [conductor.next_serial, *conductor.living(self._selection.superseded(contents))]
+        leaving = self._selection.superseded(contents)
+        numbers = [conductor.next_serial, conductor.propose_order(), *conductor.living(leaving)]
         try:
             rows = agree(Description(lines, str(failure or "")), numbers, collectives)
         except LockstepError as error:
@@ -107,7 +108,8 @@ class Replication:
                 raise failure from error
             raise
         self._serial = max(row[0] for row in rows)
-        self._others = {serial for row in rows for serial in row[1:]}
+        self._order = max(row[1] for row in rows)
+        self._others = {serial for row in rows for serial in row[2:]}
 
     def _build(self, contents: Contents, collectives: Collectives, conductor: Conductor) -> None:
         options = self.options
@@ -122,7 +124,7 @@ class Replication:
         for earlier in self._selection.superseded(contents):
             earlier.retire()
         if options.init_sync:
-            conductor.settle(reducer, self._serial, self._others)
+            conductor.settle(reducer, self._serial, self._others, self._order)
         else:  # nothing has been sent yet: the ranks agree when they first have to
             reducer.before_round.append(self._late_agreement(contents, collectives, conductor, reducer))
         reducer.requires_sync = self.requires_sync
@@ -147,9 +149,9 @@ class Replication:
     ) -> Callable[[], None]:
         def settle() -> None:
             self._agree(contents, None, collectives, conductor)
-            conductor.settle(reducer, self._serial, self._others)
+            conductor.settle(reducer, self._serial, self._others, self._order)
 
-        conductor.settle(reducer, conductor.next_serial, conductor.living())
+        conductor.settle(reducer, conductor.next_serial, conductor.living(), conductor.propose_order())
         return settle
 
     def _scan(self) -> Callable[[], BufferSet]:
