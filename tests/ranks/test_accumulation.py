@@ -216,6 +216,24 @@ def test_all_that_has_piled_up_is_synchronised(cap):
     assert run_ranks(2, pile_up_elsewhere, cap) == [([1.5, 1.5], [3.0, 1.5])] * 2
 
 
+def given_up_elsewhere(rank, cap):
+    """What has piled up in a layer that the plan has no place for is given up before the backward that synchronises."""
+    module = lockstep.replicate(
+        nn.ModuleList([one_weight(), one_weight()]), process_group=rank.group, bucket_cap_mb=cap
+    )
+    module[0](x_of(rank)).sum().backward()
+    with module.no_sync():
+        module[1](x_of(rank)).sum().backward()
+    module.zero_grad()
+    module[0](x_of(rank)).sum().backward()
+    return [p.grad if p.grad is None else p.grad.item() for p in module.parameters()]
+
+
+@pytest.mark.parametrize("cap", [None, 1e-6])
+def test_what_was_given_up_is_not_synchronised(cap):
+    assert run_ranks(2, given_up_elsewhere, cap) == [[1.5, None]] * 2
+
+
 def with_inputs(rank):
     """backward(inputs=...) leaves out the other parameters, as on one device."""
     module = lockstep.replicate(nn.Sequential(one_weight(), one_weight()), process_group=rank.group)

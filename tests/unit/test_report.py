@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lockstep.distributed.passes import MOST, Called, PassSummary
-from lockstep.distributed.report import RankStatus, ReportLayout, check_ranks, mean_factor, round_code
+from lockstep.distributed.report import RankStatus, ReportLayout, Weight, check_ranks, mean_factor, round_code
 from lockstep.errors import OptionError, PeerError
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -30,7 +30,7 @@ def exchange(dtype, said, parameters=3, cargo=0):
     for rank, (used, late, status, weight, *load) in enumerate(said):
         layout = ReportLayout(parameters, rank, world, cargo)
         row = torch.full((layout.numel,), math.nan, dtype=dtype)  # as if it had never been written
-        layout.write(row, bytearray(used), late, status, weight)
+        layout.write(row, bytearray(used), late, status, Weight(weight))
         for values in load:
             row[layout.cargo] = values
         total = row if total is None else total + row
@@ -277,7 +277,7 @@ def test_cargo_of_one_rank_arrives_and_touches_nothing_else(dtype, world):
 def test_writing_clears_what_the_row_held():
     layout = ReportLayout(2, 1, 2, 3)
     row = torch.full((layout.numel,), 9.0)
-    layout.write(row, bytearray([1, 0]), [], RankStatus(5), 0.0)
+    layout.write(row, bytearray([1, 0]), [], RankStatus(5), Weight(0.0))
 
     assert row.count_nonzero() == 2  # one parameter and the status
     assert row[layout.cargo].tolist() == [0.0] * 3

@@ -22,15 +22,16 @@ def accumulate(module: Module, last: bool = True, weight: float | torch.Tensor |
     Args:
         module: A module from :func:`lockstep.replicate`, or a :class:`lockstep.DistributedDataParallel`.
         last: Whether the backward pass inside synchronises.
-        weight: What this rank's loss inside counts: a number or a tensor with one element, 0 or more. Weights add up
-            until gradients are synchronised, and are summed over the ranks in float64. Give one on every rank and in
-            every micro-batch, or on none.
+        weight: What this rank's loss inside counts, of all backward passes together: a number or a tensor with one
+            element, 0 or more. Weights add up until gradients are synchronised or given up (``zero_grad()``), and are
+            summed over the ranks in float64. Give one on every rank and in every micro-batch, or on none.
 
     Communicates nothing of its own: weights ride with the gradients.
 
     Raises:
-        OptionError: A weight is negative or not finite, or missing in some micro-batch (at once; other ranks raise
-            ``PeerError``), or missing on some rank (on every rank, at the end of the backward that synchronises).
+        OptionError: A weight is negative or not finite, or missing in some micro-batch, or gradients of some parameters
+            only were given up before they were synchronised (at once; other ranks raise ``PeerError``), or a weight
+            is missing on some rank (on every rank, at the end of the backward that synchronises).
 
     Example:
         >>> import torch, torch.distributed as dist, lockstep

@@ -1,6 +1,6 @@
 """Gradients that came too late for their bucket, or had none: reduced at the end of the same backward."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -28,7 +28,25 @@ class LateGradient:
 
 
 def reduce_late(members: Sequence[ManagedParameter], collectives: Collectives, divisor: float) -> list[LateGradient]:
-    """The means over the ranks of what these parameters have as gradients now; a rank that has none counts as zero.
+    """The means over the ranks of what these parameters have as gradients now, and have no more; see
+    :func:`reduce_again`."""
+    grads = {}
+    for member in members:
+        grad = member.parameter.grad
+        if grad is not None:
+            grads[member.index] = grad
+            member.parameter.grad = None
+    return reduce_again(members, grads, collectives, divisor, "late gradient")
+
+
+def reduce_again(
+    members: Sequence[ManagedParameter],
+    grads: Mapping[int, Tensor],
+    collectives: Collectives,
+    divisor: float,
+    what: str,
+) -> list[LateGradient]:
+    """The means over the ranks of gradients by parameter; a rank that has none counts as zero.
 
     Every rank passes the same parameters. One all-reduce for each dtype and device, and for each sparse gradient.
     """
@@ -40,18 +58,15 @@ def reduce_late(members: Sequence[ManagedParameter], collectives: Collectives, d
         chosen = [dense[slot.index] for slot in bucket.slots]
         views = bucket.views(flat)
         for member, view in zip(chosen, views, strict=True):
-            grad = member.parameter.grad
-            if grad is not None:
-                taken = member.take(grad)
+            if member.index in grads:
+                taken = member.take(grads[member.index])
                 view.copy_(taken.to_dense() if taken.is_sparse else taken)
-                member.parameter.grad = None
-        collectives.all_reduce(flat.div_(divisor), "late gradients").wait()
+        collectives.all_reduce(flat.div_(divisor), f"{what}s").wait()
         results += [LateGradient(member, view) for member, view in zip(chosen, views, strict=True)]
     for member in members:
         if member.sparse:
-            grad = member.parameter.grad
+            grad = grads.get(member.index)
             value = member.blank() if grad is None else member.take(grad).coalesce() / divisor
-            member.parameter.grad = None
-            collectives.all_reduce(value, f"late gradient of {member.name}").wait()
+            collectives.all_reduce(value, f"{what} of {member.name}").wait()
             results.append(LateGradient(member, value))
     return results

@@ -44,12 +44,12 @@ from lockstep.distributed.conductor import Conductor
 from lockstep.distributed.drift import DriftWatch
 from lockstep.distributed.gradients import GradientBucket, ManagedParameter
 from lockstep.distributed.hooks import HookChain, Waitable
-from lockstep.distributed.late import reduce_late
+from lockstep.distributed.late import reduce_again, reduce_late
 from lockstep.distributed.mean import with_graphs
 from lockstep.distributed.parameter_hooks import is_marked, run_held_hooks, run_marked, take_over_optimizers
 from lockstep.distributed.passes import PassLog
 from lockstep.distributed.plan import Kind, ReductionPlan
-from lockstep.distributed.report import RankStatus, Report, check_ranks, mean_factor, round_code
+from lockstep.distributed.report import RankStatus, Report, Weight, check_ranks, mean_factor, round_code
 from lockstep.distributed.reporting import Reporting
 from lockstep.distributed.usage import Usage
 from lockstep.distributed.weights import Weights
@@ -114,6 +114,7 @@ class Reducer:
         self._next = 0
         self._pending: list[Waitable] = []
         self._late: dict[int, None] = {}
+        self._marked: list[int] = []  # parameters whose gradients a compiled backward pass has left
         self._holds_hooks = False  # users have hooks on parameters
         self._graphs: list[tuple[ManagedParameter, Tensor]] = []
         self._creates_graph = False
@@ -142,6 +143,7 @@ class Reducer:
         self._arrived = bytearray(len(self.parameters))  # in this round, in time for their bucket
         self._reporting = Reporting(len(self.parameters), self.collectives, self.buffers)
         self._drift = DriftWatch(self.parameters, self.collectives.rank)
+        self._weights.watch(self.parameters)
         self._make_buckets()
 
     # ------------------------------------------------------------------------------------ plan
@@ -187,7 +189,7 @@ class Reducer:
         with self._lock:
             if not self.open:
                 before = self.parameters
-                self._begin()
+                self._begin(id(self.parameters[index].parameter))
                 if not self.reducing:
                     return
                 if before is not self.parameters:  # the ranks have just agreed on others, with other numbers
@@ -228,7 +230,12 @@ class Reducer:
         if members is not None and self._moved:
             self._newcomers = members.welcome(self)
 
-    def _begin(self) -> None:
+    def reached(self) -> None:
+        """The backward pass under way has come to outputs of the module; its gradients are as they were."""
+        if not self.open:
+            self._weights.before_pass()
+
+    def _begin(self, *new: int) -> None:
         if not self.conductor.arm():
             return  # of a pass that has failed in another thread: nobody waits for it any more
         take_over_optimizers(self.parameters)
@@ -240,7 +247,9 @@ class Reducer:
         self._creates_graph = torch.is_grad_enabled()  # in backward: under create_graph=True
         if self.reducing:
             self._open_round()
-        self._weights.use()  # may fail on this rank alone: then the others are told
+        if self._marked or not self.conductor.expects(self):
+            self._weights.before_pass(self._marked or new)
+        self._weights.use()  # may fail on this rank alone, as the line before: then the others are told
         self._drift.look(self.reducing)
 
     def _check_alive(self) -> None:
@@ -281,6 +290,9 @@ class Reducer:
         self._begun = False
         self._next = 0
         # What has piled up without a place in the plan may not arrive again before the end of this backward.
+        for index in self._buckets.placeless:
+            if self._touched[index] and self.parameters[index].parameter.grad is None:
+                self._touched[index] = 0  # given up
         self._late = {index: None for index in self._buckets.placeless if self._touched[index]}
         if self._plan.arrivals is not None:
             self._plan.arrivals.clear()
@@ -335,8 +347,9 @@ class Reducer:
 
     def _write_report(self, row: Tensor, *, failed: bool) -> None:
         summary = None if self._passive else self.passes.summarize()
+        weight = Weight(self._weights.total, bool(self._weights.earlier.copies))
         status = RankStatus(round_code(self.round), failed, self._weights.given, self._joined, self._moved, summary)
-        self._reporting.write(row, self._touched, list(self._late), status, self._weights.total)
+        self._reporting.write(row, self._touched, list(self._late), status, weight)
 
     # ---------------------------------------------------------------------------------- finish
 
@@ -470,19 +483,32 @@ class Reducer:
             bucket.hand_out(report)
         for each in late:
             each.hand_out(factor)
+        if report.adds:
+            self._add_earlier(report, factor)
         if self._graphs or self._creates_graph:
             reduced = [member for member in self.parameters if report.uses(member.index)]
             with_graphs(self._graphs, reduced, factor, self.collectives)
         if not report.moved:
             self._reporting.take_buffers(row)
         self.usage.look(self._touched)
+        self._weights.reduced()
         self._forget()
 
+    def _add_earlier(self, report: Report, factor: float) -> None:
+        """What was there before the weighted contributions, and has been scaled with them by ``factor``, counts as it
+        was: as the mean over the ranks that have batches."""
+        used = [member for member in self.parameters if report.uses(member.index)]
+        active = self.collectives.world - sum(status.joined for status in report.ranks)
+        copies = self._weights.earlier.copies
+        earlier = {m.index: copies[id(m.parameter)] for m in used if id(m.parameter) in copies}
+        for each in reduce_again(used, earlier, self.collectives, active, "gradient from before"):
+            each.hand_out(1 - factor * active / self.divisor)
+
     def _forget(self) -> None:
-        """What has been contributed is not this rank's alone any more."""
+        """What has been contributed is not this rank's alone any more; after a failure it is gone."""
         self._touched[:] = bytes(len(self._touched))
         self._drift.forget()
-        self._weights.clear()
+        self._weights.give_up()
 
     # --------------------------------------------------------------------------------- failure
 
@@ -494,6 +520,8 @@ class Reducer:
                 if not self._begun:
                     self.round -= 1  # nothing of it has been sent: for other ranks it may not have opened at all
                 self.passes.end_round()
+            elif self.open:
+                self._weights.pass_ended(self._touched)
             self.passes.end_pass()
             self.open = self.reducing = self._passive = False
             self._pending.clear()
@@ -553,8 +581,12 @@ class Reducer:
     def take_marked(self) -> None:
         """Take what it has left as if the hooks ran now."""
         self.passes.compile_forward()  # nor is it known which outputs it has gone through
-        for member in self.parameters:
-            run_marked(member.parameter)
+        self._marked = [id(member.parameter) for member in self.parameters if is_marked(member.parameter)]
+        try:
+            for member in self.parameters:
+                run_marked(member.parameter)
+        finally:
+            self._marked = []
 
     def announce(self, weight: float | None) -> None:
         """What the loss of the next backward passes counts, on top of what has been counted since the last round."""
@@ -583,6 +615,7 @@ class Reducer:
         finally:
             self._joined = False
             touched, self._weights, drift = own
+            self._weights.watch(self.parameters)
             if self.parameters is before:
                 self._touched, self._drift = touched, drift
             else:  # the ranks have agreed on others meanwhile

@@ -297,6 +297,7 @@ class _Reached:
         if reducer is not None:
             reducer.conductor.expect(reducer)
             reducer.passes.reach(self._mark)
+            reducer.reached()
 
 
 @outside_compiler

@@ -7,13 +7,15 @@ own, or whole numbers so small that their sum is exact, or is at least not zero,
     late     one for each parameter    1 where a gradient came after its bucket had left, or had no place in the plan
     status   one for each rank         the round's number (its last bits), whether it failed, whether it is weighted
     passes   two for each rank         which backward pass it is in (``passes.py``); 0 in none of its own
-    weight   eight for each rank       the bytes of a float64: what this rank's contribution counts
+    weight   nine for each rank        the bytes of a float64: what this rank's contribution counts; and whether it
+                                       adds to gradients from before
     cargo    the rest                  buffers (``buffers.py``)
 """
 
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,7 +25,7 @@ from lockstep.errors import OptionError, PeerError
 
 _ROUNDS = 15  # status = 16 * (round % 15) + flags + 1 <= 240: exact even in bfloat16
 _FAILED, _WEIGHTED, _JOINED, _MOVED = 1, 2, 4, 8
-_WEIGHT_BYTES = 8
+_WEIGHT = struct.Struct("<d?")
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,14 @@ class RankStatus:
     """Which backward pass it is in; None if it has none of its own."""
 
 
+class Weight(NamedTuple):
+    """What a rank's contribution counts."""
+
+    total: float
+    adds: bool = False
+    """Whether it comes on top of gradients that have been reduced before."""
+
+
 @dataclass(frozen=True)
 class Report:
     """What all ranks have said."""
@@ -52,6 +62,8 @@ class Report:
     ranks: Sequence[RankStatus]
     """Each rank's status; only this rank's, if all are alike."""
     weights: Sequence[float]
+    adds: bool = False
+    """Whether any rank adds a weighted contribution to gradients from before."""
 
     @property
     def moved(self) -> bool:
@@ -77,10 +89,10 @@ class ReportLayout:
         self._status = 2 * parameters
         self._passes = self._status + world
         self._weight = self._passes + 2 * world
-        self.cargo = slice(self._weight + _WEIGHT_BYTES * world, self._weight + _WEIGHT_BYTES * world + cargo)
+        self.cargo = slice(self._weight + _WEIGHT.size * world, self._weight + _WEIGHT.size * world + cargo)
         self.numel = self.cargo.stop
 
-    def write(self, row: Tensor, used: bytearray, late: Sequence[int], status: RankStatus, weight: float) -> None:
+    def write(self, row: Tensor, used: bytearray, late: Sequence[int], status: RankStatus, weight: Weight) -> None:
         """Fill this rank's places of a row of ``numel`` elements, and clear all others."""
         head = bytearray(self.cargo.start)
         head[: self._parameters] = used
@@ -93,7 +105,7 @@ class ReportLayout:
             place = self._passes + 2 * self._rank
             head[place : place + 2] = bytes(status.summary.encode())
         if status.weighted:
-            struct.pack_into("<d", head, self._weight + _WEIGHT_BYTES * self._rank, weight)
+            _WEIGHT.pack_into(head, self._weight + _WEIGHT.size * self._rank, *weight)
         numbers = torch.frombuffer(head, dtype=torch.uint8)
         if row.device.type != "cpu":
             numbers = numbers.pin_memory()
@@ -112,15 +124,16 @@ class ReportLayout:
         ranks = [_status(*own)]
         if not set(entries) <= {own, (0, 0, 0)}:
             ranks = [_status(*(entry if entry[0] else own)) for entry in entries]
-        weights = []
+        weights: list[Weight] = []
         if any(status.weighted for status in ranks):
             raw = bytes(int(byte) for byte in head[self._weight :].tolist())
-            weights = [value for (value,) in struct.iter_unpack("<d", raw)]
+            weights = [Weight(*each) for each in _WEIGHT.iter_unpack(raw)]
         return Report(
             used=None if all(used) else used,
             late=[index for index, is_late in enumerate(late) if is_late] if True in late else [],
             ranks=ranks,
-            weights=weights,
+            weights=[weight.total for weight in weights],
+            adds=any(weight.adds for weight in weights),
         )
 
 

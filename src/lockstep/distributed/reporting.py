@@ -11,7 +11,7 @@ from torch import Tensor
 from lockstep.distributed.buffers import BufferSync
 from lockstep.distributed.collectives import Collectives
 from lockstep.distributed.deferred import DeferredRow
-from lockstep.distributed.report import RankStatus, Report, ReportLayout
+from lockstep.distributed.report import RankStatus, Report, ReportLayout, Weight
 
 _OWN_DTYPE = torch.float32
 
@@ -46,7 +46,7 @@ class Reporting:
         """Whether a report has not been read as a whole yet."""
         return self._deferred is not None
 
-    def write(self, row: Tensor, used: bytearray, late: list[int], status: RankStatus, weight: float) -> None:
+    def write(self, row: Tensor, used: bytearray, late: list[int], status: RankStatus, weight: Weight) -> None:
         """What this rank has to say, and its buffers."""
         self._layout.write(row, used, late, status, weight)
         if not status.moved:

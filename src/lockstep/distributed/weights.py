@@ -1,5 +1,14 @@
-"""What this rank's contribution to the next round counts."""
+"""What this rank's contribution to the next round counts.
 
+A weight belongs to the gradients that it came with, and goes with them: when they are given up (``zero_grad()``), when
+a round fails, when they have been reduced. What parameters had before the first of the backward passes that a round
+reduces - means of an earlier round - has been divided already.
+"""
+
+from collections.abc import Collection, Sequence
+
+from lockstep.distributed.accumulated import AccumulatedGradients, EarlierGradients
+from lockstep.distributed.gradients import ManagedParameter
 from lockstep.errors import OptionError
 
 
@@ -10,17 +19,49 @@ class Weights:
         self.total = 0.0
         self.given = False
         """Whether this rank weighs its contributions."""
+        self.earlier = EarlierGradients()
+        self._accumulated = AccumulatedGradients()
+        self._parameters: Sequence[ManagedParameter] = ()
         self._announced: float | None = None
         self._news = True
         self._passes = 0
+        self._reduced = False  # all that has been counted has been reduced
+
+    def watch(self, parameters: Sequence[ManagedParameter]) -> None:
+        """The parameters are these, from now on."""
+        self._parameters = parameters
 
     def announce(self, weight: float | None) -> None:
         """The weight of the backward passes that come next, all together; None if they are not weighed."""
         self._announced, self._news = weight, True
+        if weight is not None:
+            self._give_up_what_is_gone((), may_fail=False)
+            self.earlier.note(self._parameters)
+
+    def before_pass(self, new: Collection[int] = ()) -> None:
+        """A backward pass is about to accumulate gradients, or has accumulated those of the parameters ``new``,
+        by identity.
+
+        Raises :class:`OptionError` if some of the gradients that have been counted are gone, but not all.
+        """
+        if self._announced is None and not self.given:
+            return
+        self._give_up_what_is_gone(new, may_fail=True)
+        if self._announced is not None and (self._reduced or not self._passes):
+            self.earlier.copy(self._parameters, new)
+
+    def _give_up_what_is_gone(self, new: Collection[int], may_fail: bool) -> None:
+        counts = self._passes and not self._reduced and (self.given or self._announced is not None)
+        if counts and self._accumulated.are_gone(new, may_fail):
+            self._start_again()
 
     def use(self) -> None:
         """A backward pass begins; raises :class:`OptionError` if only some of those since the last round have a
         weight."""
+        if self._reduced:
+            self._reduced = False
+            if self._news:
+                self._start_again()
         weighed = self._announced is not None
         if self._news and self._passes and weighed != self.given:
             raise OptionError(
@@ -34,6 +75,25 @@ class Weights:
         self._news = False
         self._passes += 1
 
-    def clear(self) -> None:
-        """The contribution has been made."""
-        self.total, self.given, self._passes = 0.0, False, 0
+    def pass_ended(self, touched: bytearray) -> None:
+        """A backward pass has ended that did not synchronise."""
+        left = [member for member in self._parameters if touched[member.index]]
+        self._accumulated.note(left, closely=self.given)
+
+    def reduced(self) -> None:
+        """The contribution has been made. A further backward in the same block counts as much as all before it."""
+        self._reduced, self._passes = True, 0
+        self.earlier.drop()
+        if self.given:
+            self.earlier.note(self._parameters)
+
+    def give_up(self) -> None:
+        """The round has failed, unless it has been reduced."""
+        if not self._reduced:
+            self._start_again()
+            self.earlier.drop()
+
+    def _start_again(self) -> None:
+        """Nothing has been counted; what is announced is still to be."""
+        self.total, self.given, self._passes, self._reduced = 0.0, False, 0, False
+        self._news = True

@@ -1,0 +1,300 @@
+"""A weight belongs to the gradients that it came with: given up, failed, reduced, kept from before, past the module."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch import nn
+
+import lockstep
+from lockstep.errors import OptionError, PeerError
+from threaded import run_ranks
+
+
+class Bad(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise ValueError("bad")
+
+
+class Net(nn.Module):
+    """A gradient of `x` for each weight; of as many weights as there are layers."""
+
+    def __init__(self, count):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(1, 1, bias=False).double() for _ in range(count)])
+        for layer in self.layers:
+            nn.init.ones_(layer.weight)
+
+    def forward(self, x, used=slice(None)):
+        return sum(layer(x) for layer in self.layers[used])
+
+
+def x_of(rank, value=1.0):
+    return torch.full((1, 1), value * (rank.rank + 1), dtype=torch.float64)
+
+
+def net(rank, count=2, **options):
+    return lockstep.replicate(Net(count), process_group=rank.group, **options)
+
+
+def grads(module):
+    return [None if p.grad is None else p.grad.item() for p in module.parameters()]
+
+
+def backward(model, x, weight=None, last=True, part=False):
+    """One micro-batch; `part`: past the module's forward."""
+    with lockstep.accumulate(model, last=last, weight=weight):
+        (Net.forward(model, x) if part else model(x)).sum().backward()
+
+
+def to_none(model):
+    model.zero_grad()
+
+
+def to_zero(model):
+    model.zero_grad(set_to_none=False)
+
+
+clears = pytest.mark.parametrize("clear", [to_none, to_zero], ids=lambda each: each.__name__)
+counts = pytest.mark.parametrize("count", [1, 2])
+parts = pytest.mark.parametrize("part", [False, True], ids=["module", "part"])
+
+
+# ------------------------------------------------------------------------------------------ given up
+
+
+@clears
+@counts
+@parts
+def test_a_weight_goes_with_gradients_that_are_given_up(clear, count, part):
+    def call(rank):
+        model, seen = net(rank, count), []
+        for first in (10, None):
+            backward(model, x_of(rank), weight=first, last=False, part=part)
+            backward(model, x_of(rank), weight=first, last=False, part=part)
+            clear(model)
+            backward(model, x_of(rank), weight=1, part=part)
+            seen.append(grads(model))
+            clear(model)
+        return seen
+
+    assert run_ranks(2, call) == [[[1.5] * count] * 2] * 2
+
+
+@clears
+def test_a_weight_goes_with_gradients_that_are_given_up_between_forward_and_backward(clear):
+    def call(rank):
+        model = net(rank)
+        backward(model, x_of(rank), weight=10, last=False)
+        with lockstep.accumulate(model, weight=1):
+            loss = model(x_of(rank)).sum()
+            clear(model)
+            loss.backward()
+        return grads(model)
+
+    assert run_ranks(2, call) == [[1.5, 1.5]] * 2
+
+
+def test_a_weight_stays_with_gradients_that_were_scaled_or_replaced():
+    def call(rank):
+        model, seen = net(rank), []
+        for scale in (
+            lambda p: p.grad.mul_(3.0),
+            lambda p: setattr(p, "grad", p.grad * 3.0),
+            lambda p: setattr(p.grad, "data", p.grad.data * 3.0),
+        ):
+            backward(model, x_of(rank), weight=1, last=False)
+            for p in model.parameters():
+                scale(p)
+            backward(model, x_of(rank), weight=2)
+            seen.append(grads(model))
+            model.zero_grad()
+        return seen
+
+    assert run_ranks(2, call) == [[[2.0, 2.0]] * 3] * 2  # (3 + 1 + 6 + 2) / (1 + 2 + 1 + 2)
+
+
+@clears
+def test_gradients_that_are_given_up_in_part_are_an_error_on_every_rank(clear):
+    def call(rank):
+        model = net(rank)
+        backward(model, x_of(rank), weight=10, last=False)
+        if rank.rank:
+            clear(model.layers[0])
+        with pytest.raises(OptionError if rank.rank else PeerError) as caught:
+            backward(model, x_of(rank), weight=1)
+        model.zero_grad()
+        backward(model, x_of(rank), weight=1)
+        return str(caught.value), grads(model)
+
+    (told, first), (message, second) = run_ranks(2, call)
+    assert first == second == [1.5, 1.5]
+    assert "backward failed on rank 1" in told
+    assert (
+        "gradient of layers.0.weight that has accumulated on this rank was given up, that of layers.1.weight" in message
+    )
+
+
+# ------------------------------------------------------------------------------------------ failed
+
+
+@pytest.mark.parametrize("again", ["in the same block", "in another"])
+def test_a_weight_goes_with_a_round_that_has_failed(again):
+    def call(rank):
+        model = net(rank)
+        backward(model, x_of(rank), weight=10, last=False)
+        with lockstep.accumulate(model, weight=2):
+            with pytest.raises(ValueError if rank.rank else PeerError):
+                x = model.layers[1](x_of(rank))
+                model(Bad.apply(x) if rank.rank else x).sum().backward()
+            model.zero_grad()
+            if again == "in the same block":
+                model(x_of(rank)).sum().backward()
+        if again == "in another":
+            backward(model, x_of(rank), weight=2)
+        return grads(model)
+
+    assert run_ranks(2, call) == [[0.75, 0.75]] * 2
+
+
+def test_a_weight_goes_with_a_round_of_several_modules_that_has_failed():
+    def call(rank):
+        a, b = net(rank, 1), net(rank, 1)
+        x = x_of(rank).requires_grad_()
+        with lockstep.accumulate(a, last=False, weight=10), lockstep.accumulate(b, last=False, weight=10):
+            (a(x) + b(x)).sum().backward()
+        with (
+            pytest.raises(ValueError if rank.rank else PeerError),
+            lockstep.accumulate(a, weight=10),
+            lockstep.accumulate(b, weight=10),
+        ):
+            (a(x) + b(Bad.apply(x) if rank.rank else x)).sum().backward()
+        a.zero_grad()
+        b.zero_grad()
+        with lockstep.accumulate(a, weight=1), lockstep.accumulate(b, weight=1):
+            (a(x) + b(x)).sum().backward()
+        return grads(a), grads(b)
+
+    assert run_ranks(2, call) == [([1.5], [1.5])] * 2
+
+
+# ------------------------------------------------------------------------------------------ reduced
+
+
+@pytest.mark.parametrize("cap", [None, 1e-7])
+def test_gradients_from_before_are_not_divided_again(cap):
+    def call(rank):
+        model, seen = net(rank, bucket_cap_mb=cap), []
+        for _ in range(3):
+            backward(model, x_of(rank), weight=4)
+            seen.append(grads(model)[0])
+        backward(model, x_of(rank))  # without a weight: 1.5 on top
+        return seen, grads(model)
+
+    assert run_ranks(2, call) == [([0.375, 0.75, 1.125], [2.625, 2.625])] * 2
+
+
+def test_gradients_from_before_of_another_kind_are_kept():
+    """Put there by hand, other ones on each rank; of parameters that this rank, or no rank, has used."""
+
+    def call(rank):
+        model = net(rank, 3)
+        for n, layer in enumerate(model.layers):
+            layer.weight.grad = torch.full((1, 1), 10.0 * n + rank.rank, dtype=torch.float64)
+        with lockstep.accumulate(model, weight=4):
+            model(x_of(rank), slice(0, 1 + rank.rank)).sum().backward()
+        return grads(model)
+
+    first, second = run_ranks(2, call)
+    assert first[:2] == second[:2] == [0.5 + 3 / 8, 10.5 + 2 / 8]
+    assert (first[2], second[2]) == (20.0, 21.0)
+
+
+def test_several_backwards_in_one_block_count_as_one():
+    def call(rank):
+        model = net(rank)
+        with lockstep.accumulate(model, weight=4):
+            model(x_of(rank)).sum().backward()
+            model(x_of(rank, 2.0)).sum().backward()
+        first = grads(model)
+        model.zero_grad()
+        backward(model, x_of(rank), weight=1, last=False)
+        with lockstep.accumulate(model, weight=2):
+            with model.no_sync():
+                model(x_of(rank)).sum().backward()
+            model(x_of(rank)).sum().backward()
+            model(x_of(rank)).sum().backward()
+        return first, grads(model)
+
+    assert run_ranks(2, call) == [([9 / 8] * 2, [pytest.approx(12 / 6)] * 2)] * 2
+
+
+def test_past_the_module_what_cannot_be_told_apart_is_an_error_on_every_rank():
+    def call(rank):
+        model = net(rank)
+        backward(model, x_of(rank), weight=4)
+        with pytest.raises(OptionError, match="has a gradient from before accumulate") as caught:
+            backward(model, x_of(rank), weight=4, part=True)
+        model.zero_grad()
+        backward(model, x_of(rank), weight=4, part=True)
+        return "call the module, or set gradients to None first" in str(caught.value), grads(model)
+
+    assert run_ranks(2, call) == [(True, [0.375, 0.375])] * 2
+
+
+# ------------------------------------------------------------------------------------------ all together
+
+
+class Expected:
+    """What every rank's gradients must be: what has been reduced, and what has piled up with its weights."""
+
+    def __init__(self, world):
+        self.reduced, self.piled, self.weights = 0.0, [0.0] * world, [0.0] * world
+
+    def backward(self, gradients, weights, synchronised):
+        self.piled = [a + b for a, b in zip(self.piled, gradients, strict=True)]
+        self.weights = [a + b for a, b in zip(self.weights, weights, strict=True)]
+        if synchronised:
+            total = sum(self.weights)
+            self.reduced += sum(self.piled) / total if total else 0.0
+            self.lose()
+
+    def lose(self):
+        self.piled, self.weights = [0.0] * len(self.piled), [0.0] * len(self.piled)
+
+
+def programs(rank, seed):
+    for number in range(30):
+        draw = random.Random(f"{seed}, {number}")
+        model, expected = net(rank, draw.choice([1, 3])), Expected(rank.world)
+        for _ in range(8):
+            step = draw.choice(["local", "local", "round", "round", "to none", "to zero", "failure"])
+            values, weights = ([draw.randrange(5) for _ in range(rank.world)] for _ in range(2))
+            x = torch.full((1, 1), float(values[rank.rank]), dtype=torch.float64)
+            if step in ("local", "round"):
+                backward(model, x, weights[rank.rank], last=step == "round")
+                expected.backward(values, weights, step == "round")
+            elif step == "failure":
+                with pytest.raises(ValueError if rank.rank else PeerError), lockstep.accumulate(model, weight=7):
+                    y = model(x)
+                    (y + model(Bad.apply(y) if rank.rank else y)).sum().backward()
+                model.zero_grad()
+                expected = Expected(rank.world)
+            else:
+                (to_none if step == "to none" else to_zero)(model)
+                expected = Expected(rank.world)
+            wanted = expected.reduced + expected.piled[rank.rank]
+            for grad in grads(model):
+                assert (grad or 0.0) == pytest.approx(wanted), f"program {number} of {seed}, after {step}"
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_any_order_of_things(seed):
+    run_ranks(2, programs, seed, timeout=60)
