@@ -22,6 +22,7 @@ from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
 import lockstep
 from client_programs import WRAPPERS, backends, batches, network, same_weights
+from lockstep.errors import HookError
 from processes import run_processes
 
 with warnings.catch_warnings():
@@ -108,6 +109,34 @@ def zero_overlapped(rank, implementation, interleaved):
 @pytest.mark.parametrize("interleaved", [False, True], ids=["at the end", "interleaved"])
 def test_the_zero_redundancy_optimizer_overlapped_with_backward(interleaved):
     same_weights(zero_overlapped, "shm", interleaved)  # PyTorch refuses it on Gloo
+
+
+class Later(nn.Module):
+    """Uses one of its layers when it is told to."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.later, self.last = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 2)
+
+    def forward(self, x, later):
+        x = self.first(x).tanh()
+        return self.last(self.later(x) if later else x)
+
+
+def zero_with_a_parameter_that_comes_later(rank):
+    net = Later()
+    model = lockstep.DistributedDataParallel(net)
+    optimizer = ZeroRedundancyOptimizer(net.parameters(), torch.optim.SGD, overlap_with_ddp=True, lr=0.01)
+    model.register_comm_hook(None, ddp_zero_hook.hook_with_zero_step(allreduce_hook, model, optimizer))
+    with pytest.raises(HookError, match=f"rank {rank.rank}: a hook keeps what the buckets held, and they have changed"):
+        for step, (x, y) in enumerate(batches(rank, (4, 6), 7)):
+            loss_of(model(x, later=step >= 4), y).backward()
+            model.zero_grad()
+    return step
+
+
+def test_buckets_that_change_under_a_hook_that_keeps_them_are_an_error_on_every_rank():
+    assert run_processes(2, zero_with_a_parameter_that_comes_later, backend="shm") == [5, 5]
 
 
 # --------------------------------------------------------------------------------------------------- pipelines

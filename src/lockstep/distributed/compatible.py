@@ -21,7 +21,7 @@ from lockstep.distributed.buffer_hook import BufferHook, BufferHookLocation, che
 from lockstep.distributed.collectives import Group
 from lockstep.distributed.compatible_reducer import CompatibleLogger, CompatibleReducer
 from lockstep.distributed.options import Options
-from lockstep.distributed.plan import MIB
+from lockstep.distributed.plan import MIB, ReductionPlan
 from lockstep.distributed.replication import Replication
 from lockstep.errors import HookError, OptionError
 from lockstep.inherited import refusal
@@ -107,6 +107,7 @@ class CompatibleNames:
     _divide_by_initial_world_size = True
     _error = ""
     _hooks_removed = False
+    _relied_on: ReductionPlan | None = None
     _static_graph = False
     _use_python_reducer = False
     use_side_stream_for_tensor_copies = False
@@ -263,8 +264,19 @@ class CompatibleNames:
 
     @property
     def _has_rebuilt_buckets(self) -> bool:
+        """Whether buckets are as they will be. A hook that asks (ZeRO's) relies on that from then on."""
         reducer = self._replication.reducer
-        return reducer is not None and reducer.is_planned
+        plan = None if reducer is None else reducer.plan
+        if self._relied_on is not None and plan != self._relied_on:
+            raise HookError(
+                f"rank {self._distributed_rank}: a hook keeps what the buckets held, and they have changed: a "
+                "parameter was unfrozen, added, replaced, or used for the first time or several times in one backward. "
+                "Build the optimizer and its hook anew, around a new wrapper of wrapper.module"
+            )
+        if reducer is None or not reducer.is_planned:
+            return False
+        self._relied_on = plan
+        return True
 
     @classmethod
     def _get_active_ddp_module(cls) -> None:

@@ -252,7 +252,7 @@ class DistributedDataParallel(CompatibleNames, _PyTorchs, Module, Joinable, Gene
 
     def __getstate__(self) -> dict[str, Any]:
         """Everything but the group and the ranks' common state; a copy gets ready at its first forward."""
-        state = {name: value for name, value in self.__dict__.items() if name != "_held"}
+        state = {name: value for name, value in self.__dict__.items() if name not in ("_held", "_relied_on")}
         options = self._options
         if options.process_group is not None or options.device_mesh is not None:
             state["_lost_group"] = True
@@ -278,7 +278,14 @@ class DistributedDataParallel(CompatibleNames, _PyTorchs, Module, Joinable, Gene
     def __deepcopy__(self, memo: dict[int, Any]) -> "DistributedDataParallel[M]":
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
-        state = {**self.__dict__, "_began": False, "_options": None, "_join_config": None, "_held": None}
+        state = {
+            **self.__dict__,
+            "_began": False,
+            "_options": None,
+            "_join_config": None,
+            "_held": None,
+            "_relied_on": None,
+        }
         Module.__setstate__(copied, {name: copy.deepcopy(value, memo) for name, value in state.items()})
         copied._options = dataclasses.replace(
             self._options, delay_all_reduce_named_params=None, param_to_hook_all_reduce=None
