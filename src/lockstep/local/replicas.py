@@ -204,13 +204,14 @@ class ReplicaSet:
             if self._parameters.retyped():
                 return True
             self._place_values()  # the same parameters, elsewhere: RNN.flatten_parameters, p.data = ...
-        if self._attributes.changed():
-            if self._structure.replaced():
-                return True
+        changed = self._attributes.changed()
+        if changed and self._structure.replaced():
+            return True
+        self._give_up_strays()
+        if changed:
             changes = self._attributes.take_changes()
             self._kept.difference_update(_pairs(changes))
             self._carry_over(changes)
-        self._give_up_strays()
         return False
 
     def _carry_over(self, changes: list[tuple[int, list[str]]]) -> None:
@@ -222,12 +223,10 @@ class ReplicaSet:
 
     def _give_up_strays(self) -> None:
         """Set attributes anew that only a forward of a copy has set: else they could not be reset on the network."""
-        for number, (copy, of_copy) in enumerate(zip(self._copies, self._of_copies, strict=True)):
+        for copy, of_copy in zip(self._copies, self._of_copies, strict=True):
             if not of_copy.changed():
                 continue
             changes = of_copy.take_changes()
-            if number == 0 and not self._network_first:
-                self._kept.update(_pairs(changes))
             strays = [(i, [name for name in names if (i, name) not in self._kept]) for i, names in changes]
             copy.set_attributes(strays, self._attributes.leading)
             of_copy.look_again(index for index, names in strays if names)
