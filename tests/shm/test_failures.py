@@ -22,7 +22,7 @@ from torch import nn
 
 import lockstep
 from lockstep.distributed import ProcessGroupShm, ShmOptions
-from lockstep.distributed.shm import mapping, meeting
+from lockstep.distributed.shm import mapping, meeting, rest
 from lockstep.distributed.shm.arithmetic import Reduction
 from lockstep.distributed.shm.one_host import BLOCK_BYTES
 from lockstep.distributed.shm.peers import Peers
@@ -822,20 +822,64 @@ def test_a_rank_that_is_killed_in_backward_is_named(wrapper):
             assert text.startswith(f"rank {number} of 3: bucket ")
 
 
-def sums_sparse_for_ever(rank):
-    """Rank 1 is killed between sums of sparse tensors."""
-    x = torch.sparse_coo_tensor([[rank.rank, 4]], [1.0, 10.0], (5,), check_invariants=False)
-    dist.all_reduce(x.clone())
+def moves_otherwise(rank):
+    """Rank 1 gathers what the others send to each other."""
+    x, outputs = torch.ones(6), [torch.empty(6) for _ in range(3)]
     if rank.rank == 1:
+        raised = error_of(lambda: dist.gather(x, None, group=rank.group, group_dst=0))
+    else:
+        raised = error_of(lambda: dist.all_to_all_single(torch.empty(6), x, group=rank.group))
+    other = error_of(lambda: dist.gather(x, outputs if rank.rank == 2 else None, group=rank.group, group_dst=2))
+    refused = error_of(lambda: rank.group.gather([], [x.bool()], root=1))
+    return raised[:2], other[0], refused[0], still_works(rank)
+
+
+@pytest.mark.parametrize("hosts", LEVELS)
+def test_what_goes_through_gloo_is_compared_too(hosts):
+    results = run_ranks(3, moves_otherwise, hosts=hosts)
+    assert len(set(results)) == 1
+    (kind, text), other, refused, works = results[0]
+    assert kind is AgreementError
+    assert "rank 1: gather(6 elements, torch.float32, to rank 0)" in text
+    assert "ranks 0, 2: all_to_all(torch.float32)" in text
+    assert (other, refused, works) == (None, OptionError, True)
+
+
+def sum_sparse(rank):
+    dist.all_reduce(torch.sparse_coo_tensor([[rank.rank, 4]], [1.0, 10.0], (5,), check_invariants=False))
+
+
+def gather(rank):
+    dist.gather(torch.ones(BIG), [torch.empty(BIG)] * 3 if rank.rank == 0 else None, dst=0)
+
+
+def scatter(rank):
+    dist.scatter(torch.ones(BIG), [torch.ones(BIG)] * 3 if rank.rank == 1 else None, src=1)
+
+
+def all_to_all(rank):
+    dist.all_to_all_single(torch.empty(3 * BIG), torch.ones(3 * BIG))
+
+
+def is_killed_in(rank, call, inside):
+    """Rank 1 is killed between two of them, or within the second."""
+    call(rank)
+    if rank.rank == 1 and inside:
+        rest.finish = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    elif rank.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    raised = error_of(lambda: dist.all_reduce(x))
+    raised = error_of(lambda: [call(rank) for _ in range(3)])
     begin = time.monotonic()
     dist.destroy_process_group()
     return raised, time.monotonic() - begin
 
 
-def test_a_rank_that_is_killed_in_a_sum_of_sparse_tensors_is_named_at_once():
-    outcomes = run_processes(3, sums_sparse_for_ever, backend="shm", group_timeout=6, errors=True)
+@pytest.mark.parametrize(
+    ("call", "inside"),
+    [(sum_sparse, False), (gather, False), (gather, True), (scatter, True), (all_to_all, False), (all_to_all, True)],
+)
+def test_a_rank_that_is_killed_in_what_goes_another_way_is_named_at_once(call, inside):
+    outcomes = run_processes(3, is_killed_in, call, inside, backend="shm", group_timeout=6, errors=True)
     for number in (0, 2):
         (kind, text, seconds), ending = outcomes[number].result
         assert kind is CommunicationError

@@ -20,6 +20,9 @@ class Kind(IntEnum):
     ALL_GATHER = 3
     REDUCE_SCATTER = 4
     BARRIER = 5
+    GATHER = 6
+    SCATTER = 7
+    ALL_TO_ALL = 8
 
 
 class Op(IntEnum):
@@ -65,12 +68,14 @@ class Descriptor:
         name = self.kind.name.lower()
         if self.kind is Kind.BARRIER:
             return name
+        if self.kind is Kind.ALL_TO_ALL:  # what goes where may differ
+            return f"{name}({self.dtype})"
         several = f" in {self.tensors} tensors" if self.tensors != 1 else ""
         details = []
         if self.kind in (Kind.ALL_REDUCE, Kind.REDUCE, Kind.REDUCE_SCATTER):
             details.append(self.op.name)
-        if self.kind in (Kind.REDUCE, Kind.BROADCAST):
-            details.append(f"{'to' if self.kind is Kind.REDUCE else 'from'} rank {self.root}")
+        if self.kind in (Kind.REDUCE, Kind.GATHER, Kind.BROADCAST, Kind.SCATTER):
+            details.append(f"{'to' if self.kind in (Kind.REDUCE, Kind.GATHER) else 'from'} rank {self.root}")
         return f"{name}({', '.join([f'{self.numel} elements{several}', str(self.dtype), *details])})"
 
 

@@ -30,7 +30,7 @@ BOARD = "failed"
 GRACE_SECONDS = 0.5
 """How long a leader that has lost another one waits for that one's ranks to say why."""
 
-_GLOO_DTYPES = frozenset(
+GLOO_DTYPES = frozenset(
     [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.uint8, torch.int32, torch.int64]
 )
 
@@ -70,22 +70,22 @@ class ManyHosts:
 
     def barrier(self) -> None:
         """See ``OneHost``."""
-        self._agree(Descriptor(Kind.BARRIER))
+        self.agree(Descriptor(Kind.BARRIER))
 
     def all_reduce(self, x: Tensor, op: Op, tensors: int = 1, factor: float = 1.0) -> None:
         """See ``OneHost``; each host sends its sum once."""
-        self._agree(Descriptor(Kind.ALL_REDUCE, x.dtype, x.numel(), op, tensors=tensors))
+        self.agree(Descriptor(Kind.ALL_REDUCE, x.dtype, x.numel(), op, tensors=tensors))
         self._all_reduce(x, op, factor)
 
     def reduce(self, x: Tensor, op: Op, root: int) -> None:
         """See ``OneHost``."""
-        self._agree(Descriptor(Kind.REDUCE, x.dtype, x.numel(), op, self._name_of[root]))
+        self.agree(Descriptor(Kind.REDUCE, x.dtype, x.numel(), op, self._name_of[root]))
         work = x if self.rank == root else x.clone()
         self._all_reduce(work, op)
 
     def broadcast(self, x: Tensor, root: int, tensors: int = 1) -> None:
         """See ``OneHost``."""
-        self._agree(Descriptor(Kind.BROADCAST, x.dtype, x.numel(), root=self._name_of[root], tensors=tensors))
+        self.agree(Descriptor(Kind.BROADCAST, x.dtype, x.numel(), root=self._name_of[root], tensors=tensors))
         source = next(i for i, host in enumerate(self.hosts) if root in host)
         if self._host == source:
             self.local.broadcast(x, self.hosts[source].index(root))
@@ -98,7 +98,7 @@ class ManyHosts:
 
     def all_gather(self, outputs: Sequence[Tensor], x: Tensor, tensors: int = 1) -> None:
         """See ``OneHost``; each host sends what its ranks have once."""
-        self._agree(Descriptor(Kind.ALL_GATHER, x.dtype, x.numel(), tensors=tensors))
+        self.agree(Descriptor(Kind.ALL_GATHER, x.dtype, x.numel(), tensors=tensors))
         largest = max(map(len, self.hosts))
         rows = x.new_empty(len(self.hosts), largest, x.numel())
         own = rows[self._host]
@@ -114,7 +114,7 @@ class ManyHosts:
 
     def reduce_scatter(self, output: Tensor, inputs: Sequence[Tensor], op: Op, tensors: int = 1) -> None:
         """See ``OneHost``; each host sends the sum of all inputs once."""
-        self._agree(Descriptor(Kind.REDUCE_SCATTER, output.dtype, output.numel(), op, tensors=tensors))
+        self.agree(Descriptor(Kind.REDUCE_SCATTER, output.dtype, output.numel(), op, tensors=tensors))
         whole = torch.cat(list(inputs))
         self._all_reduce(whole, op)
         output.copy_(whole[self.rank * output.numel() :][: output.numel()])
@@ -140,7 +140,7 @@ class ManyHosts:
     def _reduce_between(self, x: Tensor, op: Op) -> None:
         assert self._between is not None
         # Gloo's minimum and maximum may lose a NaN.
-        if x.dtype in _GLOO_DTYPES and not (op in (Op.MIN, Op.MAX) and x.is_floating_point()):
+        if x.dtype in GLOO_DTYPES and not (op in (Op.MIN, Op.MAX) and x.is_floating_point()):
             options = self._limited(dist.AllreduceOptions())
             options.reduceOp = getattr(dist.ReduceOp, op.name)
             self._wait(self._between.allreduce([x], options))
@@ -150,7 +150,7 @@ class ManyHosts:
         self._wait(self._between.allgather([[_as_bytes(part) for part in parts]], [_as_bytes(x)], options))
         Reduction(op, x.dtype)(parts, x)
 
-    def _agree(self, descriptor: Descriptor) -> None:
+    def agree(self, descriptor: Descriptor) -> None:
         """Compare what all ranks are about to run; raises the same error on each."""
         table = self.local.table
         self._timeout = table.timeout
@@ -197,6 +197,11 @@ class ManyHosts:
         except RuntimeError as error:
             del work  # it would keep the connections open
             raise CommunicationError(self._lost(str(error).splitlines()[0])) from error
+
+    def look(self) -> None:
+        """See ``OneHost``."""
+        self.local.look()
+        self._look()
 
     def _look(self) -> None:
         """Raise if the group has ended on another host; that the store is gone is no reason to."""

@@ -31,7 +31,15 @@ class OneHost:
 
     def barrier(self) -> None:
         """Return when every rank is here."""
-        self.table.agree(Descriptor(Kind.BARRIER))
+        self.agree(Descriptor(Kind.BARRIER))
+
+    def agree(self, descriptor: Descriptor) -> None:
+        """Return when every rank is about to run the same; raises the same error on each if they are not."""
+        self.table.agree(descriptor)
+
+    def look(self) -> None:
+        """Raise if a rank has died, or the group has ended."""
+        self.table.peers.check_alive()
 
     # -------------------------------------------------------------------------------- all ranks
 

@@ -1,9 +1,16 @@
-"""What shared memory does not do itself: it goes to a Gloo group beside it."""
+"""What shared memory does not do itself: it goes to a Gloo group beside it.
+
+Ranks compare what they are about to run, and look for ranks that have died, here as elsewhere; but not for messages
+from one rank to another, which take no turn with the collectives.
+"""
 
 import ctypes
 import os
+import threading
+import time
 import weakref
 from abc import abstractmethod
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -11,7 +18,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.compiler import outside_compiler
+from lockstep.distributed.shm.descriptor import Descriptor, Kind
+from lockstep.distributed.shm.layout import check_tensors
+from lockstep.distributed.shm.many_hosts import GLOO_DTYPES, GRACE_SECONDS, ManyHosts
+from lockstep.distributed.shm.meeting import LOOK_SECONDS
+from lockstep.distributed.shm.one_host import OneHost
 from lockstep.distributed.shm.overloads import with_overloads
+from lockstep.distributed.shm.works import ShmWork
+from lockstep.errors import CommunicationError, OptionError
+
+Runner = OneHost | ManyHosts
 
 _Gloo: Any = dist.ProcessGroupGloo  # its type does not have its options
 
@@ -45,30 +61,83 @@ def _keep_in_child() -> None:
 os.register_at_fork(after_in_child=_keep_in_child)
 
 
+def finish(work: Any, group: Any, ranks: Runner) -> None:
+    """Wait for what a Gloo group does; looks up now and then, as a rank may die without its notice."""
+    done = threading.Event()
+    work.get_future().add_done_callback(lambda _: done.set())
+    try:
+        while not done.wait(LOOK_SECONDS):
+            ranks.look()
+    except CommunicationError:
+        group.abort()  # else its end would wait for this
+        raise
+    try:
+        work.wait()
+    except RuntimeError as error:
+        until = time.monotonic() + GRACE_SECONDS
+        while time.monotonic() < until:  # it may be the first to notice a death, and does not know whose
+            ranks.look()
+            time.sleep(LOOK_SECONDS / 10)
+        raise CommunicationError(f"Gloo, beside the shm process group: {str(error).splitlines()[0]}") from error
+
+
 class CollectivesOfGloo:
     """Each is a method of its own: PyTorch's C++ looks them up by name."""
+
+    rank: Callable[[], int]
+
+    @property
+    @abstractmethod
+    def _global_ranks(self) -> list[int]:
+        """The ranks of the group, as ranks of the default group: for messages."""
+
+    @abstractmethod
+    def _begin(self, what: str, run: Callable[[Runner], object], outputs: list[Tensor], opts: Any) -> ShmWork:
+        """Begin what ``run`` does, under a name that profilers show."""
 
     @abstractmethod
     def _gloo(self) -> Any:
         """The Gloo group."""
 
+    def _beside(
+        self, kind: Kind, given: list[Tensor], outputs: list[Tensor], opts: Any, begin: Callable[[Any], Any]
+    ) -> ShmWork:
+        """Begin what ``begin`` does with a Gloo group, when all ranks have said that they run the same."""
+        what = kind.name.lower()
+        check_tensors([*given, *outputs], what)
+        dtype = given[0].dtype
+        if dtype not in GLOO_DTYPES:
+            raise OptionError(f"{what}: Gloo, to which this goes, cannot move {dtype}; use .view(torch.uint8)")
+        numel = given[0].numel() if kind is not Kind.ALL_TO_ALL else 0
+        root = self._global_ranks[opts.rootRank] if kind is not Kind.ALL_TO_ALL else 0
+        descriptor = Descriptor(kind, dtype, numel, root=root)
+
+        def run(ranks: Runner) -> None:
+            ranks.agree(descriptor)
+            group = self._gloo()
+            finish(begin(group), group, ranks)
+
+        return self._begin(what, run, outputs, opts)
+
     @outside_compiler
     @with_overloads(dist.GatherOptions, ["output_tensors", "input_tensors input_tensor"], ["root", "timeout"])
     def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> Any:
         """Give one rank the tensors of all."""
-        return self._gloo().gather(outputs, inputs, opts)
+        flat = [each for given in outputs for each in given]
+        return self._beside(Kind.GATHER, inputs, flat, opts, lambda group: group.gather(outputs, inputs, opts))
 
     @outside_compiler
     @with_overloads(dist.ScatterOptions, ["output_tensors output_tensor", "input_tensors"], ["root", "timeout"])
     def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> Any:
         """Give every rank one of the tensors of one."""
-        return self._gloo().scatter(outputs, inputs, opts)
+        given = [*outputs, *(each for given in inputs for each in given)]
+        return self._beside(Kind.SCATTER, given, outputs, opts, lambda group: group.scatter(outputs, inputs, opts))
 
     @outside_compiler
     @with_overloads(dist.AllToAllOptions, ["output_tensors", "input_tensors"])
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> Any:
         """Give every rank one of the tensors of each."""
-        return self._gloo().alltoall(outputs, inputs, opts)
+        return self._beside(Kind.ALL_TO_ALL, inputs, outputs, opts, lambda group: group.alltoall(outputs, inputs, opts))
 
     @outside_compiler
     @with_overloads(
@@ -78,7 +147,11 @@ class CollectivesOfGloo:
         self, output: Tensor, x: Tensor, output_sizes: list[int], input_sizes: list[int], opts: Any
     ) -> Any:
         """The same, with one tensor for all."""
-        return self._gloo().alltoall_base(output, x, output_sizes, input_sizes, opts)
+
+        def begin(group: Any) -> Any:
+            return group.alltoall_base(output, x, output_sizes, input_sizes, opts)
+
+        return self._beside(Kind.ALL_TO_ALL, [x], [output], opts, begin)
 
     alltoall_base = all_to_all_single
 
