@@ -147,7 +147,7 @@ TRAINING, EVALUATION, OTHERWISE, UNKNOWN = Called
 
 
 def through(called, forwards=1, left_out=0, **status):
-    return RankStatus(5, summary=PassSummary(called, forwards, left_out), **status)
+    return RankStatus(5, backward=PassSummary(called, forwards, left_out).encode(), **status)
 
 
 @every_dtype

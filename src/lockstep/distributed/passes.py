@@ -19,6 +19,8 @@ import torch
 
 from lockstep.errors import PeerError
 
+Code = tuple[int, int]
+"""A rank's :class:`PassSummary` as it travels: two whole numbers from 1 to 240, which even bfloat16 holds exactly."""
 MOST = 14
 """Forwards are counted up to here."""
 
@@ -44,15 +46,22 @@ class PassSummary:
     left_out: int = 0
     """Forwards since then that none has gone through, or that raised; at most ``MOST``."""
 
-    def encode(self) -> tuple[int, int]:
-        """Two whole numbers from 1 to 240, which even bfloat16 holds exactly."""
-        return self.called.value + 1, 16 * min(self.left_out, MOST) + min(self.through, MOST) + 1
+    def encode(self) -> Code:
+        """As it travels."""
+        return _encode(self.called.value, self.through, self.left_out)
 
     @classmethod
-    def decode(cls, called: int, forwards: int) -> "PassSummary":
+    def decode(cls, code: Code) -> "PassSummary":
         """What :meth:`encode` gave."""
-        left_out, through = divmod(forwards - 1, 16)
-        return cls(Called(called - 1), through, left_out)
+        left_out, through = divmod(code[1] - 1, 16)
+        return cls(Called(code[0] - 1), through, left_out)
+
+
+def _encode(called: int, through: int, left_out: int) -> Code:
+    return called + 1, 16 * min(left_out, MOST) + min(through, MOST) + 1
+
+
+_TRAINING, _EVALUATION, _OTHERWISE, _UNKNOWN = (each.value for each in Called)  # numbers are cheaper
 
 
 class ForwardMark:
@@ -60,7 +69,7 @@ class ForwardMark:
 
     __slots__ = ("called", "round")
 
-    def __init__(self, called: Called, round_: int | None) -> None:
+    def __init__(self, called: int, round_: int | None) -> None:
         self.called, self.round = called, round_
 
 
@@ -69,7 +78,7 @@ class PassLog:
 
     def __init__(self) -> None:
         self._round = 0
-        self._called = Called(0)
+        self._called = 0
         self._through = self._left_out = 0
         self._compiled = False
 
@@ -84,7 +93,7 @@ class PassLog:
         if not has_graph:
             self._left_out = max(0, self._left_out - counts)
             return None
-        return ForwardMark(Called.TRAINING if training else Called.EVALUATION, self._round if counts else None)
+        return ForwardMark(_TRAINING if training else _EVALUATION, self._round if counts else None)
 
     def compile_forward(self) -> None:
         """The compiler has traced a forward: how the module is called is not known from now on."""
@@ -98,14 +107,14 @@ class PassLog:
             self._through += 1
             self._left_out = max(0, self._left_out - 1)
 
-    def summarize(self) -> PassSummary:
-        """What to tell the other ranks at the end of the backward pass under way."""
-        called = self._called or (Called.UNKNOWN if self._compiled else Called.OTHERWISE)
-        return PassSummary(called, self._through, self._left_out)
+    def summarize(self) -> Code:
+        """What to tell the other ranks at the end of the backward pass under way: an encoded :class:`PassSummary`."""
+        called = self._called or (_UNKNOWN if self._compiled else _OTHERWISE)
+        return _encode(called, self._through, self._left_out)
 
     def end_pass(self) -> None:
         """The backward pass under way is over."""
-        self._called = Called(0)
+        self._called = 0
 
     def end_round(self) -> None:
         """It was a round: forwards are counted anew."""
@@ -128,17 +137,18 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def check_passes(passes: Sequence[PassSummary | None], compare_forwards: bool, number: int, rank: int) -> None:
+def check_passes(passes: Sequence[Code | None], compare_forwards: bool, number: int, rank: int) -> None:
     """Raise :class:`PeerError` if two ranks cannot be in the same backward pass; None is a rank that is in none.
 
     ``compare_forwards`` is False where a rank may leave out a batch: contributions are weighted.
     """
-    ranks: dict[PassSummary, int] = {}
-    for other, theirs in enumerate(passes):
-        if theirs is not None:
-            ranks.setdefault(theirs, other)
-    for theirs, other in ranks.items():
-        for those, another in ranks.items():
+    first: dict[Code, int] = {}
+    for other, code in enumerate(passes):
+        if code is not None:
+            first.setdefault(code, other)
+    ranks = [(PassSummary.decode(code), other) for code, other in first.items()]
+    for theirs, other in ranks:
+        for those, another in ranks:
             difference = _difference(those, theirs, compare_forwards) if another < other else ""
             if difference:
                 raise PeerError(

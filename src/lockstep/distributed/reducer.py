@@ -346,9 +346,9 @@ class Reducer:
         return not (self.hooks.hooks and on_host) or all(pending.done() for pending in self._pending)
 
     def _write_report(self, row: Tensor, *, failed: bool) -> None:
-        summary = None if self._passive else self.passes.summarize()
+        backward = None if self._passive else self.passes.summarize()
         weight = Weight(self._weights.total, bool(self._weights.earlier.copies))
-        status = RankStatus(round_code(self.round), failed, self._weights.given, self._joined, self._moved, summary)
+        status = RankStatus(round_code(self.round), failed, self._weights.given, self._joined, self._moved, backward)
         self._reporting.write(row, self._touched, list(self._late), status, weight)
 
     # ---------------------------------------------------------------------------------- finish

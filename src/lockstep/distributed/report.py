@@ -5,8 +5,8 @@ own, or whole numbers so small that their sum is exact, or is at least not zero,
 
     used     one for each parameter    1 where this rank has a gradient to contribute
     late     one for each parameter    1 where a gradient came after its bucket had left, or had no place in the plan
-    status   one for each rank         the round's number (its last bits), whether it failed, whether it is weighted
-    passes   two for each rank         which backward pass it is in (``passes.py``); 0 in none of its own
+    status   three for each rank       the round's number (its last bits), whether it failed, whether it is weighted;
+                                       which backward pass it is in (``passes.py``), 0 if in none of its own
     weight   nine for each rank        the bytes of a float64: what this rank's contribution counts; and whether it
                                        adds to gradients from before
     cargo    the rest                  buffers (``buffers.py``)
@@ -20,12 +20,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lockstep.distributed.passes import PassSummary, check_passes
+from lockstep.distributed.passes import Code, check_passes
 from lockstep.errors import OptionError, PeerError
 
 _ROUNDS = 15  # status = 16 * (round % 15) + flags + 1 <= 240: exact even in bfloat16
 _FAILED, _WEIGHTED, _JOINED, _MOVED = 1, 2, 4, 8
 _WEIGHT = struct.Struct("<d?")
+_STATUS = 3
+"""Places of each rank's status."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ class RankStatus:
     """Whether the rank has run out of batches and only takes part."""
     moved: bool = False
     """Whether its parameters or buffers are not those that were agreed on."""
-    summary: PassSummary | None = None
+    backward: Code | None = None
     """Which backward pass it is in; None if it has none of its own."""
 
 
@@ -87,8 +89,7 @@ class ReportLayout:
         self._parameters, self._rank, self._world = parameters, rank, world
         self._late = parameters
         self._status = 2 * parameters
-        self._passes = self._status + world
-        self._weight = self._passes + 2 * world
+        self._weight = self._status + _STATUS * world
         self.cargo = slice(self._weight + _WEIGHT.size * world, self._weight + _WEIGHT.size * world + cargo)
         self.numel = self.cargo.stop
 
@@ -100,10 +101,10 @@ class ReportLayout:
             head[self._late + index] = 1
         flags = status.failed * _FAILED + status.weighted * _WEIGHTED + status.joined * _JOINED
         flags += status.moved * _MOVED
-        head[self._status + self._rank] = 16 * round_code(status.round) + flags + 1
-        if status.summary is not None:
-            place = self._passes + 2 * self._rank
-            head[place : place + 2] = bytes(status.summary.encode())
+        place = self._status + _STATUS * self._rank
+        head[place] = 16 * round_code(status.round) + flags + 1
+        if status.backward is not None:
+            head[place + 1], head[place + 2] = status.backward
         if status.weighted:
             _WEIGHT.pack_into(head, self._weight + _WEIGHT.size * self._rank, *weight)
         numbers = torch.frombuffer(head, dtype=torch.uint8)
@@ -117,13 +118,13 @@ class ReportLayout:
         head = row[: self.cargo.start].cpu()
         said = (head[: self._status] != 0).tolist()
         used, late = said[: self._parameters], said[self._parameters :]
-        numbers = [int(code) for code in head[self._status : self._weight].tolist()]
-        codes, passes = numbers[: self._world], numbers[self._world :]
-        entries = list(zip(codes, passes[::2], passes[1::2], strict=True))
-        own = entries[self._rank]
-        ranks = [_status(*own)]
-        if not set(entries) <= {own, (0, 0, 0)}:
-            ranks = [_status(*(entry if entry[0] else own)) for entry in entries]
+        numbers = head[self._status : self._weight].tolist()
+        begin, end = _STATUS * self._rank, _STATUS * (self._rank + 1)
+        own = numbers[begin:end]
+        ranks = [_status(own)]
+        if numbers != own * self._world and (any(numbers[:begin]) or any(numbers[end:])):
+            entries = (numbers[place : place + _STATUS] for place in range(0, len(numbers), _STATUS))
+            ranks = [_status(entry if entry[0] else own) for entry in entries]
         weights: list[Weight] = []
         if any(status.weighted for status in ranks):
             raw = bytes(int(byte) for byte in head[self._weight :].tolist())
@@ -137,11 +138,11 @@ class ReportLayout:
         )
 
 
-def _status(code: int, called: int, forwards: int) -> RankStatus:
+def _status(entry: Sequence[float]) -> RankStatus:
+    code, called, forwards = map(int, entry)
     number, flags = divmod(code - 1, 16)
     failed, weighted, joined, moved = (bool(flags & flag) for flag in (_FAILED, _WEIGHTED, _JOINED, _MOVED))
-    summary = PassSummary.decode(called, forwards) if called else None
-    return RankStatus(number, failed, weighted, joined, moved, summary)
+    return RankStatus(number, failed, weighted, joined, moved, (called, forwards) if called else None)
 
 
 def round_code(number: int) -> int:
@@ -168,7 +169,8 @@ def check_ranks(report: Report, number: int, rank: int) -> None:
                 "rank run backward for every batch, or use join()"
             )
     weighted = any(status.weighted for status in report.ranks)
-    check_passes([status.summary for status in report.ranks], not weighted, number, rank)
+    if len(report.ranks) > 1:
+        check_passes([status.backward for status in report.ranks], not weighted, number, rank)
 
 
 def mean_factor(report: Report, divisor: float, number: int) -> float:
