@@ -297,17 +297,19 @@ class CopyAttributes:
         """The numbers of the modules and the names of what has changed; from now on these count as seen."""
         found = [(index, self._differing(index)) for index in range(len(self._now))]
         changes = [(index, names) for index, names in found if names]
-        self.look_again(index for index, _ in changes)
+        self.look_again((index for index, _ in changes), often=True)
         return changes
 
-    def look_again(self, numbers: Iterable[int]) -> None:
-        """Let some modules count as seen as they are now."""
+    def look_again(self, numbers: Iterable[int], *, often: bool = False) -> None:
+        """Let some modules count as seen as they are now; ``often``: it is to be expected at each use."""
         listed = set(numbers)
         for index in listed:
             self._then[index] = dict(self._now[index])
-        if not listed <= self._apart:
+        if listed <= self._apart:
+            return
+        if often:
             self._apart |= listed
-            self._gather()
+        self._gather()
 
     def _differing(self, index: int) -> list[str]:
         now, then = self._now[index], self._then[index]

@@ -51,6 +51,7 @@ class FreshSlots:
         self._bound: list[list[Tensor | None]] = []
         self._mirror: _Mirror | None = None
         self._shared: tuple[list[Tensor], list[Tensor]] = [], []
+        self._laid_out = layouts([])
         self._sort(self._now())
 
     def refresh(self, *, grad: bool, always: bool) -> set[int]:
@@ -131,10 +132,9 @@ class FreshSlots:
     def _own_tensors(self, tensors: list[Tensor]) -> list[Tensor]:
         """The network's tensors for a replica: the same objects as the last time, if the data is where it was."""
         theirs, ours = self._shared
-        if not (
-            identical(tensors, theirs) and addresses(ours) == addresses(theirs) and layouts(ours) == layouts(theirs)
-        ):
-            self._shared = tensors, [t.detach() for t in tensors]
+        laid_out = layouts(tensors)
+        if not identical(tensors, theirs) or addresses(ours) != addresses(theirs) or laid_out != self._laid_out:
+            self._shared, self._laid_out = (tensors, [t.detach() for t in tensors]), laid_out
         return list(self._shared[1])
 
 
@@ -153,6 +153,7 @@ class _Mirror:
         self._groups: dict[torch.dtype, list[int]] = {}
         for index, tensor in enumerate(tensors):
             self._groups.setdefault(tensor.dtype, []).append(index)
+        self._grouped = [[tensors[i] for i in indices] for indices in self._groups.values()]
         now = self._pack()
         self._copies = [[flat.clone() for flat in now] for _ in range(count)]
         self.rows = [self._views(flats) for flats in self._copies]
@@ -169,8 +170,7 @@ class _Mirror:
         )
 
     def _pack(self) -> list[Tensor]:
-        groups = ([self._tensors[i].detach() for i in indices] for indices in self._groups.values())
-        return [torch._utils._flatten_dense_tensors(group) for group in groups]
+        return [torch._utils._flatten_dense_tensors(group) for group in self._grouped]
 
     def _views(self, flats: list[Tensor]) -> list[Tensor]:
         views = [torch.empty(0)] * len(self._tensors)

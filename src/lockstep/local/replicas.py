@@ -309,7 +309,7 @@ class ReplicaSet:
         )
 
     def _refresh_parameters(self, *, everything: bool) -> None:
-        self._astray = self._astray or (not self._network_first and self._strayed(quick=not everything))
+        self._astray = self._astray or (not self._network_first and self._strayed(quick=True))
         if self._parameters.requirements_changed() or self._astray:
             self._unbind_parameters()
         if self._values.travel:  # else nobody asks what was written
@@ -362,7 +362,7 @@ class ReplicaSet:
     def _rebind_attributes(self) -> None:
         for copy, of_copy in zip(self._copies, self._of_copies, strict=False):  # none of these yet while building
             if numbers := copy.rebind_attributes():
-                of_copy.look_again(numbers)
+                of_copy.look_again(numbers, often=True)
 
 
 def _pairs(changes: list[tuple[int, list[str]]]) -> set[tuple[int, str]]:
