@@ -131,6 +131,7 @@ PUBLIC = {
             .check_slots()
             .collect_gradients()
             .refresh(*, leaves=False)
+            .take_gradients(captured)
         Scatter.apply(devices, chunk_sizes, dim, tensor)
         class SyncBatchNorm(*args, **kwargs)
             .forward(input)

@@ -403,6 +403,12 @@ def test_a_parameter_that_its_module_does_not_use_gets_no_gradient(devices, use_
     assert twin.unused.grad is twin.idle.grad is None
     same_gradients(parallel, plain)
     assert_same(twin.learned.grad, plain.learned.grad)
+    called = []
+    handle = twin.unused.register_hook(called.append)
+    loss_of(parallel(x), y).backward()
+    parallel.step(loss_of, x, y)
+    assert called == []
+    handle.remove()
     with pytest.raises(RuntimeError, match="not have been used in the graph"):
         torch.autograd.grad(loss_of(parallel(x), y), list(parallel.parameters()))
 

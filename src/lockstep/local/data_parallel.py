@@ -11,7 +11,7 @@ A batch goes through four phases, each a method that a subclass may override:
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -28,10 +28,11 @@ from lockstep.devices import (
 )
 from lockstep.errors import LayoutError, LengthError
 from lockstep.inherited import refusal, refusing
-from lockstep.local import scatter_gather, workers
+from lockstep.local import replica_backward, scatter_gather, workers
 from lockstep.local.comm import copy_to
-from lockstep.local.exchange import current_replica
+from lockstep.local.gradient_sums import Gradients, accumulate
 from lockstep.local.module_copy import SLOTS
+from lockstep.local.replica_backward import LossGraph
 from lockstep.local.replicas import ReplicaSet, cached, replicate, require_on
 from lockstep.phases import Event, Phases, Statistics
 from lockstep.wrapper import is_of_module, naming_options
@@ -130,9 +131,11 @@ class DataParallel(_PyTorchs, Module, Generic[T]):
             if len(self._devices) == 1:
                 output = self.module(*shares[0], **keywords[0])
                 return scatter_gather.move(output, self.output_device) if self.gather_outputs else [output]
-            replicas = self.replicate(self.module, self.device_ids[: len(shares)])
-            with self._in_use(self._own_replicas()):
-                outputs = self.parallel_apply(replicas, shares, keywords)
+            own = self._own_replicas()
+            with own.uses.forward():
+                replicas = self.replicate(self.module, self.device_ids[: len(shares)])
+                with self._in_use(own):
+                    outputs = self.parallel_apply(replicas, shares, keywords)
             if not self.gather_outputs:
                 return outputs
             with self._phases.phase("gather"):
@@ -225,29 +228,51 @@ class DataParallel(_PyTorchs, Module, Generic[T]):
         if isinstance(loss_fn, Module):
             make = partial(ReplicaSet, loss_fn, own.devices, network_first=True, phases=self._phases)
             networks.append(cached(loss_fn, ("step", *own.devices), make))
+        with ExitStack() as stepping:
+            for network in sorted(networks, key=id):  # in one order in every thread
+                stepping.enter_context(network.uses.step())
+            losses = self._step_alone(networks, loss_fn, shares, weights)
+        target = resolve_destination(self.output_device) if self._devices else losses[0].device
+        return torch.stack([copy_to(loss.detach(), target) for loss in losses]).sum()
+
+    def _step_alone(
+        self,
+        networks: Sequence[ReplicaSet],
+        loss_fn: Callable[..., torch.Tensor],
+        shares: Sequence[tuple[tuple[Any, ...], Any]],
+        weights: Sequence[float],
+    ) -> list[torch.Tensor]:
+        """The replicas' weighted losses, after their backward; no other step uses the replicas meanwhile."""
+        devices = networks[0].devices[: len(shares)]
         # where the engine would run the replicas one after the other, they run it themselves
-        apart = all(device.type == "cpu" for device in own.devices) and not any(map(_has_hooks, networks))
-        modules, *losses = [network.refresh(leaves=apart) for network in networks]
-        loss_fns = losses[0] if losses else [loss_fn] * len(shares)
-        calls = [
-            partial(self._loss, index, modules[index], loss_fns[index], args) for index, (args, _) in enumerate(shares)
-        ]
-        with self._in_use(*networks):
-            results = workers.run(calls, own.devices[: len(shares)])
-        exchanged = any(exchanged for _, exchanged in results)
+        apart = len(shares) > 1 and all(device.type == "cpu" for device in devices)
+        apart = apart and not any(map(_has_hooks, networks))
+        with ExitStack() as alone:
+            for network in sorted(networks, key=id):
+                alone.enter_context(network.uses.forward_of_step())
+            modules, *others = [network.refresh(leaves=apart) for network in networks]
+            loss_fns = others[0] if others else [loss_fn] * len(shares)
+            calls = [
+                partial(self._loss, index, modules[index], loss_fns[index], args, apart)
+                for index, (args, _) in enumerate(shares)
+            ]
+            with self._in_use(*networks):
+                results = workers.run(calls, devices)
         weighted = [loss * weight for (loss, _), weight in zip(results, weights, strict=True)]
-        self._backward(weighted, own.devices, apart=apart and not exchanged)
-        if apart:
-            with self._phases.phase("reduce"):
-                for network in networks:
-                    network.collect_gradients()
-        target = resolve_destination(self.output_device) if self._devices else weighted[0].device
-        return torch.stack([copy_to(loss.detach(), target) for loss in weighted]).sum()
+        graphs = [graph for _, graph in results if graph is not None]
+        with torch.autocast("cpu", enabled=False):
+            if apart:
+                self._backward_apart(weighted, graphs, networks)
+            else:
+                with self._phases.phase("backward"):
+                    needing = [loss for loss in weighted if loss.requires_grad]
+                    torch.autograd.backward(needing or weighted)  # autograd's error if no loss needs a gradient
+        return weighted
 
     def _loss(
-        self, index: int, replica: Module, loss_fn: Callable[..., torch.Tensor], args: tuple[Any, ...]
-    ) -> tuple[torch.Tensor, bool]:
-        """One replica's loss, and whether it exchanged values with others, so that their graphs hang together."""
+        self, index: int, replica: Module, loss_fn: Callable[..., torch.Tensor], args: tuple[Any, ...], apart: bool
+    ) -> tuple[torch.Tensor, LossGraph | None]:
+        """One replica's loss, and what is behind it if it may run its backward alone."""
         inputs, target = (args[:-1], args[-1:]) if len(args) > 1 else (args, ())
         output = self._forward(index, replica, *inputs)
         with self._phases.phase("loss", replica=index):
@@ -257,22 +282,15 @@ class DataParallel(_PyTorchs, Module, Generic[T]):
             raise LayoutError(
                 f"loss_fn must return one number, the mean over its rows; in replica {index} it gave {got}"
             )
-        running = current_replica()
-        return loss, running is not None and running.exchange.used
+        return loss, LossGraph.of(loss) if apart else None
 
-    def _backward(self, losses: Sequence[torch.Tensor], devices: Sequence[torch.device], *, apart: bool) -> None:
-        """Backward of the weighted losses: on each replica's own thread, or in one pass of the engine over all."""
-        with torch.autocast("cpu", enabled=False):
-            if apart:
-                calls = [partial(self._replica_backward, index, loss) for index, loss in enumerate(losses)]
-                workers.run(calls, devices[: len(losses)])
-                return
-            with self._phases.phase("backward"):
-                torch.autograd.backward(list(losses))
-
-    def _replica_backward(self, index: int, loss: torch.Tensor) -> None:
-        with self._phases.phase("backward", replica=index):
-            loss.backward()
+    def _backward_apart(
+        self, losses: Sequence[torch.Tensor], graphs: Sequence[LossGraph], networks: Sequence[ReplicaSet]
+    ) -> None:
+        parameters = [p for network in networks for p in network.network.parameters()]
+        captured = replica_backward.backward(losses, graphs, parameters, self._phases)
+        with self._phases.phase("reduce"):
+            accumulate(*_gradients(networks, captured))
 
     # What people look at #
 
@@ -327,6 +345,19 @@ class DataParallel(_PyTorchs, Module, Generic[T]):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._start()
+
+
+def _gradients(networks: Sequence[ReplicaSet], captured: Gradients) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """All leaf tensors that a step has gradients for, and these: of the networks, and of whatever else they used."""
+    tensors: list[torch.Tensor] = []
+    gradients: list[torch.Tensor] = []
+    for network in networks:
+        some, their = network.take_gradients(captured)
+        tensors += some
+        gradients += their
+    rest = list(captured.values())
+    captured.clear()
+    return [*tensors, *(leaf for leaf, _ in rest)], [*gradients, *(gradient for _, gradient in rest)]
 
 
 def _has_hooks(network: ReplicaSet) -> bool:

@@ -16,7 +16,7 @@ from torch.nn import Module, Parameter
 from lockstep.devices import CPU
 from lockstep.local.comm import broadcast_coalesced
 from lockstep.local.contents import identical
-from lockstep.local.functions import Broadcast
+from lockstep.local.functions import link
 from lockstep.local.module_copy import ModuleCopy
 from lockstep.local.tensor_state import addresses, kinds, layouts
 
@@ -103,11 +103,12 @@ class FreshSlots:
     def _link(self, rows: list[list[Tensor]], linking: list[bool]) -> None:
         """Put differentiable copies of the tensors that need a gradient between the plain copies of the others."""
         indices = [i for i, link in enumerate(linking) if link]
-        with torch.enable_grad():
-            linked = Broadcast.apply(self._devices, *(self._sources[i] for i in indices))
-        for number, row in enumerate(rows):
-            for place, index in enumerate(indices):
-                row.insert(index, linked[number * len(indices) + place])
+        tensors = [self._sources[i] for i in indices]
+        copies = broadcast_coalesced(tensors, self._devices, self._cap_bytes)
+        for place, index in enumerate(indices):  # each on its own: one that is not used gets no gradient, nor its hooks
+            linked = link([row[place].detach() for row in copies], [0], [tensors[place]])
+            for row, tensor in zip(rows, linked, strict=True):
+                row.insert(index, tensor)
 
     def _plain_copies(self, tensors: list[Tensor], always: bool) -> list[list[Tensor]]:
         """New tensors for every copy; only a first replica on the network's device has the network's own, as in

@@ -33,6 +33,8 @@ from lockstep.errors import DeviceError
 from lockstep.local.changes import Attributes, CopyAttributes, Structure
 from lockstep.local.fresh import FreshSlots
 from lockstep.local.functions import link
+from lockstep.local.gradient_sums import Gradients, accumulate, summed
+from lockstep.local.in_use import Uses
 from lockstep.local.layout import common_device
 from lockstep.local.made_in_forward import ReplicaSlots
 from lockstep.local.module_copy import CACHE, ModuleCopy, check_replicable
@@ -105,6 +107,7 @@ class ReplicaSet:
     """Persistent replicas of ``network`` on ``devices``: :meth:`refresh` brings them up to date and returns them.
 
     With ``network_first`` the first replica is the network itself, which must then be on the first device.
+    :attr:`uses` keeps a step and other uses apart.
     """
 
     def __init__(
@@ -123,6 +126,7 @@ class ReplicaSet:
         self._copy_devices = self.devices[1:] if network_first else self.devices
         self._phases = phases or Phases()
         self._lock = threading.RLock()
+        self.uses = Uses()
         self._structure: Structure | None = None
         self._linked: list[list[Tensor]] = []
         self._leaves: list[list[Tensor]] = []
@@ -176,23 +180,26 @@ class ReplicaSet:
     def collect_gradients(self) -> None:
         """Add the gradients on the replicas' leaves to the network's, in replica order, and take them off the
         leaves."""
+        accumulate(*self.take_gradients({}))
+
+    def take_gradients(self, captured: Gradients) -> tuple[list[Tensor], list[Tensor]]:
+        """The network's parameters that have gradients, and the sums of those, in replica order.
+
+        They are taken off the replicas' leaves, and out of ``captured``, which may have some of the network's own
+        parameters and of the leaves.
+        """
+        rows: list[list[Tensor | None]] = [[captured.pop(id(p), (p, None))[1] for p in self._persistent]]
+        owned = [False]
         for leaves in self._leaves:
-            dense: tuple[list[Tensor], list[Tensor]] = [], []
+            owned.append(not any(id(leaf) in captured for leaf in leaves))
+            rows.append([])
             for parameter, leaf in zip(self._persistent, leaves, strict=True):
-                grad, leaf.grad = leaf.grad, None
-                if grad is None:
-                    continue
-                if grad.device != parameter.device:
-                    grad = grad.to(parameter.device)
-                if parameter.grad is None:
-                    parameter.grad = grad
-                elif grad.layout == parameter.grad.layout == torch.strided:
-                    dense[0].append(parameter.grad)
-                    dense[1].append(grad)
-                else:
-                    parameter.grad = parameter.grad + grad
-            if dense[0]:
-                torch._foreach_add_(dense[0], dense[1])
+                grad = leaf.grad if owned[-1] else captured.pop(id(leaf), (leaf, None))[1]
+                rows[-1].append(grad if grad is None else grad.to(parameter.device))
+                leaf.grad = None
+        totals = summed(rows, owned)
+        reached = [i for i, total in enumerate(totals) if total is not None]
+        return [self._persistent[i] for i in reached], [total for total in totals if total is not None]
 
     # Notice #
 
@@ -284,6 +291,7 @@ class ReplicaSet:
                 self._persistent.append(tensor)
                 self._owners.append(index)
             self._slots[index, name] = None if tensor is None else numbers.setdefault(id(tensor), len(numbers))
+        self._hooked = _hooked(self._persistent)
 
     # Parameters #
 
@@ -310,8 +318,10 @@ class ReplicaSet:
 
     def _refresh_parameters(self, *, everything: bool) -> None:
         self._astray = self._astray or (not self._network_first and self._strayed(quick=True))
-        if self._parameters.requirements_changed() or self._astray:
+        hooked = _hooked(self._persistent)
+        if self._parameters.requirements_changed() or self._astray or hooked != self._hooked:
             self._unbind_parameters()
+        self._hooked = hooked
         if self._values.travel:  # else nobody asks what was written
             self._values.transfer(self._parameters.written(), everything=everything)
 
@@ -340,9 +350,11 @@ class ReplicaSet:
         rows = [self._new_parameters(d, requires_grad=False) for d in self._copy_devices]
         needing = [i for i, p in enumerate(self._persistent) if p.requires_grad and not self._detach]
         backwards = needing[::-1]
-        plan = plan_buckets([TensorSpec.of(self._persistent[i]) for i in backwards], self._cap_bytes)
-        for bucket in plan.buckets if rows else ():
-            members = [backwards[slot.index] for slot in bucket.slots]
+        alone = set(self._hooked)
+        together = [i for i in backwards if i not in alone]
+        plan = plan_buckets([TensorSpec.of(self._persistent[i]) for i in together], self._cap_bytes)
+        groups = [[together[slot.index] for slot in bucket.slots] for bucket in plan.buckets]
+        for members in [*groups, *([i] for i in self._hooked if i in backwards)] if rows else ():
             link(
                 [row[i] for row in rows for i in members],
                 [self._owners[i] for i in members],
@@ -367,6 +379,12 @@ class ReplicaSet:
 
 def _pairs(changes: list[tuple[int, list[str]]]) -> set[tuple[int, str]]:
     return {(index, name) for index, names in changes for name in names}
+
+
+def _hooked(parameters: Sequence[Tensor]) -> list[int]:
+    """The numbers of those with gradient hooks. Each is linked alone: a node that runs calls the hooks of all its
+    parameters, with None for those that got no gradient."""
+    return [i for i, parameter in enumerate(parameters) if parameter._backward_hooks]
 
 
 def _persists(tensor: Tensor) -> bool:

@@ -1,0 +1,58 @@
+"""Gradients of replicas: their sums, in replica order, and the way those reach the parameters."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import Function
+
+Gradients = dict[int, tuple[Tensor, Tensor]]  # by the id of a leaf tensor: the tensor, and its gradient
+
+
+def summed(rows: Sequence[Sequence[Tensor | None]], owned: Sequence[bool]) -> list[Tensor | None]:
+    """The sums of gradients over replicas, in their order; ``rows`` has those of each.
+
+    A row that is ``owned`` may be written to: nobody else has its tensors.
+    """
+    totals: list[Tensor | None] = [None] * len(rows[0])
+    ours = [False] * len(totals)
+    for row, own in zip(rows, owned, strict=True):
+        into: list[Tensor] = []
+        terms: list[Tensor] = []
+        for i, grad in enumerate(row):
+            total = totals[i]
+            if grad is None or total is None:
+                totals[i], ours[i] = (total, ours[i]) if grad is None else (grad, own)
+            elif not grad.layout == total.layout == torch.strided or not (own or ours[i]):
+                totals[i], ours[i] = total + grad, True
+            else:  # a sum of two is the same either way round
+                kept, added = (total, grad) if ours[i] else (grad, total)
+                totals[i], ours[i] = kept, True
+                into.append(kept)
+                terms.append(added)
+        if into:
+            torch._foreach_add_(into, terms)
+    return totals
+
+
+class _Delivery(Function):
+    """A node whose gradients are given: :func:`accumulate`."""
+
+    @staticmethod
+    def forward(ctx: Any, gradients: list[Tensor], *tensors: Tensor) -> Tensor:
+        ctx.gradients = gradients
+        return tensors[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
+        found = (None, *ctx.gradients)
+        ctx.gradients.clear()  # nobody else has them: they become the parameters' gradients without a copy
+        return found
+
+
+def accumulate(tensors: Sequence[Tensor], gradients: list[Tensor]) -> None:
+    """Add gradients to the ``.grad`` of leaf tensors as a backward pass does, hooks and all; empties the list."""
+    if tensors:
+        with torch.enable_grad():
+            _Delivery.apply(gradients, *tensors).backward()
