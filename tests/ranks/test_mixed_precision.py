@@ -185,6 +185,18 @@ def test_gradients_inside_of_a_forward_that_is_called_without():
     assert net.weight.grad.tolist() == [[1, 1, 1, 1]]
 
 
+def test_a_backward_that_synchronises_inside_of_forward_is_an_error():
+    class Inner(nn.Linear):
+        def forward(self, x):
+            super().forward(x).sum().backward()
+            return super().forward(x)
+
+    model = alone(nn.Sequential(Inner(4, 1)))
+    with pytest.raises(AgreementError, match=r"parameter 0\.weight"):
+        model(torch.ones(1, 4))
+    assert type(model.module[0].weight) is nn.Parameter
+
+
 @pytest.mark.parametrize("error", [KeyError, KeyboardInterrupt])
 def test_a_forward_that_fails_leaves_parameters_as_they_were(error):
     class Fails(nn.Linear):
