@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import signal
 import warnings
 from datetime import timedelta
@@ -195,12 +196,29 @@ def hook_fails(rank):
     return error_of(lambda: model(inputs(rank)).backward())
 
 
-def test_hooks_that_fail_on_one_rank_end_in_a_timeout_on_the_others():
+def test_hooks_that_go_on_failing_on_one_rank_end_in_a_timeout_on_the_others():
     (told, message), own = run_processes(2, hook_fails, group_timeout=2.0)
     assert own == (KeyError, repr(RAISED))
     assert told is CommunicationError
     assert "rank 0 of 2: bucket 0 failed: " in message
     assert "look at the first error of the other ranks" in message
+
+
+def memory_fails(rank):
+    """The memory of a bucket cannot be had on one rank, at the end of backward; then it can."""
+    model = lockstep.replicate(rank.make(lambda: nn.Linear(700, 700)))
+    if rank.rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, resource.RLIM_INFINITY))
+    raised = error_of(lambda: model(torch.ones(1, 700)).sum().backward())[0]
+    if rank.rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    model.zero_grad()
+    model(torch.full((1, 700), rank.rank + 1.0)).sum().backward()
+    return raised, model.weight.grad.unique().item()
+
+
+def test_an_allocation_that_fails_is_told():
+    assert run_processes(2, memory_fails, backend="shm") == [(PeerError, 1.5), (OSError, 1.5)]
 
 
 # ---------------------------------------------------------------------------------- ranks that end

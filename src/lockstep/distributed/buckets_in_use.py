@@ -2,10 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
-from torch import Tensor
-
 from lockstep.distributed.adaptation import AdaptivePlan
-from lockstep.distributed.collectives import Collectives, Pending
 from lockstep.distributed.gradients import GradientBucket, ManagedParameter, make_bucket
 from lockstep.distributed.memory import Empty
 from lockstep.distributed.reporting import Reporting
@@ -51,20 +48,3 @@ class BucketsInUse:
 
     def __iter__(self) -> Iterator[GradientBucket]:
         return iter(self._all)
-
-
-class AbandonedRound:
-    """What a failed rank has sent so that the others need not wait; kept alive until it has arrived."""
-
-    def __init__(self, collectives: Collectives, what: str) -> None:
-        self._collectives, self._what = collectives, what
-        self._sent: list[tuple[Pending, Tensor]] = []
-
-    def send(self, tensor: Tensor) -> None:
-        """Send without waiting."""
-        self._sent.append((self._collectives.all_reduce(tensor, self._what), tensor))
-
-    def wait(self) -> None:
-        """Return when all has arrived."""
-        for pending, _ in self._sent:
-            pending.wait()

@@ -25,6 +25,7 @@ from torch.nn import Module
 
 from lockstep.distributed.agree import Description, Line, agree
 from lockstep.distributed.collectives import Collectives, Pending
+from lockstep.errors import LayoutError
 
 Policy = Literal["rank0", "mean", "local"]
 POLICIES: tuple[Policy, ...] = ("rank0", "mean", "local")
@@ -167,6 +168,7 @@ class BufferSync:
         self._set: BufferSet | None = None if policy == "local" else scan()
         self._riders: list[_Riders] = []
         self._large: list[Buffer] = []
+        self._flats: list[tuple[Tensor, list[list[Buffer]]]] = []  # put together, and not yet on their way
         self._sent: list[tuple[Pending, Tensor, list[list[Buffer]]]] = []
         self._left = False
 
@@ -188,7 +190,8 @@ class BufferSync:
         found = self._scan()
         agree(Description([describe_buffer(buffer) for buffer in found.buffers]), [], self._collectives)
         self._set = found
-        self._begin_to_send(self.buffers)
+        self._flats = self._put_together(self.buffers)
+        self.send_large()
         self.finish_large()
 
     def board(self, carrier: torch.dtype) -> int:
@@ -242,25 +245,40 @@ class BufferSync:
                     values = values.to(torch.uint8).view(riders.buffers[0].dtype)
                 _assign_all(riders.buffers, values)
 
-    def send_large(self) -> None:
-        """Begin to send those that do not ride: one collective for each device, or dtype where values are averaged."""
-        self._begin_to_send(self._large)
+    def prepare_large(self) -> None:
+        """Put together those that do not ride. What fails here fails before the report has left, and is told in it."""
+        self._flats = self._put_together(self._large)
+
+    def send_large(self, failed: bool = False) -> None:
+        """Begin to send them: one collective for each device, or dtype where values are averaged.
+
+        ``failed``: the round has failed here, perhaps in this; send all that has not been sent, zeros if need be.
+        """
+        if failed and not self._flats:
+            self._flats = self._put_together(self._large, blank=True)
+        for flat, alike in self._flats[len(self._sent) :]:
+            if self._averaged(alike[0][0]):
+                pending = self._collectives.all_reduce(flat, "buffers")
+            else:
+                pending = self._collectives.broadcast(flat, "buffers", self.source)
+            self._sent.append((pending, flat, alike))
+        self._flats = []
 
     @torch.no_grad()
-    def _begin_to_send(self, buffers: Sequence[Buffer]) -> None:
+    def _put_together(self, buffers: Sequence[Buffer], blank: bool = False) -> list[tuple[Tensor, list[list[Buffer]]]]:
         groups: dict[tuple[torch.device, torch.dtype | None], dict[torch.dtype, list[Buffer]]] = {}
         for buffer in buffers:
             kind = buffer.dtype if self._averaged(buffer) else None
             groups.setdefault((buffer.device, kind), {}).setdefault(buffer.dtype, []).append(buffer)
+        flats: list[tuple[Tensor, list[list[Buffer]]]] = []
         for (_, averaged), by_dtype in groups.items():
             alike = list(by_dtype.values())
             if averaged is not None:
-                flat = _joined(alike[0]).div_(self._collectives.world)
-                pending = self._collectives.all_reduce(flat, "buffers")
+                flat = _joined(alike[0], blank).div_(self._collectives.world)
             else:
-                flat = torch.cat([_joined(each).view(torch.uint8) for each in alike])
-                pending = self._collectives.broadcast(flat, "buffers", self.source)
-            self._sent.append((pending, flat, alike))
+                flat = torch.cat([_joined(each, blank).view(torch.uint8) for each in alike])
+            flats.append((flat, alike))
+        return flats
 
     def drop_large(self) -> None:
         """Wait for them, and leave the buffers as they are: the round has failed somewhere."""
@@ -290,10 +308,17 @@ def describe_buffer(buffer: Buffer) -> Line:
     return Line(f"buffer {buffer.name}", f"{kind} of shape {tuple(buffer.shape)}")
 
 
-def _joined(buffers: Sequence[Buffer]) -> Tensor:
-    """The values of buffers of one dtype and device, one after the other; zeros for one that is not there any more."""
-    tensors = [buffer.current() for buffer in buffers]
+def _joined(buffers: Sequence[Buffer], blank: bool = False) -> Tensor:
+    """The values of buffers of one dtype and device, one after the other; zeros for one that is not there any more, or
+    for all (``blank``)."""
+    tensors = [None if blank else buffer.current() for buffer in buffers]
     given = [b.blank() if t is None else t.detach() for b, t in zip(buffers, tensors, strict=True)]
+    for buffer, tensor in zip(buffers, given, strict=True):
+        if tensor.device != buffer.device:
+            raise LayoutError(
+                f"buffer {buffer.name} was on {buffer.device} when its module was replicated, and is on "
+                f"{tensor.device} now; move a module before replicating it"
+            )
     return torch.cat([tensor.reshape(-1) for tensor in given])
 
 

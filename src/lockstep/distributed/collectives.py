@@ -122,6 +122,23 @@ class Collectives:
                 "Destroy it after the last backward, or run this one under no_sync()"
             )
 
+    def begun(self) -> int | None:
+        """How many collectives this process has begun, on all groups that count them; None if this one does not."""
+        groups = {id(group): group for group in (*dist.distributed_c10d._world.pg_map, self.group)}
+        total = 0
+        for group in groups.values():
+            try:
+                total += int(group._get_sequence_number_for_group())
+            except (RuntimeError, AttributeError):
+                if group is self.group:
+                    return None
+        return total
+
+    def end(self, reason: str) -> None:
+        """End the group on all ranks, if it can do that."""
+        if isinstance(self.group, ProcessGroupShm):
+            self.group._abort(reason)
+
     def _check_process(self) -> None:
         if self._process != _process.number:
             raise CommunicationError(

@@ -28,11 +28,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 from torch.autograd import Variable
+from torch.nn import Parameter
 
 from lockstep.compiler import outside_compiler
 from lockstep.distributed.backward import BackwardPass, Reach, current_pass, follow
 from lockstep.distributed.collectives import Collectives, Group, Pending
-from lockstep.errors import PeerError
+from lockstep.distributed.one_by_one import OneByOne
+from lockstep.distributed.parameter_hooks import run_held_hooks
+from lockstep.errors import CommunicationError, PeerError
 from lockstep.phases import Phases
 
 if TYPE_CHECKING:
@@ -55,6 +58,8 @@ class Conductor:
         """The number of the next module; ranks take the highest of theirs."""
         self.order = 0
         """The group's number among those of this process, the same on all of its ranks."""
+        self.lost = ""
+        """Why this rank cannot communicate over the group any more, if so."""
         self._members: weakref.WeakValueDictionary[int, Reducer] = weakref.WeakValueDictionary()
         self._armed = False
         self._pass: BackwardPass | None = None  # in which it was armed
@@ -144,8 +149,7 @@ class Conductor:
         silent = (each for each in gone_through if not any(each is other for other in reducers))
         reducing += [each for each in silent if each.requires_sync and each.find_swapped()]
         try:
-            for reducer in reducing if self.exclusive or not reducing else self._participants(reducing):
-                reducer.finish()
+            self.reduce(reducing if self.exclusive or not reducing else self._participants(reducing))
         except BaseException:
             for reducer in reducing:
                 _give_up(reducer, this)
@@ -153,6 +157,18 @@ class Conductor:
         finally:
             for reducer in dict.fromkeys([*reducers, *gone_through]):
                 reducer.cancel()
+
+    def reduce(self, reducers: Sequence["Reducer"]) -> None:
+        """Run the rounds of modules; then users' hooks."""
+        steps = OneByOne()
+        reduced: list[tuple[Reducer, Sequence[Parameter]]] = []
+        for reducer in reducers:
+            with steps:
+                reduced.append((reducer, reducer.finish()))
+        for reducer, parameters in reduced:
+            with steps:
+                run_held_hooks(parameters, reducer)
+        steps.end()
 
     def tell(self, reducer: "Reducer", mark: int) -> list[int]:
         """Inside ``join()``: a module's forward begins. Returns every rank's ``mark``, 0 of those that listen."""
@@ -202,6 +218,23 @@ class Conductor:
             for reducer in reducers:
                 _give_up(reducer, this)
                 reducer.cancel()
+
+    def lose(self, reason: str) -> None:
+        """Send nothing more: others wait for what this rank cannot send, and would take anything else for it.
+
+        Ends the group on all ranks, if that can be done.
+        """
+        if not self.lost:
+            self.lost = reason
+            self._collectives.end(f"rank {self._collectives.rank} is lost: {reason}")
+
+    def check(self) -> None:
+        """Raise :class:`CommunicationError` if this rank cannot communicate over the group any more."""
+        if self.lost:
+            raise CommunicationError(
+                f"rank {self._collectives.rank} can no longer take part in what the other ranks of its process group "
+                f"do: {self.lost}. Destroy the group and make another, or start anew"
+            )
 
     def _in_order(self) -> list["Reducer"]:
         """The modules, in the order of their creation."""

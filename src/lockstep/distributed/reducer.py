@@ -23,6 +23,7 @@ Lifetimes: the reducer lives for as long as any of its parameters, whose hooks h
 Gradients live in buckets (``gradients.py``).
 """
 
+import logging
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -34,10 +35,11 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from lockstep.distributed.abandoned import AbandonedRound
 from lockstep.distributed.adaptation import AdaptivePlan
 from lockstep.distributed.agree import Description, Line, agree
 from lockstep.distributed.backward import Reach
-from lockstep.distributed.buckets_in_use import AbandonedRound, BucketsInUse
+from lockstep.distributed.buckets_in_use import BucketsInUse
 from lockstep.distributed.buffers import BufferSync
 from lockstep.distributed.collectives import Collectives, plain_memory
 from lockstep.distributed.conductor import Conductor
@@ -46,14 +48,14 @@ from lockstep.distributed.gradients import GradientBucket, ManagedParameter
 from lockstep.distributed.hooks import HookChain, Waitable
 from lockstep.distributed.late import reduce_again, reduce_late
 from lockstep.distributed.mean import with_graphs
-from lockstep.distributed.parameter_hooks import is_marked, run_held_hooks, run_marked, take_over_optimizers
+from lockstep.distributed.parameter_hooks import is_marked, run_marked, take_over_optimizers
 from lockstep.distributed.passes import PassLog
 from lockstep.distributed.plan import Kind, ReductionPlan
 from lockstep.distributed.report import RankStatus, Report, Weight, check_ranks, mean_factor, round_code
 from lockstep.distributed.reporting import Reporting
 from lockstep.distributed.usage import Usage
 from lockstep.distributed.weights import Weights
-from lockstep.errors import AgreementError, LayoutError, PeerError
+from lockstep.errors import AgreementError, CommunicationError, PeerError
 
 
 class Members(Protocol):
@@ -126,7 +128,7 @@ class Reducer:
         """What tells this rank's backward passes from others."""
         self._passive = False  # takes part in this round without a backward pass of its own
         self._joined = False
-        self._abandoned: tuple[AbandonedRound, list[Waitable]] | None = None
+        self._abandoned: AbandonedRound | None = None
         self._moved = False  # this rank has other parameters or buffers than were agreed on
         self.retired = False
         """Whether another replication has taken over all parameters."""
@@ -255,6 +257,7 @@ class Reducer:
     def _check_alive(self) -> None:
         try:
             self.collectives.check_alive()
+            self.conductor.check()
         except BaseException:
             self.conductor.give_up(self)
             raise
@@ -321,31 +324,41 @@ class Reducer:
             at_once = bucket is self._buckets.carrier or bucket.planned.kind is Kind.SPARSE
             outgoing = bucket.collect(scale if at_once else 1.0, self._touched)
             if bucket is self._buckets.carrier:
-                self._write_report(bucket.row, failed=False)
-        bucket.sent = self._begun = True
-        self._next += 1
+                self._write_report(bucket.row)
         what = f"bucket {bucket.index + 1} of {len(self._buckets)}, round {self.round}"
         if self.hooks.hooks:
-            self._wait_for_hooks(outgoing.device)
+            pending = self._send_through_hooks(bucket, outgoing, what)
+        else:
+            pending = self.collectives.all_reduce(outgoing, what, 1.0 if at_once else scale)
+        self._pending.append(pending)
+        bucket.sent = self._begun = True
+        self._next += 1
+
+    def _send_through_hooks(self, bucket: GradientBucket, outgoing: Tensor, what: str) -> Waitable:
+        self._wait_for_hooks(outgoing.device)
+        begun = self.collectives.begun()
+        try:
             with self.collectives.phases.phase("hook", what):
                 last = bucket.index == len(self._buckets) - 1
-                self._pending.append(self.hooks.send(bucket, outgoing, last, self.collectives, self.divisor))
-        else:
-            self._pending.append(self.collectives.all_reduce(outgoing, what, 1.0 if at_once else scale))
+                return self.hooks.send(bucket, outgoing, last, self.collectives, self.divisor)
+        except BaseException as error:
+            if begun is None or self.collectives.begun() != begun:
+                gist = f"{type(error).__name__}: {error}"
+                self.conductor.lose(f"a communication hook raised {gist}, after it had begun to communicate")
+            raise
 
     def _wait_for_hooks(self, device: torch.device) -> None:
         """Where hooks are not ordered by a stream, what one sends from a callback must not meet what comes next."""
         if device.type == "cpu":
-            for pending in self._pending:
-                pending.wait()
-            self._pending.clear()
+            while self._pending:
+                self._pending.pop(0).wait()
 
     def _hooks_are_done(self, bucket: GradientBucket) -> bool:
         """Whether :meth:`_wait_for_hooks` would not wait."""
         on_host = bucket.members[0].spec.device.type == "cpu"
         return not (self.hooks.hooks and on_host) or all(pending.done() for pending in self._pending)
 
-    def _write_report(self, row: Tensor, *, failed: bool) -> None:
+    def _write_report(self, row: Tensor, failed: bool = False) -> None:
         backward = None if self._passive else self.passes.summarize()
         weight = Weight(self._weights.total, bool(self._weights.earlier.copies))
         status = RankStatus(round_code(self.round), failed, self._weights.given, self._joined, self._moved, backward)
@@ -353,48 +366,47 @@ class Reducer:
 
     # ---------------------------------------------------------------------------------- finish
 
-    def finish(self) -> None:
-        """The end of backward. Raises :class:`PeerError` if another rank failed or is in another round."""
-        reduced: Sequence[Parameter] = ()
+    def finish(self) -> Sequence[Parameter]:
+        """The end of backward; returns the parameters whose hooks have waited for this.
+
+        Raises :class:`PeerError` if another rank failed or is in another round.
+        """
         with self._lock:
             try:
                 if not self.open:  # this rank has no gradient of the module, but another rank has
                     self._check_alive()
                     self.open = self.reducing = self._passive = True
-                    self._open_round()
+                    self._open_round_or_abandon()
                 if not self.reducing:
-                    return
+                    return ()
                 self._get_ready()
                 with self.collectives.phases.phase("finish", f"round {self.round}"):
-                    reduced = self._finish()
+                    return self._finish()
             except Exception as error:
                 self.error = f"{type(error).__name__}: {error}"
                 raise
             finally:
                 self.cancel()
-        run_held_hooks(reduced, self)
 
-    def _finish(self) -> Sequence[Parameter]:
-        """Returns the parameters whose hooks have waited for this."""
-        self._begun = True
-        self.find_swapped()
+    def _open_round_or_abandon(self) -> None:
         try:
-            while self._next < len(self._buckets):
-                self._send(self._buckets[self._next])
-        except LayoutError:  # of this rank alone: the others wait for what is not sent
+            self._open_round()
+        except PeerError:
             self.abandon()
             raise
-        if self.hooks.hooks:
-            self._wait_for_hooks(self.collectives.device)
-        self.buffers.send_large()
-        row = self._reporting.own_row
-        if row is not None:
-            self._write_report(row, failed=False)
-            self._pending.append(self.collectives.all_reduce(row, f"report, round {self.round}"))
+
+    def _finish(self) -> Sequence[Parameter]:
+        self._begun = True
+        try:
+            self.find_swapped()
+            self._send_rest()
+        except BaseException:  # of this rank alone: the others wait for what is not sent
+            self.abandon()
+            raise
         with self.collectives.phases.phase("wait"):
             for pending in self._pending:
                 pending.wait()
-        row = self._buckets.carrier.row if self._buckets.carrier is not None else row
+        row = self._buckets.carrier.row if self._buckets.carrier is not None else self._reporting.own_row
         assert row is not None
         report = self._reporting.read(row, quiet=self._is_quiet())
         renews = report.all_moved or (report.moved and not self._reporting.deferred)
@@ -412,6 +424,18 @@ class Reducer:
         elif self._plan.adapt(report):
             self._make_buckets()
         return reduced
+
+    def _send_rest(self) -> None:
+        self.buffers.prepare_large()
+        while self._next < len(self._buckets):
+            self._send(self._buckets[self._next])
+        if self.hooks.hooks:
+            self._wait_for_hooks(self.collectives.device)
+        self.buffers.send_large()
+        row = self._reporting.own_row
+        if row is not None:
+            self._write_report(row)
+            self._pending.append(self.collectives.all_reduce(row, f"report, round {self.round}"))
 
     def _in_order(self, report: Report, newcomers: Sequence[ManagedParameter]) -> Sequence[Parameter]:
         """The parameters that any rank has used, in an order that is the same on all ranks: the plan's."""
@@ -531,34 +555,45 @@ class Reducer:
     def abandon(self) -> None:
         """Backward has failed on this rank: send what the others wait for, marked as failed, and do not wait."""
         self.error = f"round {self.round}: the backward pass failed on this rank"
-        if self.hooks.hooks:
-            return  # nobody knows what the hooks of the other ranks wait for
-        if not self.open:
-            self._check_alive()
-            self.open = self.reducing = True
-            with suppress(PeerError):  # which the others know of
-                self._open_round()
-        self._get_ready()
-        self._begun = True
-        round_ = AbandonedRound(self.collectives, f"round {self.round}, abandoned")
-        for bucket in list(self._buckets)[self._next :]:
-            blank = bucket.blank()
-            if bucket is self._buckets.carrier:
-                self._write_report(blank[bucket.planned.layout.numel :], failed=True)
-            round_.send(blank)
-        self.buffers.send_large()  # in the order of _finish()
-        if self._reporting.own_row is not None:
-            self._write_report(self._reporting.own_row, failed=True)
-            round_.send(self._reporting.own_row)
-        self._abandoned = round_, self._pending
+        if self.conductor.lost:
+            return
+        try:
+            if not self.open:
+                self._check_alive()
+                self.open = self.reducing = True
+                with suppress(PeerError):  # which the others know of
+                    self._open_round()
+            self._get_ready()
+            self._begun = True
+            self._abandon()
+        except (CommunicationError, AgreementError) as error:  # the group has ended, or all raise
+            logging.getLogger("lockstep").debug("the other ranks could not be told of a failure: %s", error)
+        except Exception as error:
+            self.conductor.lose(f"it could not take its part in a round that had failed: {error!r}")
+        finally:
+            self._forget()
+
+    @torch.no_grad()
+    def _abandon(self) -> None:
+        """In the order of :meth:`_finish`."""
+        round_ = self._abandoned = AbandonedRound(self.collectives, self.round, self._pending)
         self._pending = []
-        self._forget()
+        rest = list(self._buckets)[self._next :]
+        if self.hooks.hooks:
+            round_.send_through(self.hooks, rest, self.divisor)
+        else:
+            round_.send_buckets(rest, self._buckets.carrier, self._write_failure)
+        self.buffers.send_large(failed=True)
+        if self._reporting.own_row is not None:
+            self._write_failure(self._reporting.own_row)
+            round_.send(self._reporting.own_row)
+
+    def _write_failure(self, row: Tensor) -> None:
+        self._write_report(row, failed=True)
 
     def _wait_for_abandoned(self) -> None:
-        if self._abandoned is not None:
-            (round_, pending), self._abandoned = self._abandoned, None
-            for each in pending:
-                each.wait()
+        round_, self._abandoned = self._abandoned, None
+        if round_ is not None:
             round_.wait()
             self.buffers.drop_large()
 
@@ -611,7 +646,7 @@ class Reducer:
         for member in self.parameters:
             member.parameter.grad = None
         try:
-            self.finish()
+            self.conductor.reduce([self])
         finally:
             self._joined = False
             touched, self._weights, drift = own

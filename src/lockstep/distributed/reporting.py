@@ -50,7 +50,11 @@ class Reporting:
         """What this rank has to say, and its buffers."""
         self._layout.write(row, used, late, status, weight)
         if not status.moved:
-            self._buffers.write(row[self._layout.cargo])
+            try:
+                self._buffers.write(row[self._layout.cargo])
+            except Exception:
+                if not status.failed:
+                    raise  # then this rank's part has failed, perhaps for this, and the others are told
 
     def read(self, row: Tensor, quiet: bool) -> Report:
         """What all ranks have said; if nothing unusual is to be expected (``quiet``), and that takes waiting, an empty

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.distributed.algorithms.join import Join, JoinHook
 
+from lockstep.distributed.one_by_one import OneByOne
 from lockstep.distributed.reducer import Reducer
 from lockstep.distributed.replication import Replication
 from lockstep.distributed.start import broadcast_values
@@ -76,11 +77,14 @@ class ShadowHook(JoinHook):
             for hook in (hooks[member] for member in members if member in hooks):
                 hook._begin(marks)
             return
+        steps = OneByOne()
         for member in members:
-            if member in hooks:
-                hooks[member]._shadow()
-            else:
-                member.finish()
+            with steps:
+                if member in hooks:
+                    hooks[member]._shadow()
+                else:
+                    conductor.reduce([member])
+        steps.end()
 
     def _begin(self, marks: list[int]) -> None:
         self._has_begun = True

@@ -46,6 +46,7 @@ class ProcessGroupShm(NativeCollectives, CollectivesOfGloo, _ProcessGroup):
         self._parts = Assembly(store, rank, self._names, self._timeout, self._options)
         self._queue = WorkQueue(f"shm rank {self._names[rank]}")
         self._parts.peers.is_waited_for = self._queue.is_waited_for
+        self._begun = 0
         self._splits, self._group_name, self._group_desc = 0, "", ""
         gloo = dist.ProcessGroup.BackendType.GLOO  # code in C++ wants a backend for the CPU: since 2.15, at once
         self._register_backend(torch.device("cpu"), gloo, self._parts.rest)
@@ -129,6 +130,10 @@ class ProcessGroupShm(NativeCollectives, CollectivesOfGloo, _ProcessGroup):
     def _set_sequence_number_for_group(self) -> None:
         """Nothing to be done: ranks compare what they run."""
 
+    def _get_sequence_number_for_group(self) -> int:
+        """How many collectives this rank has begun."""
+        return self._begun
+
     def split_group(
         self,
         ranks: Sequence[int],
@@ -158,8 +163,10 @@ class ProcessGroupShm(NativeCollectives, CollectivesOfGloo, _ProcessGroup):
 
     def abort(self) -> None:
         """End the group on every rank, at once."""
-        reason = f"the shm process group is aborted: rank {self._names[self.rank()]} called abort()"
-        self._parts.abort(reason, at_work=True)
+        self._abort(f"rank {self._names[self.rank()]} called abort()")
+
+    def _abort(self, reason: str) -> None:
+        self._parts.abort(f"the shm process group is aborted: {reason}", at_work=True)
         self._end()
 
     # ----------------------------------------------------------------------------------- machinery
@@ -175,6 +182,7 @@ class ProcessGroupShm(NativeCollectives, CollectivesOfGloo, _ProcessGroup):
             parts.table.timeout = timeout
             _run(parts, run, name)
 
+        self._begun += 1
         work = ShmWork(self._queue, run_in, outputs, what)
         return self._queue.add(work, background=getattr(opts, "asyncOp", True))
 
@@ -182,6 +190,7 @@ class ProcessGroupShm(NativeCollectives, CollectivesOfGloo, _ProcessGroup):
         if self._parts.rest is None:
             raise CommunicationError("the shm process group has been destroyed")
         self._parts.peers.check_open()
+        self._begun += 1
         return self._parts.rest
 
 

@@ -1,0 +1,245 @@
+"""Anything that fails on one rank in a round: copying in, the report, buffers, hooks, late gradients. The others are
+told in the same step, and training goes on."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power
+
+import lockstep
+from lockstep.errors import CommunicationError, PeerError
+from threaded import run_ranks
+
+
+class Net(nn.Module):
+    """Two layers and a buffer."""
+
+    def __init__(self, buffered=4):
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+        self.register_buffer("kept", torch.zeros(buffered))
+
+    def forward(self, x):
+        return self.last(self.first(x)).square().sum()
+
+
+class Fails(torch.autograd.Function):
+    """The identity, whose backward fails."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise ArithmeticError("a bad batch")
+
+
+def inputs(rank, seed=0):
+    return torch.randn(2, 4, generator=rank.generator(seed))
+
+
+def mean_gradients(rank, model, seed):
+    """Whether backward makes the mean of what each rank would get alone."""
+    x = inputs(rank, seed)
+    own = torch.autograd.grad(model(x), list(model.parameters()))
+    model.zero_grad()
+    model(x).backward()
+    for parameter, gradient in zip(model.parameters(), own, strict=True):
+        torch.testing.assert_close(parameter.grad, sum(rank.gather(gradient)) / rank.world)
+        assert rank.all_equal(parameter.grad)
+    return True
+
+
+def error_of(call):
+    try:
+        call()
+    except Exception as error:
+        return type(error)
+    return None
+
+
+class Stubborn(torch.Tensor):
+    """A tensor that refuses to be put together with others, as what is sent has to be."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        if function is torch.cat:
+            raise ArithmeticError("not with me")
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+
+def spoil_buffer(model):
+    model.kept = torch.zeros(model.kept.shape).as_subclass(Stubborn)
+
+
+def mend_buffer(model):
+    model.kept = torch.zeros(model.kept.shape)
+
+
+def buffer_fails(rank, buffered, modules):
+    models = [lockstep.replicate(rank.make(lambda: Net(buffered)), process_group=rank.group) for _ in range(modules)]
+    for model in models:
+        mean_gradients(rank, model, 0)
+        model.zero_grad()
+    if rank.rank == 0:
+        spoil_buffer(models[0])
+    raised = error_of(lambda: sum(model(inputs(rank)) for model in models).backward())
+    grads = [[parameter.grad is not None for parameter in model.parameters()] for model in models[1:]]
+    if rank.rank == 0:
+        mend_buffer(models[0])
+    return raised, grads, [mean_gradients(rank, model, seed) for seed in (1, 2) for model in models]
+
+
+@pytest.mark.parametrize("modules", [1, 3])
+@pytest.mark.parametrize("buffered", [4, 200_000])
+def test_what_cannot_be_sent_is_told(buffered, modules):
+    failing, told = run_ranks(2, buffer_fails, buffered, modules, group_timeout=5)
+    assert told[0] is PeerError
+    assert failing[0] is ArithmeticError
+    for result in (told, failing):
+        assert result[1] == [[True, True]] * (modules - 1)  # the rounds of the other modules are as good as ever
+        assert result[2] == [True] * (2 * modules)
+
+
+# -------------------------------------------------------------------------------------------- hooks
+
+
+def held_hook_fails(rank, which):
+    """A user's hook raises on one rank; the gradients of all modules have been reduced before."""
+    models = [lockstep.replicate(rank.make(Net), process_group=rank.group) for _ in range(2)]
+    handle = None
+    if rank.rank == 1:
+
+        def hook(parameter):
+            raise ArithmeticError("an optimizer")
+
+        handle = models[which].first.weight.register_post_accumulate_grad_hook(hook)
+    loss = sum(model(inputs(rank, seed)) for seed, model in enumerate(models))
+    raised = error_of(loss.backward)
+    equal = [rank.all_equal(parameter.grad) for model in models for parameter in model.parameters()]
+    if handle is not None:
+        handle.remove()
+    return raised, equal
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_held_hook_that_raises_does_not_keep_other_modules_from_their_rounds(which):
+    others, failing = run_ranks(2, held_hook_fails, which, group_timeout=5)
+    assert others == (None, [True] * 4)
+    assert failing == (ArithmeticError, [True] * 4)
+
+
+# ------------------------------------------------------------------------------- communication hooks
+
+
+def tensor_hook(rank):
+    return None, lambda state, bucket: bucket.buffer()
+
+
+def allreduce_hook(rank):
+    return rank.group, default_hooks.allreduce_hook
+
+
+def fp16_hook(rank):
+    return rank.group, default_hooks.fp16_compress_hook
+
+
+HOOKS = [tensor_hook, allreduce_hook, fp16_hook]
+
+
+def backward_fails_under_hooks(rank, make, cap):
+    model = lockstep.replicate(rank.make(Net), process_group=rank.group, bucket_cap_mb=cap)
+    model.register_comm_hook(*make(rank))
+    reference = make is not fp16_hook
+    for _ in range(2):
+        model.zero_grad()
+        model(inputs(rank)).backward()
+    model.zero_grad()
+    hidden = model.first(inputs(rank))
+    loss = model.last(Fails.apply(hidden) if rank.rank == 1 else hidden).square().sum()
+    raised = error_of(loss.backward)
+    model.zero_grad()
+    if reference:
+        return raised, [mean_gradients(rank, model, seed) for seed in (1, 2)]
+    model(inputs(rank)).backward()
+    return raised, [rank.all_equal(parameter.grad) for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("cap", [25, 1e-5])
+@pytest.mark.parametrize("make", HOOKS)
+def test_a_failed_backward_is_told_through_communication_hooks(make, cap):
+    told, failing = run_ranks(2, backward_fails_under_hooks, make, cap, group_timeout=5)
+    assert told == (PeerError, [True, True])
+    assert failing == (ArithmeticError, [True, True])
+
+
+def power_sgd(rank):
+    """Three all-reduces a bucket, some begun by callbacks; its state goes on alike on all ranks."""
+    model = lockstep.replicate(rank.make(Net), process_group=rank.group, bucket_cap_mb=1e-5)
+    state = power.PowerSGDState(
+        rank.group, matrix_approximation_rank=1, start_powerSGD_iter=2, min_compression_rate=0.5
+    )
+    model.register_comm_hook(state, power.powerSGD_hook)
+    raised = []
+    for step in range(6):
+        model.zero_grad()
+        hidden = model.first(inputs(rank, step))
+        loss = model.last(Fails.apply(hidden) if step == 3 and rank.rank == 0 else hidden).square().sum()
+        raised.append(error_of(loss.backward))
+    return raised, state.iter, [rank.all_equal(parameter.grad) for parameter in model.parameters()]
+
+
+@pytest.mark.usefixtures("draws_in_turn")
+def test_a_failed_backward_under_power_sgd():
+    failing, told = run_ranks(2, power_sgd, group_timeout=5)
+    assert failing[0] == [None] * 3 + [ArithmeticError] + [None] * 2
+    assert told[0] == [None] * 3 + [PeerError] + [None] * 2
+    assert failing[1:] == told[1:]
+    assert told[2] == [True, True]
+
+
+def hook_raises(rank, when, cap):
+    """A communication hook raises on one rank, once, before it communicates or after."""
+    model = lockstep.replicate(rank.make(Net), process_group=rank.group, bucket_cap_mb=cap)
+    failures = [ArithmeticError("a hook")] if rank.rank == 1 else []
+
+    def hook(state, bucket):
+        if when == "before" and failures:
+            raise failures.pop()
+        future = default_hooks.allreduce_hook(rank.group, bucket)
+        if when == "after" and failures:
+            raise failures.pop()
+        if when == "later" and failures:
+            error = failures.pop()
+
+            def fail(_):
+                raise error
+
+            return future.then(fail)
+        return future
+
+    model.register_comm_hook(None, hook)
+    raised = error_of(lambda: model(inputs(rank)).backward())
+    model.zero_grad()
+    return raised, error_of(lambda: mean_gradients(rank, model, 1))
+
+
+@pytest.mark.parametrize("cap", [25, 1e-5])
+@pytest.mark.parametrize("when", ["before", "later"])
+def test_a_communication_hook_that_raises_on_one_rank_is_told(when, cap):
+    told, failing = run_ranks(2, hook_raises, when, cap, group_timeout=5)
+    assert told == (PeerError, None)
+    assert issubclass(failing[0], ArithmeticError if when == "before" else RuntimeError)
+    assert failing[1] is None
+
+
+@pytest.mark.parametrize("hosts", ["", "aa"])
+def test_a_hook_that_raises_amid_its_communication_ends_it_on_every_rank(hosts):
+    told, failing = run_ranks(2, hook_raises, "after", 25, group_timeout=2, hosts=hosts)
+    assert issubclass(told[0], RuntimeError)  # of the hook's own collective: at once, or after the time-out
+    assert issubclass(told[1], RuntimeError)
+    assert failing == (ArithmeticError, CommunicationError)
