@@ -350,5 +350,44 @@ def test_a_step_on_gradients_that_are_not_synchronised_is_told():
         assert f"rank {rank}: parameter weight was changed while its gradient was only this rank's" in message
 
 
+def step_on_data(parameters):
+    for p in parameters:
+        p.data -= 0.1 * p.grad
+
+
+def add_to_data(parameters):
+    for p in parameters:
+        p.data.add_(p.grad, alpha=-0.1)
+
+
+def other_data(parameters):
+    for p in parameters:
+        p.data = p.data - 0.1 * p.grad
+
+
+def no_step(parameters):
+    """Micro-batches: nothing changes."""
+
+
+def forget_by_hand(rank, step, dtype, shape):
+    module = lockstep.replicate(nn.ParameterList([torch.ones(shape, dtype=dtype)]), process_group=rank.group)
+    for synchronise in (True, False, False, True):
+        module.set_requires_gradient_sync(synchronise)
+        (module[0] * (rank.rank + 1.0)).sum().backward()
+        if not synchronise:
+            step(module.parameters())
+
+
+@pytest.mark.parametrize(("dtype", "shape"), [(torch.float32, ()), (torch.bfloat16, (100, 30)), (torch.float64, (7,))])
+@pytest.mark.parametrize(("step", "told"), [(step_on_data, 4), (add_to_data, 4), (other_data, 4), (no_step, 0)])
+def test_a_step_by_hand_on_gradients_that_are_not_synchronised_is_told(step, told, dtype, shape):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run_ranks(2, forget_by_hand, step, dtype, shape)
+    messages = [str(warning.message) for warning in caught]
+    assert len(messages) == told
+    assert all("parameter 0 was changed while its gradient was only this rank's" in message for message in messages)
+
+
 def test_ordinary_steps_are_not():
     run_ranks(2, forget, [True, True, None, None, True])  # warnings are errors
