@@ -6,9 +6,11 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.utils import prune
+from torch.utils.checkpoint import checkpoint
 
 from lockstep import DataParallel, SyncBatchNorm
-from lockstep.errors import LayoutError
+from lockstep.errors import LayoutError, NotReplicableError
 
 
 def network(momentum: float | None = 0.1, affine: bool = True) -> nn.Module:
@@ -127,3 +129,118 @@ def test_shapes_are_checked():
     norm = SyncBatchNorm(3)
     with pytest.raises(ValueError, match="more than 1 value per channel"):
         DataParallel(norm, ["cpu", "cpu"])(torch.zeros(1, 3))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("use_step", [False, True])
+def test_inside_a_checkpointed_segment_it_is_refused(devices, first, reentrant, use_step):
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.norm = nn.Linear(4, 4), SyncBatchNorm(4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return checkpoint(self.norm, self.layer(x), use_reentrant=reentrant)
+
+    parallel, x = DataParallel(Checkpointed().to(first), devices(2)), torch.randn(6, 4).to(first)
+    with pytest.raises(NotReplicableError, match="inside a checkpointed segment"):
+        if use_step:
+            parallel.step(F.mse_loss, x, x)
+        else:
+            parallel(x)
+    parallel.eval()
+    parallel(x).sum().backward()
+
+
+class OtherCheckpoint(torch.autograd.Function):
+    """A reentrant checkpoint that is not PyTorch's."""
+
+    @staticmethod
+    def forward(ctx, run, x):
+        ctx.run, ctx.x = run, x.detach()
+        return run(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x = ctx.x.requires_grad_()
+        with torch.enable_grad():
+            ctx.run(x).backward(grad)
+        return None, x.grad
+
+
+def test_recomputation_by_another_kind_of_checkpoint_is_refused():
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.norm = nn.Linear(4, 4), SyncBatchNorm(4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return OtherCheckpoint.apply(self.norm, self.layer(x))
+
+    network, x = Checkpointed(), torch.randn(6, 4)
+    output = DataParallel(network, ["cpu", "cpu"])(x)
+    with pytest.raises(NotReplicableError, match="inside a checkpointed segment"):
+        output.sum().backward()
+    network(x).sum().backward()  # on one device it is right
+
+
+def test_a_checkpoint_around_the_whole():
+    plain = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).double()
+    network = SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(plain))
+    parallel, x = DataParallel(network, ["cpu", "cpu"]), torch.randn(6, 4, dtype=torch.float64)
+    plain(x).pow(3).sum().backward()
+    checkpoint(parallel, x.clone().requires_grad_(), use_reentrant=True).pow(3).sum().backward()
+    torch.testing.assert_close(network[0].weight.grad, plain[0].weight.grad)
+
+
+def test_copies_are_layers_of_their_own():
+    layer = SyncBatchNorm(3)
+
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.other = layer, copy.deepcopy(layer)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (self.one if bool(x[0, 0] > 0) else self.other)(x)
+
+    parallel = DataParallel(Odd(), ["cpu", "cpu"])
+    with pytest.raises(RuntimeError, match=r"waits at SyncBatchNorm \d+ for replicas that wait elsewhere"):
+        parallel(torch.cat([torch.ones(4, 3), -torch.ones(4, 3)]))
+    parallel(torch.randn(8, 3).abs())
+
+
+@pytest.mark.parametrize("rows", [8, 7, 3])
+def test_inside_of_another_data_parallel(rows):
+    """Statistics are those of the whole batch, also where an inner one uses fewer replicas than another."""
+    plain = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).double()
+    network = SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(plain))
+    outer = DataParallel(nn.Sequential(DataParallel(network, ["cpu", "cpu"])), ["cpu", "cpu"])
+    x = torch.randn(rows, 4, dtype=torch.float64)
+    expected, got = plain(x), outer(x)
+    torch.testing.assert_close(got, expected)
+    expected.pow(3).sum().backward()
+    got.pow(3).sum().backward()
+    torch.testing.assert_close(network[0].weight.grad, plain[0].weight.grad)
+    torch.testing.assert_close(network[1].running_var, plain[1].running_var)
+
+
+def test_conversion_of_a_pruned_layer_of_one_under_two_names_and_of_what_it_cannot_keep():
+    network = nn.Sequential(nn.BatchNorm1d(3), nn.Sequential(nn.BatchNorm1d(3)))
+    network.again = network[0]
+    network[1].also = network[0]
+    prune.random_unstructured(network[1][0], "weight", 1)
+    handle, seen = network[0].register_forward_hook(lambda *_: seen.append(1)), []
+    x = torch.randn(5, 3)
+    expected = network[1][0](x)
+    SyncBatchNorm.convert_sync_batchnorm(network)
+    assert network.again is network[1].also is network[0]
+    assert [type(m) for m in network.modules()].count(SyncBatchNorm) == 2
+    torch.testing.assert_close(network[1][0](x), expected)
+    network[0](x)
+    assert seen == [1]
+    handle.remove()
+    spectral = nn.utils.parametrize.register_parametrization(nn.BatchNorm1d(3), "weight", nn.Softplus())
+    for norm, reason in ((spectral, "is parametrized"), (nn.LazyBatchNorm1d(), "has no shapes yet")):
+        with pytest.raises(NotReplicableError, match=reason):
+            SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(norm))

@@ -642,7 +642,8 @@ def test_a_nested_call_has_replicas_of_its_own():
     for index, (own, inner, alone) in enumerate(run(outer, 3)):
         assert (own.index, own.count) == (index, 3)
         assert [(r.index, r.count) for r in inner] == [(0, 2), (1, 2)]
-        assert alone == [None]
+        assert alone == [own]  # one call runs in the thread, and the replica, that it is called in
+        assert inner[0].outer is own
         assert own.exchange is not inner[0].exchange
 
 

@@ -7,9 +7,8 @@ before a meeting makes the others fail there, instead of waiting for ever.
 
 import contextvars
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, ClassVar
 
 from lockstep.errors import ReplicaError
@@ -30,6 +29,7 @@ class Exchange:
         self._left: set[int] = set()
         self._meetings: dict[tuple[Any, int], list[Any]] = {}
         self._visits: dict[tuple[Any, int], int] = {}
+        self._waiting: dict[int, Any] = {}
         self.used = False
 
     def share(self, key: Any, index: int, value: Any) -> list[Any]:
@@ -44,15 +44,36 @@ class Exchange:
             meeting = self._meetings.setdefault((key, visit), [])
             meeting.append((index, value))
             self._changed.notify_all()
-            while len(meeting) < self._count:
-                missing = self._left.difference(i for i, _ in meeting)
-                if missing:
-                    raise self.Abandoned(
-                        f"replica {index} waits at {key} for replicas {sorted(missing)}, which ended without coming "
-                        "there: every replica must call the same synchronised modules, in the same order"
-                    )
-                self._changed.wait()
+            try:
+                while len(meeting) < self._count:
+                    self._waiting[index] = (key, visit)
+                    self._check_waiting(key, index, meeting)
+                    self._changed.wait()
+            finally:
+                self._waiting.pop(index, None)
             return [given for _, given in sorted(meeting, key=lambda pair: pair[0])]
+
+    def _check_waiting(self, key: Any, index: int, meeting: list[Any]) -> None:
+        """Raise if a replica that is missing has ended, or all that have not ended wait, some of them elsewhere."""
+        came = {i for i, _ in meeting}
+        missing = self._left - came
+        if missing:
+            raise self.Abandoned(
+                f"replica {index} waits at {key} for replicas {sorted(missing)}, which ended without coming "
+                "there: every replica must call the same synchronised modules, in the same order"
+            )
+        if len(self._waiting) + len(self._left) == self._count and self._unmet():
+            self._changed.notify_all()
+            elsewhere = {i: self._waiting[i][0] for i in sorted(self._waiting) if i not in came}
+            places = ", ".join(f"replica {i} at {place}" for i, place in elsewhere.items())
+            raise self.Abandoned(
+                f"replica {index} waits at {key} for replicas that wait elsewhere ({places}): every replica must call "
+                "the same synchronised modules, in the same order"
+            )
+
+    def _unmet(self) -> bool:
+        """Whether nobody that waits has everybody at its meeting, so that none will go on."""
+        return all(len(self._meetings[place]) < self._count for place in self._waiting.values())
 
     def leave(self, index: int) -> None:
         """Note that a replica has ended and comes to no more meetings."""
@@ -68,26 +89,32 @@ class Replica:
     index: int
     count: int
     exchange: Exchange
+    outer: "Replica | None" = None
+
+    def all_gather(self, key: Any, value: Any) -> list[Any]:
+        """Everybody's values of the meeting ``key``: of all replicas of the outermost call, in their order.
+
+        A replica inside of another meets its own kind first; the first of them then meets the outer one's.
+        """
+        return self._gather(key, [value])
+
+    def _gather(self, key: Any, values: list[Any]) -> list[Any]:
+        together = list(chain.from_iterable(self.exchange.share(key, self.index, values)))
+        if self.outer is None:
+            return together
+        everybody = self.outer._gather(key, together) if self.index == 0 else None
+        found: list[Any] = self.exchange.share(("from the outer replicas", key), self.index, everybody)[0]
+        return found
 
 
 _current: contextvars.ContextVar[Replica | None] = contextvars.ContextVar("lockstep_replica", default=None)
 
 
 def current_replica() -> Replica | None:
-    """The replica whose forward this code runs in, or None outside any, or where there is only one."""
+    """The replica whose forward this code runs in, the innermost; None outside any, or where there is only one."""
     return _current.get()
 
 
 def enter_replica(replica: Replica) -> None:
     """Let :func:`current_replica` answer ``replica`` from now on, in a context that ends with the replica's run."""
     _current.set(replica)
-
-
-@contextmanager
-def entered_replica(replica: Replica | None) -> Iterator[None]:
-    """Let :func:`current_replica` answer ``replica`` inside the block."""
-    token = _current.set(replica)
-    try:
-        yield
-    finally:
-        _current.reset(token)

@@ -1,17 +1,28 @@
 """Batch normalisation over the whole batch, not over each replica's rows of it."""
 
+import copy
 import itertools
+import sys
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Module
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.lazy import LazyModuleMixin
+from torch.nn.utils.parametrize import is_parametrized
+from torch.utils import checkpoint
 
-from lockstep.errors import LayoutError
+from lockstep.errors import LayoutError, NotReplicableError
 from lockstep.local.exchange import Replica, current_replica
 
 _numbers = itertools.count()
+_CHECKPOINTED = (
+    "SyncBatchNorm inside a checkpointed segment of a replica: recomputing it would need the other replicas' rows, "
+    "which are recomputed at other times. Leave it out of the segment, checkpoint around the whole DataParallel, or "
+    "use torch.nn.BatchNorm there"
+)
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -22,6 +33,8 @@ class SyncBatchNorm(_BatchNorm):
     batch, forward and backward, and the same running statistics. Outside, and in ``eval()``, it is plain batch
     normalisation. Communicates, in training, count, mean and variance (2 C + 1 numbers) from each replica to each
     other. Every replica must call the same of these modules in the same order; one that does not is an error in all.
+    Inside of another DataParallel, statistics are those of all rows of the outermost. In a checkpointed segment of a
+    replica it is an error (:class:`~lockstep.errors.NotReplicableError`); around the whole DataParallel it is right.
     Stands for ``torch.nn.SyncBatchNorm``, which needs a process group.
 
     >>> import torch, lockstep
@@ -31,9 +44,15 @@ class SyncBatchNorm(_BatchNorm):
     tensor(True)
     """
 
+    _met_without_graph = False  # the last use was in a replica, without gradients
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._meeting = next(_numbers)  # a replica has its original's number: they meet under it
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._meeting = next(_numbers)  # a copy or what was pickled is a layer of its own
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2:
@@ -43,8 +62,12 @@ class SyncBatchNorm(_BatchNorm):
         """Normalise, with the statistics of all replicas' rows."""
         self._check_input_dim(input)
         replica = current_replica()
-        if replica is None or not (self.training or self.running_mean is None):
+        if not (self.training or self.running_mean is None):
             return super().forward(input)
+        if replica is None:
+            self._refuse_recomputation()
+            return super().forward(input)
+        self._refuse_checkpoint()
         dims = [0, *range(2, input.dim())]
         wide = input if input.dtype in (torch.float32, torch.float64) else input.float()
         variance, mean = torch.var_mean(wide, dims, correction=0)
@@ -59,9 +82,25 @@ class SyncBatchNorm(_BatchNorm):
         shift = -mean * scale if self.bias is None else self.bias - mean * scale
         return (wide * scale.view(shape) + shift.view(shape)).to(input.dtype)
 
+    def _refuse_checkpoint(self) -> None:
+        """Raise inside a checkpointed segment: its recomputation is of one replica, and has no others to meet."""
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None:
+            if frame.f_globals.get("__name__") == checkpoint.__name__:
+                raise NotReplicableError(_CHECKPOINTED)
+            frame = frame.f_back
+        self._met_without_graph = not torch.is_grad_enabled()
+
+    def _refuse_recomputation(self) -> None:
+        """Raise in a backward pass that runs again what replicas ran without a graph: another kind of checkpoint."""
+        in_backward = torch._C._current_graph_task_id() != -1
+        if in_backward and self._met_without_graph:
+            raise NotReplicableError(_CHECKPOINTED)
+        self._met_without_graph = False
+
     def _over_all(self, replica: Replica, count: int, mean: Tensor, variance: Tensor) -> tuple[int, Tensor, Tensor]:
         """The statistics of all replicas' rows, out of those of each; gradients flow to every replica's rows."""
-        met = replica.exchange.share(f"SyncBatchNorm {self._meeting}", replica.index, (count, mean, variance))
+        met = replica.all_gather(f"SyncBatchNorm {self._meeting}", (count, mean, variance))
         total = sum(n for n, _, _ in met)
         if total <= 1:
             raise LayoutError("Expected more than 1 value per channel when training, got one in all replicas together")
@@ -83,17 +122,30 @@ class SyncBatchNorm(_BatchNorm):
 
     @classmethod
     def convert_sync_batchnorm(cls, module: Module) -> Module:
-        """``module`` with every batch normalisation in it (itself, too) replaced; parameters and buffers are kept."""
-        if isinstance(module, _BatchNorm) and not isinstance(module, cls):
-            return cls._like(module)
-        for name, child in module.named_children():
-            converted = cls.convert_sync_batchnorm(child)
-            if converted is not child:
-                setattr(module, name, converted)
-        return module
+        """``module`` with every batch normalisation in it (itself, too) replaced, under all its names.
+
+        Parameters, buffers, hooks and other attributes (of a pruned layer, say) are kept. Raises
+        :class:`~lockstep.errors.NotReplicableError` for one that is parametrized, or that has no shapes yet.
+        """
+        converted: dict[int, Module] = {}
+        for owner in list(module.modules()):
+            for name, child in owner._modules.items():
+                if child is not None and _is_plain_norm(child, cls):
+                    owner._modules[name] = converted.setdefault(id(child), converted.get(id(child)) or cls._like(child))
+        return cls._like(module) if _is_plain_norm(module, cls) else module
 
     @classmethod
-    def _like(cls, norm: _BatchNorm) -> "SyncBatchNorm":
-        new = cls(norm.num_features, norm.eps, norm.momentum, norm.affine, norm.track_running_stats)
-        new._parameters, new._buffers = dict(norm._parameters), dict(norm._buffers)
-        return new.train(norm.training)
+    def _like(cls, norm: Module) -> "SyncBatchNorm":
+        if is_parametrized(norm) or isinstance(norm, LazyModuleMixin):
+            lazy = isinstance(norm, LazyModuleMixin)
+            reason = "has no shapes yet; run a forward first" if lazy else "is parametrized; convert it before that"
+            raise NotReplicableError(f"cannot convert a {type(norm).__name__} to SyncBatchNorm: it {reason}")
+        new = cls.__new__(cls)
+        own = (dict, set)
+        vars(new).update({name: copy.copy(v) if isinstance(v, own) else v for name, v in vars(norm).items()})
+        new._meeting = next(_numbers)
+        return new
+
+
+def _is_plain_norm(module: Module, kind: type) -> bool:
+    return isinstance(module, _BatchNorm) and not isinstance(module, kind)

@@ -21,7 +21,7 @@ import torch
 from lockstep.context import CallerContext
 from lockstep.devices import DeviceLike, accelerator, device_label, resolve_device
 from lockstep.errors import LengthError, ReplicaError
-from lockstep.local.exchange import Exchange, Replica, enter_replica, entered_replica
+from lockstep.local.exchange import Exchange, Replica, current_replica, enter_replica
 from lockstep.local.random_streams import ReplicaStreams
 from lockstep.local.scatter_gather import move
 from lockstep.tree import tensors_in
@@ -111,7 +111,7 @@ def run(calls: Sequence[Callable[[], Any]], devices: Sequence[torch.device]) -> 
 def _run_here(call: Callable[[], Any], device: torch.device) -> Any:
     """One call needs no thread: everything of the caller's context is here already, but the current device."""
     try:
-        with torch.accelerator.device_index(device.index), entered_replica(None):
+        with torch.accelerator.device_index(device.index):
             return call()
     except BaseException as error:
         return _Failure(error)
@@ -193,7 +193,7 @@ class _Job:
 
     def _called(self) -> Any:
         group = self.group
-        enter_replica(Replica(self.index, len(group.results), group.exchange))
+        enter_replica(Replica(self.index, len(group.results), group.exchange, current_replica()))
         with self.streams.drawing_from(self.index):
             return group.context.run(self.call, self.device)
 
