@@ -161,13 +161,42 @@ def call_parts(rank, reentrant, counts):
                 torch.testing.assert_close(p.grad, q[1].grad, rtol=1e-11, atol=1e-14)
 
 
-@pytest.mark.parametrize(
-    ("reentrant", "counts"),
-    [
-        (False, (2, 3)),
-        (False, (3, 3)),
-        (True, (3, 3)),  # each reentrant checkpoint is a round of its own then, so all ranks have to have as many
-    ],
-)
+@pytest.mark.parametrize("counts", [(3, 3), (2, 3), (1, 4)])
+@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not reentrant"])
 def test_layers_recomputed_past_forward_of_the_module(reentrant, counts):
     run_ranks(2, call_parts, reentrant, counts)
+
+
+def count_parts(rank):
+    module = lockstep.replicate(rank.make(lambda: Parts(True).double()), process_group=rank.group)
+    for _ in range(3):  # the plan adapts in the first ones
+        module.zero_grad()
+        with count_collectives(rank) as seen:
+            module.parts(inputs(0, rank.rank, True), 3).square().mean().backward()
+    return len(seen)
+
+
+def test_reentrant_passes_inside_of_a_pass_are_one_round():
+    assert run_ranks(2, count_parts) == [1, 1]
+
+
+def train_in_a_hook(rank):
+    module = lockstep.replicate(rank.make(lambda: nn.Linear(3, 1).double()), process_group=rank.group)
+    found = []
+
+    def step(grad):
+        with torch.enable_grad():
+            module(inputs(0, rank.rank, False)).sum().backward()
+        found.append(module.weight.grad.clone())
+
+    x = torch.ones(1, requires_grad=True)
+    y = x * 2
+    y.register_hook(step)
+    y.backward()
+    return found[0]
+
+
+def test_a_backward_in_a_hook_of_another_is_a_round_of_its_own():
+    wanted = sum(inputs(0, r, False).sum(0, keepdim=True) for r in range(2)) / 2
+    for got in run_ranks(2, train_in_a_hook):
+        torch.testing.assert_close(got, wanted)

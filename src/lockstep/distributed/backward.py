@@ -10,6 +10,7 @@ on. It adds nothing to a pass but its beginning and its end. That is the only pa
 A pass that C++ begins does not come here: it is followed by callbacks alone (``conductor.py``).
 """
 
+import inspect
 import logging
 import sys
 import threading
@@ -58,6 +59,8 @@ class BackwardPass:
 
     outer: "BackwardPass | None"
     """The pass in which this one was begun."""
+    is_step: bool = False
+    """Whether a function's backward has begun it, as reentrant checkpointing does: a step of the pass around it."""
     over: bool = False
     """Whether it has left the engine. With several devices, threads of the engine may not know of a failure yet."""
     followers: list[Follower] = field(default_factory=list)
@@ -70,6 +73,11 @@ class BackwardPass:
     def __post_init__(self) -> None:
         if self.outer is not None:
             self.failed = self.outer.failed
+
+    @property
+    def whole(self) -> "BackwardPass":
+        """The pass that this one is a step of; itself if it is none."""
+        return self.outer.whole if self.is_step and self.outer is not None else self
 
     def end(self) -> None:
         """It has ended well: tell those whose callback has not run."""
@@ -122,7 +130,7 @@ class _Engine(torch._C._ImperativeEngine):
     def run_backward(self, *args: Any, **kwargs: Any) -> Any:
         """Run a backward pass."""
         outer = current_pass()
-        this = BackwardPass(outer)
+        this = BackwardPass(outer, outer is not None and _is_in_function())
         torch._C._stash_obj_in_tls(_KEY, this)
         try:
             result = super().run_backward(*args, **kwargs)
@@ -138,6 +146,17 @@ class _Engine(torch._C._ImperativeEngine):
                 torch._C._stash_obj_in_tls(_KEY, outer)
             else:
                 _remove_from_tls(_KEY)
+
+
+def _is_in_function() -> bool:
+    """Whether the pass that begins is begun in the backward of a function, and not in a hook."""
+    frame = sys._getframe(2)
+    engine = inspect.unwrap(_Engine.run_backward).__code__
+    while frame is not None and frame.f_code is not engine:
+        if frame.f_code is BackwardCFunction.apply.__code__:
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
 
 
 def _stash_none(key: str) -> None:

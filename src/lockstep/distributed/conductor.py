@@ -98,12 +98,14 @@ class Conductor:
 
     def _arm(self) -> bool:
         with self._arming:
-            this = current_pass()
+            current = current_pass()
+            this = None if current is None else current.whole
             if this is not None and this.over:
                 return False
             if not self._armed:
-                closing = _LoneClosing(self) if this is None else _Closing(self, this)
-                Variable._execution_engine.queue_callback(closing)
+                if this is current:  # else a callback would run at the end of the step
+                    closing = _LoneClosing(self) if this is None else _Closing(self, this)
+                    Variable._execution_engine.queue_callback(closing)
                 self._pass, self._armed = this, True
                 if this is not None:
                     this.followers.append(self)
