@@ -179,7 +179,7 @@ def test_modules_used_in_turn():
     assert run_ranks(2, alternate) == [[first, second, first, second]] * 2
 
 
-def failing(rank):
+def failing(rank, together):
     """Backward fails on rank 1 while two modules take part; then all go on."""
     modules = [lockstep.replicate(one_weight(), process_group=rank.group) for _ in range(2)]
     errors = []
@@ -196,14 +196,17 @@ def failing(rank):
         errors.append(type(error).__name__)
     for module in modules:
         module.zero_grad()
-    modules[rank.rank](x_of(rank)).sum().backward()
+    loss = modules[1](modules[0](x_of(rank))) if together else modules[rank.rank](x_of(rank))
+    loss.sum().backward()
     return errors, grads(*modules)
 
 
-def test_a_failure_with_several_modules():
-    assert run_ranks(2, failing, group_timeout=5) == [
-        (["PeerError"], [0.5, 1.0]),
-        (["ArithmeticError"], [0.5, 1.0]),
+@pytest.mark.parametrize(("together", "wanted"), [(False, [0.5, 1.0]), (True, [1.5, 1.5])])
+def test_a_failure_with_several_modules(together, wanted):
+    """Also one of whose forwards the failed backward has not got to."""
+    assert run_ranks(2, failing, together, group_timeout=5) == [
+        (["PeerError"], wanted),
+        (["ArithmeticError"], wanted),
     ]
 
 

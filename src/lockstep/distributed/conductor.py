@@ -219,7 +219,7 @@ class Conductor:
         finally:
             for reducer in reducers:
                 _give_up(reducer, this)
-                reducer.cancel()
+                reducer.cancel(failed=any(reducer is each for each in reducing))
 
     def lose(self, reason: str) -> None:
         """Send nothing more: others wait for what this rank cannot send, and would take anything else for it.
@@ -258,12 +258,15 @@ class Conductor:
 
     def _read_participants(self, row: Tensor) -> list["Reducer"]:
         counts = row[self._collectives.world :].tolist()
+        members = [self._members.get(serial) for serial, count in enumerate(counts) if count]
         if any(count >= _FAILED for count in counts):
+            for member in members:
+                if member is not None:
+                    member.cancel(failed=True)  # tests/ranks/test_several_modules.py
             raise PeerError(
                 f"rank {self._collectives.rank}: the backward pass failed on another rank before its gradients were "
                 "reduced; that rank's own error says why. No gradient has been handed out"
             )
-        members = [self._members.get(serial) for serial, count in enumerate(counts) if count]
         return [member for member in members if member is not None]
 
     def _exchange(self, reducers: Sequence["Reducer"], mark: int, own: int = 0) -> tuple[Tensor, Pending]:

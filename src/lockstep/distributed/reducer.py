@@ -536,16 +536,17 @@ class Reducer:
 
     # --------------------------------------------------------------------------------- failure
 
-    def cancel(self) -> None:
-        """The backward pass is over, however it ended."""
+    def cancel(self, failed: bool = False) -> None:
+        """The backward pass is over, however it ended; ``failed`` if all ranks know that its round has failed."""
         with self._lock:
             if self.reducing:
                 self._forget()  # after a failure, too: what was to be contributed is gone
                 if not self._begun:
                     self.round -= 1  # nothing of it has been sent: for other ranks it may not have opened at all
-                self.passes.end_round()
             elif self.open:
                 self._weights.pass_ended(self._touched)
+            if self.reducing or failed:
+                self.passes.end_round()
             self.passes.end_pass()
             self.open = self.reducing = self._passive = False
             self._pending.clear()
