@@ -105,6 +105,43 @@ def test_what_cannot_be_sent_is_told(buffered, modules):
         assert result[2] == [True] * (2 * modules)
 
 
+class Uncopied(torch.Tensor):
+    """A gradient that refuses to be copied."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        if function is torch.Tensor.copy_:
+            raise ArithmeticError("not me")
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+
+def late_gradient_fails(rank):
+    """A parameter that is used for the first time: its gradient is reduced after all others, and fails on one rank."""
+    model = lockstep.replicate(rank.make(Net), process_group=rank.group)
+    model.last.requires_grad_(False)
+    for _ in range(3):
+        model.zero_grad()
+        model(inputs(rank)).backward()
+    model.zero_grad()
+    model.last.requires_grad_(True)
+    loss = model(inputs(rank))
+
+    def spoil(_):
+        if rank.rank == 1:
+            model.last.weight.grad = model.last.weight.grad.as_subclass(Uncopied)
+
+    handle = model.first.weight.register_hook(spoil)
+    raised = error_of(loss.backward)
+    handle.remove()
+    return raised, [mean_gradients(rank, model, seed) for seed in (1, 2)]
+
+
+def test_a_late_gradient_that_cannot_be_sent_is_told():
+    told, failing = run_ranks(2, late_gradient_fails, group_timeout=5)
+    assert told == (PeerError, [True, True])
+    assert failing == (ArithmeticError, [True, True])
+
+
 # -------------------------------------------------------------------------------------------- hooks
 
 

@@ -1,6 +1,6 @@
 """Gradients that came too late for their bucket, or had none: reduced at the end of the same backward."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -9,6 +9,7 @@ from lockstep.buckets import plan_buckets
 from lockstep.distributed.collectives import Collectives
 from lockstep.distributed.dtensors import like_parameter
 from lockstep.distributed.gradients import ManagedParameter
+from lockstep.errors import PeerError
 
 
 class LateGradient:
@@ -48,25 +49,60 @@ def reduce_again(
 ) -> list[LateGradient]:
     """The means over the ranks of gradients by parameter; a rank that has none counts as zero.
 
-    Every rank passes the same parameters. One all-reduce for each dtype and device, and for each sparse gradient.
+    Every rank passes the same parameters. One all-reduce for each dtype and device, and for each sparse gradient, after
+    one of a number: whether all ranks have put together what they send. If not, each raises: that rank what has kept
+    it, the others :class:`PeerError`.
     """
+    flats: list[tuple[Tensor, str]] = []
     results: list[LateGradient] = []
+    failure: Exception | None = None
+    try:
+        for flat, parts in _dense(members, grads):
+            flats.append((flat.div_(divisor), f"{what}s"))
+            results += parts
+        for member in members:
+            if member.sparse:
+                grad = grads.get(member.index)
+                value = member.blank() if grad is None else member.take(grad).coalesce() / divisor
+                flats.append((value, f"{what} of {member.name}"))
+                results.append(LateGradient(member, value))
+    except Exception as error:
+        failure = error
+    _check_all(failure, collectives, what)
+    for flat, name in flats:
+        collectives.all_reduce(flat, name).wait()
+    return results
+
+
+def _dense(
+    members: Sequence[ManagedParameter], grads: Mapping[int, Tensor]
+) -> Iterator[tuple[Tensor, list[LateGradient]]]:
+    """Gradients side by side, one tensor for each dtype and device."""
     dense = [member for member in members if not member.sparse]
-    plan = plan_buckets([member.spec for member in dense])
-    for bucket in plan.buckets:
+    for bucket in plan_buckets([member.spec for member in dense]).buckets:
         flat = torch.zeros(bucket.numel, dtype=bucket.dtype, device=bucket.device)
-        chosen = [dense[slot.index] for slot in bucket.slots]
-        views = bucket.views(flat)
-        for member, view in zip(chosen, views, strict=True):
+        parts = [
+            LateGradient(dense[slot.index], view) for slot, view in zip(bucket.slots, bucket.views(flat), strict=True)
+        ]
+        for slot, view in zip(bucket.slots, bucket.views(flat), strict=True):
+            member = dense[slot.index]
             if member.index in grads:
                 taken = member.take(grads[member.index])
                 view.copy_(taken.to_dense() if taken.is_sparse else taken)
-        collectives.all_reduce(flat.div_(divisor), f"{what}s").wait()
-        results += [LateGradient(member, view) for member, view in zip(chosen, views, strict=True)]
-    for member in members:
-        if member.sparse:
-            grad = grads.get(member.index)
-            value = member.blank() if grad is None else member.take(grad).coalesce() / divisor
-            collectives.all_reduce(value, f"{what} of {member.name}").wait()
-            results.append(LateGradient(member, value))
-    return results
+        yield flat, parts
+
+
+def _check_all(failure: Exception | None, collectives: Collectives, what: str) -> None:
+    """Raise on every rank if there is a failure on any."""
+    failed = torch.zeros(collectives.world, dtype=torch.int64)
+    failed[collectives.rank] = failure is not None
+    failed = failed.to(collectives.device)
+    collectives.all_reduce(failed, f"whether each rank has its {what}s").wait()
+    if failure is not None:
+        raise failure
+    ranks = [rank for rank, flag in enumerate(failed.tolist()) if flag]
+    if ranks:
+        raise PeerError(
+            f"rank {collectives.rank}: rank {ranks[0]} could not put together its {what}s; that rank's own error says "
+            "why. No gradient has been handed out; every rank can go on with the next batch after zero_grad()"
+        )
