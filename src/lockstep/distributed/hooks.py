@@ -87,11 +87,18 @@ class HookChain:
 
     def __init__(self) -> None:
         self.hooks: list[Hook] = []
+        self._waits: bool | None = None  # whether one that is not the last communicates; not known yet
+
+    @property
+    def may_wait(self) -> bool:
+        """Whether :meth:`send` may wait for other ranks: for what a hook sends whose result the next one gets."""
+        return len(self.hooks) > 1 and self._waits is not False
 
     def register(self, state: Any, hook: Callable[[Any, Any], Any]) -> None:
         """Add a hook at the end of the chain; raises :class:`HookError` if it cannot be one."""
         check_hook(hook)
         self.hooks.append(Hook(state, hook))
+        self._waits = None
 
     def send(
         self, bucket: GradientBucket, buffer: Tensor, last: bool, collectives: Collectives, divisor: float
@@ -112,8 +119,11 @@ class HookChain:
                 )
             averaged = True
             if number == len(self.hooks) - 1:
+                self._waits = bool(self._waits)
                 return _Reduced(bucket, outcome, hook)
+            self._waits = True
             seen.set_buffer(_value(outcome.wait(), hook))
+        self._waits = bool(self._waits)
         if averaged:
             return _Arrived(bucket, seen.buffer())
         outgoing = seen.buffer().clone() if seen.buffer() is not buffer else buffer

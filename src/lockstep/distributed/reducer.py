@@ -354,9 +354,11 @@ class Reducer:
                 self._pending.pop(0).wait()
 
     def _hooks_are_done(self, bucket: GradientBucket) -> bool:
-        """Whether :meth:`_wait_for_hooks` would not wait."""
+        """Whether calling hooks for a bucket would not wait for other ranks."""
         on_host = bucket.members[0].spec.device.type == "cpu"
-        return not (self.hooks.hooks and on_host) or all(pending.done() for pending in self._pending)
+        if not (self.hooks.hooks and on_host):
+            return True
+        return not self.hooks.may_wait and all(pending.done() for pending in self._pending)
 
     def _write_report(self, row: Tensor, failed: bool = False) -> None:
         backward = None if self._passive else self.passes.summarize()
