@@ -247,6 +247,77 @@ class Pair:
                 output.square().mean().backward()
         self.compare_gradients()
 
+    def inputs(self, rows: int, seed: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Two leaves, and two inputs that are computed from them; first those of the replicas."""
+        leaves = [batch(rows, seed).to(d).requires_grad_() for d in (self.devices[0], torch.device("cpu"))]
+        return leaves, [torch.tanh(2 * leaf) for leaf in leaves]
+
+    def train_before(self, rows: int, seed: int) -> None:
+        """Inputs that have a graph of their own."""
+        leaves, inputs = self.inputs(rows, seed)
+        outputs = self.parallel(inputs[0]), self.plain(inputs[1])
+        self.same(*outputs, "output")
+        for output in outputs:
+            output.square().mean().backward()
+        self.same(leaves[0].grad, leaves[1].grad, "gradient of the input")
+        self.compare_gradients()
+
+    def step_before(self, rows: int, seed: int) -> None:
+        leaves, inputs = self.inputs(rows, seed)
+        self.plain(inputs[1]).square().mean().backward()
+        self.parallel.step(lambda output: output.square().mean(), inputs[0])
+        self.same(leaves[0].grad, leaves[1].grad, "gradient of the input")
+        self.compare_gradients()
+
+    def gradients(self, rows: int, seed: int) -> None:
+        """None for what was not used."""
+        leaves, inputs = self.inputs(rows, seed)
+        found = []
+        for network, call, leaf, x in zip(
+            (self.network, self.plain), (self.parallel, self.plain), leaves, inputs, strict=True
+        ):
+            wanted = [leaf, *(p for p in network.parameters() if p.requires_grad)]
+            found.append(torch.autograd.grad(call(x).square().mean(), wanted, allow_unused=True))
+        for one, other in zip(*found, strict=True):
+            self.same(one, other, "gradient")
+
+    def penalty(self, rows: int, seed: int) -> None:
+        """A gradient of gradients."""
+        leaves, inputs = self.inputs(rows, seed)
+        for network in (self.plain, self.network):
+            network.eval()
+            network.recompute = False
+        for call, leaf, x in zip((self.parallel, self.plain), leaves, inputs, strict=True):
+            (gradient,) = torch.autograd.grad(call(x).sum(), leaf, create_graph=True)
+            if gradient.requires_grad:
+                gradient.square().sum().backward()
+        self.same(leaves[0].grad, leaves[1].grad, "gradient of the input")
+        pairs = zip(self.network.named_parameters(), self.plain.named_parameters(), strict=True)
+        for (name, one), (_, other) in pairs:  # zero and None are alike in a pass of second order
+            if one.grad is not None and other.grad is not None:
+                self.same(one.grad, other.grad, f"second gradient of {name}")
+        for network in (self.plain, self.network):
+            network.zero_grad()
+
+    def fail(self, rows: int, seed: int) -> None:
+        """A forward that raises leaves nothing behind."""
+        strict = self.network.strict
+        self.network.strict = 1
+        try:
+            self.parallel(batch(rows, seed).to(self.devices[0]))
+        except AttributeError:
+            self.network.strict = strict
+        else:
+            raise AssertionError("forward did not raise")
+        # statistics of a batch that failed later are the network's own
+        for one, other in zip(self.network.buffers(), self.plain.buffers(), strict=True):
+            one.copy_(other.to(one.device)) if one.dtype.is_floating_point else one.fill_(int(other))
+
+    def write_through(self, rows: int, seed: int) -> None:
+        """What is set on the wrapper is set on the module."""
+        self.parallel.scale = self.plain.scale = 0.5 + seed / 1000
+        self.train(rows, seed)
+
     def train_around_evaluation(self, rows: int, seed: int) -> None:
         training = [self.plain.training, self.network.training]
         outputs = self.outputs(rows, seed)
@@ -326,7 +397,10 @@ def uses(*names: str) -> list[Operation]:
     return [operation(name) for name in names]
 
 
-USES = uses("train", "train_around_evaluation", "step", "evaluate", "evaluate", "infer", "by_hand", "drop")
+USES = [
+    *uses("train", "train_around_evaluation", "train_before", "step", "gradients", "penalty"),
+    *uses("evaluate", "evaluate", "infer", "infer", "by_hand", "by_hand", "drop", "fail", "write_through"),
+]
 
 CHANGES = {
     "values of parameters": lines(

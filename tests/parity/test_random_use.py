@@ -35,4 +35,4 @@ def test_random_programs(devices, scripted, seed):
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("seed", range(100, 120))
 def test_long_random_programs(devices, scripted, seed):
-    agree(seed, 150, devices(2 + seed % 4), scripted)
+    agree(seed, 160, devices(2 + seed % 4), scripted)
