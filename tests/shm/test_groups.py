@@ -5,6 +5,7 @@ And what goes through the Gloo group beside it: send and receive, gather, scatte
 
 from __future__ import annotations
 
+import inspect
 import threading
 import time
 from datetime import timedelta
@@ -100,6 +101,7 @@ def ranks_as_given(rank):
     return dist.get_group_rank(group, rank.rank), [int(part) for part in gathered], message, sums(group, 10**rank.rank)
 
 
+@pytest.mark.skipif("sort_ranks" not in inspect.signature(dist.new_group).parameters, reason="newer than PyTorch 2.11")
 def test_ranks_may_have_any_order_in_a_group():
     for rank, (place, gathered, message, total) in enumerate(on_shm(3, ranks_as_given)):
         assert place == [1, 2, 0][rank]
@@ -409,6 +411,7 @@ def test_gather_scatter_and_all_to_all(hosts):
     run_ranks(3, call, hosts=hosts)
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # of PyTorch 2.11
 @pytest.mark.parametrize("hosts", ["aaa", "abb"])
 def test_sparse_tensors_are_summed(hosts):
     def call(rank):

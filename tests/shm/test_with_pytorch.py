@@ -6,6 +6,7 @@ DistributedDataParallel with hooks, FSDP, functional collectives, DTensor, compi
 from __future__ import annotations
 
 import copy
+import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -327,6 +328,7 @@ def test_a_distributed_checkpoint_is_saved_and_loaded(tmp_path):
 
 
 def profiled(rank):
+    warnings.filterwarnings("ignore", message="Warning: Profiler clears events")  # of PyTorch 2.11
     x = torch.ones(1000)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profiler:
         for _ in range(3):

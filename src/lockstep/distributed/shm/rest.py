@@ -14,12 +14,13 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.compiler import outside_compiler
 from lockstep.distributed.shm.descriptor import Descriptor, Kind
-from lockstep.distributed.shm.layout import check_tensors
+from lockstep.distributed.shm.layout import as_one, check_tensors
 from lockstep.distributed.shm.many_hosts import GLOO_DTYPES, GRACE_SECONDS, ManyHosts
 from lockstep.distributed.shm.meeting import LOOK_SECONDS
 from lockstep.distributed.shm.one_host import OneHost
@@ -100,9 +101,15 @@ class CollectivesOfGloo:
         """The Gloo group."""
 
     def _beside(
-        self, kind: Kind, given: list[Tensor], outputs: list[Tensor], opts: Any, begin: Callable[[Any], Any]
+        self,
+        kind: Kind,
+        given: list[Tensor],
+        outputs: list[Tensor],
+        opts: Any,
+        begin: Callable[[Any], Any],
+        after: Callable[[], None] = lambda: None,
     ) -> ShmWork:
-        """Begin what ``begin`` does with a Gloo group, when all ranks have said that they run the same."""
+        """Begin what ``begin`` does with a Gloo group once all ranks say that they run the same; then ``after``."""
         what = kind.name.lower()
         check_tensors([*given, *outputs], what)
         dtype = given[0].dtype
@@ -116,6 +123,7 @@ class CollectivesOfGloo:
             ranks.agree(descriptor)
             group = self._gloo()
             finish(begin(group), group, ranks)
+            after()
 
         return self._begin(what, run, outputs, opts)
 
@@ -137,7 +145,19 @@ class CollectivesOfGloo:
     @with_overloads(dist.AllToAllOptions, ["output_tensors", "input_tensors"])
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> Any:
         """Give every rank one of the tensors of each."""
-        return self._beside(Kind.ALL_TO_ALL, inputs, outputs, opts, lambda group: group.alltoall(outputs, inputs, opts))
+        check_tensors([*inputs, *outputs], "all_to_all")
+        given, taken = [each.numel() for each in inputs], [each.numel() for each in outputs]
+        received = torch.empty(sum(taken), dtype=outputs[0].dtype, device="cpu")
+
+        def begin(group: Any) -> Any:  # up to 2.11 Gloo takes one tensor alone
+            return group.alltoall_base(received, as_one(inputs), taken, given, opts)
+
+        def after() -> None:
+            with torch.no_grad():
+                for output, part in zip(outputs, received.split(taken), strict=True):
+                    output.copy_(part.view(output.shape))
+
+        return self._beside(Kind.ALL_TO_ALL, inputs, outputs, opts, begin, after)
 
     @outside_compiler
     @with_overloads(
