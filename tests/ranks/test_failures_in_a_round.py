@@ -3,6 +3,8 @@ told in the same step, and training goes on."""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import pytest
 import torch
 from torch import nn
@@ -10,6 +12,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power
 
 import lockstep
+from lockstep.distributed.report import Report
+from lockstep.distributed.reporting import Reporting
 from lockstep.errors import CommunicationError, PeerError
 from threaded import run_ranks
 
@@ -140,6 +144,43 @@ def test_a_late_gradient_that_cannot_be_sent_is_told():
     told, failing = run_ranks(2, late_gradient_fails, group_timeout=5)
     assert told == (PeerError, [True, True])
     assert failing == (ArithmeticError, [True, True])
+
+
+# ------------------------------------------------------------------------- reports that are read later
+
+
+class ReadLater(NamedTuple):
+    """A row that nobody waits for, as on an accelerator."""
+
+    row: torch.Tensor
+
+    def arrived(self):
+        return self.row
+
+
+def read_later(self, row, quiet):
+    """`Reporting.read`, as it is on an accelerator."""
+    self._deferred = ReadLater(row[: self._layout.cargo.start].clone())
+    return Report(None, [], [], []) if quiet else self._layout.read(self._deferred.arrived())
+
+
+def fails_once(rank):
+    """One rank fails in one step; both go on whatever happens."""
+    model = lockstep.replicate(rank.make(Net), process_group=rank.group)
+    raised = []
+    for step in range(8):
+        model.zero_grad()
+        hidden = model.first(inputs(rank, step))
+        loss = model.last(Fails.apply(hidden) if step == 3 and rank.rank == 0 else hidden).square().sum()
+        raised.append(error_of(loss.backward))
+    return raised, [mean_gradients(rank, model, seed) for seed in (1, 2)]
+
+
+def test_a_failure_that_is_read_later_is_told_once(monkeypatch):
+    monkeypatch.setattr(Reporting, "read", read_later)
+    failing, told = run_ranks(2, fails_once, group_timeout=5)
+    assert failing == ([None] * 3 + [ArithmeticError, PeerError] + [None] * 3, [True, True])
+    assert told == ([None] * 4 + [PeerError] + [None] * 3, [True, True])
 
 
 # -------------------------------------------------------------------------------------------- hooks

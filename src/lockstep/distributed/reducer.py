@@ -129,6 +129,7 @@ class Reducer:
         self._passive = False  # takes part in this round without a backward pass of its own
         self._joined = False
         self._abandoned: AbandonedRound | None = None
+        self._has_failed = False  # in the last round
         self._moved = False  # this rank has other parameters or buffers than were agreed on
         self.retired = False
         """Whether another replication has taken over all parameters."""
@@ -411,11 +412,13 @@ class Reducer:
         row = self._buckets.carrier.row if self._buckets.carrier is not None else self._reporting.own_row
         assert row is not None
         report = self._reporting.read(row, quiet=self._is_quiet())
+        self._has_failed = False
         renews = report.all_moved or (report.moved and not self._reporting.deferred)
         try:
             check_ranks(report, self.round, self.collectives.rank)
             newcomers = self._agree_anew() if renews else []
         except (PeerError, AgreementError):
+            self._reporting.drop_deferred()  # it has been raised
             self.buffers.drop_large()
             raise
         self.buffers.finish_large()
@@ -461,9 +464,11 @@ class Reducer:
         return bool(found)
 
     def _is_quiet(self) -> bool:
-        """Whether this rank has used every parameter, in time, in a round like all others."""
+        """Whether this rank has used every parameter, in time, in a round like all others, and has not failed in the
+        one before: others that have not read of that yet fail in this one."""
         settled = self._plan.is_whole and self._plan.arrivals is None and 0 not in self._touched
-        return settled and not (self._late or self._weights.given or self._joined or self._moved)
+        unusual = self._late or self._weights.given or self._joined or self._moved or self._has_failed
+        return settled and not unusual
 
     def _read_deferred(self) -> None:
         """What the last round's report said beside: every rank learns it here, before it sends anything."""
@@ -579,6 +584,7 @@ class Reducer:
     @torch.no_grad()
     def _abandon(self) -> None:
         """In the order of :meth:`_finish`."""
+        self._has_failed = True
         round_ = self._abandoned = AbandonedRound(self.collectives, self.round, self._pending)
         self._pending = []
         rest = list(self._buckets)[self._next :]

@@ -72,6 +72,10 @@ class Reporting:
         deferred, self._deferred = self._deferred, None
         return None if deferred is None else self._layout.read(deferred.arrived())
 
+    def drop_deferred(self) -> None:
+        """Read no report later that has been read now."""
+        self._deferred = None
+
     def take_buffers(self, row: Tensor) -> None:
         """Hand out the buffers that a row has brought."""
         self._buffers.read(row[self._layout.cargo])
