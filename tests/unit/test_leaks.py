@@ -127,3 +127,67 @@ def test_outputs_that_live_on_do_not_keep_earlier_graphs(parallel, first):
     del outputs
     gc.collect()
     assert [graph() for graph in graphs] == [None] * 10
+
+
+class Failing(nn.Module):
+    """Fails with a large tensor at hand."""
+
+    def __init__(self):
+        super().__init__()
+        self.made: list[weakref.ref[torch.Tensor]] = []
+
+    def forward(self, x):
+        large = torch.zeros(1000, device=x.device)
+        self.made.append(weakref.ref(large))
+        raise ValueError("no more memory")
+
+
+@pytest.mark.parametrize("use_step", [False, True])
+def test_a_failure_frees_its_tensors_with_the_exception(devices, first, use_step):
+    """Not when the cycle collector runs: a retry with a smaller batch needs the memory."""
+    net = Failing()
+    parallel, x = DataParallel(net, devices(3)), torch.randn(6, 2).to(first)
+    gc.collect()
+    gc.disable()
+    try:
+        with pytest.raises(ValueError, match="no more memory") as caught:
+            parallel.step(lambda output: output.mean(), x) if use_step else parallel(x)
+        del caught
+        assert [made() for made in net.made] == [None] * 3
+    finally:
+        gc.enable()
+
+
+def test_replicas_for_other_devices_are_not_kept_for_ever(sim):
+    net = nn.Linear(1024, 1024).to("sim:0")
+    gc.collect()
+    before = [torch.sim.memory_allocated(i) for i in range(1, 8)]  # of other tests
+    for count in range(2, 9):
+        replicate(net, sim.devices(count))
+    gc.collect()
+    kept = [(torch.sim.memory_allocated(i) - was) >> 20 for i, was in enumerate(before, 1)]
+    assert kept == [8] * 6 + [4]
+    first, last = replicate(net, sim.devices(7)), replicate(net, sim.devices(8))
+    assert [a is b for a, b in zip(replicate(net, sim.devices(7)), first, strict=True)] == [True] * 7
+    assert [a is b for a, b in zip(replicate(net, sim.devices(8)), last, strict=True)] == [True] * 8
+
+
+def test_moving_the_wrapper_frees_the_replicas(sim):
+    gc.collect()
+    before = [torch.sim.memory_allocated(i) >> 20 for i in range(3)]  # of other tests
+    parallel = DataParallel(nn.Linear(1024, 1024).to("sim:0"), sim.devices(3))
+    parallel(torch.ones(3, 1024, device="sim:0"))
+    parallel.cpu()
+    gc.collect()
+    assert [torch.sim.memory_allocated(i) >> 20 for i in range(3)] == before
+
+
+def test_data_that_is_replaced_is_freed(sim):
+    net = nn.Linear(1024, 1024).to("sim:0")
+    parallel, x = DataParallel(net, sim.devices(2)), torch.ones(3, 1024, device="sim:0")
+    with torch.no_grad():
+        parallel(x)
+    before = torch.sim.memory_allocated(0)
+    net.weight.data = torch.zeros(1024, 1024, device="sim:0")
+    assert torch.sim.memory_allocated(0) == before
+    assert not parallel(x).detach().sub(net.bias).any()

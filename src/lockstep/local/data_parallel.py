@@ -339,6 +339,10 @@ class DataParallel(_PyTorchs, Module, Generic[T]):
             return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
         return super().load_state_dict(state_dict, strict=strict, assign=assign)
 
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        self._replicas = None  # on devices that the module may have left, of dtypes that it may have had
+        return super()._apply(fn, recurse)
+
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name not in ("_phases", "_replicas")}
 

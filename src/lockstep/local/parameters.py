@@ -37,7 +37,7 @@ class ParameterValues:
         self._buckets = shared + _other_buckets(tensors, shared, cap_bytes)
         self._flats = {d: [_empty(bucket, d) for bucket in self._buckets] for d in away}
         self._values = {d: self._views(flats) for d, flats in self._flats.items()}
-        if self._source is not None:
+        if self._source is not None and self._source in devices:  # else old data would live on after p.data = new
             self._values[self._source] = [t.detach() for t in tensors]
         self.addresses = {d: list(map(torch.Tensor.data_ptr, values)) for d, values in self._values.items()}
         self.layouts = {d: layouts(values) for d, values in self._values.items()}

@@ -52,10 +52,10 @@ def replicate(network: Module, devices: Sequence[DeviceLike], detach: bool = Fal
         detach: give the replicas plain copies, without gradients to the network.
 
     The replicas of a network for the same devices are built once; every later call returns the same modules, brought
-    up to date with whatever was set on the network since. On the network's own device they share its parameters'
-    storage, and the first of them its buffers too. Raises :class:`~lockstep.errors.NotReplicableError` for lazy
-    modules that have no shapes yet and for scripted modules with Python children. Communicates one copy a 10 MiB
-    bucket and other device. Stands for ``torch.nn.parallel.replicate``.
+    up to date with whatever was set on the network since. Those for the two device lists that were used last are kept.
+    On the network's own device they share its parameters' storage, and the first of them its buffers too. Raises
+    :class:`~lockstep.errors.NotReplicableError` for lazy modules that have no shapes yet and for scripted modules with
+    Python children. Communicates one copy a 10 MiB bucket and other device. Stands for ``torch.nn.parallel.replicate``.
 
     >>> import torch
     >>> network = torch.nn.Linear(2, 1)
@@ -83,6 +83,9 @@ def require_on(network: Module, device: torch.device) -> None:
                 )
 
 
+KEPT = 2  # how many sets of replicas a network keeps for the functional calls: for a whole batch, and for the last one
+
+
 class _Cache(dict[Any, Any]):
     """What is kept on a network for the functional calls. Its copies and pickles have an empty dict there."""
 
@@ -98,9 +101,13 @@ def cached(network: Module, key: tuple[Any, ...], make: Callable[[], Any]) -> An
     cache = vars(network).get(CACHE)
     if not isinstance(cache, _Cache) or cache.get("owner") != id(network):
         cache = vars(network)[CACHE] = _Cache(owner=id(network))  # also where copy.copy shared the original's
-    if key not in cache:
-        cache[key] = make()
-    return cache[key]
+    found = cache.pop(key, None)
+    if found is None:
+        for oldest in list(cache)[1 : 1 - KEPT]:  # the first entry is the owner
+            cache.pop(oldest, None)
+        found = make()
+    cache[key] = found  # the last used stands last
+    return found
 
 
 class ReplicaSet:

@@ -134,7 +134,11 @@ def _run_on_workers(calls: Sequence[Callable[[], Any]], devices: Sequence[torch.
     _pool.give_back(workers)
     if interrupted is not None:
         raise interrupted
-    return group.results
+    results, group.results = (
+        group.results,
+        [],
+    )  # the frames of a failure lead to the group: no circle back to the failure
+    return results
 
 
 def _shares(total: int, parts: int) -> list[int]:
