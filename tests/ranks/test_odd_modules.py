@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import lockstep
-from lockstep.errors import AgreementError, NotReplicableError
+from lockstep.errors import AgreementError, LayoutError, NotReplicableError, PeerError
 from threaded import run_ranks
 
 
@@ -162,3 +162,83 @@ def test_what_is_ignored_by_name_may_lie_elsewhere_or_have_no_values(make, kind)
         return next(p.grad.item() for p in net.parameters() if p.grad is not None)
 
     assert run_ranks(2, call) == [1.5, 1.5]
+
+
+# ------------------------------------------------------------------------------------- what is changed in place
+
+LARGE = 1 << 20  # elements of a gradient that travels alone
+
+CONVERSIONS = {
+    "the second of two in a bucket": (lambda: nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)), True),
+    "one that no rank uses": (lambda: nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)), False),
+    "a large one": (lambda: nn.Sequential(nn.Linear(1, 1), nn.Linear(1, LARGE, bias=False)), False),
+}
+
+
+@pytest.mark.parametrize(("make", "used"), CONVERSIONS.values(), ids=CONVERSIONS)
+def test_a_layer_of_another_dtype_on_one_rank_is_an_error_on_every_rank(make, used):
+    def call(rank):
+        net = lockstep.replicate(make(), process_group=rank.group)
+        net(rows(rank)).sum().backward()
+        net.zero_grad()
+        if rank.rank == 1:
+            net[1].bfloat16()
+        kind = LayoutError if rank.rank == 1 else PeerError
+        with pytest.raises(kind) as caught:
+            out = net[0](rows(rank))
+            (net[1](out.to(net[1].weight.dtype)) if used else out).sum().backward()
+        return str(caught.value)
+
+    first, second = run_ranks(2, call)
+    assert "backward failed on rank 1" in first
+    assert "parameter 1." in second
+    assert "was torch.float32 on cpu when its module was replicated, and is torch.bfloat16 on cpu now" in second
+
+
+def transform(state, bucket):
+    return bucket.buffer()
+
+
+def other_transform(state, bucket):
+    return bucket.buffer()
+
+
+@pytest.mark.parametrize("hosts", ["", "aa"], ids=["gloo", "shm"])
+@pytest.mark.parametrize("later", [False, True], ids=["before the first backward", "later"])
+@pytest.mark.parametrize(
+    ("hook", "words"),
+    [
+        (None, "ranks differ in number of communication hooks: 1 on rank 0, 0 on rank 1"),
+        (other_transform, "ranks differ in communication hook 0: transform on rank 0, other_transform on rank 1"),
+    ],
+    ids=["on one rank only", "another one"],
+)
+def test_communication_hooks_that_differ_are_an_error_on_every_rank(hook, words, later, hosts):
+    def call(rank):
+        net = lockstep.replicate(nn.Linear(1, 1, bias=False), process_group=rank.group)
+        if later:
+            net(rows(rank)).sum().backward()
+        chosen = transform if rank.rank == 0 else hook
+        if chosen is not None:
+            net.register_comm_hook(None, chosen)
+        with pytest.raises(AgreementError) as caught:
+            net(rows(rank)).sum().backward()
+        return str(caught.value)
+
+    for message in run_ranks(2, call, hosts=hosts):
+        assert words in message
+
+
+def test_a_communication_hook_that_is_registered_late_begins_one_backward_later():
+    def call(rank):
+        net = lockstep.replicate(nn.Linear(1, 1, bias=False), process_group=rank.group)
+        net(rows(rank)).sum().backward()
+        net.register_comm_hook(None, lambda state, bucket: bucket.buffer() * 2)
+        seen = []
+        for _ in range(3):
+            net.zero_grad()
+            net(rows(rank)).sum().backward()
+            seen.append(net.weight.grad.item())
+        return seen
+
+    assert run_ranks(2, call) == [[1.5, 3.0, 3.0]] * 2

@@ -9,7 +9,7 @@ gradient, so that a late one cannot be added to memory that is being sent.
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from operator import attrgetter
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -22,19 +22,21 @@ from lockstep.distributed.plan import Kind, PlannedBucket
 from lockstep.distributed.report import Report
 from lockstep.errors import LayoutError
 
+_dtype_of, _device_of = attrgetter("dtype"), attrgetter("device")
 _has_graph = attrgetter("requires_grad")  # of a gradient: under create_graph=True
 
 
 class ManagedParameter:
     """A parameter whose gradient is synchronised."""
 
-    __slots__ = ("__weakref__", "graphs", "index", "name", "parameter", "sparse", "spec")
+    __slots__ = ("__weakref__", "_kind", "graphs", "index", "name", "parameter", "sparse", "spec")
 
     def __init__(self, index: int, name: str, parameter: Parameter, sparse: bool) -> None:
         self.index, self.name, self.parameter, self.sparse = index, name, parameter, sparse
         dtype = getattr(parameter, "grad_dtype", None) or parameter.dtype
         spec = TensorSpec.of(local_part(parameter), name)
         self.spec = TensorSpec(name, spec.shape, spec.stride, dtype, spec.device)
+        self._kind = parameter.dtype, parameter.device
         self.graphs: list[tuple[ManagedParameter, Tensor]] = []
         """Gradients that backward made with ``create_graph=True``: the reducer's list, common to all its parameters."""
 
@@ -56,6 +58,15 @@ class ManagedParameter:
                 "now; change shape, dtype and device of a module before replicating it"
             )
 
+    def check_parameter(self) -> None:
+        """Raise :class:`LayoutError` if the parameter is not of the dtype and on the device that it had."""
+        if (self.parameter.dtype, self.parameter.device) != self._kind:
+            raise LayoutError(
+                f"parameter {self.name} was {self._kind[0]} on {self._kind[1]} when its module was replicated, and is "
+                f"{self.parameter.dtype} on {self.parameter.device} now; change dtype and device of a module before "
+                "replicating it"
+            )
+
     def blank(self) -> Tensor:
         """No gradient: zeros of the planned dtype and shape, without any entry if gradients are sparse."""
         spec = self.spec
@@ -73,11 +84,26 @@ class GradientBucket(ABC):
     def __init__(self, index: int, planned: PlannedBucket, members: Sequence[ManagedParameter]) -> None:
         self.index, self.planned = index, planned
         self.members = list(members)
+        self._parameters = [member.parameter for member in members]
+        self._kinds = self._kinds_now()
         self.missing = len(self.members)
         self.sent = False
         self.held = False
         """Whether it waits for the end of backward."""
         self._spared: list[tuple[ManagedParameter, Tensor, Tensor | None]] = []
+
+    def _kinds_now(self) -> list[torch.dtype | torch.device]:
+        found: list[Any] = list(map(_dtype_of, self._parameters))
+        if torch.accelerator.is_available():
+            found += map(_device_of, self._parameters)
+        return found
+
+    def _check_unchanged(self) -> None:
+        """Raise :class:`LayoutError` if a parameter has been retyped or moved: only this rank would find out, when it
+        is too late to tell the others, that it cannot have the gradient."""
+        if self._kinds_now() != self._kinds:
+            for member in self.members:
+                member.check_parameter()
 
     def open(self) -> None:
         """A round begins."""
@@ -139,16 +165,13 @@ class SharedBucket(GradientBucket):
     ) -> None:
         super().__init__(index, planned, members)
         self._extra = extra
-        self._parameters = [member.parameter for member in members]
         self._indices = planned.indices
-        self._dtype = self._parameters[0].dtype
         self._plain = not any(is_dtensor(parameter) for parameter in self._parameters)
         self._memory = GradientMemory(planned.layout, self._parameters, extra, empty)
 
     def collect(self, scale: float, touched: bytearray) -> Tensor:
         """See :meth:`GradientBucket.collect`; the report's row, behind the gradients, is not scaled."""
-        if self._parameters[0].dtype != self._dtype:  # retyped, with all of the module
-            self.members[0].check(self._parameters[0])
+        self._check_unchanged()
         grads = [parameter.grad for parameter in self._parameters]
         memory = self._memory
         inside = memory.claim(grads)
@@ -238,6 +261,7 @@ class AloneBucket(GradientBucket):
 
     def collect(self, scale: float, touched: bytearray) -> Tensor:
         """See :meth:`GradientBucket.collect`."""
+        self._check_unchanged()
         (member,) = self.members
         (slot,) = self.planned.layout.slots
         grad = member.parameter.grad
@@ -281,6 +305,7 @@ class SparseBucket(GradientBucket):
 
     def collect(self, scale: float, touched: bytearray) -> Tensor:
         """See :meth:`GradientBucket.collect`."""
+        self._check_unchanged()
         (member,) = self.members
         grad = member.parameter.grad
         taken = member.blank() if grad is None else member.take(grad)

@@ -113,7 +113,7 @@ class HookChain:
                 continue
             if not isinstance(outcome, Future | torch._C.Future):
                 raise HookError(
-                    f"Communication hook {_name(hook.call)}: callback must return a torch.futures.Future object, but "
+                    f"Communication hook {name_of(hook.call)}: callback must return a torch.futures.Future object, but "
                     f"got {type(outcome).__name__}; return a Future of the reduced buffer, or the transformed buffer "
                     "as a Tensor"
                 )
@@ -177,7 +177,7 @@ def _value(outcome: Any, hook: Hook) -> Tensor:
         outcome = outcome[0]
     if not isinstance(outcome, Tensor):
         raise HookError(
-            f"Communication hook {_name(hook.call)}: expected a future of a Tensor or of a list of one, got one of "
+            f"Communication hook {name_of(hook.call)}: expected a future of a Tensor or of a list of one, got one of "
             f"{type(outcome).__name__}"
         )
     return outcome
@@ -195,13 +195,13 @@ def check_hook(hook: Any) -> None:
     annotation = inspect.Parameter.empty if bucket is None else bucket.annotation
     if annotation not in (inspect.Parameter.empty, _TORCH_BUCKET, GradBucket, *_GRAD_BUCKET_NAMES):
         raise HookError(
-            f"Communication hook: bucket annotation should be dist.GradBucket. Got {annotation} in {_name(hook)}"
+            f"Communication hook: bucket annotation should be dist.GradBucket. Got {annotation} in {name_of(hook)}"
         )
     returned = signature.return_annotation
     if returned not in (inspect.Signature.empty, *_RETURNED) and not str(returned).endswith(_RETURNED_NAMES):
         raise HookError(
             "Communication hook: return annotation should be torch.futures.Future[torch.Tensor], or torch.Tensor "
-            f"for a hook that only transforms. Got {returned} in {_name(hook)}"
+            f"for a hook that only transforms. Got {returned} in {name_of(hook)}"
         )
 
 
@@ -211,5 +211,6 @@ _RETURNED = (Future, Future[Tensor], torch._C.Future, Tensor)
 _RETURNED_NAMES = ("Future[torch.Tensor]", "Future[Tensor]", "Future", "torch.Tensor", "Tensor")
 
 
-def _name(hook: Any) -> str:
+def name_of(hook: Any) -> str:
+    """What a hook is called in messages."""
     return str(getattr(hook, "__qualname__", type(hook).__name__))

@@ -45,7 +45,7 @@ from lockstep.distributed.collectives import Collectives, plain_memory
 from lockstep.distributed.conductor import Conductor
 from lockstep.distributed.drift import DriftWatch
 from lockstep.distributed.gradients import GradientBucket, ManagedParameter
-from lockstep.distributed.hooks import HookChain, Waitable
+from lockstep.distributed.hooks import Hook, HookChain, Waitable, check_hook, name_of
 from lockstep.distributed.late import reduce_again, reduce_late
 from lockstep.distributed.mean import with_graphs
 from lockstep.distributed.parameter_hooks import is_marked, run_marked, take_over_optimizers
@@ -100,6 +100,8 @@ class Reducer:
         self._members = weakref.ref(members)  # they lead to modules, which hold the reducer
         self.collectives, self.buffers, self._caps = collectives, buffers, tuple(caps)
         self.hooks = HookChain()
+        self._hooks_agreed = False
+        self._offered: list[Hook] = []  # registered since, and not in use yet
         self.requires_sync = True
         self.round = 0
         self.divisor = float(collectives.world)
@@ -171,9 +173,27 @@ class Reducer:
             self.before_round.append(lambda: agree(Description([Line("plan", plan)]), [], self.collectives))
 
     def register_hook(self, state: object, hook: Callable[..., object]) -> None:
-        """Add a communication hook; the report travels on its own from now on."""
-        self.hooks.register(state, hook)
-        self._make_buckets()
+        """Add a communication hook; the report travels on its own from now on.
+
+        After the first round, it takes part when all ranks have it: that is agreed on at the end of the next one.
+        """
+        check_hook(hook)
+        if self._hooks_agreed:
+            self._offered.append(Hook(state, hook))
+        else:
+            self.hooks.register(state, hook)
+            self._make_buckets()
+
+    def _agree_on_hooks(self) -> None:
+        """Compare the communication hooks of all ranks: without one, a rank would send what the others do not."""
+        chain = [*self.hooks.hooks, *self._offered]
+        lines = [Line("number of communication hooks", str(len(chain)))]
+        lines += [Line(f"communication hook {number}", name_of(hook.call)) for number, hook in enumerate(chain)]
+        agree(Description(lines), [], self.collectives)
+        for hook in self._offered:
+            self.hooks.register(hook.state, hook.call)
+        self._hooks_agreed = True
+        self._offered.clear()
 
     def _make_buckets(self) -> None:
         """Build what the plan says."""
@@ -274,6 +294,8 @@ class Reducer:
             while self.before_round:
                 self.before_round[0]()
                 del self.before_round[0]
+            if not self._hooks_agreed:
+                self._agree_on_hooks()
         except BaseException:
             self.conductor.give_up(self)
             raise
@@ -289,7 +311,7 @@ class Reducer:
         self._wait_for_abandoned()
         if not self.conductor.expects(self):
             self.look()
-        self._moved = self._moved or self.buffers.changed()
+        self._moved = self._moved or bool(self._offered) or self.buffers.changed()
         self.round += 1
         self._begun = False
         self._next = 0
@@ -313,7 +335,13 @@ class Reducer:
         """
         while self._next < len(self._buckets):
             bucket = self._buckets[self._next]
-            if bucket.missing or bucket.held or self.before_round or not self._hooks_are_done(bucket):
+            if (
+                bucket.missing
+                or bucket.held
+                or not self._hooks_agreed
+                or self.before_round
+                or not self._hooks_are_done(bucket)
+            ):
                 return
             self._send(bucket)
 
@@ -481,6 +509,7 @@ class Reducer:
 
     def _agree_anew(self) -> list[ManagedParameter]:
         """Agree with all ranks on which parameters there are; returns the new ones that any rank has a gradient of."""
+        self._agree_on_hooks()
         members = self._members()
         if members is not None:
             return members.renew(self, self.collectives)
