@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 
 import lockstep
 from lockstep.errors import AgreementError, LayoutError, NotReplicableError, PeerError
@@ -242,3 +245,68 @@ def test_a_communication_hook_that_is_registered_late_begins_one_backward_later(
         return seen
 
     assert run_ranks(2, call) == [[1.5, 3.0, 3.0]] * 2
+
+
+# --------------------------------------------------------------------------- hooks that keep something for each bucket
+
+
+class Feedback:
+    """Adds what a bucket of that number lacked the last time, as error feedback does."""
+
+    def __init__(self):
+        self.kept = {}
+
+    def __call__(self, state, bucket):
+        own = bucket.buffer()
+        kept = self.kept.get(bucket.index(), torch.zeros_like(own))
+        self.kept[bucket.index()] = torch.zeros_like(own)
+        return own + kept
+
+
+def test_hooks_that_keep_something_for_each_bucket_go_on_after_unfreezing():
+    def call(rank):
+        net = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False))
+        for layer in net:
+            nn.init.ones_(layer.weight)
+        net[0].requires_grad_(False)
+        lockstep.replicate(net, process_group=rank.group)
+        net.register_comm_hook(None, Feedback())
+        for step in range(5):
+            net[0].requires_grad_(step >= 2)
+            net.zero_grad()
+            net(rows(rank)).sum().backward()
+        return [p.grad.item() for p in net.parameters()]
+
+    assert run_ranks(2, call) == [[1.5, 1.5]] * 2
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+def test_a_module_that_gets_ready_in_inference_mode_can_be_trained(hooked):
+    def call(rank):
+        net = lockstep.replicate(nn.Linear(1, 1, bias=False, device="meta"), process_group=rank.group)
+        if hooked:
+            net.register_comm_hook(None, transform)
+        net.to_empty(device="cpu")
+        nn.init.ones_(net.weight)
+        with torch.inference_mode():
+            net(rows(rank))
+        net(rows(rank)).sum().backward()
+        return net.weight.grad.item()
+
+    assert run_ranks(2, call) == [1.5, 1.5]
+
+
+def test_a_copy_of_a_module_that_was_parametrized_after_replicating_is_plain_and_can_be_replicated():
+    def call(rank):
+        net = lockstep.replicate(nn.Linear(1, 1, bias=False), process_group=rank.group)
+        nn.init.ones_(net.weight)
+        parametrize.register_parametrization(net, "weight", nn.Identity())
+        copied = copy.deepcopy(net)
+        copied(rows(rank)).sum().backward()
+        local = copied.parametrizations.weight.original.grad.item()
+        copied.zero_grad()
+        lockstep.replicate(copied, process_group=rank.group)
+        copied(rows(rank)).sum().backward()
+        return local, copied.parametrizations.weight.original.grad.item()
+
+    assert run_ranks(2, call) == [(1.0, 1.5), (2.0, 1.5)]

@@ -41,12 +41,16 @@ class GradBucket:
     Gradients are this rank's own sums, not yet divided by anything.
     """
 
-    def __init__(self, bucket: GradientBucket, buffer: Tensor, last: bool) -> None:
-        self._bucket, self._buffer, self._last = bucket, buffer, last
+    def __init__(self, bucket: GradientBucket, buffer: Tensor, last: bool, index: int) -> None:
+        self._bucket, self._buffer, self._last, self._index = bucket, buffer, last, index
 
     def index(self) -> int:
-        """The place of the bucket in the order in which buckets leave; 0 is the first."""
-        return self._bucket.index
+        """The place of the bucket in the order in which buckets leave; 0 is the first.
+
+        When buckets are planned anew, as after unfreezing, one of other gradients than had its number before gets a
+        number that none has had, so that hooks do not apply what they keep for another bucket.
+        """
+        return self._index
 
     def buffer(self) -> Tensor:
         """The gradients as one flat tensor (a sparse one, if the bucket holds a sparse gradient)."""
@@ -88,6 +92,7 @@ class HookChain:
     def __init__(self) -> None:
         self.hooks: list[Hook] = []
         self._waits: bool | None = None  # whether one that is not the last communicates; not known yet
+        self._numbered: dict[int, tuple[int, ...]] = {}  # the parameters of each bucket that hooks have seen
 
     @property
     def may_wait(self) -> bool:
@@ -100,11 +105,29 @@ class HookChain:
         self.hooks.append(Hook(state, hook))
         self._waits = None
 
+    def _number(self, bucket: GradientBucket) -> int:
+        members = tuple(id(member.parameter) for member in bucket.members)
+        if self._numbered.setdefault(bucket.index, members) == members:
+            return bucket.index
+        found = next((number for number, known in self._numbered.items() if known == members), None)
+        number = 1 + max(self._numbered) if found is None else found
+        self._numbered[number] = members
+        return number
+
     def send(
-        self, bucket: GradientBucket, buffer: Tensor, last: bool, collectives: Collectives, divisor: float
+        self,
+        bucket: GradientBucket,
+        buffer: Tensor,
+        last: bool,
+        collectives: Collectives,
+        divisor: float,
+        planned: bool,
     ) -> Waitable:
-        """Call the hooks for a bucket; the result is in the bucket when the returned object has been waited for."""
-        seen = GradBucket(bucket, buffer, last)
+        """Call the hooks for a bucket; the result is in the bucket when the returned object has been waited for.
+
+        ``planned``: the buckets are not those of the first backward, which hooks must not keep anything for.
+        """
+        seen = GradBucket(bucket, buffer, last, self._number(bucket) if planned else bucket.index)
         averaged = False
         for number, hook in enumerate(self.hooks):
             outcome = hook.call(hook.state, seen)

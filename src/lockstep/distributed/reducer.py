@@ -369,7 +369,7 @@ class Reducer:
         try:
             with self.collectives.phases.phase("hook", what):
                 last = bucket.index == len(self._buckets) - 1
-                return self.hooks.send(bucket, outgoing, last, self.collectives, self.divisor)
+                return self.hooks.send(bucket, outgoing, last, self.collectives, self.divisor, self.is_planned)
         except BaseException as error:
             if begun is None or self.collectives.begun() != begun:
                 gist = f"{type(error).__name__}: {error}"

@@ -68,7 +68,8 @@ def replicate(module: M, ignored_modules: Iterable[Module] | None = None, **opti
     chosen.warn_deprecated(stacklevel=2)
     if not isinstance(module, Module):
         raise OptionError(f"expected a torch.nn.Module to replicate, got {type(module).__name__}")
-    if isinstance(getattr(module, "_orig_mod", module), Replicated):
+    original = getattr(module, "_orig_mod", module)
+    if isinstance(original, Replicated) and registry.find(module) is not None:
         raise AlreadyManagedError(
             "Each distinct composable distributed API can only be applied to a module once. replicate has already been "
             f"applied to the following module:\n{module}"
@@ -175,7 +176,8 @@ class _AfterForward(_ForwardHook):
 
 def _attach(module: Module, replication: Replication) -> None:
     registry.register(module, replication)
-    module.__class__ = replicated_class(type(module))
+    if not isinstance(module, Replicated):  # as a copy is of a module that was parametrized after replicating
+        module.__class__ = replicated_class(type(module))
     module.register_forward_pre_hook(_BeforeForward(replication), with_kwargs=True, prepend=True)
     module.register_forward_hook(_AfterForward(replication))
 

@@ -71,6 +71,7 @@ class Replication:
             self.start()
 
     @outside_compiler
+    @torch.inference_mode(False)  # in which memory would be made that cannot be written in training
     def start(self) -> None:
         """Get ready: compare, make equal, hook."""
         group = resolve_group(self.options.group)
@@ -226,6 +227,7 @@ class Replication:
         assert self.reducer is not None
         self.reducer.announce(weight)
 
+    @torch.inference_mode(False)
     def register_comm_hook(self, state: Any, hook: Any) -> None:
         """Add a communication hook."""
         self._check_in_charge("register_comm_hook()")
