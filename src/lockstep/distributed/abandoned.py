@@ -34,13 +34,14 @@ class AbandonedRound:
                 write(blank[bucket.planned.layout.numel :])
             self.send(blank)
 
-    def send_through(self, hooks: HookChain, buckets: Sequence[GradientBucket], divisor: float) -> None:
-        """Have communication hooks send buckets of zeros."""
+    def send_through(self, hooks: HookChain, buckets: Sequence[GradientBucket], divisor: float, planned: bool) -> None:
+        """Have communication hooks send buckets of zeros; ``planned`` as in :meth:`HookChain.send`."""
         for bucket in buckets:
             blank = self._make(bucket.blank)
             if blank.device.type == "cpu":  # see Reducer._wait_for_hooks
                 self.wait()
-            self._sent.append(hooks.send(_Blank(bucket), blank, bucket is buckets[-1], self._collectives, divisor))
+            last = bucket is buckets[-1]
+            self._sent.append(hooks.send(_Blank(bucket), blank, last, self._collectives, divisor, planned))
         if self._collectives.device.type == "cpu":
             self.wait()
 

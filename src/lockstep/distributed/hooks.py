@@ -41,8 +41,8 @@ class GradBucket:
     Gradients are this rank's own sums, not yet divided by anything.
     """
 
-    def __init__(self, bucket: GradientBucket, buffer: Tensor, last: bool, index: int) -> None:
-        self._bucket, self._buffer, self._last, self._index = bucket, buffer, last, index
+    def __init__(self, bucket: GradientBucket, buffer: Tensor, last: bool) -> None:
+        self._bucket, self._buffer, self._last = bucket, buffer, last
 
     def index(self) -> int:
         """The place of the bucket in the order in which buckets leave; 0 is the first.
@@ -50,7 +50,7 @@ class GradBucket:
         When buckets are planned anew, as after unfreezing, one of other gradients than had its number before gets a
         number that none has had, so that hooks do not apply what they keep for another bucket.
         """
-        return self._index
+        return self._bucket.index
 
     def buffer(self) -> Tensor:
         """The gradients as one flat tensor (a sparse one, if the bucket holds a sparse gradient)."""
@@ -77,6 +77,18 @@ class GradBucket:
                 f"bucket {self.index()}: set_buffer() got {buffer.numel()} elements, expected {self._buffer.numel()}"
             )
         self._buffer = buffer
+
+
+class _Numbered(GradBucket):
+    """A bucket whose number is not its place, because another has had that."""
+
+    def __init__(self, bucket: GradientBucket, buffer: Tensor, last: bool, number: int) -> None:
+        super().__init__(bucket, buffer, last)
+        self._number = number
+
+    def index(self) -> int:
+        """See :meth:`GradBucket.index`."""
+        return self._number
 
 
 class Hook(NamedTuple):
@@ -127,7 +139,7 @@ class HookChain:
 
         ``planned``: the buckets are not those of the first backward, which hooks must not keep anything for.
         """
-        seen = GradBucket(bucket, buffer, last, self._number(bucket) if planned else bucket.index)
+        seen = _Numbered(bucket, buffer, last, self._number(bucket) if planned else bucket.index)
         averaged = False
         for number, hook in enumerate(self.hooks):
             outcome = hook.call(hook.state, seen)

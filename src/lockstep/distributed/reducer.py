@@ -618,7 +618,7 @@ class Reducer:
         self._pending = []
         rest = list(self._buckets)[self._next :]
         if self.hooks.hooks:
-            round_.send_through(self.hooks, rest, self.divisor)
+            round_.send_through(self.hooks, rest, self.divisor, self.is_planned)
         else:
             round_.send_buckets(rest, self._buckets.carrier, self._write_failure)
         self.buffers.send_large(failed=True)
