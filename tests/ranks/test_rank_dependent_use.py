@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import random
 
@@ -164,9 +165,10 @@ def test_a_step_costs_one_all_reduce_for_each_bucket_that_is_in_use():
         assert counts[1:] == [["all_reduce"] * 3] * 4
 
 
-def test_a_parameter_that_turns_up_later_costs_one_more_collective_once():
+def test_a_parameter_that_turns_up_later_costs_two_more_collectives_once():
+    """Whether all ranks have a gradient to send, and the gradient."""
     for counts in run_ranks(2, count, lambda rank, step: [0, 3] if step >= 2 and rank == 1 else [0]):
-        assert counts[1:] == [["all_reduce"] * n for n in (1, 2, 2, 2)]
+        assert counts[1:] == [["all_reduce"] * n for n in (1, 3, 2, 2)]
 
 
 def freeze(rank):
@@ -202,3 +204,55 @@ def test_frozen_on_one_rank_only():
     assert torch.equal(*grads)
     assert grads[0].shape == local.layers[1].weight.shape
     assert grads[0].any()
+
+
+# ------------------------------------------------------------------- a loss that reaches no parameter
+
+
+def stem():
+    """The first layer is frozen."""
+    module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1)).double()
+    module[0].requires_grad_(False)
+    return module
+
+
+class EarlyExit(nn.Module):
+    """Rank 1 leaves after the frozen layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = stem()
+
+    def forward(self, x, rank):
+        x = self.layers[0](x)
+        return x if rank == 1 else self.layers[1](x)
+
+
+def reach_nothing(rank, kind, modules):
+    made = [lockstep.replicate(rank.make(EarlyExit), process_group=rank.group) for _ in range(modules)]
+    for module in made:
+        if kind == "hook":
+            module.register_comm_hook(None, lambda state, bucket: bucket.buffer())
+    wanted = copy.deepcopy(made[0])
+    for step in range(3):
+        x = rows(step, rank.rank).requires_grad_()
+        weight = 4.0 if kind == "weights" else None
+        with contextlib.ExitStack() as stack:
+            for module in made:
+                stack.enter_context(lockstep.accumulate(module, weight=weight))
+            sum(module(x, rank.rank).sum() for module in made).backward()
+        count = rank.world * (4.0 if kind == "weights" else 1.0)
+        wanted.zero_grad()
+        (wanted(rows(step, 0), 0).sum() / count).backward()
+        for module in made:
+            compare(rank, module, wanted)
+            module.zero_grad()
+        if rank.rank == 1:  # alone: this accumulates into no parameter, so it is no round
+            torch.autograd.grad(made[0](x, 1).sum(), x)
+            made[0](x, 1).sum().backward(inputs=[x])
+
+
+@pytest.mark.parametrize("modules", [1, 2])
+@pytest.mark.parametrize("kind", ["plain", "weights", "hook"])
+def test_a_rank_whose_loss_reaches_no_parameter_takes_part(kind, modules):
+    run_ranks(2, reach_nothing, kind, modules)

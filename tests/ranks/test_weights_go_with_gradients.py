@@ -298,3 +298,34 @@ def programs(rank, seed):
 @pytest.mark.parametrize("seed", range(4))
 def test_any_order_of_things(seed):
     run_ranks(2, programs, seed, timeout=60)
+
+
+def given_up_before_weights(rank):
+    """What has piled up without a weight and was given up, is not missed between weighted micro-batches."""
+    model = net(rank, 2)
+    with model.no_sync():
+        model(x_of(rank, 7.0)).sum().backward()
+    model.zero_grad()
+    for last, used in ((False, slice(0, 1)), (True, slice(None))):
+        with lockstep.accumulate(model, last=last, weight=2):
+            model(x_of(rank), used).sum().backward()
+    return grads(model)
+
+
+def test_gradients_given_up_before_the_first_weight_are_not_missed():
+    assert run_ranks(2, given_up_before_weights) == [[(2 + 4) / 8, (1 + 2) / 8]] * 2
+
+
+def weighted_after_loading(rank):
+    """The first micro-batch gives gradients to new parameters alone, and past the module's forward."""
+    model = net(rank, 2)
+    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+    with lockstep.accumulate(model, last=False, weight=3):
+        model.layers[0](x_of(rank)).sum().backward()
+    with lockstep.accumulate(model, weight=1):
+        model.layers[0](x_of(rank)).sum().backward()
+    return grads(model)[0]
+
+
+def test_parameters_that_were_replaced_have_the_weights_of_all_their_gradients():
+    assert run_ranks(2, weighted_after_loading) == [(2 + 4) / 8] * 2

@@ -59,6 +59,8 @@ class BackwardPass:
 
     outer: "BackwardPass | None"
     """The pass in which this one was begun."""
+    accumulates: bool = False
+    """Whether it adds gradients to whatever leaves it reaches: ``backward()``, but not with ``inputs``."""
     is_step: bool = False
     """Whether a function's backward has begun it, as reentrant checkpointing does: a step of the pass around it."""
     over: bool = False
@@ -130,7 +132,9 @@ class _Engine(torch._C._ImperativeEngine):
     def run_backward(self, *args: Any, **kwargs: Any) -> Any:
         """Run a backward pass."""
         outer = current_pass()
-        this = BackwardPass(outer, outer is not None and _is_in_function())
+        given = _named(args, kwargs)
+        accumulates = bool(given.get("accumulate_grad")) and not given.get("inputs")
+        this = BackwardPass(outer, accumulates, outer is not None and _is_in_function())
         torch._C._stash_obj_in_tls(_KEY, this)
         try:
             result = super().run_backward(*args, **kwargs)
@@ -138,7 +142,7 @@ class _Engine(torch._C._ImperativeEngine):
                 this.end()
             return result
         except BaseException:
-            this.fail(_reach(args, kwargs) if outer is None else Reach())
+            this.fail(_reach(given) if outer is None else Reach())
             raise
         finally:
             this.over = True
@@ -178,9 +182,13 @@ def _is_compiled() -> bool:
 _ARGUMENTS = ("tensors", "grad_tensors", "keep_graph", "create_graph", "inputs", "allow_unreachable", "accumulate_grad")
 
 
-def _reach(args: Sequence[Any], kwargs: dict[str, Any]) -> Reach:
+def _named(args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The engine's arguments by name."""
+    return dict(zip(_ARGUMENTS, args, strict=False)) | kwargs
+
+
+def _reach(given: dict[str, Any]) -> Reach:
     """What the pass that was begun with these arguments was to accumulate into."""
-    given = dict(zip(_ARGUMENTS, args, strict=False)) | kwargs
     if not given.get("accumulate_grad"):
         return Reach()
     leaves, hidden = set(), False

@@ -149,7 +149,8 @@ class Conductor:
         reducers = self._disarm()
         reducing = [reducer for reducer in reducers if reducer.reducing]
         silent = (each for each in gone_through if not any(each is other for other in reducers))
-        reducing += [each for each in silent if each.requires_sync and each.find_swapped()]
+        accumulates = this is not None and this.accumulates
+        reducing += [each for each in silent if each.requires_sync and each.takes_part(accumulates)]
         try:
             self.reduce(reducing if self.exclusive or not reducing else self._participants(reducing))
         except BaseException:

@@ -13,10 +13,10 @@ rank alone: it counts what such a parameter has as gradient, and hooks it again.
 
 from collections.abc import Sequence
 from sys import getrefcount
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from weakref import ref
 
-from torch.nn import Parameter
+from torch.nn import Module, Parameter
 
 from lockstep.distributed.agree import Description, agree
 from lockstep.distributed.collectives import Collectives
@@ -66,6 +66,7 @@ class Membership:
         self._attached: list[_Attached] = []
         self._reducer: ref[Reducer] | None = None
         self.parameters = _managed(contents)
+        self._last_slot: tuple[dict[str, Any], str, Any] = {}, "", None
         self._watch = self._watched()
 
     def _watched(self) -> SlotWatch:
@@ -86,6 +87,7 @@ class Membership:
         for each in self.parameters:
             attach(each.parameter, ParameterHook(each.index, each.name, reducer), reducer)
         self._attached = [_Attached.of(each.parameter) for each in self.parameters]
+        self._last_slot = _last_slot([owner for _, owner in self._selection.owners()])
         for _, owner in self._selection.owners():
             keep(owner, reducer)
         keep(self._selection.module, self)
@@ -99,6 +101,11 @@ class Membership:
     def changed(self) -> bool:
         """Whether other parameters or modules stand in the module's slots."""
         return self._watch.changed()
+
+    def are_lent(self) -> bool:
+        """Whether other tensors stand in for the parameters at the moment; looks at the last one."""
+        slots, key, parameter = self._last_slot
+        return slots.get(key) is not parameter
 
     def welcome(self, reducer: Reducer) -> list[Parameter]:
         """Let gradients of parameters that are new on this rank open a round."""
@@ -152,6 +159,15 @@ class Membership:
             self.parameters = managed
             self.attach(reducer)
         return [self.parameters[i] for i in sorted({number // 2 for number in told if number % 2})]
+
+
+def _last_slot(owners: Sequence[Module]) -> tuple[dict[str, Any], str, Any]:
+    """Where the last trained parameter stands."""
+    for owner in reversed(owners):
+        for key, parameter in reversed(owner._parameters.items()):
+            if parameter is not None and parameter.requires_grad:
+                return owner._parameters, key, parameter
+    return {}, "", None
 
 
 def _check_new_everywhere(names: Sequence[str], rows: Sequence[Sequence[int]]) -> None:

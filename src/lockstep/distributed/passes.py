@@ -67,10 +67,10 @@ _TRAINING, _EVALUATION, _OTHERWISE, _UNKNOWN = (each.value for each in Called)  
 class ForwardMark:
     """One forward of the module, as a backward pass finds it on its outputs."""
 
-    __slots__ = ("called", "round")
+    __slots__ = ("called", "own", "round")
 
-    def __init__(self, called: int, round_: int | None) -> None:
-        self.called, self.round = called, round_
+    def __init__(self, called: int, round_: int | None, own: bool) -> None:
+        self.called, self.round, self.own = called, round_, own
 
 
 class PassLog:
@@ -80,20 +80,20 @@ class PassLog:
         self._round = 0
         self._called = 0
         self._through = self._left_out = 0
-        self._compiled = False
+        self._compiled = self._own = False
 
     def enter_forward(self, counts: bool) -> None:
         """Forward begins; ``counts`` if a backward is to go through it."""
         if counts:
             self._left_out += 1
 
-    def leave_forward(self, counts: bool, training: bool, has_graph: bool) -> ForwardMark | None:
+    def leave_forward(self, counts: bool, training: bool, has_graph: bool, own: bool) -> ForwardMark | None:
         """Forward has ended, as :meth:`enter_forward` was told it would; returns what to put on its outputs, if a
-        backward can go through them (``has_graph``)."""
+        backward can go through them (``has_graph``). It ran on the module's ``own`` parameters, or on others."""
         if not has_graph:
             self._left_out = max(0, self._left_out - counts)
             return None
-        return ForwardMark(_TRAINING if training else _EVALUATION, self._round if counts else None)
+        return ForwardMark(_TRAINING if training else _EVALUATION, self._round if counts else None, own)
 
     def compile_forward(self) -> None:
         """The compiler has traced a forward: how the module is called is not known from now on."""
@@ -102,10 +102,16 @@ class PassLog:
     def reach(self, mark: ForwardMark) -> None:
         """The backward pass under way goes through a forward."""
         self._called |= mark.called
+        self._own = self._own or mark.own
         if mark.round == self._round:
             mark.round = None
             self._through += 1
             self._left_out = max(0, self._left_out - 1)
+
+    @property
+    def is_reached(self) -> bool:
+        """Whether the backward pass under way has gone through a forward on the module's own parameters."""
+        return self._own
 
     def summarize(self) -> Code:
         """What to tell the other ranks at the end of the backward pass under way: an encoded :class:`PassSummary`."""
@@ -114,7 +120,7 @@ class PassLog:
 
     def end_pass(self) -> None:
         """The backward pass under way is over."""
-        self._called = 0
+        self._called, self._own = 0, False
 
     def end_round(self) -> None:
         """It was a round: forwards are counted anew."""

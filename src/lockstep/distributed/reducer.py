@@ -72,6 +72,9 @@ class Members(Protocol):
     def changed(self) -> bool:
         """Whether there are others on this rank now, by a look at references."""
 
+    def are_lent(self) -> bool:
+        """Whether other tensors stand in for them at the moment, by a look at one."""
+
     def welcome(self, reducer: "Reducer") -> Sequence[Parameter]:
         """Hook those that are new on this rank, and return them."""
 
@@ -243,14 +246,15 @@ class Reducer:
             if not self.open:
                 if not self.conductor.expects(self):
                     self.look()
-                if self._moved:
+                if self._moved or self._weights.announced:
                     self._begin()
 
     def look(self) -> None:
         """A backward pass is about to reach the module: see whether it has other parameters than were agreed on."""
         members = self._members()
-        self._moved = self.requires_sync and members is not None and members.changed()
-        if members is not None and self._moved:
+        changed = members is not None and members.changed()
+        self._moved = self.requires_sync and changed
+        if members is not None and changed:
             self._newcomers = members.welcome(self)
 
     def reached(self) -> None:
@@ -404,15 +408,17 @@ class Reducer:
         """
         with self._lock:
             try:
-                if not self.open:  # this rank has no gradient of the module, but another rank has
+                idle = not self.open  # this rank has no gradient of the module, but another rank may have
+                if idle:
                     self._check_alive()
-                    self.open = self.reducing = self._passive = True
+                    self.open = self.reducing = True
+                    self._passive = not self.passes.is_reached
                     self._open_round_or_abandon()
                 if not self.reducing:
                     return ()
                 self._get_ready()
                 with self.collectives.phases.phase("finish", f"round {self.round}"):
-                    return self._finish()
+                    return self._finish(idle and not self._passive)
             except Exception as error:
                 self.error = f"{type(error).__name__}: {error}"
                 raise
@@ -426,9 +432,11 @@ class Reducer:
             self.abandon()
             raise
 
-    def _finish(self) -> Sequence[Parameter]:
+    def _finish(self, weighs: bool) -> Sequence[Parameter]:
         self._begun = True
         try:
+            if weighs:  # no gradient has come, but what it counts does
+                self._weights.use()
             self.find_swapped()
             self._send_rest()
         except BaseException:  # of this rank alone: the others wait for what is not sent
@@ -476,6 +484,14 @@ class Reducer:
         order = (*placed, *self._buckets.placeless)
         used = [self.parameters[index].parameter for index in order if report.uses(index)]
         return [*used, *(each.parameter for each in newcomers)]
+
+    def takes_part(self, accumulates: bool) -> bool:
+        """Whether a backward pass that has gone through the module without a gradient of it is a round all the same.
+
+        It is if other ranks may have gradients: a loss that, on this rank, reaches only what is frozen.
+        """
+        trained = any(member.parameter.requires_grad for member in self.parameters)
+        return self.find_swapped() or (accumulates and self.passes.is_reached and trained)
 
     def find_swapped(self) -> bool:
         """Count gradients of parameters whose tensor was swapped, and with it the hook; returns whether there are
@@ -647,6 +663,11 @@ class Reducer:
         """Some parameter has users' hooks, to be run when its gradient is reduced."""
         self._holds_hooks = True
 
+    def are_lent(self) -> bool:
+        """Whether other tensors stand in for the parameters, as ``torch.func.functional_call`` has it."""
+        members = self._members()
+        return members is not None and members.are_lent()
+
     def is_marked(self) -> bool:
         """Whether compiled autograd has run hooks of the parameters."""
         return any(is_marked(member.parameter) for member in self.parameters)
@@ -663,6 +684,8 @@ class Reducer:
 
     def announce(self, weight: float | None) -> None:
         """What the loss of the next backward passes counts, on top of what has been counted since the last round."""
+        if weight is not None:
+            self.look()  # what new parameters get has a weight, too
         self._weights.announce(weight)
 
     def retire(self) -> None:

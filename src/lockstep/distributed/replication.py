@@ -190,7 +190,8 @@ class Replication:
         if self.reducer is None or not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return
         tensors = [tensor for tensor in outputs_in(outputs) if tensor.requires_grad and not tensor.is_leaf]
-        mark = self.reducer.passes.leave_forward(self._counts(), self._selection.module.training, bool(tensors))
+        own, training = not self.reducer.are_lent(), self._selection.module.training
+        mark = self.reducer.passes.leave_forward(self._counts(), training, bool(tensors), own)
         if mark is not None:
             reached = _Reached(self.reducer, mark)
             for tensor in tensors:

@@ -38,6 +38,11 @@ class Weights:
             self._give_up_what_is_gone((), may_fail=False)
             self.earlier.note(self._parameters)
 
+    @property
+    def announced(self) -> bool:
+        """Whether the backward passes that come next are weighed."""
+        return self._announced is not None
+
     def before_pass(self, new: Collection[int] = ()) -> None:
         """A backward pass is about to accumulate gradients, or has accumulated those of the parameters ``new``,
         by identity.
@@ -77,7 +82,7 @@ class Weights:
 
     def pass_ended(self, touched: bytearray) -> None:
         """A backward pass has ended that did not synchronise."""
-        left = [member for member in self._parameters if touched[member.index]]
+        left = [m for m in self._parameters if touched[m.index] and m.parameter.grad is not None]
         self._accumulated.note(left, closely=self.given)
 
     def reduced(self) -> None:
