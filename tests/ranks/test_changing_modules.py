@@ -505,3 +505,18 @@ def test_the_last_replication_replaces_the_first(first, second, inside):
         return local[0], grads(net), {each.name for each in sent} <= {"all_reduce", "broadcast", "all_gather"}
 
     assert run_ranks(2, call) == [([n], [[3.0], [3.0]], True) for n in (1.0, 2.0)]
+
+
+def turn_up_together(rank):
+    """A new layer where one was that has not been used so far, and that is used again now."""
+    net = lockstep.replicate(two_layers(), process_group=rank.group)
+    for _ in range(2):
+        net[0](rows(rank)).sum().backward()
+    net.insert(1, linear())
+    net.zero_grad()
+    sum(number * layer(rows(rank)).sum() for number, layer in enumerate(net, 1)).backward()
+    return grads(net)
+
+
+def test_a_new_layer_and_one_that_is_used_for_the_first_time_have_their_own_gradients():
+    assert run_ranks(2, turn_up_together) == [[[1.5], [3.0], [4.5]]] * 2

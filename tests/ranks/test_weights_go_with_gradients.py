@@ -329,3 +329,47 @@ def weighted_after_loading(rank):
 
 def test_parameters_that_were_replaced_have_the_weights_of_all_their_gradients():
     assert run_ranks(2, weighted_after_loading) == [(2 + 4) / 8] * 2
+
+
+# ------------------------------------------------------------------------------------ new parameters
+
+
+def with_earlier(rank, part, all_new, micro_batches):
+    """A layer that is put in with a gradient, the one of the other layer being as old; the gradients, or the error."""
+    model = net(rank)
+    for index in (0, 1) if all_new else (1,):
+        model.layers[index] = Net(1).layers[0]
+    for p in model.parameters():
+        p.grad = torch.full_like(p, 10.0)
+    try:
+        for number in range(micro_batches):
+            backward(model, x_of(rank), 2 * rank.rank + 1.0, number == micro_batches - 1, part)
+    except (OptionError, PeerError) as error:
+        return type(error), str(error)
+    return grads(model)
+
+
+@pytest.mark.parametrize("all_new", [False, True])
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_what_a_new_parameter_has_had_before_is_not_divided_by_weights(all_new, micro_batches):
+    mean = 10 + (1.0 + 2.0) / 4
+    assert run_ranks(2, with_earlier, False, all_new, micro_batches) == [[mean] * 2] * 2
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_what_a_new_parameter_has_had_before_is_not_mixed_up_past_the_module(micro_batches):
+    for _, message in run_ranks(2, with_earlier, True, True, micro_batches):
+        assert "has a gradient from before accumulate(weight=...)" in message
+
+
+@clears
+def test_the_weight_of_a_new_parameters_gradient_goes_with_it(clear):
+    def run(rank):
+        model = net(rank, 1)
+        model.layers[0] = Net(1).layers[0]
+        backward(model, x_of(rank), 100.0, last=False)
+        clear(model)
+        backward(model, x_of(rank), 2 * rank.rank + 1.0)
+        return grads(model)
+
+    assert run_ranks(2, run) == [[3 / 4]] * 2

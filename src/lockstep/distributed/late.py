@@ -35,7 +35,7 @@ def reduce_late(members: Sequence[ManagedParameter], collectives: Collectives, d
     for member in members:
         grad = member.parameter.grad
         if grad is not None:
-            grads[member.index] = grad
+            grads[id(member.parameter)] = grad
             member.parameter.grad = None
     return reduce_again(members, grads, collectives, divisor, "late gradient")
 
@@ -47,7 +47,7 @@ def reduce_again(
     divisor: float,
     what: str,
 ) -> list[LateGradient]:
-    """The means over the ranks of gradients by parameter; a rank that has none counts as zero.
+    """The means over the ranks of gradients, by identity of the parameter; a rank that has none counts as zero.
 
     Every rank passes the same parameters. One all-reduce for each dtype and device, and for each sparse gradient, after
     one of a number: whether all ranks have put together what they send. If not, each raises: that rank what has kept
@@ -62,7 +62,7 @@ def reduce_again(
             results += parts
         for member in members:
             if member.sparse:
-                grad = grads.get(member.index)
+                grad = grads.get(id(member.parameter))
                 value = member.blank() if grad is None else member.take(grad).coalesce() / divisor
                 flats.append((value, f"{what} of {member.name}"))
                 results.append(LateGradient(member, value))
@@ -86,8 +86,9 @@ def _dense(
         ]
         for slot, view in zip(bucket.slots, bucket.views(flat), strict=True):
             member = dense[slot.index]
-            if member.index in grads:
-                taken = member.take(grads[member.index])
+            grad = grads.get(id(member.parameter))
+            if grad is not None:
+                taken = member.take(grad)
                 view.copy_(taken.to_dense() if taken.is_sparse else taken)
         yield flat, parts
 

@@ -107,18 +107,18 @@ class Membership:
         slots, key, parameter = self._last_slot
         return slots.get(key) is not parameter
 
-    def welcome(self, reducer: Reducer) -> list[Parameter]:
+    def welcome(self, reducer: Reducer) -> list[ManagedParameter]:
         """Let gradients of parameters that are new on this rank open a round."""
         try:
             contents = self._selection.contents(reducer)
         except LockstepError:
             return []  # told to all when they compare
         known = {id(each.parameter) for each in self.parameters}
-        new = [(name, p) for name, p in contents.parameters if id(p) not in known and can_have_gradient(p)]
-        for name, parameter in new:
-            if reducer_of(parameter) is not reducer:
-                attach(parameter, NewcomerHook(name, reducer), reducer)
-        return [parameter for _, parameter in new]
+        new = [each for each in _managed(contents) if id(each.parameter) not in known]
+        for each in new:
+            if reducer_of(each.parameter) is not reducer:
+                attach(each.parameter, NewcomerHook(each.name, reducer), reducer)
+        return new
 
     def hook_again(self, reducer: Reducer, idle: Sequence[int]) -> list[int]:
         """Of the parameters in ``idle``, those that have a gradient and had lost their hook; they have it again."""

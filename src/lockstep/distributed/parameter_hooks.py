@@ -80,7 +80,7 @@ class NewcomerHook(ParameterHook):
         reducer = self._reducer()
         if reducer is None:
             raise self._left_over()
-        reducer.newcomer_arrived()
+        reducer.newcomer_arrived(parameter)
 
 
 class HeldHook:

@@ -75,8 +75,8 @@ class Members(Protocol):
     def are_lent(self) -> bool:
         """Whether other tensors stand in for them at the moment, by a look at one."""
 
-    def welcome(self, reducer: "Reducer") -> Sequence[Parameter]:
-        """Hook those that are new on this rank, and return them."""
+    def welcome(self, reducer: "Reducer") -> Sequence[ManagedParameter]:
+        """Hook those that are new on this rank, and return them, numbered as they will be."""
 
     def hook_again(self, reducer: "Reducer", idle: Sequence[int]) -> list[int]:
         """Hook those among ``idle`` that had lost their hook; returns which of them have a gradient."""
@@ -142,7 +142,7 @@ class Reducer:
 
     def _take_parameters(self, members: Members) -> None:
         """Make everything that depends on which parameters there are."""
-        self._newcomers: Sequence[Parameter] = ()  # which the ranks have not agreed on yet
+        self._newcomers: Sequence[ManagedParameter] = ()  # which the ranks have not agreed on yet
         self.parameters = members.parameters
         for parameter in self.parameters:
             parameter.graphs = self._graphs
@@ -237,7 +237,7 @@ class Reducer:
             if each.parameter is told.parameter:
                 self.arrived(each.index)
 
-    def newcomer_arrived(self) -> None:
+    def newcomer_arrived(self, parameter: Parameter) -> None:
         """Autograd has accumulated the gradient of a parameter that the ranks have not agreed on yet.
 
         Perhaps it is in the module no more: ``test_a_parameter_that_was_in_the_module_for_a_moment``.
@@ -247,7 +247,8 @@ class Reducer:
                 if not self.conductor.expects(self):
                     self.look()
                 if self._moved or self._weights.announced:
-                    self._begin()
+                    self._begin(id(parameter))
+            self._weights.newcomer_arrived(parameter)
 
     def look(self) -> None:
         """A backward pass is about to reach the module: see whether it has other parameters than were agreed on."""
@@ -256,6 +257,7 @@ class Reducer:
         self._moved = self.requires_sync and changed
         if members is not None and changed:
             self._newcomers = members.welcome(self)
+            self._weights.watch(self.parameters, self._newcomers)
 
     def reached(self) -> None:
         """The backward pass under way has come to outputs of the module; its gradients are as they were."""
@@ -560,7 +562,7 @@ class Reducer:
         for each in late:
             each.hand_out(factor)
         if report.adds:
-            self._add_earlier(report, factor)
+            self._add_earlier(report, newcomers, factor)
         if self._graphs or self._creates_graph:
             reduced = [member for member in self.parameters if report.uses(member.index)]
             with_graphs(self._graphs, reduced, factor, self.collectives)
@@ -570,14 +572,13 @@ class Reducer:
         self._weights.reduced()
         self._forget()
 
-    def _add_earlier(self, report: Report, factor: float) -> None:
+    def _add_earlier(self, report: Report, newcomers: Sequence[ManagedParameter], factor: float) -> None:
         """What was there before the weighted contributions, and has been scaled with them by ``factor``, counts as it
         was: as the mean over the ranks that have batches."""
-        used = [member for member in self.parameters if report.uses(member.index)]
+        used = [*(member for member in self.parameters if report.uses(member.index)), *newcomers]
         active = self.collectives.world - sum(status.joined for status in report.ranks)
         copies = self._weights.earlier.copies
-        earlier = {m.index: copies[id(m.parameter)] for m in used if id(m.parameter) in copies}
-        for each in reduce_again(used, earlier, self.collectives, active, "gradient from before"):
+        for each in reduce_again(used, copies, self.collectives, active, "gradient from before"):
             each.hand_out(1 - factor * active / self.divisor)
 
     def _forget(self) -> None:
@@ -653,7 +654,7 @@ class Reducer:
 
     def is_within(self, reach: Reach, expected: bool) -> bool:
         """Whether a pass of that reach accumulates into a parameter; ``expected``: it goes through the module."""
-        known = [*(member.parameter for member in self.parameters), *self._newcomers]
+        known = [member.parameter for member in (*self.parameters, *self._newcomers)]
         trained = [parameter for parameter in known if parameter.requires_grad]
         return any(id(p) in reach.leaves for p in trained) or bool(expected and reach.hidden and trained)
 
@@ -711,7 +712,7 @@ class Reducer:
         finally:
             self._joined = False
             touched, self._weights, drift = own
-            self._weights.watch(self.parameters)
+            self._weights.watch(self.parameters, self._newcomers)
             if self.parameters is before:
                 self._touched, self._drift = touched, drift
             else:  # the ranks have agreed on others meanwhile

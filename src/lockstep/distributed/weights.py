@@ -7,6 +7,8 @@ reduces - means of an earlier round - has been divided already.
 
 from collections.abc import Collection, Sequence
 
+from torch.nn import Parameter
+
 from lockstep.distributed.accumulated import AccumulatedGradients, EarlierGradients
 from lockstep.distributed.gradients import ManagedParameter
 from lockstep.errors import OptionError
@@ -22,21 +24,30 @@ class Weights:
         self.earlier = EarlierGradients()
         self._accumulated = AccumulatedGradients()
         self._parameters: Sequence[ManagedParameter] = ()
+        self._newcomers: Sequence[ManagedParameter] = ()
+        self._touched: set[int] = set()  # newcomers that have had a gradient
         self._announced: float | None = None
         self._news = True
         self._passes = 0
         self._reduced = False  # all that has been counted has been reduced
 
-    def watch(self, parameters: Sequence[ManagedParameter]) -> None:
-        """The parameters are these, from now on."""
-        self._parameters = parameters
+    def watch(self, parameters: Sequence[ManagedParameter], newcomers: Sequence[ManagedParameter] = ()) -> None:
+        """The parameters are these, from now on; ranks have not agreed on the ``newcomers`` yet."""
+        self._parameters, self._newcomers = parameters, newcomers
+
+    def newcomer_arrived(self, parameter: Parameter) -> None:
+        """A newcomer has got a gradient."""
+        self._touched.add(id(parameter))
+
+    def _all(self) -> Sequence[ManagedParameter]:
+        return [*self._parameters, *self._newcomers]
 
     def announce(self, weight: float | None) -> None:
         """The weight of the backward passes that come next, all together; None if they are not weighed."""
         self._announced, self._news = weight, True
         if weight is not None:
             self._give_up_what_is_gone((), may_fail=False)
-            self.earlier.note(self._parameters)
+            self.earlier.note(self._all())
 
     @property
     def announced(self) -> bool:
@@ -53,7 +64,7 @@ class Weights:
             return
         self._give_up_what_is_gone(new, may_fail=True)
         if self._announced is not None and (self._reduced or not self._passes):
-            self.earlier.copy(self._parameters, new)
+            self.earlier.copy(self._all(), new)
 
     def _give_up_what_is_gone(self, new: Collection[int], may_fail: bool) -> None:
         counts = self._passes and not self._reduced and (self.given or self._announced is not None)
@@ -83,6 +94,7 @@ class Weights:
     def pass_ended(self, touched: bytearray) -> None:
         """A backward pass has ended that did not synchronise."""
         left = [m for m in self._parameters if touched[m.index] and m.parameter.grad is not None]
+        left += [m for m in self._newcomers if id(m.parameter) in self._touched and m.parameter.grad is not None]
         self._accumulated.note(left, closely=self.given)
 
     def reduced(self) -> None:
@@ -90,7 +102,7 @@ class Weights:
         self._reduced, self._passes = True, 0
         self.earlier.drop()
         if self.given:
-            self.earlier.note(self._parameters)
+            self.earlier.note(self._all())
 
     def give_up(self) -> None:
         """The round has failed, unless it has been reduced."""
@@ -102,3 +114,4 @@ class Weights:
         """Nothing has been counted; what is announced is still to be."""
         self.total, self.given, self._passes, self._reduced = 0.0, False, 0, False
         self._news = True
+        self._touched.clear()
