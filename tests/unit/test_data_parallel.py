@@ -18,6 +18,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from lockstep import DataParallel, Event, data_parallel
+from lockstep.errors import DeviceError
 from lockstep.local import ReplicaSet, shared
 
 
@@ -215,6 +216,51 @@ def test_another_module_may_be_put_in(parallel, x):
     torch.testing.assert_close(parallel(x), parallel.module(x))
     parallel(x).sum().backward()
     assert parallel.module.body.bias.grad.tolist() == [5, 5, 5]
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("use", ["forward", "step", "replicate"])
+def test_device_ids_that_are_set_later_are_followed_by_every_use(devices, first, x, use, in_place):
+    parallel = DataParallel(Net().to(first), devices(3))
+    parallel(x)
+    parallel.step(mean_square, x)
+    if in_place:
+        parallel.device_ids.pop()
+    else:
+        parallel.device_ids = devices(2)
+    parallel.zero_grad()
+    expected = copy.deepcopy(parallel.module)
+    mean_square(expected(x)).backward()
+    with parallel.timeline() as events:
+        if use == "forward":
+            mean_square(parallel(x)).backward()
+        elif use == "step":
+            parallel.step(mean_square, x)
+        else:
+            replicas = parallel.replicate(parallel.module, parallel.device_ids)
+            mean_square(torch.cat([replicas[0](x[:3]), replicas[1](x[3:].to(devices(2)[1])).to(first)])).backward()
+    if use != "replicate":
+        assert sum(event.phase == "forward" for event in events) == 2
+    assert len(parallel._own_replicas().refresh()) == 2  # what is not used is not kept
+    torch.testing.assert_close(parallel.module.body.weight.grad, expected.body.weight.grad)
+
+
+def test_device_ids_that_are_taken_away_run_the_module_as_it_is(parallel, x):
+    parallel.device_ids = []
+    assert not [e for e in timed(parallel, x) if e.phase == "scatter"]
+    parallel.device_ids = None
+    assert not [e for e in timed(parallel, x) if e.phase == "scatter"]
+    parallel.step(mean_square, x)
+    parallel.device_ids = ["nowhere"]
+    for use in (lambda: parallel(x), lambda: parallel.step(mean_square, x)):
+        with pytest.raises(DeviceError, match="nowhere"):
+            use()
+
+
+def timed(parallel, x):
+    with parallel.timeline() as events:
+        torch.testing.assert_close(parallel(x), parallel.module(x))
+    return events
 
 
 def test_replicas_are_built_once(parallel, x, monkeypatch):

@@ -54,7 +54,7 @@ class DataParallel(_PyTorchs, Module, Generic[T]):
         module: its parameters and buffers must be on the first device.
         device_ids: the devices, each an index of the current accelerator type, a string or a ``torch.device``; a device
             may stand there more than once (``["cpu", "cpu"]`` trains on two threads). None takes all accelerators; on a
-            machine that has none, the module then runs as it is.
+            machine that has none, the module then runs as it is. The attribute may be set, or changed in place, later.
         output_device: where outputs are gathered; any device, ``-1`` or ``"cpu"``. None takes the first device.
         dim: the dimension along which inputs are split and outputs put together. An input that is no rows of the batch
             is passed as :func:`lockstep.local.shared`; one with a row for each device gives one to each.
@@ -97,6 +97,7 @@ class DataParallel(_PyTorchs, Module, Generic[T]):
         self.dim, self.gather_outputs = dim, gather_outputs
         self._devices = all_accelerators() if device_ids is None else resolve_devices(device_ids)
         self.device_ids = [_public(device) for device in self._devices]
+        self._followed = list(self.device_ids)
         self.split = None if split is None else list(split)
         scatter_gather.split_sizes(0, max(1, len(self._devices)), self.split)
         self._start()
@@ -119,6 +120,7 @@ class DataParallel(_PyTorchs, Module, Generic[T]):
     @outside_compiler
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's output for the whole batch; a list of the replicas' outputs with ``gather_outputs=False``."""
+        self._follow_device_ids()
         if not self._devices:
             return self.module(*scatter_gather.unmarked(inputs), **scatter_gather.unmarked(kwargs))
         with self._phases.phase("DataParallel.forward"):
@@ -143,6 +145,7 @@ class DataParallel(_PyTorchs, Module, Generic[T]):
 
     def replicate(self, module: T, device_ids: Sequence[DeviceLike]) -> list[Any]:
         """Replicas of ``module`` for ``device_ids``; those of the own module are kept."""
+        self._follow_device_ids()
         devices = resolve_devices(device_ids)
         if module is self.module and devices == self._devices[: len(devices)]:
             return self._own_replicas().refresh()[: len(devices)]
@@ -172,11 +175,24 @@ class DataParallel(_PyTorchs, Module, Generic[T]):
         with self._phases.phase("forward", replica=index):
             return replica(*args, **kwargs)
 
+    def _follow_device_ids(self) -> None:
+        """Take over what was set as, or done to, ``device_ids``; an empty list or None runs the module as it is."""
+        ids = self.device_ids
+        if isinstance(ids, list | tuple) and list(ids) == self._followed:
+            return
+        devices = [] if ids is None or (isinstance(ids, list | tuple) and not ids) else resolve_devices(ids)
+        if devices:
+            self.src_device_obj = devices[0]
+            if "output_device" not in vars(self):  # it began without devices
+                self.output_device = _public(devices[0])
+        self._devices, self._followed = devices, list(ids or ())
+
     def _own_replicas(self) -> ReplicaSet:
-        if self._replicas is None or self._replicas.network is not self.module:
-            devices = self._devices or [_device_of(self.module)]
+        devices, own = self._devices or [_device_of(self.module)], self._replicas
+        if own is None or own.network is not self.module or own.devices != devices:
             self._replicas = ReplicaSet(self.module, devices, network_first=True, phases=self._phases)
-        return self._replicas
+            return self._replicas
+        return own
 
     @contextmanager
     def _in_use(self, *networks: ReplicaSet) -> Iterator[None]:
@@ -220,6 +236,7 @@ class DataParallel(_PyTorchs, Module, Generic[T]):
             return self._step(loss_fn, batch)
 
     def _step(self, loss_fn: Callable[..., torch.Tensor], batch: tuple[Any, ...]) -> torch.Tensor:
+        self._follow_device_ids()
         own = self._own_replicas()
         with self._phases.phase("scatter"):
             shares, sizes = scatter_gather.scatter_arguments(batch, None, own.devices, self.dim, self.split)
