@@ -120,6 +120,78 @@ def test_a_fork_in_backward_is_the_threads_own():
     assert torch.equal(seen[0], torch.rand(3))
 
 
+def seeded(seed, *shape):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def test_a_fork_in_backward_that_seeds_draws_the_seeds_numbers_and_leaves_the_state_as_it_was():
+    # As PyTorch's PowerSGD hook draws its first guess, the same on all ranks.
+    parallel_apply([lambda _: torch.rand(1)] * 2, [0, 1])
+    drawn = []
+
+    def hook(gradient):
+        for seed in (5, 6):
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(seed)
+                drawn.append(torch.randn(3))
+        return gradient
+
+    x = torch.ones(2, requires_grad=True)
+    between = x * 2
+    for tensor in (between, x):  # two nodes of the graph
+        tensor.register_hook(hook)
+    state = torch.get_rng_state()
+    (between * 3).sum().backward()
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(torch.stack(drawn), torch.stack([seeded(seed, 3) for seed in (5, 6, 5, 6)]))
+
+
+def test_a_state_that_a_hook_of_backward_sets_for_good_does_not_part_later_seeds_from_their_numbers():
+    parallel_apply([lambda _: torch.rand(1)] * 2, [0, 1])
+    drawn = []
+
+    def sets(gradient):
+        torch.set_rng_state(torch.Generator().manual_seed(1).get_state())
+
+    def seeds(gradient):
+        torch.manual_seed(7)
+        drawn.append(torch.randn(3))
+
+    x = torch.ones(2, requires_grad=True)
+    between = x * 2
+    between.register_hook(sets)
+    x.register_hook(seeds)
+    (between * 3).sum().backward()
+    assert torch.equal(drawn[0], seeded(7, 3))
+
+
+def test_forks_in_backward_that_seed_at_the_same_time_are_the_threads_own():
+    parallel_apply([lambda _: torch.rand(1)] * 2, [0, 1])
+    both, drawn = threading.Barrier(2), {}
+
+    def backward(seed):
+        def hook(gradient):
+            both.wait(TIMEOUT)
+            with torch.random.fork_rng(devices=[]):
+                both.wait(TIMEOUT)
+                torch.manual_seed(seed)
+                both.wait(TIMEOUT)
+                drawn[seed] = torch.randn(3)
+
+        x = torch.ones(2, requires_grad=True)
+        x.register_hook(hook)
+        x.sum().backward()
+
+    state = torch.get_rng_state()
+    threads = [threading.Thread(target=backward, args=(seed,)) for seed in (5, 6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(TIMEOUT)
+    assert all(torch.equal(drawn[seed], seeded(seed, 3)) for seed in (5, 6))
+    assert torch.equal(torch.get_rng_state(), state)
+
+
 @pytest.mark.parametrize("how", ["forward", "step", "backward"])
 def test_runs_from_one_seed_are_alike(how):
     def run():

@@ -13,13 +13,13 @@ of its own) whose kernels hand the thread's generator to every operation that ta
 *States*: ``torch.get_rng_state`` and its like ask ``torch.random.default_generator``, which from the first use of
 replicas on is a stand-in that knows streams. *Backward*: the engine has a thread for each accelerator, so that two
 recomputations may fork the one CPU generator at the same time, and leave each other's state behind; inside a backward
-pass a fork is therefore the thread's own.
+pass a fork is therefore the thread's own, whether it sets a state or a seed (as PyTorch's PowerSGD hook does).
 """
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -54,16 +54,28 @@ class RandomStream:
 class _Fork:
     """The stream of a thread inside a backward pass, from setting a state until the state before is set again."""
 
-    def __init__(self, state: torch.Tensor, before: torch.Tensor | None) -> None:
+    def __init__(self, generator: torch.Generator, before: torch.Tensor | None) -> None:
         self.task, self.before = torch._C._current_graph_task_id(), before
-        self.generator = torch.Generator()
-        self.generator.set_state(state)
+        self.generator = generator
+
+    def has_ended(self) -> bool:
+        """Whether its pass is over, or the node of the graph that began it: the engine takes the key off after each."""
+        return self.task != torch._C._current_graph_task_id() or not torch._C._dispatch_tls_is_dispatch_key_included(
+            _KEY
+        )
+
+
+class _Read(NamedTuple):
+    """The process's state, as a thread last read it inside a backward pass, and of which pass."""
+
+    state: torch.Tensor
+    task: int
 
 
 class _Thread(threading.local):
     stream: RandomStream | _Fork | None = None
     depth = 0  # how many calls of replicas this thread is inside of
-    read: torch.Tensor | None = None  # the process's state, as it was last read inside a backward pass
+    read: _Read | None = None
 
 
 _thread = _Thread()
@@ -71,9 +83,20 @@ _thread = _Thread()
 
 def _current() -> RandomStream | _Fork | None:
     stream = _thread.stream
-    if isinstance(stream, _Fork) and stream.task != torch._C._current_graph_task_id():
-        _thread.stream = stream = None  # of a pass that ended before it was set back
+    if isinstance(stream, _Fork) and stream.has_ended():  # before it was set back
+        _thread.stream = stream = None
     return stream
+
+
+def _read_in_this_pass() -> torch.Tensor | None:
+    """The process's state as this thread has read it in the backward pass it is in, as a fork begins with doing."""
+    read = _thread.read
+    return read.state if read is not None and read.task == torch._C._current_graph_task_id() else None
+
+
+def _begin_fork(generator: torch.Generator) -> None:
+    _thread.stream = _Fork(generator, _read_in_this_pass())
+    torch._C._dispatch_tls_set_dispatch_key_included(_KEY, True)
 
 
 def _generator() -> torch.Generator:
@@ -119,7 +142,7 @@ class _DefaultGenerator:
         """The state of this thread's stream."""
         state = _generator().get_state()
         if _current() is None and _in_backward():
-            _thread.read = state
+            _thread.read = _Read(state, torch._C._current_graph_task_id())
         return state
 
     def set_state(self, state: torch.Tensor) -> None:
@@ -128,11 +151,19 @@ class _DefaultGenerator:
         if isinstance(stream, _Fork) and state is stream.before:
             _thread.stream = _thread.read = None
             torch._C._dispatch_tls_set_dispatch_key_included(_KEY, False)
-        elif stream is None and _in_backward():
-            _thread.stream = _Fork(state, _thread.read)
-            torch._C._dispatch_tls_set_dispatch_key_included(_KEY, True)
-        else:
+        elif stream is None and _in_backward() and state is not _read_in_this_pass():
+            generator = torch.Generator()
+            generator.set_state(state)
+            _begin_fork(generator)
+        else:  # also where a fork ends that has neither set a state nor seeded, but drawn
             _generator().set_state(state)
+
+    def manual_seed(self, seed: int) -> torch.Generator:
+        """Seed this thread's stream; inside a backward pass that has read the state, one that lasts until it is set."""
+        if _current() is None and _in_backward() and _read_in_this_pass() is not None:
+            _begin_fork(torch.Generator().manual_seed(seed))
+            return _generator()
+        return _generator().manual_seed(seed)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(_generator(), name)
