@@ -14,7 +14,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power
 import lockstep
 from lockstep.distributed.report import Report
 from lockstep.distributed.reporting import Reporting
-from lockstep.errors import CommunicationError, PeerError
+from lockstep.errors import CommunicationError, OptionError, PeerError
 from threaded import run_ranks
 
 
@@ -181,6 +181,24 @@ def test_a_failure_that_is_read_later_is_told_once(monkeypatch):
     failing, told = run_ranks(2, fails_once, group_timeout=5)
     assert failing == ([None] * 3 + [ArithmeticError, PeerError] + [None] * 3, [True, True])
     assert told == ([None] * 4 + [PeerError] + [None] * 3, [True, True])
+
+
+def weighs_once(rank):
+    """Rank 0 gives a weight in one step, rank 1 never."""
+    model = lockstep.replicate(rank.make(Net), process_group=rank.group)
+    raised = []
+    for step in range(8):
+        model.zero_grad()
+        with lockstep.accumulate(model, weight=3.0 if step == 3 and rank.rank == 0 else None):
+            raised.append(error_of(model(inputs(rank, step)).square().sum().backward))
+    return raised, [mean_gradients(rank, model, seed) for seed in (1, 2)]
+
+
+def test_a_weight_that_was_not_given_is_an_error_also_where_it_is_read_later(monkeypatch):
+    monkeypatch.setattr(Reporting, "read", read_later)
+    giving, other = run_ranks(2, weighs_once, group_timeout=5)
+    assert giving == ([None] * 3 + [OptionError, PeerError] + [None] * 3, [True, True])
+    assert other == ([None] * 4 + [OptionError] + [None] * 3, [True, True])
 
 
 # -------------------------------------------------------------------------------------------- hooks

@@ -55,7 +55,7 @@ from lockstep.distributed.report import RankStatus, Report, Weight, check_ranks,
 from lockstep.distributed.reporting import Reporting
 from lockstep.distributed.usage import Usage
 from lockstep.distributed.weights import Weights
-from lockstep.errors import AgreementError, CommunicationError, PeerError
+from lockstep.errors import AgreementError, CommunicationError, OptionError, PeerError
 
 
 class Members(Protocol):
@@ -430,7 +430,7 @@ class Reducer:
     def _open_round_or_abandon(self) -> None:
         try:
             self._open_round()
-        except PeerError:
+        except (PeerError, OptionError):
             self.abandon()
             raise
 
@@ -454,13 +454,15 @@ class Reducer:
         renews = report.all_moved or (report.moved and not self._reporting.deferred)
         try:
             check_ranks(report, self.round, self.collectives.rank)
+            factor = mean_factor(report, self.divisor, self.round)
             newcomers = self._agree_anew() if renews else []
-        except (PeerError, AgreementError):
+        except (PeerError, AgreementError, OptionError):
+            self._has_failed = True
             self._reporting.drop_deferred()  # it has been raised
             self.buffers.drop_large()
             raise
         self.buffers.finish_large()
-        self._hand_out(report, row, newcomers)
+        self._hand_out(report, row, newcomers, factor)
         reduced = self._in_order(report, newcomers) if self._holds_hooks else ()
         if renews:
             self._renew()
@@ -521,6 +523,7 @@ class Reducer:
         report = self._reporting.read_deferred()
         if report is not None:
             check_ranks(report, self.round, self.collectives.rank)
+            mean_factor(report, self.divisor, self.round)
             if report.moved and not report.all_moved:  # else every rank has waited for the report
                 self._agree_anew()
                 self._renew()
@@ -551,8 +554,7 @@ class Reducer:
         self._make_buckets()
 
     @torch.no_grad()
-    def _hand_out(self, report: Report, row: Tensor, newcomers: Sequence[ManagedParameter]) -> None:
-        factor = mean_factor(report, self.divisor, self.round)
+    def _hand_out(self, report: Report, row: Tensor, newcomers: Sequence[ManagedParameter], factor: float) -> None:
         overdue = [*(self.parameters[index] for index in report.late), *newcomers]
         late = reduce_late(overdue, self.collectives, self.divisor) if overdue else []
         for bucket in self._buckets:
@@ -615,7 +617,7 @@ class Reducer:
             if not self.open:
                 self._check_alive()
                 self.open = self.reducing = True
-                with suppress(PeerError):  # which the others know of
+                with suppress(PeerError, OptionError):  # which the others know of
                     self._open_round()
             self._get_ready()
             self._begun = True
