@@ -24,8 +24,9 @@ from torch.autograd import Variable
 from torch.autograd.function import BackwardCFunction
 
 from lockstep.compiler import outside_compiler
+from lockstep.distributed import handed_on
 
-_KEY = "lockstep.backward"  # thread-local in a way that the engine's threads have it, too
+_KEY = "lockstep.backward"
 _lock = threading.Lock()
 
 
@@ -104,7 +105,7 @@ class BackwardPass:
 
 def current_pass() -> BackwardPass | None:
     """The pass that the calling thread runs for: the innermost; None outside, and in one that C++ has begun."""
-    found: BackwardPass | None = torch._C._get_obj_in_tls(_KEY) if torch._C._is_key_in_tls(_KEY) else None
+    found: BackwardPass | None = handed_on.get(_KEY)
     return found
 
 
@@ -135,7 +136,7 @@ class _Engine(torch._C._ImperativeEngine):
         given = _named(args, kwargs)
         accumulates = bool(given.get("accumulate_grad")) and not given.get("inputs")
         this = BackwardPass(outer, accumulates, outer is not None and _is_in_function())
-        torch._C._stash_obj_in_tls(_KEY, this)
+        handed_on.put(_KEY, this)
         try:
             result = super().run_backward(*args, **kwargs)
             if this.followers or _is_compiled():
@@ -147,9 +148,9 @@ class _Engine(torch._C._ImperativeEngine):
         finally:
             this.over = True
             if outer is not None:
-                torch._C._stash_obj_in_tls(_KEY, outer)
+                handed_on.put(_KEY, outer)
             else:
-                _remove_from_tls(_KEY)
+                handed_on.remove(_KEY)
 
 
 def _is_in_function() -> bool:
@@ -161,14 +162,6 @@ def _is_in_function() -> bool:
             return True
         frame = frame.f_back  # type: ignore[assignment]
     return False
-
-
-def _stash_none(key: str) -> None:
-    torch._C._stash_obj_in_tls(key, None)
-
-
-# A thread that ends with an object in there may wait for the interpreter's lock for ever.
-_remove_from_tls = getattr(torch._C, "_remove_obj_from_tls", _stash_none)
 
 
 def _is_compiled() -> bool:
