@@ -6,8 +6,10 @@ PyTorch's pytree registry. Everything else is a leaf. This is the only file that
 
 import copy
 import dataclasses
+import operator
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -39,13 +41,13 @@ def open_node(value: Any, path: str = "") -> Node | None:
             "dimension; pass the padded tensor and the lengths, and pack inside forward"
         )
     if isinstance(value, dict) and _native(value):
-        return _open_dict(value)
+        return _open_dict(value, path)
     if type(value) in pytree.SUPPORTED_NODES and not _native(value):
         return _open_registered(value)
     if isinstance(value, tuple | list):
-        return _open_sequence(value)
+        return _open_sequence(value, path)
     if dataclasses.is_dataclass(value):
-        return _open_dataclass(value)
+        return _open_dataclass(value, path)
     return None
 
 
@@ -54,19 +56,31 @@ def _native(value: Any) -> bool:
     return type(value) in (tuple, list, dict, OrderedDict, defaultdict) or type(value) not in pytree.SUPPORTED_NODES
 
 
-def _open_dict(value: dict[Any, Any]) -> Node:
-    keys, kind, has_fields = list(value), type(value), bool(dataclasses.is_dataclass(value))
+def _open_dict(value: dict[Any, Any], path: str) -> Node:
+    keys, kind = list(value), type(value)
+    names, children = [f"[{key!r}]" for key in keys], list(value.values())
+    if kind in (dict, OrderedDict):
+        return Node(names, children, lambda new: kind(zip(keys, new, strict=True)))
+    has_fields = bool(dataclasses.is_dataclass(value))
 
-    def build(children: list[Any]) -> Any:
-        if isinstance(value, defaultdict | Counter):  # neither builds from items
-            new = copy.copy(value)
-            dict.update(new, zip(keys, children, strict=True))
-            return new
-        if has_fields:
-            return kind(**dict(zip(keys, children, strict=True)))
-        return kind(zip(keys, children, strict=True))
+    def construct(children: list[Any]) -> Any:
+        items = zip(keys, children, strict=True)
+        return kind(**dict(items)) if has_fields else kind(items)
 
-    return Node([f"[{key!r}]" for key in keys], list(value.values()), build)
+    def replace(children: list[Any]) -> Any:
+        new = copy.copy(value)
+        for key, child in zip(keys, children, strict=True):
+            if has_fields:
+                new[key] = child
+            else:
+                dict.__setitem__(new, key, child)
+        return new
+
+    def holds(new: Any, children: list[Any]) -> bool:
+        return list(new) == keys and all(map(operator.is_, new.values(), children))
+
+    ways = [replace] if isinstance(value, defaultdict | Counter) else [construct, replace]  # neither builds from items
+    return Node(names, children, partial(_first_that_holds, ways, holds, kind, path))
 
 
 def _open_registered(value: Any) -> Node:
@@ -76,31 +90,67 @@ def _open_registered(value: Any) -> Node:
     return Node(names, list(children), lambda new: definition.unflatten_fn(new, context), context)
 
 
-def _open_sequence(value: Any) -> Node:
+def _open_sequence(value: Any, path: str) -> Node:
     kind, fields = type(value), getattr(value, "_fields", None)
     names = [f".{name}" for name in fields] if fields else [f"[{i}]" for i in range(len(value))]
+    if kind is list or kind is tuple:
+        return Node(names, list(value), kind)
 
-    def build(children: list[Any]) -> Any:
-        if kind is list or kind is tuple:
-            return kind(children)
+    def construct(children: list[Any]) -> Any:
+        return kind(*children) if fields else kind(children)
+
+    def replace(children: list[Any]) -> Any:
         if isinstance(value, list):
             new = copy.copy(value)
             new[:] = children
-            return new
-        return kind(*children) if fields else kind(children)
+        else:  # its own __new__ may take anything; a shallow copy would not call it either
+            new = tuple.__new__(kind, children)
+            vars(new).update(vars(value))
+        return new
 
-    return Node(names, list(value), build)
+    def holds(new: Any, children: list[Any]) -> bool:
+        return len(new) == len(children) and all(map(operator.is_, new, children))
+
+    ways = [replace] if isinstance(value, list) else [construct, replace]
+    return Node(names, list(value), partial(_first_that_holds, ways, holds, kind, path))
 
 
-def _open_dataclass(value: Any) -> Node:
+def _first_that_holds(
+    ways: Sequence[Callable[[list[Any]], Any]],
+    holds: Callable[[Any, list[Any]], bool],
+    kind: type,
+    path: str,
+    children: list[Any],
+) -> Any:
+    """What the first of ``ways`` makes that has these very children.
+
+    A constructor of the user's may want other arguments than the children, or take them for something else.
+    """
+    failure: Exception | None = None
+    for way in ways:
+        try:
+            new = way(children)
+            if type(new) is kind and holds(new, children):
+                return new
+        except Exception as error:  # whatever it raises only means that this is not how it is made
+            failure = error
+    raise StructureError(
+        f"cannot make another {kind.__name__} for {path or 'the value'}, with other tensors in it"
+        f"{'' if failure is None else f' ({failure!r})'}: neither its constructor nor a copy takes them. Register the "
+        "type with torch.utils._pytree.register_pytree_node, or pass a plain tuple, list or dict"
+    ) from failure
+
+
+def _open_dataclass(value: Any, path: str) -> Node:
     names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
 
-    def build(children: list[Any]) -> Any:
+    def replace(children: list[Any]) -> Any:
         new = copy.copy(value)  # neither __init__ nor __post_init__ runs: a chunk of a checked value needs no checks
         for name, child in zip(names, children, strict=True):
             object.__setattr__(new, name, child)
         return new
 
+    build = partial(_first_that_holds, [replace], lambda new, children: True, type(value), path)
     return Node([f".{name}" for name in names], [getattr(value, name) for name in names], build)
 
 

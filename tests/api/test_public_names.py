@@ -145,8 +145,8 @@ PUBLIC = {
         reduce_add(inputs, destination=None)
         reduce_add_coalesced(inputs, destination=None, buffer_size=10485760)
         replicate(network, devices, detach=False)
-        scatter(inputs, devices, dim=0, *, split=None)
-        scatter_kwargs(inputs, kwargs, devices, dim=0, *, split=None)
+        scatter(inputs, target_gpus, dim=0, *, split=None)
+        scatter_kwargs(inputs, kwargs, target_gpus, dim=0, *, split=None)
         shared(value)
     """,
     "lockstep.local.comm": """
@@ -261,7 +261,6 @@ COUNTERPARTS = [
         for name in ("broadcast", "broadcast_coalesced", "reduce_add", "reduce_add_coalesced", "scatter", "gather")
     ),
 ]
-RENAMED = {"target_gpus": "devices"}  # devices of any type
 
 
 def positional(function: Any) -> list[inspect.Parameter]:
@@ -271,7 +270,7 @@ def positional(function: Any) -> list[inspect.Parameter]:
 
 @pytest.mark.parametrize(("theirs", "ours"), COUNTERPARTS, ids=lambda f: f"{f.__module__}.{f.__name__}")
 def test_positional_parameters_begin_with_those_of_torch_in_the_same_order(theirs, ours):
-    expected = [(RENAMED.get(p.name, p.name), p.default is p.empty) for p in positional(theirs)]
+    expected = [(p.name, p.default is p.empty) for p in positional(theirs)]
     found = [(p.name, p.default is p.empty) for p in positional(ours)][: len(expected)]
     assert found == expected
     keywords = {p.name for p in inspect.signature(theirs).parameters.values() if p.kind == p.KEYWORD_ONLY}

@@ -541,3 +541,100 @@ def test_move_gives_back_what_is_there_already(devices):
     (d,) = devices(1)
     value = {"x": torch.ones(1, device=d), "y": 1}
     assert move(value, d) is value
+
+
+# ------------------------------------------------------------- what cannot be split, or put together
+
+
+class Bounds(tuple):
+    """A tuple whose constructor takes its two entries."""
+
+    def __new__(cls, low, high):
+        new = super().__new__(cls, (low, high))
+        new.unit = "m"
+        return new
+
+
+class Wrapping(tuple):
+    """A tuple whose constructor takes any number of entries, so a list of them is one entry to it."""
+
+    def __new__(cls, *entries):
+        return super().__new__(cls, entries)
+
+
+class Named(dict):
+    """A dict whose constructor takes a name, and would take a list of items for one."""
+
+    def __init__(self, name):
+        super().__init__()
+        self.name = name
+
+
+class Uncopyable(Named):
+    """The same, and it cannot be copied either."""
+
+    def __copy__(self):
+        raise TypeError("only one of these")
+
+
+def test_containers_with_constructors_of_their_own_keep_their_contents():
+    x = torch.arange(4)
+    named = Named("batch")
+    named["x"] = x
+    for i, (bounds, wrapping, of_name) in enumerate(
+        args[0] for args in scatter(((Bounds(x, x + 1), Wrapping(x, 7), named),), [CPU, CPU])
+    ):
+        rows = [2 * i, 2 * i + 1]
+        assert type(bounds) is Bounds
+        assert (bounds[0].tolist(), bounds[1].tolist(), bounds.unit) == (rows, [r + 1 for r in rows], "m")
+        assert type(wrapping) is Wrapping
+        assert (len(wrapping), wrapping[0].tolist(), wrapping[1]) == (2, rows, 7)
+        assert type(of_name) is Named
+        assert (of_name.name, list(of_name), of_name["x"].tolist()) == ("batch", ["x"], rows)
+
+
+def test_a_container_that_cannot_be_made_again_is_named():
+    batch = Uncopyable("batch")
+    batch["x"] = torch.arange(4)
+    with pytest.raises(StructureError, match=r"another Uncopyable for kwargs\['batch'\].*only one of these"):
+        scatter_kwargs((), {"batch": batch}, [CPU, CPU])
+    with pytest.raises(StructureError, match=r"another Uncopyable for outputs\[0\]"):
+        gather([(batch,), (batch,)], CPU)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse", "ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("kind", ["sparse_coo", "sparse_csr", "_mkldnn", "nested", "jagged"])
+def test_a_tensor_without_rows_in_memory_is_named(kind):
+    parts = [torch.ones(2), torch.ones(3)]
+    made = {
+        "sparse_coo": lambda: torch.eye(4).to_sparse(),
+        "sparse_csr": lambda: torch.eye(4).to_sparse_csr(),
+        "_mkldnn": lambda: torch.eye(4).to_mkldnn(),
+        "nested": lambda: torch.nested.nested_tensor(parts),
+        "jagged": lambda: torch.nested.nested_tensor(parts, layout=torch.jagged),
+    }
+    expected = "nested" if kind == "jagged" else kind
+    with pytest.raises(LayoutError, match=rf"cannot split kwargs\['edges'\]: it is a {expected} tensor"):
+        scatter_kwargs((torch.ones(4),), {"edges": made[kind]()}, [CPU, CPU])
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: float("nan"),
+        lambda: complex(1, float("nan")),
+        lambda: np.float64("nan"),
+        lambda: np.array([1.0, float("nan")]),
+        lambda: {"loss": float("nan")},
+    ],
+)
+def test_nan_on_every_replica_comes_back_once(make):
+    one, other = make(), make()
+    assert gather([(torch.ones(1), one), (torch.ones(1), other)], CPU)[1] == pytest.approx(one, nan_ok=True)
+
+
+def test_nan_on_one_replica_is_a_difference():
+    for different in ((float("nan"), 1.0), (complex(1, float("nan")), complex(2, float("nan")))):
+        found = gather(list(different), CPU)
+        assert isinstance(found, list)
+        assert len(found) == 2

@@ -19,13 +19,13 @@ from lockstep.tree import Leaf, Node, Tree, open_node, tensors_in, tree_map
 
 
 def scatter(
-    inputs: Any, devices: Sequence[DeviceLike], dim: int = 0, *, split: Sequence[float] | None = None
+    inputs: Any, target_gpus: Sequence[DeviceLike], dim: int = 0, *, split: Sequence[float] | None = None
 ) -> list[Any]:
     """Split the tensors of nested inputs along ``dim``; give everything else to each replica by reference.
 
     Args:
         inputs: tensors, tuples, named tuples, lists, dicts, dataclasses, types of the pytree registry, nested.
-        devices: one entry for each replica.
+        target_gpus: the devices, one entry for each replica; any, also CPUs, by PyTorch's name for them.
         dim: the dimension that is split. Tensors without dimensions go whole to every replica, as those do that are
             marked by :func:`shared`. Beside tensors with more rows, one with as many rows as there are devices gives
             one row to each.
@@ -39,7 +39,7 @@ def scatter(
     >>> scatter({"x": torch.arange(3), "flag": True}, ["cpu", "cpu"])
     [{'x': tensor([0, 1]), 'flag': True}, {'x': tensor([2]), 'flag': True}]
     """
-    targets = resolve_devices(devices)
+    targets = resolve_devices(target_gpus)
     return _scatter(Tree(inputs, "inputs"), targets, dim, split)[0]
 
 
@@ -80,7 +80,7 @@ def unmarked(value: Any) -> Any:
 def scatter_kwargs(
     inputs: Sequence[Any],
     kwargs: Mapping[str, Any] | None,
-    devices: Sequence[DeviceLike],
+    target_gpus: Sequence[DeviceLike],
     dim: int = 0,
     *,
     split: Sequence[float] | None = None,
@@ -94,7 +94,7 @@ def scatter_kwargs(
     >>> scatter_kwargs((torch.arange(2),), {"flag": True}, ["cpu", "cpu"])
     (((tensor([0]),), (tensor([1]),)), ({'flag': True}, {'flag': True}))
     """
-    shares, _ = scatter_arguments(inputs, kwargs, resolve_devices(devices), dim, split)
+    shares, _ = scatter_arguments(inputs, kwargs, resolve_devices(target_gpus), dim, split)
     return tuple(args for args, _ in shares), tuple(kwargs for _, kwargs in shares)
 
 
@@ -149,6 +149,8 @@ def _rows(leaves: Sequence[Leaf], dim: int, replicas: int) -> int | None:
     for path, value in leaves:
         if not isinstance(value, torch.Tensor) or value.dim() == 0:
             continue
+        if value.layout != torch.strided or value.is_nested:
+            raise LayoutError(_without_rows(path, value))
         if not -value.dim() <= dim < value.dim():
             raise LayoutError(
                 f"cannot split {path} along dim {dim}: its shape is {tuple(value.shape)}. Pass it without dimensions, "
@@ -169,6 +171,14 @@ def _rows(leaves: Sequence[Leaf], dim: int, replicas: int) -> int | None:
             "replica needs whole as lockstep.local.shared(tensor), or hold it in the module as a buffer."
         )
     return next(iter(sizes), None)
+
+
+def _without_rows(path: str, value: torch.Tensor) -> str:
+    layout = "nested" if value.is_nested else str(value.layout).removeprefix("torch.")
+    return (
+        f"cannot split {path}: it is a {layout} tensor, whose rows do not lie in memory one after the other. Pass a "
+        "dense one, and convert it inside forward, or, if every replica needs it whole, lockstep.local.shared(tensor)."
+    )
 
 
 def split_sizes(rows: int, parts: int, weights: Sequence[float] | None = None) -> list[int]:
@@ -205,8 +215,8 @@ def gather(outputs: Sequence[Any], target_device: DeviceLike, dim: int = 0) -> A
         target_device: any device; ``-1`` and ``"cpu"`` mean the CPU.
         dim: the dimension along which tensors are concatenated. Tensors without dimensions become a vector.
 
-    Leaves that are no tensors come back once if they are equal on all replicas, else as a list in replica order.
-    Communicates one copy a tensor and device. Raises :class:`~lockstep.errors.StructureError` if the replicas'
+    Leaves that are no tensors come back once if they are equal on all replicas (NaN is), else as a list in replica
+    order. Communicates one copy a tensor and device. Raises :class:`~lockstep.errors.StructureError` if the replicas'
     outputs have different structures, naming the place. Stands for ``torch.nn.parallel.gather``.
 
     >>> import torch
@@ -272,15 +282,21 @@ def _differing(outputs: list[Any], nodes: Sequence[Node | None], path: str) -> s
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Whether two leaves are equal, for any type: arrays by all their elements, and never an exception."""
+    """Whether two leaves are equal, for any type: arrays by all their elements, NaN to NaN, and never an exception."""
     if one is other:
         return True
     if type(one) is not type(other):
         return False
+    if type(one) in (list, tuple):  # what a registered type keeps beside its children
+        return len(one) == len(other) and all(map(_same, one, other))
     if getattr(one, "shape", None) != getattr(other, "shape", None):  # arrays would be broadcast
         return False
     try:
         equal = one == other
+        if isinstance(one, complex):
+            equal = equal or (_same(one.real, other.real) and _same(one.imag, other.imag))
+        elif not isinstance(equal, bool) or not equal:  # NaN is another than itself, and the same on every replica
+            equal = equal | ((one != one) & (other != other))
         return bool(equal.all() if hasattr(equal, "all") else equal)
     except Exception:  # a user's __eq__ may raise anything; what cannot be compared is not known to be equal
         return False
