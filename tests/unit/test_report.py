@@ -113,9 +113,9 @@ def test_round_numbers_go_round():
     exchange(torch.bfloat16, [([1, 1, 1], [], RankStatus(number), 0.0) for number in (ROUNDS - 1, ROUNDS, 1000)])
 
 
-def told(number, rank, *statuses):
+def told(number, rank, *statuses, global_ranks=()):
     report, _ = exchange(torch.float32, [([1, 1, 1], [], status, 0.0) for status in statuses])
-    check_ranks(report, number, rank)
+    check_ranks(report, number, rank, global_ranks or range(len(statuses)))
 
 
 def test_ranks_in_one_round_that_did_not_fail_are_in_order():
@@ -134,6 +134,11 @@ def test_ranks_in_one_round_that_did_not_fail_are_in_order():
 def test_another_round_is_an_error_that_says_how_far(number, other, words):
     with pytest.raises(PeerError, match=words):
         told(number, 2, RankStatus(number), RankStatus(other), RankStatus(number))
+
+
+def test_ranks_are_named_as_those_of_the_default_group():
+    with pytest.raises(PeerError, match="rank 7 is in its synchronised backward number 5, but rank 9 is 1 ahead"):
+        told(5, 0, RankStatus(5), RankStatus(6), global_ranks=[7, 9])
 
 
 def test_a_rank_that_failed_is_named_whatever_its_round():
@@ -242,7 +247,7 @@ def factor(divisor, *given):
     """Of ranks that give a weight, none, or have run out."""
     statuses = [each if each is JOINED else RankStatus(2, weighted=each is not None) for each in given]
     said = [([1, 1, 1], [], status, weight) for status, weight in zip(statuses, given, strict=True)]
-    return mean_factor(exchange(torch.float32, said)[0], divisor, 2)
+    return mean_factor(exchange(torch.float32, said)[0], divisor, 2, range(len(said)))
 
 
 def test_weights_turn_a_mean_over_ranks_into_one_over_what_is_counted():

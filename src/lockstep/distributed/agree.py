@@ -9,7 +9,7 @@ sends its error instead, so nobody waits for it.
 import hashlib
 import json
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -60,7 +60,7 @@ def agree(description: Description, numbers: Sequence[int], collectives: Collect
     rows = [row.tolist() for row in collectives.all_gather(_row(own, collectives), "digest of the module")]
     if any(row[:_DIGEST_BYTES] != rows[0][:_DIGEST_BYTES] for row in rows) or description.error:
         texts = [data.decode() for data in collectives.all_gather_bytes(text.encode(), "description of the module")]
-        _raise_difference([json.loads(each) for each in texts], collectives)
+        _raise_difference([json.loads(each) for each in texts], collectives.global_ranks)
     longest = max(int(row[-1]) for row in rows)
     if not longest:
         return [[] for _ in rows]
@@ -73,34 +73,40 @@ def _row(numbers: Sequence[int], collectives: Collectives) -> Tensor:
     return torch.tensor(numbers, dtype=torch.int64, device=collectives.device)
 
 
-def _raise_difference(descriptions: list[tuple[str, list[tuple[str, str]]]], collectives: Collectives) -> None:
-    for rank, (error, _) in enumerate(descriptions):
+def _raise_difference(
+    descriptions: Sequence[tuple[str, list[tuple[str, str]]]], global_ranks: Sequence[int]
+) -> NoReturn:
+    for rank, (error, _) in zip(global_ranks, descriptions, strict=True):
         if error:
             raise AgreementError(f"rank {rank} cannot replicate its module: {error}")
-    reference = descriptions[0][1]
-    for rank, (_, lines) in enumerate(descriptions):
+    first, reference = global_ranks[0], descriptions[0][1]
+    for rank, (_, lines) in zip(global_ranks, descriptions, strict=True):
         for mine, theirs in zip(reference, lines, strict=False):
             if mine != theirs:
-                raise AgreementError(_difference(rank, mine, theirs, {name for name, _ in reference}))
+                raise AgreementError(_difference((first, rank), mine, theirs, {name for name, _ in reference}))
         if len(lines) != len(reference):
-            longer, more, less = (0, reference, lines) if len(reference) > len(lines) else (rank, lines, reference)
+            here, there = (first, reference), (rank, lines)
+            (longer, more), (shorter, less) = (here, there) if len(reference) > len(lines) else (there, here)
             name, value = more[len(less)]
             raise AgreementError(
-                f"ranks differ: rank {longer} has {name} ({value}), rank {rank if longer == 0 else 0} has no such "
-                f"thing ({len(reference)} entries on rank 0, {len(lines)} on rank {rank}); build the same module on "
-                "every rank"
+                f"ranks differ: rank {longer} has {name} ({value}), rank {shorter} has no such "
+                f"thing ({len(reference)} entries on rank {first}, {len(lines)} on rank {rank}); build the same module "
+                "on every rank"
             )
     raise AgreementError("ranks differ, but describe the same; this is a bug in lockstep")
 
 
-def _difference(rank: int, mine: Sequence[str], theirs: Sequence[str], known: set[str]) -> str:
+def _difference(ranks: tuple[int, int], mine: Sequence[str], theirs: Sequence[str], known: set[str]) -> str:
+    first, rank = ranks
     if mine[0] == theirs[0]:
-        text = f"ranks differ in {mine[0]}: {mine[1]} on rank 0, {theirs[1]} on rank {rank}; make it the same on all"
+        text = (
+            f"ranks differ in {mine[0]}: {mine[1]} on rank {first}, {theirs[1]} on rank {rank}; make it the same on all"
+        )
         if "strides" in mine[1] + theirs[1]:
-            text += f" ({mine[0]} of rank {rank} appears not to match strides of the same param in process 0)"
+            text += f" ({mine[0]} of rank {rank} appears not to match strides of the same param in process {first})"
         return text
     hint = "in another order" if theirs[0] in known else "of another module"
     return (
-        f"ranks differ: where rank 0 has {mine[0]} ({mine[1]}), rank {rank} has {theirs[0]} ({theirs[1]}), {hint}; "
-        "register the same parameters and buffers, in the same order, on every rank"
+        f"ranks differ: where rank {first} has {mine[0]} ({mine[1]}), rank {rank} has {theirs[0]} ({theirs[1]}), "
+        f"{hint}; register the same parameters and buffers, in the same order, on every rank"
     )

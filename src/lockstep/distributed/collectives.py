@@ -1,13 +1,15 @@
 """The only file that calls collectives of ``torch.distributed``: always on an explicit group, labelled and counted.
 
 A group is what ``init_process_group`` and ``new_group`` make, a dimension of a ``DeviceMesh``, or a bare backend such
-as ``dist.ProcessGroupGloo(...)``; nothing here asks for the default group or for a global rank.
+as ``dist.ProcessGroupGloo(...)``; nothing here asks for the default group. Messages alone name
+ranks as ranks of the default group, also where a group has only some of them: see :func:`global_ranks`.
 """
 
 import atexit
 import os
 import time
 import weakref
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -108,18 +110,24 @@ class Collectives:
         self.group, self.phases = group, phases
         self.rank: int = group.rank()
         self.world: int = group.size()
+        self.global_ranks = global_ranks(group)
         self.device = control_device(group)
         self._registered = _is_registered(group)
         self._process = _process.owner_of(group)
         _known.add(self)
+
+    @property
+    def global_rank(self) -> int:
+        """The number by which messages name this rank."""
+        return self.global_ranks[self.rank]
 
     def check_alive(self) -> None:
         """Raise if the group has been destroyed since, or is another process's."""
         self._check_process()
         if self._registered and not _is_registered(self.group):
             raise CommunicationError(
-                f"rank {self.rank}: the process group has been destroyed; gradients cannot be synchronised any more. "
-                "Destroy it after the last backward, or run this one under no_sync()"
+                f"rank {self.global_rank}: the process group has been destroyed; gradients cannot be synchronised any "
+                "more. Destroy it after the last backward, or run this one under no_sync()"
             )
 
     def begun(self) -> int | None:
@@ -143,8 +151,8 @@ class Collectives:
         if self._process != _process.number:
             raise CommunicationError(
                 f"process {_process.number} cannot communicate: it was forked from process {self._process}, which is "
-                f"rank {self.rank} of {self.world} of the process group. Run backward there; in a forked process, run "
-                "it under no_sync(), or on a module that is not replicated"
+                f"{self._place()}. Run backward there; in a forked process, run it "
+                "under no_sync(), or on a module that is not replicated"
             )
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -195,11 +203,16 @@ class Collectives:
             raise CommunicationError(f"{what}: this process is not in the process group it was given")
         return Pending(work, what, self)
 
+    def _place(self) -> str:
+        if list(self.global_ranks) == list(range(self.world)):
+            return f"rank {self.global_rank} of {self.world}"
+        return f"rank {self.global_rank}, in a group of {self.world} ranks"
+
     def failure(self, what: str, error: BaseException) -> CommunicationError:
         """The error to raise for what a collective raised."""
         gist = (str(error) or type(error).__name__).splitlines()[0]
         return CommunicationError(
-            f"rank {self.rank} of {self.world}: {what} failed: {gist}. Another rank has ended, was stopped, or did "
+            f"{self._place()}: {what} failed: {gist}. Another rank has ended, was stopped, or did "
             "not run the same backward passes (one batch less, another branch under no_sync); look at the first "
             "error of the other ranks"
         )
@@ -236,11 +249,22 @@ def resolve_group(group: Group | None) -> Group | None:
     return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
 
 
+def global_ranks(group: Group) -> Sequence[int]:
+    """The group's ranks, in order, as messages name them: as ranks of the default group.
+
+    A group that the default group knows nothing of, such as a bare backend, has its own numbers.
+    """
+    return _registered_ranks(group) or range(group.size())
+
+
 def _is_registered(group: Group) -> bool:
+    return _registered_ranks(group) is not None
+
+
+def _registered_ranks(group: Group) -> list[int] | None:
     if not dist.is_initialized():
-        return False
+        return None
     try:
-        dist.get_process_group_ranks(group)
+        return dist.get_process_group_ranks(group)
     except (RuntimeError, ValueError, KeyError, AttributeError, TypeError):
-        return False
-    return True
+        return None

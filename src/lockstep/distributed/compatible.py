@@ -18,7 +18,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn import Module, Parameter
 
 from lockstep.distributed.buffer_hook import BufferHook, BufferHookLocation, check_buffer_hook
-from lockstep.distributed.collectives import Group
+from lockstep.distributed.collectives import Group, global_ranks
 from lockstep.distributed.compatible_reducer import CompatibleLogger, CompatibleReducer
 from lockstep.distributed.options import Options
 from lockstep.distributed.plan import MIB, ReductionPlan
@@ -268,9 +268,10 @@ class CompatibleNames:
         reducer = self._replication.reducer
         plan = None if reducer is None else reducer.plan
         if self._relied_on is not None and plan != self._relied_on:
+            rank = global_ranks(self.process_group)[self._distributed_rank]
             raise HookError(
-                f"rank {self._distributed_rank}: a hook keeps what the buckets held, and they have changed: a "
-                "parameter was unfrozen, added, replaced, or used for the first time or several times in one backward. "
+                f"rank {rank}: a hook keeps what the buckets held, and they have changed: a parameter was unfrozen, "
+                "added, replaced, or used for the first time or several times in one backward. "
                 "Build the optimizer and its hook anew, around a new wrapper of wrapper.module"
             )
         if reducer is None or not reducer.is_planned:

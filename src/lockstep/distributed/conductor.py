@@ -229,14 +229,14 @@ class Conductor:
         """
         if not self.lost:
             self.lost = reason
-            self._collectives.end(f"rank {self._collectives.rank} is lost: {reason}")
+            self._collectives.end(f"rank {self._collectives.global_rank} is lost: {reason}")
 
     def check(self) -> None:
         """Raise :class:`CommunicationError` if this rank cannot communicate over the group any more."""
         if self.lost:
             raise CommunicationError(
-                f"rank {self._collectives.rank} can no longer take part in what the other ranks of its process group "
-                f"do: {self.lost}. Destroy the group and make another, or start anew"
+                f"rank {self._collectives.global_rank} can no longer take part in what the other ranks of its process "
+                f"group do: {self.lost}. Destroy the group and make another, or start anew"
             )
 
     def _in_order(self) -> list["Reducer"]:
@@ -265,8 +265,8 @@ class Conductor:
                 if member is not None:
                     member.cancel(failed=True)  # tests/ranks/test_several_modules.py
             raise PeerError(
-                f"rank {self._collectives.rank}: the backward pass failed on another rank before its gradients were "
-                "reduced; that rank's own error says why. No gradient has been handed out"
+                f"rank {self._collectives.global_rank}: the backward pass failed on another rank before its gradients "
+                "were reduced; that rank's own error says why. No gradient has been handed out"
             )
         return [member for member in members if member is not None]
 

@@ -19,8 +19,8 @@ class DriftWatch:
     bytes of some parameters are compared, too: a step changes nearly all.
     """
 
-    def __init__(self, parameters: Sequence[ManagedParameter], rank: int) -> None:
-        self._parameters, self._rank = parameters, rank
+    def __init__(self, parameters: Sequence[ManagedParameter], global_rank: int) -> None:
+        self._parameters, self._global_rank = parameters, global_rank
         self._versions: list[int] | None = None
         plain = [member for member in parameters if not is_dtensor(member.parameter)]
         self._some = plain[:: max(1, -(-len(plain) // _PARAMETERS))]
@@ -37,10 +37,9 @@ class DriftWatch:
         self._versions, self._first_bytes = (None, []) if synchronises else (versions, first_bytes)
         if changed is not None:
             warnings.warn(
-                f"rank {self._rank}: parameter {changed} was changed while its gradient was only this rank's: the "
-                "replicas "
-                "have drifted apart. The last backward before optimizer.step() must not be under no_sync() or "
-                "set_requires_gradient_sync(False)",
+                f"rank {self._global_rank}: parameter {changed} was changed while its gradient was only this rank's: "
+                "the replicas have drifted apart. The last backward before optimizer.step() must not be under "
+                "no_sync() or set_requires_gradient_sync(False)",
                 stacklevel=3,
             )
 

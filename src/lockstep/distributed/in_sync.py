@@ -59,13 +59,14 @@ def check_in_sync(module: Module, process_group: Group | None = None) -> None:
     gathered = [to_bytes(row) for row in collectives.all_gather(flat, "digests of values")]
     for number, (name, tensor) in enumerate(named):
         place = slice(number * _DIGEST_BYTES, (number + 1) * _DIGEST_BYTES)
-        for rank, row in enumerate(gathered):
+        for rank, row in zip(collectives.global_ranks, gathered, strict=True):
             if row[place] != gathered[0][place]:
                 kind = "parameter" if isinstance(tensor, torch.nn.Parameter) else "buffer"
                 raise OutOfSyncError(
-                    f"{kind} {name} is out of sync: digest {gathered[0][place].hex()} on rank 0, {row[place].hex()} "
-                    f"on rank {rank}; something changed it on one rank only, such as an optimizer step on gradients "
-                    "that were not synchronised, or a random number that differs by rank"
+                    f"{kind} {name} is out of sync: digest {gathered[0][place].hex()} on rank "
+                    f"{collectives.global_ranks[0]}, {row[place].hex()} on rank {rank}; something changed it on one "
+                    "rank only, such as an optimizer step on gradients that were not synchronised, or a random "
+                    "number that differs by rank"
                 )
 
 

@@ -101,9 +101,10 @@ def _check_all(failure: Exception | None, collectives: Collectives, what: str) -
     collectives.all_reduce(failed, f"whether each rank has its {what}s").wait()
     if failure is not None:
         raise failure
-    ranks = [rank for rank, flag in enumerate(failed.tolist()) if flag]
+    ranks = [rank for rank, flag in zip(collectives.global_ranks, failed.tolist(), strict=True) if flag]
     if ranks:
         raise PeerError(
-            f"rank {collectives.rank}: rank {ranks[0]} could not put together its {what}s; that rank's own error says "
-            "why. No gradient has been handed out; every rank can go on with the next batch after zero_grad()"
+            f"rank {collectives.global_rank}: rank {ranks[0]} could not put together its {what}s; that rank's own "
+            "error says why. No gradient has been handed out; every rank can go on with the next batch after "
+            "zero_grad()"
         )

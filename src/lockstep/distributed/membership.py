@@ -149,7 +149,7 @@ class Membership:
         numbers = [2 * each.index + (each.parameter.grad is not None) for each in new]
         rows = agree(Description(lines, failure), numbers, collectives)
         told = {number for row in rows for number in row}
-        _check_new_everywhere([each.name for each in managed], rows)
+        _check_new_everywhere([each.name for each in managed], rows, collectives.global_ranks)
         if self._values:
             check_equal_values([(each.name, each.parameter) for each in new], collectives)
         self._watch = self._watched()
@@ -170,13 +170,13 @@ def _last_slot(owners: Sequence[Module]) -> tuple[dict[str, Any], str, Any]:
     return {}, "", None
 
 
-def _check_new_everywhere(names: Sequence[str], rows: Sequence[Sequence[int]]) -> None:
+def _check_new_everywhere(names: Sequence[str], rows: Sequence[Sequence[int]], global_ranks: Sequence[int]) -> None:
     """Raise on every rank if a parameter is new on some ranks only: the others have reduced the gradient of theirs."""
     told = [{number // 2 for number in row} for row in rows]
     for index in sorted(set().union(*told)):
-        having = [rank for rank, known in enumerate(told) if index in known]
+        having = [rank for rank, known in zip(global_ranks, told, strict=True) if index in known]
         if len(having) < len(told):
-            lacking = next(rank for rank in range(len(told)) if rank not in having)
+            lacking = next(rank for rank in global_ranks if rank not in having)
             raise AgreementError(
                 f"parameter {names[index]} is another object than when the module was replicated on rank {having[0]}, "
                 f"and still the same on rank {lacking}; load, replace and convert parameters on every rank alike"

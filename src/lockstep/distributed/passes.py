@@ -11,7 +11,7 @@ out a batch after its forward, the ranks' rounds still pair off, one by one. So 
 Which parameters were used, and through how many forwards, may differ by rank: branches and sequences do.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Flag, auto
 
@@ -143,19 +143,21 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def check_passes(passes: Sequence[Code | None], compare_forwards: bool, number: int, rank: int) -> None:
+def check_passes(passes: Mapping[int, Code | None], compare_forwards: bool, number: int, rank: int) -> None:
     """Raise :class:`PeerError` if two ranks cannot be in the same backward pass; None is a rank that is in none.
+
+    ``passes`` has each rank's, under the rank's number in messages.
 
     ``compare_forwards`` is False where a rank may leave out a batch: contributions are weighted.
     """
     first: dict[Code, int] = {}
-    for other, code in enumerate(passes):
+    for other, code in passes.items():
         if code is not None:
             first.setdefault(code, other)
     ranks = [(PassSummary.decode(code), other) for code, other in first.items()]
-    for theirs, other in ranks:
-        for those, another in ranks:
-            difference = _difference(those, theirs, compare_forwards) if another < other else ""
+    for place, (theirs, other) in enumerate(ranks):
+        for those, another in ranks[:place]:
+            difference = _difference(those, theirs, compare_forwards)
             if difference:
                 raise PeerError(
                     f"rank {rank}: ranks {another} and {other} are not in the same backward pass (number {number} that "

@@ -150,7 +150,7 @@ class Reducer:
         self._touched = bytearray(len(self.parameters))  # had a gradient since the last round
         self._arrived = bytearray(len(self.parameters))  # in this round, in time for their bucket
         self._reporting = Reporting(len(self.parameters), self.collectives, self.buffers)
-        self._drift = DriftWatch(self.parameters, self.collectives.rank)
+        self._drift = DriftWatch(self.parameters, self.collectives.global_rank)
         self._weights.watch(self.parameters)
         self._make_buckets()
 
@@ -453,8 +453,8 @@ class Reducer:
         self._has_failed = False
         renews = report.all_moved or (report.moved and not self._reporting.deferred)
         try:
-            check_ranks(report, self.round, self.collectives.rank)
-            factor = mean_factor(report, self.divisor, self.round)
+            check_ranks(report, self.round, self.collectives.rank, self.collectives.global_ranks)
+            factor = mean_factor(report, self.divisor, self.round, self.collectives.global_ranks)
             newcomers = self._agree_anew() if renews else []
         except (PeerError, AgreementError, OptionError):
             self._has_failed = True
@@ -522,8 +522,8 @@ class Reducer:
         """What the last round's report said beside: every rank learns it here, before it sends anything."""
         report = self._reporting.read_deferred()
         if report is not None:
-            check_ranks(report, self.round, self.collectives.rank)
-            mean_factor(report, self.divisor, self.round)
+            check_ranks(report, self.round, self.collectives.rank, self.collectives.global_ranks)
+            mean_factor(report, self.divisor, self.round, self.collectives.global_ranks)
             if report.moved and not report.all_moved:  # else every rank has waited for the report
                 self._agree_anew()
                 self._renew()
@@ -705,7 +705,7 @@ class Reducer:
         before, had = self.parameters, [member.parameter.grad for member in self.parameters]
         own = self._touched, self._weights, self._drift
         self._touched = bytearray(len(self.parameters))
-        self._weights, self._drift = Weights(), DriftWatch(self.parameters, self.collectives.rank)
+        self._weights, self._drift = Weights(), DriftWatch(self.parameters, self.collectives.global_rank)
         self._joined = True
         for member in self.parameters:
             member.parameter.grad = None

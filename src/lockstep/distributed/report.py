@@ -150,34 +150,40 @@ def round_code(number: int) -> int:
     return number % _ROUNDS
 
 
-def check_ranks(report: Report, number: int, rank: int) -> None:
+def check_ranks(report: Report, number: int, rank: int, global_ranks: Sequence[int]) -> None:
     """Raise :class:`PeerError` if a rank failed, or is not in round ``number`` as this one, or not in the same
-    backward pass."""
-    if failed := [other for other, status in enumerate(report.ranks) if status.failed]:
+    backward pass; messages name each rank by its number in ``global_ranks``."""
+    me = global_ranks[rank]
+    if failed := [other for other, status in zip(global_ranks, report.ranks, strict=False) if status.failed]:
         raise PeerError(
-            f"rank {rank}: backward failed on rank {failed[0]} in round {number}; that rank's own error says why. No "
+            f"rank {me}: backward failed on rank {failed[0]} in round {number}; that rank's own error says why. No "
             "gradient has been handed out; every rank can go on with the next batch after zero_grad()"
         )
     mine = round_code(number)
-    for other, status in enumerate(report.ranks):
+    for other, status in zip(global_ranks, report.ranks, strict=False):  # one status, if all are alike
         if status.round != mine:
             ahead, behind = round_code(status.round - mine), round_code(mine - status.round)
             distance = f"{ahead} ahead" if ahead <= behind else f"{behind} behind"
             raise PeerError(
-                f"rank {rank} is in its synchronised backward number {number}, but rank {other} is {distance}: ranks "
+                f"rank {me} is in its synchronised backward number {number}, but rank {other} is {distance}: ranks "
                 "have not run the same number of them, and gradients of different steps would be mixed. Let every "
                 "rank run backward for every batch, or use join()"
             )
     weighted = any(status.weighted for status in report.ranks)
     if len(report.ranks) > 1:
-        check_passes([status.backward for status in report.ranks], not weighted, number, rank)
+        passes = {other: status.backward for other, status in zip(global_ranks, report.ranks, strict=True)}
+        check_passes(passes, not weighted, number, me)
 
 
-def mean_factor(report: Report, divisor: float, number: int) -> float:
-    """What turns a mean over ``divisor`` ranks into one over weights, where they were given."""
+def mean_factor(report: Report, divisor: float, number: int, global_ranks: Sequence[int]) -> float:
+    """What turns a mean over ``divisor`` ranks into one over weights, where they were given.
+
+    Raises :class:`OptionError`, which names the rank by its number in ``global_ranks``, if one has given none.
+    """
     if not report.weights:
         return 1.0
-    if unweighted := [rank for rank, status in enumerate(report.ranks) if not (status.weighted or status.joined)]:
+    ranks = zip(global_ranks, report.ranks, strict=False)
+    if unweighted := [rank for rank, status in ranks if not (status.weighted or status.joined)]:
         raise OptionError(
             f"rank {unweighted[0]} gave no weight in round {number}, others did; give one on every rank, 0 where "
             "there is nothing to count"

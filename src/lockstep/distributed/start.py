@@ -64,13 +64,13 @@ def check_equal_values(named: Sequence[tuple[str, Tensor]], collectives: Collect
             differs[slot.index] = not torch.equal(_bits(view), _bits(tensor))
     rows = [row.tolist() for row in collectives.all_gather(differs.to(collectives.device), "which of them differ")]
     for number, (name, _) in enumerate(named):
-        for rank, row in enumerate(rows):
+        for rank, row in zip(collectives.global_ranks, rows, strict=True):
             if row[number]:
                 raise OutOfSyncError(
                     f"parameter {name} was put into the module after it was replicated, and has other values on rank "
-                    f"{rank} than on rank 0, so gradients are of different networks; no gradient has been handed out. "
-                    "Give every rank the same values (the same checkpoint, the same seed, torch.distributed.broadcast) "
-                    "before forward, or replicate when the module is complete"
+                    f"{rank} than on rank {collectives.global_ranks[0]}, so gradients are of different networks; no "
+                    "gradient has been handed out. Give every rank the same values (the same checkpoint, the same "
+                    "seed, torch.distributed.broadcast) before forward, or replicate when the module is complete"
                 )
 
 
