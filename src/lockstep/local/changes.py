@@ -30,8 +30,8 @@ tree, or have few parts                any depth, by identity           part    
 inside others with more than 1,000     the sizes, first and last parts  a look: some us for     the attribute is
 parts                                  of the outer containers          each attribute          translated again
 an attribute of a scripted module      by value                         a look: 1 us for each   it is set
-an attribute that only the forward of  values of each ``__dict__``      a look: 10 ns for each  it starts from the
-another replica than the first sets                                     entry and replica       network's again
+an attribute that only the forward of  names' number and values         a look: 15 ns for each  it starts from the
+another replica than the first sets                                     and replica             network's again
 a replica's parameters, given other    address, shape, strides          0.2 us for each         the replica gets new
 data by its forward                                                     parameter and replica   ones
 ====================================== ================================ ======================= =======================
@@ -42,13 +42,14 @@ Not noticed, and why:
   the tree. A vocabulary would be gone through at each forward. (What does not lead there is the same object for all.)
 - What is inside an object of another kind than containers, methods, partial functions, weak references and dataclasses,
   and what a function closes over: nothing tells what may be opened. All replicas share it by reference.
-- What forward does inside containers of which each replica has its own, hooks that it puts on a replica other than the
-  first, attributes it sets in a scripted replica: each replica keeps them. What every replica's forward sets is each
-  one's own state, too, until the network's is set.
+- What forward does inside containers of which each replica has its own, hooks (or a whole table of them) that it puts
+  on a replica other than the first, attributes it sets in a scripted replica: each replica keeps them. What every
+  replica's forward sets is each one's own state, too, until the network's is set.
 - A write through ``.data`` while a forward of another thread runs: it is in time for the next use.
 """
 
 import operator
+from collections import defaultdict
 from collections.abc import Iterable
 from itertools import chain
 from typing import Any
@@ -62,6 +63,8 @@ from lockstep.local.parts import ATOMS
 
 _flatten = chain.from_iterable
 _ATOM_TYPES = frozenset(ATOMS)
+# in a replica's ``__dict__``: slots, which are looked at on their own, and hooks, of which each replica keeps its own
+_OF_NO_FORWARD = {*SLOTS, *OWN, CACHE, "_is_full_backward_hook"}
 
 
 class Structure:
@@ -74,7 +77,8 @@ class Structure:
         self._python = [m for m in modules if not isinstance(m, torch.jit.ScriptModule)]
         self._owners = [(m, slot, vars(m)[slot]) for m in self._python for slot in SLOTS]
         self._fixed = Contents(d for _, slot, d in self._owners if slot != "_buffers")
-        self._buffers = [d for _, slot, d in self._owners if slot == "_buffers"]
+        buffers = [d for _, slot, d in self._owners if slot == "_buffers"]
+        self._no_buffers, self._buffers = [d for d in buffers if not d], [d for d in buffers if d]
         self._buffer_state = self._of_buffers()
         self._script_state = [_script_slots(m) for m in self._scripted]
 
@@ -87,6 +91,7 @@ class Structure:
         return (
             not all(map(operator.is_, map(type, self._modules), self._types))
             or self._fixed.changed()
+            or any(self._no_buffers)
             or self._of_buffers() != self._buffer_state
             or not all(map(_alike, map(_script_slots, self._scripted), self._script_state))
         )
@@ -269,7 +274,7 @@ class Attributes:
 
 
 class CopyAttributes:
-    """The attributes of a copy's modules, to tell what a forward has set on it.
+    """The attributes of a copy's modules, but for hooks, to tell what a forward has set on it.
 
     One pass compares all values at once, by ``==``, which asks values only where they are not identical. A module on
     which something was set is looked at on its own from then on, by identity: no tensor is read each time.
@@ -283,13 +288,10 @@ class CopyAttributes:
 
     def changed(self) -> bool:
         """Whether any attribute was set or deleted since the last look."""
-        together = self._together
         try:
-            if list(map(len, together)) != self._sizes:
+            if list(map(len, self._together)) != self._sizes or self._found() != self._values:
                 return True
-            if list(_flatten(map(dict.values, together))) != self._values:
-                return True
-        except Exception:  # whatever ``==`` of a value raises, that value is not the one that was there
+        except Exception:  # a name is gone; or whatever ``==`` of a value raises, that value is another than there was
             return True
         return any(self._differing(index) for index in self._apart)
 
@@ -314,9 +316,17 @@ class CopyAttributes:
     def _differing(self, index: int) -> list[str]:
         now, then = self._now[index], self._then[index]
         names = [n for n, value in now.items() if n not in then or value is not then[n]]
-        return [n for n in (*names, *(n for n in then if n not in now)) if n not in SLOTS and n != CACHE]
+        return [n for n in (*names, *(n for n in then if n not in now)) if n not in _OF_NO_FORWARD]
 
     def _gather(self) -> None:
+        """Put together what :meth:`changed` looks at: the modules with the same names, which are fetched in one go."""
         self._together = [own for index, own in enumerate(self._now) if index not in self._apart]
         self._sizes = list(map(len, self._together))
-        self._values = list(_flatten(map(dict.values, self._together)))
+        alike: dict[tuple[str, ...], list[dict[str, Any]]] = defaultdict(list)
+        for own in self._together:
+            alike[tuple(name for name in own if name not in _OF_NO_FORWARD)].append(own)
+        self._alike = [(operator.itemgetter(*names), owns) for names, owns in alike.items() if names]
+        self._values = self._found()
+
+    def _found(self) -> list[list[Any]]:
+        return [list(map(fetch, owns)) for fetch, owns in self._alike]

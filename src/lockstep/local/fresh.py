@@ -46,8 +46,9 @@ class FreshSlots:
         buffers = [(index, name) for index, module in enumerate(modules) for name, _ in module._buffers.items()]
         self._slots = {"_buffers": (0, buffers), "_parameters": (len(buffers), loose)}
         slots = [(kind, index, name) for kind, (_, there) in self._slots.items() for index, name in there]
-        self._places = [(getattr(modules[index], kind), name) for kind, index, name in slots]
-        self._in_copies = [[(copy.holder(kind, index), name) for kind, index, name in slots] for copy in copies]
+        self._names = [name for _, _, name in slots]
+        self._holders = [getattr(modules[index], kind) for kind, index, _ in slots]
+        self._in_copies = [[copy.holder(kind, index) for kind, index, _ in slots] for copy in copies]
         self._bound: list[list[Tensor | None]] = []
         self._mirror: _Mirror | None = None
         self._shared: tuple[list[Tensor], list[Tensor]] = [], []
@@ -77,11 +78,11 @@ class FreshSlots:
         return exchanged
 
     def _now(self) -> list[Tensor | None]:
-        return [holder[name] for holder, name in self._places]
+        return list(map(operator.getitem, self._holders, self._names))
 
     def _still_bound(self) -> bool:
         """Whether no forward of a replica has put another tensor into a slot."""
-        now = chain.from_iterable((holder[name] for holder, name in places) for places in self._in_copies)
+        now = chain.from_iterable(map(operator.getitem, holders, self._names) for holders in self._in_copies)
         return all(map(operator.is_, now, chain.from_iterable(self._bound)))
 
     def _sort(self, found: list[Tensor | None]) -> None:
