@@ -398,7 +398,7 @@ def uses(*names: str) -> list[Operation]:
 
 
 USES = [
-    *uses("train", "train_around_evaluation", "train_before", "step", "gradients", "penalty"),
+    *uses("train", "train_around_evaluation", "train_before", "step", "step_before", "gradients", "penalty"),
     *uses("evaluate", "evaluate", "infer", "infer", "by_hand", "by_hand", "drop", "fail", "write_through"),
 ]
 
@@ -457,7 +457,7 @@ CHANGES = {
         "n.recompute = {b}",
         "n.method = n.layers[{i}].forward",
         "n.layers[{i}].__class__ = Negated",
-        "n.layers[{i}].__class__ = nn.Linear",
+        "n.layers[{i}].__class__ = nn.Linear; n.method = n.layers[{i}].forward",
         "n._buffers = dict(n._buffers)",
         "n.first._parameters = {{**n.first._parameters, 'weight': nn.Parameter(n.first.weight * {v})}}",
     ),
