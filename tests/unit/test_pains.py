@@ -525,11 +525,21 @@ def test_an_empty_last_batch(sim):
 
 def test_rows_are_lost_where_sizes_differ(reference):
     """Found while reading `zip(..., strict=False)` in PyTorch's scatter."""
+    inputs = {"a": torch.arange(5, device="sim:0"), "b": torch.arange(7, device="sim:0")}
+    theirs = reference.scatter(inputs, [0, 1, 2, 3])
+    assert sum(len(part["b"]) for part in theirs) < 7
+    with pytest.raises(LayoutError, match=r"inputs\['a'\] has size 5 there, and inputs\['b'\] has 7"):
+        scatter(inputs, [0, 1, 2, 3])
+
+
+def test_rows_are_lost_where_a_tensor_has_one_for_each_replica(reference):
+    """The same, where it is plain which replica gets which row."""
     inputs = {"a": torch.arange(5, device="sim:0"), "b": torch.arange(4, device="sim:0")}
     theirs = reference.scatter(inputs, [0, 1, 2, 3])
     assert sum(len(part["b"]) for part in theirs) < 4
-    with pytest.raises(LayoutError, match=r"inputs\['a'\] has size 5 there, and inputs\['b'\] has 4"):
-        scatter(inputs, [0, 1, 2, 3])
+    ours = scatter(inputs, [0, 1, 2, 3])
+    assert [part["b"].tolist() for part in ours] == [[0], [1], [2], [3]]
+    assert torch.cat([part["a"].cpu() for part in ours]).tolist() == [0, 1, 2, 3, 4]
 
 
 # ---------------------------------------------------------------------------- the caller's settings
