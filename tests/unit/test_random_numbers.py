@@ -1,5 +1,6 @@
 """Random numbers in replicas: each draws from a stream of its own, and a state that it reads gives the same again."""
 
+import itertools
 import threading
 import warnings
 from collections.abc import Callable
@@ -10,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from lockstep import DataParallel, data_parallel
+from lockstep import DataParallel, SyncBatchNorm, data_parallel
 from lockstep.local import current_replica, parallel_apply
 
 TIMEOUT = 20
@@ -61,6 +62,68 @@ def test_a_checkpointed_segment_draws_the_same_numbers_again(reentrant, use_step
         loss = parallel(x).mean()
         loss.backward()
     torch.testing.assert_close(network.weight.grad.sum(), loss.detach())  # the loss is linear in the weight
+
+
+class DroppedTogether(nn.Module):
+    """A dropout in a checkpointed segment, where the first to come lets another draw before it, if that can."""
+
+    def __init__(self, reentrant, together):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+        self.reentrant, self.together = reentrant, together
+        self.arrivals = itertools.count()
+        self.first_has_read, self.other_has_drawn = threading.Event(), threading.Event()
+        self.normalised = SyncBatchNorm(8)
+
+    def forward(self, x):
+        if self.together:
+            self.normalised(x)
+        return checkpoint(self.segment, x * self.weight, use_reentrant=self.reentrant)
+
+    def segment(self, x):
+        if in_backward():
+            return F.dropout(x, 0.5, True)
+        come_earlier = next(self.arrivals)
+        if come_earlier:
+            assert self.first_has_read.wait(TIMEOUT)
+        else:  # the checkpoint has read the state
+            self.first_has_read.set()
+            self.other_has_drawn.wait(0.3)  # it cannot, where the two take turns
+        dropped = F.dropout(x, 0.5, True)
+        if come_earlier:
+            self.other_has_drawn.set()
+        return dropped
+
+
+@pytest.mark.parametrize("use_step", [False, True], ids=["forward", "step"])
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("together", [False, True], ids=["alone", "after a meeting"])
+def test_replicas_on_one_accelerator_draw_the_same_numbers_again(sim, together, reentrant, use_step):
+    device = sim.devices(1)[0]
+    network = DroppedTogether(reentrant, together).to(device)
+    parallel = DataParallel(network, [device] * 3)
+    x = torch.randn(64, 8, device=device)
+    if use_step:
+        loss = parallel.step(lambda output: output.mean(), x)
+    else:
+        loss = parallel(x).mean()
+        loss.backward()
+    torch.testing.assert_close(network.weight.grad.sum(), loss.detach())
+
+
+def test_a_failure_lets_the_next_replica_on_the_accelerator_run(sim):
+    device = sim.devices(1)[0]
+    ran = []
+
+    def call(x):
+        ran.append(current_replica().index)
+        if len(ran) == 1:
+            raise ValueError("the first")
+        return x
+
+    with pytest.raises(ValueError, match="the first"):
+        parallel_apply([call] * 3, [torch.ones(1, device=device)] * 3)
+    assert ran == [0, 1, 2]
 
 
 class HostDrawn(nn.Module):

@@ -7,11 +7,13 @@ before a meeting makes the others fail there, instead of waiting for ever.
 
 import contextvars
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, ClassVar
 
 from lockstep.errors import ReplicaError
+from lockstep.local.turns import Turn
 
 
 class _Abandoned(ReplicaError):
@@ -23,7 +25,8 @@ class Exchange:
 
     Abandoned: ClassVar = _Abandoned
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, turns: Sequence[Turn]) -> None:
+        self._turns = turns
         self._changed = threading.Condition()
         self._count = count
         self._left: set[int] = set()
@@ -38,7 +41,7 @@ class Exchange:
         The n-th visit of each replica to a key is the same meeting. Raises a :class:`~lockstep.errors.ReplicaError`
         that names the replicas that ended without coming.
         """
-        with self._changed:
+        with self._turns[index].given_up(), self._changed:  # who is waited for may be on the same accelerator
             self.used = True
             visit = self._visits[key, index] = self._visits.get((key, index), 0) + 1
             meeting = self._meetings.setdefault((key, visit), [])

@@ -24,6 +24,7 @@ from lockstep.errors import LengthError, ReplicaError
 from lockstep.local.exchange import Exchange, Replica, current_replica, enter_replica
 from lockstep.local.random_streams import ReplicaStreams
 from lockstep.local.scatter_gather import move
+from lockstep.local.turns import Turn, turns_on
 from lockstep.tree import tensors_in
 
 
@@ -40,10 +41,13 @@ def parallel_apply(
         inputs: for each module a tuple or list of positional arguments, or anything else as the only argument.
         kwargs_tup: for each module its keyword arguments.
         devices: for each module its device, which is current while it runs, and to which tensors of its output are
-            moved. None takes that of the module's first tensor input, and moves nothing.
+            moved. None takes that of the module's first tensor input, and moves nothing, as PyTorch's Python
+            function; its C++ one moves outputs there.
 
     Returns the outputs in the order of the modules. Workers see the caller's grad mode, inference mode, autocast,
     current streams, default device, saved-tensor hooks and ``contextvars``, and share the caller's intra-op threads.
+    Modules, and what has tensors among its inputs, run one after the other where they are on one accelerator, whose
+    random generator they share.
 
     Raises :class:`~lockstep.errors.LengthError` if the lists differ in length. If modules fail, every other one is
     waited for first; then the first failure is raised as its own type, naming replica and device, with the original as
@@ -69,7 +73,12 @@ def parallel_apply(
         for module, args, kwargs, device in zip(modules, arguments, keywords, given, strict=True)
     ]
     places = [d or _device_of(args, kwargs) for d, args, kwargs in zip(given, arguments, keywords, strict=True)]
-    return run(calls, places)
+    found = [any(True for _ in tensors_in([*a, *k.values()])) for a, k in zip(arguments, keywords, strict=True)]
+    known = [
+        place if given[i] is not None or found[i] or isinstance(modules[i], torch.nn.Module) else None
+        for i, place in enumerate(places)
+    ]
+    return run(calls, places, known)
 
 
 def _apply(
@@ -97,11 +106,19 @@ class _Failure:
     error: BaseException
 
 
-def run(calls: Sequence[Callable[[], Any]], devices: Sequence[torch.device]) -> list[Any]:
-    """Run calls side by side, each on its device, and return their results; failures as in :func:`parallel_apply`."""
+def run(
+    calls: Sequence[Callable[[], Any]],
+    devices: Sequence[torch.device],
+    shared: Sequence[torch.device | None] | None = None,
+) -> list[Any]:
+    """Run calls side by side, each on its device, and return their results; failures as in :func:`parallel_apply`.
+
+    Calls on one accelerator take turns; ``shared`` has None for those of which nothing tells that they compute there.
+    """
     if not calls:
         return []
-    results = [_run_here(calls[0], devices[0])] if len(calls) == 1 else _run_on_workers(calls, devices)
+    turns = turns_on(devices if shared is None else shared)
+    results = [_run_here(calls[0], devices[0])] if len(calls) == 1 else _run_on_workers(calls, devices, turns)
     failures = [(i, result.error) for i, result in enumerate(results) if isinstance(result, _Failure)]
     if failures:
         _raise(failures, devices)
@@ -117,11 +134,13 @@ def _run_here(call: Callable[[], Any], device: torch.device) -> Any:
         return _Failure(error)
 
 
-def _run_on_workers(calls: Sequence[Callable[[], Any]], devices: Sequence[torch.device]) -> list[Any]:
+def _run_on_workers(
+    calls: Sequence[Callable[[], Any]], devices: Sequence[torch.device], turns: Sequence[Turn]
+) -> list[Any]:
     context = CallerContext.capture(devices)
     total = torch.get_num_threads()
     shares = iter(_shares(total, sum(device.type == "cpu" for device in devices)))
-    group = _Group(context, len(calls))
+    group = _Group(context, turns)
     streams = ReplicaStreams(len(calls))
     workers = _pool.take(len(calls))
     for index, (worker, call, device) in enumerate(zip(workers, calls, devices, strict=True)):
@@ -149,10 +168,10 @@ def _shares(total: int, parts: int) -> list[int]:
 class _Group:
     """The jobs of one call: their results, and a way to wait until the last of them has ended."""
 
-    def __init__(self, context: CallerContext, count: int) -> None:
-        self.context, self.exchange = context, Exchange(count)
-        self.results: list[Any] = [None] * count
-        self._running, self._lock = count, threading.Lock()
+    def __init__(self, context: CallerContext, turns: Sequence[Turn]) -> None:
+        self.context, self.turns, self.exchange = context, turns, Exchange(len(turns), turns)
+        self.results: list[Any] = [None] * len(turns)
+        self._running, self._lock = len(turns), threading.Lock()
         self._ended: queue.SimpleQueue[None] = queue.SimpleQueue()
 
     def end(self, index: int, result: Any) -> None:
@@ -198,7 +217,7 @@ class _Job:
     def _called(self) -> Any:
         group = self.group
         enter_replica(Replica(self.index, len(group.results), group.exchange, current_replica()))
-        with self.streams.drawing_from(self.index):
+        with group.turns[self.index].taken(), self.streams.drawing_from(self.index):
             return group.context.run(self.call, self.device)
 
 
