@@ -22,6 +22,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize
 
 import lockstep
+from lockstep import DataParallel
 from lockstep.errors import DeviceError, NotReplicableError
 from lockstep.local import ReplicaSet, replicate
 from lockstep.local.contents import identical
@@ -1676,3 +1677,32 @@ def test_a_network_that_has_replicas_loads_where_there_is_no_lockstep(tmp_path):
     )
     loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert float(loaded.stdout) == pytest.approx(network(torch.ones(1, 2)).item())
+
+
+@pytest.mark.parametrize("how", ["load_state_dict", "double"])
+def test_parameters_that_were_swapped_in_place_get_their_gradients(how, devices, first):
+    network = nn.Linear(3, 2).to(first)
+    parallel = DataParallel(network, devices(2))
+    x = torch.randn(4, 3, device=first)
+    parallel(x).sum().backward()
+    parallel.step(lambda output: output.mean(), x)
+    network.zero_grad()
+    weight = network.weight
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        if how == "double":
+            network.double()
+        else:  # the swapped parameter is at the same address
+            network.load_state_dict({name: value + 1 for name, value in network.state_dict().items()})
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    assert network.weight is weight
+    x = x.to(weight.dtype)
+    for use in (lambda: parallel(x).mean().backward(), lambda: parallel.step(lambda output: output.mean(), x)):
+        network.zero_grad()
+        use()
+        expected = copy.deepcopy(network)
+        expected.zero_grad()
+        expected(x).mean().backward()
+        torch.testing.assert_close(network.weight.grad, expected.weight.grad)
+        torch.testing.assert_close(network.bias.grad, expected.bias.grad)

@@ -463,6 +463,22 @@ def test_intra_op_threads_are_split(total):
         torch.set_num_threads(before)
 
 
+def test_nested_calls_leave_new_threads_the_callers_intra_op_threads():
+    before = torch.get_num_threads()
+
+    def count_in_a_new_thread():
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(torch.get_num_threads).result()
+
+    torch.set_num_threads(4)
+    try:
+        for _ in range(2):  # in the second, the outer workers have their share already
+            run(lambda: run(torch.get_num_threads, 2, ["cpu"] * 2), 2, ["cpu"] * 2)
+            assert (torch.get_num_threads(), count_in_a_new_thread()) == (4, 4)
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_workers_of_accelerators_leave_the_intra_op_threads(sim):
     before = torch.get_num_threads()
     torch.set_num_threads(4)

@@ -10,6 +10,7 @@ from torch import Tensor
 _version_of: Callable[[Tensor], int] = Tensor._version.__get__  # type: ignore[attr-defined]
 _requires_grad: Callable[[Tensor], bool] = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 _dtype: Callable[[Tensor], torch.dtype] = Tensor.dtype.__get__  # type: ignore[attr-defined]
+_implementation: Callable[[Tensor], int] = Tensor._cdata.__get__  # type: ignore[attr-defined]
 _never = itertools.count()
 
 
@@ -49,12 +50,18 @@ class Tensors:
         self.tensors = tensors
         self._versions = _versions(tensors)
         self._devices = [t.device for t in tensors]
+        self._implementations = list(map(_implementation, tensors))
         self._addresses, self._layouts, self._kinds = addresses(tensors), layouts(tensors), kinds(tensors)
         self._gradients = list(map(_requires_grad, tensors))
 
     def moved(self) -> bool:
-        """Whether any tensor's data is elsewhere now: moved, retyped, resized, or replaced through ``.data``."""
+        """Whether any tensor's data is elsewhere now: moved, retyped, resized, or replaced through ``.data``.
+
+        Or it has become another in place, by ``torch.utils.swap_tensors``: its gradients then go elsewhere, too.
+        """
         if addresses(self.tensors) != self._addresses or layouts(self.tensors) != self._layouts:
+            return True
+        if list(map(_implementation, self.tensors)) != self._implementations:
             return True
         return not all(self._addresses) and self.retyped()  # no data has no address
 

@@ -148,8 +148,7 @@ def _run_on_workers(
         worker.jobs.put(_Job(call, device, index, group, context.variables.copy(), threads, streams))
     interrupted = group.wait()
     streams.end()
-    if any(worker.changed_threads for worker in workers):
-        torch.set_num_threads(total)  # what a worker sets for itself is also the default of threads yet to be started
+    _threads.restore(total)
     _pool.give_back(workers)
     if interrupted is not None:
         raise interrupted
@@ -163,6 +162,31 @@ def _run_on_workers(
 def _shares(total: int, parts: int) -> list[int]:
     """Intra-op threads for each CPU worker: the caller's, split, at least one each."""
     return [max(1, total // parts + (i < total % parts)) for i in range(parts)]
+
+
+class _IntraOpThreads:
+    """How many intra-op threads workers have: what one sets for itself is also the default of threads yet to start."""
+
+    def __init__(self) -> None:
+        self._default: int | None = None  # what was set last here
+
+    def set(self, count: int) -> None:
+        """Give the calling thread so many."""
+        if count != torch.get_num_threads():  # asked anew each time: a forward may have set another number
+            self._default = count
+            torch.set_num_threads(count)
+
+    def restore(self, count: int) -> None:
+        """Make ``count``, which the calling thread has, the default again.
+
+        Also where only a call inside a worker has set another: for that call, the worker's share was the default.
+        """
+        if self._default not in (None, count):
+            self._default = count
+            torch.set_num_threads(count)
+
+
+_threads = _IntraOpThreads()
 
 
 class _Group:
@@ -228,16 +252,13 @@ class _Worker:
 
     def __init__(self) -> None:
         self.jobs: queue.SimpleQueue[_Job] = queue.SimpleQueue()
-        self.changed_threads = False
         threading.Thread(target=self._loop, name=f"lockstep-worker-{next(self._numbers)}", daemon=True).start()
 
     def _loop(self) -> None:
         while True:
             job = self.jobs.get()
-            # asked anew each time: a forward may have set another number in this thread
-            self.changed_threads = job.threads is not None and job.threads != torch.get_num_threads()
-            if job.threads is not None and self.changed_threads:
-                torch.set_num_threads(job.threads)
+            if job.threads is not None:
+                _threads.set(job.threads)
             group, index, result = job.group, job.index, job.result()
             del job  # before the caller goes on: a waiting worker must not keep tensors alive
             group.end(index, result)
