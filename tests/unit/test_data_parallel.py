@@ -10,6 +10,7 @@ import pickle
 import subprocess
 import sys
 import warnings
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -599,3 +600,14 @@ def test_a_shared_mask_and_a_count_for_each_device_give_what_one_device_gives(de
         torch.testing.assert_close(parameter.grad, grad)
     out = data_parallel(plain, (x, shared(mask)), devices)
     torch.testing.assert_close(out, plain(x, mask))
+
+
+@pytest.mark.parametrize("before", [nn.Sigmoid, partial(nn.Linear, 4, 4)], ids=["saves its output", "does not"])
+def test_a_first_layer_that_writes_in_place_after_another_data_parallel(devices, first, x, before):
+    one = nn.Sequential(nn.Linear(4, 4), before()).to(first)
+    other = nn.Sequential(nn.Threshold(0.4, 0.1, inplace=True), nn.Linear(4, 2)).to(first)
+    expected = copy.deepcopy(nn.Sequential(one, nn.Threshold(0.4, 0.1), other[1]))
+    DataParallel(other, devices(2))(DataParallel(one, devices(2))(x)).square().sum().backward()
+    expected(x).square().sum().backward()
+    for parameter, reference in zip([*one.parameters(), *other.parameters()], expected.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, reference.grad)

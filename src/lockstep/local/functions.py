@@ -139,8 +139,9 @@ class Scatter(Function):
     """Split along a dimension over devices: ``Scatter.apply(devices, chunk_sizes, dim, tensor)``.
 
     ``chunk_sizes`` None splits evenly. Copies from the CPU to an accelerator run on a side stream of that device, which
-    its current stream then waits for. Backward is :class:`Gather` to the input's device. Communicates one copy a chunk,
-    each way. Stands for ``torch.nn.parallel._functions.Scatter``.
+    its current stream then waits for. Chunks of an input that needs a gradient may be written in place. Backward is
+    :class:`Gather` to the input's device. Communicates one copy a chunk, each way. Stands for
+    ``torch.nn.parallel._functions.Scatter``.
 
     >>> import torch
     >>> Scatter.apply(["cpu", "cpu"], None, 0, torch.arange(3))
@@ -159,7 +160,7 @@ class Scatter(Function):
         ctx.dim, ctx.source, ctx.made_in_backward = dim, tensor.device, _made_in_backward()
         targets = resolve_devices(devices)
         if tensor.device.type != "cpu":
-            return comm.scatter(tensor, targets, chunk_sizes, dim)
+            return _apart(comm.scatter(tensor, targets, chunk_sizes, dim), tensor)
         streams = [side_stream(target) for target in targets]
         chunks = comm.scatter(tensor, targets, chunk_sizes, dim, streams)
         for chunk, stream in zip(chunks, streams, strict=False):
@@ -167,13 +168,24 @@ class Scatter(Function):
                 current = torch.accelerator.current_stream(chunk.device)
                 current.wait_stream(stream)
                 chunk.record_stream(current)
-        return chunks
+        return _apart(chunks, tensor)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Put the gradients of the chunks together."""
         _note_second_order(ctx)
         return None, None, None, Gather.apply(ctx.source, ctx.dim, *grads)
+
+
+def _apart(chunks: Sequence[torch.Tensor], tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The chunks, none in the memory of a tensor that needs a gradient.
+
+    Autograd lets nobody write to one of several views in place, as the first layer of a replica may.
+    """
+    if not tensor.requires_grad:
+        return tuple(chunks)
+    memory = tensor.untyped_storage().data_ptr()
+    return tuple(c.clone() if c.untyped_storage().data_ptr() == memory else c for c in chunks)
 
 
 class ReduceAdd(Function):
