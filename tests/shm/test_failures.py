@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -22,7 +23,7 @@ from torch import nn
 
 import lockstep
 from lockstep.distributed import ProcessGroupShm, ShmOptions
-from lockstep.distributed.shm import mapping, meeting, rest
+from lockstep.distributed.shm import mapping, meeting, rest, works
 from lockstep.distributed.shm.arithmetic import Reduction
 from lockstep.distributed.shm.one_host import BLOCK_BYTES
 from lockstep.distributed.shm.peers import Peers
@@ -546,6 +547,45 @@ def test_destroying_a_group_ends_what_waits():
     assert [kind for kind, _ in raised] == [CommunicationError] * 3
 
 
+def destroys_with_callbacks(rank, allowed):
+    """Destroy the group while callbacks of futures do not return, each in a thread of its own."""
+    begun = threading.Semaphore(0)
+
+    def never_returns(_):
+        begun.release()
+        allowed.wait(60)
+
+    for _ in range(4):
+        dist.barrier(group=rank.group, async_op=True).get_future().then(never_returns)
+        assert begun.acquire(timeout=10)
+    raised = error_of(rank.group.shutdown)
+    allowed.set()
+    return raised
+
+
+def test_destroying_a_group_waits_no_longer_for_many_callbacks_than_for_one(monkeypatch):
+    monkeypatch.setattr(works, "CLOSE_SECONDS", 1.0)
+    kind, _, seconds = run_ranks(1, destroys_with_callbacks, threading.Event(), hosts="a")[0]
+    assert kind is None
+    assert seconds < 3
+
+
+def test_a_rank_that_cannot_say_that_it_leaves_stops_waiting_all_the_same(peers, monkeypatch):
+    def send(_peers, _message):
+        raise OSError(105, "No buffer space available")
+
+    first = peers[0]
+    waiting = []
+    thread = threading.Thread(target=lambda: waiting.append(error_of(lambda: first.exchange(b"P", 20))))
+    thread.start()
+    for other in peers[1:]:  # it has sent, and waits
+        assert select.select([other._sockets[0]], [], [], 10)[0]
+    monkeypatch.setattr(Peers, "send", send)
+    first.leave()
+    thread.join(10)
+    assert [kind for kind, _, _ in waiting] == [CommunicationError]
+
+
 def destroys_twice(rank):
     dist.barrier(group=rank.group)
     rank.group.shutdown()
@@ -886,6 +926,24 @@ def test_a_rank_that_is_killed_in_what_goes_another_way_is_named_at_once(call, i
         assert "rank 1 has died" in text
         assert seconds < 3
         assert ending < 3
+
+
+def is_killed_before_a_message(rank, call):
+    """Rank 1 is killed where rank 0 sends to it, or waits for what it sends."""
+    x = torch.ones(BIG)
+    dist.send(x, 1) if rank.rank == 0 else dist.recv(x, 0)
+    if rank.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return error_of(lambda: [call(x, 1) for _ in range(100)])
+
+
+@pytest.mark.parametrize("call", [dist.send, dist.recv])
+def test_a_rank_that_is_killed_is_named_by_who_sends_to_it_or_receives(call):
+    outcomes = run_processes(2, is_killed_before_a_message, call, backend="shm", group_timeout=6, errors=True)
+    kind, text, _ = outcomes[0].result
+    assert kind is CommunicationError
+    assert "rank 0" in text
+    assert ("to rank 1: " if call is dist.send else "from rank 1: ") in text
 
 
 def in_child(function):

@@ -270,7 +270,8 @@ class Peers:
             self._last_words = reason or self._last_words
             with suppress(OSError):  # the other thread has just closed everything
                 self.send(b"L" if reason is None else b"A" + reason.encode()[: LONGEST - 1])
-                self._closing.set()
+            self._closing.set()  # also if it could not be sent: the other thread must not wait on
+            with suppress(OSError):
                 os.eventfd_write(self._wake, 1)
 
     def check_open(self) -> None:

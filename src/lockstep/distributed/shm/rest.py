@@ -10,7 +10,8 @@ import threading
 import time
 import weakref
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -80,6 +81,56 @@ def finish(work: Any, group: Any, ranks: Runner) -> None:
             ranks.look()
             time.sleep(LOOK_SECONDS / 10)
         raise CommunicationError(f"Gloo, beside the shm process group: {str(error).splitlines()[0]}") from error
+
+
+class MessageWork(dist.Work):
+    """A message to or from one rank, on its way: what Gloo does, with errors that name the rank."""
+
+    def __init__(self, begin: Callable[[], Any], tensors: list[Tensor], what: str) -> None:
+        super().__init__()
+        self._tensors, self._what = tensors, what
+        with self._errors():
+            self._work = begin()
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            raise CommunicationError(
+                f"{self._what}: that rank has died, has left, or did not answer in time; look at its errors "
+                f"(Gloo, beside the shm process group: {str(error).splitlines()[0]})"
+            ) from error
+
+    @outside_compiler
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Return when the message has been sent, or is here; an error names the other rank."""
+        with self._errors():
+            return bool(self._work.wait(timeout) if timeout > timedelta(0) else self._work.wait())
+
+    def synchronize(self) -> None:
+        """Wait; there is no stream to do it for."""
+        self.wait()
+
+    def is_completed(self) -> bool:
+        """Whether it is over."""
+        return bool(self._work.is_completed())
+
+    def is_success(self) -> bool:
+        """Whether it is over and has not failed."""
+        return bool(self._work.is_success())
+
+    def exception(self) -> Any:
+        """What Gloo raised."""
+        return self._work.exception()
+
+    def result(self) -> list[Tensor]:
+        """The tensors of the message."""
+        return self._tensors
+
+    def get_future(self) -> Any:
+        """What Gloo has as its future: none, up to now."""
+        return self._work.get_future()
 
 
 class CollectivesOfGloo:
@@ -178,12 +229,16 @@ class CollectivesOfGloo:
     @outside_compiler
     def send(self, tensors: list[Tensor], dstRank: int, tag: int = 0) -> Any:
         """Send tensors to one rank."""
-        return self._gloo().send(tensors, dstRank, tag)
+        group = self._gloo()
+        what = f"send from rank {self._global_ranks[self.rank()]} to rank {self._global_ranks[dstRank]}"
+        return MessageWork(lambda: group.send(tensors, dstRank, tag), tensors, what)
 
     @outside_compiler
     def recv(self, tensors: list[Tensor], srcRank: int, tag: int = 0) -> Any:
         """Receive tensors from one rank."""
-        return self._gloo().recv(tensors, srcRank, tag)
+        group = self._gloo()
+        what = f"receive on rank {self._global_ranks[self.rank()]} from rank {self._global_ranks[srcRank]}"
+        return MessageWork(lambda: group.recv(tensors, srcRank, tag), tensors, what)
 
     @outside_compiler
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> Any:

@@ -6,6 +6,7 @@ completed by a worker while another one stands by.
 """
 
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -26,7 +27,7 @@ _exit: Callable[[Any], None] = torch.autograd._record_function_with_args_exit  #
 SMALL_BYTES = 1024
 """What the outputs of a work may hold that is kept for a while."""
 CLOSE_SECONDS = 5.0
-"""How long the end of a group waits for a callback of a future that does not return."""
+"""How long the end of a group waits for callbacks of futures that do not return, however many they are."""
 
 
 class ShmWork(dist.Work):
@@ -155,7 +156,7 @@ class WorkQueue:
         return future
 
     def close_and_wait(self) -> None:
-        """Begin nothing any more, and return when no thread is at work; what has not begun fails."""
+        """Begin nothing any more, and return when no thread is at work, or soon; what has not begun fails."""
         with self._condition:
             self._closed = True
             self._condition.notify_all()
@@ -163,8 +164,9 @@ class WorkQueue:
                 self._run_next()
             self._recent.clear()
             workers = [each for each in self._workers if each is not threading.current_thread()]
+        until = time.monotonic() + CLOSE_SECONDS
         for worker in workers:
-            worker.join(CLOSE_SECONDS)
+            worker.join(max(0.0, until - time.monotonic()))
 
     def _run_next(self) -> None:
         """Run the first collective. Called, and left, with the condition held."""
