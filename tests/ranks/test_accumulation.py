@@ -6,12 +6,15 @@ import contextlib
 import copy
 import threading
 import warnings
+from typing import NamedTuple
 
 import pytest
 import torch
 from torch import nn
 
 import lockstep
+from lockstep.distributed.report import Report
+from lockstep.distributed.reporting import Reporting
 from threaded import count_collectives, run_ranks
 
 
@@ -347,7 +350,7 @@ def test_a_step_on_gradients_that_are_not_synchronised_is_told():
     messages = sorted(str(warning.message) for warning in caught)
     assert len(messages) == 2
     for rank, message in enumerate(messages):
-        assert f"rank {rank}: parameter weight was changed while its gradient was only this rank's" in message
+        assert f"rank {rank}: parameter weight was changed while its gradient was only one rank's" in message
 
 
 def step_on_data(parameters):
@@ -379,15 +382,99 @@ def forget_by_hand(rank, step, dtype, shape):
 
 
 @pytest.mark.parametrize(("dtype", "shape"), [(torch.float32, ()), (torch.bfloat16, (100, 30)), (torch.float64, (7,))])
-@pytest.mark.parametrize(("step", "told"), [(step_on_data, 4), (add_to_data, 4), (other_data, 4), (no_step, 0)])
+@pytest.mark.parametrize(("step", "told"), [(step_on_data, 2), (add_to_data, 2), (other_data, 2), (no_step, 0)])
 def test_a_step_by_hand_on_gradients_that_are_not_synchronised_is_told(step, told, dtype, shape):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         run_ranks(2, forget_by_hand, step, dtype, shape)
     messages = [str(warning.message) for warning in caught]
     assert len(messages) == told
-    assert all("parameter 0 was changed while its gradient was only this rank's" in message for message in messages)
+    assert all("parameter 0 was changed while its gradient was only one rank's" in message for message in messages)
 
 
 def test_ordinary_steps_are_not():
     run_ranks(2, forget, [True, True, None, None, True])  # warnings are errors
+
+
+def load_all(module, checkpoint):
+    module.load_state_dict(checkpoint)
+
+
+def load_a_part(module, checkpoint):
+    getattr(module, "module", module)[0].load_state_dict(
+        {"weight": checkpoint["0.weight"], "bias": checkpoint["0.bias"]}
+    )
+
+
+def copy_in(module, checkpoint):
+    for p in module.parameters():
+        p.data.copy_(checkpoint["0.bias"].mean())
+
+
+def initialise(module, checkpoint):
+    for p in module.parameters():
+        nn.init.constant_(p, 0.5)
+
+
+def load_between(rank, kind, load, passes, ranks):
+    """Values change between two micro-batches on some ranks; the second one synchronises, or one after it."""
+    module = attach(rank, kind, rank.make(network))
+    plain = getattr(module, "module", module)
+    checkpoint = {name: value + 1.0 for name, value in plain.state_dict().items()}
+    for step in range(3):
+        module.zero_grad()
+        for part in range(passes):
+            with lockstep.accumulate(module, last=part == passes - 1):
+                module(rows(part, rank.rank)).square().mean().backward()
+            if step == 1 and part == 0 and rank.rank in ranks:
+                load(plain, checkpoint)
+    module(rows(0, rank.rank)).square().mean().backward()  # where it is read later, it is told here
+    return [rank.all_equal(p.grad) for p in plain.parameters()]
+
+
+def read_later(self, row, quiet):
+    """`Reporting.read`, as it is on an accelerator."""
+    self._deferred = ReadLater(row[: self._layout.cargo.start].clone())
+    return Report(None, [], [], []) if quiet else self._layout.read(self._deferred.arrived())
+
+
+class ReadLater(NamedTuple):
+    row: torch.Tensor
+
+    def arrived(self):
+        return self.row
+
+
+laters = pytest.mark.parametrize("later", [False, True])
+
+
+@kinds
+@laters
+@pytest.mark.parametrize("passes", [2, 3])
+@pytest.mark.parametrize("load", [load_all, load_a_part, copy_in, initialise], ids=lambda each: each.__name__)
+def test_values_that_all_ranks_load_between_micro_batches_are_no_drift(kind, load, passes, later, monkeypatch):
+    if later:
+        monkeypatch.setattr(Reporting, "read", read_later)
+    assert run_ranks(2, load_between, kind, load, passes, [0, 1]) == [[True] * 4] * 2  # warnings are errors
+
+
+@laters
+@pytest.mark.parametrize("only", [0, 1])
+def test_values_that_one_rank_loads_between_micro_batches_are_told_on_all(only, later, monkeypatch):
+    if later:
+        monkeypatch.setattr(Reporting, "read", read_later)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run_ranks(2, load_between, "module", load_all, 2, [only])
+    messages = sorted(str(warning.message) for warning in caught)
+    assert [message[:7] for message in messages] == ["rank 0:", "rank 1:"]
+    assert all("has other values on rank 1 than on rank 0" in message for message in messages)
+
+
+def test_steps_that_are_never_synchronised_are_told():
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run_ranks(2, forget, [False, False, False])
+    messages = [str(warning.message) for warning in caught]
+    assert len(messages) == 2
+    assert all("weight was changed while its gradient was only one rank's, again and again" in m for m in messages)

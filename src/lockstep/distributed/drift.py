@@ -3,13 +3,27 @@
 import warnings
 from collections.abc import Sequence
 from ctypes import string_at
+from typing import NamedTuple
 
 from torch.nn import Parameter
 
+from lockstep.distributed.collectives import Collectives
 from lockstep.distributed.dtensors import is_dtensor
 from lockstep.distributed.gradients import ManagedParameter
+from lockstep.distributed.start import find_difference
 
 _PARAMETERS, _BYTES = 3, 64  # of so many parameters so many bytes are compared
+
+
+class Drift(NamedTuple):
+    """What has drifted apart."""
+
+    name: str
+    """The first parameter that has other values on another rank."""
+    other: int | None
+    """The rank that has other values than the group's first; None if nothing has been compared."""
+    first: int = 0
+    """The group's first rank."""
 
 
 class DriftWatch:
@@ -17,6 +31,10 @@ class DriftWatch:
 
     A change through ``p.data`` leaves the counter as it was. On the CPU, where looking does not mean waiting, the first
     bytes of some parameters are compared, too: a step changes nearly all.
+
+    A change is not a drift yet: a checkpoint may have been loaded, on all ranks. So it is a suspicion, which the rank's
+    report tells; then the ranks compare values. Without a pass that synchronises they cannot: there, a second change is
+    taken for a step.
     """
 
     def __init__(self, parameters: Sequence[ManagedParameter], global_rank: int) -> None:
@@ -25,9 +43,12 @@ class DriftWatch:
         plain = [member for member in parameters if not is_dtensor(member.parameter)]
         self._some = plain[:: max(1, -(-len(plain) // _PARAMETERS))]
         self._first_bytes: list[bytes] = []
+        self.suspects = False
+        """Whether parameters were changed while their gradient was only this rank's, and have not been compared."""
 
     def look(self, synchronises: bool) -> None:
-        """A backward pass begins; warns if parameters have changed since one that did not synchronise."""
+        """A backward pass begins; warns if parameters have changed twice since one that synchronised, and this one does
+        not."""
         before = self._versions
         if before is None and synchronises:
             return
@@ -36,12 +57,18 @@ class DriftWatch:
         changed = None if before is None else self._changed(before, versions, first_bytes)
         self._versions, self._first_bytes = (None, []) if synchronises else (versions, first_bytes)
         if changed is not None:
-            warnings.warn(
-                f"rank {self._global_rank}: parameter {changed} was changed while its gradient was only this rank's: "
-                "the replicas have drifted apart. The last backward before optimizer.step() must not be under "
-                "no_sync() or set_requires_gradient_sync(False)",
-                stacklevel=3,
-            )
+            again, self.suspects = self.suspects, True
+            if again and not synchronises:
+                warn_of_drift(Drift(changed, None), self._global_rank)
+
+    def compare(self, parameters: Sequence[ManagedParameter], collectives: Collectives) -> Drift | None:
+        """Compare values with the other ranks, which all do; returns what differs, the same on every rank.
+
+        Communicates what :func:`find_difference` does.
+        """
+        self.suspects = False
+        found = find_difference([(each.name, each.parameter) for each in parameters], collectives)
+        return None if found is None else Drift(*found, collectives.global_ranks[0])
 
     def _changed(self, before: Sequence[int], versions: Sequence[int], first_bytes: Sequence[bytes]) -> str | None:
         """The name of the first parameter that has other values than it had."""
@@ -54,7 +81,7 @@ class DriftWatch:
         return None
 
     def forget(self) -> None:
-        """Gradients are common again."""
+        """Gradients are common again; what is suspected is still to be compared."""
         self._versions, self._first_bytes = None, []
 
 
@@ -64,3 +91,16 @@ def _first_bytes(parameters: Sequence[Parameter]) -> list[bytes]:
         string_at(p.data_ptr(), min(_BYTES, p.nbytes)) if p.is_cpu and p.is_contiguous() and p.nbytes else b""
         for p in parameters
     ]
+
+
+def warn_of_drift(drift: Drift | None, rank: int) -> None:
+    """Warn of a forgotten synchronisation, if replicas have drifted apart."""
+    if drift is not None:
+        differs = f", and has other values on rank {drift.other} than on rank {drift.first}"
+        how = ", again and again" if drift.other is None else differs
+        warnings.warn(
+            f"rank {rank}: parameter {drift.name} was changed while its gradient was only one rank's{how}: the "
+            "replicas have drifted apart. The last backward before optimizer.step() must not be under no_sync() or "
+            "set_requires_gradient_sync(False)",
+            stacklevel=3,
+        )

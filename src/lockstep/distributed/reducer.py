@@ -43,7 +43,7 @@ from lockstep.distributed.buckets_in_use import BucketsInUse
 from lockstep.distributed.buffers import BufferSync
 from lockstep.distributed.collectives import Collectives, plain_memory
 from lockstep.distributed.conductor import Conductor
-from lockstep.distributed.drift import DriftWatch
+from lockstep.distributed.drift import Drift, DriftWatch, warn_of_drift
 from lockstep.distributed.gradients import GradientBucket, ManagedParameter
 from lockstep.distributed.hooks import Hook, HookChain, Waitable, check_hook, name_of
 from lockstep.distributed.late import reduce_again, reduce_late
@@ -398,7 +398,8 @@ class Reducer:
     def _write_report(self, row: Tensor, failed: bool = False) -> None:
         backward = None if self._passive else self.passes.summarize()
         weight = Weight(self._weights.total, bool(self._weights.earlier.copies))
-        status = RankStatus(round_code(self.round), failed, self._weights.given, self._joined, self._moved, backward)
+        flags = failed, self._weights.given, self._joined, self._moved, self._drift.suspects
+        status = RankStatus(round_code(self.round), *flags, backward)
         self._reporting.write(row, self._touched, list(self._late), status, weight)
 
     # ---------------------------------------------------------------------------------- finish
@@ -416,6 +417,7 @@ class Reducer:
                     self.open = self.reducing = True
                     self._passive = not self.passes.is_reached
                     self._open_round_or_abandon()
+                    self._drift.look(True)
                 if not self.reducing:
                     return ()
                 self._get_ready()
@@ -452,10 +454,12 @@ class Reducer:
         report = self._reporting.read(row, quiet=self._is_quiet())
         self._has_failed = False
         renews = report.all_moved or (report.moved and not self._reporting.deferred)
+        compares = report.all_changed or (report.changed and not self._reporting.deferred)
         try:
             check_ranks(report, self.round, self.collectives.rank, self.collectives.global_ranks)
             factor = mean_factor(report, self.divisor, self.round, self.collectives.global_ranks)
             newcomers = self._agree_anew() if renews else []
+            drift = self._find_drift() if compares else None
         except (PeerError, AgreementError, OptionError):
             self._has_failed = True
             self._reporting.drop_deferred()  # it has been raised
@@ -468,6 +472,7 @@ class Reducer:
             self._renew()
         elif self._plan.adapt(report):
             self._make_buckets()
+        warn_of_drift(drift, self.collectives.global_rank)
         return reduced
 
     def _send_rest(self) -> None:
@@ -516,6 +521,7 @@ class Reducer:
         one before: others that have not read of that yet fail in this one."""
         settled = self._plan.is_whole and self._plan.arrivals is None and 0 not in self._touched
         unusual = self._late or self._weights.given or self._joined or self._moved or self._has_failed
+        unusual = unusual or self._drift.suspects
         return settled and not unusual
 
     def _read_deferred(self) -> None:
@@ -527,6 +533,13 @@ class Reducer:
             if report.moved and not report.all_moved:  # else every rank has waited for the report
                 self._agree_anew()
                 self._renew()
+            if report.changed and not report.all_changed:
+                warn_of_drift(self._find_drift(), self.collectives.global_rank)
+
+    def _find_drift(self) -> Drift | None:
+        """Compare the parameters, as they are now, with those of all other ranks, which do the same."""
+        members = self._members()
+        return self._drift.compare(self.parameters if members is None else members.parameters, self.collectives)
 
     def _agree_anew(self) -> list[ManagedParameter]:
         """Agree with all ranks on which parameters there are; returns the new ones that any rank has a gradient of."""

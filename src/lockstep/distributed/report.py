@@ -6,7 +6,8 @@ own, or whole numbers so small that their sum is exact, or is at least not zero,
     used     one for each parameter    1 where this rank has a gradient to contribute
     late     one for each parameter    1 where a gradient came after its bucket had left, or had no place in the plan
     status   three for each rank       the round's number (its last bits), whether it failed, whether it is weighted;
-                                       which backward pass it is in (``passes.py``), 0 if in none of its own
+                                       which backward pass it is in (``passes.py``), 0 if in none of its own, and
+                                       whether its parameters may have drifted (``drift.py``)
     weight   nine for each rank        the bytes of a float64: what this rank's contribution counts; and whether it
                                        adds to gradients from before
     cargo    the rest                  buffers (``buffers.py``)
@@ -25,6 +26,7 @@ from lockstep.errors import OptionError, PeerError
 
 _ROUNDS = 15  # status = 16 * (round % 15) + flags + 1 <= 240: exact even in bfloat16
 _FAILED, _WEIGHTED, _JOINED, _MOVED = 1, 2, 4, 8
+_CHANGED = 128  # beside how the module was called, at most 16
 _WEIGHT = struct.Struct("<d?")
 _STATUS = 3
 """Places of each rank's status."""
@@ -41,6 +43,8 @@ class RankStatus:
     """Whether the rank has run out of batches and only takes part."""
     moved: bool = False
     """Whether its parameters or buffers are not those that were agreed on."""
+    changed: bool = False
+    """Whether its parameters were changed while a gradient was only its own."""
     backward: Code | None = None
     """Which backward pass it is in; None if it has none of its own."""
 
@@ -77,6 +81,16 @@ class Report:
         """Whether all ranks have, so that each one knows without having read the report."""
         return bool(self.ranks) and all(status.moved for status in self.ranks)
 
+    @property
+    def changed(self) -> bool:
+        """Whether parameters were changed on any rank while a gradient was only that rank's."""
+        return any(status.changed for status in self.ranks)
+
+    @property
+    def all_changed(self) -> bool:
+        """Whether they were on all ranks, so that each one knows without having read the report."""
+        return bool(self.ranks) and all(status.changed for status in self.ranks)
+
     def uses(self, index: int) -> bool:
         """Whether any rank has a gradient of a parameter."""
         return self.used is None or self.used[index]
@@ -105,6 +119,7 @@ class ReportLayout:
         head[place] = 16 * round_code(status.round) + flags + 1
         if status.backward is not None:
             head[place + 1], head[place + 2] = status.backward
+        head[place + 1] += status.changed * _CHANGED
         if status.weighted:
             _WEIGHT.pack_into(head, self._weight + _WEIGHT.size * self._rank, *weight)
         numbers = torch.frombuffer(head, dtype=torch.uint8)
@@ -142,7 +157,8 @@ def _status(entry: Sequence[float]) -> RankStatus:
     code, called, forwards = map(int, entry)
     number, flags = divmod(code - 1, 16)
     failed, weighted, joined, moved = (bool(flags & flag) for flag in (_FAILED, _WEIGHTED, _JOINED, _MOVED))
-    return RankStatus(number, failed, weighted, joined, moved, (called, forwards) if called else None)
+    changed, called = divmod(called, _CHANGED)
+    return RankStatus(number, failed, weighted, joined, moved, bool(changed), (called, forwards) if called else None)
 
 
 def round_code(number: int) -> int:

@@ -44,14 +44,30 @@ def _in_logical_order(tensor: Tensor) -> TensorSpec:
     return TensorSpec("", shape, contiguous_stride(shape), tensor.dtype, tensor.device)
 
 
-@torch.no_grad()
 def check_equal_values(named: Sequence[tuple[str, Tensor]], collectives: Collectives) -> None:
-    """Raise :class:`OutOfSyncError`, on every rank, if a parameter has other values on some rank, bit by bit.
+    """Raise :class:`OutOfSyncError`, on every rank, if a parameter has other values on some rank; see
+    :func:`find_difference`."""
+    found = find_difference(named, collectives)
+    if found is not None:
+        name, rank = found
+        raise OutOfSyncError(
+            f"parameter {name} was put into the module after it was replicated, and has other values on rank "
+            f"{rank} than on rank {collectives.global_ranks[0]}, so gradients are of different networks; no gradient "
+            "has been handed out. Give every rank the same values (the same checkpoint, the same seed, "
+            "torch.distributed.broadcast) before forward, or replicate when the module is complete"
+        )
+
+
+@torch.no_grad()
+def find_difference(named: Sequence[tuple[str, Tensor]], collectives: Collectives) -> tuple[str, int] | None:
+    """The first parameter that has other values on some rank than on the group's first, bit by bit, and that rank.
+
+    Every rank returns the same.
 
     Communicates a few large broadcasts of rank 0's values, and one all-gather of a number for each parameter.
     """
     if not named:
-        return
+        return None
     tensors = [local_part(tensor).detach() for _, tensor in named]
     differs = torch.zeros(len(tensors), dtype=torch.int64)
     for bucket in plan_buckets([_in_logical_order(tensor) for tensor in tensors]).buckets:
@@ -59,19 +75,15 @@ def check_equal_values(named: Sequence[tuple[str, Tensor]], collectives: Collect
         views = bucket.views(flat)
         own = bucket.take(tensors)
         torch._foreach_copy_(views, own)
-        collectives.broadcast(flat, "values of new parameters").wait()
+        collectives.broadcast(flat, "values to compare").wait()
         for slot, view, tensor in zip(bucket.slots, views, own, strict=True):
             differs[slot.index] = not torch.equal(_bits(view), _bits(tensor))
     rows = [row.tolist() for row in collectives.all_gather(differs.to(collectives.device), "which of them differ")]
     for number, (name, _) in enumerate(named):
         for rank, row in zip(collectives.global_ranks, rows, strict=True):
             if row[number]:
-                raise OutOfSyncError(
-                    f"parameter {name} was put into the module after it was replicated, and has other values on rank "
-                    f"{rank} than on rank {collectives.global_ranks[0]}, so gradients are of different networks; no "
-                    "gradient has been handed out. Give every rank the same values (the same checkpoint, the same "
-                    "seed, torch.distributed.broadcast) before forward, or replicate when the module is complete"
-                )
+                return name, rank
+    return None
 
 
 def _bits(tensor: Tensor) -> Tensor:
