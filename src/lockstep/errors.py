@@ -5,7 +5,7 @@
     LockstepError
     ├── DeviceError (RuntimeError)            a device that is unknown, missing, or not where it has to be
     ├── LayoutError (RuntimeError, ValueError) shapes, dtypes, sizes or chunk sums that do not fit together
-    │   └── LengthError (AssertionError)      lists that must have one entry for each replica, and have not
+    │   └── LengthError (AssertionError, IndexError) lists that must have one entry for each replica, and have not
     ├── StructureError (ValueError)           nested inputs or outputs that cannot be split or put together
     ├── NotReplicableError (RuntimeError, ValueError) a module that cannot have replicas, with the reason
     │   └── AlreadyManagedError (AssertionError)  a module that something replicates or shards already
@@ -36,8 +36,8 @@ class LayoutError(LockstepError, RuntimeError, ValueError):
     """Shapes, dtypes, sizes or chunk sums do not fit together."""
 
 
-class LengthError(LayoutError, AssertionError):
-    """Lists that must have one entry for each replica differ in length."""
+class LengthError(LayoutError, AssertionError, IndexError):
+    """Lists that must have one entry for each replica differ in length, or there is no replica."""
 
 
 class StructureError(LockstepError, ValueError):

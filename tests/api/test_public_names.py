@@ -170,7 +170,7 @@ PUBLIC = {
         GradientError(LockstepError, NotImplementedError)
         HookError(LockstepError, RuntimeError, TypeError, ValueError)
         LayoutError(LockstepError, RuntimeError, ValueError)
-        LengthError(LayoutError, AssertionError)
+        LengthError(LayoutError, AssertionError, IndexError)
         LockstepError(Exception)
         NotReplicableError(LockstepError, RuntimeError, ValueError)
         OptionError(LockstepError, RuntimeError, ValueError)

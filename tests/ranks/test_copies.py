@@ -223,6 +223,20 @@ def test_classes_and_attributes():
     assert run_ranks(2, check) == [True, True]
 
 
+def test_what_a_module_makes_of_its_own_class_is_plain():
+    def check(rank):
+        module = lockstep.replicate(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), process_group=rank.group)
+        part = module[:1]
+        assert type(part) is nn.Sequential
+        assert type(module).__name__ == "ReplicatedSequential"
+        other = lockstep.replicate(nn.ModuleList([Net()]), process_group=rank.group)[:]
+        assert type(other) is nn.ModuleList
+        again = lockstep.replicate(other, process_group=rank.group)
+        assert isinstance(again, lockstep.distributed.Replicated)
+
+    run_ranks(2, check)
+
+
 # ------------------------------------------------------------------------------------------------ leaks
 
 

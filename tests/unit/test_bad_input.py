@@ -176,6 +176,8 @@ def test_no_device():
     ):
         with refused(LengthError, "expected at least one device, got an empty device list"):
             call()
+        with pytest.raises(IndexError):  # as PyTorch's, which takes the first one for outputs
+            call()
     assert replicate(net, []) == []  # as PyTorch has it
     for lone in ("cpu", torch.device("cpu")):
         with refused(DeviceError, "expected a list of devices", "write"):

@@ -130,6 +130,15 @@ def test_the_network_may_be_elsewhere(sim):
     assert_close(gradients(network), expected)
 
 
+def test_former_parameters_are_those_of_the_replica(devices, first):
+    network = nn.Sequential(nn.Linear(2, 2, bias=False)).to(first)
+    for _ in range(2):
+        for replica in replicate(network, devices(2)):
+            assert dict(replica[0]._former_parameters) == {"weight": replica[0].weight}
+            assert len(replica._former_parameters) == 0
+    assert not hasattr(network[0], "_former_parameters")
+
+
 def test_no_devices_no_replicas():
     assert replicate(mlp(), []) == []
 

@@ -5,6 +5,7 @@ and pickles are of the plain class, and not replicated. Nothing else is visible 
 """
 
 import copyreg
+import functools
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
@@ -201,6 +202,16 @@ def replicated_class(plain: Any) -> type[Module]:
             return copied
 
         body["__deepcopy__"] = __deepcopy__
+    initialise = plain.__init__
+
+    @functools.wraps(initialise)
+    def __init__(self: Module, *args: Any, **kwargs: Any) -> None:
+        """A module that another makes of its own class, as a slice of a Sequential is, is a plain one."""
+        if type(self) is made and registry.find(self) is None:
+            self.__class__ = plain
+        initialise(self, *args, **kwargs)
+
+    body["__init__"] = __init__
     made: type[Module] = type(f"Replicated{plain.__name__}", (Replicated, plain), body)
     _classes[plain] = made
     return made

@@ -413,8 +413,9 @@ def data_parallel(
         dim: as in :class:`DataParallel`.
         module_kwargs: keyword arguments.
 
-    The replicas are kept for the next call. Communicates and raises as :class:`DataParallel` does. Stands for
-    ``torch.nn.parallel.data_parallel`` and the C++ ``torch::nn::parallel::data_parallel``.
+    A module that is elsewhere is an error also where there is one device, as with PyTorch's Python function; its C++
+    one moves the module. The replicas are kept for the next call. Communicates and raises as :class:`DataParallel`
+    does. Stands for ``torch.nn.parallel.data_parallel`` and the C++ ``torch::nn::parallel::data_parallel``.
 
     >>> import torch
     >>> data_parallel(torch.nn.Linear(3, 2), torch.ones(5, 3), ["cpu", "cpu"]).shape

@@ -7,7 +7,7 @@ are *translated*: rebuilt with the copy's own modules and tensors in them.
 """
 
 import copy
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -145,7 +145,8 @@ class ModuleCopy:
     def set_all_attributes(self, leading: Container[tuple[int, str]] | None = None) -> None:
         """Take over every attribute of every module of the network; see :meth:`set_attributes`."""
         self.set_attributes(((index, attributes(module)) for index, module in enumerate(self._originals)), leading)
-        for module in self.modules:
+        for index, module in enumerate(self.modules):
+            vars(module)["_former_parameters"] = FormerParameters(self._slots["_parameters"][index])
             if isinstance(module, torch.nn.RNNBase):
                 vars(module)["flatten_parameters"] = _already_flat
 
@@ -206,6 +207,24 @@ class ModuleCopy:
             yield
         finally:
             self._translate.tensors = {}
+
+
+class FormerParameters(Mapping[str, torch.Tensor]):
+    """A replica's own parameters by name, as they are now, where those of PyTorch's replicas are."""
+
+    def __init__(self, slots: Any) -> None:
+        self._slots = slots
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        if (tensor := self._slots[name]) is None:
+            raise KeyError(name)
+        return tensor  # type: ignore[no-any-return]
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name, tensor in self._slots.items() if tensor is not None)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
 
 
 def _already_flat() -> None:
