@@ -128,7 +128,7 @@ class FreshSlots:
             elif shares:
                 rows.append(self._own_tensors(tensors))
             else:
-                rows.append([t.clone() for t in tensors] if self._mirror is None else next(mirrored))
+                rows.append(_clones(tensors) if self._mirror is None else next(mirrored))
         return rows
 
     def _own_tensors(self, tensors: list[Tensor]) -> list[Tensor]:
@@ -146,33 +146,41 @@ def _is_plain(tensor: Tensor) -> bool:
     return type(tensor) in kinds and tensor.layout == torch.strided and tensor.device == CPU and not tensor.is_quantized
 
 
+def _clones(tensors: list[Tensor]) -> list[Tensor]:
+    """A copy of each tensor, with memory of its own."""
+    together = getattr(torch, "_foreach_clone", None)  # not in every PyTorch
+    if together is None or not tensors or not {Tensor, Parameter, torch.nn.Buffer}.issuperset(map(type, tensors)):
+        return [t.clone() for t in tensors]
+    return list(together(tensors))
+
+
 class _Mirror:
     """The values of CPU tensors in flat pieces of memory, one a dtype, ``count`` times; :attr:`rows` are views."""
 
     def __init__(self, tensors: list[Tensor], count: int) -> None:
         self._tensors, self._sizes = tensors, list(map(Tensor.numel, tensors))
         self._kinds = kinds(tensors)
-        self._groups: dict[torch.dtype, list[int]] = {}
+        self._groups: dict[tuple[torch.dtype, bool], list[int]] = {}
         for index, tensor in enumerate(tensors):
-            self._groups.setdefault(tensor.dtype, []).append(index)
-        self._grouped = [[tensors[i] for i in indices] for indices in self._groups.values()]
+            self._groups.setdefault((tensor.dtype, tensor.dim() == 1), []).append(index)
+        self._grouped = [
+            (torch.cat if flat else torch._utils._flatten_dense_tensors, [tensors[i] for i in indices])
+            for (_, flat), indices in self._groups.items()
+        ]
         now = self._pack()
-        self._copies = [[flat.clone() for flat in now] for _ in range(count)]
-        self.rows = [self._views(flats) for flats in self._copies]
+        copies = [[flat.clone() for flat in now] for _ in range(count)]
+        self._bits = [[flat.view(torch.uint8) for flat in flats] for flats in copies]
+        self.rows = [self._views(flats) for flats in copies]
 
     def current(self) -> bool:
         """Whether every copy still has exactly the bits of the tensors."""
         if kinds(self._tensors) != self._kinds:
             return False
         now = [flat.view(torch.uint8) for flat in self._pack()]
-        return all(
-            torch.equal(flat.view(torch.uint8), bits)
-            for flats in self._copies
-            for flat, bits in zip(flats, now, strict=True)
-        )
+        return all(all(map(torch.equal, bits, now)) for bits in self._bits)
 
     def _pack(self) -> list[Tensor]:
-        return [torch._utils._flatten_dense_tensors(group) for group in self._grouped]
+        return [pack(group) for pack, group in self._grouped]
 
     def _views(self, flats: list[Tensor]) -> list[Tensor]:
         views = [torch.empty(0)] * len(self._tensors)

@@ -25,11 +25,15 @@ class ReplicaSlots:
         self._roots = [modules[0] for modules in replicas]
         python = [[m for m in modules if not isinstance(m, torch.jit.ScriptModule)] for modules in replicas]
         self._slots = [vars(m)[kind] for modules in python for m in modules for kind in ("_parameters", "_modules")]
+        self._empty: list[dict[str, object]] = []
+        self._filled = self._slots
         self.look()
 
     def look(self) -> None:
         """Take what is in the slots now for what belongs there."""
-        self._values = list(_flatten(map(dict.values, self._slots)))
+        if any(self._empty) or not all(self._filled):
+            self._empty, self._filled = [d for d in self._slots if not d], [d for d in self._slots if d]
+        self._values = list(_flatten(map(dict.values, self._filled)))
 
     def forget(self) -> None:
         """Hold no tensor any more, until the next :meth:`look`."""
@@ -41,7 +45,7 @@ class ReplicaSlots:
         What was in another slot already (weights that forward ties) and, where no gradient is wanted, a parameter in
         the place of another are no such thing.
         """
-        values = list(_flatten(map(dict.values, self._slots)))
+        values = list(_flatten(map(dict.values, self._slots if any(self._empty) else self._filled)))
         if len(values) == len(self._values) and all(map(operator.is_, values, self._values)):
             return
         known = {id(value) for value in self._values}
