@@ -216,7 +216,9 @@ def optimize_views(rank, implementation):
 
 @both
 def test_optimizers_work_on_views_of_buckets(implementation):
-    assert run_processes(2, optimize_views, implementation) == [(["RuntimeError"], -3.5, [1.5])] * 2
+    """PyTorch's own are views, which cannot be detached in place."""
+    detached = ["RuntimeError"] if implementation == "torch" else []
+    assert run_processes(2, optimize_views, implementation) == [(detached, -3.5, [1.5])] * 2
 
 
 # ------------------------------------------------------------------------------------------- checkpointing
