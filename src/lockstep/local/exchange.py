@@ -10,20 +10,18 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, ClassVar
+from typing import Any
 
 from lockstep.errors import ReplicaError
 from lockstep.local.turns import Turn
 
 
-class _Abandoned(ReplicaError):
+class ReplicaMissingError(ReplicaError):
     """A replica waits for one that has ended; the error of that one is the cause."""
 
 
 class Exchange:
     """The meetings of the replicas of one call; :attr:`used` tells whether there has been any."""
-
-    Abandoned: ClassVar = _Abandoned
 
     def __init__(self, count: int, turns: Sequence[Turn]) -> None:
         self._turns = turns
@@ -61,7 +59,7 @@ class Exchange:
         came = {i for i, _ in meeting}
         missing = self._left - came
         if missing:
-            raise self.Abandoned(
+            raise ReplicaMissingError(
                 f"replica {index} waits at {key} for replicas {sorted(missing)}, which ended without coming "
                 "there: every replica must call the same synchronised modules, in the same order"
             )
@@ -69,7 +67,7 @@ class Exchange:
             self._changed.notify_all()
             elsewhere = {i: self._waiting[i][0] for i in sorted(self._waiting) if i not in came}
             places = ", ".join(f"replica {i} at {place}" for i, place in elsewhere.items())
-            raise self.Abandoned(
+            raise ReplicaMissingError(
                 f"replica {index} waits at {key} for replicas that wait elsewhere ({places}): every replica must call "
                 "the same synchronised modules, in the same order"
             )

@@ -21,7 +21,7 @@ import torch
 from lockstep.context import CallerContext
 from lockstep.devices import DeviceLike, accelerator, device_label, resolve_device
 from lockstep.errors import LengthError, ReplicaError
-from lockstep.local.exchange import Exchange, Replica, current_replica, enter_replica
+from lockstep.local.exchange import Exchange, Replica, ReplicaMissingError, current_replica, enter_replica
 from lockstep.local.random_streams import ReplicaStreams
 from lockstep.local.scatter_gather import move
 from lockstep.local.turns import Turn, turns_on
@@ -290,7 +290,7 @@ _pool = _Pool()
 
 def _raise(failures: Sequence[tuple[int, BaseException]], devices: Sequence[torch.device]) -> None:
     """Raise the first failure, with the others in its message."""
-    causes = [f for f in failures if not isinstance(f[1], Exchange.Abandoned)]  # not the consequences of another's
+    causes = [f for f in failures if not isinstance(f[1], ReplicaMissingError)]  # not the consequences of another's
     (index, error), *others = causes or failures
     where = f"in replica {index} on device {device_label(devices[index])}"
     trace = "".join(traceback.format_exception(error))

@@ -114,11 +114,7 @@ class Peers:
     def _spin(self, received: list[bytes], missing: set[int]) -> None:
         until = time.perf_counter() + (PATIENT_SPIN_SECONDS if self.is_waited_for() else SPIN_SECONDS)
         while True:
-            for place in tuple(missing):
-                message = self._receive(place)
-                if message is not None:
-                    received[place] = message
-                    missing.discard(place)
+            self._take_what_is_there(received, missing)
             if not missing or time.perf_counter() > until:
                 return
 
@@ -153,21 +149,45 @@ class Peers:
                         missing.discard(place)
                         poll.modify(fd, 0)
                 else:
-                    self._read_to_the_end(place)
                     poll.unregister(fd)
+                    if aborted := self._read_to_the_end(place):  # perhaps after all had done their part here
+                        self._take_what_is_there(received, missing)
+                        if missing:
+                            self._abort_as(aborted)
 
-    def _read_to_the_end(self, place: int) -> None:
-        """A rank has gone that has done its part so far: raises unless it has left in good order."""
+    def _take_what_is_there(self, received: list[bytes], missing: set[int]) -> None:
+        """Take the messages that have come."""
+        for place in tuple(missing):
+            message = self._receive(place)
+            if message is not None:
+                received[place] = message
+                missing.discard(place)
+
+    def _read_to_the_end(self, place: int) -> bytes | None:
+        """Read what is left of a rank that has gone, and has done its part so far; raises if it has died.
+
+        Returns its last message if it has ended the group, which is kept for the next time that it is needed.
+        """
         if place in self._left:  # it is missed when it is needed
-            return
-        messages = []
+            return None
+        messages: deque[bytes] = self._ahead.setdefault(place, deque())
         while message := self._receive(place, leaving=True):
             messages.append(message)
-        self._ahead.setdefault(place, deque()).extend(messages)
+            if message[:1] == b"A":
+                self._left.add(place)
+                return message
+        return None
+
+    def _abort_as(self, message: bytes) -> None:
+        """End the group for the reason that another rank has given, and raise."""
+        self.abort(message[1:].decode())  # told on: another rank may see the end of this one first
+        raise CommunicationError(str(self.reason))
 
     def _receive(self, place: int, leaving: bool = False) -> bytes | None:
         """The next message of a collective from one rank, if it is there; everything else is dealt with here."""
         if not leaving and (ahead := self._ahead.get(place)):
+            if ahead[0][:1] == b"A":
+                self._abort_as(ahead[0])
             return ahead.popleft()
         each = self._sockets[place]
         while True:
@@ -187,9 +207,10 @@ class Peers:
             elif kind == b"D":
                 for number in array.array("I", message[1:]):
                     self._memory.pop((place, number), None)
+            elif kind == b"A" and leaving:
+                return message
             elif kind == b"A":
-                self.abort(message[1:].decode())  # told on: another rank may see the end of this one first
-                raise CommunicationError(str(self.reason))
+                self._abort_as(message)
             elif kind == b"L" and leaving:
                 self._left.add(place)
                 return None
@@ -286,8 +307,9 @@ class Peers:
             raise CommunicationError(self._last_words)
         for fd, _ in self._ends.poll(0):
             place = next(place for place, each in self._sockets.items() if each.fileno() == fd)
-            self._read_to_the_end(place)
             self._ends.unregister(fd)
+            if aborted := self._read_to_the_end(place):
+                self._abort_as(aborted)
 
     @property
     def inherited(self) -> bool:
