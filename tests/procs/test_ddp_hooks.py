@@ -8,6 +8,7 @@ import io
 import itertools
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed import BuiltinCommHookType, GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks import DDPCommHookType, default_hooks, register_ddp_comm_hook
@@ -68,7 +69,7 @@ def refuse(rank, implementation):
     ddp(rank_input(rank)).sum().backward()
     undisturbed = scalars(ddp)
     for hook in (returns_a_number, raises, fails_later):
-        ddp = make(one_weight())
+        ddp = make(one_weight(), process_group=dist.new_group())  # a rank whose hook always fails is lost to its group
         ddp.register_comm_hook(None, hook)
         results[hook.__name__] = failure(lambda ddp=ddp: ddp(rank_input(rank)).sum().backward())
     return results, undisturbed

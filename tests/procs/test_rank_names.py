@@ -127,7 +127,7 @@ def new_on_one_rank(rank, group):
 def drift(rank, group):
     model = net(rank, group)
     model.set_requires_gradient_sync(False)
-    for _ in range(2):
+    for _ in range(3):  # the second change in a row is taken for a step
         model(batch()).backward()
         torch.optim.SGD(model.parameters(), 0.1).step()
 
