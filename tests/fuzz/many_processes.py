@@ -1,0 +1,784 @@
+"""Random programs over replicated modules, each beside what one process in float64 makes of it.
+
+A program is a text of a few lines, one operation a line::
+
+    use.backward([[F(seed=1, layers=(0, 2))], [F(seed=2, layers=(1,))]])
+    use.replace_layer(1, seed=3)
+
+Every rank is a thread and runs every line. Each also keeps one plain copy of the network *for every rank* (``refs``),
+in which the same line is done with that rank's part of it; what a synchronising backward does to gradients and buffers
+is a few lines of arithmetic over those copies. After each line, a rank's replicated module must equal its plain copy,
+or every rank must have raised an error of lockstep's in that line.
+
+``play(world, backend, program)`` runs one; ``find_failure`` draws programs until one fails and makes it shorter.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+import random
+import threading
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.join import Join
+from torch.utils.checkpoint import checkpoint
+
+import lockstep
+from lockstep.errors import CommunicationError, LockstepError
+from processes import run_processes
+from threaded import run_ranks
+
+WIDTH = 3
+
+
+HARMLESS = (
+    "None of the inputs have requires_grad=True",  # of reentrant checkpoints
+    "grad and param do not obey",  # of parameters that were transposed
+    "rank .+parameter .* was changed while its gradient was only this rank's",  # every rank has changed it alike
+    "This process .* is multi-threaded, use of fork",
+)
+"""What PyTorch and lockstep warn of in programs that are right."""
+
+
+class F(NamedTuple):
+    """A forward: which layers of which module, on which random input."""
+
+    seed: int
+    layers: tuple[int, ...]
+    module: int = 0
+    past: bool = False
+    """Whether submodules are called instead of the module."""
+    recompute: bool | None = None
+    """Whether layers are checkpointed: None no, True reentrant, False not."""
+    norm: bool = False
+    fail: bool = False
+    """Whether backward raises behind the first layer."""
+
+
+class Net(nn.Module):
+    """Layers to choose from, two of them tied, one frozen; a buffer, and batch normalisation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(5))
+        self.layers[3].weight = self.layers[1].weight
+        self.layers[4].requires_grad_(False)
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.register_buffer("shift", torch.zeros(WIDTH))
+
+    def forward(self, x: torch.Tensor, call: F) -> torch.Tensor:
+        return run_layers(self, x, call)
+
+
+def run_layers(net: Any, x: torch.Tensor, call: F) -> torch.Tensor:
+    for position, index in enumerate(call.layers):
+        layer = net.layers[index % len(net.layers)]
+        x = checkpoint(layer, x, use_reentrant=call.recompute) if call.recompute is not None else layer(x)
+        x = torch.tanh(x + net.shift)
+        if position == 0 and call.fail:
+            x = _Fail.apply(x)
+    return net.norm(x) if call.norm else x
+
+
+class IntendedError(ValueError):
+    """What a failing backward raises."""
+
+
+class _Fail(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise IntendedError("intended")
+
+
+def loss_of(nets: list[Any], called: list[Any], calls: list[F]) -> Any:
+    """The sum over forwards, each of a module as a whole (``called``) or of its submodules."""
+    total: Any = 0.0
+    for call in calls:
+        generator = torch.Generator().manual_seed(call.seed)
+        x = torch.randn(2, WIDTH, dtype=torch.float64, generator=generator).requires_grad_()
+        out = run_layers(nets[call.module], x, call) if call.past else called[call.module](x, call)
+        total = total + out.square().sum()
+    return total
+
+
+def plain_loss(nets: list[Any], calls: list[F]) -> Any:
+    """The same on plain copies, which neither checkpoint nor fail."""
+    return loss_of(nets, nets, [call._replace(recompute=None, fail=False) for call in calls])
+
+
+class Setting(NamedTuple):
+    """Under which circumstances a program runs."""
+
+    world: int
+    backend: str = "gloo"
+    modules: int = 1
+    cap: float | None = None
+    """Size of a bucket in MiB."""
+    wrap: bool = False
+    """Whether modules are wrapped, or replicated in place."""
+    comm_hook: bool = False
+    processes: bool = False
+    """Whether ranks are processes with a default group, or threads."""
+
+
+class Raised(NamedTuple):
+    """What a line raised on a rank."""
+
+    by_name: bool
+    """Whether it is an error of lockstep's that says what is wrong, and no time-out."""
+    text: str
+
+
+class Board:
+    """What ranks that are threads tell each other past the process group: how a line ended on each of them."""
+
+    def __init__(self, world: int) -> None:
+        self._barrier = threading.Barrier(world, timeout=60)
+        self._said: list[Raised | None] = [None] * world
+
+    def exchange(self, rank: int, value: Raised | None) -> list[Raised | None]:
+        self._said[rank] = value
+        self._barrier.wait()
+        said = list(self._said)
+        self._barrier.wait()
+        return said
+
+
+class GroupBoard:
+    """The same for ranks that are processes."""
+
+    def __init__(self, world: int) -> None:
+        self._world, self._group = world, dist.new_group(backend="gloo", timeout=timedelta(seconds=60))
+
+    def exchange(self, rank: int, value: Raised | None) -> list[Raised | None]:
+        said: list[Raised | None] = [None] * self._world
+        dist.all_gather_object(said, value, group=self._group)
+        return said
+
+
+class Use:
+    """One rank's replicated modules, and a plain copy of them for every rank."""
+
+    def __init__(self, rank: Any, setting: Setting) -> None:
+        self.rank, self.number, self.world = rank, rank.rank, rank.world
+        self.mine: list[Any] = [rank.make(lambda: Net().double(), seed=n) for n in range(setting.modules)]
+        """The modules themselves, without a wrapper."""
+        self.refs = [copy.deepcopy(self.mine) for _ in range(rank.world)]
+        self.touched: list[set[Any]] = [set() for _ in range(rank.world)]
+        """By rank, the parameters that have had a gradient since the last synchronisation."""
+        self.stepping: set[Any] = set()
+        """Parameters, of the plain copies, with an optimizer in a gradient hook."""
+        self.kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.may_refuse = False
+        options: dict[str, Any] = {"process_group": rank.group, "bucket_cap_mb": setting.cap}
+        make: Any = lockstep.DistributedDataParallel if setting.wrap else lockstep.replicate
+        self.called: list[Any] = [make(module, **options) for module in self.mine]
+        """What forward is called on: the modules, or the wrappers around them."""
+        for each in self.called if setting.comm_hook else ():
+            each.register_comm_hook(None, lambda state, bucket: bucket.buffer() * 1)
+
+    # ------------------------------------------------------------------------------- backward passes
+
+    def _loss(self, calls: list[F]) -> Any:
+        return loss_of(self.mine, self.called, calls)
+
+    def backward(
+        self, calls: list[list[F]], sync: bool = True, times: int = 1, weights: list[float] | None = None
+    ) -> None:
+        """Each rank its own forwards, and one backward through their sum, ``times`` times."""
+        times = 1 if self.stepping else times  # values that have changed cannot be gone through again
+        loss = self._loss(calls[self.number])
+        self._mirror(calls, sync, times)
+        with contextlib.ExitStack() as stack:
+            for module in self.called:
+                stack.enter_context(contextlib.nullcontext() if sync else module.no_sync())
+            for left in reversed(range(times)):
+                loss.backward(retain_graph=left > 0)
+
+    def _mirror(self, calls: list[list[F]], sync: bool, times: int, total: float | None = None) -> None:
+        losses = [plain_loss(refs, calls[r]) for r, refs in enumerate(self.refs)]
+        for _ in range(times):
+            reached: set[int] = set()
+            for r, refs in enumerate(self.refs):
+                reached |= self._accumulate(r, refs, losses[r])
+            if sync:
+                for number in reached:
+                    self._synchronise(number, total)
+
+    def _accumulate(self, r: int, refs: list[Any], loss: torch.Tensor) -> set[int]:
+        """Add the gradients of a loss to a rank's plain copies; returns the modules that got any."""
+        reached = set()
+        for number, net in enumerate(refs):
+            parameters = [p for p in net.parameters() if p.requires_grad]
+            if not parameters or not isinstance(loss, torch.Tensor):
+                continue
+            grads = torch.autograd.grad(loss, parameters, allow_unused=True, retain_graph=True)
+            for parameter, grad in zip(parameters, grads, strict=True):
+                if grad is not None:
+                    reached.add(number)
+                    self.touched[r].add(parameter)
+                    parameter.grad = grad.clone() if parameter.grad is None else parameter.grad + grad
+        return reached
+
+    def _synchronise(self, number: int, total: float | None, ranks: Sequence[int] | None = None) -> None:
+        """What ends a synchronising backward: every rank gets the mean of what all have, and the first one's
+        buffers."""
+        ranks = range(self.world) if ranks is None else ranks
+        for same in zip(*(self.refs[r][number].parameters() for r in ranks), strict=True):
+            used = [p in self.touched[r] and p.grad is not None for r, p in zip(ranks, same, strict=True)]
+            if any(used):
+                summed = sum(p.grad for p in same if p.grad is not None)
+                for p in same:
+                    p.grad = summed / (self.world if total is None else total)
+                    if p in self.stepping:
+                        p.data.add_(p.grad, alpha=-0.05)
+                        p.grad = None
+            for r, p in zip(ranks, same, strict=True):
+                self.touched[r].discard(p)
+        for buffers in zip(*(self.refs[r][number].buffers() for r in ranks), strict=True):
+            for buffer in buffers[1:]:
+                buffer.data.copy_(buffers[0])  # a graph that is still needed may have saved it
+
+    def weighted(self, batches: list[list[list[F]]], weights: list[list[float]]) -> None:
+        """Micro-batches with weights, by rank; the last one synchronises. Gradients before it are dropped."""
+        self.zero(True)
+        for number, calls in enumerate(batches):
+            last = number == len(batches) - 1
+            total = sum(map(sum, weights)) if last else None
+            self._mirror(calls, last, 1, total)
+            with contextlib.ExitStack() as stack:
+                for module in self.called:
+                    weight = weights[number][self.number]
+                    stack.enter_context(lockstep.accumulate(module, last=last, weight=weight))
+                self._loss(calls[self.number]).backward()
+
+    def given_up(self, calls: list[list[F]], weights: list[float]) -> None:
+        """A weighted micro-batch that every rank gives up again. Gradients before it are dropped."""
+        self.zero(True)
+        with contextlib.ExitStack() as stack:
+            for module in self.called:
+                stack.enter_context(lockstep.accumulate(module, last=False, weight=weights[self.number]))
+            self._loss(calls[self.number]).backward()
+        for refs, theirs in zip(self.refs, calls, strict=True):
+            plain_loss(refs, theirs)  # for its buffers
+        self.zero(True)
+
+    def failing(self, calls: list[list[F]]) -> None:
+        """A backward that raises on the ranks whose forwards say so; all others are told, and all start over."""
+        loss = self._loss(calls[self.number])
+        for refs, theirs in zip(self.refs, calls, strict=True):
+            plain_loss(refs, theirs)  # for its buffers
+        fails = any(call.fail for call in calls[self.number])
+        try:
+            loss.backward()
+        except IntendedError:
+            assert fails, "this rank has not failed"
+        except lockstep.errors.PeerError:
+            pass
+        else:
+            raise AssertionError("nothing was raised")
+        self.zero(True)
+
+    def local_grad(self, ranks: list[int], calls: list[F], fail: bool = False) -> None:
+        """``torch.autograd.grad`` on some ranks only: it accumulates into no parameter, so it is no round."""
+        if self.number not in ranks:
+            return
+        x = torch.ones(2, WIDTH, dtype=torch.float64, requires_grad=True)
+        out = sum(run_layers(self.mine[c.module], x, c._replace(norm=False, fail=fail)).sum() for c in calls)
+        with contextlib.suppress(IntendedError):
+            torch.autograd.grad(out, x)
+
+    def lone_backward(self, ranks: list[int], calls: list[list[F]]) -> None:
+        """Some ranks run a backward that the others do not run, which pairs with the others' next one: all must hear of
+        it, in that step."""
+        own = [F(seed=1, layers=(0,), past=True)] if self.number in ranks else calls[self.number]
+        for r, refs in enumerate(self.refs):
+            plain_loss(refs, [F(seed=1, layers=(0,), past=True)] if r in ranks else calls[r])
+        try:
+            self._loss(own).backward()
+        except (lockstep.errors.PeerError, lockstep.errors.AgreementError):
+            self.zero(True)
+        else:
+            raise AssertionError("nothing was raised")
+
+    def join(self, batches: list[list[F]], counts: list[int], zero: bool) -> None:
+        """Ranks train for unequal numbers of batches (``counts``), by rank; all modules are in one ``Join``."""
+        self.zero(True)
+        with Join(self.called):
+            for number in range(counts[self.number]):
+                self._loss(_seeded(batches[number], self.number)).backward()
+                _sgd(self.mine)
+                for net in self.mine if zero else ():
+                    net.zero_grad()
+        for number, calls in enumerate(batches[: max(counts)]):
+            active = [r for r, count in enumerate(counts) if count > number]
+            for r in active:
+                self._accumulate(r, self.refs[r], plain_loss(self.refs[r], _seeded(calls, r)))
+            for module in range(len(self.mine)):
+                self._synchronise(module, None, active)
+            for r in active:
+                _sgd(self.refs[r])
+                for net in self.refs[r] if zero else ():
+                    net.zero_grad()
+        last = max(r for r, count in enumerate(counts) if count == max(counts))
+        for refs in self.refs:
+            for net, source in zip(refs, self.refs[last], strict=True):
+                for mine, theirs in zip(_values(net), _values(source), strict=True):
+                    mine.data.copy_(theirs)
+
+    def fork(self) -> None:
+        """A child process, as of a loader, clears what it takes for its own gradients."""
+        pid = os.fork()
+        if pid == 0:
+            try:
+                for net in self.mine:
+                    net.zero_grad(set_to_none=False)
+            finally:
+                os._exit(0)
+        os.waitpid(pid, 0)
+
+    def evaluate(self, ranks: list[int], module: int, seed: int) -> None:
+        """A forward without gradients on some ranks only."""
+        if self.number in ranks:
+            with torch.no_grad():
+                self._loss([F(seed, (0, 1, 2), module)])
+
+    # ------------------------------------------------------------------------------------- gradients
+
+    def _all(self) -> Iterator[tuple[int, list[Any]]]:
+        """This rank's modules, and the plain copies of all, each with the rank's number."""
+        yield self.number, self.mine
+        yield from enumerate(self.refs)
+
+    def zero(self, to_none: bool) -> None:
+        for _, nets in self._all():
+            for net in nets:
+                net.zero_grad(set_to_none=to_none)
+
+    def step(self) -> None:
+        for _, nets in self._all():
+            _sgd(nets)
+
+    def _each_layer(self, module: int, layer: int, ranks: list[int] | None = None) -> Iterator[tuple[Any, nn.Module]]:
+        for r, nets in self._all():
+            if ranks is None or r in ranks:
+                yield nets[module], nets[module].layers[layer % len(nets[module].layers)]
+
+    def halve_grad(self, module: int, layer: int, how: str) -> None:
+        """Half of a gradient, written in one of the ways in which programs write one."""
+        for _, each in self._each_layer(module, layer):
+            grad = each.weight.grad
+            if grad is None:
+                continue
+            match how:
+                case "in place":
+                    grad.mul_(0.5)
+                case "data":
+                    grad.data = grad.data * 0.5
+                case "new":
+                    each.weight.grad = grad * 0.5
+                case "transposed":
+                    each.weight.grad = (grad * 0.5).t().contiguous().t()
+                case "cast":
+                    each.weight.grad = (grad * 0.5).float().double()
+
+    def drop_grad(self, module: int, layer: int, ranks: list[int] | None = None) -> None:
+        for _, each in self._each_layer(module, layer, ranks):
+            each.weight.grad = None
+
+    def keep_grads(self) -> None:
+        """Keep every gradient; what is kept must not change any more."""
+        grads = [p.grad for net in self.mine for p in net.parameters() if p.grad is not None]
+        self.kept = [(grad, grad.clone()) for grad in grads]
+        self.zero(True)
+
+    def step_in_backward(self, module: int, layer: int) -> None:
+        """Let a gradient hook step, as soon as the gradient is there."""
+        weights = [nets[module].layers[layer % len(nets[module].layers)].weight for _, nets in self._all()]
+        if any(not weight.requires_grad or not weight.is_leaf or weight in self.stepping for weight in weights):
+            return
+        mine, *refs = weights
+        mine.register_post_accumulate_grad_hook(_step)
+        self.stepping.update(refs)
+
+    # ------------------------------------------------------------------------------------ parameters
+
+    def freeze(self, module: int, layer: int, trained: bool) -> None:
+        for _, each in self._each_layer(module, layer):
+            each.requires_grad_(trained)
+
+    def replace_layer(self, module: int, layer: int, seed: int, ranks: list[int] | None = None) -> None:
+        """A new layer in an old one's place; on some ranks only, every rank has to hear of it."""
+        for net, each in self._each_layer(module, layer, ranks):
+            net.layers[list(net.layers).index(each)] = _linear(seed)
+        self._differs(ranks)
+
+    def add_layer(self, module: int, seed: int, ranks: list[int] | None = None) -> None:
+        for net, _ in self._each_layer(module, 0, ranks):
+            net.layers.append(_linear(seed))
+        self._differs(ranks)
+
+    def assign_state(self, module: int) -> None:
+        for _, nets in self._all():
+            state = {name: value.clone() for name, value in nets[module].state_dict().items()}
+            nets[module].load_state_dict(state, assign=True)
+
+    def assign_parameter(self, module: int, layer: int, tie: bool) -> None:
+        """A new parameter of the same values, or the one of another layer."""
+        for net, each in self._each_layer(module, layer):
+            if hasattr(each, "parametrizations") or hasattr(net.layers[0], "parametrizations"):
+                return  # its weight is computed
+            each.weight = net.layers[0].weight if tie else nn.Parameter(each.weight.detach().clone())
+
+    def write_data(self, module: int, layer: int, how: str) -> None:
+        for _, each in self._each_layer(module, layer):
+            weight = each.weight
+            match how:
+                case "add":
+                    weight.data.add_(0.01)
+                case "new":
+                    weight.data = weight.data * 1.01
+                case "transposed":
+                    weight.data = weight.data.t().contiguous().t()
+                case "no_grad":
+                    with torch.no_grad():
+                        weight.mul_(0.99)
+
+    def retype(self, module: int) -> None:
+        """To float32 and back: the values are rounded, the parameters' memory is new."""
+        for _, nets in self._all():
+            nets[module].float()
+            nets[module].double()
+
+    def weight_norm(self, module: int, layer: int) -> None:
+        for _, each in self._each_layer(module, layer):
+            if not hasattr(each, "parametrizations"):
+                torch.nn.utils.parametrizations.weight_norm(each)
+
+    def shift(self, module: int, by: float, ranks: list[int] | None = None) -> None:
+        """A new buffer; what only other ranks than the first have set, is gone with the next round."""
+        for r, nets in self._all():
+            if ranks is None or r in ranks:
+                nets[module].shift = nets[module].shift + by
+
+    def _differs(self, ranks: list[int] | None) -> None:
+        if ranks is not None and len(ranks) < self.world:
+            self.may_refuse = True
+
+    # --------------------------------------------------------------------------------------- checks
+
+    def check(self) -> None:
+        """Compare this rank's modules with its plain copies, and kept gradients with what they were."""
+        for number, (net, ref) in enumerate(zip(self.mine, self.refs[self.number], strict=True)):
+            theirs = dict(ref.named_parameters())
+            assert [n for n, _ in net.named_parameters()] == list(theirs)
+            for name, p in net.named_parameters():
+                where = f"module {number}, {name}"
+                _close(p, theirs[name], f"value of {where}")
+                assert (p.grad is None) == (theirs[name].grad is None), (
+                    f"gradient of {where}: {p.grad}, not {theirs[name].grad}"
+                )
+                if p.grad is not None:
+                    _close(p.grad, theirs[name].grad, f"gradient of {where}")
+            for (name, buffer), other in zip(net.named_buffers(), ref.buffers(), strict=True):
+                _close(buffer, other, f"buffer {name} of module {number}")
+        for grad, before in self.kept:
+            assert torch.equal(grad, before), "a gradient that was kept has changed"
+
+
+def _seeded(calls: list[F], rank: int) -> list[F]:
+    return [call._replace(seed=call.seed + rank) for call in calls]
+
+
+def _sgd(nets: list[Any]) -> None:
+    torch.optim.SGD([p for net in nets for p in net.parameters()], lr=0.05).step()
+
+
+def _values(net: nn.Module) -> list[torch.Tensor]:
+    return [*net.parameters(), *net.buffers()]
+
+
+def _step(parameter: torch.Tensor) -> None:
+    with torch.no_grad():
+        parameter.add_(parameter.grad, alpha=-0.05)
+    parameter.grad = None
+
+
+def _linear(seed: int) -> nn.Linear:
+    layer = nn.Linear(WIDTH, WIDTH).double()
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in layer.parameters():
+        parameter.data = torch.randn(parameter.shape, dtype=torch.float64, generator=generator) * 0.5
+    return layer
+
+
+def _close(mine: torch.Tensor, wanted: torch.Tensor, what: str) -> None:
+    same = mine.dtype == wanted.dtype and mine.shape == wanted.shape
+    if not (same and torch.allclose(mine, wanted, rtol=1e-8, atol=1e-11, equal_nan=True)):
+        raise AssertionError(f"{what}: got {mine.tolist()}, expected {wanted.tolist()}")
+
+
+# ---------------------------------------------------------------------------------- running programs
+
+
+def play(program: str, setting: Setting) -> None:
+    """Run a program on all ranks; raises what is wrong, with the line."""
+    if setting.processes:
+        run_processes(
+            setting.world, _play, None, program, setting, timeout=60, group_timeout=5, backend=setting.backend
+        )
+        return
+    hosts = "a" * setting.world if setting.backend == "shm" else ""
+    run_ranks(setting.world, _play, Board(setting.world), program, setting, hosts=hosts, timeout=60, group_timeout=5)
+
+
+def _play(rank: Any, board: Board | GroupBoard | None, program: str, setting: Setting) -> None:
+    if board is None:  # a process of its own, where every warning is an error
+        board = GroupBoard(setting.world)
+        torch.set_num_threads(1)
+        for text in HARMLESS:
+            warnings.filterwarnings("ignore", text)
+    use = Use(rank, setting)
+    for number, line in enumerate(program.strip().splitlines()):
+        raised: Raised | None = None
+        try:
+            eval(line.strip(), {"F": F, "use": use})  # a program of our own making
+        except Exception as error:
+            by_name = isinstance(error, LockstepError) and not isinstance(error, CommunicationError)
+            raised = Raised(by_name, f"{type(error).__name__}: {str(error)[:400]} {_where(error)}")
+        said = board.exchange(rank.rank, raised)
+        try:
+            if _refused(use.may_refuse, said):
+                return
+            use.check()
+        except BaseException as error:
+            error.add_note(f"in line {number + 1}: {line}")
+            raise
+
+
+def _where(error: BaseException) -> str:
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"({os.path.basename(frame.filename)}:{frame.lineno})"
+
+
+def _refused(allowed: bool, said: list[Raised | None]) -> bool:
+    """Whether every rank has raised an error by name where that is allowed; raises for any other failure."""
+    raised = [each for each in said if each is not None]
+    if not raised:
+        return False
+    if allowed and len(raised) == len(said) and all(each.by_name for each in raised):
+        return True
+    texts = "; ".join(f"rank {r}: {each.text}" for r, each in enumerate(said) if each is not None)
+    raise AssertionError(f"{len(raised)} of {len(said)} ranks raised: {texts}")
+
+
+# ---------------------------------------------------------------------------------- drawing programs
+
+Draw = Callable[["Programs"], list[str]]
+
+
+class Programs:
+    """Draws programs for a number of ranks and modules."""
+
+    def __init__(self, seed: int, setting: Setting) -> None:
+        self.chance = random.Random(seed)
+        self.world, self.modules = setting.world, setting.modules
+        self.wrap, self.processes = setting.wrap, setting.processes
+
+    def draw(self, length: int) -> str:
+        lines: list[str] = []
+        for _ in range(length):
+            lines += self.chance.choice(OPERATIONS)(self)
+        return "\n".join([*lines, *self.train()])
+
+    def forward(self, **fixed: Any) -> F:
+        chance = self.chance
+        chosen: dict[str, Any] = {
+            "seed": chance.randrange(10**6),
+            "layers": (*(chance.randrange(6) for _ in range(chance.randint(1, 3))), 0),
+            "module": chance.randrange(self.modules),
+            "past": chance.random() < 0.25,
+            "recompute": chance.choice([None, None, None, False, True]),
+        }
+        chosen["norm"] = chosen["recompute"] is None and chance.random() < 0.3
+        return F(**{**chosen, **fixed})
+
+    def calls(self) -> list[list[F]]:
+        """Forwards for each rank: as many, through the same entrance of the same modules, on all ranks."""
+        chance = self.chance
+        first = [self.forward() for _ in range(chance.randint(1, 2))]
+        alike = chance.random() < 0.3
+        ranks = [first]
+        for _ in range(self.world - 1):
+            own = [self.forward(module=f.module, past=f.past, recompute=f.recompute, norm=f.norm) for f in first]
+            ranks.append(list(first) if alike else own)
+        for number in range(self.modules):  # every module takes part, so that nothing stays piled up
+            for calls in ranks:
+                if all(call.module != number for call in calls):
+                    calls.append(F(seed=number, layers=(0,), module=number))
+        return ranks
+
+    def layer(self) -> str:
+        return f"{self.chance.randrange(self.modules)}, {self.chance.choice([0, 1, 2, 3])}"
+
+    def train(self) -> list[str]:
+        lines = [f"use.backward({_text(self.calls())}, times={self.chance.choice([1, 1, 1, 2])})"]
+        lines += ["use.step()"] if self.chance.random() < 0.7 else []
+        lines += [f"use.zero({self.chance.random() < 0.6})"] if self.chance.random() < 0.8 else []
+        return lines
+
+    def join(self) -> list[str]:
+        """Only where there are wrappers."""
+        if not (self.wrap and self.processes):  # PyTorch's Join asks for a default group
+            return self.train()
+        counts = [self.chance.randint(0, 3) for _ in range(self.world)]
+        batches = [
+            [self.forward(module=number, past=False) for number in range(self.modules)] for _ in range(max(counts))
+        ]
+        text = ", ".join("[" + ", ".join(map(_call, calls)) + "]" for calls in batches)
+        return [f"use.join([{text}], {counts}, {self.chance.random() < 0.5})"]
+
+    def lone_backward(self) -> list[str]:
+        """Through a part of a module; the others go through the module."""
+        calls = self.calls()
+        for each in calls:
+            each.append(F(seed=7, layers=(0,)))
+        return [f"use.lone_backward({self.some_ranks()}, {_text(calls)})"]
+
+    def weights(self) -> list[float]:
+        return [float(self.chance.randint(1, 9)) for _ in range(self.world)]
+
+    def weighted(self) -> list[str]:
+        count = self.chance.randint(1, 3)
+        batches, weights = [self.calls() for _ in range(count)], [self.weights() for _ in range(count)]
+        return [f"use.weighted([{', '.join(map(_text, batches))}], {weights})", *self.finish()]
+
+    def finish(self) -> list[str]:
+        return ["use.step()", f"use.zero({self.chance.random() < 0.6})"] if self.chance.random() < 0.7 else []
+
+    def failing(self) -> list[str]:
+        calls = self.calls()
+        failed = self.chance.sample(range(self.world), self.chance.randint(1, self.world))
+        for rank in failed:
+            position = self.chance.randrange(len(calls[rank]))
+            calls[rank][position] = calls[rank][position]._replace(fail=True)
+        return [f"use.failing({_text(calls)})"]
+
+    def some_ranks(self) -> list[int]:
+        return sorted(self.chance.sample(range(self.world), self.chance.randint(1, self.world - 1)))
+
+    def local_grad(self) -> list[str]:
+        calls = "[" + ", ".join(map(_call, [self.forward(recompute=None)])) + "]"
+        return [f"use.local_grad({self.some_ranks()}, {calls}, fail={self.chance.random() < 0.5})"]
+
+
+def _call(call: F) -> str:
+    given = {k: v for k, v in call._asdict().items() if k in ("seed", "layers") or v != F._field_defaults[k]}
+    return f"F({', '.join(f'{k}={v!r}' for k, v in given.items())})"
+
+
+def _text(ranks: list[list[F]]) -> str:
+    return "[" + ", ".join("[" + ", ".join(map(_call, calls)) + "]" for calls in ranks) + "]"
+
+
+def _one(template: Callable[[Programs], str]) -> Draw:
+    return lambda programs: [template(programs)]
+
+
+WAYS_OF_A_GRADIENT = ["in place", "data", "new", "transposed", "cast"]
+
+OPERATIONS: list[Draw] = [
+    Programs.train,
+    Programs.train,
+    Programs.train,
+    Programs.weighted,
+    Programs.failing,
+    Programs.local_grad,
+    _one(lambda p: f"use.backward({_text(p.calls())}, sync=False)"),
+    _one(lambda p: f"use.given_up({_text(p.calls())}, {p.weights()})"),
+    _one(lambda p: f"use.evaluate({p.some_ranks()}, {p.chance.randrange(p.modules)}, {p.chance.randrange(99)})"),
+    _one(
+        lambda p: f"use.halve_grad({p.layer()}, {p.chance.choice(['in place', 'data', 'new', 'transposed', 'cast'])!r})"
+    ),
+    _one(lambda p: f"use.drop_grad({p.layer()}, {p.chance.choice([None, p.some_ranks()])})"),
+    _one(lambda p: "use.keep_grads()"),
+    _one(lambda p: f"use.step_in_backward({p.layer()})"),
+    _one(lambda p: "use.fork()"),
+    Programs.lone_backward,
+    Programs.join,
+    _one(lambda p: f"use.freeze({p.layer()}, {p.chance.random() < 0.5})"),
+    _one(lambda p: f"use.replace_layer({p.layer()}, seed={p.chance.randrange(99)})"),
+    _one(lambda p: f"use.add_layer({p.chance.randrange(p.modules)}, seed={p.chance.randrange(99)})"),
+    _one(lambda p: f"use.assign_state({p.chance.randrange(p.modules)})"),
+    _one(lambda p: f"use.assign_parameter({p.layer()}, {p.chance.random() < 0.4})"),
+    _one(lambda p: f"use.write_data({p.layer()}, {p.chance.choice(['add', 'new', 'transposed', 'no_grad'])!r})"),
+    _one(lambda p: f"use.retype({p.chance.randrange(p.modules)})"),
+    _one(lambda p: f"use.weight_norm({p.layer()})"),
+    _one(lambda p: f"use.shift({p.chance.randrange(p.modules)}, {p.chance.random()})"),
+]
+
+
+class Failure(NamedTuple):
+    """A program that fails, as short as it could be made, and how."""
+
+    program: str
+    error: BaseException
+
+    def __str__(self) -> str:
+        return f"{self.program}\n-> {type(self.error).__name__}: {self.error} {getattr(self.error, '__notes__', '')}"
+
+
+def find_failure(seed: int, length: int, worlds: tuple[int, ...] = (2, 3)) -> Failure | None:
+    """Draw one setting and program and run it; None if it is right."""
+    chance = random.Random(seed)
+    setting = Setting(
+        world=chance.choice(worlds),
+        backend=chance.choice(["gloo", "shm"]),
+        modules=chance.choice([1, 1, 2]),
+        cap=chance.choice([None, 1e-4]),
+        wrap=chance.random() < 0.3,
+        comm_hook=chance.random() < 0.1,
+        processes=chance.random() < 0.15,
+    )
+
+    def fails(program: str) -> BaseException | None:
+        try:
+            play(program, setting)
+        except Exception as error:
+            return error
+        return None
+
+    program = Programs(seed, setting).draw(length)
+    error = fails(program)
+    if error is None:
+        return None
+    program, error = _shorten(program, error, fails)
+    return Failure(f'play("""\n{program}\n""", {setting})  # seed {seed}', error)
+
+
+def _shorten(
+    program: str, error: BaseException, fails: Callable[[str], BaseException | None]
+) -> tuple[str, BaseException]:
+    """Leave out lines for as long as what is left fails."""
+    lines = program.splitlines()
+    position = 0
+    while position < len(lines):
+        fewer = lines[:position] + lines[position + 1 :]
+        if fewer and (other := fails("\n".join(fewer))) is not None:
+            lines, error = fewer, other
+        else:
+            position += 1
+    return "\n".join(lines), error

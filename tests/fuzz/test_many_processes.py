@@ -1,0 +1,26 @@
+"""Random programs of replicated modules beside one process in float64: right, or an error by name on every rank."""
+
+import os
+
+import pytest
+
+from fuzz.many_processes import HARMLESS, find_failure
+
+pytestmark = [pytest.mark.filterwarnings(f"ignore:{text}") for text in HARMLESS]
+
+SOAK = int(os.environ.get("LOCKSTEP_FUZZ_PROGRAMS", "2000"))
+
+
+@pytest.mark.parametrize("seed", range(0, 24, 8))
+def test_short_programs_are_right_or_refused_by_name(seed):
+    for each in range(seed, seed + 8):
+        failure = find_failure(each, length=5)
+        assert failure is None, str(failure)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(10_000, 10_000 + SOAK, 100))
+def test_programs_are_right_or_refused_by_name(seed):
+    for each in range(seed, seed + 100):
+        failure = find_failure(each, length=10, worlds=(2, 3, 4))
+        assert failure is None, str(failure)
