@@ -34,8 +34,8 @@ _INSTEAD = {
 }
 
 
-class CompatibleReducer:
-    """The calls of PyTorch's reducer that are harmless."""
+class _OfWrapper:
+    """What a wrapper gives out, and what does not keep the wrapper."""
 
     def __init__(self, wrapper: "CompatibleNames") -> None:
         self._wrapper = weakref.ref(wrapper)
@@ -44,6 +44,10 @@ class CompatibleReducer:
         wrapper = self._wrapper()
         assert wrapper is not None
         return wrapper
+
+
+class CompatibleReducer(_OfWrapper):
+    """The calls of PyTorch's reducer that are harmless."""
 
     def prepare_for_forward(self) -> None:
         """Nothing has to be prepared."""
@@ -100,16 +104,8 @@ class LoggingData(NamedTuple):
     ints_map: dict[str, int]
 
 
-class CompatibleLogger:
+class CompatibleLogger(_OfWrapper):
     """The calls of PyTorch's logger that are harmless."""
-
-    def __init__(self, wrapper: "CompatibleNames") -> None:
-        self._wrapper = weakref.ref(wrapper)
-
-    def _of(self) -> "CompatibleNames":
-        wrapper = self._wrapper()
-        assert wrapper is not None
-        return wrapper
 
     def _get_ddp_logging_data(self) -> LoggingData:
         data = self._of()._get_ddp_logging_data()
