@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
+import itertools
 import os
 import random
 import signal
@@ -96,11 +97,14 @@ def _die() -> None:
 
 
 def _after(count: int, call: Any, before: bool) -> Any:
-    """The function, which dies at its call number ``count``: before it does its work, or after."""
-    calls = iter(range(1, count + 1))
+    """The function, which dies at its call number ``count``: before it does its work, or after.
+
+    If that call raises, as one that would block does, the process dies after the first later call that returns.
+    """
+    calls = itertools.count(1)
 
     def called(*args: Any, **kwargs: Any) -> Any:
-        last = next(calls) == count
+        last = next(calls) >= count
         if last and before:
             _die()
         result = call(*args, **kwargs)
@@ -126,8 +130,8 @@ def _half_reduced(reduction: Reduction, sources: Any, out: torch.Tensor) -> None
 
 def _late(count: int, call: Any, last: Any) -> Any:
     """The function, whose call number ``count`` is ``last`` in its stead."""
-    calls = iter(range(1, count + 1))
-    return lambda *args, **kwargs: (last if next(calls) == count else call)(*args, **kwargs)
+    calls = itertools.count(1)
+    return lambda *args, **kwargs: (last if next(calls) >= count else call)(*args, **kwargs)
 
 
 def prepare(kill: Kill) -> None:
