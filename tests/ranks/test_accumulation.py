@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 import lockstep
-from lockstep.distributed.report import Report
-from lockstep.distributed.reporting import Reporting
+from lockstep.distributed.reduction.report import Report
+from lockstep.distributed.reduction.report_transport import Reporting
 from threaded import count_collectives, run_ranks
 
 

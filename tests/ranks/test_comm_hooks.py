@@ -23,7 +23,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
 from torch.futures import Future
 
 import lockstep
-from lockstep.distributed.hooks import GradBucket
+from lockstep.distributed.reduction.comm_hooks import GradBucket
 from lockstep.errors import HookError
 from threaded import count_collectives, run_ranks
 

@@ -12,8 +12,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power
 
 import lockstep
-from lockstep.distributed.report import Report
-from lockstep.distributed.reporting import Reporting
+from lockstep.distributed.reduction.report import Report
+from lockstep.distributed.reduction.report_transport import Reporting
 from lockstep.errors import CommunicationError, OptionError, PeerError
 from threaded import run_ranks
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.buckets import TensorSpec, contiguous_stride
-from lockstep.distributed.plan import (
+from lockstep.distributed.reduction.plan import (
     ALONE_BYTES,
     DEFAULT_CAP_BYTES,
     FIRST_CAP_BYTES,

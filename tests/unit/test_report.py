@@ -10,8 +10,8 @@ import random
 import pytest
 import torch
 
-from lockstep.distributed.passes import MOST, Called, PassSummary
-from lockstep.distributed.report import RankStatus, ReportLayout, Weight, check_ranks, mean_factor, round_code
+from lockstep.distributed.reduction.passes import MOST, Called, PassSummary
+from lockstep.distributed.reduction.report import RankStatus, ReportLayout, Weight, check_ranks, mean_factor, round_code
 from lockstep.errors import OptionError, PeerError
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]

@@ -2,9 +2,9 @@
 
 from lockstep.distributed.accumulation import accumulate as accumulate
 from lockstep.distributed.ddp import DistributedDataParallel as DistributedDataParallel
-from lockstep.distributed.hooks import GradBucket as GradBucket
 from lockstep.distributed.in_sync import check_in_sync as check_in_sync
 from lockstep.distributed.mean import mean_over_ranks as mean_over_ranks
+from lockstep.distributed.reduction.comm_hooks import GradBucket as GradBucket
 from lockstep.distributed.replicate import Replicated as Replicated
 from lockstep.distributed.replicate import replicate as replicate
 from lockstep.distributed.shm import ProcessGroupShm as ProcessGroupShm

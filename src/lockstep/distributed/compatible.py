@@ -21,7 +21,7 @@ from lockstep.distributed.buffer_hook import BufferHook, BufferHookLocation, che
 from lockstep.distributed.collectives import Group, global_ranks
 from lockstep.distributed.compatible_reducer import CompatibleLogger, CompatibleReducer
 from lockstep.distributed.options import Options
-from lockstep.distributed.plan import MIB, ReductionPlan
+from lockstep.distributed.reduction.plan import MIB, ReductionPlan
 from lockstep.distributed.replication import Replication
 from lockstep.errors import HookError, OptionError
 from lockstep.inherited import refusal

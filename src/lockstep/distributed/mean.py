@@ -11,7 +11,7 @@ from lockstep.buckets import TensorSpec, plan_buckets
 from lockstep.distributed.agree import Description, Line, agree, describe_tensor
 from lockstep.distributed.collectives import Collectives, Group, resolve_group
 from lockstep.distributed.dtensors import like_parameter, local_part
-from lockstep.distributed.gradients import ManagedParameter
+from lockstep.distributed.reduction.buckets import ManagedParameter
 from lockstep.errors import CommunicationError
 from lockstep.phases import Phases
 

@@ -20,9 +20,9 @@ from torch.nn import Module, Parameter
 
 from lockstep.distributed.agree import Description, agree
 from lockstep.distributed.collectives import Collectives
-from lockstep.distributed.gradients import ManagedParameter
 from lockstep.distributed.keeping import keep
-from lockstep.distributed.parameter_hooks import (
+from lockstep.distributed.reduction.buckets import ManagedParameter
+from lockstep.distributed.reduction.parameter_hooks import (
     NewcomerHook,
     ParameterHook,
     attach,
@@ -30,7 +30,7 @@ from lockstep.distributed.parameter_hooks import (
     detach,
     reducer_of,
 )
-from lockstep.distributed.reducer import Reducer
+from lockstep.distributed.reduction.reducer import Reducer
 from lockstep.distributed.registrations import watch_registrations
 from lockstep.distributed.selection import Contents, Selection, describe_parameter
 from lockstep.distributed.slots import SlotWatch
@@ -58,7 +58,7 @@ class _Attached(NamedTuple):
 
 
 class Membership:
-    """The parameters of one reducer; see :class:`lockstep.distributed.reducer.Members`."""
+    """The parameters of one reducer; see :class:`lockstep.distributed.reduction.reducer.Members`."""
 
     def __init__(self, selection: Selection, contents: Contents, delayed: Sequence[Parameter], values: bool) -> None:
         self._selection, self._values = selection, values

@@ -21,7 +21,7 @@ from torch.nn.parallel.distributed import _MixedPrecision
 
 from lockstep.compiler import outside_compiler
 from lockstep.distributed.buffers import holders
-from lockstep.distributed.hooks import GradBucket
+from lockstep.distributed.reduction.comm_hooks import GradBucket
 from lockstep.errors import OptionError
 from lockstep.tree import tree_map
 

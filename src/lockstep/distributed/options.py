@@ -11,7 +11,7 @@ from torch.nn import Parameter
 from lockstep.distributed.buffers import POLICIES, Policy
 from lockstep.distributed.collectives import Group
 from lockstep.distributed.mixed_precision import check_mixed_precision
-from lockstep.distributed.plan import DEFAULT_CAP_BYTES, FIRST_CAP_BYTES, MIB
+from lockstep.distributed.reduction.plan import DEFAULT_CAP_BYTES, FIRST_CAP_BYTES, MIB
 from lockstep.errors import OptionError
 from lockstep.wrapper import unknown_option
 

@@ -18,8 +18,8 @@ from torch.nn.modules.module import (
 from torch.nn.parameter import is_lazy
 
 from lockstep.distributed.keeping import kept_by
-from lockstep.distributed.parameter_hooks import NewcomerHook, attach, can_have_gradient, reducer_of
-from lockstep.distributed.reducer import Reducer
+from lockstep.distributed.reduction.parameter_hooks import NewcomerHook, attach, can_have_gradient, reducer_of
+from lockstep.distributed.reduction.reducer import Reducer
 
 _lock = threading.Lock()
 _watching: list[Any] = []

@@ -20,15 +20,15 @@ from lockstep.compiler import is_in_compiled_backward, outside_compiler
 from lockstep.distributed.agree import Description, Line, agree
 from lockstep.distributed.buffers import BufferSet, BufferSync, describe_buffer
 from lockstep.distributed.collectives import Collectives, Group, resolve_group
-from lockstep.distributed.conductor import Conductor, conductor_of
-from lockstep.distributed.hooks import check_hook
 from lockstep.distributed.membership import Membership
 from lockstep.distributed.mixed_precision import Casts, ReduceIn, reduce_dtype
 from lockstep.distributed.options import Options
-from lockstep.distributed.parameter_hooks import take_over_optimizers
-from lockstep.distributed.passes import ForwardMark, in_backward, note_compiled
 from lockstep.distributed.placement import input_device, move_to, outputs_in
-from lockstep.distributed.reducer import Reducer
+from lockstep.distributed.reduction.comm_hooks import check_hook
+from lockstep.distributed.reduction.parameter_hooks import take_over_optimizers
+from lockstep.distributed.reduction.passes import ForwardMark, in_backward, note_compiled
+from lockstep.distributed.reduction.reducer import Reducer
+from lockstep.distributed.reduction.scheduler import Conductor, conductor_of
 from lockstep.distributed.selection import Contents, Selection, describe_parameter
 from lockstep.distributed.start import broadcast_values
 from lockstep.distributed.training_state import hook_state, restore_hook_state

@@ -12,12 +12,12 @@ from torch.nn.parameter import is_lazy
 from lockstep.distributed.agree import Line, describe_tensor
 from lockstep.distributed.buffers import Buffer, BufferSet
 from lockstep.distributed.options import Options
-from lockstep.distributed.parameter_hooks import reducer_of
 from lockstep.distributed.placement import check_devices, check_embeddings, check_kinds, left_out
+from lockstep.distributed.reduction.parameter_hooks import reducer_of
 from lockstep.errors import NotReplicableError
 
 if TYPE_CHECKING:
-    from lockstep.distributed.reducer import Reducer
+    from lockstep.distributed.reduction.reducer import Reducer
 
 
 class Contents(NamedTuple):

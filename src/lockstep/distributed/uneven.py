@@ -14,7 +14,7 @@ import torch
 from torch.distributed.algorithms.join import Join, JoinHook
 
 from lockstep.distributed.one_by_one import OneByOne
-from lockstep.distributed.reducer import Reducer
+from lockstep.distributed.reduction.reducer import Reducer
 from lockstep.distributed.replication import Replication
 from lockstep.distributed.start import broadcast_values
 

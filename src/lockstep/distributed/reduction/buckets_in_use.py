@@ -2,10 +2,10 @@
 
 from collections.abc import Iterator, Sequence
 
-from lockstep.distributed.adaptation import AdaptivePlan
-from lockstep.distributed.gradients import GradientBucket, ManagedParameter, make_bucket
-from lockstep.distributed.memory import Empty
-from lockstep.distributed.reporting import Reporting
+from lockstep.distributed.reduction.adaptation import AdaptivePlan
+from lockstep.distributed.reduction.buckets import GradientBucket, ManagedParameter, make_bucket
+from lockstep.distributed.reduction.report_transport import Reporting
+from lockstep.distributed.reduction.storage import Empty
 
 
 class BucketsInUse:

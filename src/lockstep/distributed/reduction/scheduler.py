@@ -31,15 +31,15 @@ from torch.autograd import Variable
 from torch.nn import Parameter
 
 from lockstep.compiler import outside_compiler
-from lockstep.distributed.backward import BackwardPass, Reach, current_pass, follow
 from lockstep.distributed.collectives import Collectives, Group, Pending
 from lockstep.distributed.one_by_one import OneByOne
-from lockstep.distributed.parameter_hooks import run_held_hooks
+from lockstep.distributed.reduction.backward import BackwardPass, Reach, current_pass, follow
+from lockstep.distributed.reduction.parameter_hooks import run_held_hooks
 from lockstep.errors import CommunicationError, PeerError
 from lockstep.phases import Phases
 
 if TYPE_CHECKING:
-    from lockstep.distributed.reducer import Reducer
+    from lockstep.distributed.reduction.reducer import Reducer
 
 _TAKES_PART, _FAILED = 1, 1 << 16
 _conductors: "weakref.WeakSet[Conductor]"

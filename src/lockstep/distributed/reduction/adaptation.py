@@ -11,9 +11,9 @@ from collections.abc import Collection, Sequence
 import torch
 
 from lockstep.distributed.collectives import Collectives
-from lockstep.distributed.gradients import ManagedParameter
-from lockstep.distributed.plan import PlannedBucket, ReductionPlan, plan_reduction
-from lockstep.distributed.report import Report
+from lockstep.distributed.reduction.buckets import ManagedParameter
+from lockstep.distributed.reduction.plan import PlannedBucket, ReductionPlan, plan_reduction
+from lockstep.distributed.reduction.report import Report
 
 
 class AdaptivePlan:

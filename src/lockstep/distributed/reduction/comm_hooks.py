@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from lockstep.distributed.collectives import Collectives
-from lockstep.distributed.gradients import GradientBucket
+from lockstep.distributed.reduction.buckets import GradientBucket
 from lockstep.errors import HookError
 
 

@@ -20,12 +20,12 @@ from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
 from lockstep.compiler import is_in_compiled_backward, outside_compiler
-from lockstep.distributed.gradients import ManagedParameter
-from lockstep.distributed.optimizers_in_backward import StepOptimizers, any_applied, take_over
+from lockstep.distributed.reduction.buckets import ManagedParameter
+from lockstep.distributed.reduction.optimizers_in_backward import StepOptimizers, any_applied, take_over
 from lockstep.errors import NotReplicableError
 
 if TYPE_CHECKING:
-    from lockstep.distributed.reducer import Reducer
+    from lockstep.distributed.reduction.reducer import Reducer
 
 
 class ParameterHook:

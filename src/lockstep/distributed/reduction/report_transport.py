@@ -10,8 +10,8 @@ from torch import Tensor
 
 from lockstep.distributed.buffers import BufferSync
 from lockstep.distributed.collectives import Collectives
-from lockstep.distributed.deferred import DeferredRow
-from lockstep.distributed.report import RankStatus, Report, ReportLayout, Weight
+from lockstep.distributed.reduction.deferred import DeferredRow
+from lockstep.distributed.reduction.report import RankStatus, Report, ReportLayout, Weight
 
 _OWN_DTYPE = torch.float32
 

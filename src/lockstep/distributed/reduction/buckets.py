@@ -17,9 +17,9 @@ from torch.nn import Parameter
 
 from lockstep.buckets import TensorSpec
 from lockstep.distributed.dtensors import is_dtensor, like_parameter, local_part, matching_gradient
-from lockstep.distributed.memory import Empty, GradientMemory
-from lockstep.distributed.plan import Kind, PlannedBucket
-from lockstep.distributed.report import Report
+from lockstep.distributed.reduction.plan import Kind, PlannedBucket
+from lockstep.distributed.reduction.report import Report
+from lockstep.distributed.reduction.storage import Empty, GradientMemory
 from lockstep.errors import LayoutError
 
 _dtype_of, _device_of = attrgetter("dtype"), attrgetter("device")

@@ -7,7 +7,7 @@ So the engine's entry is watched: ``Variable._execution_engine``, through which 
 (``backward()``, ``torch.autograd.grad``, checkpointing), is an object of a subclass from the first replicated module
 on. It adds nothing to a pass but its beginning and its end. That is the only part of PyTorch that is replaced.
 
-A pass that C++ begins does not come here: it is followed by callbacks alone (``conductor.py``).
+A pass that C++ begins does not come here: it is followed by callbacks alone (``scheduler.py``).
 """
 
 import inspect
@@ -24,7 +24,7 @@ from torch.autograd import Variable
 from torch.autograd.function import BackwardCFunction
 
 from lockstep.compiler import outside_compiler
-from lockstep.distributed import handed_on
+from lockstep.distributed.reduction import handed_on
 
 _KEY = "lockstep.backward"
 _lock = threading.Lock()

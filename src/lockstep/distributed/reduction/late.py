@@ -8,7 +8,7 @@ from torch import Tensor
 from lockstep.buckets import plan_buckets
 from lockstep.distributed.collectives import Collectives
 from lockstep.distributed.dtensors import like_parameter
-from lockstep.distributed.gradients import ManagedParameter
+from lockstep.distributed.reduction.buckets import ManagedParameter
 from lockstep.errors import PeerError
 
 

@@ -6,9 +6,10 @@ A **round** is what one backward pass of one replicated module sends. Its life:
    synchronises; if not, parameters are marked as touched, and their gradients pile up.
 2. *send* - each gradient that arrives counts down its bucket. A full bucket leaves at once if all before it have left:
    every rank sends the same buckets in the same order, whatever order its gradients come in.
-3. *finish* - the engine's final callback (``conductor.py``) sends the buckets that never filled up: parameters without
+3. *finish* - the engine's final callback (``scheduler.py``) sends the buckets that never filled up: parameters without
    a gradient count as zero, or as what they had accumulated. The last bucket leaves now, and carries the report: who
-   used which parameter, the round's number, failures, weights, buffers (``reporting.py``). Then all are waited for.
+   used which parameter, the round's number, failures, weights, buffers (``report_transport.py``). Then all are waited
+   for.
 4. *late* - gradients that came after their bucket had left (a layer that reentrant checkpointing runs twice), or had no
    place in the plan (unfrozen, used for the first time), are in everybody's report, so every rank joins in reducing
    them now.
@@ -20,7 +21,7 @@ If other parameters stand in the module on any rank, all choose anew what they r
 the gradients of what is new in the same round.
 
 Lifetimes: the reducer lives for as long as any of its parameters, whose hooks hold it, and has the module with it.
-Gradients live in buckets (``gradients.py``).
+Gradients live in buckets (``buckets.py``).
 """
 
 import logging
@@ -35,26 +36,26 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lockstep.distributed.abandoned import AbandonedRound
-from lockstep.distributed.adaptation import AdaptivePlan
 from lockstep.distributed.agree import Description, Line, agree
-from lockstep.distributed.backward import Reach
-from lockstep.distributed.buckets_in_use import BucketsInUse
 from lockstep.distributed.buffers import BufferSync
 from lockstep.distributed.collectives import Collectives, plain_memory
-from lockstep.distributed.conductor import Conductor
-from lockstep.distributed.drift import Drift, DriftWatch, warn_of_drift
-from lockstep.distributed.gradients import GradientBucket, ManagedParameter
-from lockstep.distributed.hooks import Hook, HookChain, Waitable, check_hook, name_of
-from lockstep.distributed.late import reduce_again, reduce_late
 from lockstep.distributed.mean import with_graphs
-from lockstep.distributed.parameter_hooks import is_marked, run_marked, take_over_optimizers
-from lockstep.distributed.passes import PassLog
-from lockstep.distributed.plan import Kind, ReductionPlan
-from lockstep.distributed.report import RankStatus, Report, Weight, check_ranks, mean_factor, round_code
-from lockstep.distributed.reporting import Reporting
-from lockstep.distributed.usage import Usage
-from lockstep.distributed.weights import Weights
+from lockstep.distributed.reduction.abandoned import AbandonedRound
+from lockstep.distributed.reduction.adaptation import AdaptivePlan
+from lockstep.distributed.reduction.backward import Reach
+from lockstep.distributed.reduction.buckets import GradientBucket, ManagedParameter
+from lockstep.distributed.reduction.buckets_in_use import BucketsInUse
+from lockstep.distributed.reduction.comm_hooks import Hook, HookChain, Waitable, check_hook, name_of
+from lockstep.distributed.reduction.drift import Drift, DriftWatch, warn_of_drift
+from lockstep.distributed.reduction.late import reduce_again, reduce_late
+from lockstep.distributed.reduction.parameter_hooks import is_marked, run_marked, take_over_optimizers
+from lockstep.distributed.reduction.passes import PassLog
+from lockstep.distributed.reduction.plan import Kind, ReductionPlan
+from lockstep.distributed.reduction.report import RankStatus, Report, Weight, check_ranks, mean_factor, round_code
+from lockstep.distributed.reduction.report_transport import Reporting
+from lockstep.distributed.reduction.scheduler import Conductor
+from lockstep.distributed.reduction.usage import Usage
+from lockstep.distributed.reduction.weights import Weights
 from lockstep.errors import AgreementError, CommunicationError, OptionError, PeerError
 
 

@@ -9,8 +9,8 @@ from collections.abc import Collection, Sequence
 
 from torch.nn import Parameter
 
-from lockstep.distributed.accumulated import AccumulatedGradients, EarlierGradients
-from lockstep.distributed.gradients import ManagedParameter
+from lockstep.distributed.reduction.accumulated import AccumulatedGradients, EarlierGradients
+from lockstep.distributed.reduction.buckets import ManagedParameter
 from lockstep.errors import OptionError
 
 

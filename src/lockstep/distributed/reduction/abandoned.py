@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from lockstep.distributed.collectives import Collectives
-from lockstep.distributed.gradients import GradientBucket
-from lockstep.distributed.hooks import HookChain, Waitable
+from lockstep.distributed.reduction.buckets import GradientBucket
+from lockstep.distributed.reduction.comm_hooks import HookChain, Waitable
 from lockstep.errors import CommunicationError
 
 
