@@ -8,7 +8,6 @@ from lockstep.distributed.ddp import DistributedDataParallel as DistributedDataP
 from lockstep.distributed.in_sync import check_in_sync as check_in_sync
 from lockstep.distributed.mean import mean_over_ranks as mean_over_ranks
 from lockstep.distributed.replicate import replicate as replicate
-from lockstep.distributed.shm import register as _register_backend
 from lockstep.distributed.state import load_training_state_dict as load_training_state_dict
 from lockstep.distributed.state import statistics as statistics
 from lockstep.distributed.state import training_state_dict as training_state_dict
@@ -17,6 +16,7 @@ from lockstep.local.data_parallel import data_parallel as data_parallel
 from lockstep.local.sync_batch_norm import SyncBatchNorm as SyncBatchNorm
 from lockstep.phases import Event as Event
 from lockstep.phases import Statistics as Statistics
+from lockstep.shm import register as _register_backend
 
 __version__ = "0.1.0"
 

@@ -25,10 +25,10 @@ import torch.distributed as dist
 
 import processes  # starts the server that processes are forked off
 from lockstep.distributed import ProcessGroupShm, ShmOptions
-from lockstep.distributed.shm import assemble, meeting
-from lockstep.distributed.shm.arithmetic import Reduction
-from lockstep.distributed.shm.peers import Peers
-from lockstep.distributed.shm.table import Table
+from lockstep.shm import assemble, meeting
+from lockstep.shm.arithmetic import Reduction
+from lockstep.shm.peers import Peers
+from lockstep.shm.table import Table
 
 TIMEOUT = 20.0
 _context = processes._context

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from torch.distributed import ReduceOp
 
 from lockstep.distributed import ProcessGroupShm
-from lockstep.distributed.shm import one_host
 from lockstep.errors import AgreementError, CommunicationError, LayoutError, OptionError
+from lockstep.shm import one_host
 from threaded import run_ranks
 
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

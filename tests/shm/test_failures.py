@@ -23,11 +23,11 @@ from torch import nn
 
 import lockstep
 from lockstep.distributed import ProcessGroupShm, ShmOptions
-from lockstep.distributed.shm import mapping, meeting, rest, works
-from lockstep.distributed.shm.arithmetic import Reduction
-from lockstep.distributed.shm.one_host import BLOCK_BYTES
-from lockstep.distributed.shm.peers import Peers
 from lockstep.errors import AgreementError, CommunicationError, DeviceError, LayoutError, OptionError
+from lockstep.shm import mapping, meeting, rest, works
+from lockstep.shm.arithmetic import Reduction
+from lockstep.shm.one_host import BLOCK_BYTES
+from lockstep.shm.peers import Peers
 from processes import RankEndedError, run_processes
 from threaded import run_ranks
 

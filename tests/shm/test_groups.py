@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from lockstep.distributed import ProcessGroupShm, ShmOptions
-from lockstep.distributed.shm import assemble
-from lockstep.distributed.shm.meeting import LOOK_SECONDS
 from lockstep.errors import CommunicationError
+from lockstep.shm import assemble
+from lockstep.shm.meeting import LOOK_SECONDS
 from processes import run_processes
 from threaded import run_ranks
 

@@ -16,13 +16,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lockstep.distributed.shm import arithmetic, descriptor, layout, one_host, table
-from lockstep.distributed.shm.descriptor import Descriptor, Kind, Op
-from lockstep.distributed.shm.meeting import host_identity, meet
-from lockstep.distributed.shm.memory import ALIGNMENT, Pool
-from lockstep.distributed.shm.peers import LONGEST, Peers
-from lockstep.distributed.shm.works import ShmWork, WorkQueue
 from lockstep.errors import AgreementError, CommunicationError, DeviceError, LayoutError, OptionError
+from lockstep.shm import arithmetic, descriptor, layout, one_host, table
+from lockstep.shm.descriptor import Descriptor, Kind, Op
+from lockstep.shm.meeting import host_identity, meet
+from lockstep.shm.memory import ALIGNMENT, Pool
+from lockstep.shm.peers import LONGEST, Peers
+from lockstep.shm.works import ShmWork, WorkQueue
 
 DTYPES = list(descriptor._codes())
 

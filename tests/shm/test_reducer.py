@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import lockstep
-from lockstep.distributed.shm import one_host
+from lockstep.shm import one_host
 from threaded import run_ranks
 
 

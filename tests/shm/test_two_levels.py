@@ -23,8 +23,8 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 import lockstep
 from lockstep.distributed import ProcessGroupShm, ShmOptions
-from lockstep.distributed.shm.many_hosts import ManyHosts
 from lockstep.errors import AgreementError, CommunicationError, OptionError
+from lockstep.shm.many_hosts import ManyHosts
 from processes import run_processes
 from threaded import run_ranks
 
@@ -456,7 +456,7 @@ def test_twelve_ranks_that_all_differ_are_all_named():
 
 def test_a_list_of_differences_that_is_too_long_says_so():
     long = [{f"all_reduce({10**6 + rank} elements, torch.float32, SUM)": [rank]} for rank in range(80)]
-    from lockstep.distributed.shm import many_hosts
+    from lockstep.shm import many_hosts
 
     said = {what: ranks for each in long for what, ranks in each.items()}
     text = many_hosts._short(said)

@@ -7,11 +7,11 @@ from lockstep.distributed.mean import mean_over_ranks as mean_over_ranks
 from lockstep.distributed.reduction.comm_hooks import GradBucket as GradBucket
 from lockstep.distributed.replicate import Replicated as Replicated
 from lockstep.distributed.replicate import replicate as replicate
-from lockstep.distributed.shm import ProcessGroupShm as ProcessGroupShm
-from lockstep.distributed.shm import ShmOptions as ShmOptions
 from lockstep.distributed.state import load_training_state_dict as load_training_state_dict
 from lockstep.distributed.state import statistics as statistics
 from lockstep.distributed.state import training_state_dict as training_state_dict
+from lockstep.shm import ProcessGroupShm as ProcessGroupShm
+from lockstep.shm import ShmOptions as ShmOptions
 
 __all__ = [
     "DistributedDataParallel",

@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.distributed.shm import ProcessGroupShm
 from lockstep.errors import CommunicationError
 from lockstep.phases import Phases
+from lockstep.shm import ProcessGroupShm
 
 Group = Any
 """A ``dist.ProcessGroup`` or a bare backend: both have ``rank()`` and ``size()``."""

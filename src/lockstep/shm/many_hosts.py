@@ -17,11 +17,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions
 
-from lockstep.distributed.shm.arithmetic import Reduction, divide
-from lockstep.distributed.shm.descriptor import Descriptor, Kind, Op, disagreement, said_by
-from lockstep.distributed.shm.meeting import LOOK_SECONDS
-from lockstep.distributed.shm.one_host import OneHost
 from lockstep.errors import CommunicationError
+from lockstep.shm.arithmetic import Reduction, divide
+from lockstep.shm.descriptor import Descriptor, Kind, Op, disagreement, said_by
+from lockstep.shm.meeting import LOOK_SECONDS
+from lockstep.shm.one_host import OneHost
 
 ROW_BYTES = 2048
 """What a leader says of its ranks; longer texts are cut."""

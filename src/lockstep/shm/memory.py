@@ -15,8 +15,8 @@ from collections import deque
 import torch
 from torch import Tensor
 
-from lockstep.distributed.shm.mapping import map_bytes, use
-from lockstep.distributed.shm.peers import Peers
+from lockstep.shm.mapping import map_bytes, use
+from lockstep.shm.peers import Peers
 
 ALIGNMENT = 4096
 

@@ -10,9 +10,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from lockstep.distributed.shm.descriptor import Descriptor, compare, place_of, with_place
-from lockstep.distributed.shm.memory import Piece, Pool
-from lockstep.distributed.shm.peers import Peers
+from lockstep.shm.descriptor import Descriptor, compare, place_of, with_place
+from lockstep.shm.memory import Piece, Pool
+from lockstep.shm.peers import Peers
 
 PIECE_BYTES = 2 * 1024 * 1024
 """What one rank puts on the table at a time."""

@@ -15,11 +15,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 
-from lockstep.distributed.shm.assemble import Assembly, ShmOptions
-from lockstep.distributed.shm.native import NativeCollectives, Runner
-from lockstep.distributed.shm.rest import CollectivesOfGloo
-from lockstep.distributed.shm.works import ShmWork, WorkQueue
 from lockstep.errors import AgreementError, CommunicationError, OptionError
+from lockstep.shm.assemble import Assembly, ShmOptions
+from lockstep.shm.native import NativeCollectives, Runner
+from lockstep.shm.rest import CollectivesOfGloo
+from lockstep.shm.works import ShmWork, WorkQueue
 
 _ProcessGroup: Any = dist.ProcessGroup  # its type has overloads that no method here could match
 

@@ -13,9 +13,9 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from lockstep.distributed.shm.arithmetic import Reduction
-from lockstep.distributed.shm.descriptor import Descriptor, Kind, Op, factor_of
-from lockstep.distributed.shm.table import PIECE_BYTES, Table, share
+from lockstep.shm.arithmetic import Reduction
+from lockstep.shm.descriptor import Descriptor, Kind, Op, factor_of
+from lockstep.shm.table import PIECE_BYTES, Table, share
 
 AT_ONCE_BYTES = 128 * 1024
 BLOCK_BYTES = 256 * 1024
@@ -23,7 +23,7 @@ BLOCK_BYTES = 256 * 1024
 
 
 class OneHost:
-    """Runs collectives over a :class:`~lockstep.distributed.shm.table.Table`; every rank calls the same ones."""
+    """Runs collectives over a :class:`~lockstep.shm.table.Table`; every rank calls the same ones."""
 
     def __init__(self, table: Table) -> None:
         self.table = table

@@ -10,13 +10,13 @@ from typing import Any
 
 from torch.distributed.distributed_c10d import PrefixStore
 
-from lockstep.distributed.shm.many_hosts import BOARD, ManyHosts
-from lockstep.distributed.shm.meeting import LOOK_SECONDS, Meeting, check_platform, host_identity, meet
-from lockstep.distributed.shm.memory import Piece
-from lockstep.distributed.shm.one_host import OneHost
-from lockstep.distributed.shm.peers import Peers
-from lockstep.distributed.shm.rest import gloo
-from lockstep.distributed.shm.table import STAGING, Table
+from lockstep.shm.many_hosts import BOARD, ManyHosts
+from lockstep.shm.meeting import LOOK_SECONDS, Meeting, check_platform, host_identity, meet
+from lockstep.shm.memory import Piece
+from lockstep.shm.one_host import OneHost
+from lockstep.shm.peers import Peers
+from lockstep.shm.rest import gloo
+from lockstep.shm.table import STAGING, Table
 
 Between = Callable[[Any, int, int, timedelta], Any]
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lockstep.distributed.shm.assemble import ShmOptions as ShmOptions
-from lockstep.distributed.shm.group import ProcessGroupShm as ProcessGroupShm
+from lockstep.shm.assemble import ShmOptions as ShmOptions
+from lockstep.shm.group import ProcessGroupShm as ProcessGroupShm
 
 BACKEND = "shm"
 

@@ -20,14 +20,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.compiler import outside_compiler
-from lockstep.distributed.shm.descriptor import Descriptor, Kind
-from lockstep.distributed.shm.layout import as_one, check_tensors
-from lockstep.distributed.shm.many_hosts import GLOO_DTYPES, GRACE_SECONDS, ManyHosts
-from lockstep.distributed.shm.meeting import LOOK_SECONDS
-from lockstep.distributed.shm.one_host import OneHost
-from lockstep.distributed.shm.overloads import with_overloads
-from lockstep.distributed.shm.works import ShmWork
 from lockstep.errors import CommunicationError, OptionError
+from lockstep.shm.descriptor import Descriptor, Kind
+from lockstep.shm.layout import as_one, check_tensors
+from lockstep.shm.many_hosts import GLOO_DTYPES, GRACE_SECONDS, ManyHosts
+from lockstep.shm.meeting import LOOK_SECONDS
+from lockstep.shm.one_host import OneHost
+from lockstep.shm.overloads import with_overloads
+from lockstep.shm.works import ShmWork
 
 Runner = OneHost | ManyHosts
 

@@ -9,8 +9,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from lockstep.distributed.shm.descriptor import Op
 from lockstep.errors import OptionError
+from lockstep.shm.descriptor import Op
 
 _FUNCTIONS: dict[Op, Callable[..., Tensor]] = {
     Op.SUM: torch.add,

@@ -32,9 +32,9 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
-from lockstep.distributed.shm.mapping import map_bytes
-from lockstep.distributed.shm.meeting import LOOK_SECONDS
 from lockstep.errors import CommunicationError
+from lockstep.shm.mapping import map_bytes
+from lockstep.shm.meeting import LOOK_SECONDS
 
 LONGEST = 4096
 """Bytes of the longest message."""

@@ -5,11 +5,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from lockstep.distributed.shm.descriptor import Op
 from lockstep.errors import AgreementError, LayoutError, OptionError
+from lockstep.shm.descriptor import Op
 
 if TYPE_CHECKING:
-    from lockstep.distributed.shm.native import Runner
+    from lockstep.shm.native import Runner
 
 
 def check_sparse(tensors: list[Tensor], op: Op) -> None:

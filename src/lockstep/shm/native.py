@@ -14,14 +14,14 @@ from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions
 
 from lockstep.compiler import outside_compiler
-from lockstep.distributed.shm.descriptor import Op
-from lockstep.distributed.shm.layout import as_one, check_numel, check_tensors, check_writable, give_back
-from lockstep.distributed.shm.many_hosts import ManyHosts
-from lockstep.distributed.shm.one_host import OneHost
-from lockstep.distributed.shm.overloads import with_overloads
-from lockstep.distributed.shm.sparse import all_reduce_sparse, check_sparse
-from lockstep.distributed.shm.works import ShmWork
 from lockstep.errors import LayoutError, OptionError
+from lockstep.shm.descriptor import Op
+from lockstep.shm.layout import as_one, check_numel, check_tensors, check_writable, give_back
+from lockstep.shm.many_hosts import ManyHosts
+from lockstep.shm.one_host import OneHost
+from lockstep.shm.overloads import with_overloads
+from lockstep.shm.sparse import all_reduce_sparse, check_sparse
+from lockstep.shm.works import ShmWork
 
 Runner = OneHost | ManyHosts
 A = TypeVar("A")
