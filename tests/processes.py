@@ -35,7 +35,8 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from threaded import CONNECT, Rank
+import sim as simulator
+from threaded import CONNECT, CPU, Rank
 
 GRACE = 5.0  # seconds from the time at which a rank should end itself to that at which it is killed
 
@@ -77,15 +78,17 @@ def run_processes(
     group_timeout: float = 10.0,
     errors: bool = False,
     backend: str = "gloo",
+    device: str = "",
 ) -> list[Any]:
     """Calls `function(Rank(...), *args)` in `world` processes and returns what they return, by rank.
 
     A rank that raises ends at once with exit code 1, as a script would; one that returns waits for the others, so that
     none loses its connection. If ranks fail, the error raised here is that of a process that ended without a word,
     else the one that was raised first. With `errors=True` nothing is raised, and there is an `Outcome` for each rank.
-    After `timeout` seconds all are ended, and it is a TimeoutError that shows where each rank was.
+    After `timeout` seconds all are ended, and it is a TimeoutError that shows where each rank was. With
+    `device="sim"` each has a simulated accelerator of its own, on which tensors are made by default.
     """
-    job = pickle.dumps(args), _source(function), world, timeout, group_timeout, backend
+    job = pickle.dumps(args), _source(function), world, timeout, group_timeout, backend, device
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         deadline = time.monotonic() + timeout
         codes, messages = _run(world, job, folder, deadline + GRACE)
@@ -168,6 +171,7 @@ def _main(
     timeout: float,
     group_timeout: float,
     backend: str,
+    device: str,
     rank: int,
     folder: str,
     pipe: connection.Connection,
@@ -183,6 +187,7 @@ def _main(
     result, error, text = None, None, ""
     try:
         os.environ["GLOO_SOCKET_IFNAME"] = _loopback()
+        place = _place(device, rank)
         importlib.import_module("lockstep")  # a backend of its own
         dist.init_process_group(
             backend,
@@ -192,7 +197,8 @@ def _main(
             timeout=CONNECT,
         )
         dist.group.WORLD.set_timeout(timedelta(seconds=group_timeout))
-        result = _find(source)(Rank(rank, world, dist.group.WORLD), *pickle.loads(args))
+        me = Rank(rank, world, dist.group.WORLD, place)
+        result = _find(source)(me, *pickle.loads(args))
         message = pickle.dumps((0.0, result, None, ""))
     except SystemExit:
         raise
@@ -207,6 +213,19 @@ def _main(
         pipe.recv_bytes()  # until the others have returned, too
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def _place(device: str, rank: int) -> torch.device:
+    """Where tensors are made by default, from now on."""
+    if not device:
+        return CPU
+    backend = simulator.load()
+    if isinstance(backend, str):
+        raise RuntimeError(backend)
+    place = torch.device(device, rank)
+    torch.accelerator.set_device_index(rank)
+    torch.set_default_device(place)
+    return place
 
 
 def _find(source: tuple[str, str, str]) -> Callable[..., Any]:

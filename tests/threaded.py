@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
+import os
 import sys
 import threading
 import time
@@ -26,6 +27,8 @@ from lockstep.distributed import ProcessGroupShm, ShmOptions
 
 CONNECT = timedelta(seconds=30)  # to meet; a short timeout is meant for collectives, not for threads that start late
 
+CPU = torch.device("cpu")
+
 _random_numbers = threading.Lock()
 
 
@@ -36,6 +39,8 @@ class Rank:
     rank: int
     world: int
     group: Any
+    device: torch.device = CPU
+    """Where tensors are made by default, for ranks on accelerators."""
 
     def generator(self, seed: int = 0) -> torch.Generator:
         """Random numbers that differ from rank to rank; those of `torch.manual_seed` are shared by the threads."""
@@ -69,10 +74,12 @@ def run_ranks(
     group_timeout: float = 10.0,
     errors: bool = False,
     hosts: str = "",
+    device: str = os.environ.get("LOCKSTEP_RANKS_DEVICE", ""),
 ) -> list[Any]:
     """Calls `function(Rank(...), *args)` in `world` threads and returns what they return, by rank.
 
     `hosts` gives them `shm` groups instead of Gloo's, and names the host of each rank by a letter: "aabb", or "aa".
+    `device` is a type of accelerators: each rank has one of its own, on which tensors are made by default.
 
     If ranks raise, the error that was raised first is raised here - the others mostly follow from it - with a note that
     names its rank. With `errors=True` nothing is raised, and an error stands in its rank's place. A rank that has
@@ -87,7 +94,13 @@ def run_ranks(
     def work(number: int) -> None:
         try:
             groups[number] = (_shm_group if hosts else _group)(store, number, world, group_timeout, hosts)
-            results[number] = function(Rank(number, world, groups[number]), *args)
+            with contextlib.ExitStack() as stack:
+                place = torch.device(device, number) if device else CPU
+                if device:
+                    groups[number] = AcceleratorGroup(number, world, groups[number])
+                    stack.enter_context(torch.accelerator.device_index(number))
+                    stack.enter_context(place)
+                results[number] = function(Rank(number, world, groups[number], place), *args)
         except BaseException as error:
             results[number] = error
             failed.append(number)
@@ -125,6 +138,22 @@ def _group(store: dist.Store, rank: int, world: int, timeout: float, _hosts: str
     group = dist.ProcessGroupGloo(dist.PrefixStore("ranks", store), rank, world, options)
     group.set_timeout(timedelta(seconds=timeout))
     return group
+
+
+class AcceleratorGroup(dist.ProcessGroup):
+    """A group for simulated accelerators, which sum on the CPU (see `sim`); its name does not say that it can do that.
+
+    So what ranks agree on travels over accelerators, too, as on a group of NCCL.
+    """
+
+    def __init__(self, rank: int, world: int, backend: dist.ProcessGroupGloo) -> None:
+        super().__init__(rank, world)
+        kind = dist.ProcessGroup.BackendType.GLOO
+        self._set_default_backend(kind)
+        self._register_backend(torch.device("cpu"), kind, backend)
+
+    def name(self) -> str:
+        return "accelerators"
 
 
 def _where(threads: list[threading.Thread], results: list[Any]) -> str:

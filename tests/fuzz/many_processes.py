@@ -108,7 +108,8 @@ def loss_of(nets: list[Any], called: list[Any], calls: list[F]) -> Any:
     total: Any = 0.0
     for call in calls:
         generator = torch.Generator().manual_seed(call.seed)
-        x = torch.randn(2, WIDTH, dtype=torch.float64, generator=generator).requires_grad_()
+        x = torch.randn(2, WIDTH, dtype=torch.float64, generator=generator, device="cpu")
+        x = x.to(nets[call.module].shift.device).requires_grad_()
         out = run_layers(nets[call.module], x, call) if call.past else called[call.module](x, call)
         total = total + out.square().sum()
     return total
@@ -132,6 +133,8 @@ class Setting(NamedTuple):
     comm_hook: bool = False
     processes: bool = False
     """Whether ranks are processes with a default group, or threads."""
+    device: str = ""
+    """The type of each rank's accelerator, if it has one."""
 
 
 class Raised(NamedTuple):
@@ -521,7 +524,8 @@ def _linear(seed: int) -> nn.Linear:
     layer = nn.Linear(WIDTH, WIDTH).double()
     generator = torch.Generator().manual_seed(seed)
     for parameter in layer.parameters():
-        parameter.data = torch.randn(parameter.shape, dtype=torch.float64, generator=generator) * 0.5
+        values = torch.randn(parameter.shape, dtype=torch.float64, generator=generator, device="cpu")
+        parameter.data = values.to(parameter.device) * 0.5
     return layer
 
 
@@ -538,11 +542,29 @@ def play(program: str, setting: Setting) -> None:
     """Run a program on all ranks; raises what is wrong, with the line."""
     if setting.processes:
         run_processes(
-            setting.world, _play, None, program, setting, timeout=60, group_timeout=5, backend=setting.backend
+            setting.world,
+            _play,
+            None,
+            program,
+            setting,
+            timeout=60,
+            group_timeout=5,
+            backend=setting.backend,
+            device=setting.device,
         )
         return
     hosts = "a" * setting.world if setting.backend == "shm" else ""
-    run_ranks(setting.world, _play, Board(setting.world), program, setting, hosts=hosts, timeout=60, group_timeout=5)
+    run_ranks(
+        setting.world,
+        _play,
+        Board(setting.world),
+        program,
+        setting,
+        hosts=hosts,
+        timeout=60,
+        group_timeout=5,
+        device=setting.device,
+    )
 
 
 def _play(rank: Any, board: Board | GroupBoard | None, program: str, setting: Setting) -> None:
@@ -741,17 +763,18 @@ class Failure(NamedTuple):
         return f"{self.program}\n-> {type(self.error).__name__}: {self.error} {getattr(self.error, '__notes__', '')}"
 
 
-def find_failure(seed: int, length: int, worlds: tuple[int, ...] = (2, 3)) -> Failure | None:
-    """Draw one setting and program and run it; None if it is right."""
+def find_failure(seed: int, length: int, worlds: tuple[int, ...] = (2, 3), device: str = "") -> Failure | None:
+    """Draw one setting and program and run it, on each rank's ``device``; None if it is right."""
     chance = random.Random(seed)
     setting = Setting(
         world=chance.choice(worlds),
-        backend=chance.choice(["gloo", "shm"]),
+        backend=chance.choice(["gloo"] if device else ["gloo", "shm"]),
         modules=chance.choice([1, 1, 2]),
         cap=chance.choice([None, 1e-4]),
         wrap=chance.random() < 0.3,
         comm_hook=chance.random() < 0.1,
         processes=chance.random() < 0.15,
+        device=device,
     )
 
     def fails(program: str) -> BaseException | None:

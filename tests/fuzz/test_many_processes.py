@@ -18,9 +18,17 @@ def test_short_programs_are_right_or_refused_by_name(seed):
         assert failure is None, str(failure)
 
 
+def test_short_programs_on_accelerators(sim):
+    for each in range(100, 106):
+        failure = find_failure(each, length=5, device="sim")
+        assert failure is None, str(failure)
+
+
 @pytest.mark.soak
+@pytest.mark.parametrize("kind", ["cpu", "sim"], indirect=True)
 @pytest.mark.parametrize("seed", range(10_000, 10_000 + SOAK, 100))
-def test_programs_are_right_or_refused_by_name(seed):
+def test_programs_are_right_or_refused_by_name(seed, kind):
+    device = "" if kind == "cpu" else kind
     for each in range(seed, seed + 100):
-        failure = find_failure(each, length=10, worlds=(2, 3, 4))
+        failure = find_failure(each, length=10, worlds=(2, 3, 4), device=device)
         assert failure is None, str(failure)

@@ -44,6 +44,17 @@ def total(rank: Rank) -> float:
     return value.item()
 
 
+def on_accelerators(rank: Rank) -> tuple:
+    value = torch.tensor([float(rank.rank + 1)])
+    return value.device, total(rank), rank.gather(value)[1].item()
+
+
+def test_each_rank_has_an_accelerator(sim):
+    results = run_processes(2, on_accelerators, device="sim")
+
+    assert results == [(torch.device("sim", rank), 3.0, 2.0) for rank in range(2)]
+
+
 def meet(rank: Rank, extra: Pair) -> tuple:
     assert (dist.get_rank(), dist.get_world_size()) == (rank.rank, rank.world)
     return rank.rank, os.getpid(), total(rank), Pair(rank.gather(torch.tensor(rank.rank)), extra)

@@ -54,6 +54,52 @@ def test_backward_runs_on_each_rank():
     assert run_ranks(2, gradient) == [0.0, 2.0]
 
 
+# ------------------------------------------------------------------------------------ accelerators
+
+
+def test_each_rank_has_an_accelerator(sim):
+    def places(rank: Rank) -> list[torch.device]:
+        return [rank.device, torch.ones(1).device, torch.empty(1, device="sim").device]
+
+    assert run_ranks(2, places, device="sim") == [[torch.device("sim", rank)] * 3 for rank in range(2)]
+    assert torch.ones(1).is_cpu
+
+
+def test_sums_arrive_when_they_are_waited_for(sim):
+    def summed(rank: Rank) -> list[object]:
+        value = torch.full((2,), rank.rank + 1.0)
+        work = dist.all_reduce(value, group=rank.group, async_op=True)
+        early = value.isnan().all().item()
+        work.wait()
+        return [early, value.tolist(), value.device]
+
+    assert run_ranks(2, summed, device="sim") == [[True, [3.0, 3.0], torch.device("sim", r)] for r in range(2)]
+
+
+def test_futures_of_collectives_hold_tensors_of_the_accelerator(sim):
+    def doubled(rank: Rank) -> list[object]:
+        value = torch.tensor([rank.rank + 1, 5])
+        work = dist.broadcast(value, group_src=1, group=rank.group, async_op=True)
+        result = work.get_future().then(lambda done: done.value()[0] * 2).wait()
+        return [result.tolist(), value.tolist(), result.device]
+
+    assert run_ranks(2, doubled, device="sim") == [[[4, 10], [2, 5], torch.device("sim", r)] for r in range(2)]
+
+
+def test_inputs_of_collectives_stay_as_they_are(sim):
+    def passed_on(rank: Rank) -> list[object]:
+        value = torch.tensor([rank.rank + 1.0])
+        everybodys = torch.cat(rank.gather(value)).tolist()
+        if rank.rank == 0:
+            rank.group.send([value], 1, 0).wait()
+        else:
+            rank.group.recv([received := torch.zeros(1)], 0, 0).wait()
+            value += 10 * received
+        return [everybodys, value.tolist()]
+
+    assert run_ranks(2, passed_on, device="sim") == [[[1.0, 2.0], [1.0]], [[1.0, 2.0], [12.0]]]
+
+
 # ----------------------------------------------------------------------------------------- helpers
 
 

@@ -11,13 +11,15 @@ the CPU at once. What that does show:
 - transfers: `copies()` counts them, `break_peer_copies()` makes a connection deliver garbage;
 - streams and events: `stream_log()` tells what was recorded, waited for and synchronised, `launches()` how
   many kernels ran on which stream;
-- random numbers: every device has a generator of its own, which draws what the CPU's draws from its seed.
+- random numbers: every device has a generator of its own, which draws what the CPU's draws from its seed;
+- collectives: those of a process group with a backend for the CPU (Gloo) run there, on copies. Results arrive when
+  the work is waited for; before, the tensor holds NaN.
 
 What it cannot show: asynchronous execution (every operator has finished when the call returns, so a missing
 wait changes no result: look at the log instead), speed and overlap (event times are host times), the memory
 that a kernel needs while it runs, the rounding and non-determinism of a GPU, device-side assertions, sparse
-and nested tensors, device graphs, compiled code, and collectives between processes. Loading has to come
-before the first backward pass of the process: that is when autograd starts its threads.
+and nested tensors, device graphs, and compiled code. Loading has to come before the first backward pass of the
+process: that is when autograd starts its threads.
 
 Moving a module from the CPU to such a backend makes new Parameter objects: parameters that modules share
 are not shared afterwards, and an optimizer built before holds the old ones. (From one simulated device to
@@ -98,6 +100,8 @@ def load(devices: int = 8, cache: Path | str | None = None) -> types.ModuleType 
     torch.ops.lockstep_sim.init(devices)
     torch._register_device_module("sim", _device)
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
+    if torch.distributed.is_available():
+        torch.distributed.Backend.backend_capability["gloo"].append("sim")
     reset()
     _start_autograd()
     reset()

@@ -5,8 +5,8 @@
 // devices are refused, results land on the device of the operands, copies between devices are counted.
 //
 // Sections: state and counters, memory, random numbers, streams and the current device, hooks,
-// tensors without a kernel of their own, copies, the fallback, kernels the CPU does not have, autocast,
-// registrations, and what Python reads and sets (the operators lockstep_sim::*).
+// tensors without a kernel of their own, copies, the fallback, collectives, kernels the CPU does not have,
+// autocast, registrations, and what Python reads and sets (the operators lockstep_sim::*).
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
@@ -17,6 +17,7 @@
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <torch/csrc/distributed/c10d/Work.hpp>
 #include <torch/library.h>
 
 #include <atomic>
@@ -443,6 +444,11 @@ using PerTensor = std::function<Tensor(const Tensor&, size_t)>;  // a tensor and
 
 // Apply `f` to every tensor of an argument or result.
 c10::IValue transform(const c10::IValue& v, const PerTensor& f) {
+  if (v.isList() && v.toListRef().size() && v.toListRef()[0].isTensorList()) {  // Tensor[][], in collectives
+    c10::impl::GenericList out(v.toList().elementType());
+    for (const c10::IValue& tensors : v.toListRef()) out.push_back(transform(tensors, f));
+    return out;
+  }
   if (v.isTensor()) return f(v.toTensor(), 0);
   if (v.isTensorList()) {
     std::vector<Tensor> out;
@@ -543,6 +549,117 @@ void run_on_host(const c10::OperatorHandle& op, Stack* stack) {
       }
       return to_device(r, placement.of(position));
     });
+  }
+}
+
+// ---------------------------------------------------------------- collectives
+
+// A collective runs on the CPU backend of its group, on copies in host memory. As on a real accelerator its results
+// are there once its work has been waited for, and not before: until then they are NaN (integers are inverted).
+struct Staged { Tensor tensor, copy; bool written; };
+
+Tensor original(const std::vector<Staged>& staged, const Tensor& copy) {
+  for (const auto& each : staged) {
+    if (each.copy.is_same(copy)) return each.tensor;
+  }
+  return copy;
+}
+
+struct SimWork final : c10d::Work {
+  c10::intrusive_ptr<c10d::Work> inner;
+  std::vector<Staged> staged;
+  std::once_flag arrived;
+  SimWork(c10::intrusive_ptr<c10d::Work> work, std::vector<Staged> tensors)
+      : inner(std::move(work)), staged(std::move(tensors)) {}
+
+  void arrive() {
+    std::call_once(arrived, [this] {
+      for (const auto& each : staged) {
+        if (each.written) host_view(each.tensor).copy_(each.copy);
+      }
+    });
+  }
+  bool wait(std::chrono::milliseconds timeout) override {
+    const bool done = inner->wait(timeout);
+    arrive();
+    return done;
+  }
+  void synchronize() override { wait(kNoTimeout); }
+  bool isCompleted() override { return inner->isCompleted(); }
+  bool isSuccess() const override { return inner->isSuccess(); }
+  std::exception_ptr exception() const override { return inner->exception(); }
+  int sourceRank() const override { return inner->sourceRank(); }
+  void abort() override { inner->abort(); }
+  std::vector<Tensor> result() override {
+    auto tensors = inner->result();
+    for (auto& t : tensors) t = original(staged, t);
+    return tensors;
+  }
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
+    auto theirs = inner->getFuture();
+    auto mine = c10::make_intrusive<c10::ivalue::Future>(theirs->elementType(),
+                                                         std::vector<Device>{staged.at(0).tensor.device()});
+    theirs->addCallback([mine, self = c10::intrusive_ptr<SimWork>::reclaim_copy(this)](c10::ivalue::Future& done) {
+      if (done.hasError()) return mine->setError(done.exception_ptr());
+      self->arrive();
+      mine->markCompleted(transform(done.constValue(), [&](const Tensor& t, size_t) { return original(self->staged, t); }));
+    });
+    return mine;
+  }
+};
+
+// All bits of a float set are a NaN; other types get values that they had not.
+void spoil(const Tensor& t) {
+  if (t.is_floating_point() || t.is_complex()) t.fill_(std::numeric_limits<double>::quiet_NaN());
+  else t.bitwise_not_();
+}
+
+void run_collective(const c10::OperatorHandle& op, Stack* stack) {
+  const auto& arguments = op.schema().arguments();
+  const size_t begin = stack->size() - arguments.size();
+  const bool sends = op.operator_name().name == "c10d::send";
+  std::vector<Staged> staged;
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    const bool written = !sends && arguments[i].name().rfind("input", 0) != 0;
+    (*stack)[begin + i] = transform((*stack)[begin + i], [&](const Tensor& t, size_t) {
+      if (!is_sim(t)) return t;
+      staged.push_back({t, host_view(t).clone(), written});
+      return staged.back().copy;
+    });
+  }
+  TORCH_CHECK(!staged.empty(), "sim error: ", op.operator_name(), " was called without a tensor on a device");
+  books.launched(place(staged[0].tensor));
+
+  op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
+
+  for (const auto& each : staged) {
+    if (each.written) spoil(host_view(each.tensor));
+  }
+  for (size_t i = stack->size() - op.schema().returns().size(); i < stack->size(); ++i) {
+    auto& result = (*stack)[i];
+    if (result.isCustomClass()) {
+      auto work = c10::make_intrusive<SimWork>(result.toCustomClass<c10d::Work>(), staged);
+      result = c10::intrusive_ptr<c10d::Work>(std::move(work));
+    } else {
+      result = transform(result, [&](const Tensor& t, size_t) { return original(staged, t); });
+    }
+  }
+}
+
+// PyTorch has kernels for these already, which ask the group for a backend of the device. Whoever puts others in
+// their place is warned, which is not for those who run tests.
+void register_collectives() {
+  struct : c10::WarningHandler {
+    void process(const c10::Warning&) override {}
+  } silent;
+  c10::WarningUtils::WarningHandlerGuard guard(&silent);
+  static auto* library =
+      new torch::Library(torch::Library::IMPL, "c10d", c10::DispatchKey::PrivateUse1, __FILE__, __LINE__);
+  for (const char* name :
+       {"allgather_", "_allgather_base_", "allgather_coalesced_", "allgather_into_tensor_coalesced_", "allreduce_",
+        "allreduce_coalesced_", "alltoall_", "alltoall_base_", "barrier", "broadcast_", "gather_", "recv_", "reduce_",
+        "reduce_scatter_", "_reduce_scatter_base_", "reduce_scatter_tensor_coalesced_", "scatter_", "send"}) {
+    library->impl(name, torch::CppFunction::makeFromBoxedFunction<&run_collective>());
   }
 }
 
@@ -719,6 +836,7 @@ TORCH_LIBRARY(lockstep_sim, m) {
     TORCH_CHECK(0 < devices && devices <= kMaxDevices, "1 to ", kMaxDevices, " devices, not ", devices);
     device_count = static_cast<int>(devices);
     at::RegisterPrivateUse1HooksInterface(&hooks);
+    register_collectives();
   });
   m.def("copies", [] {  // rows of: from, to, calls, bytes
     std::lock_guard<std::mutex> hold(books.mutex);
