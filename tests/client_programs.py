@@ -13,7 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import nn
+from torch import library, nn
 
 import lockstep
 from processes import _find, _source, run_processes
@@ -31,11 +31,11 @@ def quiet() -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     os.environ["HF_HUB_OFFLINE"] = "1"
     if not _kept:
-        library = torch.library.Library("torchvision", "FRAGMENT")
+        torchvision = library.Library("torchvision", "FRAGMENT")
         for name in ("nms", "qnms"):
             with contextlib.suppress(RuntimeError):  # it is there
-                library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-        _kept.append(library)
+                torchvision.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        _kept.append(torchvision)
 
 
 def need(name: str) -> Any:

@@ -22,6 +22,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
+from torch import library
 
 _KEY = "TESTING_ONLY_GenericMode"
 _installing = threading.Lock()
@@ -182,7 +183,7 @@ def _install() -> None:
             return
         others = torch._C._dispatch_library("IMPL", "_", _KEY, "", 0)
         others.fallback_fallthrough()
-        kernels = torch.library.Library("aten", "IMPL")
+        kernels = library.Library("aten", "IMPL")
         for schema in torch._C._jit_get_all_schemas():
             place = next((i for i, argument in enumerate(schema.arguments) if argument.name == "generator"), None)
             if schema.name.startswith("aten::") and place is not None and _takes_tensors(schema):
