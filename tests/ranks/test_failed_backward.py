@@ -208,6 +208,32 @@ def test_a_failure_is_told_whatever_was_called(call):
     assert failing == (ArithmeticError, 1.5, 1.5)
 
 
+class Recomputed(nn.Module):
+    """All of its parameters are hidden in a reentrant checkpoint: no graph shows them."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = one_weight()
+
+    def forward(self, x):
+        return checkpoint(self.layer, x, use_reentrant=True)
+
+
+def loss_fails(rank, modules):
+    """A loss fails on one rank, before its backward has got to modules that none of its graph's leaves is of."""
+    models = [lockstep.replicate(Recomputed(), process_group=rank.group) for _ in range(modules)]
+    x = x_of(rank).requires_grad_()
+    raised = error_of(lambda: Fails.apply(sum(model(x) for model in models), rank.rank == 1).sum().backward())
+    return raised, [good_step(rank, model, x) for model in models]
+
+
+@pytest.mark.parametrize("modules", [1, 2])
+def test_a_failure_is_told_before_it_gets_to_a_module_that_recomputes_all_of_itself(modules):
+    told, failing = run_ranks(2, loss_fails, modules, group_timeout=5)
+    assert told == (PeerError, [True] * modules)
+    assert failing == (ArithmeticError, [True] * modules)
+
+
 def inner_pass(rank):
     """A pass inside of a pass fails, and what it was inside of goes on: nobody has to know."""
     model = lockstep.replicate(one_weight(), process_group=rank.group)

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import lockstep
 from threaded import count_collectives, run_ranks
@@ -208,6 +209,30 @@ def test_a_failure_with_several_modules(together, wanted):
         (["PeerError"], wanted),
         (["ArithmeticError"], wanted),
     ]
+
+
+def fails_before_what_it_hides(rank):
+    """Backward fails on rank 1 before it gets to a module that is checkpointed as a whole, which no graph shows."""
+    modules = [lockstep.replicate(one_weight(), process_group=rank.group) for _ in range(2)]
+    modules[0](x_of(rank))  # a forward without a backward, on all ranks
+
+    def spoil(grad):
+        if rank.rank == 1:
+            raise ArithmeticError("a bad batch")
+
+    x = x_of(rank).requires_grad_()
+    middle = modules[1](checkpoint(modules[0], x, use_reentrant=True)) * 1
+    middle.register_hook(spoil)
+    with pytest.raises(ArithmeticError if rank.rank == 1 else lockstep.errors.PeerError):
+        middle.sum().backward()
+    for module in modules:
+        module.zero_grad()
+    modules[1](modules[0](x_of(rank))).sum().backward()
+    return grads(*modules)
+
+
+def test_after_a_failure_forwards_are_counted_anew_for_every_module_on_every_rank():
+    assert run_ranks(2, fails_before_what_it_hides, group_timeout=5) == [[1.5, 1.5]] * 2
 
 
 # --------------------------------------------------------------------------- modules that come and go

@@ -373,3 +373,52 @@ def test_the_weight_of_a_new_parameters_gradient_goes_with_it(clear):
         return grads(model)
 
     assert run_ranks(2, run) == [[3 / 4]] * 2
+
+
+@pytest.mark.parametrize("weight", [None, 100.0])
+@pytest.mark.parametrize("part", [False, True], ids=["module", "part"])
+def test_gradients_of_a_layer_that_was_replaced_are_nobodys(weight, part):
+    """What ``zero_grad()`` passes by, since it is in the module no more, is neither given up nor still there."""
+
+    def run(rank):
+        model, seen = net(rank), []
+        for replaced in ([1], [0, 1]):
+            backward(model, x_of(rank), weight, last=False, part=part)
+            for index in replaced:
+                model.layers[index] = Net(1).layers[0]
+            model.zero_grad()
+            backward(model, x_of(rank), 1.0, part=part)
+            seen.append(grads(model))
+            model.zero_grad()
+        return seen
+
+    assert run_ranks(2, run) == [[[1.5, 1.5]] * 2] * 2
+
+
+def test_the_weight_of_gradients_stays_when_another_layer_is_replaced():
+    def run(rank):
+        model = net(rank)
+        backward(model, x_of(rank), 3.0, last=False)
+        model.layers[1] = Net(1).layers[0]
+        backward(model, x_of(rank), 1.0)
+        return grads(model)
+
+    assert run_ranks(2, run) == [[6 / 8, 3 / 8]] * 2
+
+
+@clears
+def test_a_layer_that_was_taken_out_and_put_back_counts_again(clear):
+    """Giving up its gradient alone is an error, as if it had always been there."""
+
+    def run(rank):
+        model = net(rank)
+        backward(model, x_of(rank), 3.0, last=False)
+        kept, model.layers[1] = model.layers[1], Net(1).layers[0]
+        backward(model, x_of(rank), 3.0, last=False)
+        model.layers[1] = kept
+        clear(kept)
+        with pytest.raises(OptionError) as caught:
+            backward(model, x_of(rank), 1.0)
+        return "that has accumulated on this rank was given up" in str(caught.value)
+
+    assert run_ranks(2, run) == [True, True]

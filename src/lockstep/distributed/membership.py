@@ -107,18 +107,20 @@ class Membership:
         slots, key, parameter = self._last_slot
         return slots.get(key) is not parameter
 
-    def welcome(self, reducer: Reducer) -> list[ManagedParameter]:
-        """Let gradients of parameters that are new on this rank open a round."""
+    def welcome(self, reducer: Reducer) -> tuple[list[ManagedParameter], set[int]]:
+        """Let gradients of parameters that are new on this rank open a round; returns them, and the identities of those
+        that have gone."""
         try:
             contents = self._selection.contents(reducer)
         except LockstepError:
-            return []  # told to all when they compare
+            return [], set()  # told to all when they compare
         known = {id(each.parameter) for each in self.parameters}
-        new = [each for each in _managed(contents) if id(each.parameter) not in known]
+        managed = _managed(contents)
+        new = [each for each in managed if id(each.parameter) not in known]
         for each in new:
             if reducer_of(each.parameter) is not reducer:
                 attach(each.parameter, NewcomerHook(each.name, reducer), reducer)
-        return new
+        return new, known - {id(each.parameter) for each in managed}
 
     def hook_again(self, reducer: Reducer, idle: Sequence[int]) -> list[int]:
         """Of the parameters in ``idle``, those that have a gradient and had lost their hook; they have it again."""

@@ -18,6 +18,7 @@ from torch.nn.parameter import is_lazy
 
 from lockstep.compiler import is_in_compiled_backward, outside_compiler
 from lockstep.distributed.agree import Description, Line, agree
+from lockstep.distributed.backward import mark_output
 from lockstep.distributed.buffers import BufferSet, BufferSync, describe_buffer
 from lockstep.distributed.collectives import Collectives, Group, resolve_group
 from lockstep.distributed.membership import Membership
@@ -196,6 +197,7 @@ class Replication:
             reached = _Reached(self.reducer, mark)
             for tensor in tensors:
                 tensor.register_hook(reached)
+                mark_output(tensor, self.reducer)
 
     def _counts(self) -> bool:
         """Whether a synchronising backward is to go through a forward that runs now."""

@@ -34,19 +34,23 @@ class AccumulatedGradients:
                 if grad is not None:
                     self._state[id(member.parameter)] = weakref.ref(grad), grad._version
 
-    def are_gone(self, new: Collection[int], may_fail: bool) -> bool:
+    def are_gone(self, new: Collection[int], present: Collection[int], may_fail: bool) -> bool:
         """Whether all that was left has been given up since.
 
-        The parameters ``new``, by identity, have just got new gradients. Raises :class:`OptionError`, if ``may_fail``,
-        where some gradients are gone and others are not, or where that cannot be told.
+        The parameters ``new``, by identity, have just got new gradients. Gradients of parameters that are not
+        ``present`` in the module any more do not count: ``zero_grad()`` passes them by. Raises :class:`OptionError`,
+        if ``may_fail``, where some gradients are gone and others are not, or where that cannot be told.
         """
-        changed = [member for member in self._left if not self._is_unchanged(member, new)]
+        left = [member for member in self._left if id(member.parameter) in present]
+        if not left:
+            return bool(self._left)
+        changed = [member for member in left if not self._is_unchanged(member, new)]
         if not changed:
             return False
         others = [member for member in changed if id(member.parameter) not in new]
         zeros = are_zero([member.parameter.grad for member in others])
         gone = [member for member, is_zero in zip(others, zeros, strict=True) if is_zero]
-        stays = [member for member in self._left if id(member.parameter) not in new and member not in gone]
+        stays = [member for member in left if id(member.parameter) not in new and member not in gone]
         if self._state:
             written: list[ManagedParameter] = []  # in place, before or with what is new
             for member in (each for each in changed if id(each.parameter) in new):

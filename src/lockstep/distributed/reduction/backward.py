@@ -52,6 +52,8 @@ class Reach:
     """Their identities, as far as the graph shows them."""
     hidden: bool = False
     """Whether there may be more: functions written in Python may run passes of their own, as checkpointing does."""
+    marks: frozenset[int] = frozenset()
+    """The identities of what :func:`mark_output` was called with, for outputs that the pass was to go through."""
 
 
 @dataclass(eq=False)
@@ -184,16 +186,24 @@ def _reach(given: dict[str, Any]) -> Reach:
     """What the pass that was begun with these arguments was to accumulate into."""
     if not given.get("accumulate_grad"):
         return Reach()
-    leaves, hidden = set(), False
+    leaves, marks, hidden = set(), set(), False
     outputs = [each for each in given["tensors"] if not _is_tensor(each) or each.requires_grad]
     for node in _nodes(outputs):
         if type(node).__name__ == "AccumulateGrad":
             leaves.add(id(node.variable))
+        marks |= {id(owner()) for owner in node.metadata.get(_KEY, ())}
         hidden = hidden or isinstance(node, BackwardCFunction)
     chosen = given.get("inputs")
     if chosen:
         return Reach(frozenset(leaves & {_identity(each) for each in chosen}))
-    return Reach(frozenset(leaves), hidden)
+    return Reach(frozenset(leaves), hidden, frozenset(marks))
+
+
+def mark_output(tensor: torch.Tensor, owner: object) -> None:
+    """Let the graph behind ``tensor`` tell that a pass through it concerns ``owner``."""
+    if tensor.grad_fn is not None:
+        metadata: dict[object, Any] = tensor.grad_fn.metadata  # type: ignore[assignment]  # a property
+        metadata.setdefault(_KEY, []).append(weakref.ref(owner))
 
 
 def _nodes(outputs: Iterable[Any]) -> Iterator[Any]:

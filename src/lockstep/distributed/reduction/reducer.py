@@ -27,7 +27,7 @@ Gradients live in buckets (``buckets.py``).
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from itertools import compress
 from typing import Protocol
@@ -76,8 +76,9 @@ class Members(Protocol):
     def are_lent(self) -> bool:
         """Whether other tensors stand in for them at the moment, by a look at one."""
 
-    def welcome(self, reducer: "Reducer") -> Sequence[ManagedParameter]:
-        """Hook those that are new on this rank, and return them, numbered as they will be."""
+    def welcome(self, reducer: "Reducer") -> tuple[Sequence[ManagedParameter], Collection[int]]:
+        """Hook those that are new on this rank, and return them, numbered as they will be, and the identities of those
+        that have gone."""
 
     def hook_again(self, reducer: "Reducer", idle: Sequence[int]) -> list[int]:
         """Hook those among ``idle`` that had lost their hook; returns which of them have a gradient."""
@@ -257,8 +258,11 @@ class Reducer:
         changed = members is not None and members.changed()
         self._moved = self.requires_sync and changed
         if members is not None and changed:
-            self._newcomers = members.welcome(self)
-            self._weights.watch(self.parameters, self._newcomers)
+            self._newcomers, departed = members.welcome(self)
+            self._weights.watch(self.parameters, self._newcomers, departed)
+        elif self._newcomers:  # put back
+            self._newcomers = ()
+            self._weights.watch(self.parameters)
 
     def reached(self) -> None:
         """The backward pass under way has come to outputs of the module; its gradients are as they were."""
@@ -672,7 +676,9 @@ class Reducer:
         """Whether a pass of that reach accumulates into a parameter; ``expected``: it goes through the module."""
         known = [member.parameter for member in (*self.parameters, *self._newcomers)]
         trained = [parameter for parameter in known if parameter.requires_grad]
-        return any(id(p) in reach.leaves for p in trained) or bool(expected and reach.hidden and trained)
+        return any(id(p) in reach.leaves for p in trained) or bool(
+            reach.hidden and trained and (expected or id(self) in reach.marks)
+        )
 
     # ------------------------------------------------------------------------------ for others
 

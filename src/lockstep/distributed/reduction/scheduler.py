@@ -221,6 +221,8 @@ class Conductor:
             for reducer in reducers:
                 _give_up(reducer, this)
                 reducer.cancel(failed=any(reducer is each for each in reducing))
+            if reducing and not self.exclusive:
+                self._end_rounds()
 
     def lose(self, reason: str) -> None:
         """Send nothing more: others wait for what this rank cannot send, and would take anything else for it.
@@ -261,14 +263,18 @@ class Conductor:
         counts = row[self._collectives.world :].tolist()
         members = [self._members.get(serial) for serial, count in enumerate(counts) if count]
         if any(count >= _FAILED for count in counts):
-            for member in members:
-                if member is not None:
-                    member.cancel(failed=True)  # tests/ranks/test_several_modules.py
+            self._end_rounds()
             raise PeerError(
                 f"rank {self._collectives.global_rank}: the backward pass failed on another rank before its gradients "
                 "were reduced; that rank's own error says why. No gradient has been handed out"
             )
         return [member for member in members if member is not None]
+
+    def _end_rounds(self) -> None:
+        """All ranks know that the pass has failed, but not which of the modules each of them would have gone through:
+        end the rounds of all. See tests/ranks/test_several_modules.py."""
+        for member in self._in_order():
+            member.cancel(failed=True)
 
     def _exchange(self, reducers: Sequence["Reducer"], mark: int, own: int = 0) -> tuple[Tensor, Pending]:
         """One number for each rank, and one for each module."""

@@ -25,15 +25,22 @@ class Weights:
         self._accumulated = AccumulatedGradients()
         self._parameters: Sequence[ManagedParameter] = ()
         self._newcomers: Sequence[ManagedParameter] = ()
+        self._departed: Collection[int] = ()
         self._touched: set[int] = set()  # newcomers that have had a gradient
         self._announced: float | None = None
         self._news = True
         self._passes = 0
         self._reduced = False  # all that has been counted has been reduced
 
-    def watch(self, parameters: Sequence[ManagedParameter], newcomers: Sequence[ManagedParameter] = ()) -> None:
-        """The parameters are these, from now on; ranks have not agreed on the ``newcomers`` yet."""
-        self._parameters, self._newcomers = parameters, newcomers
+    def watch(
+        self,
+        parameters: Sequence[ManagedParameter],
+        newcomers: Sequence[ManagedParameter] = (),
+        departed: Collection[int] = (),
+    ) -> None:
+        """The parameters are these, from now on; ranks have not agreed on the ``newcomers`` yet, nor on leaving out
+        the ``departed``, by identity, which are in the module no more."""
+        self._parameters, self._newcomers, self._departed = parameters, newcomers, departed
 
     def newcomer_arrived(self, parameter: Parameter) -> None:
         """A newcomer has got a gradient."""
@@ -41,6 +48,10 @@ class Weights:
 
     def _all(self) -> Sequence[ManagedParameter]:
         return [*self._parameters, *self._newcomers]
+
+    def _present(self) -> set[int]:
+        """The parameters that are in the module now, by identity."""
+        return {id(member.parameter) for member in self._all()} - set(self._departed)
 
     def announce(self, weight: float | None) -> None:
         """The weight of the backward passes that come next, all together; None if they are not weighed."""
@@ -68,7 +79,7 @@ class Weights:
 
     def _give_up_what_is_gone(self, new: Collection[int], may_fail: bool) -> None:
         counts = self._passes and not self._reduced and (self.given or self._announced is not None)
-        if counts and self._accumulated.are_gone(new, may_fail):
+        if counts and self._accumulated.are_gone(new, self._present(), may_fail):
             self._start_again()
 
     def use(self) -> None:
