@@ -18,13 +18,13 @@ from torch.nn.parameter import is_lazy
 
 from lockstep.compiler import is_in_compiled_backward, outside_compiler
 from lockstep.distributed.agree import Description, Line, agree
-from lockstep.distributed.backward import mark_output
 from lockstep.distributed.buffers import BufferSet, BufferSync, describe_buffer
 from lockstep.distributed.collectives import Collectives, Group, resolve_group
 from lockstep.distributed.membership import Membership
 from lockstep.distributed.mixed_precision import Casts, ReduceIn, reduce_dtype
 from lockstep.distributed.options import Options
 from lockstep.distributed.placement import input_device, move_to, outputs_in
+from lockstep.distributed.reduction.backward import mark_output
 from lockstep.distributed.reduction.comm_hooks import check_hook
 from lockstep.distributed.reduction.parameter_hooks import take_over_optimizers
 from lockstep.distributed.reduction.passes import ForwardMark, in_backward, note_compiled
