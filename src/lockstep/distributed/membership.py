@@ -28,7 +28,7 @@ from lockstep.distributed.reduction.parameter_hooks import (
     attach,
     can_have_gradient,
     detach,
-    reducer_of,
+    listener_of,
 )
 from lockstep.distributed.reduction.reducer import Reducer
 from lockstep.distributed.registrations import watch_registrations
@@ -118,7 +118,7 @@ class Membership:
         managed = _managed(contents)
         new = [each for each in managed if id(each.parameter) not in known]
         for each in new:
-            if reducer_of(each.parameter) is not reducer:
+            if listener_of(each.parameter) is not reducer:
                 attach(each.parameter, NewcomerHook(each.name, reducer), reducer)
         return new, known - {id(each.parameter) for each in managed}
 

@@ -18,7 +18,7 @@ from torch.nn.modules.module import (
 from torch.nn.parameter import is_lazy
 
 from lockstep.distributed.keeping import kept_by
-from lockstep.distributed.reduction.parameter_hooks import NewcomerHook, attach, can_have_gradient, reducer_of
+from lockstep.distributed.reduction.parameter_hooks import NewcomerHook, attach, can_have_gradient, listener_of
 from lockstep.distributed.reduction.reducer import Reducer
 
 _lock = threading.Lock()
@@ -52,5 +52,5 @@ def _module_registered(module: Module, name: str, submodule: Module | None) -> N
 
 def _hook(name: str, parameter: Parameter, reducer: Reducer) -> None:
     """Only a hint: the reducer looks at the slots when the gradient comes."""
-    if not is_lazy(parameter) and can_have_gradient(parameter) and reducer_of(parameter) is None:
+    if not is_lazy(parameter) and can_have_gradient(parameter) and listener_of(parameter) is None:
         attach(parameter, NewcomerHook(name, reducer), reducer)

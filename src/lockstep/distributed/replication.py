@@ -29,7 +29,7 @@ from lockstep.distributed.reduction.comm_hooks import check_hook
 from lockstep.distributed.reduction.parameter_hooks import take_over_optimizers
 from lockstep.distributed.reduction.passes import ForwardMark, in_backward, note_compiled
 from lockstep.distributed.reduction.reducer import Reducer
-from lockstep.distributed.reduction.scheduler import Conductor, conductor_of
+from lockstep.distributed.reduction.scheduler import GroupScheduler, scheduler_of
 from lockstep.distributed.selection import Contents, Selection, describe_parameter
 from lockstep.distributed.start import broadcast_values
 from lockstep.distributed.training_state import hook_state, restore_hook_state
@@ -50,7 +50,7 @@ class Replication:
         """Communication hooks, each with its state."""
         self._casts: Casts | None = None
         self._restored: dict[str, Any] | None = None
-        self._serial = self._order = 0
+        self._module_id = self._order = 0
         self._others: set[int] = set()
 
     # --------------------------------------------------------------------------------- getting ready
@@ -82,38 +82,38 @@ class Replication:
                 "torch.distributed.init_process_group() first, or pass process_group"
             )
         collectives = Collectives(group, self.phases)
-        conductor = conductor_of(group)
+        scheduler = scheduler_of(group)
         contents, failure = Contents([], [], frozenset()), None
         try:
             contents = self._selection.contents()
         except LockstepError as error:
             failure = error
         if self.options.init_sync:
-            self._agree(contents, failure, collectives, conductor)
+            self._agree(contents, failure, collectives, scheduler)
         if failure is not None:
             raise failure
-        self._build(contents, collectives, conductor)
+        self._build(contents, collectives, scheduler)
 
     def _agree(
-        self, contents: Contents, failure: LockstepError | None, collectives: Collectives, conductor: Conductor
+        self, contents: Contents, failure: LockstepError | None, collectives: Collectives, scheduler: GroupScheduler
     ) -> None:
         """Compare with the other ranks, and learn what they have replicated; a failure of this one is theirs, too."""
         lines = [Line(*pair) for pair in self.options.agreed()]
         lines += [describe_parameter(name, p, contents, trained=True) for name, p in contents.parameters]
         lines += [describe_buffer(buffer) for buffer in contents.buffers]
         leaving = self._selection.superseded(contents)
-        numbers = [conductor.next_serial, conductor.propose_order(), *conductor.living(leaving)]
+        numbers = [scheduler.next_module_id, scheduler.propose_order(), *scheduler.module_ids(leaving)]
         try:
             rows = agree(Description(lines, str(failure or "")), numbers, collectives)
         except LockstepError as error:
             if failure is not None:
                 raise failure from error
             raise
-        self._serial = max(row[0] for row in rows)
+        self._module_id = max(row[0] for row in rows)
         self._order = max(row[1] for row in rows)
-        self._others = {serial for row in rows for serial in row[2:]}
+        self._others = {number for row in rows for number in row[2:]}
 
-    def _build(self, contents: Contents, collectives: Collectives, conductor: Conductor) -> None:
+    def _build(self, contents: Contents, collectives: Collectives, scheduler: GroupScheduler) -> None:
         options = self.options
         if options.init_sync:
             with self.phases.phase("make equal"):
@@ -122,13 +122,13 @@ class Replication:
         delayed = [parameter for _, parameter in options.delay_all_reduce_named_params or ()]
         members = Membership(self._selection, contents, delayed, values=options.init_sync)
         policy = BufferSync(self._scan(), options.policy, collectives)
-        reducer = Reducer(members, collectives, conductor, policy, options.caps)
+        reducer = Reducer(members, collectives, scheduler, policy, options.caps)
         for earlier in self._selection.superseded(contents):
             earlier.retire()
         if options.init_sync:
-            conductor.settle(reducer, self._serial, self._others, self._order)
+            scheduler.register(reducer, self._module_id, self._others, self._order)
         else:  # nothing has been sent yet: the ranks agree when they first have to
-            reducer.before_round.append(self._late_agreement(contents, collectives, conductor, reducer))
+            reducer.before_round.append(self._late_agreement(contents, collectives, scheduler, reducer))
         reducer.requires_sync = self.requires_sync
         members.attach(reducer)
         if options.mixed_precision is not None:
@@ -147,13 +147,13 @@ class Replication:
             reducer.register_hook(None, ReduceIn(dtype))
 
     def _late_agreement(
-        self, contents: Contents, collectives: Collectives, conductor: Conductor, reducer: Reducer
+        self, contents: Contents, collectives: Collectives, scheduler: GroupScheduler, reducer: Reducer
     ) -> Callable[[], None]:
         def settle() -> None:
-            self._agree(contents, None, collectives, conductor)
-            conductor.settle(reducer, self._serial, self._others, self._order)
+            self._agree(contents, None, collectives, scheduler)
+            scheduler.register(reducer, self._module_id, self._others, self._order)
 
-        conductor.settle(reducer, conductor.next_serial, conductor.living(), conductor.propose_order())
+        scheduler.register(reducer, scheduler.next_module_id, scheduler.module_ids(), scheduler.propose_order())
         return settle
 
     def _scan(self) -> Callable[[], BufferSet]:
@@ -300,7 +300,7 @@ class _Reached:
             return
         reducer = self._reducer()
         if reducer is not None:
-            reducer.conductor.expect(reducer)
+            reducer.scheduler.expect_backward(reducer)
             reducer.passes.reach(self._mark)
             reducer.reached()
 

@@ -1,7 +1,7 @@
 """What of a module is replicated: not what is ignored, sharded, or replicated by a child of its own."""
 
 from collections.abc import Collection, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 from weakref import WeakSet, ref
 
 import torch
@@ -13,11 +13,9 @@ from lockstep.distributed.agree import Line, describe_tensor
 from lockstep.distributed.buffers import Buffer, BufferSet
 from lockstep.distributed.options import Options
 from lockstep.distributed.placement import check_devices, check_embeddings, check_kinds, left_out
-from lockstep.distributed.reduction.parameter_hooks import reducer_of
+from lockstep.distributed.reduction.parameter_hooks import listener_of
+from lockstep.distributed.reduction.reducer import Reducer
 from lockstep.errors import NotReplicableError
-
-if TYPE_CHECKING:
-    from lockstep.distributed.reduction.reducer import Reducer
 
 
 class Contents(NamedTuple):
@@ -86,7 +84,7 @@ class Selection:
         """Parameters and buffers that are not initialised, or on the meta device."""
         return ((name, tensor) for name, tensor in self.named_tensors() if is_lazy(tensor) or tensor.is_meta)
 
-    def contents(self, reducer: "Reducer | None" = None) -> Contents:
+    def contents(self, reducer: Reducer | None = None) -> Contents:
         """What is replicated, by ``reducer`` if it is already; raises a :class:`LockstepError` if that cannot be."""
         named = [(name, tensor) for name, tensor in self.named_tensors() if isinstance(tensor, Parameter)]
         check_devices(named, self._options)
@@ -103,7 +101,7 @@ class Selection:
         """The buffers, and how to notice that there are others."""
         return BufferSet(self.module, *left_out(self.module, self._ignored, self._options))
 
-    def _parameters(self, reducer: "Reducer | None") -> tuple[list[tuple[str, Parameter]], frozenset[int]]:
+    def _parameters(self, reducer: Reducer | None) -> tuple[list[tuple[str, Parameter]], frozenset[int]]:
         _, names = left_out(self.module, self._ignored, self._options)
         found: dict[int, tuple[str, Parameter]] = {}
         sparse: set[int] = set()
@@ -117,12 +115,12 @@ class Selection:
                     sparse.add(id(parameter))
         return [pair for pair in found.values() if self._chooses(pair[1], found, reducer)], frozenset(sparse)
 
-    def _chooses(self, parameter: Parameter, found: Collection[int], reducer: "Reducer | None") -> bool:
+    def _chooses(self, parameter: Parameter, found: Collection[int], reducer: Reducer | None) -> bool:
         """Whether a parameter is free, or to be taken from another replicated module: as a whole, if not by a wrapper.
 
         What this module lacks when it looks anew (then ``reducer`` is its own) it leaves to those that have it.
         """
-        other = reducer_of(parameter)
+        other = _reducer_of(parameter)
         if other is None or other is reducer:
             return True
         return reducer is None and (self._taking_over or _is_covered(other, found))
@@ -130,7 +128,7 @@ class Selection:
     def superseded(self, contents: Contents) -> "list[Reducer]":
         """Reducers of modules that were replicated before, all of whose parameters are now replicated by this one."""
         found = {id(parameter) for _, parameter in contents.parameters}
-        others = {id(each): each for _, p in contents.parameters if (each := reducer_of(p)) is not None}
+        others = {id(each): each for _, p in contents.parameters if (each := _reducer_of(p)) is not None}
         return [other for other in others.values() if _is_covered(other, found)]
 
     def _check_values(self) -> None:
@@ -147,5 +145,10 @@ class Selection:
             )
 
 
-def _is_covered(reducer: "Reducer", found: Collection[int]) -> bool:
+def _is_covered(reducer: Reducer, found: Collection[int]) -> bool:
     return all(id(each.parameter) in found for each in reducer.parameters)
+
+
+def _reducer_of(parameter: Parameter) -> Reducer | None:
+    found = listener_of(parameter)
+    return found if isinstance(found, Reducer) else None

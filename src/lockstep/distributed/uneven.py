@@ -33,7 +33,7 @@ def enter_iteration(wrapper: Any, replication: Replication) -> None:
         work.wait()
     synchronises = torch.is_grad_enabled() and replication.requires_sync
     reducer = hook.reducer
-    marks = reducer.conductor.tell(reducer, _SYNCHRONISES if synchronises else _LOCAL)
+    marks = reducer.scheduler.announce_forward(reducer, _SYNCHRONISES if synchronises else _LOCAL)
     hook.count_only_active(marks)
 
 
@@ -70,9 +70,9 @@ class ShadowHook(JoinHook):
 
     def _follow(self) -> None:
         """Do as the others do: begin an iteration of a wrapper, or reduce."""
-        conductor = self.reducer.conductor
-        hooks = {hook.reducer: hook for hook in _open_hooks() if hook.reducer.conductor is conductor}
-        marks, members = conductor.listen()
+        scheduler = self.reducer.scheduler
+        hooks = {hook.reducer: hook for hook in _open_hooks() if hook.reducer.scheduler is scheduler}
+        marks, members = scheduler.listen()
         if any(marks):
             for hook in (hooks[member] for member in members if member in hooks):
                 hook._begin(marks)
@@ -83,14 +83,14 @@ class ShadowHook(JoinHook):
                 if member in hooks:
                     hooks[member]._shadow()
                 else:
-                    conductor.reduce([member])
+                    scheduler.reduce([member])
         steps.end()
 
     def _begin(self, marks: list[int]) -> None:
         self._has_begun = True
         self.count_only_active(marks)
         self._awaits_round = _SYNCHRONISES in marks
-        if self._awaits_round and self.reducer.conductor.exclusive:
+        if self._awaits_round and self.reducer.scheduler.exclusive:
             self._shadow()
 
     def _shadow(self) -> None:

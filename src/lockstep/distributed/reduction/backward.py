@@ -7,7 +7,8 @@ So the engine's entry is watched: ``Variable._execution_engine``, through which 
 (``backward()``, ``torch.autograd.grad``, checkpointing), is an object of a subclass from the first replicated module
 on. It adds nothing to a pass but its beginning and its end. That is the only part of PyTorch that is replaced.
 
-A pass that C++ begins does not come here: it is followed by callbacks alone (``scheduler.py``).
+A pass that C++ begins does not come here: it is known by its callback alone, which the engine drops unrun when the pass
+fails, and which knows that it is dropped.
 """
 
 import inspect
@@ -15,9 +16,10 @@ import logging
 import sys
 import threading
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.autograd import Variable
@@ -28,20 +30,6 @@ from lockstep.distributed.reduction import handed_on
 
 _KEY = "lockstep.backward"
 _lock = threading.Lock()
-
-
-class Follower(Protocol):
-    """Who has to do something when a backward pass is over."""
-
-    @property
-    def order(self) -> int:
-        """Its place among those that are told, the same on every rank."""
-
-    def pass_ended(self, this: "BackwardPass") -> None:
-        """The pass has ended well, without its callbacks: compiled autograd has run it."""
-
-    def pass_failed(self, this: "BackwardPass", reach: "Reach") -> None:
-        """The pass has failed; its exception is on its way to the program, and waits for this."""
 
 
 @dataclass(frozen=True)
@@ -68,21 +56,28 @@ class BackwardPass:
     """Whether a function's backward has begun it, as reentrant checkpointing does: a step of the pass around it."""
     over: bool = False
     """Whether it has left the engine. With several devices, threads of the engine may not know of a failure yet."""
-    followers: list[Follower] = field(default_factory=list)
-    """Those that wait for its end; a callback takes them out."""
-    settled: set[int] = field(default_factory=set)
-    """Identities of the followers that have been told already that it has ended."""
-    failed: set[int] = field(default_factory=set)
-    """Identities of what every rank knows to have failed in it; common to all passes inside of one another."""
+    followers: "list[PassFollower]" = field(default_factory=list)
+    """Those that wait for its end."""
+    told: "set[PassFollower]" = field(default_factory=set)
+    """Those that know already that it has ended."""
+    _failed: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         if self.outer is not None:
-            self.failed = self.outer.failed
+            self._failed = self.outer._failed  # common to all passes inside of one another
 
     @property
     def whole(self) -> "BackwardPass":
         """The pass that this one is a step of; itself if it is none."""
         return self.outer.whole if self.is_step and self.outer is not None else self
+
+    def note_failure(self, thing: object) -> None:
+        """Remember that every rank knows ``thing`` to have failed in this pass."""
+        self._failed.add(id(thing))
+
+    def is_known_to_fail(self, thing: object) -> bool:
+        """Whether :meth:`note_failure` has been told of ``thing``, in this pass or in one around it."""
+        return id(thing) in self._failed
 
     def end(self) -> None:
         """It has ended well: tell those whose callback has not run."""
@@ -92,7 +87,7 @@ class BackwardPass:
             told += [follower for follower in _alive() if follower not in told]
         self.followers.clear()
         for follower in sorted(told, key=lambda each: each.order):
-            follower.pass_ended(self)
+            follower.compiled_pass_ended(self)
 
     def fail(self, reach: Reach) -> None:
         """It has failed: tell everybody, whatever happens to one of them."""
@@ -111,21 +106,108 @@ def current_pass() -> BackwardPass | None:
     return found
 
 
-def follow(follower: Follower) -> None:
-    """Have ``follower`` told of passes from now on, for as long as it lives."""
-    with _lock:
-        _followers[:] = [each for each in _followers if each() is not None]
-        _followers.append(weakref.ref(follower))
-        if type(Variable._execution_engine) is torch._C._ImperativeEngine:
-            Variable._execution_engine = _Engine()
+class PassFollower(ABC):
+    """Somebody who has to do something when a backward pass is over, however it ends.
+
+    At any time it follows one pass, at most. Passes that it does not follow tell it, too, when they fail.
+    """
+
+    def __init__(self) -> None:
+        self.followed: BackwardPass | None = None
+        """The pass that it follows; None also for one that C++ has begun."""
+        self.is_following = False
+        """Whether it follows a pass."""
+        self._starting = threading.Lock()
+        with _lock:
+            _followers[:] = [each for each in _followers if each() is not None]
+            _followers.append(weakref.ref(self))
+            if type(Variable._execution_engine) is torch._C._ImperativeEngine:
+                Variable._execution_engine = _Engine()
+
+    @property
+    @abstractmethod
+    def order(self) -> int:
+        """Its place among those that are told, the same on every rank."""
+
+    @abstractmethod
+    def pass_ended(self) -> None:
+        """The pass that it follows has ended well."""
+
+    @abstractmethod
+    def compiled_pass_ended(self, this: BackwardPass) -> None:
+        """A pass has ended well, perhaps without callbacks and hooks: compiled autograd may have run it."""
+
+    @abstractmethod
+    def pass_failed(self, this: BackwardPass, reach: Reach) -> None:
+        """A pass has failed; its exception is on its way to the program, and waits for this."""
+
+    @abstractmethod
+    def pass_dropped(self) -> None:
+        """The pass that it follows has failed. C++ has begun it, so nothing is known of its graph."""
+
+    def follow(self) -> bool:
+        """Follow the pass under way, of which this is called, to its end; False if it has failed already."""
+        return self.is_following or self._follow()
+
+    def _follow(self) -> bool:
+        with self._starting:
+            current = current_pass()
+            this = None if current is None else current.whole
+            if this is not None and this.over:
+                return False
+            if not self.is_following:
+                if this is current:  # else a callback would run at the end of the step
+                    at_end = _AtEndOfLonePass(self) if this is None else _AtEnd(self, this)
+                    Variable._execution_engine.queue_callback(at_end)
+                self.followed, self.is_following = this, True
+                if this is not None:
+                    this.followers.append(self)
+            return True
+
+    def unfollow(self) -> None:
+        """Follow no pass any more."""
+        if self.followed is not None and self in self.followed.followers:
+            self.followed.followers.remove(self)
+        self.followed, self.is_following = None, False
 
 
-_followers: list[weakref.ref[Follower]] = []
+_followers: list[weakref.ref[PassFollower]] = []
 
 
-def _alive() -> list[Follower]:
+def _alive() -> list[PassFollower]:
     found = (each() for each in list(_followers))
     return [follower for follower in found if follower is not None]
+
+
+class _AtEnd:
+    """The engine's callback. The first one that is called tells all that follow the pass."""
+
+    __slots__ = ("_follower", "_pass")
+
+    def __init__(self, follower: PassFollower, this: BackwardPass | None = None) -> None:
+        self._follower: PassFollower | None = follower
+        self._pass = this
+
+    @outside_compiler
+    def __call__(self) -> None:
+        follower, self._follower = self._follower, None
+        this, self._pass = self._pass, None
+        if this is not None:
+            for each in sorted(this.followers, key=lambda each: each.order):
+                each.pass_ended()
+        elif follower is not None:
+            follower.pass_ended()
+
+
+class _AtEndOfLonePass(_AtEnd):
+    """The callback of a pass that nothing else tells of. It is the engine's alone, so that dropping it unrun shows."""
+
+    __slots__ = ()
+
+    @outside_compiler
+    def __del__(self) -> None:
+        if self._follower is not None:
+            self._follower.pass_dropped()
 
 
 class _Engine(torch._C._ImperativeEngine):

@@ -13,7 +13,7 @@ The garbage collector does not see through hooks, so they refer to their reducer
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from torch.compiler import is_compiling
 from torch.nn import Parameter
@@ -24,8 +24,18 @@ from lockstep.distributed.reduction.buckets import ManagedParameter
 from lockstep.distributed.reduction.optimizers_in_backward import StepOptimizers, any_applied, take_over
 from lockstep.errors import NotReplicableError
 
-if TYPE_CHECKING:
-    from lockstep.distributed.reduction.reducer import Reducer
+
+class GradientListener(Protocol):
+    """What synchronises the gradients of parameters, as their hooks know it."""
+
+    def mark_gradient_ready(self, index: int) -> None:
+        """Autograd has accumulated the gradient of the parameter with that number."""
+
+    def newcomer_arrived(self, parameter: Parameter) -> None:
+        """Autograd has accumulated the gradient of a parameter that the ranks have not agreed on yet."""
+
+    def hold_hooks(self) -> None:
+        """Some parameter has users' hooks, to be run when its gradient is reduced."""
 
 
 class ParameterHook:
@@ -33,7 +43,7 @@ class ParameterHook:
 
     __slots__ = ("_index", "_name", "_reducer", "marked")
 
-    def __init__(self, index: int, name: str, reducer: "Reducer") -> None:
+    def __init__(self, index: int, name: str, reducer: GradientListener) -> None:
         self._index, self._name, self._reducer = index, name, weakref.ref(reducer)
         self.marked = False
         """Whether a gradient has arrived in a function that compiled autograd has made of a backward pass."""
@@ -49,7 +59,7 @@ class ParameterHook:
         reducer = self._reducer()
         if reducer is None:
             raise self._left_over()
-        reducer.arrived(self._index)
+        reducer.mark_gradient_ready(self._index)
 
     def _left_over(self) -> NotReplicableError:
         return NotReplicableError(
@@ -59,7 +69,7 @@ class ParameterHook:
         )
 
     @property
-    def reducer(self) -> "Reducer | None":
+    def reducer(self) -> GradientListener | None:
         """Who is told, if they are still there."""
         return self._reducer()
 
@@ -69,7 +79,7 @@ class NewcomerHook(ParameterHook):
 
     __slots__ = ()
 
-    def __init__(self, name: str, reducer: "Reducer") -> None:
+    def __init__(self, name: str, reducer: GradientListener) -> None:
         super().__init__(-1, name, reducer)
 
     def __call__(self, parameter: Parameter) -> None:
@@ -91,7 +101,7 @@ class HeldHook:
     def __init__(
         self,
         hook: Callable[[Parameter], None],
-        reducer: "Callable[[], Reducer | None]",
+        reducer: Callable[[], GradientListener | None],
         key: int = -1,
         earlier: Mapping[int, Any] | None = None,
     ) -> None:
@@ -110,7 +120,9 @@ class HeldHook:
         if self._earlier is None or self._key in self._earlier:
             self.hook(parameter)
 
-    def moved_to(self, reducer: "Callable[[], Reducer | None]", key: int, earlier: Mapping[int, Any]) -> "HeldHook":
+    def moved_to(
+        self, reducer: Callable[[], GradientListener | None], key: int, earlier: Mapping[int, Any]
+    ) -> "HeldHook":
         """The same for another reducer; the user's handle still removes it from the dictionary that it was put into."""
         return HeldHook(self.hook, reducer, key, earlier if self._earlier is None else self._earlier)
 
@@ -141,7 +153,7 @@ def _ours(parameter: Parameter) -> list[ParameterHook]:
 class _Hooks(OrderedDict[int, Any]):
     """A parameter's post-accumulate hooks: ours first, all others held."""
 
-    def __init__(self, reducer: "Reducer") -> None:
+    def __init__(self, reducer: GradientListener) -> None:
         super().__init__()
         self._reducer = weakref.ref(reducer)
 
@@ -159,7 +171,7 @@ class _Hooks(OrderedDict[int, Any]):
                 super().__setitem__(key, held.moved_to(self._reducer, key, earlier))
                 self._tell()
 
-    def held(self, reducer: "Reducer") -> list[HeldHook]:
+    def held(self, reducer: GradientListener) -> list[HeldHook]:
         """The users' hooks that wait for a reducer, those of optimizers in backward last."""
         if self._reducer() is not reducer:
             return []
@@ -179,7 +191,7 @@ class _Hooks(OrderedDict[int, Any]):
             reducer.hold_hooks()
 
 
-def attach(tensor: Parameter, ours: ParameterHook, reducer: "Reducer") -> None:
+def attach(tensor: Parameter, ours: ParameterHook, reducer: GradientListener) -> None:
     """Hook a parameter, also a frozen one, for it may be unfrozen; an earlier reducer's hook gives way."""
     earlier = tensor._post_accumulate_grad_hooks
     frozen = not tensor.requires_grad
@@ -195,10 +207,10 @@ def attach(tensor: Parameter, ours: ParameterHook, reducer: "Reducer") -> None:
         tensor.requires_grad_(False)
 
 
-def detach(tensor: Parameter, reducer: "Reducer") -> None:
+def detach(tensor: Parameter, reducer: GradientListener) -> None:
     """Take the hook of ``reducer`` off a parameter that it does not synchronise any more; users' hooks stay."""
     hooks = tensor._post_accumulate_grad_hooks
-    if reducer_of(tensor) is reducer:
+    if listener_of(tensor) is reducer:
         held = [(key, hook) for key, hook in hooks.items() if isinstance(hook, HeldHook)]
         tensor._post_accumulate_grad_hooks = OrderedDict((k, h.moved_to(_nobody, k, hooks)) for k, h in held)
 
@@ -216,7 +228,7 @@ def take_over_optimizers(parameters: Iterable[ManagedParameter]) -> None:
                 hooks.take_over_optimizers(member.parameter)
 
 
-def run_held_hooks(parameters: Iterable[Parameter], reducer: "Reducer") -> None:
+def run_held_hooks(parameters: Iterable[Parameter], reducer: GradientListener) -> None:
     """Run users' hooks of parameters whose gradients ``reducer`` has reduced."""
     for parameter in parameters:
         hooks = parameter._post_accumulate_grad_hooks
@@ -229,7 +241,7 @@ def can_have_gradient(tensor: Parameter) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
-def reducer_of(tensor: Parameter) -> "Reducer | None":
-    """The reducer that synchronises the parameter's gradient, if one does."""
+def listener_of(tensor: Parameter) -> GradientListener | None:
+    """What synchronises the parameter's gradient, if anything does."""
     hooks = tensor._post_accumulate_grad_hooks or {}
     return next((hook.reducer for hook in hooks.values() if isinstance(hook, ParameterHook)), None)

@@ -2,8 +2,8 @@
 
 A **round** is what one backward pass of one replicated module sends. Its life:
 
-1. *open* - the first gradient of the module opens it (``arrived``). Only now is it decided whether this backward
-   synchronises; if not, parameters are marked as touched, and their gradients pile up.
+1. *open* - the first gradient of the module opens it (``mark_gradient_ready``). Only now is it decided whether this
+   backward synchronises; if not, parameters are marked as touched, and their gradients pile up.
 2. *send* - each gradient that arrives counts down its bucket. A full bucket leaves at once if all before it have left:
    every rank sends the same buckets in the same order, whatever order its gradients come in.
 3. *finish* - the engine's final callback (``scheduler.py``) sends the buckets that never filled up: parameters without
@@ -48,12 +48,12 @@ from lockstep.distributed.reduction.buckets_in_use import BucketsInUse
 from lockstep.distributed.reduction.comm_hooks import Hook, HookChain, Waitable, check_hook, name_of
 from lockstep.distributed.reduction.drift import Drift, DriftWatch, warn_of_drift
 from lockstep.distributed.reduction.late import reduce_again, reduce_late
-from lockstep.distributed.reduction.parameter_hooks import is_marked, run_marked, take_over_optimizers
+from lockstep.distributed.reduction.parameter_hooks import is_marked, run_held_hooks, run_marked, take_over_optimizers
 from lockstep.distributed.reduction.passes import PassLog
 from lockstep.distributed.reduction.plan import Kind, ReductionPlan
 from lockstep.distributed.reduction.report import RankStatus, Report, Weight, check_ranks, mean_factor, round_code
 from lockstep.distributed.reduction.report_transport import Reporting
-from lockstep.distributed.reduction.scheduler import Conductor
+from lockstep.distributed.reduction.scheduler import GroupScheduler
 from lockstep.distributed.reduction.usage import Usage
 from lockstep.distributed.reduction.weights import Weights
 from lockstep.errors import AgreementError, CommunicationError, OptionError, PeerError
@@ -98,7 +98,7 @@ class Reducer:
         self,
         members: Members,
         collectives: Collectives,
-        conductor: Conductor,
+        scheduler: GroupScheduler,
         buffers: BufferSync,
         caps: Sequence[int],
     ) -> None:
@@ -111,7 +111,7 @@ class Reducer:
         self.round = 0
         self.divisor = float(collectives.world)
         """What sums are divided by: the world size, but where joined ranks do not count."""
-        self.conductor = conductor
+        self.scheduler = scheduler
         self.before_round: list[Callable[[], object]] = []
         """What the ranks have to do before the next round opens, once."""
         self._lock = threading.RLock()
@@ -209,7 +209,7 @@ class Reducer:
 
     # ------------------------------------------------------------------------------------ open
 
-    def arrived(self, index: int) -> None:
+    def mark_gradient_ready(self, index: int) -> None:
         """Autograd has accumulated the gradient of the parameter with that number. Runs for every parameter."""
         self._touched[index] = 1
         if self.open and not self.reducing:
@@ -231,13 +231,13 @@ class Reducer:
             elif not self._arrived[index]:
                 self._arrived[index] = 1
                 bucket.missing -= 1
-                if not bucket.missing and bucket.index >= self._next and self.conductor.exclusive:
+                if not bucket.missing and bucket.index >= self._next and self.scheduler.exclusive:
                     self._send_full()
 
     def _arrived_first(self, told: ManagedParameter) -> None:
         for each in self.parameters:
             if each.parameter is told.parameter:
-                self.arrived(each.index)
+                self.mark_gradient_ready(each.index)
 
     def newcomer_arrived(self, parameter: Parameter) -> None:
         """Autograd has accumulated the gradient of a parameter that the ranks have not agreed on yet.
@@ -246,13 +246,13 @@ class Reducer:
         """
         with self._lock:
             if not self.open:
-                if not self.conductor.expects(self):
-                    self.look()
+                if not self.scheduler.expects(self):
+                    self.look_for_changes()
                 if self._moved or self._weights.announced:
                     self._begin(id(parameter))
             self._weights.newcomer_arrived(parameter)
 
-    def look(self) -> None:
+    def look_for_changes(self) -> None:
         """A backward pass is about to reach the module: see whether it has other parameters than were agreed on."""
         members = self._members()
         changed = members is not None and members.changed()
@@ -270,18 +270,18 @@ class Reducer:
             self._weights.before_pass()
 
     def _begin(self, *new: int) -> None:
-        if not self.conductor.arm():
+        if not self.scheduler.follow():
             return  # of a pass that has failed in another thread: nobody waits for it any more
         take_over_optimizers(self.parameters)
         if self.requires_sync:
             self._check_alive()
-        self.conductor.enter(self)
+        self.scheduler.enter(self)
         self.open = True
         self.reducing = self.requires_sync
         self._creates_graph = torch.is_grad_enabled()  # in backward: under create_graph=True
         if self.reducing:
             self._open_round()
-        if self._marked or not self.conductor.expects(self):
+        if self._marked or not self.scheduler.expects(self):
             self._weights.before_pass(self._marked or new)
         self._weights.use()  # may fail on this rank alone, as the line before: then the others are told
         self._drift.look(self.reducing)
@@ -289,9 +289,9 @@ class Reducer:
     def _check_alive(self) -> None:
         try:
             self.collectives.check_alive()
-            self.conductor.check()
+            self.scheduler.check()
         except BaseException:
-            self.conductor.give_up(self)
+            self.scheduler.note_failure(self)
             raise
 
     def _get_ready(self) -> None:
@@ -308,7 +308,7 @@ class Reducer:
             if not self._hooks_agreed:
                 self._agree_on_hooks()
         except BaseException:
-            self.conductor.give_up(self)
+            self.scheduler.note_failure(self)
             raise
 
     def _open_round(self) -> None:
@@ -320,8 +320,8 @@ class Reducer:
 
     def _start_round(self) -> None:
         self._wait_for_abandoned()
-        if not self.conductor.expects(self):
-            self.look()
+        if not self.scheduler.expects(self):
+            self.look_for_changes()
         self._moved = self._moved or bool(self._offered) or self.buffers.changed()
         self.round += 1
         self._begun = False
@@ -384,7 +384,7 @@ class Reducer:
         except BaseException as error:
             if begun is None or self.collectives.begun() != begun:
                 gist = f"{type(error).__name__}: {error}"
-                self.conductor.lose(f"a communication hook raised {gist}, after it had begun to communicate")
+                self.scheduler.lose(f"a communication hook raised {gist}, after it had begun to communicate")
             raise
 
     def _wait_for_hooks(self, device: torch.device) -> None:
@@ -409,7 +409,7 @@ class Reducer:
 
     # ---------------------------------------------------------------------------------- finish
 
-    def finish(self) -> Sequence[Parameter]:
+    def finalize_backward(self) -> Sequence[Parameter]:
         """The end of backward; returns the parameters whose hooks have waited for this.
 
         Raises :class:`PeerError` if another rank failed or is in another round.
@@ -432,7 +432,7 @@ class Reducer:
                 self.error = f"{type(error).__name__}: {error}"
                 raise
             finally:
-                self.cancel()
+                self.end_pass()
 
     def _open_round_or_abandon(self) -> None:
         try:
@@ -609,7 +609,7 @@ class Reducer:
 
     # --------------------------------------------------------------------------------- failure
 
-    def cancel(self, failed: bool = False) -> None:
+    def end_pass(self, failed: bool = False) -> None:
         """The backward pass is over, however it ended; ``failed`` if all ranks know that its round has failed."""
         with self._lock:
             if self.reducing:
@@ -629,7 +629,7 @@ class Reducer:
     def abandon(self) -> None:
         """Backward has failed on this rank: send what the others wait for, marked as failed, and do not wait."""
         self.error = f"round {self.round}: the backward pass failed on this rank"
-        if self.conductor.lost:
+        if self.scheduler.lost:
             return
         try:
             if not self.open:
@@ -643,7 +643,7 @@ class Reducer:
         except (CommunicationError, AgreementError) as error:  # the group has ended, or all raise
             logging.getLogger("lockstep").debug("the other ranks could not be told of a failure: %s", error)
         except Exception as error:
-            self.conductor.lose(f"it could not take its part in a round that had failed: {error!r}")
+            self.scheduler.lose(f"it could not take its part in a round that had failed: {error!r}")
         finally:
             self._forget()
 
@@ -691,6 +691,10 @@ class Reducer:
         members = self._members()
         return members is not None and members.are_lent()
 
+    def run_held_hooks(self, parameters: Sequence[Parameter]) -> None:
+        """Run users' hooks of parameters whose gradients have been reduced."""
+        run_held_hooks(parameters, self)
+
     def is_marked(self) -> bool:
         """Whether compiled autograd has run hooks of the parameters."""
         return any(is_marked(member.parameter) for member in self.parameters)
@@ -708,13 +712,13 @@ class Reducer:
     def announce(self, weight: float | None) -> None:
         """What the loss of the next backward passes counts, on top of what has been counted since the last round."""
         if weight is not None:
-            self.look()  # what new parameters get has a weight, too
+            self.look_for_changes()  # what new parameters get has a weight, too
         self._weights.announce(weight)
 
     def retire(self) -> None:
         """Another replication has taken over all parameters."""
         self.retired = True
-        self.conductor.leave(self)
+        self.scheduler.unregister(self)
 
     def shadow(self) -> None:
         """Take part in a round of the other ranks, outside of any backward and without gradients.
@@ -730,7 +734,7 @@ class Reducer:
         for member in self.parameters:
             member.parameter.grad = None
         try:
-            self.conductor.reduce([self])
+            self.scheduler.reduce([self])
         finally:
             self._joined = False
             touched, self._weights, drift = own

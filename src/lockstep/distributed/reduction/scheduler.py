@@ -1,9 +1,8 @@
-"""Who reduces when: one conductor for each group opens rounds, closes them at the end of backward, and keeps them in
-order.
+"""Which replicated modules reduce at the end of a backward pass, and in which order: one scheduler for each group.
 
-A round opens with the first gradient of a backward pass and closes in the engine's final callback, of the outermost
-backward where reentrant checkpointing nests them. All ranks must send the same buckets in the same order over a group.
-With one replicated module on a group that is the order of its plan, and buckets leave while backward runs. With
+A round opens with the first gradient of a backward pass and closes where the pass ends: the outermost one, where
+reentrant checkpointing nests them (``backward.py``). All ranks must send the same buckets in the same order over a
+group. With one replicated module on a group that is the order of its plan, and buckets leave while backward runs. With
 several, one rank's branches could make another module's bucket ready first; so they wait for the end of backward,
 where the ranks tell each other, in one tiny collective, which modules take part, and then reduce them in the order of
 their creation.
@@ -14,172 +13,250 @@ group's number, which its ranks agree on when they first replicate a module over
 that one of them has had before.
 
 If backward fails, this rank takes its part in what the other ranks wait for, with a mark that says so, before the
-exception reaches the program (``backward.py``): they raise instead of hanging. Which modules the others wait for is
-what the pass had reached, and what its graph says that it would have. A pass that C++ has begun is known by its
-callback alone: the engine drops it unrun, and it knows that it is dropped.
+exception reaches the program: they raise instead of hanging. Which modules the others wait for is what the pass had
+reached, and what its graph says that it would have.
 """
 
 import logging
 import threading
 import weakref
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd import Variable
 from torch.nn import Parameter
 
-from lockstep.compiler import outside_compiler
 from lockstep.distributed.collectives import Collectives, Group, Pending
 from lockstep.distributed.one_by_one import OneByOne
-from lockstep.distributed.reduction.backward import BackwardPass, Reach, current_pass, follow
-from lockstep.distributed.reduction.parameter_hooks import run_held_hooks
+from lockstep.distributed.reduction.backward import BackwardPass, PassFollower, Reach
 from lockstep.errors import CommunicationError, PeerError
 from lockstep.phases import Phases
 
-if TYPE_CHECKING:
-    from lockstep.distributed.reduction.reducer import Reducer
-
 _TAKES_PART, _FAILED = 1, 1 << 16
-_conductors: "weakref.WeakSet[Conductor]"
 _lock = threading.Lock()
 _orders = 0  # the highest number of a group in this process
 
 
-class Conductor:
-    """The rounds of all replicated modules on one group, in this process."""
+class ScheduledModule(Protocol):
+    """What synchronises the gradients of one replicated module, as its scheduler knows it."""
+
+    requires_sync: bool
+    """Whether backward passes synchronise."""
+
+    @property
+    def retired(self) -> bool:
+        """Whether another replication has taken its place."""
+
+    @property
+    def open(self) -> bool:
+        """Whether the backward pass under way has reached the module."""
+
+    @property
+    def reducing(self) -> bool:
+        """Whether that pass synchronises its gradients."""
+
+    def look_for_changes(self) -> None:
+        """A backward pass is about to reach the module."""
+
+    def is_marked(self) -> bool:
+        """Whether compiled autograd has run hooks of its parameters."""
+
+    def take_marked(self) -> None:
+        """Take what those hooks have left as if they ran now."""
+
+    def takes_part(self, accumulates: bool) -> bool:
+        """Whether a pass that has gone through the module without any gradient of it is a round all the same."""
+
+    def is_within(self, reach: Reach, expected: bool) -> bool:
+        """Whether a pass of that reach accumulates into a parameter; ``expected``: it goes through the module."""
+
+    def finalize_backward(self) -> Sequence[Parameter]:
+        """Reduce what is left; returns the parameters whose users' hooks have waited for this."""
+
+    def run_held_hooks(self, parameters: Sequence[Parameter]) -> None:
+        """Run users' hooks of parameters whose gradients are reduced."""
+
+    def abandon(self) -> None:
+        """Send what the other ranks wait for, marked as failed, and wait for nobody."""
+
+    def end_pass(self, failed: bool = False) -> None:
+        """The backward pass is over, however it ended; ``failed`` if all ranks know that its round has failed."""
+
+
+class GroupScheduler(PassFollower):
+    """Orders the rounds of all modules that are replicated over one group, in this process."""
 
     def __init__(self, group: Group) -> None:
         self.group = group
         self.exclusive = True
-        """Whether at most one module is replicated over the group, on all ranks: agreed, see :meth:`settle`."""
-        self.next_serial = 0
+        """Whether at most one module is replicated over the group, on all ranks: agreed, see :meth:`register`."""
+        self.next_module_id = 0
         """The number of the next module; ranks take the highest of theirs."""
-        self.order = 0
-        """The group's number among those of this process, the same on all of its ranks."""
         self.lost = ""
         """Why this rank cannot communicate over the group any more, if so."""
-        self._members: weakref.WeakValueDictionary[int, Reducer] = weakref.WeakValueDictionary()
-        self._armed = False
-        self._pass: BackwardPass | None = None  # in which it was armed
-        self._arming = threading.Lock()
-        self._open: list[Reducer] = []
-        self._ahead: list[Reducer] = []
+        self._order = 0
+        self._modules: weakref.WeakValueDictionary[int, ScheduledModule] = weakref.WeakValueDictionary()
+        self._reached: list[ScheduledModule] = []
+        self._expected: list[ScheduledModule] = []
+        self._abandoned: tuple[Tensor, Pending] | None = None
         self._collectives = Collectives(group, Phases())
+        super().__init__()
 
-    def living(self, leaving: "Collection[Reducer]" = ()) -> list[int]:
-        """The modules that are still there on this rank, and not about to be replaced by another."""
-        return sorted(n for n, member in self._members.items() if not any(member is each for each in leaving))
+    # ------------------------------------------------------------------------------- the modules
 
-    def leave(self, reducer: "Reducer") -> None:
-        """Forget a module that reduces no more."""
-        for known in [number for number, member in self._members.items() if member is reducer]:
-            del self._members[known]
+    @property
+    def order(self) -> int:
+        """The group's number among those of this process, the same on all of its ranks."""
+        return self._order
 
     def propose_order(self) -> int:
         """The number that this rank wants for the group; ranks take the highest of theirs."""
-        return self.order or _orders + 1
+        return self._order or _orders + 1
 
-    def settle(self, reducer: "Reducer", serial: int, living_anywhere: Collection[int], order: int) -> None:
-        """Add a module under a number that all ranks agree on; ``living_anywhere`` are the others that any rank has,
+    def module_ids(self, leaving: Collection[ScheduledModule] = ()) -> list[int]:
+        """The modules that are still there on this rank, and not about to be replaced by another."""
+        return sorted(n for n, module in self._modules.items() if not any(module is each for each in leaving))
+
+    def register(self, module: ScheduledModule, module_id: int, others: Collection[int], order: int) -> None:
+        """Add a module under a number that all ranks agree on; ``others`` are those that any rank has besides,
         ``order`` is the group's number."""
         global _orders
         with _lock:
-            self.order, _orders = order, max(order, _orders)
-        self.leave(reducer)
-        self._members[serial] = reducer
-        self.next_serial = serial + 1
-        self.exclusive = not living_anywhere
+            self._order, _orders = order, max(order, _orders)
+        self.unregister(module)
+        self._modules[module_id] = module
+        self.next_module_id = module_id + 1
+        self.exclusive = not others
 
-    def arm(self) -> bool:
-        """Make sure that :meth:`close` runs when the backward pass under way ends; False if it has failed already."""
-        return self._armed or self._arm()
+    def unregister(self, module: ScheduledModule) -> None:
+        """Forget a module that reduces no more."""
+        for known in [number for number, each in self._modules.items() if each is module]:
+            del self._modules[known]
 
-    def _arm(self) -> bool:
-        with self._arming:
-            current = current_pass()
-            this = None if current is None else current.whole
-            if this is not None and this.over:
-                return False
-            if not self._armed:
-                if this is current:  # else a callback would run at the end of the step
-                    closing = _LoneClosing(self) if this is None else _Closing(self, this)
-                    Variable._execution_engine.queue_callback(closing)
-                self._pass, self._armed = this, True
-                if this is not None:
-                    this.followers.append(self)
-            return True
+    def _in_order(self) -> list[ScheduledModule]:
+        """The modules, in the order of their creation."""
+        return [module for _, module in sorted(self._modules.items())]
 
-    def expect(self, reducer: "Reducer") -> None:
+    # ----------------------------------------------------------------------- a pass, as it comes
+
+    def expect_backward(self, module: ScheduledModule) -> None:
         """The backward pass under way is about to go through a module."""
-        if not reducer.retired and self.arm() and not self.expects(reducer):
-            self._ahead.append(reducer)
-            reducer.look()
+        if not module.retired and self.follow() and not self.expects(module):
+            self._expected.append(module)
+            module.look_for_changes()
 
-    def expects(self, reducer: "Reducer") -> bool:
-        """Whether :meth:`expect` has told of a module in the backward pass under way."""
-        return any(each is reducer for each in self._ahead)
+    def expects(self, module: ScheduledModule) -> bool:
+        """Whether :meth:`expect_backward` has told of a module in the backward pass under way."""
+        return any(each is module for each in self._expected)
 
-    def enter(self, reducer: "Reducer") -> None:
-        """A module takes part in the backward pass under way."""
-        self._open.append(reducer)
+    def enter(self, module: ScheduledModule) -> None:
+        """The backward pass under way has reached a parameter of a module."""
+        self._reached.append(module)
 
-    def give_up(self, reducer: "Reducer") -> None:
+    def note_failure(self, module: ScheduledModule) -> None:
         """All ranks know, or find out by themselves, that the module's round fails in the pass under way."""
-        _give_up(reducer, self._pass)
+        if self.followed is not None:
+            self.followed.note_failure(module)
 
-    @torch.no_grad()  # as it is in a pass; compiled autograd refuses create_graph=True
-    def pass_ended(self, this: BackwardPass) -> None:
-        """Compiled autograd has run a backward pass, as one function: its callbacks are dropped, and hooks that it has
-        compiled have only left a mark."""
-        if not self._armed and (marked := [each for each in self._in_order() if each.is_marked()]):
-            self._pass, self._armed = this, True
-            for reducer in marked:
-                reducer.take_marked()
-        if self._armed and self._pass is this:
-            self.close()
+    def _leave_pass(self) -> tuple[list[ScheduledModule], list[ScheduledModule]]:
+        """Follow the pass no more; returns the modules that it has reached, and those that it was to go through."""
+        self.unfollow()
+        reached, expected = self._reached, self._expected
+        self._reached, self._expected = [], []
+        return reached, expected
 
-    def close(self) -> None:
-        """The backward pass has ended: reduce what is left, hand out gradients."""
-        this = self._pass
+    # ------------------------------------------------------------------------- a pass, as it ends
+
+    def pass_ended(self) -> None:
+        """The backward pass has ended: reduce what is left, and give the parameters their gradients."""
+        this = self.followed
         if this is not None:
-            this.settled.add(id(self))
-        gone_through = dict.fromkeys(self._ahead)
-        reducers = self._disarm()
-        reducing = [reducer for reducer in reducers if reducer.reducing]
-        silent = (each for each in gone_through if not any(each is other for other in reducers))
+            this.told.add(self)
+        reached, expected = self._leave_pass()
+        reducing = [module for module in reached if module.reducing]
+        silent = (each for each in expected if not any(each is other for other in reached))
         accumulates = this is not None and this.accumulates
         reducing += [each for each in silent if each.requires_sync and each.takes_part(accumulates)]
         try:
-            self.reduce(reducing if self.exclusive or not reducing else self._participants(reducing))
+            self.reduce(reducing if self.exclusive or not reducing else self._agree_who_takes_part(reducing))
         except BaseException:
-            for reducer in reducing:
-                _give_up(reducer, this)
+            if this is not None:
+                for module in reducing:
+                    this.note_failure(module)
             raise
         finally:
-            for reducer in dict.fromkeys([*reducers, *gone_through]):
-                reducer.cancel()
+            for module in (*reached, *(each for each in expected if each not in reached)):
+                module.end_pass()
 
-    def reduce(self, reducers: Sequence["Reducer"]) -> None:
+    @torch.no_grad()  # as it is in a pass; compiled autograd refuses create_graph=True
+    def compiled_pass_ended(self, this: BackwardPass) -> None:
+        """Compiled autograd has run a backward pass, as one function: its callbacks are dropped, and hooks that it has
+        compiled have only left a mark."""
+        if not self.is_following and (marked := [each for each in self._in_order() if each.is_marked()]):
+            self.followed, self.is_following = this, True
+            for module in marked:
+                module.take_marked()
+        if self.is_following and self.followed is this:
+            self.pass_ended()
+
+    def reduce(self, modules: Sequence[ScheduledModule]) -> None:
         """Run the rounds of modules; then users' hooks."""
         steps = OneByOne()
-        reduced: list[tuple[Reducer, Sequence[Parameter]]] = []
-        for reducer in reducers:
+        reduced: list[tuple[ScheduledModule, Sequence[Parameter]]] = []
+        for module in modules:
             with steps:
-                reduced.append((reducer, reducer.finish()))
-        for reducer, parameters in reduced:
+                reduced.append((module, module.finalize_backward()))
+        for module, parameters in reduced:
             with steps:
-                run_held_hooks(parameters, reducer)
+                module.run_held_hooks(parameters)
         steps.end()
 
-    def tell(self, reducer: "Reducer", mark: int) -> list[int]:
+    # ------------------------------------------------------------------------ a pass, as it fails
+
+    def pass_failed(self, this: BackwardPass, reach: Reach) -> None:
+        """A backward pass has failed: let the other ranks know, and wait for nobody."""
+        if self in this.told or (self.is_following and self.followed is not this):
+            return  # nothing is left to tell, or all that is known of another pass is that it goes on
+        reached, expected = self._leave_pass() if self.is_following else ([], [])
+        for each in self._in_order():
+            if each not in reached and each.requires_sync and each.is_within(reach, each in expected):
+                reached.append(each)
+        self._abandon(reached, this)
+
+    def pass_dropped(self) -> None:
+        """A backward pass that C++ has begun has failed: as above, but nothing is known of its graph."""
+        reached, expected = self._leave_pass()
+        self._abandon(reached + [each for each in expected if each not in reached and each.requires_sync], None)
+
+    @torch.no_grad()
+    def _abandon(self, modules: Sequence[ScheduledModule], this: BackwardPass | None) -> None:
+        failing = [each for each in modules if each.reducing or not each.open]
+        failing = [each for each in failing if this is None or not this.is_known_to_fail(each)]
+        try:
+            if failing and not self.exclusive:
+                self._abandoned = self._exchange(failing, _FAILED)  # kept until it has arrived
+            for module in failing if self.exclusive else ():
+                module.abandon()
+        except RuntimeError as error:
+            logging.getLogger("lockstep").debug("the other ranks could not be told of a failure: %s", error)
+        finally:
+            for module in modules:
+                if this is not None:
+                    this.note_failure(module)
+                module.end_pass(failed=any(module is each for each in failing))
+            if failing and not self.exclusive:
+                self._end_rounds()
+
+    # --------------------------------------------------------------------- what ranks tell each other
+
+    def announce_forward(self, module: ScheduledModule, mark: int) -> list[int]:
         """Inside ``join()``: a module's forward begins. Returns every rank's ``mark``, 0 of those that listen."""
-        row, pending = self._exchange([reducer], _TAKES_PART, mark)
+        row, pending = self._exchange([module], _TAKES_PART, mark)
         pending.wait()
         return [int(each) for each in row[: self._collectives.world].tolist()]
 
-    def listen(self) -> tuple[list[int], list["Reducer"]]:
+    def listen(self) -> tuple[list[int], list[ScheduledModule]]:
         """Inside ``join()``, for a rank that has run out: what the others do next, and with which modules.
 
         Either a module's forward begins, with a mark of each rank that is not listening, or no rank has a mark, and
@@ -188,41 +265,43 @@ class Conductor:
         row, pending = self._exchange([], _TAKES_PART)
         pending.wait()
         marks = [int(each) for each in row[: self._collectives.world].tolist()]
-        return marks, self._read_participants(row)
+        return marks, self._read_who_takes_part(row)
 
-    def pass_failed(self, this: BackwardPass, reach: Reach) -> None:
-        """A backward pass has failed: let the other ranks know, and wait for nobody."""
-        if id(self) in this.settled or (self._armed and self._pass is not this):
-            return  # nothing is left to tell, or all that is known of another pass is that it goes on
-        ahead, reducers = (self._ahead, self._disarm()) if self._armed else ([], [])
-        for each in self._in_order():
-            if each not in reducers and each.requires_sync and each.is_within(reach, each in ahead):
-                reducers.append(each)
-        self._abandon(reducers, this)
+    def _agree_who_takes_part(self, modules: Sequence[ScheduledModule]) -> list[ScheduledModule]:
+        """The modules that take part on any rank, in the order of their creation."""
+        row, pending = self._exchange(modules, _TAKES_PART)
+        pending.wait()
+        return self._read_who_takes_part(row)
 
-    def dropped(self) -> None:
-        """A backward pass that C++ has begun has failed: as above, but nothing is known of its graph."""
-        ahead = dict.fromkeys(self._ahead)
-        reducers = self._disarm()
-        self._abandon(reducers + [each for each in ahead if each not in reducers and each.requires_sync], None)
+    def _read_who_takes_part(self, row: Tensor) -> list[ScheduledModule]:
+        counts = row[self._collectives.world :].tolist()
+        modules = [self._modules.get(number) for number, count in enumerate(counts) if count]
+        if any(count >= _FAILED for count in counts):
+            self._end_rounds()
+            raise PeerError(
+                f"rank {self._collectives.global_rank}: the backward pass failed on another rank before its gradients "
+                "were reduced; that rank's own error says why. No gradient has been handed out"
+            )
+        return [module for module in modules if module is not None]
 
-    @torch.no_grad()
-    def _abandon(self, reducers: Sequence["Reducer"], this: BackwardPass | None) -> None:
-        known = this.failed if this is not None else ()
-        reducing = [each for each in reducers if (each.reducing or not each.open) and id(each) not in known]
-        try:
-            if reducing and not self.exclusive:
-                self._abandoned = self._exchange(reducing, _FAILED)  # kept until it has arrived
-            for reducer in reducing if self.exclusive else ():
-                reducer.abandon()
-        except RuntimeError as error:
-            logging.getLogger("lockstep").debug("the other ranks could not be told of a failure: %s", error)
-        finally:
-            for reducer in reducers:
-                _give_up(reducer, this)
-                reducer.cancel(failed=any(reducer is each for each in reducing))
-            if reducing and not self.exclusive:
-                self._end_rounds()
+    def _end_rounds(self) -> None:
+        """All ranks know that the pass has failed, but not which of the modules each of them would have gone through:
+        end the rounds of all. See tests/ranks/test_several_modules.py."""
+        for module in self._in_order():
+            module.end_pass(failed=True)
+
+    def _exchange(self, modules: Sequence[ScheduledModule], mark: int, own: int = 0) -> tuple[Tensor, Pending]:
+        """One number for each rank, and one for each module."""
+        world = self._collectives.world
+        row = torch.zeros(world + self.next_module_id, dtype=torch.int64)
+        row[self._collectives.rank] = own
+        for number, module in self._modules.items():
+            if any(module is each for each in modules):
+                row[world + number] = mark
+        row = row.to(self._collectives.device)
+        return row, self._collectives.all_reduce(row, "which modules take part")
+
+    # ----------------------------------------------------------------------------- a rank that is lost
 
     def lose(self, reason: str) -> None:
         """Send nothing more: others wait for what this rank cannot send, and would take anything else for it.
@@ -241,101 +320,16 @@ class Conductor:
                 f"group do: {self.lost}. Destroy the group and make another, or start anew"
             )
 
-    def _in_order(self) -> list["Reducer"]:
-        """The modules, in the order of their creation."""
-        return [member for _, member in sorted(self._members.items())]
 
-    def _disarm(self) -> list["Reducer"]:
-        if self._pass is not None and self in self._pass.followers:
-            self._pass.followers.remove(self)
-        self._pass, self._armed = None, False
-        reducers, self._open = self._open, []
-        self._ahead = []
-        return reducers
-
-    def _participants(self, reducers: Sequence["Reducer"]) -> list["Reducer"]:
-        """The modules that take part on any rank, in the order of their creation."""
-        row, pending = self._exchange(reducers, _TAKES_PART)
-        pending.wait()
-        return self._read_participants(row)
-
-    def _read_participants(self, row: Tensor) -> list["Reducer"]:
-        counts = row[self._collectives.world :].tolist()
-        members = [self._members.get(serial) for serial, count in enumerate(counts) if count]
-        if any(count >= _FAILED for count in counts):
-            self._end_rounds()
-            raise PeerError(
-                f"rank {self._collectives.global_rank}: the backward pass failed on another rank before its gradients "
-                "were reduced; that rank's own error says why. No gradient has been handed out"
-            )
-        return [member for member in members if member is not None]
-
-    def _end_rounds(self) -> None:
-        """All ranks know that the pass has failed, but not which of the modules each of them would have gone through:
-        end the rounds of all. See tests/ranks/test_several_modules.py."""
-        for member in self._in_order():
-            member.cancel(failed=True)
-
-    def _exchange(self, reducers: Sequence["Reducer"], mark: int, own: int = 0) -> tuple[Tensor, Pending]:
-        """One number for each rank, and one for each module."""
-        world = self._collectives.world
-        row = torch.zeros(world + self.next_serial, dtype=torch.int64)
-        row[self._collectives.rank] = own
-        for serial, member in self._members.items():
-            if any(member is reducer for reducer in reducers):
-                row[world + serial] = mark
-        row = row.to(self._collectives.device)
-        return row, self._collectives.all_reduce(row, "which modules take part")
+_schedulers: weakref.WeakSet[GroupScheduler] = weakref.WeakSet()
 
 
-_conductors = weakref.WeakSet()
-
-
-class _Closing:
-    """The engine's callback. The first one that is called closes what the pass has gone through on all groups."""
-
-    __slots__ = ("_conductor", "_pass")
-
-    def __init__(self, conductor: Conductor, this: BackwardPass | None = None) -> None:
-        self._conductor: Conductor | None = conductor
-        self._pass = this
-
-    @outside_compiler
-    def __call__(self) -> None:
-        conductor, self._conductor = self._conductor, None
-        this, self._pass = self._pass, None
-        if this is not None:
-            conductors = [each for each in this.followers if isinstance(each, Conductor)]
-            for each in sorted(conductors, key=lambda each: each.order):
-                each.close()
-        elif conductor is not None:
-            conductor.close()
-
-
-class _LoneClosing(_Closing):
-    """The callback of a pass that nothing else follows. It is the engine's alone, so that dropping it unrun shows."""
-
-    __slots__ = ()
-
-    @outside_compiler
-    def __del__(self) -> None:
-        if self._conductor is not None:
-            self._conductor.dropped()
-
-
-def _give_up(reducer: "Reducer", this: BackwardPass | None) -> None:
-    """All ranks know, or find out by themselves, that a module's round has failed in this pass."""
-    if this is not None:
-        this.failed.add(id(reducer))
-
-
-def conductor_of(group: Group) -> Conductor:
-    """The conductor of a group: one in a process, for as long as a module holds it."""
+def scheduler_of(group: Group) -> GroupScheduler:
+    """The scheduler of a group: one in a process, for as long as a module holds it."""
     with _lock:
-        for conductor in _conductors:
-            if conductor.group is group:
-                return conductor
-        conductor = Conductor(group)
-        _conductors.add(conductor)
-        follow(conductor)
-        return conductor
+        for scheduler in _schedulers:
+            if scheduler.group is group:
+                return scheduler
+        scheduler = GroupScheduler(group)
+        _schedulers.add(scheduler)
+        return scheduler
