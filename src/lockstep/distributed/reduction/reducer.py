@@ -39,7 +39,6 @@ from torch.nn import Parameter
 from lockstep.distributed.agree import Description, Line, agree
 from lockstep.distributed.buffers import BufferSync
 from lockstep.distributed.collectives import Collectives, plain_memory
-from lockstep.distributed.mean import with_graphs
 from lockstep.distributed.reduction.abandoned import AbandonedRound
 from lockstep.distributed.reduction.adaptation import AdaptivePlan
 from lockstep.distributed.reduction.backward import Reach
@@ -54,6 +53,7 @@ from lockstep.distributed.reduction.plan import Kind, ReductionPlan
 from lockstep.distributed.reduction.report import RankStatus, Report, Weight, check_ranks, mean_factor, round_code
 from lockstep.distributed.reduction.report_transport import Reporting
 from lockstep.distributed.reduction.scheduler import GroupScheduler
+from lockstep.distributed.reduction.second_order import with_graphs
 from lockstep.distributed.reduction.usage import Usage
 from lockstep.distributed.reduction.weights import Weights
 from lockstep.errors import AgreementError, CommunicationError, OptionError, PeerError

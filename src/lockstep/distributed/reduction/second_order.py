@@ -1,0 +1,79 @@
+"""Gradients of gradients: means that autograd can go through, and the graphs of ``create_graph=True``."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from lockstep.buckets import TensorSpec, plan_buckets
+from lockstep.distributed.collectives import Collectives
+from lockstep.distributed.dtensors import like_parameter, local_part
+from lockstep.distributed.reduction.buckets import ManagedParameter
+
+
+class Mean(Function):
+    """The mean over the ranks of each of several tensors; forward and backward are the same."""
+
+    @staticmethod
+    def forward(ctx: Any, collectives: Collectives, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """All-reduce the tensors."""
+        ctx.collectives = collectives
+        return tuple(_means(tensors, collectives))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        """All-reduce their gradients."""
+        return None, *Mean.apply(ctx.collectives, *grads)
+
+
+class _Reduced(Function):
+    """Gradients that have been reduced already, as a function of this rank's: backward goes on through those."""
+
+    @staticmethod
+    def forward(ctx: Any, collectives: Collectives, factor: float, values: list[Tensor], *_graphs: Tensor) -> Any:
+        ctx.collectives, ctx.factor = collectives, factor
+        return tuple(value.clone() for value in values)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        return None, None, None, None, *(mean * ctx.factor for mean in Mean.apply(ctx.collectives, *grads))
+
+
+def with_graphs(
+    graphs: Sequence[tuple[ManagedParameter, Tensor]],
+    reduced: Sequence[ManagedParameter],
+    factor: float,
+    collectives: Collectives,
+) -> None:
+    """Join the reduced gradients to the graphs that ``create_graph=True`` has made of this rank's.
+
+    ``reduced`` are the parameters that any rank has used, the same ones on every rank. Those that this rank has no
+    graph of, perhaps all, are joined as well: other ranks may have one, and going back through them takes all ranks.
+    """
+    own: dict[int, Tensor] = {}
+    values = [member.parameter.grad for member in reduced]
+    with torch.enable_grad():
+        for member, graph in graphs:  # one that came in two pieces, in time and late, has two
+            own[member.index] = own[member.index] + graph if member.index in own else graph
+        inputs = [own.get(member.index, value) for member, value in zip(reduced, values, strict=True)]
+        joined = torch.empty(0, device=collectives.device, requires_grad=True)  # so that all of them have a graph
+        grads = _Reduced.apply(collectives, factor, values, joined, *inputs)
+    for member, grad in zip(reduced, grads, strict=True):
+        member.parameter.grad = grad
+
+
+def _means(tensors: Sequence[Tensor], collectives: Collectives) -> list[Tensor]:
+    """All-reduces contiguous copies: strides may differ from rank to rank. Results are laid out as the tensors are."""
+    locals_ = [local_part(tensor) for tensor in tensors]
+    plan = plan_buckets([TensorSpec.of(tensor).contiguous() for tensor in locals_])
+    means = list(tensors)
+    for bucket in plan.buckets:
+        flat = torch.zeros(bucket.numel, dtype=bucket.dtype, device=bucket.device)
+        views, own = bucket.views(flat), bucket.take(locals_)
+        torch._foreach_copy_(views, [local.detach() for local in own])
+        collectives.all_reduce(flat.div_(collectives.world), "mean of tensors").wait()
+        for slot, view, local in zip(bucket.slots, views, own, strict=True):
+            means[slot.index] = like_parameter(torch.empty_like(local).copy_(view), tensors[slot.index])
+    return means

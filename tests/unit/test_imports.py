@@ -1,0 +1,65 @@
+"""Imports point downwards: from a room to those listed above it in docs/architecture.md, and in no circle."""
+
+import ast
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import lockstep
+
+SOURCE = Path(lockstep.__file__).parent
+ROOMS = ["lockstep", "lockstep.local", "lockstep.shm", "lockstep.distributed.reduction", "lockstep.distributed"]
+FOUNDATION = {"agree", "buffers", "collectives", "dtensors", "one_by_one", "start"}
+"""Files of ``lockstep.distributed`` that ``lockstep.distributed.reduction`` rests on."""
+CIRCLES = {
+    ("lockstep.distributed.compatible_reducer", "lockstep.distributed.compatible"),
+    ("lockstep.distributed.registry", "lockstep.distributed.replication"),
+    ("lockstep.shm.sparse", "lockstep.shm.native"),
+}
+"""Still to be removed."""
+
+
+def name_of(file: Path) -> str:
+    return ".".join(("lockstep", *file.relative_to(SOURCE).with_suffix("").parts)).removesuffix(".__init__")
+
+
+FILES = {name_of(file): file for file in SOURCE.rglob("*.py")}
+
+
+def imports_of(module: str) -> Iterator[str]:
+    """What a file imports of the library, under ``TYPE_CHECKING`` or anywhere else, too."""
+    for node in ast.walk(ast.parse(FILES[module].read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            found = (f"{node.module}.{alias.name}" for alias in node.names)
+            yield from {each if each in FILES else node.module for each in found} & FILES.keys()
+
+
+GRAPH = {module: {each for each in imports_of(module) if (module, each) not in CIRCLES} for module in FILES}
+
+
+def room_of(module: str) -> int:
+    """The room's number; a package's own file is above all that is in it."""
+    if module == "lockstep":
+        return len(ROOMS) + 1
+    package, _, file = module.rpartition(".")
+    if module in ROOMS:
+        return ROOMS.index(module)
+    return 2 if package == "lockstep.distributed" and file in FOUNDATION else ROOMS.index(package)
+
+
+def test_no_import_leads_back():
+    assert list(TopologicalSorter(GRAPH).static_order())
+
+
+def test_imports_point_downwards():
+    assert [(m, each) for m, found in GRAPH.items() for each in found if room_of(each) > room_of(m)] == []
+
+
+def test_the_two_halves_do_not_know_each_other():
+    halves = {"lockstep.local", "lockstep.distributed"}
+    crossing = [(m, each) for m, found in GRAPH.items() for each in found if m.count(".") > 1 and each.count(".") > 1]
+    assert not [(m, e) for m, e in crossing if {m.rsplit(".", 1)[0], e.rsplit(".", 1)[0]} == halves]
+
+
+def test_circles_that_are_gone_are_not_listed():
+    assert all(each in imports_of(module) for module, each in CIRCLES)
