@@ -40,7 +40,7 @@ def mean_over_ranks(tensors: Tensor | Sequence[Tensor], process_group: Group | N
         CommunicationError: There is no group, or a rank does not answer.
 
     Example:
-        >>> import torch.distributed as dist
+        >>> import torch, torch.distributed as dist
         >>> store = dist.HashStore()
         >>> group = dist.ProcessGroupGloo(store, 0, 1)
         >>> weight = torch.tensor([2.0], requires_grad=True)
