@@ -4,13 +4,13 @@ from lockstep import distributed as distributed
 from lockstep import errors as errors
 from lockstep import local as local
 from lockstep.distributed.accumulation import accumulate as accumulate
+from lockstep.distributed.checkpoint import load_training_state_dict as load_training_state_dict
+from lockstep.distributed.checkpoint import training_state_dict as training_state_dict
 from lockstep.distributed.ddp import DistributedDataParallel as DistributedDataParallel
 from lockstep.distributed.in_sync import check_in_sync as check_in_sync
 from lockstep.distributed.mean import mean_over_ranks as mean_over_ranks
 from lockstep.distributed.replicate import replicate as replicate
-from lockstep.distributed.state import load_training_state_dict as load_training_state_dict
-from lockstep.distributed.state import statistics as statistics
-from lockstep.distributed.state import training_state_dict as training_state_dict
+from lockstep.distributed.statistics import statistics as statistics
 from lockstep.local.data_parallel import DataParallel as DataParallel
 from lockstep.local.data_parallel import data_parallel as data_parallel
 from lockstep.local.sync_batch_norm import SyncBatchNorm as SyncBatchNorm

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import torch
 from torch.nn import Module
 
-from lockstep.distributed import registry
+from lockstep.distributed.replication import replication_of
 from lockstep.errors import OptionError
 
 
@@ -46,7 +46,7 @@ def accumulate(module: Module, last: bool = True, weight: float | torch.Tensor |
     Stands for: ``no_sync()`` around all but the last micro-batch, and dividing by numbers that had to be all-reduced
     first.
     """
-    replication = registry.get(module, "accumulate")
+    replication = replication_of(module, "accumulate")
     if weight is not None:
         weight = float(weight)
         if not 0 <= weight < float("inf"):

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from lockstep.distributed.agree import Description, Line, agree
+from lockstep.distributed.agreement import Description, Line, agree
 from lockstep.distributed.collectives import Collectives, Pending
 from lockstep.errors import LayoutError
 

@@ -14,14 +14,13 @@ from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataPar
 from torch.nn.parameter import is_lazy
 
 from lockstep.compiler import outside_compiler
-from lockstep.distributed import registry
 from lockstep.distributed.buffer_hook import BufferHookLocation
 from lockstep.distributed.buffers import Policy
 from lockstep.distributed.collectives import Group, resolve_group
-from lockstep.distributed.compatible import INSTEAD, CompatibleNames
+from lockstep.distributed.ddp_compat import INSTEAD, CompatibleNames
+from lockstep.distributed.join import ShadowHook, enter_iteration
 from lockstep.distributed.options import Options
-from lockstep.distributed.replication import Replication
-from lockstep.distributed.uneven import ShadowHook, enter_iteration
+from lockstep.distributed.replication import Replication, register
 from lockstep.errors import CommunicationError, NotReplicableError, OptionError
 from lockstep.inherited import refusing
 from lockstep.wrapper import is_of_module, naming_options
@@ -141,7 +140,7 @@ class DistributedDataParallel(CompatibleNames, _PyTorchs, Module, Joinable, Gene
         """Replicate; registers the wrapper, so that functions that take a replicated module take it."""
         self._began = True
         replication = Replication(self.module, self._options, (), taking_over=True)
-        registry.register(self, replication)
+        register(self, replication)
         self._held = replication
         replication.start()
         if self._buffer_hook is not None and replication.reducer is not None:
@@ -233,9 +232,7 @@ class DistributedDataParallel(CompatibleNames, _PyTorchs, Module, Joinable, Gene
     @property
     def join_device(self) -> torch.device:
         """Where ``Join`` puts its own small tensors."""
-        reducer = self._replication.reducer
-        assert reducer is not None
-        return reducer.collectives.device
+        return self._replication.started_reducer.collectives.device
 
     @property
     def join_process_group(self) -> Group:

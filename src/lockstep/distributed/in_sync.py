@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from lockstep.distributed import registry
-from lockstep.distributed.agree import Description, Line, agree, describe_tensor
+from lockstep.distributed.agreement import Description, Line, agree, describe_tensor
 from lockstep.distributed.collectives import Collectives, Group, resolve_group, to_bytes
 from lockstep.distributed.dtensors import local_part
+from lockstep.distributed.replication import find_replication
 from lockstep.errors import CommunicationError, OutOfSyncError
 from lockstep.phases import Phases
 
@@ -43,7 +43,7 @@ def check_in_sync(module: Module, process_group: Group | None = None) -> None:
 
     Stands for: nothing in PyTorch, where replicas drift unnoticed.
     """
-    replication = registry.find(module)
+    replication = find_replication(module)
     group = replication.group if process_group is None and replication is not None else resolve_group(process_group)
     if group is None:
         raise CommunicationError("there is no process group yet; call torch.distributed.init_process_group() first")

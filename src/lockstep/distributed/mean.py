@@ -5,7 +5,7 @@ from typing import Any, overload
 
 from torch import Tensor
 
-from lockstep.distributed.agree import Description, Line, agree, describe_tensor
+from lockstep.distributed.agreement import Description, Line, agree, describe_tensor
 from lockstep.distributed.collectives import Collectives, Group, resolve_group
 from lockstep.distributed.reduction.second_order import Mean
 from lockstep.errors import CommunicationError

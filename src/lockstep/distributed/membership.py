@@ -18,7 +18,7 @@ from weakref import ref
 
 from torch.nn import Module, Parameter
 
-from lockstep.distributed.agree import Description, agree
+from lockstep.distributed.agreement import Description, agree
 from lockstep.distributed.collectives import Collectives
 from lockstep.distributed.keeping import keep
 from lockstep.distributed.reduction.buckets import ManagedParameter
@@ -34,7 +34,7 @@ from lockstep.distributed.reduction.reducer import Reducer
 from lockstep.distributed.registrations import watch_registrations
 from lockstep.distributed.selection import Contents, Selection, describe_parameter
 from lockstep.distributed.slots import SlotWatch
-from lockstep.distributed.start import check_equal_values
+from lockstep.distributed.values import check_equal_values
 from lockstep.errors import AgreementError, LockstepError
 
 

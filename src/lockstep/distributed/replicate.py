@@ -13,10 +13,9 @@ from typing import Any, TypeVar
 
 from torch.nn import Module
 
-from lockstep.distributed import registry
 from lockstep.distributed.options import Options, read_options
-from lockstep.distributed.placement import sharded_children
-from lockstep.distributed.replication import Replication
+from lockstep.distributed.replication import Replication, find_replication, register, replication_of
+from lockstep.distributed.selection import sharded_children
 from lockstep.errors import AlreadyManagedError, OptionError
 
 M = TypeVar("M", bound=Module)
@@ -70,7 +69,7 @@ def replicate(module: M, ignored_modules: Iterable[Module] | None = None, **opti
     if not isinstance(module, Module):
         raise OptionError(f"expected a torch.nn.Module to replicate, got {type(module).__name__}")
     original = getattr(module, "_orig_mod", module)
-    if isinstance(original, Replicated) and registry.find(module) is not None:
+    if isinstance(original, Replicated) and find_replication(module) is not None:
         raise AlreadyManagedError(
             "Each distinct composable distributed API can only be applied to a module once. replicate has already been "
             f"applied to the following module:\n{module}"
@@ -119,7 +118,7 @@ class Replicated:
 
 
 def _of(module: Any) -> Replication:
-    return registry.get(module, "replicate")
+    return replication_of(module, "replicate")
 
 
 def _as_plain(reduced: Any, kind: type) -> Any:
@@ -176,7 +175,7 @@ class _AfterForward(_ForwardHook):
 
 
 def _attach(module: Module, replication: Replication) -> None:
-    registry.register(module, replication)
+    register(module, replication)
     if not isinstance(module, Replicated):  # as a copy is of a module that was parametrized after replicating
         module.__class__ = replicated_class(type(module))
     module.register_forward_pre_hook(_BeforeForward(replication), with_kwargs=True, prepend=True)
@@ -207,7 +206,7 @@ def replicated_class(plain: Any) -> type[Module]:
     @functools.wraps(initialise)
     def __init__(self: Module, *args: Any, **kwargs: Any) -> None:
         """A module that another makes of its own class, as a slice of a Sequential is, is a plain one."""
-        if type(self) is made and registry.find(self) is None:
+        if type(self) is made and find_replication(self) is None:
             self.__class__ = plain
         initialise(self, *args, **kwargs)
 
@@ -257,7 +256,7 @@ class State:
 
 def state(module: Module) -> State | None:
     """The state of a module that went through :func:`replicate`; None for any other."""
-    replication = registry.find(module)
+    replication = find_replication(module)
     return None if replication is None else State(replication)
 
 

@@ -4,6 +4,8 @@ A :class:`Replication` is made by ``replicate()`` (then it belongs to the module
 ``DistributedDataParallel`` (then to the wrapper). It becomes ready when the parameters are there and the group is: at
 once, or at the first forward. Getting ready means: compare what all ranks have, make values equal, hook the
 parameters.
+
+Modules do not carry their replication, so that their copies and pickles are plain: :func:`replication_of` finds it.
 """
 
 import weakref
@@ -17,22 +19,22 @@ from torch.nn import Module
 from torch.nn.parameter import is_lazy
 
 from lockstep.compiler import is_in_compiled_backward, outside_compiler
-from lockstep.distributed.agree import Description, Line, agree
+from lockstep.distributed.agreement import Description, Line, agree
 from lockstep.distributed.buffers import BufferSet, BufferSync, describe_buffer
 from lockstep.distributed.collectives import Collectives, Group, resolve_group
+from lockstep.distributed.hook_state import hook_state, restore_hook_state
+from lockstep.distributed.inputs import input_device, move_to, outputs_in
 from lockstep.distributed.membership import Membership
 from lockstep.distributed.mixed_precision import Casts, ReduceIn, reduce_dtype
 from lockstep.distributed.options import Options
-from lockstep.distributed.placement import input_device, move_to, outputs_in
 from lockstep.distributed.reduction.backward import mark_output
 from lockstep.distributed.reduction.comm_hooks import check_hook
 from lockstep.distributed.reduction.parameter_hooks import take_over_optimizers
 from lockstep.distributed.reduction.passes import ForwardMark, in_backward, note_compiled
 from lockstep.distributed.reduction.reducer import Reducer
 from lockstep.distributed.reduction.scheduler import GroupScheduler, scheduler_of
-from lockstep.distributed.selection import Contents, Selection, describe_parameter
-from lockstep.distributed.start import broadcast_values
-from lockstep.distributed.training_state import hook_state, restore_hook_state
+from lockstep.distributed.selection import Contents, Selection, describe_parameter, note_replicated
+from lockstep.distributed.values import broadcast_values
 from lockstep.errors import CommunicationError, LockstepError, NotReplicableError
 from lockstep.phases import Phases, Statistics
 
@@ -73,7 +75,7 @@ class Replication:
 
     @outside_compiler
     @torch.inference_mode(False)  # in which memory would be made that cannot be written in training
-    def start(self) -> None:
+    def start(self) -> Reducer:
         """Get ready: compare, make equal, hook."""
         group = resolve_group(self.options.group)
         if group is None:
@@ -92,7 +94,12 @@ class Replication:
             self._agree(contents, failure, collectives, scheduler)
         if failure is not None:
             raise failure
-        self._build(contents, collectives, scheduler)
+        return self._build(contents, collectives, scheduler)
+
+    @property
+    def started_reducer(self) -> Reducer:
+        """The reducer; gets ready first if need be."""
+        return self.reducer or self.start()
 
     def _agree(
         self, contents: Contents, failure: LockstepError | None, collectives: Collectives, scheduler: GroupScheduler
@@ -113,7 +120,7 @@ class Replication:
         self._order = max(row[1] for row in rows)
         self._others = {number for row in rows for number in row[2:]}
 
-    def _build(self, contents: Contents, collectives: Collectives, scheduler: GroupScheduler) -> None:
+    def _build(self, contents: Contents, collectives: Collectives, scheduler: GroupScheduler) -> Reducer:
         options = self.options
         if options.init_sync:
             with self.phases.phase("make equal"):
@@ -138,6 +145,7 @@ class Replication:
             reducer.register_hook(state, hook)
         if self._restored is not None:
             self.restore(self._restored)
+        return reducer
 
     def _start_casts(self, reducer: Reducer) -> None:
         config = self.options.mixed_precision
@@ -224,11 +232,9 @@ class Replication:
 
     def announce(self, weight: float | None) -> None:
         """What the loss of the next backward passes counts."""
-        if self.reducer is None:
-            self.start()
+        reducer = self.started_reducer
         self._check_in_charge("accumulate()")
-        assert self.reducer is not None
-        self.reducer.announce(weight)
+        reducer.announce(weight)
 
     @torch.inference_mode(False)
     def register_comm_hook(self, state: Any, hook: Any) -> None:
@@ -259,10 +265,7 @@ class Replication:
 
     def training_state(self) -> dict[str, Any]:
         """See :func:`lockstep.training_state_dict`."""
-        if self.reducer is None:
-            self.start()
-        reducer = self.reducer
-        assert reducer is not None
+        reducer = self.started_reducer
         return {
             "round": reducer.round,
             "plan": reducer.plan.to_json(),
@@ -308,3 +311,31 @@ class _Reached:
 @outside_compiler
 def _expect_outside(reached: _Reached, grad: Tensor) -> None:
     reached(grad)
+
+
+# ----------------------------------------------------------------------------- which module has which
+
+_replications: "weakref.WeakKeyDictionary[Module, weakref.ref[Replication]]" = weakref.WeakKeyDictionary()
+
+
+def register(module: Module, replication: Replication) -> None:
+    """Remember the replication of a module or wrapper, which itself keeps it alive: it may lead back to the module."""
+    _replications[module] = weakref.ref(replication)
+    note_replicated(module)
+
+
+def find_replication(module: Module) -> Replication | None:
+    """The replication of a module, of a wrapper, or of what ``torch.compile`` made of one; None if it has none."""
+    link = _replications.get(module) or _replications.get(getattr(module, "_orig_mod", module))
+    return None if link is None else link()
+
+
+def replication_of(module: Module, caller: str) -> Replication:
+    """The replication of a module or a wrapper; raises :class:`NotReplicableError` if it has none."""
+    found = find_replication(module)
+    if found is None:
+        raise NotReplicableError(
+            f"{caller}() got a {type(module).__name__} that is not replicated; pass the module that went through "
+            "replicate(), or the DistributedDataParallel around it"
+        )
+    return found

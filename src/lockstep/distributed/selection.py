@@ -1,21 +1,25 @@
-"""What of a module is replicated: not what is ignored, sharded, or replicated by a child of its own."""
+"""What of a module is replicated: not what is ignored, sharded, or replicated by a child of its own; and whether it
+can be."""
 
-from collections.abc import Collection, Iterator
+import sys
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakSet, ref
 
-import torch
 from torch import Tensor
-from torch.nn import Module, Parameter
+from torch.nn import Embedding, EmbeddingBag, Module, Parameter
 from torch.nn.parameter import is_lazy
 
-from lockstep.distributed.agree import Line, describe_tensor
-from lockstep.distributed.buffers import Buffer, BufferSet
+from lockstep.distributed.agreement import Line, describe_tensor
+from lockstep.distributed.buffers import Buffer, BufferSet, has_overlap
+from lockstep.distributed.dtensors import local_part
 from lockstep.distributed.options import Options
-from lockstep.distributed.placement import check_devices, check_embeddings, check_kinds, left_out
 from lockstep.distributed.reduction.parameter_hooks import listener_of
 from lockstep.distributed.reduction.reducer import Reducer
-from lockstep.errors import NotReplicableError
+from lockstep.errors import AlreadyManagedError, NotReplicableError, OptionError
+
+_replicated: "WeakSet[Module]" = WeakSet()
+"""The modules and wrappers that have a replication."""
 
 
 class Contents(NamedTuple):
@@ -57,12 +61,12 @@ class Selection:
 
     def owners(self) -> list[tuple[str, Module]]:
         """The modules whose own parameters and buffers are replicated, by name."""
-        skipped, _ = left_out(self.module, self._ignored, self._options)
+        skipped, _ = _left_out(self.module, self._ignored, self._options)
         return [(prefix, owner) for prefix, owner in self.module.named_modules() if owner not in skipped]
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Parameters and buffers that are not left out, by all of their names."""
-        _, names = left_out(self.module, self._ignored, self._options)
+        _, names = _left_out(self.module, self._ignored, self._options)
         owners = self.owners()
         slots: list[tuple[str, dict[str, Any]]] = [(prefix, owner._parameters) for prefix, owner in owners]
         slots += [(prefix, owner._buffers) for prefix, owner in owners]
@@ -74,7 +78,7 @@ class Selection:
 
     def left_alone(self) -> list[Tensor]:
         """The parameters and buffers below the module that are not replicated."""
-        skipped, names = left_out(self.module, self._ignored, self._options)
+        skipped, names = _left_out(self.module, self._ignored, self._options)
         module = self.module
         named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
         below = [tensor for each in skipped for tensor in (*each.parameters(), *each.buffers())]
@@ -87,22 +91,22 @@ class Selection:
     def contents(self, reducer: Reducer | None = None) -> Contents:
         """What is replicated, by ``reducer`` if it is already; raises a :class:`LockstepError` if that cannot be."""
         named = [(name, tensor) for name, tensor in self.named_tensors() if isinstance(tensor, Parameter)]
-        check_devices(named, self._options)
+        _check_devices(named, self._options)
         self._check_values()
         parameters, sparse = self._parameters(reducer)
-        check_kinds(parameters)
+        _check_kinds(parameters)
         chosen = {id(parameter) for _, parameter in parameters}
-        check_embeddings(
+        _check_embeddings(
             [(name, owner) for name, owner in self.owners() if id(owner._parameters.get("weight")) in chosen]
         )
         return Contents(parameters, self.buffers().buffers, sparse)
 
     def buffers(self) -> BufferSet:
         """The buffers, and how to notice that there are others."""
-        return BufferSet(self.module, *left_out(self.module, self._ignored, self._options))
+        return BufferSet(self.module, *_left_out(self.module, self._ignored, self._options))
 
     def _parameters(self, reducer: Reducer | None) -> tuple[list[tuple[str, Parameter]], frozenset[int]]:
-        _, names = left_out(self.module, self._ignored, self._options)
+        _, names = _left_out(self.module, self._ignored, self._options)
         found: dict[int, tuple[str, Parameter]] = {}
         sparse: set[int] = set()
         for prefix, owner in self.owners():
@@ -111,7 +115,7 @@ class Selection:
                 if parameter is None or name in names:
                     continue
                 found.setdefault(id(parameter), (name, parameter))
-                if isinstance(owner, torch.nn.Embedding | torch.nn.EmbeddingBag) and owner.sparse:
+                if isinstance(owner, Embedding | EmbeddingBag) and owner.sparse:
                     sparse.add(id(parameter))
         return [pair for pair in found.values() if self._chooses(pair[1], found, reducer)], frozenset(sparse)
 
@@ -125,7 +129,7 @@ class Selection:
             return True
         return reducer is None and (self._taking_over or _is_covered(other, found))
 
-    def superseded(self, contents: Contents) -> "list[Reducer]":
+    def superseded(self, contents: Contents) -> list[Reducer]:
         """Reducers of modules that were replicated before, all of whose parameters are now replicated by this one."""
         found = {id(parameter) for _, parameter in contents.parameters}
         others = {id(each): each for _, p in contents.parameters if (each := _reducer_of(p)) is not None}
@@ -152,3 +156,86 @@ def _is_covered(reducer: Reducer, found: Collection[int]) -> bool:
 def _reducer_of(parameter: Parameter) -> Reducer | None:
     found = listener_of(parameter)
     return found if isinstance(found, Reducer) else None
+
+
+# -------------------------------------------------------------------------------------- left out
+
+
+def note_replicated(module: Module) -> None:
+    """A module has a replication of its own from now on, which those of modules around it leave alone."""
+    _replicated.add(module)
+
+
+def _replicated_children(module: Module) -> Iterator[Module]:
+    return (child for child in module.modules() if child is not module and child in _replicated)
+
+
+def sharded_children(module: Module) -> Iterator[Module]:
+    """The modules below ``module`` that ``fully_shard`` manages; raises if it is ``module`` itself."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    kinds = (fsdp.FSDPModule, fsdp.FullyShardedDataParallel) if fsdp is not None else ()
+    if isinstance(module, kinds):
+        raise AlreadyManagedError(
+            "Cannot apply `replicate()` on a Module already managed by `fully_shard`; replicate over another "
+            "dimension of the mesh with fully_shard(mesh=) itself, or leave this module to one of the two"
+        )
+    return (child for child in module.modules() if isinstance(child, kinds))
+
+
+def _left_out(module: Module, ignored: Iterable[Module], options: Options) -> tuple[set[Module], set[str]]:
+    """The modules, and the names of parameters and buffers, that are not replicated."""
+    roots = (*ignored, *sharded_children(module), *_replicated_children(module))
+    modules = {each for root in roots for each in root.modules()}
+    names = {*options.params_and_buffers_to_ignore, *getattr(module, "_ddp_params_and_buffers_to_ignore", ())}
+    return modules, names
+
+
+# ---------------------------------------------------------------------------------------- checks
+
+
+def _check_devices(named: Sequence[tuple[str, Tensor]], options: Options) -> None:
+    """Raise :class:`OptionError` for devices that do not go together."""
+    devices = {tensor.device for _, tensor in named}
+    kinds = {device.type for device in devices}
+    if len(kinds) > 1:
+        raise OptionError(
+            "DistributedDataParallel's input module must be on the same type of devices, but input module "
+            f"parameters locate in {kinds}"
+        )
+    if options.device_ids is not None and len(options.device_ids) > 1:
+        raise OptionError(
+            f"device_ids can only be None or contain a single element. Got {list(options.device_ids)}; a rank has "
+            "one device, lockstep.DataParallel uses several in one process"
+        )
+    if (options.device_ids or options.output_device) and (len(devices) > 1 or kinds == {"cpu"}):
+        raise OptionError(
+            "DistributedDataParallel device_ids and output_device arguments only work with "
+            f"single-device/multiple-device GPU modules or CPU modules, but got device_ids {options.device_ids}, "
+            f"output_device {options.output_device}, and module parameters {devices}."
+        )
+
+
+def _check_kinds(named: Sequence[tuple[str, Tensor]]) -> None:
+    """Raise :class:`NotReplicableError` for parameters that cannot be synchronised."""
+    for name, parameter in named:
+        if parameter.requires_grad and not parameter.is_leaf:
+            raise NotReplicableError(f"parameter {name} is not a leaf of autograd; register a Parameter")
+        if has_overlap(local_part(parameter)):
+            raise NotReplicableError(
+                f"parameter {name} has elements that share memory, as an expanded tensor has, and cannot be written; "
+                "register parameter.contiguous() or .clone()"
+            )
+
+
+def _check_embeddings(named: Sequence[tuple[str, Module]]) -> None:
+    """Raise :class:`NotReplicableError` for embeddings that rewrite their weights, each rank the rows that it uses."""
+    for name, module in named:
+        embeds = isinstance(module, Embedding | EmbeddingBag)
+        if embeds and module.max_norm is not None and module.weight is not None and module.weight.requires_grad:
+            weight = f"{name}.weight" if name else "weight"
+            raise NotReplicableError(
+                f"parameter {weight} belongs to an embedding with max_norm={module.max_norm}, whose forward shortens "
+                "the rows that it looks up: other rows on each rank, so that replicas would drift apart. Use "
+                "max_norm=None, and shorten rows after optimizer.step() on every rank alike; or leave the parameter "
+                "out, by params_and_buffers_to_ignore"
+            )

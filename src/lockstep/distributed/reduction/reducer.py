@@ -36,7 +36,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lockstep.distributed.agree import Description, Line, agree
+from lockstep.distributed.agreement import Description, Line, agree
 from lockstep.distributed.buffers import BufferSync
 from lockstep.distributed.collectives import Collectives, plain_memory
 from lockstep.distributed.reduction.abandoned import AbandonedRound

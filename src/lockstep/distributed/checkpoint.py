@@ -1,11 +1,10 @@
-"""What there is to know, and to save, of a replicated module beside its ``state_dict``."""
+"""What is saved of a replicated module beside its ``state_dict``, and loaded again."""
 
 from typing import Any
 
 from torch.nn import Module
 
-from lockstep.distributed import registry
-from lockstep.phases import Statistics
+from lockstep.distributed.replication import replication_of
 
 
 def training_state_dict(module: Module) -> dict[str, Any]:
@@ -33,7 +32,7 @@ def training_state_dict(module: Module) -> dict[str, Any]:
 
     Stands for: pickling the state of a communication hook by hand, as PyTorch's documentation shows for PowerSGD.
     """
-    return registry.get(module, "training_state_dict").training_state()
+    return replication_of(module, "training_state_dict").training_state()
 
 
 def load_training_state_dict(module: Module, state_dict: dict[str, Any]) -> None:
@@ -47,15 +46,4 @@ def load_training_state_dict(module: Module, state_dict: dict[str, Any]) -> None
 
     Stands for: the counterpart of :func:`training_state_dict`.
     """
-    registry.get(module, "load_training_state_dict").restore(state_dict)
-
-
-def statistics(module: Module) -> Statistics:
-    """How often each phase ran for a replicated module, and for how many seconds of this rank's time.
-
-    ``calls["collective"]`` counts collectives; ``seconds["wait"]`` is what backward waited for them at its end.
-    Communicates nothing.
-
-    Stands for: ``DistributedDataParallel._get_ddp_logging_data``.
-    """
-    return registry.get(module, "statistics").statistics()
+    replication_of(module, "load_training_state_dict").restore(state_dict)

@@ -7,15 +7,13 @@ is reduced is refused by name.
 
 import weakref
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
+from lockstep.distributed.replication import Replication
 from lockstep.errors import CommunicationError, OptionError
 from lockstep.inherited import message
-
-if TYPE_CHECKING:
-    from lockstep.distributed.compatible import CompatibleNames
 
 _INSTEAD = {
     "_autograd_hook": "gradients are noticed by hooks on the parameters",
@@ -34,13 +32,26 @@ _INSTEAD = {
 }
 
 
+class Wrapper(Protocol):
+    """What is asked of the wrapper."""
+
+    @property
+    def _replication(self) -> Replication: ...
+
+    def _get_ddp_logging_data(self) -> dict[str, Any]: ...
+
+    def _note_error(self, error: str) -> None: ...
+
+    def _remove_autograd_hooks(self) -> None: ...
+
+
 class _OfWrapper:
     """What a wrapper gives out, and what does not keep the wrapper."""
 
-    def __init__(self, wrapper: "CompatibleNames") -> None:
+    def __init__(self, wrapper: Wrapper) -> None:
         self._wrapper = weakref.ref(wrapper)
 
-    def _of(self) -> "CompatibleNames":
+    def _of(self) -> Wrapper:
         wrapper = self._wrapper()
         assert wrapper is not None
         return wrapper

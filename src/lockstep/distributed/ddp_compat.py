@@ -4,13 +4,13 @@ Kept: attributes that say how the wrapper was made; ``_set_static_graph`` and
 ``_set_params_and_buffers_to_ignore_for_model`` (many training frameworks call them), ``_register_builtin_comm_hook``,
 ``_register_buffer_comm_hook``, ``_distributed_rank``, ``will_sync_module_buffers``, ``_remove_autograd_hooks``,
 ``_get_ddp_logging_data`` with the entries that do not come from PyTorch's own reducer; ``reducer`` and ``logger`` with
-the calls that are harmless (``compatible_reducer.py``). All others are refused, with what to use instead
+the calls that are harmless (``ddp_compat_reducer.py``). All others are refused, with what to use instead
 (:data:`INSTEAD`, ``inherited.py``).
 """
 
 import warnings
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from torch.nn import Module, Parameter
 
 from lockstep.distributed.buffer_hook import BufferHook, BufferHookLocation, check_buffer_hook
 from lockstep.distributed.collectives import Group, global_ranks
-from lockstep.distributed.compatible_reducer import CompatibleLogger, CompatibleReducer
+from lockstep.distributed.ddp_compat_reducer import CompatibleLogger, CompatibleReducer
 from lockstep.distributed.options import Options
 from lockstep.distributed.reduction.plan import MIB, ReductionPlan
 from lockstep.distributed.replication import Replication
@@ -91,53 +91,12 @@ INSTEAD = {
 }
 
 
-class CompatibleNames:
-    """Read-only attributes, and the private methods that are in use."""
+class _OptionNames:
+    """Read-only attributes that say how the wrapper was made."""
 
     module: Any
     _options: Options
-
-    if TYPE_CHECKING:
-
-        @property
-        def _replication(self) -> Replication: ...
-
-    _active_ddp_module = None  # the compiler reads it from PyTorch's class, for the backward that is PyTorch's
-    _buffer_hook: BufferHook | None = None
-    _divide_by_initial_world_size = True
-    _error = ""
-    _hooks_removed = False
-    _relied_on: ReductionPlan | None = None
     _static_graph = False
-    _use_python_reducer = False
-    use_side_stream_for_tensor_copies = False
-    dim = 0
-    broadcast_bucket_size = 250 * MIB
-    require_forward_param_sync = True
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)  # type: ignore[misc]
-        except AttributeError:
-            refused = refusal(type(self), name)
-            if refused is None:
-                raise
-        raise AttributeError(refused, name=name, obj=self)
-
-    @property
-    def reducer(self) -> CompatibleReducer:
-        """Takes the calls that programs make between forward and backward, and does nothing."""
-        return CompatibleReducer(self)
-
-    @property
-    def logger(self) -> CompatibleLogger:
-        """Has the data of :meth:`_get_ddp_logging_data`, and takes calls that ask to log."""
-        return CompatibleLogger(self)
-
-    @property
-    def process_group(self) -> Group:
-        """The group over which gradients are reduced."""
-        return self._replication.group
 
     @property
     def device_mesh(self) -> Any:
@@ -258,6 +217,50 @@ class CompatibleNames:
     def _delay_all_reduce_params(self) -> list[Parameter]:
         return [parameter for _, parameter in self._options.delay_all_reduce_named_params or ()]
 
+
+class CompatibleNames(_OptionNames):
+    """What programs ask of a wrapper in training, and the private methods that are in use."""
+
+    _active_ddp_module = None  # the compiler reads it from PyTorch's class, for the backward that is PyTorch's
+    _buffer_hook: BufferHook | None = None
+    _divide_by_initial_world_size = True
+    _error = ""
+    _hooks_removed = False
+    _relied_on: ReductionPlan | None = None
+    _use_python_reducer = False
+    use_side_stream_for_tensor_copies = False
+    dim = 0
+    broadcast_bucket_size = 250 * MIB
+    require_forward_param_sync = True
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)  # type: ignore[misc]
+        except AttributeError:
+            refused = refusal(type(self), name)
+            if refused is None:
+                raise
+        raise AttributeError(refused, name=name, obj=self)
+
+    @property
+    def _replication(self) -> Replication:
+        raise NotImplementedError  # the wrapper's own
+
+    @property
+    def reducer(self) -> CompatibleReducer:
+        """Takes the calls that programs make between forward and backward, and does nothing."""
+        return CompatibleReducer(self)
+
+    @property
+    def logger(self) -> CompatibleLogger:
+        """Has the data of :meth:`_get_ddp_logging_data`, and takes calls that ask to log."""
+        return CompatibleLogger(self)
+
+    @property
+    def process_group(self) -> Group:
+        """The group over which gradients are reduced."""
+        return self._replication.group
+
     @property
     def _comm_hooks(self) -> list[tuple[Any, Any]]:
         return [(hook, state) for state, hook in self._replication.hooks]
@@ -316,8 +319,7 @@ class CompatibleNames:
     ) -> None:
         """Let ``hook(state, buffers)`` make buffers equal, before or after each forward, in place of the policy."""
         check_buffer_hook(hook, comm_hook_location)
-        reducer = self._replication.reducer
-        assert reducer is not None
+        reducer = self._replication.started_reducer
         self._buffer_hook = BufferHook(state, hook, comm_hook_location)
         reducer.buffers.leave()
 
@@ -365,8 +367,7 @@ class CompatibleNames:
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
         options, replication = self._options, self._replication
-        reducer = replication.reducer
-        assert reducer is not None
+        reducer = replication.started_reducer
         trained = [member.spec for member in reducer.parameters if member.parameter.requires_grad]
         error = self._error or reducer.error
         names = [getattr(hook, "__qualname__", str(hook)) for _, hook in replication.hooks]

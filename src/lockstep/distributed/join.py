@@ -16,7 +16,7 @@ from torch.distributed.algorithms.join import Join, JoinHook
 from lockstep.distributed.one_by_one import OneByOne
 from lockstep.distributed.reduction.reducer import Reducer
 from lockstep.distributed.replication import Replication
-from lockstep.distributed.start import broadcast_values
+from lockstep.distributed.values import broadcast_values
 
 _GONE, _LOCAL, _SYNCHRONISES = 0, 1, 2
 _contexts: "weakref.WeakKeyDictionary[Replication, weakref.ref[ShadowHook]]" = weakref.WeakKeyDictionary()
@@ -50,9 +50,7 @@ class ShadowHook(JoinHook):
     @property
     def reducer(self) -> Reducer:
         """The wrapper's."""
-        reducer = self._replication.reducer
-        assert reducer is not None
-        return reducer
+        return self._replication.started_reducer
 
     def count_only_active(self, marks: list[int]) -> None:
         """Divide by the ranks that have batches, if so wished; buffers are those of the first of them."""
