@@ -9,11 +9,9 @@ import lockstep
 
 SOURCE = Path(lockstep.__file__).parent
 ROOMS = ["lockstep", "lockstep.local", "lockstep.shm", "lockstep.distributed.reduction", "lockstep.distributed"]
-FOUNDATION = {"agree", "buffers", "collectives", "dtensors", "one_by_one", "start"}
+FOUNDATION = {"agreement", "buffers", "collectives", "dtensors", "one_by_one", "values"}
 """Files of ``lockstep.distributed`` that ``lockstep.distributed.reduction`` rests on."""
 CIRCLES = {
-    ("lockstep.distributed.compatible_reducer", "lockstep.distributed.compatible"),
-    ("lockstep.distributed.registry", "lockstep.distributed.replication"),
     ("lockstep.shm.sparse", "lockstep.shm.native"),
 }
 """Still to be removed."""
