@@ -97,7 +97,7 @@ def run_ranks(
             with contextlib.ExitStack() as stack:
                 place = torch.device(device, number) if device else CPU
                 if device:
-                    groups[number] = AcceleratorGroup(number, world, groups[number])
+                    groups[number] = _for_accelerators(store, groups[number])
                     stack.enter_context(torch.accelerator.device_index(number))
                     stack.enter_context(place)
                 results[number] = function(Rank(number, world, groups[number], place), *args)
@@ -140,20 +140,16 @@ def _group(store: dist.Store, rank: int, world: int, timeout: float, _hosts: str
     return group
 
 
-class AcceleratorGroup(dist.ProcessGroup):
-    """A group for simulated accelerators, which sum on the CPU (see `sim`); its name does not say that it can do that.
+def _for_accelerators(store: dist.Store, backend: dist.ProcessGroupGloo) -> dist.ProcessGroup:
+    """A group for simulated accelerators, which sum on the CPU (see `sim`), but goes by another name: what ranks agree
+    on travels over accelerators, too.
 
-    So what ranks agree on travels over accelerators, too, as on a group of NCCL.
+    (A class of its own, in Python, would hold Python's lock while Gloo waits for a thread that needs it.)
     """
-
-    def __init__(self, rank: int, world: int, backend: dist.ProcessGroupGloo) -> None:
-        super().__init__(rank, world)
-        kind = dist.ProcessGroup.BackendType.GLOO
-        self._set_default_backend(kind)
-        self._register_backend(torch.device("cpu"), kind, backend)
-
-    def name(self) -> str:
-        return "accelerators"
+    group, kind = dist.ProcessGroup(store, backend.rank(), backend.size()), dist.ProcessGroup.BackendType.NCCL
+    group._set_default_backend(kind)
+    group._register_backend(CPU, kind, backend)
+    return group
 
 
 def _where(threads: list[threading.Thread], results: list[Any]) -> str:
