@@ -82,6 +82,32 @@ def encoder(layers: int, width: int) -> nn.Module:
     return nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
 
 
+def tiny_layers() -> nn.Module:
+    """A multi-layer perceptron that computes next to nothing."""
+    return nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(32, 32), nn.ReLU())))
+
+
+class SmallGPT(nn.Module):
+    """GPT-2's blocks (pre-norm, causal), two of width 64: a language model small enough for a unit test."""
+
+    def __init__(self, layers: int = 2, width: int = 64, vocabulary: int = 64, longest: int = 32) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(vocabulary, width), nn.Embedding(longest, width)
+        block = nn.TransformerEncoderLayer(
+            width, 4, 4 * width, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
+        )
+        self.blocks = nn.TransformerEncoder(block, layers, nn.LayerNorm(width), enable_nested_tensor=False)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Logits for the next token at every place; ``x`` is a batch of any numbers, which are taken for tokens."""
+        tokens = (x.abs() * 1000).long() % self.tokens.num_embeddings
+        length = tokens.shape[1]
+        mask = nn.Transformer.generate_square_subsequent_mask(length)
+        h = self.tokens(tokens) + self.places.weight[:length]
+        return self.head(self.blocks(h, mask=mask, is_causal=True))
+
+
 class ConvNet(nn.Module):
     """Convolutions, each with batch normalisation (two parameters, three buffers) and a residual connection."""
 

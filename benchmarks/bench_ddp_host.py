@@ -1,0 +1,134 @@
+"""Claim: a synchronising backward costs the host no more for a parameter tensor than in PyTorch's DDP, whatever the model.
+
+Measured: processor time (``time.process_time``: all threads, and no time in which others had the core) of one process of
+one intra-op thread on a Gloo group of one rank, on which collectives are begun and waited for and move nothing; batches
+of one row or a few, so that little is computed. "over plain" is what forward and backward take beyond the plain module's,
+divided by the number of parameter tensors; DDP sends buffers in forward, we do in backward, so both are counted. All
+ways take turns. The last is ``replicate`` once more: how far it is from the first is the noise of this run.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+
+import torch
+import torch.distributed as dist
+from bench_ddp_cost import Flat, ours, torch_ddp, world
+from ddp_models import Branches, ConvNet, SmallGPT, encoder, small_layers, tiny_layers
+from harness import arguments, ratio, table
+from rank_processes import loopback
+from torch import nn
+
+Task = tuple[Callable[[], nn.Module], tuple[int, ...] | None, bool]  # model, its batch if it takes one, partly unused
+AIM_NO_SYNC = 0.6  # microseconds a tensor
+PARTS = "forward and backward", "backward"
+
+
+def tasks(quick: bool) -> dict[str, Task]:
+    """Name -> task; tiny ones with ``quick``."""
+    if quick:
+        return {
+            "64x64": (lambda: small_layers(3, 8), (1, 8), False),
+            "unused": (lambda: Branches(3, 8), (1, 8), True),
+        }
+    return {
+        "64x64": (lambda: small_layers(200, 64), (1, 64), False),
+        "1,000 of 16": (lambda: Flat(1000, 16), None, False),
+        "conv-BN": (lambda: ConvNet(53, 16), (2, 3, 4, 4), False),
+        "encoder": (lambda: encoder(6, 256), (1, 4, 256), False),
+        "unused": (lambda: Branches(60, 128), (1, 128), True),
+        "MLP": (tiny_layers, (16, 32), False),
+        "GPT-2 of width 64": (SmallGPT, (1, 8), False),
+    }
+
+
+def ways(task: Task) -> dict[str, tuple[nn.Module, Callable]]:
+    """Name -> module, and the context in which it is trained; each with a group of its own."""
+    make, _, partly_unused = task
+
+    def ddp(view: bool) -> nn.Module:
+        return torch_ddp(make(), dist.new_group(), find_unused_parameters=partly_unused, gradient_as_bucket_view=view)
+
+    found: dict[str, tuple[nn.Module, Callable]] = {"plain": (make(), nullcontext)}
+    modules = {
+        "torch": ddp(False),
+        "torch, view": ddp(True),
+        "ours": ours(make(), dist.new_group()),
+        "ours again": ours(make(), dist.new_group()),
+    }
+    found |= {name: (module, nullcontext) for name, module in modules.items()}
+    return found | {f"{name}, no_sync": (modules[name], modules[name].no_sync) for name in ("torch", "ours")}
+
+
+def processor_times(task: Task, rounds: int, inner: int) -> dict[str, list[tuple[float, float]]]:
+    """For each way and round: the seconds of forward and backward, and of backward alone."""
+    cases = ways(task)
+    taken: dict[str, list[tuple[float, float]]] = {name: [] for name in cases}
+    x = [torch.randn(task[1])] if task[1] else []
+
+    def step(module: nn.Module, context: Callable) -> tuple[float, float]:
+        module.zero_grad(set_to_none=True)
+        with context():
+            begin = time.process_time()
+            loss = module(*x).square().mean()
+            middle = time.process_time()
+            loss.backward()
+            end = time.process_time()
+        return end - begin, end - middle
+
+    gc.collect()
+    gc.disable()
+    try:
+        for number in range(-2, rounds):
+            names = list(cases) if number % 2 == 0 else list(cases)[::-1]
+            for name in names:
+                step(*cases[name])  # brings caches back
+                times = [step(*cases[name]) for _ in range(inner)]
+                if number >= 0:
+                    taken[name].append(tuple(sum(part) / inner for part in zip(*times, strict=True)))
+            gc.collect(0)
+    finally:
+        gc.enable()
+    return taken
+
+
+def compare(name: str, task: Task, rounds: int, inner: int) -> None:
+    taken = processor_times(task, rounds, inner)
+    count = sum(1 for _ in task[0]().parameters())
+    whole = {way: [statistics.median(part) for part in zip(*times, strict=True)] for way, times in taken.items()}
+    over = {way: [(a - b) / count * 1e6 for a, b in zip(times, whole["plain"], strict=True)] for way, times in whole.items()}
+    rows = [
+        [way, *(cell for part in (0, 1) for cell in (f"{whole[way][part] * 1e3:.3f}", f"{over[way][part]:.2f}"))]
+        for way in whole
+    ]
+    headers = ("way", *(cell for part in PARTS for cell in (f"{part} ms", "over plain, us a tensor")))
+    table(f"{name}: {count:,} parameter tensors", headers, rows)
+    print()
+    for reference in ("torch", "torch, view"):
+        for part, title in enumerate(PARTS):
+            aim = 1.0 if part == 0 else None
+            ratio(f"{name}: {title}, over plain, ours / {reference}", over["ours"][part], over[reference][part], aim)
+    ratio(f"{name}: over plain, ours again / ours (noise)", over["ours again"][0], over["ours"][0])
+    ratio(f"{name}: no_sync, over plain, us a tensor", over["ours, no_sync"][0], 1.0, AIM_NO_SYNC)
+
+
+def main() -> None:
+    known = list(tasks(False))
+    options = (
+        ("--models", {"nargs": "+", "choices": known, "default": known}),
+        ("--steps", {"type": int, "default": 3, "help": "steps a turn (default 3)"}),
+    )
+    args = arguments(__doc__, 60, *options)
+    loopback()
+    with world("gloo", 1):
+        for name, task in tasks(args.quick).items():
+            if args.quick or name in args.models:
+                compare(name, task, args.rounds, args.steps)
+
+
+if __name__ == "__main__":
+    main()
