@@ -1,7 +1,7 @@
 """What the library is doing: labels for the profiler, statistics, and a timeline of one step.
 
-Every phase is a ``torch.profiler`` label ``lockstep::phase (detail)``, is counted and timed in public statistics, and
-is listed, with its replica, for whoever asks for a timeline.
+Every phase is a ``torch.profiler`` label ``lockstep::phase (detail)`` while a profiler runs, is counted and timed in
+public statistics, and is listed, with its replica, for whoever asks for a timeline.
 """
 
 import threading
@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import NamedTuple
 
+from torch.autograd import profiler
 from torch.profiler import record_function
 
 
@@ -75,17 +76,24 @@ class _Phase:
 
     def __init__(self, owner: Phases, name: str, detail: str, replica: int | None) -> None:
         self._owner, self._name, self._replica = owner, name, replica
-        if replica is not None:
-            detail = f"replica {replica}" + (f", {detail}" if detail else "")
-        self._label = record_function(f"lockstep::{name} ({detail})" if detail else f"lockstep::{name}")
+        # A label costs 5 us, also where nobody sees it; the flag is one of the whole process.
+        self._label = _label(name, detail, replica) if profiler._is_profiler_enabled else None
 
     def __enter__(self) -> None:
-        self._label.__enter__()
+        if self._label is not None:
+            self._label.__enter__()
         self._start = time.perf_counter()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         end = time.perf_counter()
-        self._label.__exit__(kind, error, trace)
+        if self._label is not None:
+            self._label.__exit__(kind, error, trace)
         self._owner._ended(Event(self._name, self._replica, self._start, end))
+
+
+def _label(name: str, detail: str, replica: int | None) -> record_function:
+    if replica is not None:
+        detail = f"replica {replica}" + (f", {detail}" if detail else "")
+    return record_function(f"lockstep::{name} ({detail})" if detail else f"lockstep::{name}")

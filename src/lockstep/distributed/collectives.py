@@ -114,6 +114,8 @@ class Collectives:
         self.device = control_device(group)
         self._registered = _is_registered(group)
         self._process = _process.owner_of(group)
+        self._begin_only = dist.AllreduceOptions()
+        self._begin_only.asyncOp = True
         _known.add(self)
 
     @property
@@ -124,7 +126,7 @@ class Collectives:
     def check_alive(self) -> None:
         """Raise if the group has been destroyed since, or is another process's."""
         self._check_process()
-        if self._registered and not _is_registered(self.group):
+        if self._registered and self.group not in dist.distributed_c10d._world.pg_group_ranks:
             raise CommunicationError(
                 f"rank {self.global_rank}: the process group has been destroyed; gradients cannot be synchronised any "
                 "more. Destroy it after the last backward, or run this one under no_sync()"
@@ -166,10 +168,12 @@ class Collectives:
         with self.phases.phase("collective", f"all_reduce, {what}"):
             if isinstance(self.group, ProcessGroupShm):  # multiplies on the way
                 group = self.group
-                return self._begin(what, lambda: group.allreduce(tensor, factor=factor))
+                return self._begin(what, lambda: group.allreduce([tensor], self._begin_only, factor=factor))
             if factor != 1:
                 tensor.mul_(factor)
-            return self._begin(what, lambda: dist.all_reduce(tensor, group=self.group, async_op=True))
+            real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+            # What dist.all_reduce calls: its own checks take longer than the collective of a small tensor.
+            return self._begin(what, lambda: self.group.allreduce([real], self._begin_only))
 
     def broadcast(self, tensor: Tensor, what: str, source: int = 0) -> Pending:
         """Begin to give every rank the values of rank ``source``, in place."""
