@@ -7,19 +7,22 @@ TORCHES := 2.11 2.13 2.15
 MATRIX := tests/unit tests/ranks tests/procs tests/shm
 CLIENTS := .venv-clients
 
+# Two workers share the tests; those of one xdist_group go to one of them.
+PYTEST := -m pytest -m "not soak" -n 2 --dist loadgroup
+
 .PHONY: train test test-matrix test-clients check format bench soak clean
 
 train: $(READY)  ## the main job: a network on real handwritten digits, in two processes of torchrun
 	$(BIN)/python examples/launch.py --nproc-per-node 2 examples/digits.py $(ARGS)
 
 test: $(READY)
-	$(BIN)/python -m pytest -m "not soak" $(ARGS)
+	$(BIN)/python $(PYTEST) $(ARGS)
 
 # Each in an environment of its own, of some gigabytes where there is no build for the CPU alone.
 test-matrix: $(TORCHES:%=test-torch-%)
 
 test-torch-%: .venv-torch-%/.installed
-	.venv-torch-$*/bin/python -m pytest -m "not soak" $(MATRIX) $(ARGS)
+	.venv-torch-$*/bin/python $(PYTEST) $(MATRIX) $(ARGS)
 
 test-clients: $(CLIENTS)/.installed  ## programs that people run, in an environment of their own
 	$(CLIENTS)/bin/python -m pytest -m "not soak" tests/clients $(ARGS)

@@ -1,7 +1,9 @@
-"""Simulated accelerators for the session, device fixtures, and a watch over what a test leaves behind."""
+"""Simulated accelerators for the session, device fixtures, a watch over what tests leave behind, and workers' turns."""
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import multiprocessing
 import os
 import random
@@ -15,6 +17,11 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+
+# Workers share the cores, and ranks share a worker. Here, and not in a fixture: torch reads both when it is imported.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 import torch
 
 HERE = str(Path(__file__).parent)
@@ -32,12 +39,46 @@ def pytest_configure(config: pytest.Config) -> None:
     # The folder holds the compiled backend; processes that tests start look there, too.
     if (cache := getattr(config, "cache", None)) is not None:
         os.environ.setdefault("LOCKSTEP_SIM_CACHE", str(cache.mkdir("sim")))
+        os.environ.setdefault("LOCKSTEP_TEST_TURNS", str(cache.mkdir("turns")))
     config.stash[_backend] = simulator.load(DEVICES)
 
 
 def pytest_report_header(config: pytest.Config) -> str:
     backend = config.stash[_backend]
     return f"simulated accelerators: {f'none, {backend}' if isinstance(backend, str) else DEVICES}"
+
+
+# ---------------------------------------------------------------------------------------- workers
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("alone") is not None:
+            item.add_marker(pytest.mark.xdist_group("alone"))  # one after the other, early, in one worker
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[Any]:
+    """Outermost, so that waiting for other workers does not count towards the test's own limit."""
+    folder = os.environ.get("LOCKSTEP_TEST_TURNS") if hasattr(item.config, "workerinput") else None
+    with _turn(folder, alone=item.get_closest_marker("alone") is not None):
+        return (yield)
+
+
+@contextlib.contextmanager
+def _turn(folder: str | None, alone: bool) -> Iterator[None]:
+    """Within: a test marked `alone` runs beside no other. The queue lets it in though others never stop running."""
+    if folder is None:
+        yield
+        return
+    with open(Path(folder, "queue"), "w") as queue, open(Path(folder, "running"), "w") as running:
+        fcntl.flock(queue, fcntl.LOCK_EX)
+        fcntl.flock(running, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        fcntl.flock(queue, fcntl.LOCK_UN)
+        try:
+            yield
+        finally:
+            fcntl.flock(running, fcntl.LOCK_UN)  # not left to close(): a process that the test has forked holds it, too
 
 
 # ---------------------------------------------------------------------------------------- devices
