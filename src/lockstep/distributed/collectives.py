@@ -9,7 +9,7 @@ import atexit
 import os
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lockstep.buckets import Bucket, TensorSpec, plan_buckets
 from lockstep.errors import CommunicationError
 from lockstep.phases import Phases
 from lockstep.shm import ProcessGroupShm
@@ -180,6 +181,28 @@ class Collectives:
         with self.phases.phase("collective", f"broadcast, {what}"):
             return self._begin(what, lambda: dist.broadcast(tensor, group=self.group, group_src=source, async_op=True))
 
+    def all_reduce_coalesced(
+        self, tensors: Sequence[Tensor], what: str, factor: float = 1.0
+    ) -> Iterator[tuple[int, Tensor]]:
+        """Sum many tensors, times ``factor``, over the ranks, in a few large all-reduces of contiguous copies.
+
+        Yields each tensor's number and its sum, contiguous, as they come; strides may differ by rank.
+        """
+        for bucket, flat in _flattened(tensors):
+            self.all_reduce(flat, what, factor).wait()
+            yield from zip((slot.index for slot in bucket.slots), bucket.views(flat), strict=True)
+
+    def broadcast_coalesced(
+        self, tensors: Sequence[Tensor], what: str, source: int = 0
+    ) -> Iterator[tuple[int, Tensor]]:
+        """Give every rank the values that rank ``source`` has of many tensors, in a few large broadcasts of copies.
+
+        Yields each tensor's number and those values, contiguous, as they come; strides may differ by rank.
+        """
+        for bucket, flat in _flattened(tensors):
+            self.broadcast(flat, what, source).wait()
+            yield from zip((slot.index for slot in bucket.slots), bucket.views(flat), strict=True)
+
     def all_gather(self, tensor: Tensor, what: str) -> list[Tensor]:
         """The tensor of every rank, all of one shape, in rank order."""
         gathered = [torch.empty_like(tensor) for _ in range(self.world)]
@@ -220,6 +243,15 @@ class Collectives:
             "not run the same backward passes (one batch less, another branch under no_sync); look at the first "
             "error of the other ranks"
         )
+
+
+def _flattened(tensors: Sequence[Tensor]) -> Iterator[tuple[Bucket, Tensor]]:
+    """Copies of tensors, one after the other in a few flat tensors of 10 MiB, each made when it is asked for."""
+    tensors = [tensor.detach() for tensor in tensors]
+    for bucket in plan_buckets([TensorSpec.of(tensor).contiguous() for tensor in tensors]).buckets:
+        flat = torch.zeros(bucket.numel, dtype=bucket.dtype, device=bucket.device)
+        torch._foreach_copy_(bucket.views(flat), bucket.take(tensors))
+        yield bucket, flat
 
 
 def plain_memory(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -1,11 +1,10 @@
-"""The beginning: rank 0's values for everybody."""
+"""Values of parameters and buffers: rank 0's for everybody, and whether they are equal on all ranks."""
 
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from lockstep.buckets import TensorSpec, contiguous_stride, plan_buckets
 from lockstep.distributed.buffers import Buffer
 from lockstep.distributed.collectives import Collectives
 from lockstep.distributed.dtensors import local_part
@@ -17,31 +16,16 @@ def broadcast_values(
     parameters: Sequence[Tensor], buffers: Sequence[Buffer], collectives: Collectives, source: int = 0
 ) -> None:
     """Give every rank the values that rank ``source`` has, in a few large broadcasts."""
-    held = [buffer.current() for buffer in buffers]
-    tensors = [*(local_part(p) for p in parameters), *(tensor for tensor in held if tensor is not None)]
-    plan = plan_buckets([_in_logical_order(tensor) for tensor in tensors])
-    received: list[Tensor] = list(tensors)
-    for bucket in plan.buckets:
-        flat = torch.empty(bucket.numel, dtype=bucket.dtype, device=bucket.device)
-        views = bucket.views(flat)
-        torch._foreach_copy_(views, [tensor.detach() for tensor in bucket.take(tensors)])
-        collectives.broadcast(flat, "initial values", source).wait()
-        for slot, view in zip(bucket.slots, views, strict=True):
-            received[slot.index] = view
-    if collectives.rank == source:
-        return
-    count = len(parameters)
-    for parameter, value in zip(tensors[:count], received[:count], strict=True):
-        parameter.copy_(value)
-    present = [buffer for buffer, tensor in zip(buffers, held, strict=True) if tensor is not None]
-    for buffer, value in zip(present, received[count:], strict=True):
-        buffer.assign(value)
-
-
-def _in_logical_order(tensor: Tensor) -> TensorSpec:
-    """Laid out contiguously, whatever the strides on this rank."""
-    shape = tuple(tensor.shape)
-    return TensorSpec("", shape, contiguous_stride(shape), tensor.dtype, tensor.device)
+    present = [(buffer, tensor) for buffer in buffers if (tensor := buffer.current()) is not None]
+    targets = [local_part(parameter) for parameter in parameters]
+    tensors = [*targets, *(tensor for _, tensor in present)]
+    for number, value in collectives.broadcast_coalesced(tensors, "initial values", source):
+        if collectives.rank == source:
+            continue
+        if number < len(targets):
+            targets[number].copy_(value)
+        else:
+            present[number - len(targets)][0].assign(value)
 
 
 def check_equal_values(named: Sequence[tuple[str, Tensor]], collectives: Collectives) -> None:
@@ -70,14 +54,8 @@ def find_difference(named: Sequence[tuple[str, Tensor]], collectives: Collective
         return None
     tensors = [local_part(tensor).detach() for _, tensor in named]
     differs = torch.zeros(len(tensors), dtype=torch.int64)
-    for bucket in plan_buckets([_in_logical_order(tensor) for tensor in tensors]).buckets:
-        flat = torch.empty(bucket.numel, dtype=bucket.dtype, device=bucket.device)
-        views = bucket.views(flat)
-        own = bucket.take(tensors)
-        torch._foreach_copy_(views, own)
-        collectives.broadcast(flat, "values to compare").wait()
-        for slot, view, tensor in zip(bucket.slots, views, own, strict=True):
-            differs[slot.index] = not torch.equal(_bits(view), _bits(tensor))
+    for number, value in collectives.broadcast_coalesced(tensors, "values to compare"):
+        differs[number] = not torch.equal(_bits(value), _bits(tensors[number]))
     rows = [row.tolist() for row in collectives.all_gather(differs.to(collectives.device), "which of them differ")]
     for number, (name, _) in enumerate(named):
         for rank, row in zip(collectives.global_ranks, rows, strict=True):

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from lockstep.buckets import TensorSpec, plan_buckets
 from lockstep.distributed.collectives import Collectives
 from lockstep.distributed.dtensors import like_parameter, local_part
 from lockstep.distributed.reduction.buckets import ManagedParameter
@@ -65,15 +64,9 @@ def with_graphs(
 
 
 def _means(tensors: Sequence[Tensor], collectives: Collectives) -> list[Tensor]:
-    """All-reduces contiguous copies: strides may differ from rank to rank. Results are laid out as the tensors are."""
+    """The means, laid out as the tensors are on this rank."""
     locals_ = [local_part(tensor) for tensor in tensors]
-    plan = plan_buckets([TensorSpec.of(tensor).contiguous() for tensor in locals_])
     means = list(tensors)
-    for bucket in plan.buckets:
-        flat = torch.zeros(bucket.numel, dtype=bucket.dtype, device=bucket.device)
-        views, own = bucket.views(flat), bucket.take(locals_)
-        torch._foreach_copy_(views, [local.detach() for local in own])
-        collectives.all_reduce(flat.div_(collectives.world), "mean of tensors").wait()
-        for slot, view, local in zip(bucket.slots, views, own, strict=True):
-            means[slot.index] = like_parameter(torch.empty_like(local).copy_(view), tensors[slot.index])
+    for number, mean in collectives.all_reduce_coalesced(locals_, "mean of tensors", 1 / collectives.world):
+        means[number] = like_parameter(torch.empty_like(locals_[number]).copy_(mean), tensors[number])
     return means
