@@ -19,6 +19,7 @@ every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dty
 every_world = pytest.mark.parametrize("world", [1, 2, 3, 64, 512])
 
 EVERYTHING = RankStatus(0)
+SOMETHING_ELSE = RankStatus(3, True, True, True, True, True, (17, 33))
 FLAGS = [field.name for field in dataclasses.fields(RankStatus) if field.type is bool]
 ROUNDS = next(number for number in range(1, 1000) if round_code(number) == 0)
 
@@ -26,15 +27,17 @@ ROUNDS = next(number for number in range(1, 1000) if round_code(number) == 0)
 def exchange(dtype, said, parameters=3, cargo=0):
     """What all ranks read if rank r says `said[r]`: (used, late, status, weight, cargo); and the sum itself."""
     world = len(said)
+    layouts = [ReportLayout(parameters, rank, world, cargo) for rank in range(world)]
     total = None
-    for rank, (used, late, status, weight, *load) in enumerate(said):
-        layout = ReportLayout(parameters, rank, world, cargo)
+    for layout, (used, late, status, weight, *load) in zip(layouts, said, strict=True):
         row = torch.full((layout.numel,), math.nan, dtype=dtype)  # as if it had never been written
+        layout.write(row, bytearray(parameters), [*range(parameters)], SOMETHING_ELSE, Weight(7.0, True))
         layout.write(row, bytearray(used), late, status, Weight(weight))
         for values in load:
             row[layout.cargo] = values
         total = row if total is None else total + row
     reports = {str(ReportLayout(parameters, rank, world, cargo).read(total)) for rank in (0, world - 1)}
+    reports |= {str(layout.read(total)) for layout in layouts[-2:] for _ in range(2)}  # by those who have written, too
     assert len(reports) == 1
     report = ReportLayout(parameters, 0, world, cargo).read(total)
     statuses = [dataclasses.replace(status, round=round_code(status.round)) for _, _, status, *_ in said]
@@ -286,3 +289,34 @@ def test_writing_clears_what_the_row_held():
 
     assert row.count_nonzero() == 2  # one parameter and the status
     assert row[layout.cargo].tolist() == [0.0] * 3
+
+
+@every_dtype
+def test_who_says_the_same_round_after_round_notices_who_does_not(dtype):
+    layouts = [ReportLayout(3, rank, 2, 0) for rank in range(2)]
+    rows = torch.empty(2, layouts[0].numel, dtype=dtype)
+
+    def told(*said):
+        for layout, row, (used, late, status, weight) in zip(layouts, rows, said, strict=True):
+            layout.write(row, bytearray(used), late, status, weight)
+        total = rows.sum(0).to(dtype)
+        reports = [layout.read(total) for layout in layouts]
+        assert reports[0] == reports[1] == ReportLayout(3, 0, 2, 0).read(total)
+        return reports[0]
+
+    def usual(number, used=(1, 1, 1)):
+        return used, [], RankStatus(number, backward=(2, 18)), Weight(0.0)
+
+    for number in range(1, 4):
+        assert told(usual(number), usual(number)).used is None
+    for number in range(4, 6):
+        assert told(usual(number, [1, 0, 1]), usual(number, [1, 0, 1])).used == [True, False, True]
+    assert told(usual(6, [1, 0, 1]), usual(6, [0, 0, 1])).used == [True, False, True]
+    assert [status.round for status in told(usual(7), usual(8)).ranks] == [7, 8]
+    assert told(usual(9), (*usual(9)[:3], Weight(0.0))).used is None
+    assert told(usual(10), ([1, 1, 1], [2], *usual(10)[2:])).late == [2]
+    assert told(usual(11), ([1, 1, 1], [], RankStatus(11, failed=True), Weight(0.0))).ranks[1].failed
+    weighted = [1, 1, 1], [], RankStatus(12, weighted=True), Weight(0.5, True)
+    assert told(weighted, weighted).weights == [0.5, 0.5]
+    assert told(usual(13), usual(13)).weights == []
+    assert told(usual(14), ([1, 1, 1], [], RankStatus(14, backward=(3, 18)), Weight(0.0))).ranks[1].backward == (3, 18)
