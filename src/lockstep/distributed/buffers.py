@@ -15,7 +15,9 @@ A tensor that a pending backward may have saved is never written: if anything bu
 tensor in its place.
 """
 
+import operator
 from collections.abc import Callable, Collection, Sequence
+from operator import attrgetter
 from typing import Any, Literal, NamedTuple
 from weakref import ref
 
@@ -25,10 +27,11 @@ from torch.nn import Module
 
 from lockstep.distributed.agreement import Description, Line, agree
 from lockstep.distributed.collectives import Collectives, Pending
-from lockstep.errors import LayoutError
 
 Policy = Literal["rank0", "mean", "local"]
 POLICIES: tuple[Policy, ...] = ("rank0", "mean", "local")
+_shape_of, _dtype_of, _device_of = attrgetter("shape"), attrgetter("dtype"), attrgetter("device")
+_has_graph, _buffers_of = attrgetter("requires_grad"), attrgetter("_buffers")
 RIDING_BYTES = 256 * 1024
 """Buffers that need no more than this many bytes, all together, ride in the last bucket of gradients."""
 
@@ -47,6 +50,11 @@ class Buffer:
         self.name, self._slots = name, slots
         self.shape, self.dtype, self.device = tensor.shape, tensor.dtype, tensor.device
         self.nbytes = tensor.numel() * tensor.dtype.itemsize
+
+    @property
+    def slot(self) -> Slot:
+        """The first place in which it is registered."""
+        return self._slots[0]
 
     @property
     def tied(self) -> bool:
@@ -90,6 +98,59 @@ class Buffer:
                     module._buffers[key] = new
 
 
+class BufferGroup:
+    """Buffers that are looked at together: of hundreds, one by one, each look takes longer than its values."""
+
+    def __init__(self, buffers: Sequence[Buffer]) -> None:
+        self.buffers = buffers
+        self._owners = [buffer.slot.owner for buffer in buffers]
+        self._keys = [buffer.slot.key for buffer in buffers]
+        self._shapes, self._dtypes = [b.shape for b in buffers], [b.dtype for b in buffers]
+        self._devices = [b.device for b in buffers]
+        self._numels = [shape.numel() for shape in self._shapes]
+        self.dtype = self._dtypes[0] if buffers else torch.uint8
+        """That of all of them, where they are moved together."""
+        self._is_flat = [len(shape) == 1 for shape in self._shapes]
+
+    def current(self) -> Sequence[Tensor | None]:
+        """What :meth:`Buffer.current` gives, for each."""
+        return self._all_there() or [buffer.current() for buffer in self.buffers]
+
+    def _all_there(self) -> list[Tensor] | None:
+        """The tensors registered now; None if one is not there any more, or is one of another kind."""
+        try:
+            registries = map(_buffers_of, map(operator.call, self._owners))
+            tensors: list[Any] = list(map(dict.get, registries, self._keys))
+            alike = list(map(_shape_of, tensors)) == self._shapes and list(map(_dtype_of, tensors)) == self._dtypes
+        except AttributeError:  # None, in place of a module or of a tensor
+            return None
+        if not alike or (torch.accelerator.is_available() and list(map(_device_of, tensors)) != self._devices):
+            return None
+        return tensors
+
+    def joined(self, blank: bool = False) -> Tensor:
+        """The values, of one dtype and device, one after the other; zeros for one that is not there any more, or for
+        all (``blank``)."""
+        tensors = None if blank else self._all_there()
+        if tensors is None:
+            found = [None if blank else buffer.current() for buffer in self.buffers]
+            tensors = [b.blank() if t is None else t for b, t in zip(self.buffers, found, strict=True)]
+        return torch.cat([t if flat else t.reshape(-1) for t, flat in zip(tensors, self._is_flat, strict=True)])
+
+    def assign(self, values: Tensor) -> None:
+        """Give the buffers the values that :meth:`joined` has put together on another rank."""
+        pieces = [
+            piece if flat else piece.view(shape)
+            for piece, flat, shape in zip(values.split(self._numels), self._is_flat, self._shapes, strict=True)
+        ]
+        targets = self._all_there()
+        if targets is None or not _are_writable(targets):
+            for buffer, piece in zip(self.buffers, pieces, strict=True):
+                buffer.assign(piece)
+        elif targets:
+            torch._foreach_copy_(targets, pieces)
+
+
 class BufferSet:
     """Every buffer of a module, by its first name; those of ``skipped`` modules and ``ignored`` names left out.
 
@@ -112,6 +173,7 @@ class BufferSet:
                     places.setdefault(id(tensor), (name, tensor, []))[2].append(Slot(ref(owner), key))
         self._sizes = list(map(len, self._registries))
         self.buffers = [Buffer(name, slots, tensor) for name, tensor, slots in places.values()]
+        self._group = BufferGroup(self.buffers)
         self._tied = [buffer for buffer in self.buffers if buffer.tied]
 
     def changed(self) -> bool:
@@ -121,7 +183,7 @@ class BufferSet:
         """
         if list(map(len, self._registries)) != self._sizes:
             return True
-        now = [buffer.current() for buffer in self.buffers]
+        now = self._group.current()
         return (
             any(tensor is None for tensor in now)
             or len(set(map(id, now))) != len(now)
@@ -151,7 +213,7 @@ def holders(tensor: Any) -> int:
 class _Riders(NamedTuple):
     """Buffers of one dtype and device that ride side by side."""
 
-    buffers: list[Buffer]
+    group: BufferGroup
     place: slice
     as_bytes: bool
     averaged: bool
@@ -210,7 +272,7 @@ class BufferSync:
         start = 0
         for (_, _, as_bytes, averaged), buffers in groups.items():
             end = start + sum(b.nbytes if as_bytes else b.shape.numel() for b in buffers)
-            self._riders.append(_Riders(buffers, slice(start, end), as_bytes, averaged))
+            self._riders.append(_Riders(BufferGroup(buffers), slice(start, end), as_bytes, averaged))
             start = end
         return start
 
@@ -226,7 +288,7 @@ class BufferSync:
         """Put this rank's part into the cleared end of a report."""
         for riders in self._riders:
             if riders.averaged or self._is_source:
-                values = _joined(riders.buffers)
+                values = riders.group.joined()
                 cargo[riders.place].copy_(values.view(torch.uint8) if riders.as_bytes else values)
                 if riders.averaged:
                     cargo[riders.place] /= self._collectives.world
@@ -242,8 +304,8 @@ class BufferSync:
             if riders.averaged or not self._is_source:
                 values = cargo[riders.place]
                 if riders.as_bytes:
-                    values = values.to(torch.uint8).view(riders.buffers[0].dtype)
-                _assign_all(riders.buffers, values)
+                    values = values.to(torch.uint8).view(riders.group.dtype)
+                riders.group.assign(values)
 
     def prepare_large(self) -> None:
         """Put together those that do not ride. What fails here fails before the report has left, and is told in it."""
@@ -274,9 +336,9 @@ class BufferSync:
         for (_, averaged), by_dtype in groups.items():
             alike = list(by_dtype.values())
             if averaged is not None:
-                flat = _joined(alike[0], blank).div_(self._collectives.world)
+                flat = BufferGroup(alike[0]).joined(blank).div_(self._collectives.world)
             else:
-                flat = torch.cat([_joined(each, blank).view(torch.uint8) for each in alike])
+                flat = torch.cat([BufferGroup(each).joined(blank).view(torch.uint8) for each in alike])
             flats.append((flat, alike))
         return flats
 
@@ -295,11 +357,11 @@ class BufferSync:
         for pending, flat, alike in sent:
             pending.wait()
             if self._averaged(alike[0][0]):
-                _assign_all(alike[0], flat)
+                BufferGroup(alike[0]).assign(flat)
             elif not self._is_source:
                 pieces = flat.split([sum(buffer.nbytes for buffer in each) for each in alike])
                 for each, piece in zip(alike, pieces, strict=True):
-                    _assign_all(each, piece.clone().view(each[0].dtype))
+                    BufferGroup(each).assign(piece.clone().view(each[0].dtype))
 
 
 def describe_buffer(buffer: Buffer) -> Line:
@@ -308,31 +370,11 @@ def describe_buffer(buffer: Buffer) -> Line:
     return Line(f"buffer {buffer.name}", f"{kind} of shape {tuple(buffer.shape)}")
 
 
-def _joined(buffers: Sequence[Buffer], blank: bool = False) -> Tensor:
-    """The values of buffers of one dtype and device, one after the other; zeros for one that is not there any more, or
-    for all (``blank``)."""
-    tensors = [None if blank else buffer.current() for buffer in buffers]
-    given = [b.blank() if t is None else t.detach() for b, t in zip(buffers, tensors, strict=True)]
-    for buffer, tensor in zip(buffers, given, strict=True):
-        if tensor.device != buffer.device:
-            raise LayoutError(
-                f"buffer {buffer.name} was on {buffer.device} when its module was replicated, and is on "
-                f"{tensor.device} now; move a module before replicating it"
-            )
-    return torch.cat([tensor.reshape(-1) for tensor in given])
-
-
-def _assign_all(buffers: Sequence[Buffer], values: Tensor) -> None:
-    """Give buffers the values that :func:`_joined` has put together on another rank."""
-    pieces = values.split([buffer.shape.numel() for buffer in buffers])
-    targets: list[Tensor] = []
-    sources: list[Tensor] = []
-    for buffer, piece in zip(buffers, pieces, strict=True):
-        target = buffer.writable()
-        if target is None:
-            buffer.assign(piece.view(buffer.shape))
-        else:
-            targets.append(target)
-            sources.append(piece.view(buffer.shape))
-    if targets:
-        torch._foreach_copy_(targets, sources)
+def _are_writable(tensors: Sequence[Tensor]) -> bool:
+    """Whether all can be written in place, as :meth:`Buffer.writable` asks of one."""
+    return not (
+        max(map(holders, tensors), default=1) > 1
+        or any(map(_has_graph, tensors))
+        or any(map(Tensor.is_inference, tensors))
+        or any(map(has_overlap, tensors))
+    )
