@@ -17,7 +17,7 @@
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
-#include <torch/csrc/distributed/c10d/Work.hpp>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/library.h>
 
 #include <atomic>
@@ -37,6 +37,12 @@ namespace at::autocast {
 TORCH_API ScalarType get_autocast_dtype(DeviceType device_type);
 TORCH_API Tensor cached_cast(ScalarType to_type, const Tensor& arg, DeviceType device_type);
 }  // namespace at::autocast
+
+extern "C" {  // of Python, whose headers the rest of this file does without
+int PyGILState_Check();
+void* PyEval_SaveThread();
+void PyEval_RestoreThread(void*);
+}
 
 namespace {
 
@@ -556,6 +562,8 @@ void run_on_host(const c10::OperatorHandle& op, Stack* stack) {
 
 // A collective runs on the CPU backend of its group, on copies in host memory. As on a real accelerator its results
 // are there once its work has been waited for, and not before: until then they are NaN (integers are inverted).
+// A future of a group that is called NCCL is done at once, as there, where everything goes in the order of streams; one
+// of Gloo is done when a thread of Gloo's says so.
 struct Staged { Tensor tensor, copy; bool written; };
 
 Tensor original(const std::vector<Staged>& staged, const Tensor& copy) {
@@ -565,12 +573,21 @@ Tensor original(const std::vector<Staged>& staged, const Tensor& copy) {
   return copy;
 }
 
+// Lets other ranks, where they are threads, run Python meanwhile.
+struct WithoutGil {
+  void* thread = PyGILState_Check() ? PyEval_SaveThread() : nullptr;
+  ~WithoutGil() {
+    if (thread) PyEval_RestoreThread(thread);
+  }
+};
+
 struct SimWork final : c10d::Work {
   c10::intrusive_ptr<c10d::Work> inner;
   std::vector<Staged> staged;
   std::once_flag arrived;
-  SimWork(c10::intrusive_ptr<c10d::Work> work, std::vector<Staged> tensors)
-      : inner(std::move(work)), staged(std::move(tensors)) {}
+  bool in_stream_order;
+  SimWork(c10::intrusive_ptr<c10d::Work> work, std::vector<Staged> tensors, bool in_stream_order)
+      : inner(std::move(work)), staged(std::move(tensors)), in_stream_order(in_stream_order) {}
 
   void arrive() {
     std::call_once(arrived, [this] {
@@ -596,6 +613,10 @@ struct SimWork final : c10d::Work {
     return tensors;
   }
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
+    if (in_stream_order) {
+      WithoutGil released;
+      inner->wait(kNoTimeout);
+    }
     auto theirs = inner->getFuture();
     auto mine = c10::make_intrusive<c10::ivalue::Future>(theirs->elementType(),
                                                          std::vector<Device>{staged.at(0).tensor.device()});
@@ -619,7 +640,12 @@ void run_collective(const c10::OperatorHandle& op, Stack* stack) {
   const size_t begin = stack->size() - arguments.size();
   const bool sends = op.operator_name().name == "c10d::send";
   std::vector<Staged> staged;
+  bool in_stream_order = false;
   for (size_t i = 0; i < arguments.size(); ++i) {
+    if (arguments[i].name() == "process_group") {
+      const auto group = (*stack)[begin + i].toCustomClass<c10d::ProcessGroup>();
+      in_stream_order = group->getBackendType() == c10d::ProcessGroup::BackendType::NCCL;
+    }
     const bool written = !sends && arguments[i].name().rfind("input", 0) != 0;
     (*stack)[begin + i] = transform((*stack)[begin + i], [&](const Tensor& t, size_t) {
       if (!is_sim(t)) return t;
@@ -638,7 +664,7 @@ void run_collective(const c10::OperatorHandle& op, Stack* stack) {
   for (size_t i = stack->size() - op.schema().returns().size(); i < stack->size(); ++i) {
     auto& result = (*stack)[i];
     if (result.isCustomClass()) {
-      auto work = c10::make_intrusive<SimWork>(result.toCustomClass<c10d::Work>(), staged);
+      auto work = c10::make_intrusive<SimWork>(result.toCustomClass<c10d::Work>(), staged, in_stream_order);
       result = c10::intrusive_ptr<c10d::Work>(std::move(work));
     } else {
       result = transform(result, [&](const Tensor& t, size_t) { return original(staged, t); });
