@@ -164,6 +164,20 @@ class Collectives:
             return self.group.allocate(numel, dtype)
         return plain_memory(numel, dtype, device)
 
+    def follows_stream(self, device: torch.device) -> bool:
+        """Whether collectives on tensors of a device, and callbacks of their futures, run in the order of its stream.
+
+        They do not on the CPU, nor where Gloo copies tensors of an accelerator to the host and back: its threads run
+        callbacks when they come to it, which is another moment on every rank.
+        """
+        if device.type == "cpu":
+            return False
+        try:
+            backend = self.group._get_backend(device)
+        except (RuntimeError, AttributeError):  # a bare backend
+            backend = self.group
+        return backend.name() not in ("gloo", "mpi")
+
     def all_reduce(self, tensor: Tensor, what: str, factor: float = 1.0) -> Pending:
         """Begin to sum a tensor, times each rank's ``factor``, over the ranks, in place."""
         with self.phases.phase("collective", f"all_reduce, {what}"):

@@ -38,11 +38,11 @@ class AbandonedRound:
         """Have communication hooks send buckets of zeros; ``planned`` as in :meth:`HookChain.send`."""
         for bucket in buckets:
             blank = self._make(bucket.blank)
-            if blank.device.type == "cpu":  # see Reducer._wait_for_hooks
+            if not self._collectives.follows_stream(blank.device):  # see Reducer._wait_for_hooks
                 self.wait()
             last = bucket is buckets[-1]
             self._sent.append(hooks.send(_Blank(bucket), blank, last, self._collectives, divisor, planned))
-        if self._collectives.device.type == "cpu":
+        if not self._collectives.follows_stream(self._collectives.device):
             self.wait()
 
     def send(self, tensor: Tensor) -> None:

@@ -389,14 +389,13 @@ class Reducer:
 
     def _wait_for_hooks(self, device: torch.device) -> None:
         """Where hooks are not ordered by a stream, what one sends from a callback must not meet what comes next."""
-        if device.type == "cpu":
+        if not self.collectives.follows_stream(device):
             while self._pending:
                 self._pending.pop(0).wait()
 
     def _hooks_are_done(self, bucket: GradientBucket) -> bool:
         """Whether calling hooks for a bucket would not wait for other ranks."""
-        on_host = bucket.members[0].spec.device.type == "cpu"
-        if not (self.hooks.hooks and on_host):
+        if not self.hooks.hooks or self.collectives.follows_stream(bucket.members[0].spec.device):
             return True
         return not self.hooks.may_wait and all(pending.done() for pending in self._pending)
 
