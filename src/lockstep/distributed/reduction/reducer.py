@@ -532,7 +532,7 @@ class Reducer:
         """What the last round's report said beside: every rank learns it here, before it sends anything."""
         report = self._reporting.read_deferred()
         if report is not None:
-            check_ranks(report, self.round, self.collectives.rank, self.collectives.global_ranks)
+            check_ranks(report, self.round, self.collectives.rank, self.collectives.global_ranks, late=True)
             mean_factor(report, self.divisor, self.round, self.collectives.global_ranks)
             if report.moved and not report.all_moved:  # else every rank has waited for the report
                 self._agree_anew()

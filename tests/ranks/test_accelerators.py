@@ -1,0 +1,282 @@
+"""Ranks with an accelerator each, simulated, and a group that speaks for accelerators alone, as one of NCCL does."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power
+from torch.nn.parallel.distributed import _MixedPrecision
+
+import lockstep
+from lockstep.errors import PeerError
+from threaded import run_ranks
+
+pytestmark = pytest.mark.usefixtures("sim")
+
+on_accelerators = functools.partial(run_ranks, 2, device="sim", group_timeout=5)
+
+
+class Net(nn.Module):
+    """Layers, one of them used on demand, a buffer, and a backward that fails on demand."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last, self.extra = nn.Linear(3, 4), nn.Linear(4, 2), nn.Linear(3, 2)
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, x, extra=False, fails=False):
+        y = self.last(self.norm(self.first(x)).tanh())
+        y = y + self.extra(x) if extra else y
+        return (Fails.apply(y) if fails else y).square().mean()
+
+
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise ArithmeticError("a bad batch")
+
+
+def replicated(rank, make=Net, **options):
+    return lockstep.replicate(rank.make(make), process_group=rank.group, **options)
+
+
+def inputs(rank, seed=0):
+    return torch.randn(4, 3, generator=torch.Generator(rank.device).manual_seed(10 * seed + rank.rank))
+
+
+def own_gradients(model, *args, **kwargs):
+    """The gradients of this rank alone; zeros where there is none. Buffers are as before afterwards."""
+    before = [buffer.clone() for buffer in model.buffers()]
+    parameters = list(model.parameters())
+    found = torch.autograd.grad(model(*args, **kwargs), parameters, allow_unused=True)
+    for buffer, value in zip(model.buffers(), before, strict=True):
+        buffer.copy_(value)
+    return [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, found, strict=True)]
+
+
+def holds_means(rank, model, own, tolerance=1e-6):
+    """Whether parameters have the means of what all ranks have given, on this rank's accelerator."""
+    for parameter, gradient in zip(model.parameters(), own, strict=True):
+        wanted = sum(rank.gather(gradient)) / rank.world
+        got = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        assert got.device == rank.device
+        torch.testing.assert_close(got, wanted, rtol=tolerance, atol=tolerance)
+        assert rank.all_equal(got)
+    return True
+
+
+def step(rank, model, seed=0, **kwargs):
+    """Whether a backward makes means."""
+    model.zero_grad()
+    own = own_gradients(model, inputs(rank, seed), **kwargs)
+    model(inputs(rank, seed), **kwargs).backward()
+    return holds_means(rank, model, own)
+
+
+def error_of(call):
+    try:
+        call()
+    except Exception as error:
+        return type(error).__name__
+    return None
+
+
+# ------------------------------------------------------------------------------------- right gradients
+
+
+def several_steps(rank, cap):
+    model = replicated(rank, bucket_cap_mb=cap)
+    right = [step(rank, model, seed, extra=seed == 2 and rank.rank == 0) for seed in range(5)]
+    lockstep.check_in_sync(model)
+    return all(right) and all(rank.all_equal(buffer) for buffer in model.buffers())
+
+
+@pytest.mark.parametrize("cap", [None, 1e-5])
+def test_gradients_are_means_whichever_parameters_are_used(cap):
+    assert on_accelerators(several_steps, cap) == [True, True]
+
+
+def piled_up(rank):
+    model = replicated(rank)
+    own = [own_gradients(model, inputs(rank, seed)) for seed in range(3)]
+    for seed in range(3):
+        with model.no_sync() if seed < 2 else contextlib.nullcontext():
+            model(inputs(rank, seed)).backward()
+    return holds_means(rank, model, [sum(each) for each in zip(*own, strict=True)])
+
+
+def late(rank):
+    """A layer that was frozen is trained again: its gradients have no place in the plan."""
+    model = replicated(rank)
+    model.first.requires_grad_(False)
+    for seed in range(2):
+        model.zero_grad()
+        model(inputs(rank, seed)).backward()
+    model.first.requires_grad_(True)
+    return step(rank, model, 5, extra=True)
+
+
+def twice_in_one_pass(rank):
+    """Two modules, called in another order by each rank, in one backward."""
+    models = [replicated(rank), replicated(rank)]
+    for seed in range(3):
+        for model in models:
+            model.zero_grad()
+        order = models if rank.rank == 0 else models[::-1]
+        own = [own_gradients(model, inputs(rank, seed)) for model in models]
+        sum(model(inputs(rank, seed)) for model in order).backward()
+        assert all(holds_means(rank, model, each) for model, each in zip(models, own, strict=True))
+    return True
+
+
+def weighted(rank):
+    model = replicated(rank)
+    own = own_gradients(model, inputs(rank))
+    with lockstep.accumulate(model, last=True, weight=1.0 + 2 * rank.rank):
+        model(inputs(rank)).backward()
+    return holds_means(rank, model, [gradient / 2 for gradient in own])
+
+
+def lower_precision(rank):
+    model = replicated(rank, Whole, mixed_precision=_MixedPrecision(param_dtype=torch.bfloat16))
+    own = own_gradients(model, inputs(rank))
+    model(inputs(rank)).backward()
+    return holds_means(rank, model, own, tolerance=2e-2)
+
+
+def mean_with_a_graph(rank):
+    value = torch.full((3,), rank.rank + 1.0, requires_grad=True)
+    (mean,) = lockstep.mean_over_ranks([value * value], rank.group)
+    mean.sum().backward()
+    return mean.tolist() == [2.5] * 3 and value.grad.tolist() == [2 * (rank.rank + 1.0)] * 3
+
+
+@pytest.mark.parametrize("function", [piled_up, late, twice_in_one_pass, weighted, lower_precision, mean_with_a_graph])
+def test_what_a_step_may_be(function):
+    assert on_accelerators(function) == [True, True]
+
+
+HOOKS = {
+    "none": (None, default_hooks.allreduce_hook),
+    "fp16": (None, default_hooks.fp16_compress_hook),
+}
+
+
+def through_hooks(rank, kind):
+    """Hooks that lose nothing, or little; PowerSGD's futures communicate from their callbacks."""
+    model = replicated(rank, make=functools.partial(nn.Linear, 3, 3), bucket_cap_mb=1e-5)
+    if kind == "power":
+        state = power.PowerSGDState(rank.group, matrix_approximation_rank=3, start_powerSGD_iter=2)
+        model.register_comm_hook(state, power.powerSGD_hook)
+    else:
+        model.register_comm_hook(rank.group, HOOKS[kind][1])
+    for seed in range(4):
+        model.zero_grad()
+        own = torch.autograd.grad(model(inputs(rank, seed)).square().mean(), list(model.parameters()))
+        model(inputs(rank, seed)).square().mean().backward()
+        holds_means(rank, model, own, tolerance=1e-2)
+    return True
+
+
+@pytest.mark.parametrize("kind", [*HOOKS, "power"])
+def test_communication_hooks(kind, draws_in_turn):
+    assert on_accelerators(through_hooks, kind) == [True, True]
+
+
+# ------------------------------------------------------------------------------------ failed backward
+
+
+def all_fail(rank):
+    """Sums of the program's own, and another module, come right behind a backward that has failed on all ranks."""
+    model, seen = replicated(rank), []
+    for _ in range(10):
+        raised = error_of(lambda: model(inputs(rank), fails=True).backward())
+        seen.append((raised, [each.item() for each in rank.gather(torch.tensor([len(seen)]))]))
+    other = replicated(rank)
+    return seen == [("ArithmeticError", [n, n]) for n in range(10)] and step(rank, other) and step(rank, model)
+
+
+def test_after_a_failure_on_all_ranks_collectives_are_in_order():
+    assert on_accelerators(all_fail) == [True, True]
+
+
+def one_fails_unusually(rank):
+    """Not every parameter is used, so that each rank waits for what the others say."""
+    model, seen = replicated(rank), []
+    for seed in range(4):
+        raised = error_of(lambda seed=seed: model(inputs(rank, seed), fails=rank.rank == 1).backward())
+        seen.append((raised, step(rank, model, seed)))
+    return seen
+
+
+def test_a_failure_is_an_error_on_every_rank_where_the_report_is_waited_for():
+    told, failing = on_accelerators(one_fails_unusually)
+    assert told == [("PeerError", True)] * 4
+    assert failing == [("ArithmeticError", True)] * 4
+
+
+class Whole(nn.Module):
+    """Every parameter is used in every round, so that the report of a round is read when the next one opens."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 1)
+
+    def forward(self, x, fails=False):
+        y = self.layer(x).sum()
+        return Fails.apply(y) if fails else y
+
+
+def one_fails_quietly(rank):
+    model = replicated(rank, make=Whole)
+    seen = []
+    for _ in range(2):
+        assert all(step(rank, model, seed) for seed in range(3))
+        failed = error_of(lambda: model(inputs(rank), fails=rank.rank == 0).backward())
+        with pytest.raises(PeerError) as caught:
+            model(inputs(rank)).backward()
+        seen.append((failed, str(caught.value)))
+    assert all(step(rank, model, seed) for seed in range(2))
+    return seen
+
+
+def test_a_failure_that_is_told_one_backward_later_does_not_say_that_nothing_was_handed_out():
+    failing, told = on_accelerators(one_fails_quietly)
+    for raised, text in told:
+        assert raised is None
+        assert "rank 1: backward failed on rank 0" in text
+        assert "one backward later, and has handed out gradients in that one: compare the weights" in text
+    for raised, text in failing:
+        assert raised == "ArithmeticError"
+        assert "rank 0: backward failed on rank 1" in text
+        assert "No gradient has been handed out" in text
+
+
+def another_backward(rank):
+    """Rank 1 alone runs a backward past forward, which pairs with the others' next one."""
+    model = replicated(rank, make=Whole)
+    assert all(step(rank, model, seed) for seed in range(3))
+    texts = []
+    for seed in range(2):
+        try:
+            (model.layer(inputs(rank, seed)).sum() if rank.rank == 1 and seed == 0 else model(inputs(rank))).backward()
+        except PeerError as error:
+            texts.append(str(error))
+    return texts, step(rank, model)
+
+
+def test_another_backward_is_told_one_backward_later():
+    for texts, right in on_accelerators(another_backward):
+        (text,) = texts
+        assert "ranks 0 and 1 are not in the same backward pass" in text
+        assert "has handed out gradients in that one" in text
+        assert right
