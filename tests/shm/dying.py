@@ -25,10 +25,11 @@ import torch.distributed as dist
 
 import processes  # starts the server that processes are forked off
 from lockstep.distributed import ProcessGroupShm, ShmOptions
-from lockstep.shm import assemble, meeting
+from lockstep.shm import rendezvous, runtime
 from lockstep.shm.arithmetic import Reduction
+from lockstep.shm.messages import MessageKind
 from lockstep.shm.peers import Peers
-from lockstep.shm.table import Table
+from lockstep.shm.staging import Staging
 
 TIMEOUT = 20.0
 _context = processes._context
@@ -151,24 +152,24 @@ def prepare(kill: Kill) -> None:
         case "has reduced":
             Reduction.__call__ = _after(n, Reduction.__call__, before=False)
         case "puts":
-            Table.own_place = _after(n, Table.own_place, before=False)
+            Staging.own_data = _after(n, Staging.own_data, before=False)
         case "announces memory":  # the descriptor does not follow, to one rank or more
             socket.send_fds = _after(1 + n % 7, socket.send_fds, before=True)
         case "takes memory":
-            Peers._take_memory = _after(1 + n % 4, Peers._take_memory, before=bool(n % 2))
+            Peers._receive_memory = _after(1 + n % 4, Peers._receive_memory, before=bool(n % 2))
         case "knows nobody":  # it has said where it is
-            meeting._cards = _after(1, meeting._cards, before=False)
+            rendezvous._addresses = _after(1, rendezvous._addresses, before=False)
         case "connects":
             name = "_connect" if kill.victim else "_hello"  # the first rank is the one that all others connect to
-            setattr(meeting, name, _after(1, getattr(meeting, name), before=bool(n % 2)))
+            setattr(rendezvous, name, _after(1, getattr(rendezvous, name), before=bool(n % 2)))
         case "has met":
-            assemble.meet = _after(1, assemble.meet, before=False)
+            runtime.meet = _after(1, runtime.meet, before=False)
         case "makes the rest":
-            assemble.gloo = _after(1, assemble.gloo, before=True)
+            runtime.make_gloo_group = _after(1, runtime.make_gloo_group, before=True)
         case "leaves":
             Peers.leave = _after(1, Peers.leave, before=False)
         case "leaves half":
-            Peers.leave = lambda peers, reason=None: _half_sent(peers, b"L")
+            Peers.leave = lambda peers, reason=None: _half_sent(peers, MessageKind.LEAVE)
         case "closes":
             Peers.close = _after(1, Peers.close, before=False)
         case "after a time" | "leaves a child" | "leaves a loader":

@@ -40,7 +40,7 @@ FLOATS = (torch.float32, torch.float64, *HALF)
 DTYPES = (*FLOATS, *INTEGERS, torch.bool, torch.complex64, torch.complex128)
 WHERE = ("private", "shared", "mixed")
 
-AT_ONCE = one_host.AT_ONCE_BYTES // 4
+AT_ONCE = one_host.ONE_EXCHANGE_BYTES // 4
 PIECE = one_host.PIECE_BYTES // 4
 SIZES = [0, 1, 17, AT_ONCE, AT_ONCE + 1, PIECE - 1, PIECE + 1, 2 * PIECE + 13]  # of float32
 
@@ -178,7 +178,7 @@ def test_every_size_goes_every_way(world):
     ],
 )
 def test_small_pieces_of_every_length(world, dtype, monkeypatch):
-    monkeypatch.setattr(one_host, "AT_ONCE_BYTES", 8 * 3)
+    monkeypatch.setattr(one_host, "ONE_EXCHANGE_BYTES", 8 * 3)
     monkeypatch.setattr(one_host, "PIECE_BYTES", 8 * 40)
     monkeypatch.setattr(one_host, "BLOCK_BYTES", 8 * 4)
     each = dtype.itemsize
@@ -191,7 +191,7 @@ def test_small_pieces_of_every_length(world, dtype, monkeypatch):
     run_ranks(world, call, hosts="a" * world, timeout=60)
 
 
-def test_sixteen_ranks_of_which_not_all_have_a_share():
+def test_sixteen_ranks_of_which_not_all_have_a_shard():
     def call(rank):
         for numel, where in ((0, "shared"), (100, "mixed"), (AT_ONCE + 3, "private"), (AT_ONCE + 3, "shared")):
             every_collective(rank, numel, torch.float32, "SUM", where, 11, shared)
@@ -245,7 +245,7 @@ def every_op(rank, large):
     for dtype in DTYPES:
         x = drawn(rank.rank, 9, dtype)
         for op in FUNCTIONS:
-            y = x.repeat(-(-one_host.AT_ONCE_BYTES // x.nbytes) + 1) if large else x.clone()
+            y = x.repeat(-(-one_host.ONE_EXCHANGE_BYTES // x.nbytes) + 1) if large else x.clone()
             try:
                 rank.group.allreduce([y], options(dist.AllreduceOptions, op)).wait()
                 results[dtype, op] = y[:9].clone()
@@ -395,7 +395,7 @@ def test_the_sum_is_that_in_rank_order_in_every_way_and_run():
 @given(data=st.data())
 def test_programs_at_random(data, monkeypatch):
     """Collectives of every kind one after the other, waited for at once or at the end, on one host or two."""
-    monkeypatch.setattr(one_host, "AT_ONCE_BYTES", 64)
+    monkeypatch.setattr(one_host, "ONE_EXCHANGE_BYTES", 64)
     monkeypatch.setattr(one_host, "PIECE_BYTES", 512)
     monkeypatch.setattr(one_host, "BLOCK_BYTES", 128)
     world = data.draw(st.integers(1, 5))

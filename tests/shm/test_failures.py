@@ -24,13 +24,16 @@ from torch import nn
 import lockstep
 from lockstep.distributed import ProcessGroupShm, ShmOptions
 from lockstep.errors import AgreementError, CommunicationError, DeviceError, LayoutError, OptionError
-from lockstep.shm import mapping, meeting, rest, works
+from lockstep.shm import gloo, rendezvous, works
+from lockstep.shm import shared_memory as mapping
 from lockstep.shm.arithmetic import Reduction
+from lockstep.shm.messages import MessageKind
 from lockstep.shm.one_host import BLOCK_BYTES
 from lockstep.shm.peers import Peers
 from processes import RankEndedError, run_processes
 from threaded import run_ranks
 
+STEP = MessageKind.STEP
 BIG = 100_000  # elements of float32 that do not go at once
 LEVELS = ["aaa", "aab"]
 
@@ -492,22 +495,22 @@ def peers():
 def test_a_rank_that_has_done_its_part_and_left_has_not_died(peers):
     """One of the others sees it leave while it waits for a third one."""
     first, second, third = peers
-    second.send(b"P")
+    second.send(STEP)
     second.leave()
     second.close()
-    threading.Timer(0.1, third.send, [b"P"]).start()
-    assert first.exchange(b"P", 5) == [b"P"] * 3
+    threading.Timer(0.1, third.send, [STEP]).start()
+    assert first.exchange(STEP, 5) == [STEP] * 3
     with pytest.raises(CommunicationError, match="rank 5 has left the process group"):
-        first.exchange(b"P", 5)
+        first.exchange(STEP, 5)
 
 
 def test_a_rank_that_is_told_of_an_end_tells_the_others_before_it_goes(peers):
     """Another one may see it go before it hears from the rank that found out."""
     first, second, third = peers
-    third._sockets[0].send(b"Arank 9 has died")
+    third._sockets[0].send(MessageKind.ABORT + b"rank 9 has died")
     for each in (first, second):
         with pytest.raises(CommunicationError, match=r"^rank 9 has died$"):
-            each.exchange(b"P", 5)
+            each.exchange(STEP, 5)
 
 
 def aborts(rank, waiting, aborted):
@@ -577,7 +580,7 @@ def test_a_rank_that_cannot_say_that_it_leaves_stops_waiting_all_the_same(peers,
 
     first = peers[0]
     waiting = []
-    thread = threading.Thread(target=lambda: waiting.append(error_of(lambda: first.exchange(b"P", 20))))
+    thread = threading.Thread(target=lambda: waiting.append(error_of(lambda: first.exchange(STEP, 20))))
     thread.start()
     for other in peers[1:]:  # it has sent, and waits
         assert select.select([other._sockets[0]], [], [], 10)[0]
@@ -757,7 +760,7 @@ def test_a_rank_that_comes_and_does_not_connect_is_named():
             listener.listen(8)
             address = listener.getsockname()[1:].decode()
             card = f'{{"host": "a", "address": "{address}", "secret": "{"0" * 32}"}}'
-            dist.PrefixStore("meeting", store).set("2", card)
+            dist.PrefixStore("rendezvous", store).set("2", card)
             done.wait(10)
         return None
 
@@ -770,22 +773,22 @@ def test_a_rank_that_comes_and_does_not_connect_is_named():
 def test_strangers_are_turned_away(monkeypatch):
     """Some say nothing, some the wrong thing, one shows a wrong secret; they are there before the ranks."""
     store, strangers = dist.HashStore(), []
-    cards = meeting._cards
+    addresses = rendezvous._addresses
 
     def disturb(*args):
-        found = cards(*args)
-        for card in found:
-            for hello in (b"", b"hello", meeting._HELLO.pack(1, b"0" * 32), b"x" * 4000):
+        found = addresses(*args)
+        for address in found:
+            for hello in (b"", b"hello", rendezvous._HELLO.pack(1, b"0" * 32), b"x" * 4000):
                 stranger = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
                 stranger.setblocking(False)
                 with contextlib.suppress(OSError):  # it has met everybody, or has enough that wait
-                    stranger.connect("\0" + card["address"])
+                    stranger.connect("\0" + address["address"])
                     if hello:
                         stranger.send(hello)
                 strangers.append(stranger)
         return found
 
-    monkeypatch.setattr(meeting, "_cards", disturb)
+    monkeypatch.setattr(rendezvous, "_addresses", disturb)
 
     def meets(rank):
         group = group_of(store, rank, world=3)
@@ -906,7 +909,7 @@ def is_killed_in(rank, call, inside):
     """Rank 1 is killed between two of them, or within the second."""
     call(rank)
     if rank.rank == 1 and inside:
-        rest.finish = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        gloo.wait_for = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
     elif rank.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     raised = error_of(lambda: [call(rank) for _ in range(3)])
@@ -998,7 +1001,9 @@ def forks_with_gradients(rank):
     model(torch.ones(2, 3)).sum().backward()
     before = [p.grad.clone() for p in model.parameters()]
     raw = rank.group.allocate(BIG).fill_(rank.rank)
-    inside = [p.grad.untyped_storage().data_ptr() in rank.group._parts.table.pool._used for p in model.parameters()]
+    inside = [
+        p.grad.untyped_storage().data_ptr() in rank.group._runtime.staging.pool._in_use for p in model.parameters()
+    ]
 
     def child():
         same = all(torch.equal(p.grad, kept) for p, kept in zip(model.parameters(), before, strict=True))

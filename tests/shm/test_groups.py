@@ -17,8 +17,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from lockstep.distributed import ProcessGroupShm, ShmOptions
 from lockstep.errors import CommunicationError
-from lockstep.shm import assemble
-from lockstep.shm.meeting import LOOK_SECONDS
+from lockstep.shm import runtime
+from lockstep.shm.constants import LIVENESS_SECONDS
 from processes import run_processes
 from threaded import run_ranks
 
@@ -470,12 +470,12 @@ def test_groups_that_are_forgotten_end():
 def test_a_rank_may_leave_as_soon_as_it_has_made_the_group(hosts, monkeypatch):
     """The others, which are still on their way, take no harm."""
     gone = threading.Event()
-    make = assemble.gloo
+    make = runtime.make_gloo_group
 
     def slow(store, rank, *args, **kwargs):
         made = make(store, rank, *args, **kwargs)
         if rank == 1 and gone.wait(0.5):
-            time.sleep(3 * LOOK_SECONDS)  # looks for ranks that have died
+            time.sleep(3 * LIVENESS_SECONDS)  # looks for ranks that have died
         return made
 
     def call(rank):
@@ -485,5 +485,5 @@ def test_a_rank_may_leave_as_soon_as_it_has_made_the_group(hosts, monkeypatch):
         return True
 
     store = dist.HashStore()
-    monkeypatch.setattr(assemble, "gloo", slow)
+    monkeypatch.setattr(runtime, "make_gloo_group", slow)
     assert run_ranks(3, call, hosts="aaa") == [True] * 3

@@ -17,14 +17,15 @@ import torch
 import torch.distributed as dist
 
 from lockstep.errors import AgreementError, CommunicationError, DeviceError, LayoutError, OptionError
-from lockstep.shm import arithmetic, descriptor, layout, one_host, table
-from lockstep.shm.descriptor import Descriptor, Kind, Op
-from lockstep.shm.meeting import host_identity, meet
-from lockstep.shm.memory import ALIGNMENT, Pool
+from lockstep.shm import arithmetic, flatten, messages, one_host, staging
+from lockstep.shm.messages import Descriptor, Kind, MessageKind, Op
 from lockstep.shm.peers import LONGEST, Peers
+from lockstep.shm.pool import PAGE_BYTES, Pool
+from lockstep.shm.rendezvous import host_identity, meet
 from lockstep.shm.works import ShmWork, WorkQueue
 
-DTYPES = list(descriptor._codes())
+DTYPES = list(messages._codes())
+STEP = MessageKind.STEP
 
 
 def together(*functions):
@@ -49,7 +50,7 @@ def test_a_descriptor_is_the_same_after_its_journey(kind):
     for op, dtype, numel in itertools.product(Op, DTYPES, [0, 1, 2**40]):
         said = Descriptor(kind, dtype, numel, op, root=numel % 7, tensors=1 + numel % 1000)
         assert Descriptor.unpack(said.pack()) == said
-        assert Descriptor.unpack(descriptor.with_place(said.pack(), (3, 5))) == said
+        assert Descriptor.unpack(messages.with_location(said.pack(), (3, 5))) == said
         assert len(said.pack()) < LONGEST
 
 
@@ -64,21 +65,21 @@ def test_every_field_of_a_descriptor_matters_to_the_comparison_and_its_place_doe
         Descriptor(Kind.REDUCE, torch.float32, 6, Op.MAX, 1, 3),
     ]
     message = usual.pack()
-    descriptor.compare(
-        [message, descriptor.with_place(message, (1, 64)), descriptor.with_place(message, None)], [4, 5, 6]
+    messages.compare(
+        [message, messages.with_location(message, (1, 64)), messages.with_location(message, None)], [4, 5, 6]
     )
     for other in others:
         for place in range(3):
-            messages = [message] * 3
-            messages[place] = other.pack()
+            said = [message] * 3
+            said[place] = other.pack()
             with pytest.raises(AgreementError):
-                descriptor.compare(messages, [4, 5, 6])
+                messages.compare(said, [4, 5, 6])
 
 
 def test_the_place_of_a_tensor_travels_with_the_message():
     message = Descriptor(Kind.ALL_REDUCE).pack()
     for place in [None, (0, 0), (7, 2**50)]:
-        assert descriptor.place_of(descriptor.with_place(message, place)) == place
+        assert messages.location_of(messages.with_location(message, place)) == place
 
 
 @pytest.mark.parametrize(
@@ -99,9 +100,9 @@ def test_a_descriptor_in_words(said, text):
 
 def test_a_disagreement_names_each_rank_with_what_it_said():
     a, b = (Descriptor(Kind.ALL_GATHER, numel=n).pack() for n in (3, 4))
-    assert descriptor.said_by([a, a], [2, 9]) == {"all_gather(3 elements, torch.uint8)": [2, 9]}
-    said = descriptor.said_by([a, b, a], [9, 5, 2])
-    text = str(descriptor.disagreement(said))
+    assert messages.said_by([a, a], [2, 9]) == {"all_gather(3 elements, torch.uint8)": [2, 9]}
+    said = messages.said_by([a, b, a], [9, 5, 2])
+    text = str(messages.disagreement(said))
     assert "ranks 2, 9: all_gather(3 elements, torch.uint8); rank 5: all_gather(4 elements, torch.uint8)." in text
 
 
@@ -190,14 +191,14 @@ def test_what_cannot_be_reduced_is_said_with_dtype_and_operation():
 def test_tensors_of_any_layout_are_moved_in_order_and_given_back(make):
     tensors = make()
     versions = [tensor._version for tensor in tensors]
-    whole = layout.as_one(tensors)
+    whole = flatten.flatten(tensors)
     assert whole.dim() == 1
     assert whole.is_contiguous()
     assert not whole.is_conj()
     assert torch.equal(whole, torch.cat([tensor.detach().reshape(-1) for tensor in tensors]))
     doubled = whole * 2
     whole.copy_(doubled)
-    layout.give_back(whole, tensors)
+    flatten.unflatten(whole, tensors)
     for tensor, before in zip(tensors, make(), strict=True):
         assert torch.equal(tensor, before * 2)
     assert [tensor._version for tensor in tensors] == versions  # behind autograd's back
@@ -205,28 +206,28 @@ def test_tensors_of_any_layout_are_moved_in_order_and_given_back(make):
 
 def test_one_tensor_without_gaps_is_not_copied():
     x = torch.arange(12.0)[3:9].view(2, 3)
-    assert layout.as_one([x]).data_ptr() == x.data_ptr()
-    assert layout.as_one([x.t()]).data_ptr() != x.data_ptr()
+    assert flatten.flatten([x]).data_ptr() == x.data_ptr()
+    assert flatten.flatten([x.t()]).data_ptr() != x.data_ptr()
 
 
 def test_what_is_no_dense_tensor_of_the_cpu_is_refused():
     with pytest.raises(LayoutError, match="at least one"):
-        layout.check_tensors([], "here")
+        flatten.check_tensors([], "here")
     with pytest.raises(DeviceError, match=r"here: .* one on meta"):
-        layout.check_tensors([torch.empty(2, device="meta")], "here")
+        flatten.check_tensors([torch.empty(2, device="meta")], "here")
     with pytest.raises(LayoutError, match=r"layout torch\.sparse_coo"):
-        layout.check_tensors([torch.eye(2).to_sparse()], "here")
+        flatten.check_tensors([torch.eye(2).to_sparse()], "here")
     with pytest.raises(LayoutError, match=r"torch\.float32 and torch\.float64"):
-        layout.check_tensors([torch.ones(1), torch.ones(1).double()], "here")
+        flatten.check_tensors([torch.ones(1), torch.ones(1).double()], "here")
     with pytest.raises(LayoutError, match="expected 3 elements, got 2 in tensor 1"):
-        layout.check_numel([torch.ones(3), torch.ones(2)], 3, "here")
+        flatten.check_numel([torch.ones(3), torch.ones(2)], 3, "here")
 
 
-# -------------------------------------------------------------------------------------------- shares
+# -------------------------------------------------------------------------------------------- shards
 
 
-def test_shares_cover_every_element_once_and_begin_on_cache_lines():
-    class Shares(one_host.OneHost):
+def test_shards_cover_every_element_once_and_begin_on_cache_lines():
+    class Shards(one_host.OneHost):
         def __init__(self, size):
             self.size = size
 
@@ -234,22 +235,22 @@ def test_shares_cover_every_element_once_and_begin_on_cache_lines():
         like = torch.empty(
             0, dtype=[torch.int8, torch.half, torch.float, torch.double, torch.cdouble][itemsize.bit_length() - 1]
         )
-        room = table._result_bytes(size) // itemsize
-        for numel in [0, 1, 2, 15, 16, 17, 63, 64, 65, 1000, 12345, table.PIECE_BYTES // itemsize]:
+        room = staging._result_bytes(size) // itemsize
+        for numel in [0, 1, 2, 15, 16, 17, 63, 64, 65, 1000, 12345, staging.CHUNK_BYTES // itemsize]:
             ends = 10
             for rank in range(size):
-                begin, end = Shares(size)._share(rank, 10, 10 + numel, like)
+                begin, end = Shards(size)._shard(rank, 10, 10 + numel, like)
                 assert begin == ends
-                assert begin == 10 + numel or (begin - 10) * itemsize % table.ALIGNMENT == 0
+                assert begin == 10 + numel or (begin - 10) * itemsize % staging.ALIGNMENT == 0
                 assert end - begin <= room
                 ends = end
             assert ends == 10 + numel
 
 
-def test_pieces_and_blocks_follow_each_other():
-    assert list(one_host.pieces(0, 4)) == []
-    assert list(one_host.pieces(8, 4)) == [(0, 4), (4, 8)]
-    assert list(one_host.pieces(9, 4)) == [(0, 4), (4, 8), (8, 9)]
+def test_chunks_and_blocks_follow_each_other():
+    assert list(one_host.chunks(0, 4)) == []
+    assert list(one_host.chunks(8, 4)) == [(0, 4), (4, 8)]
+    assert list(one_host.chunks(9, 4)) == [(0, 4), (4, 8), (8, 9)]
     size = one_host.BLOCK_BYTES // 4
     assert list(one_host.blocks(5, 6 + size, 4)) == [(5, 5 + size), (5 + size, 6 + size)]
     assert list(one_host.blocks(5, 5, 4)) == []
@@ -264,14 +265,14 @@ class Told:
     reason = None
 
     def __init__(self):
-        self.shared, self.withdrawn = [], []
+        self.sent, self.retired = [], []
 
-    def share(self, number, size, fd):
+    def send_memory(self, number, size, fd):
         assert os.fstat(fd).st_size == size
-        self.shared.append(number)
+        self.sent.append(number)
 
-    def withdraw(self, numbers):
-        self.withdrawn += numbers
+    def retire_memory(self, numbers):
+        self.retired += numbers
 
 
 @pytest.fixture
@@ -281,7 +282,7 @@ def told():
 
 @pytest.fixture
 def pool(told):
-    return Pool(told, 0)
+    return Pool(told, 1)
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.complex128, torch.bool])
@@ -289,7 +290,7 @@ def test_allocated_memory_is_aligned_and_as_large_as_asked_for(pool, dtype):
     for numel in [0, 1, 1000, 4097]:
         x = pool.allocate(numel, dtype)
         assert (x.shape, x.dtype) == ((numel,), dtype)
-        assert numel == 0 or x.data_ptr() % ALIGNMENT == 0
+        assert numel == 0 or x.data_ptr() % PAGE_BYTES == 0
         x.fill_(1)
         assert x.count_nonzero() == numel
 
@@ -297,12 +298,12 @@ def test_allocated_memory_is_aligned_and_as_large_as_asked_for(pool, dtype):
 def test_memory_is_told_of_once_and_found_by_its_byte(pool, told):
     x, y = pool.allocate(100, torch.float32), pool.allocate(100, torch.float64)
     assert pool.locate(torch.ones(3)) is None
-    assert told.shared == []
+    assert told.sent == []
     assert pool.locate(y[7:20]) == (2, 56)
     assert pool.locate(x) == (1, 0)
     assert pool.locate(x.view(10, 10)[3]) == (1, 120)
     assert pool.locate(x.view(torch.int16)[5:]) == (1, 10)
-    assert told.shared == [2, 1]
+    assert told.sent == [2, 1]
 
 
 def test_memory_is_used_again_for_the_same_size_and_withdrawn_for_another(pool, told):
@@ -315,13 +316,13 @@ def test_memory_is_used_again_for_the_same_size_and_withdrawn_for_another(pool, 
     assert again.data_ptr() == address
     assert pool.locate(again) == (1, 0)
     del again
-    pool.publish()
-    assert told.withdrawn == []
+    pool.announce_freed()
+    assert told.retired == []
     large = pool.allocate(2000, torch.float32)
     assert pool.locate(large) == (3, 0)
-    pool.publish()
-    assert told.withdrawn == [1]
-    assert told.shared == [1, 2, 3]
+    pool.announce_freed()
+    assert told.retired == [1]
+    assert told.sent == [1, 2, 3]
     fresh = pool.allocate(1000, torch.float32)
     assert pool.locate(fresh) == (4, 0)
 
@@ -329,8 +330,8 @@ def test_memory_is_used_again_for_the_same_size_and_withdrawn_for_another(pool, 
 def test_memory_that_nobody_was_told_of_is_not_withdrawn(pool, told):
     pool.allocate(1000, torch.float32)
     pool.allocate(2000, torch.float32)
-    pool.publish()
-    assert (told.shared, told.withdrawn) == ([], [])
+    pool.announce_freed()
+    assert (told.sent, told.retired) == ([], [])
 
 
 def test_memory_is_kept_as_long_as_a_view_lives_and_no_longer(pool):
@@ -377,7 +378,7 @@ def test_threads_that_allocate_and_drop_never_share_memory(pool, told):
 def test_memory_leaves_no_descriptor_open(told):
     gc.collect()
     before = len(os.listdir("/proc/self/fd"))
-    pool = Pool(told, 0)
+    pool = Pool(told, 1)
     for numel in [1, 2000, 4000]:
         pool.locate(pool.allocate(numel, torch.float32))
     pool.allocate(6000, torch.float32)
@@ -535,11 +536,12 @@ def connect():
     """A function n -> the ends of n ranks, called 10, 11, ..., connected with each other."""
     made = []
 
-    def make(size):
+    def make(size, check_elsewhere=None):
         sockets = [{} for _ in range(size)]
         for a, b in itertools.combinations(range(size), 2):
             sockets[a][b], sockets[b][a] = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        made.extend(Peers(range(10, 10 + size), own, sockets[own]) for own in range(size))
+        ranks = range(10, 10 + size)
+        made.extend(Peers(ranks, i, sockets[i], check_elsewhere=check_elsewhere) for i in range(size))
         return made[-size:]
 
     yield make
@@ -557,65 +559,67 @@ def die(peers):
 def test_an_exchange_gives_everybody_every_message_by_place(connect, size):
     ranks = connect(size)
     for turn in range(20):
-        results = together(*(lambda each=each, t=turn: each.exchange(b"P%d %d" % (each.own, t), 10) for each in ranks))
-        assert results == [[b"P%d %d" % (place, turn) for place in range(size)]] * size
+        results = together(
+            *(lambda each=each, t=turn: each.exchange(STEP + b"%d %d" % (each.local_rank, t), 10) for each in ranks)
+        )
+        assert results == [[STEP + b"%d %d" % (place, turn) for place in range(size)]] * size
 
 
 def test_messages_of_a_rank_that_was_quick_wait_for_their_turn(connect):
     a, b = connect(2)
-    a.send(b"P1")
-    a.send(b"P2")
-    assert b.exchange(b"P", 10)[0] == b"P1"
-    assert b.exchange(b"P", 10)[0] == b"P2"
+    a.send(STEP + b"1")
+    a.send(STEP + b"2")
+    assert b.exchange(STEP, 10)[0] == STEP + b"1"
+    assert b.exchange(STEP, 10)[0] == STEP + b"2"
 
 
 def test_a_rank_that_left_in_good_order_is_missed_only_when_it_is_needed(connect):
     a, b, c = connect(3)
     for each in (a, b):
-        each.send(b"P1")
-        each.send(b"P2")
+        each.send(STEP + b"1")
+        each.send(STEP + b"2")
     a.leave()
     a.close()
     b_waits = ThreadPoolExecutor(1)
     with b_waits:
-        first = b_waits.submit(c.exchange, b"P1", 10)
-        assert first.result(10) == [b"P1", b"P1", b"P1"]
-        assert c.exchange(b"P2", 10) == [b"P2", b"P2", b"P2"]
-    assert error_of(c.exchange, b"P3", 10) == (
+        first = b_waits.submit(c.exchange, STEP + b"1", 10)
+        assert first.result(10) == [STEP + b"1", STEP + b"1", STEP + b"1"]
+        assert c.exchange(STEP + b"2", 10) == [STEP + b"2", STEP + b"2", STEP + b"2"]
+    assert error_of(c.exchange, STEP + b"3", 10) == (
         "the shm process group is aborted: rank 10 has left the process group while others still use it"
     )
 
 
 def test_looking_up_again_and_again_is_no_loss_of_a_rank_that_left(connect):
     a, b, c = connect(3)
-    b.send(b"P")
+    b.send(STEP)
     b.leave()
     b.close()
     for _ in range(3):
         a.check_alive()
-    c.send(b"P")
-    assert a.exchange(b"P", 10) == [b"P"] * 3
-    assert "rank 11 has left the process group while others still use it" in error_of(a.exchange, b"P", 10)
+    c.send(STEP)
+    assert a.exchange(STEP, 10) == [STEP] * 3
+    assert "rank 11 has left the process group while others still use it" in error_of(a.exchange, STEP, 10)
 
 
 def test_a_rank_that_leaves_while_another_waits_for_a_third_is_no_loss(connect):
     a, b, c = connect(3)
     for each in (a, b):
         each._spins = False
-    a.send(b"P1")
-    a.send(b"P2")
+    a.send(STEP + b"1")
+    a.send(STEP + b"2")
     a.leave()
     a.close()  # the end of the connection is seen while b waits for c
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(b.exchange, b"P1", 10)
+        waiting = pool.submit(b.exchange, STEP + b"1", 10)
         with pytest.raises(TimeoutError):
             waiting.result(0.1)
-        c.send(b"P1")
-        assert waiting.result(10) == [b"P1"] * 3
-        c.send(b"P2")
-        assert b.exchange(b"P2", 10) == [b"P2"] * 3
-    c.send(b"P3")
-    assert "rank 10 has left" in error_of(b.exchange, b"P3", 10)
+        c.send(STEP + b"1")
+        assert waiting.result(10) == [STEP + b"1"] * 3
+        c.send(STEP + b"2")
+        assert b.exchange(STEP + b"2", 10) == [STEP + b"2"] * 3
+    c.send(STEP + b"3")
+    assert "rank 10 has left" in error_of(b.exchange, STEP + b"3", 10)
 
 
 @pytest.mark.parametrize("spins", [True, False])
@@ -624,32 +628,32 @@ def test_a_death_is_noticed_while_waiting_for_it_or_for_another(connect, spins):
         a, b, c = connect(3)
         b._spins = spins
         if not waits_for_it:
-            a.send(b"P")  # the dead one had done its part
+            a.send(STEP)  # the dead one had done its part
         die(a)
         if waits_for_it:
-            c.send(b"P")
-        assert error_of(b.exchange, b"P", 10) == "the shm process group is aborted: rank 10 has died"
-        assert "rank 10 has died" in error_of(lambda c=c: [c.exchange(b"P", 10) for _ in range(2)])
-        assert "rank 10 has died" in error_of(b.exchange, b"P", 10)  # and it stays so
+            c.send(STEP)
+        assert error_of(b.exchange, STEP, 10) == "the shm process group is aborted: rank 10 has died"
+        assert "rank 10 has died" in error_of(lambda c=c: [c.exchange(STEP, 10) for _ in range(2)])
+        assert "rank 10 has died" in error_of(b.exchange, STEP, 10)  # and it stays so
 
 
 def test_the_reason_that_another_rank_gives_wins_over_what_is_seen_of_it(connect):
     a, b, c = connect(3)
     b.abort("rank 11 has met a wolf")
     die(a)
-    assert error_of(c.exchange, b"P", 10) == "rank 11 has met a wolf"
+    assert error_of(c.exchange, STEP, 10) == "rank 11 has met a wolf"
 
 
 def test_all_ranks_that_stay_silent_are_named(connect):
     ranks = connect(4)
-    ranks[2].send(b"P")
-    assert "ranks 11, 13 did not answer within 0.05 s" in error_of(ranks[0].exchange, b"P", 0.05)
-    assert "ranks 11, 13 did not answer within 0.05 s" in error_of(ranks[3].exchange, b"P", 10)
+    ranks[2].send(STEP)
+    assert "ranks 11, 13 did not answer within 0.05 s" in error_of(ranks[0].exchange, STEP, 0.05)
+    assert "ranks 11, 13 did not answer within 0.05 s" in error_of(ranks[3].exchange, STEP, 10)
 
 
 def test_a_rank_that_never_reads_is_an_error_and_no_endless_one(connect):
     a, b, _ = connect(3)
-    text = error_of(lambda: [a.send(b"P" * LONGEST) for _ in range(10_000)])
+    text = error_of(lambda: [a.send(STEP * LONGEST) for _ in range(10_000)])
     assert "does not read its messages" in text
     assert a.reason == text
     assert b.reason is None
@@ -658,7 +662,7 @@ def test_a_rank_that_never_reads_is_an_error_and_no_endless_one(connect):
 def test_leaving_ends_the_wait_of_another_thread(connect):
     a, _ = connect(2)
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(error_of, a.exchange, b"P", 20)
+        waiting = pool.submit(error_of, a.exchange, STEP, 20)
         with pytest.raises(TimeoutError):
             waiting.result(0.05)
         a.leave()
@@ -666,29 +670,28 @@ def test_leaving_ends_the_wait_of_another_thread(connect):
 
 
 def test_what_a_rank_sees_when_it_looks_up_ends_its_wait(connect):
-    a, _ = connect(2)
-    a.look = lambda: fail(CommunicationError("seen elsewhere"))
-    assert error_of(a.exchange, b"P", timedelta(days=10).total_seconds()) == "seen elsewhere"
+    a, _ = connect(2, lambda: fail(CommunicationError("seen elsewhere")))
+    assert error_of(a.exchange, STEP, timedelta(days=10).total_seconds()) == "seen elsewhere"
 
 
 def test_a_timeout_longer_than_the_system_can_count_is_a_long_one(connect):
     a, b = connect(2)
     a._spins = False
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(a.exchange, b"P", timedelta(days=1000).total_seconds())
-        b.exchange(b"P", timedelta.max.total_seconds())
-        assert waiting.result(10) == [b"P", b"P"]
+        waiting = pool.submit(a.exchange, STEP, timedelta(days=1000).total_seconds())
+        b.exchange(STEP, timedelta.max.total_seconds())
+        assert waiting.result(10) == [STEP, STEP]
 
 
 def test_memory_is_seen_by_all_and_forgotten_when_it_is_withdrawn(connect):
     ranks = connect(3)
     before = len(os.listdir("/proc/self/fd"))
-    pool = Pool(ranks[0], 0)
+    pool = Pool(ranks[0], 1)
     x = pool.allocate(1000, torch.float32).fill_(1)
     number, _ = pool.locate(x)
     for turn in range(2):
         x.fill_(2 + turn)
-        together(*(lambda each=each: each.exchange(b"P", 10) for each in ranks))
+        together(*(lambda each=each: each.exchange(STEP, 10) for each in ranks))
         for each in ranks[1:]:
             seen = each.memory(0, number).view(torch.float32)
             assert torch.equal(seen[:1000], x)
@@ -697,17 +700,17 @@ def test_memory_is_seen_by_all_and_forgotten_when_it_is_withdrawn(connect):
     assert len(os.listdir("/proc/self/fd")) == before  # none is kept open for it, on either side
     del x
     pool.allocate(2000, torch.float32)
-    pool.publish()
-    together(*(lambda each=each: each.exchange(b"P", 10) for each in ranks))
+    pool.announce_freed()
+    together(*(lambda each=each: each.exchange(STEP, 10) for each in ranks))
     with pytest.raises(KeyError):
         ranks[1].memory(0, number)
 
 
 def test_a_thousand_pieces_may_go_while_nobody_reads(connect):
     a, b = connect(2)
-    a.withdraw(range(5000))
-    a.send(b"P")
-    assert b.exchange(b"P", 10)[0] == b"P"
+    a.retire_memory(range(5000))
+    a.send(STEP)
+    assert b.exchange(STEP, 10)[0] == STEP
 
 
 def test_a_forked_process_does_not_hold_the_connections(connect):
@@ -722,7 +725,7 @@ def test_a_forked_process_does_not_hold_the_connections(connect):
         os._exit(0 if a._sockets[1].fileno() == b._sockets[0].fileno() == -1 else 1)
     try:
         die(b)
-        assert "rank 11 has died" in error_of(a.exchange, b"P", 5)  # although a process with copies of it lives on
+        assert "rank 11 has died" in error_of(a.exchange, STEP, 5)  # although a process with copies of it lives on
     finally:
         os.close(start)
         os.close(end)

@@ -29,11 +29,11 @@ def test_buckets_lie_in_memory_of_the_group_and_are_reduced_in_place(monkeypatch
     ways = []
     in_place = one_host.OneHost._reduce_in_place
     monkeypatch.setattr(
-        one_host.OneHost, "_reduce_in_place", lambda self, *given: (ways.append(self.own), in_place(self, *given))
+        one_host.OneHost, "_reduce_in_place", lambda self, *given: (ways.append(self.rank), in_place(self, *given))
     )
 
     def call(rank):
-        pool = rank.group._parts.table.pool
+        pool = rank.group._runtime.staging.pool
         model = train(rank)
         assert all(pool.locate(p.grad) is not None for p in model.parameters())
         return [p.grad.clone() for p in model.parameters()]

@@ -24,7 +24,10 @@ from torch.distributed.distributed_c10d import PrefixStore
 import lockstep
 from lockstep.distributed import ProcessGroupShm, ShmOptions
 from lockstep.errors import AgreementError, CommunicationError, OptionError
-from lockstep.shm.many_hosts import ManyHosts
+from lockstep.shm import inter_host
+from lockstep.shm.inter_host import InterHost
+from lockstep.shm.messages import disagreement
+from lockstep.shm.one_host import OneHost
 from processes import run_processes
 from threaded import run_ranks
 
@@ -69,6 +72,11 @@ def all_reduced(rank, x, op=dist.ReduceOp.SUM):
     options.reduceOp = op
     rank.group.allreduce([x], options).wait()  # dist.all_reduce moves complex numbers as pairs of real ones
     return x
+
+
+def over_hosts(group):
+    """Whether the ranks of a group found themselves on several hosts."""
+    return group._runtime.inter_host is not None
 
 
 def with_root(options, root):
@@ -245,8 +253,8 @@ def in_sub_groups(rank):
     host = "aabb"[rank.rank]
     group = rank.group.split_group(across, opts=ShmOptions(host=host))
     other = rank.group.split_group([0, 1] if rank.rank < 2 else [2, 3], opts=ShmOptions(host=host))
-    assert isinstance(group._parts.run, ManyHosts)
-    assert not isinstance(other._parts.run, ManyHosts)
+    assert over_hosts(group)
+    assert not over_hosts(other)
     x, y, z = (torch.tensor([1.0 + rank.rank]) for _ in range(3))
     works = [each.allreduce([t]) for each, t in ((group, x), (other, y), (rank.group, z))]
     for work in reversed(works):
@@ -456,13 +464,11 @@ def test_twelve_ranks_that_all_differ_are_all_named():
 
 def test_a_list_of_differences_that_is_too_long_says_so():
     long = [{f"all_reduce({10**6 + rank} elements, torch.float32, SUM)": [rank]} for rank in range(80)]
-    from lockstep.shm import many_hosts
-
     said = {what: ranks for each in long for what, ranks in each.items()}
-    text = many_hosts._short(said)
-    assert len(text) <= many_hosts.ROW_BYTES
+    text = inter_host._shortened(said)
+    assert len(text) <= inter_host.ROW_BYTES
     assert "80 different collectives" in next(iter(json.loads(text)))
-    error = str(many_hosts.disagreement(json.loads(text)))
+    error = str(disagreement(json.loads(text)))
     assert "ranks 0, 1, 2, 3," in error
     assert "rank :" not in error
 
@@ -583,14 +589,14 @@ def die(*_):
 
 def killed(rank, hosts, victim, where, store):
     group = two_levels(rank, hosts, store)
-    assert isinstance(group._parts.run, ManyHosts)
+    assert over_hosts(group)
     dist.all_reduce(torch.ones(3))
     begun = time.monotonic()
     if rank.rank == victim:
         if where == "between":
-            group._parts.run._reduce_between = die
+            InterHost.all_reduce = die
         elif where == "while its leader waits":
-            group._parts.run.local.broadcast = die
+            OneHost.broadcast = die
         else:
             die()
     with pytest.raises(CommunicationError) as caught:
@@ -631,7 +637,7 @@ def killed_while_its_leader_waits_for_others(rank, store):
     dist.all_reduce(torch.ones(3))
     if rank.rank == 3:  # late: the leaders wait for it, or for its leader, when rank 1 dies
         with contextlib.suppress(CommunicationError):
-            dist.group.WORLD._parts.store.wait(["seen 0", "seen 2"], timedelta(seconds=20))
+            dist.group.WORLD._store.wait(["seen 0", "seen 2"], timedelta(seconds=20))
         return None
     work = dist.all_reduce(torch.ones(3), async_op=True)
     if rank.rank == 1:
@@ -639,7 +645,7 @@ def killed_while_its_leader_waits_for_others(rank, store):
         die()
     with pytest.raises(CommunicationError) as caught:
         work.wait()
-    dist.group.WORLD._parts.store.set(f"seen {rank.rank}", "")
+    dist.group.WORLD._store.set(f"seen {rank.rank}", "")
     return str(caught.value)
 
 
@@ -693,7 +699,7 @@ def by_options(rank, store):
         torch.testing.assert_close(p.grad, sum(whole) / rank.world)
     objects = [None] * rank.world
     dist.all_gather_object(objects, {"rank": rank.rank})
-    return [each["rank"] for each in objects], isinstance(dist.group.WORLD._parts.run, ManyHosts)
+    return [each["rank"] for each in objects], over_hosts(dist.group.WORLD)
 
 
 def test_a_default_group_of_processes_has_the_hosts_that_its_options_say(tmp_path):
@@ -756,9 +762,9 @@ def sent_by(device):
 
 def on_two_hosts(rank, wire, store):
     rank, end = on_own_host(rank, wire, store)
-    parts = rank.group._parts
-    assert parts.run.hosts == [[0, 1], [2, 3]]
-    assert parts.peers.ranks == [rank.rank // 2 * 2, rank.rank // 2 * 2 + 1]
+    runtime = rank.group._runtime
+    assert runtime.inter_host.hosts == [[0, 1], [2, 3]]
+    assert runtime.peers.global_ranks == [rank.rank // 2 * 2, rank.rank // 2 * 2 + 1]
     x = values(rank.rank, 2_000_000, torch.float32)
     dist.barrier()
     before = sent_by(end)

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lockstep.shm.assemble import ShmOptions as ShmOptions
 from lockstep.shm.group import ProcessGroupShm as ProcessGroupShm
+from lockstep.shm.runtime import ShmOptions as ShmOptions
 
 BACKEND = "shm"
 

@@ -1,4 +1,4 @@
-"""How values are put together: element by element, always in the order of the ranks.
+"""PURE: reductions of the ranks' values, element by element, always in the order of the ranks.
 
 So a result is the same bits on every rank and in every run, whoever computes which part of it.
 """
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lockstep.errors import OptionError
-from lockstep.shm.descriptor import Op
+from lockstep.shm.messages import Op
 
 _FUNCTIONS: dict[Op, Callable[..., Tensor]] = {
     Op.SUM: torch.add,
@@ -25,7 +25,7 @@ _FUNCTIONS: dict[Op, Callable[..., Tensor]] = {
 
 
 class Reduction:
-    """Puts tensors of one dtype together.
+    """Reduces tensors of one dtype, one of each rank, to one.
 
     Half precision of more than two ranks, and a mean of it, is rounded once, at the end. A mean of whole numbers is
     that of their exact sum, its fraction cut off.
@@ -37,7 +37,7 @@ class Reduction:
         self._wide = _wide(op, dtype)
 
     def __call__(self, sources: Sequence[Tensor], out: Tensor) -> None:
-        """Write to ``out``, which may be one of the sources, what becomes of two or more of them."""
+        """Write the reduction of two or more sources to ``out``, which may be one of them."""
         first, *others = sources
         into = out
         if self._wide is not None and (len(others) > 1 or self._mean):
@@ -69,7 +69,7 @@ def _wide(op: Op, dtype: torch.dtype) -> torch.dtype | None:
 
 @lru_cache(256)
 def check(op: Op, dtype: torch.dtype) -> None:
-    """Raise unless this PyTorch can put together values of that dtype in that way."""
+    """Raise unless this PyTorch has that operation for values of that dtype."""
     try:
         sample = torch.ones(1, dtype=torch.uint8, device="cpu").to(dtype)
         if op is Op.AVG and dtype is torch.bool:

@@ -1,8 +1,7 @@
 """The ``shm`` process group: PyTorch's methods of a process group, over shared memory.
 
 What is native (``native.py``) runs in ``one_host.py`` or ``many_hosts.py``, in the order in which it was begun
-(``works.py``); the rest (``rest.py``) - gather, scatter, all-to-all, send and receive, sparse tensors - goes to a Gloo
-group beside it.
+(``works.py``); all else - gather, scatter, all-to-all, send and receive - goes to a Gloo group beside it (``gloo.py``).
 """
 
 import weakref
@@ -16,16 +15,17 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 
 from lockstep.errors import AgreementError, CommunicationError, OptionError
-from lockstep.shm.assemble import Assembly, ShmOptions
-from lockstep.shm.native import NativeCollectives, Runner
-from lockstep.shm.rest import CollectivesOfGloo
+from lockstep.shm.algorithm import Algorithm
+from lockstep.shm.gloo import CollectivesOfGloo
+from lockstep.shm.native import NativeCollectives
+from lockstep.shm.runtime import Runtime, ShmOptions
 from lockstep.shm.works import ShmWork, WorkQueue
 
 _ProcessGroup: Any = dist.ProcessGroup  # its type has overloads that no method here could match
 
 
 class ProcessGroupShm(NativeCollectives, CollectivesOfGloo, _ProcessGroup):
-    """What ``init_process_group("shm")`` and ``new_group(backend="shm")`` make.
+    """The group that ``init_process_group("shm")`` and ``new_group(backend="shm")`` make.
 
     Its collectives are those of ``torch.distributed``; only :meth:`allocate` is a method that other groups do not have.
     Ranks in messages are those of the default group.
@@ -42,19 +42,20 @@ class ProcessGroupShm(NativeCollectives, CollectivesOfGloo, _ProcessGroup):
     ) -> None:
         _ProcessGroup.__init__(self, rank, size)
         self._store, self._timeout, self._options = store, timeout.total_seconds(), options or ShmOptions()
-        self._names = list(global_ranks) or list(range(size))
-        self._parts = Assembly(store, rank, self._names, self._timeout, self._options)
-        self._queue = WorkQueue(f"shm rank {self._names[rank]}")
-        self._parts.peers.is_waited_for = self._queue.is_waited_for
+        self._global_ranks = list(global_ranks) or list(range(size))
+        self._queue = WorkQueue(f"shm rank {self._global_ranks[rank]}")
+        self._runtime = Runtime(
+            store, rank, self._global_ranks, self._timeout, self._options, self._queue.is_waited_for
+        )
         self._begun = 0
         self._splits, self._group_name, self._group_desc = 0, "", ""
         gloo = dist.ProcessGroup.BackendType.GLOO  # code in C++ wants a backend for the CPU: since 2.15, at once
-        self._register_backend(torch.device("cpu"), gloo, self._parts.rest)
+        self._register_backend(torch.device("cpu"), gloo, self._runtime.gloo)
         self._set_default_backend(gloo)
-        self._end = weakref.finalize(self, _end, self._queue, self._parts)
+        self._end = weakref.finalize(self, _end, self._queue, self._runtime)
 
     def allocate(self, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """A tensor of one dimension, uninitialised, in memory that every rank of the host can see.
+        """Return a tensor of one dimension, uninitialised, in memory that every rank of the host can see.
 
         Collectives on it, and on views of it without gaps, need no copy if every rank's tensor lies in such memory.
         Nothing is communicated. The memory is free again when the tensor and its views are gone.
@@ -65,35 +66,30 @@ class ProcessGroupShm(NativeCollectives, CollectivesOfGloo, _ProcessGroup):
             >>> bucket.shape
             torch.Size([1024])
         """
-        return self._parts.table.pool.allocate(numel, dtype)
-
-    @property
-    def _global_ranks(self) -> list[int]:
-        """The ranks of the group, in order, as ranks of the default group."""
-        return list(self._names)
+        return self._runtime.staging.pool.allocate(numel, dtype)
 
     # -------------------------------------------------------------------------- what PyTorch asks
 
     def getBackendName(self) -> str:
-        """The name of the backend."""
+        """Return the name of the backend."""
         return "shm"
 
     name = getBackendName
 
     def setGroupName(self, name: str) -> None:
-        """The name under which PyTorch finds the group."""
+        """Set the name under which PyTorch finds the group."""
         self._group_name = name
 
     def getGroupName(self) -> str:
-        """The name under which PyTorch finds the group."""
+        """Return the name under which PyTorch finds the group."""
         return self._group_name
 
     def setGroupDesc(self, description: str) -> None:
-        """What the group is for."""
+        """Set the text that says what the group is for."""
         self._group_desc = description
 
     def getGroupDesc(self) -> str:
-        """What the group is for."""
+        """Return the text that says what the group is for."""
         return self._group_desc
 
     @property
@@ -122,16 +118,16 @@ class ProcessGroupShm(NativeCollectives, CollectivesOfGloo, _ProcessGroup):
 
     def _set_default_timeout(self, timeout: timedelta) -> None:
         self._timeout = timeout.total_seconds()
-        if self._parts.rest is not None:
-            self._parts.rest.set_timeout(timeout)
+        if self._runtime.gloo is not None:
+            self._runtime.gloo.set_timeout(timeout)
 
     set_timeout = _set_default_timeout
 
     def _set_sequence_number_for_group(self) -> None:
-        """Nothing to be done: ranks compare what they run."""
+        """Do nothing: ranks compare what they run."""
 
     def _get_sequence_number_for_group(self) -> int:
-        """How many collectives this rank has begun."""
+        """Return how many collectives this rank has begun."""
         return self._begun
 
     def split_group(
@@ -143,15 +139,15 @@ class ProcessGroupShm(NativeCollectives, CollectivesOfGloo, _ProcessGroup):
         group_desc: str | None = None,
         **_: Any,
     ) -> "ProcessGroupShm | None":
-        """A group of some of the ranks, given as ranks of this one; None on all others. Every rank has to call it."""
+        """Make a group of some ranks, given as ranks of this one; None on all others. Every rank has to call it."""
         self._splits += 1
         members = sorted(ranks)
         if self.rank() not in members:
             return None
         store = PrefixStore(f"split {self._splits} {group_name or ''} {members}", self._store)
-        names = [self._names[rank] for rank in members]
-        limit = timeout or timedelta(seconds=self._timeout)
-        group = ProcessGroupShm(store, members.index(self.rank()), len(members), limit, opts or self._options, names)
+        global_ranks = [self._global_ranks[rank] for rank in members]
+        limit, options = timeout or timedelta(seconds=self._timeout), opts or self._options
+        group = ProcessGroupShm(store, members.index(self.rank()), len(members), limit, options, global_ranks)
         if group_name is not None:
             group._set_group_name(group_name)
         group._set_group_desc(group_desc or f"split of {self.group_desc}")
@@ -161,62 +157,62 @@ class ProcessGroupShm(NativeCollectives, CollectivesOfGloo, _ProcessGroup):
         """Leave the group: collectives that wait are ended, here with an error and on other ranks, too."""
         self._end()
 
-    def abort(self) -> None:
-        """End the group on every rank, at once."""
-        self._abort(f"rank {self._names[self.rank()]} called abort()")
-
-    def _abort(self, reason: str) -> None:
-        self._parts.abort(f"the shm process group is aborted: {reason}", at_work=True)
+    def abort(self, reason: str | None = None) -> None:
+        """End the group on every rank, at once; the error that all raise from then on says why."""
+        reason = reason or f"rank {self._global_ranks[self.rank()]} called abort()"
+        self._runtime.abort(f"the shm process group is aborted: {reason}", collective_may_run=True)
         self._end()
 
     # ----------------------------------------------------------------------------------- machinery
 
-    def _begin(self, what: str, run: Callable[[Runner], object], outputs: list[Tensor], opts: Any) -> ShmWork:
-        if self._parts.peers.inherited:
-            raise CommunicationError(str(self._parts.peers.reason))
+    def _begin(self, what: str, run: Callable[[Algorithm], object], outputs: list[Tensor], opts: Any) -> ShmWork:
+        if self._runtime.peers.inherited:
+            raise CommunicationError(str(self._runtime.peers.reason))
         given = getattr(opts, "timeout", None)
         timeout = given.total_seconds() if given is not None and given > timedelta(0) else self._timeout
-        parts, name = self._parts, self._names[self.rank()]
+        runtime, global_rank = self._runtime, self._global_ranks[self.rank()]
 
-        def run_in(_: Any = self) -> None:  # while it has not run, the group is in use
-            parts.table.timeout = timeout
-            _run(parts, run, name)
+        def run_collective(_: Any = self) -> None:  # while it has not run, the group is in use
+            _run(runtime, run, timeout, global_rank)
 
         self._begun += 1
-        work = ShmWork(self._queue, run_in, outputs, what)
+        work = ShmWork(self._queue, run_collective, outputs, what)
         return self._queue.add(work, background=getattr(opts, "asyncOp", True))
 
-    def _gloo(self) -> Any:
-        if self._parts.rest is None:
+    def _gloo_group(self) -> Any:
+        if self._runtime.gloo is None:
             raise CommunicationError("the shm process group has been destroyed")
-        self._parts.peers.check_open()
+        self._runtime.peers.check_open()
         self._begun += 1
-        return self._parts.rest
+        return self._runtime.gloo
 
 
-def _run(parts: Assembly, run: Callable[[Runner], object], name: int) -> None:
+def _run(runtime: Runtime, run: Callable[[Algorithm], object], timeout: float, global_rank: int) -> None:
     """Run a collective; what fails on this rank alone ends the group, as the others would wait for ever."""
-    parts.peers.check_open()  # before anything is written: a rank that is late may yet read what lies there
+    # Before anything is written: a rank that is late may yet read what lies there
+    # (test_what_is_tried_again_after_a_timeout_does_not_reach_the_late_rank).
+    runtime.peers.check_open()
+    algorithm = runtime.algorithm(timeout)
     try:
         if torch.is_inference_mode_enabled():  # what is made there could not be written elsewhere
             with torch.inference_mode(False):
-                run(parts.run)
+                run(algorithm)
         else:
-            run(parts.run)
+            run(algorithm)
     except (AgreementError, OptionError):
         raise  # on every rank, before anything was moved
     except CommunicationError as error:
-        parts.abort(str(error))
+        runtime.abort(str(error))
         raise
     except BaseException as error:
-        parts.abort(f"the shm process group is aborted: rank {name} failed in a collective: {error!r}")
+        runtime.abort(f"the shm process group is aborted: rank {global_rank} failed in a collective: {error!r}")
         raise
 
 
-def _end(queue: WorkQueue, parts: Assembly) -> None:
+def _end(queue: WorkQueue, runtime: Runtime) -> None:
     """Leave, let the threads end, and close; also when the group is collected, or the interpreter ends."""
-    if parts.peers.inherited:  # the threads are the parent's, and locks may be held for ever
+    if runtime.peers.inherited:  # the threads are the parent's, and locks may be held for ever
         return
-    parts.leave()
+    runtime.leave()
     queue.close_and_wait()
-    parts.close()
+    runtime.close()

@@ -1,6 +1,6 @@
 """The collectives that shared memory does itself, with PyTorch's names and arguments.
 
-Each checks its tensors, and begins; tensors are turned into plain ones of one dimension when their turn comes.
+Each checks its tensors, and begins; tensors are flattened when the collective runs.
 """
 
 from abc import abstractmethod
@@ -15,15 +15,13 @@ from torch._C._distributed_c10d import AllgatherOptions
 
 from lockstep.compiler import outside_compiler
 from lockstep.errors import LayoutError, OptionError
-from lockstep.shm.descriptor import Op
-from lockstep.shm.layout import as_one, check_numel, check_tensors, check_writable, give_back
-from lockstep.shm.many_hosts import ManyHosts
-from lockstep.shm.one_host import OneHost
+from lockstep.shm.algorithm import Algorithm
+from lockstep.shm.flatten import check_numel, check_tensors, check_writable, flatten, unflatten
+from lockstep.shm.messages import Op
 from lockstep.shm.overloads import with_overloads
 from lockstep.shm.sparse import all_reduce_sparse, check_sparse
 from lockstep.shm.works import ShmWork
 
-Runner = OneHost | ManyHosts
 A = TypeVar("A")
 B = TypeVar("B")
 
@@ -34,21 +32,19 @@ class NativeCollectives:
     rank: Callable[[], int]
     size: Callable[[], int]
 
-    @abstractmethod
-    def _begin(self, what: str, run: Callable[[Runner], object], outputs: list[Tensor], opts: Any) -> ShmWork:
-        """Begin what ``run`` does, under a name that profilers show."""
+    _global_ranks: list[int]
+    """The ranks of the group, as ranks of the default group: for messages."""
 
-    @property
     @abstractmethod
-    def _global_ranks(self) -> list[int]:
-        """The ranks of the group, as ranks of the default group: for messages."""
+    def _begin(self, what: str, run: Callable[[Algorithm], object], outputs: list[Tensor], opts: Any) -> ShmWork:
+        """Begin what ``run`` does, under a name that profilers show."""
 
     # ----------------------------------------------------------------------- reduce and broadcast
 
     @outside_compiler
     @with_overloads(dist.AllreduceOptions, ["tensors tensor"], ["op", "timeout"])
     def allreduce(self, tensors: list[Tensor], opts: Any, *, factor: float = 1.0) -> Any:
-        """Put a tensor together over all ranks, in place; a sparse one, too.
+        """Reduce a tensor over all ranks, in place; a sparse one, too.
 
         This rank's tensor is multiplied by ``factor`` on the way, which takes no pass over it. Factors may differ.
         """
@@ -59,8 +55,12 @@ class NativeCollectives:
 
     def _all_reduce_sparse(self, tensors: list[Tensor], opts: Any) -> ShmWork:
         check_sparse(tensors, _op(opts))
-        size, names = self.size(), self._global_ranks
-        return self._begin("all_reduce", lambda ranks: all_reduce_sparse(ranks, size, names, tensors[0]), tensors, opts)
+        global_ranks = self._global_ranks
+
+        def run(algorithm: Algorithm) -> None:
+            all_reduce_sparse(algorithm, global_ranks, tensors[0])
+
+        return self._begin("all_reduce", run, tensors, opts)
 
     @outside_compiler
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Any:
@@ -74,28 +74,28 @@ class NativeCollectives:
             raise OptionError(f"all_reduce: a factor needs a floating-point or complex tensor, got {tensors[0].dtype}")
         op = _op(opts)
 
-        def run(ranks: Runner) -> None:
-            x = as_one(tensors)
-            ranks.all_reduce(x, op, len(tensors), factor)
-            give_back(x, tensors)
+        def run(algorithm: Algorithm) -> None:
+            x = flatten(tensors)
+            algorithm.all_reduce(x, op, len(tensors), factor)
+            unflatten(x, tensors)
 
         return self._begin("all_reduce", run, tensors, opts)
 
     @outside_compiler
     @with_overloads(dist.ReduceOptions, ["tensors tensor"], ["root", "op", "timeout"])
     def reduce(self, tensors: list[Tensor], opts: Any) -> Any:
-        """Put a tensor together over all ranks, on one."""
+        """Reduce a tensor over all ranks, on one."""
         check_tensors(tensors, "reduce")
         _check_single(tensors, "reduce")
         op, root = _op(opts), _root(opts, self.size(), "reduce")
         if self.rank() == root:
             check_writable(tensors, "reduce")
 
-        def run(ranks: Runner) -> None:
-            x = as_one(tensors)
-            ranks.reduce(x, op, root)
+        def run(algorithm: Algorithm) -> None:
+            x = flatten(tensors)
+            algorithm.reduce(x, op, root)
             if self.rank() == root:
-                give_back(x, tensors)
+                unflatten(x, tensors)
 
         return self._begin("reduce", run, tensors, opts)
 
@@ -109,11 +109,11 @@ class NativeCollectives:
         if self.rank() != root:
             check_writable(tensors, "broadcast")
 
-        def run(ranks: Runner) -> None:
-            x = as_one(tensors)
-            ranks.broadcast(x, root, len(tensors))
+        def run(algorithm: Algorithm) -> None:
+            x = flatten(tensors)
+            algorithm.broadcast(x, root, len(tensors))
             if self.rank() != root:
-                give_back(x, tensors)
+                unflatten(x, tensors)
 
         return self._begin("broadcast", run, tensors, opts)
 
@@ -121,7 +121,7 @@ class NativeCollectives:
     @with_overloads(dist.BarrierOptions, [], ["timeout"])
     def barrier(self, opts: Any) -> Any:
         """Wait for every rank."""
-        return self._begin("barrier", lambda ranks: ranks.barrier(), [], opts)
+        return self._begin("barrier", lambda algorithm: algorithm.barrier(), [], opts)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """Wait for every rank; as after any collective, the error names all that did not come."""
@@ -151,12 +151,12 @@ class NativeCollectives:
             _check_count(given, self.size(), "all_gather")
             check_numel(given, x.numel(), "all_gather")
 
-        def run(ranks: Runner) -> None:
+        def run(algorithm: Algorithm) -> None:
             for given, x in zip(outputs, inputs, strict=True):
-                parts = [as_one([each]) for each in given]
-                ranks.all_gather(parts, as_one([x]), len(inputs))
+                parts = [flatten([each]) for each in given]
+                algorithm.all_gather(parts, flatten([x]), len(inputs))
                 for part, each in zip(parts, given, strict=True):
-                    give_back(part, [each])
+                    unflatten(part, [each])
 
         return self._begin("all_gather", run, [each for given in outputs for each in given], opts)
 
@@ -177,11 +177,11 @@ class NativeCollectives:
             check_writable([output], "all_gather_single")
             check_numel([output], x.numel() * self.size(), "all_gather_single")
 
-        def run(ranks: Runner) -> None:
+        def run(algorithm: Algorithm) -> None:
             for output, x in zip(outputs, inputs, strict=True):
-                whole = as_one([output])
-                ranks.all_gather(whole.view(self.size(), -1).unbind(), as_one([x]), len(inputs))
-                give_back(whole, [output])
+                whole = flatten([output])
+                algorithm.all_gather(whole.view(self.size(), -1).unbind(), flatten([x]), len(inputs))
+                unflatten(whole, [output])
 
         return self._begin("all_gather_single", run, outputs, opts)
 
@@ -190,7 +190,7 @@ class NativeCollectives:
     @outside_compiler
     @with_overloads(dist.ReduceScatterOptions, ["output_tensors output", "input_tensors input"], ["op", "timeout"])
     def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> Any:
-        """Put the tensors that all ranks have for a rank together, for every rank."""
+        """Reduce the tensors that all ranks have for a rank, for every rank."""
         op = _op(opts)
         for output, given in _pairs(outputs, inputs, "reduce_scatter"):
             check_tensors([output, *given], "reduce_scatter")
@@ -198,11 +198,11 @@ class NativeCollectives:
             _check_count(given, self.size(), "reduce_scatter")
             check_numel(given, output.numel(), "reduce_scatter")
 
-        def run(ranks: Runner) -> None:
+        def run(algorithm: Algorithm) -> None:
             for output, given in zip(outputs, inputs, strict=True):
-                result = as_one([output])
-                ranks.reduce_scatter(result, [as_one([each]) for each in given], op, len(outputs))
-                give_back(result, [output])
+                result = flatten([output])
+                algorithm.reduce_scatter(result, [flatten([each]) for each in given], op, len(outputs))
+                unflatten(result, [output])
 
         return self._begin("reduce_scatter", run, outputs, opts)
 
@@ -224,11 +224,11 @@ class NativeCollectives:
             check_writable([output], "reduce_scatter_single")
             check_numel([x], output.numel() * self.size(), "reduce_scatter_single")
 
-        def run(ranks: Runner) -> None:
+        def run(algorithm: Algorithm) -> None:
             for output, x in zip(outputs, inputs, strict=True):
-                result = as_one([output])
-                ranks.reduce_scatter(result, as_one([x]).view(self.size(), -1).unbind(), op, len(outputs))
-                give_back(result, [output])
+                result = flatten([output])
+                algorithm.reduce_scatter(result, flatten([x]).view(self.size(), -1).unbind(), op, len(outputs))
+                unflatten(result, [output])
 
         return self._begin("reduce_scatter_single", run, outputs, opts)
 
@@ -243,7 +243,7 @@ _OPS = {int(getattr(dist.ReduceOp, op.name)): op for op in Op}
 
 
 def _op(opts: Any) -> Op:
-    """What PyTorch calls the operation, as ours."""
+    """Return the operation that PyTorch's options ask for."""
     if opts is None:
         return Op.SUM
     given: Any = getattr(opts, "reduceOp", opts)
@@ -263,7 +263,7 @@ def _root(opts: Any, size: int, what: str) -> int:
 
 
 def _check_single(tensors: Sequence[Tensor], what: str) -> None:
-    """Raise for several tensors: Gloo would put those together, too, as if they were those of several ranks."""
+    """Raise for several tensors: Gloo would reduce those, too, as if they were those of several ranks."""
     if len(tensors) > 1:
         raise LayoutError(
             f"{what}: expected one tensor, got {len(tensors)}; call it for each, or allreduce_coalesced for all"
@@ -271,7 +271,7 @@ def _check_single(tensors: Sequence[Tensor], what: str) -> None:
 
 
 def _pairs(outputs: Sequence[A], inputs: Sequence[B], what: str) -> list[tuple[A, B]]:
-    """Each output with its input; raises unless there are as many."""
+    """Return each output with its input; raises unless there are as many."""
     if len(outputs) != len(inputs):
         raise LayoutError(f"{what}: expected as many outputs as inputs, got {len(outputs)} and {len(inputs)}")
     return list(zip(outputs, inputs, strict=True))

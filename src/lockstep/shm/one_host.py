@@ -1,11 +1,12 @@
-"""The collectives among the ranks of one host, on plain tensors of one dimension without gaps.
+"""The collectives among the ranks of one host.
 
 Three ways, by size and by where the tensors are:
 
-- *at once*, up to ``AT_ONCE_BYTES``: everybody puts all of it on the table and reads everybody's; one exchange.
-- *in place*, where the tensors of all ranks lie in memory from ``group.allocate``: every rank reduces its own share of
+- *in one exchange*, up to ``ONE_EXCHANGE_BYTES``: every rank puts all of its tensor in its staging buffer, and reads
+  everybody's after the exchange that compares descriptors.
+- *in place*, where the tensors of all ranks lie in memory from ``group.allocate``: every rank reduces its own shard of
   the elements, in blocks that stay in the cache, and writes it to everybody; two exchanges and no copy.
-- *in pieces*, else: tensors go over the table piece by piece; one exchange a piece.
+- *in chunks*, else: tensors go through the staging buffers chunk by chunk; one exchange a chunk.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,236 +14,240 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from lockstep.shm.algorithm import Algorithm
 from lockstep.shm.arithmetic import Reduction
-from lockstep.shm.descriptor import Descriptor, Kind, Op, factor_of
-from lockstep.shm.table import PIECE_BYTES, Table, share
+from lockstep.shm.messages import Descriptor, Kind, Op, factor_of
+from lockstep.shm.staging import CHUNK_BYTES, Staging, shard_numel
 
-AT_ONCE_BYTES = 128 * 1024
+ONE_EXCHANGE_BYTES = 128 * 1024
 BLOCK_BYTES = 256 * 1024
 """What is reduced at a time: it is still in the cache when it is written to the others."""
 
 
-class OneHost:
-    """Runs collectives over a :class:`~lockstep.shm.table.Table`; every rank calls the same ones."""
+class OneHost(Algorithm):
+    """Runs collectives over :class:`~lockstep.shm.staging.Staging`; each exchange may take ``timeout`` seconds."""
 
-    def __init__(self, table: Table) -> None:
-        self.table = table
-        self.own, self.size = table.own, table.size
+    def __init__(self, staging: Staging, timeout: float) -> None:
+        self.staging, self.timeout = staging, timeout
+        self.rank, self.size = staging.local_rank, staging.size
 
     def barrier(self) -> None:
-        """Return when every rank is here."""
+        """See :class:`Algorithm`."""
         self.agree(Descriptor(Kind.BARRIER))
 
     def agree(self, descriptor: Descriptor) -> None:
-        """Return when every rank is about to run the same; raises the same error on each if they are not."""
-        self.table.agree(descriptor)
+        """See :class:`Algorithm`."""
+        self.staging.agree(descriptor, self.timeout)
 
-    def look(self) -> None:
-        """Raise if a rank has died, or the group has ended."""
-        self.table.peers.check_alive()
+    def check_alive(self) -> None:
+        """See :class:`Algorithm`."""
+        self.staging.peers.check_alive()
 
     # -------------------------------------------------------------------------------- all ranks
 
     def all_reduce(self, x: Tensor, op: Op, tensors: int = 1, factor: float = 1.0) -> None:
-        """Put the tensors of all ranks, each times its rank's ``factor``, together, in place."""
+        """See :class:`Algorithm`."""
         descriptor = Descriptor(Kind.ALL_REDUCE, x.dtype, x.numel(), op, tensors=tensors)
         self._reduce(x, descriptor, range(self.size), factor)
 
     def reduce(self, x: Tensor, op: Op, root: int) -> None:
-        """The same, for one rank; the tensors of the others stay as they are."""
-        descriptor = Descriptor(Kind.REDUCE, x.dtype, x.numel(), op, self.table.peers.ranks[root])
+        """See :class:`Algorithm`."""
+        descriptor = Descriptor(Kind.REDUCE, x.dtype, x.numel(), op, self.staging.peers.global_ranks[root])
         self._reduce(x, descriptor, [root], 1.0)
 
     def _reduce(self, x: Tensor, descriptor: Descriptor, receivers: Sequence[int], factor: float) -> None:
-        table, receives, n = self.table, self.own in receivers, x.numel()
+        staging, receives, n = self.staging, self.rank in receivers, x.numel()
         if self.size == 1:
-            table.agree(descriptor)
+            staging.agree(descriptor, self.timeout)
             Reduction(descriptor.op, x.dtype)  # raises what any number of ranks would
             scale(x, factor)
-        elif x.nbytes <= AT_ONCE_BYTES:
-            copy_scaled(table.own_place(x.dtype)[:n], x, factor)
-            turn, _ = table.agree(descriptor)
+        elif x.nbytes <= ONE_EXCHANGE_BYTES:
+            copy_scaled(staging.own_data(x.dtype)[:n], x, factor)
+            half, _ = staging.agree(descriptor, self.timeout)
             reduction = Reduction(descriptor.op, x.dtype)
             if receives and n:
-                reduction([table.place(rank, turn, x.dtype)[:n] for rank in range(self.size)], x)
+                reduction([staging.data(rank, half, x.dtype)[:n] for rank in range(self.size)], x)
         else:
-            _, messages = table.agree(descriptor, x, factor)
+            _, messages = staging.agree(descriptor, self.timeout, x, factor)
             reduction = Reduction(descriptor.op, x.dtype)
-            shared = table.shared(messages, x)
-            if shared is not None:
-                self._reduce_in_place(shared, reduction, receivers, [factor_of(message) for message in messages])
+            allocated = staging.allocated_tensors(messages, x)
+            if allocated is not None:
+                self._reduce_in_place(allocated, reduction, receivers, [factor_of(message) for message in messages])
             elif self.size == 2:
-                self._reduce_whole_pieces(x, reduction, receives, factor)
+                self._reduce_whole_chunks(x, reduction, receives, factor)
             else:
-                self._reduce_in_pieces(x, reduction, receives, factor)
+                self._reduce_in_chunks(x, reduction, receives, factor)
 
     def _reduce_in_place(
         self, tensors: Sequence[Tensor], reduction: Reduction, receivers: Sequence[int], factors: Sequence[float]
     ) -> None:
         first, like = receivers[0], tensors[0]
-        for begin, end in blocks(*self._share(self.own, 0, like.numel(), like), like.itemsize):
-            self.table.peers.check_alive()  # a rank that is late must not write to one that has given up
+        for begin, end in blocks(*self._shard(self.rank, 0, like.numel(), like), like.itemsize):
+            # A rank that is late must not write to one that has given up
+            # (test_a_late_rank_writes_no_further_to_one_that_has_given_up).
+            self.staging.peers.check_alive()
             parts = [tensor[begin:end] for tensor in tensors]
             for part, factor in zip(parts, factors, strict=True):
                 scale(part, factor)
             reduction(parts, parts[first])
             for receiver in receivers[1:]:
                 parts[receiver].copy_(parts[first])
-        self.table.step()
+        self.staging.step(self.timeout)
 
-    def _reduce_whole_pieces(self, x: Tensor, reduction: Reduction, receives: bool, factor: float) -> None:
-        """Both of two ranks reduce all of each piece: less is copied than if each reduced its half."""
-        table, dtype = self.table, x.dtype
-        ranges = list(pieces(x.numel(), PIECE_BYTES // x.itemsize))
+    def _reduce_whole_chunks(self, x: Tensor, reduction: Reduction, receives: bool, factor: float) -> None:
+        """Let both of two ranks reduce all of each chunk: less is copied than if each reduced its half."""
+        staging, dtype = self.staging, x.dtype
+        ranges = list(chunks(x.numel(), CHUNK_BYTES // x.itemsize))
 
-        def put(piece: int) -> None:
-            begin, end = ranges[piece]
-            copy_scaled(table.own_place(dtype)[: end - begin], x[begin:end], factor)
+        def put(chunk: int) -> None:
+            begin, end = ranges[chunk]
+            copy_scaled(staging.own_data(dtype)[: end - begin], x[begin:end], factor)
 
-        def use(piece: int, turn: int) -> None:
-            begin, end = ranges[piece]
+        def use(chunk: int, half: int) -> None:
+            begin, end = ranges[chunk]
             if receives:
-                reduction([table.place(rank, turn, dtype)[: end - begin] for rank in range(2)], x[begin:end])
+                reduction([staging.data(rank, half, dtype)[: end - begin] for rank in range(2)], x[begin:end])
 
-        table.in_pieces(len(ranges), put, use)
+        staging.move_chunks(len(ranges), self.timeout, put, use)
 
-    def _reduce_in_pieces(self, x: Tensor, reduction: Reduction, receives: bool, factor: float) -> None:
-        table, dtype = self.table, x.dtype
-        ranges = list(pieces(x.numel(), PIECE_BYTES // x.itemsize))
+    def _reduce_in_chunks(self, x: Tensor, reduction: Reduction, receives: bool, factor: float) -> None:
+        """Let each rank reduce its shard of each chunk, and give the others the result."""
+        staging, dtype = self.staging, x.dtype
+        ranges = list(chunks(x.numel(), CHUNK_BYTES // x.itemsize))
 
-        def shares(piece: int) -> list[tuple[int, int]]:
-            begin, end = ranges[piece]
-            return [self._share(rank, begin, end, x) for rank in range(self.size)]
+        def shards(chunk: int) -> list[tuple[int, int]]:
+            begin, end = ranges[chunk]
+            return [self._shard(rank, begin, end, x) for rank in range(self.size)]
 
-        def put(piece: int) -> None:
-            begin, end = ranges[piece]
-            mine, to = shares(piece)[self.own], table.own_place(dtype)
+        def put(chunk: int) -> None:
+            begin, end = ranges[chunk]
+            mine, to = shards(chunk)[self.rank], staging.own_data(dtype)
             for a, b in ((begin, mine[0]), (mine[1], end)):
                 if b > a:
                     copy_scaled(to[a - begin : b - begin], x[a:b], factor)
 
-        def use(piece: int, turn: int) -> None:
-            begin = ranges[piece][0]
-            a, b = shares(piece)[self.own]
+        def use(chunk: int, half: int) -> None:
+            begin = ranges[chunk][0]
+            a, b = shards(chunk)[self.rank]
             if b > a:
                 scale(x[a:b], factor)
                 sources = [
-                    x[a:b] if rank == self.own else table.place(rank, turn, dtype)[a - begin : b - begin]
+                    x[a:b] if rank == self.rank else staging.data(rank, half, dtype)[a - begin : b - begin]
                     for rank in range(self.size)
                 ]
-                result = table.result(self.own, turn, dtype)[: b - a]
+                result = staging.result(self.rank, half, dtype)[: b - a]
                 reduction(sources, result)
                 if receives:
                     x[a:b].copy_(result)
 
-        def take(piece: int, turn: int) -> None:
-            for rank, (a, b) in enumerate(shares(piece)):
-                if receives and rank != self.own and b > a:
-                    x[a:b].copy_(table.result(rank, turn, dtype)[: b - a])
+        def take(chunk: int, half: int) -> None:
+            for rank, (a, b) in enumerate(shards(chunk)):
+                if receives and rank != self.rank and b > a:
+                    x[a:b].copy_(staging.result(rank, half, dtype)[: b - a])
 
-        table.in_pieces(len(ranges), put, use, take)
+        staging.move_chunks(len(ranges), self.timeout, put, use, take)
 
-    def _share(self, rank: int, begin: int, end: int, like: Tensor) -> tuple[int, int]:
-        each = share(end - begin, self.size, like.itemsize)
+    def _shard(self, rank: int, begin: int, end: int, like: Tensor) -> tuple[int, int]:
+        each = shard_numel(end - begin, self.size, like.itemsize)
         return min(end, begin + rank * each), min(end, begin + (rank + 1) * each)
 
     # -------------------------------------------------------------------------------- broadcast
 
     def broadcast(self, x: Tensor, root: int, tensors: int = 1) -> None:
-        """Give every rank the values of ``root``, in place."""
-        table, n, dtype = self.table, x.numel(), x.dtype
-        descriptor = Descriptor(Kind.BROADCAST, dtype, n, root=table.peers.ranks[root], tensors=tensors)
-        sends = self.own == root
-        if x.nbytes <= AT_ONCE_BYTES:
+        """See :class:`Algorithm`."""
+        staging, n, dtype = self.staging, x.numel(), x.dtype
+        descriptor = Descriptor(Kind.BROADCAST, dtype, n, root=staging.peers.global_ranks[root], tensors=tensors)
+        sends = self.rank == root
+        if x.nbytes <= ONE_EXCHANGE_BYTES:
             if sends:
-                table.own_place(dtype)[:n].copy_(x)
-            turn, _ = table.agree(descriptor)
+                staging.own_data(dtype)[:n].copy_(x)
+            half, _ = staging.agree(descriptor, self.timeout)
             if not sends:
-                x.copy_(table.place(root, turn, dtype)[:n])
+                x.copy_(staging.data(root, half, dtype)[:n])
             return
-        _, messages = table.agree(descriptor, x if sends else None)
-        shared = table.shared_by(root, messages[root], x)
-        if shared is not None:
-            copy(x, shared)
-            table.step()
+        _, messages = staging.agree(descriptor, self.timeout, x if sends else None)
+        allocated = staging.allocated_tensor(root, messages[root], x)
+        if allocated is not None:
+            copy(x, allocated)
+            staging.step(self.timeout)
             return
-        ranges = list(pieces(n, PIECE_BYTES // x.itemsize))
+        ranges = list(chunks(n, CHUNK_BYTES // x.itemsize))
 
-        def put(piece: int) -> None:
-            begin, end = ranges[piece]
+        def put(chunk: int) -> None:
+            begin, end = ranges[chunk]
             if sends:
-                table.own_place(dtype)[: end - begin].copy_(x[begin:end])
+                staging.own_data(dtype)[: end - begin].copy_(x[begin:end])
 
-        def use(piece: int, turn: int) -> None:
-            begin, end = ranges[piece]
+        def use(chunk: int, half: int) -> None:
+            begin, end = ranges[chunk]
             if not sends:
-                x[begin:end].copy_(table.place(root, turn, dtype)[: end - begin])
+                x[begin:end].copy_(staging.data(root, half, dtype)[: end - begin])
 
-        table.in_pieces(len(ranges), put, use)
+        staging.move_chunks(len(ranges), self.timeout, put, use)
 
     # ----------------------------------------------------------------------------------- gather
 
     def all_gather(self, outputs: Sequence[Tensor], x: Tensor, tensors: int = 1) -> None:
-        """Give every rank the tensors of all, in rank order."""
-        table, n, dtype = self.table, x.numel(), x.dtype
+        """See :class:`Algorithm`."""
+        staging, n, dtype = self.staging, x.numel(), x.dtype
         descriptor = Descriptor(Kind.ALL_GATHER, dtype, n, tensors=tensors)
-        others = [rank for rank in range(self.size) if rank != self.own]
-        if x.nbytes <= AT_ONCE_BYTES:
-            table.own_place(dtype)[:n].copy_(x)
-            turn, _ = table.agree(descriptor)
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        if x.nbytes <= ONE_EXCHANGE_BYTES:
+            staging.own_data(dtype)[:n].copy_(x)
+            half, _ = staging.agree(descriptor, self.timeout)
             for rank in others:
-                outputs[rank].copy_(table.place(rank, turn, dtype)[:n])
-            copy(outputs[self.own], x)
+                outputs[rank].copy_(staging.data(rank, half, dtype)[:n])
+            copy(outputs[self.rank], x)
             return
-        _, messages = table.agree(descriptor, x)
-        shared = table.shared(messages, x)
-        copy(outputs[self.own], x)
-        if shared is not None:
+        _, messages = staging.agree(descriptor, self.timeout, x)
+        allocated = staging.allocated_tensors(messages, x)
+        copy(outputs[self.rank], x)
+        if allocated is not None:
             for rank in others:
-                outputs[rank].copy_(shared[rank])
-            table.step()
+                outputs[rank].copy_(allocated[rank])
+            staging.step(self.timeout)
             return
-        ranges = list(pieces(n, PIECE_BYTES // x.itemsize))
+        ranges = list(chunks(n, CHUNK_BYTES // x.itemsize))
 
-        def put(piece: int) -> None:
-            begin, end = ranges[piece]
-            table.own_place(dtype)[: end - begin].copy_(x[begin:end])
+        def put(chunk: int) -> None:
+            begin, end = ranges[chunk]
+            staging.own_data(dtype)[: end - begin].copy_(x[begin:end])
 
-        def use(piece: int, turn: int) -> None:
-            begin, end = ranges[piece]
+        def use(chunk: int, half: int) -> None:
+            begin, end = ranges[chunk]
             for rank in others:
-                outputs[rank][begin:end].copy_(table.place(rank, turn, dtype)[: end - begin])
+                outputs[rank][begin:end].copy_(staging.data(rank, half, dtype)[: end - begin])
 
-        table.in_pieces(len(ranges), put, use)
+        staging.move_chunks(len(ranges), self.timeout, put, use)
 
     def reduce_scatter(self, output: Tensor, inputs: Sequence[Tensor], op: Op, tensors: int = 1) -> None:
-        """Put the tensors that all ranks have for a rank together, for every rank; one for each is in ``inputs``."""
-        table, n, dtype = self.table, output.numel(), output.dtype
-        table.agree(Descriptor(Kind.REDUCE_SCATTER, dtype, n, op, tensors=tensors))
+        """See :class:`Algorithm`."""
+        staging, n, dtype = self.staging, output.numel(), output.dtype
+        staging.agree(Descriptor(Kind.REDUCE_SCATTER, dtype, n, op, tensors=tensors), self.timeout)
         reduction = Reduction(op, dtype)
         if self.size == 1:
             copy(output, inputs[0])
             return
-        room = PIECE_BYTES // output.itemsize // self.size
-        ranges = list(pieces(n, room))
+        each = CHUNK_BYTES // output.itemsize // self.size
+        ranges = list(chunks(n, each))
 
-        def put(piece: int) -> None:
-            begin, end = ranges[piece]
-            to = table.own_place(dtype)
+        def put(chunk: int) -> None:
+            begin, end = ranges[chunk]
+            to = staging.own_data(dtype)
             for rank, given in enumerate(inputs):
-                if rank != self.own:
-                    to[rank * room :][: end - begin].copy_(given[begin:end])
+                if rank != self.rank:
+                    to[rank * each :][: end - begin].copy_(given[begin:end])
 
-        def use(piece: int, turn: int) -> None:
-            begin, end = ranges[piece]
-            mine = slice(self.own * room, self.own * room + end - begin)
+        def use(chunk: int, half: int) -> None:
+            begin, end = ranges[chunk]
+            mine = slice(self.rank * each, self.rank * each + end - begin)
             sources = [
-                inputs[rank][begin:end] if rank == self.own else table.place(rank, turn, dtype)[mine]
+                inputs[rank][begin:end] if rank == self.rank else staging.data(rank, half, dtype)[mine]
                 for rank in range(self.size)
             ]
             reduction(sources, output[begin:end])
 
-        table.in_pieces(len(ranges), put, use)
+        staging.move_chunks(len(ranges), self.timeout, put, use)
 
 
 def copy(to: Tensor, source: Tensor) -> None:
@@ -252,26 +257,26 @@ def copy(to: Tensor, source: Tensor) -> None:
 
 
 def scale(x: Tensor, factor: float) -> None:
-    """Multiply in place."""
+    """Multiply a tensor in place, unless the factor is 1."""
     if factor != 1:
         x.mul_(factor)
 
 
 def copy_scaled(to: Tensor, source: Tensor, factor: float) -> None:
-    """Copy, times a factor."""
+    """Copy a tensor times a factor."""
     if factor != 1:
         torch.mul(source, factor, out=to)
     else:
         to.copy_(source)
 
 
-def pieces(numel: int, largest: int) -> Iterator[tuple[int, int]]:
-    """Ranges of at most ``largest`` elements, one after the other."""
+def chunks(numel: int, largest: int) -> Iterator[tuple[int, int]]:
+    """Yield ranges of at most ``largest`` elements, one after the other."""
     for begin in range(0, numel, largest):
         yield begin, min(numel, begin + largest)
 
 
 def blocks(begin: int, end: int, itemsize: int) -> Iterator[tuple[int, int]]:
-    """The ranges of a share that are reduced at a time."""
-    for a, b in pieces(end - begin, BLOCK_BYTES // itemsize):
+    """Yield the ranges of a shard that are reduced at a time."""
+    for a, b in chunks(end - begin, BLOCK_BYTES // itemsize):
         yield begin + a, begin + b

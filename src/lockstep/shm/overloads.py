@@ -1,8 +1,8 @@
 """The forms in which PyTorch's process groups take the arguments of a collective.
 
 Each collective of PyTorch has one form with lists of tensors and an object of options, and one with single tensors and
-values: ``allreduce([x], options)`` and ``allreduce(x, op, timeout)``, by place or by name. Methods of the ``shm`` group
-are written for the former; :func:`with_overloads` brings the latter to it.
+values: ``allreduce([x], options)`` and ``allreduce(x, op, timeout)``, by position or by name. Methods of the ``shm``
+group are written for the former; :func:`with_overloads` brings the latter to it.
 """
 
 import functools
@@ -39,18 +39,18 @@ def with_overloads(
     def decorate(method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
         def collective(self: Any, *given: Any, **named: Any) -> Any:
-            moved = list(given[: len(names)])
-            for known in names[len(moved) :]:
+            given_tensors = list(given[: len(names)])
+            for known in names[len(given_tensors) :]:
                 name = next((each for each in known if each in named), None)
                 if name is None:
                     raise TypeError(f"{method.__name__}() needs {' or '.join(known)}")
-                moved.append(named.pop(name))
-            rest = given[len(names) :]
-            if named.keys() - {"factor"} or any(each is not None for each in rest):
-                opts = _options(method.__name__, rest, named, options(), values)
+                given_tensors.append(named.pop(name))
+            given_values = given[len(names) :]
+            if named.keys() - {"factor"} or any(each is not None for each in given_values):
+                opts = _options(method.__name__, given_values, named, options(), values)
             else:
                 opts = options()
-            return method(self, *(_as_lists(moved) if single else moved), opts, **named)
+            return method(self, *(_as_lists(given_tensors) if single else given_tensors), opts, **named)
 
         return collective
 
@@ -58,7 +58,7 @@ def with_overloads(
 
 
 def _options(what: str, given: Sequence[Any], named: dict[str, Any], opts: Any, values: Sequence[str]) -> Any:
-    """The options that were given, or new ones from single values, which are taken out of ``named``."""
+    """Return the options that were given, or new ones from single values, which are taken out of ``named``."""
     if "opts" in named:
         given = [named.pop("opts"), *given]
     if given and hasattr(given[0], "asyncOp"):
@@ -82,8 +82,8 @@ def _options(what: str, given: Sequence[Any], named: dict[str, Any], opts: Any, 
     return opts
 
 
-def _as_lists(moved: list[Any]) -> list[Any]:
-    """Tensors as a collective takes them: a list for each of them, or a list of lists beside a single tensor."""
-    if not any(isinstance(each, Tensor) for each in moved):
-        return moved
-    return [[each] if isinstance(each, Tensor) or each else each for each in moved]
+def _as_lists(given: list[Any]) -> list[Any]:
+    """Make lists of single tensors, as a collective takes them, and a list of lists of a list beside one."""
+    if not any(isinstance(each, Tensor) for each in given):
+        return given
+    return [[each] if isinstance(each, Tensor) or each else each for each in given]

@@ -1,20 +1,9 @@
-"""Connections between the ranks of one host: Unix sockets, one for each pair of ranks.
+"""The other ranks of a host, and Unix sockets to them, one for each pair of ranks.
 
-A signal is a short message. It blocks where it has to wait, so it costs nothing where ranks outnumber cores; what was
-written to shared memory before it was sent is seen by whoever has received it, on every processor; and the connection
-ends at once when a process dies, however it dies. Messages keep their boundaries (``SOCK_SEQPACKET``) and begin with a
-byte that says what they are:
-
-====  =====================================================================
-byte  message
-====  =====================================================================
-C     a collective begins: its descriptor (``descriptor.py``)
-P     a piece of it has been written, or read
-M     memory follows: its number and size; the next message brings it along
-D     memory that is not used any more: the numbers
-A     the group is aborted: a text that says why
-L     this rank has left the group
-====  =====================================================================
+A signal is a short message (``messages.py`` has its kinds). It blocks where it has to wait, so it costs nothing where
+ranks outnumber cores; what was written to shared memory before it was sent is seen by whoever has received it, on every
+processor; and the connection ends at once when a process dies, however it dies. Messages keep their boundaries
+(``SOCK_SEQPACKET``).
 """
 
 import array
@@ -33,8 +22,9 @@ import torch
 from torch import Tensor
 
 from lockstep.errors import CommunicationError
-from lockstep.shm.mapping import map_bytes
-from lockstep.shm.meeting import LOOK_SECONDS
+from lockstep.shm.constants import LIVENESS_SECONDS
+from lockstep.shm.messages import MessageKind
+from lockstep.shm.shared_memory import map_bytes
 
 LONGEST = 4096
 """Bytes of the longest message."""
@@ -50,25 +40,31 @@ _FD = struct.calcsize("i")
 
 
 class Peers:
-    """The other ranks of the host. Not thread-safe: one thread at a time sends and receives."""
+    """The ranks of this host, numbered by their order (``local_rank``). One thread at a time sends and receives."""
 
-    def __init__(self, ranks: Sequence[int], own: int, sockets: dict[int, socket.socket]) -> None:
-        self.ranks, self.own = list(ranks), own
-        """The ranks of the group that this host has, and the own one's place among them."""
-        self._sockets = sockets  # by place
-        self._ahead: dict[int, deque[bytes]] = {}  # read before their time, from ranks that have gone
+    def __init__(
+        self,
+        global_ranks: Sequence[int],
+        local_rank: int,
+        sockets: dict[int, socket.socket],
+        *,
+        program_waits: Callable[[], bool] = lambda: True,
+        check_elsewhere: Callable[[], object] | None = None,
+    ) -> None:
+        self.global_ranks, self.local_rank = list(global_ranks), local_rank
+        """What messages call the ranks of this host, and which of them is this one."""
+        self._sockets = sockets  # by local rank
+        self._program_waits = program_waits  # for what is exchanged: then its core has nothing else to do
+        self._check_elsewhere = check_elsewhere  # called now and then in a wait: raises if another host has given up
+        self._read_ahead: dict[int, deque[bytes]] = {}  # read before they were needed, from ranks that have gone
         self._left: set[int] = set()
         self._memory: dict[tuple[int, int], Tensor] = {}
         self._announced: dict[int, tuple[int, int]] = {}  # memory whose descriptor comes with the next message
-        self._spins = len(self.ranks) <= len(os.sched_getaffinity(0))
+        self._spins = self.size <= len(os.sched_getaffinity(0))
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._closing = threading.Event()
         self._process = os.getpid()
-        self._last_words = f"rank {self.ranks[own]}: this process has ended the shm process group"
-        self.is_waited_for: Callable[[], bool] = lambda: True
-        """Whether the program waits for what is exchanged: then its core has nothing else to do."""
-        self.look: Callable[[], object] | None = None
-        """Called now and then in a wait: raises if the group has ended elsewhere."""
+        self._farewell = f"rank {self.global_ranks[local_rank]}: this process has ended the shm process group"
         self.reason: str | None = None
         """Why the group cannot be used any more."""
         self._ends = select.poll()
@@ -80,12 +76,12 @@ class Peers:
     @property
     def size(self) -> int:
         """How many ranks the host has."""
-        return len(self.ranks)
+        return len(self.global_ranks)
 
     # ---------------------------------------------------------------------------------- signals
 
     def exchange(self, message: bytes, timeout: float) -> list[bytes]:
-        """Send a message to every other rank and return everybody's, by place.
+        """Send a message to every other rank and return everybody's, by local rank.
 
         Raises :class:`CommunicationError` naming the ranks that have died, have left, or stay silent for ``timeout``
         seconds; the group is of no use then.
@@ -102,19 +98,20 @@ class Peers:
 
     def send(self, message: bytes) -> None:
         """Send a message to every other rank."""
-        for place, each in self._sockets.items():
+        for peer, each in self._sockets.items():
             try:
                 each.send(message)
             except (BrokenPipeError, ConnectionResetError):
-                pass  # its last words come first, when they are read
+                pass  # what it has sent before its end is read first, when its next message is needed
             except BlockingIOError:
-                if message[:1] not in (b"A", b"L"):  # who does not read them sees the end of the connection
-                    self.fail(f"{self._names([place])} does not read its messages")
+                # Who does not read the last messages of a rank sees the end of the connection.
+                if message[:1] not in (MessageKind.ABORT, MessageKind.LEAVE):
+                    self.fail(f"{self._describe([peer])} does not read its messages")
 
     def _spin(self, received: list[bytes], missing: set[int]) -> None:
-        until = time.perf_counter() + (PATIENT_SPIN_SECONDS if self.is_waited_for() else SPIN_SECONDS)
+        until = time.perf_counter() + (PATIENT_SPIN_SECONDS if self._program_waits() else SPIN_SECONDS)
         while True:
-            self._take_what_is_there(received, missing)
+            self._receive_available(received, missing)
             if not missing or time.perf_counter() > until:
                 return
 
@@ -122,151 +119,155 @@ class Peers:
         deadline = time.monotonic() + timeout
         poll = select.poll()
         poll.register(self._wake, select.POLLIN)
-        places = {each.fileno(): place for place, each in self._sockets.items()}
-        for fd, place in places.items():  # of those whose message is there, only the end is of interest
-            poll.register(fd, select.POLLIN if place in missing else 0)
+        peers = {each.fileno(): peer for peer, each in self._sockets.items()}
+        for fd, peer in peers.items():  # of those whose message is there, only the end is of interest
+            poll.register(fd, select.POLLIN if peer in missing else 0)
         while missing:
             left = max(0.0, deadline - time.monotonic())
-            limit = LOOK_SECONDS if self.look is not None else LONGEST_POLL_SECONDS
+            limit = LIVENESS_SECONDS if self._check_elsewhere is not None else LONGEST_POLL_SECONDS
             ready = poll.poll(min(left, limit) * 1e3)
             if self._closing.is_set():
-                raise CommunicationError(self._last_words)
+                raise CommunicationError(self._farewell)
             if not ready and left > limit:
-                if self.look is not None:
-                    self.look()
+                if self._check_elsewhere is not None:
+                    self._check_elsewhere()
             elif not ready:
                 self.fail(
-                    f"{self._names(missing)} did not answer within {timeout:g} s: stalled, or not in this collective"
+                    f"{self._describe(missing)} did not answer within {timeout:g} s: stalled, or not in this collective"
                 )
             for fd, _ in ready:
                 if fd == self._wake:
                     continue
-                place = places[fd]
-                if place in missing:
-                    message = self._receive(place)
+                peer = peers[fd]
+                if peer in missing:
+                    message = self._receive(peer)
                     if message is not None:
-                        received[place] = message
-                        missing.discard(place)
+                        received[peer] = message
+                        missing.discard(peer)
                         poll.modify(fd, 0)
                 else:
                     poll.unregister(fd)
-                    if aborted := self._read_to_the_end(place):  # perhaps after all had done their part here
-                        self._take_what_is_there(received, missing)
+                    if abort := self._read_to_the_end(peer):  # perhaps after all had done their part here
+                        self._receive_available(received, missing)
                         if missing:
-                            self._abort_as(aborted)
+                            self._abort_as(abort)
 
-    def _take_what_is_there(self, received: list[bytes], missing: set[int]) -> None:
-        """Take the messages that have come."""
-        for place in tuple(missing):
-            message = self._receive(place)
+    def _receive_available(self, received: list[bytes], missing: set[int]) -> None:
+        """Receive the messages that have come."""
+        for peer in tuple(missing):
+            message = self._receive(peer)
             if message is not None:
-                received[place] = message
-                missing.discard(place)
+                received[peer] = message
+                missing.discard(peer)
 
-    def _read_to_the_end(self, place: int) -> bytes | None:
+    def _read_to_the_end(self, peer: int) -> bytes | None:
         """Read what is left of a rank that has gone, and has done its part so far; raises if it has died.
 
         Returns its last message if it has ended the group, which is kept for the next time that it is needed.
         """
-        if place in self._left:  # it is missed when it is needed
+        if peer in self._left:  # it is missed when it is needed
             return None
-        messages: deque[bytes] = self._ahead.setdefault(place, deque())
-        while message := self._receive(place, leaving=True):
+        messages: deque[bytes] = self._read_ahead.setdefault(peer, deque())
+        while message := self._receive(peer, leaving=True):
             messages.append(message)
-            if message[:1] == b"A":
-                self._left.add(place)
+            if message[:1] == MessageKind.ABORT:
+                self._left.add(peer)
                 return message
         return None
 
     def _abort_as(self, message: bytes) -> None:
         """End the group for the reason that another rank has given, and raise."""
-        self.abort(message[1:].decode())  # told on: another rank may see the end of this one first
+        # The others are told, too: one of them may see the end of this rank first
+        # (test_a_rank_that_is_told_of_an_end_tells_the_others_before_it_goes).
+        self.abort(message[1:].decode(errors="replace"))  # a long one may be cut anywhere
         raise CommunicationError(str(self.reason))
 
-    def _receive(self, place: int, leaving: bool = False) -> bytes | None:
-        """The next message of a collective from one rank, if it is there; everything else is dealt with here."""
-        if not leaving and (ahead := self._ahead.get(place)):
-            if ahead[0][:1] == b"A":
+    def _receive(self, peer: int, leaving: bool = False) -> bytes | None:
+        """Receive the next message of a collective from one rank, if it is there; handle all others on the way.
+
+        Of a rank that is ``leaving`` the messages are read to the last, and kept by the caller.
+        """
+        if not leaving and (ahead := self._read_ahead.get(peer)):
+            if ahead[0][:1] == MessageKind.ABORT:
                 self._abort_as(ahead[0])
             return ahead.popleft()
-        each = self._sockets[place]
+        connection = self._sockets[peer]
         while True:
             try:
-                message = self._take_memory(place) if place in self._announced else each.recv(LONGEST)
+                message = self._receive_memory(peer) if peer in self._announced else connection.recv(LONGEST)
             except BlockingIOError:
                 return None
             except ConnectionResetError:  # it closed with something unread; what it had sent comes after this
                 continue
             kind = message[:1]
-            if kind in (b"C", b"P"):
+            if kind in (MessageKind.COLLECTIVE, MessageKind.STEP):
                 return message
-            if kind == b"F":
+            if kind == MessageKind.FILE:
                 continue
-            if kind == b"M":
-                self._announced[place] = _MEMORY.unpack(message)[1:]
-            elif kind == b"D":
+            if kind == MessageKind.MEMORY:
+                self._announced[peer] = _MEMORY.unpack(message)[1:]
+            elif kind == MessageKind.RETIRED:
                 for number in array.array("I", message[1:]):
-                    self._memory.pop((place, number), None)
-            elif kind == b"A" and leaving:
+                    self._memory.pop((peer, number), None)
+            elif kind == MessageKind.ABORT and leaving:
                 return message
-            elif kind == b"A":
+            elif kind == MessageKind.ABORT:
                 self._abort_as(message)
-            elif kind == b"L" and leaving:
-                self._left.add(place)
+            elif kind == MessageKind.LEAVE and leaving:
+                self._left.add(peer)
                 return None
             else:
-                self._lost(place, kind == b"L" or place in self._left)
+                self._fail_without(peer, kind == MessageKind.LEAVE or peer in self._left)
 
-    def _lost(self, place: int, left: bool) -> None:
-        """A rank has gone; another one may have said why before it."""
+    def _fail_without(self, peer: int, left: bool) -> None:
+        """Raise as a rank has gone that is needed; another one may have said why before it."""
         for other in self._sockets:
-            if other != place:
-                self._look_for_abort(other)
+            if other != peer:
+                self._raise_if_aborted_by(other)
         if left:
-            self.fail(f"{self._names([place])} has left the process group while others still use it")
-        self.fail(f"{self._names([place])} has died")
+            self.fail(f"{self._describe([peer])} has left the process group while others still use it")
+        self.fail(f"{self._describe([peer])} has died")
 
-    def _look_for_abort(self, place: int) -> None:
+    def _raise_if_aborted_by(self, peer: int) -> None:
         try:
-            while message := self._sockets[place].recv(LONGEST):
-                if message[:1] == b"A":
-                    self.abort(message[1:].decode())
-                    raise CommunicationError(str(self.reason))
+            while message := self._sockets[peer].recv(LONGEST):
+                if message[:1] == MessageKind.ABORT:
+                    self._abort_as(message)
         except OSError:
             return
 
-    def _names(self, places: Iterable[int]) -> str:
-        ranks = sorted(self.ranks[place] for place in places)
+    def _describe(self, peers: Iterable[int]) -> str:
+        ranks = sorted(self.global_ranks[peer] for peer in peers)
         return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
     # ----------------------------------------------------------------------------------- memory
 
-    def share(self, number: int, size: int, fd: int) -> None:
-        """Give every other rank a piece of this rank's memory."""
-        self.send(_MEMORY.pack(b"M", number, size))
+    def send_memory(self, number: int, size: int, fd: int) -> None:
+        """Give every other rank a descriptor of shared memory of this rank."""
+        self.send(_MEMORY.pack(MessageKind.MEMORY, number, size))
         for each in self._sockets.values():
             with suppress(BrokenPipeError, ConnectionResetError):
-                socket.send_fds(each, [b"F"], [fd])
+                socket.send_fds(each, [MessageKind.FILE], [fd])
 
-    def withdraw(self, numbers: Sequence[int]) -> None:
-        """Tell every other rank to forget pieces of memory; in few messages, as nobody may be reading."""
+    def retire_memory(self, numbers: Sequence[int]) -> None:
+        """Tell every other rank to unmap memory of this rank; in few messages, as nobody may be reading."""
         for begin in range(0, len(numbers), _NUMBERS):
-            self.send(b"D" + array.array("I", numbers[begin : begin + _NUMBERS]).tobytes())
+            self.send(MessageKind.RETIRED + array.array("I", numbers[begin : begin + _NUMBERS]).tobytes())
 
-    def memory(self, place: int, number: int) -> Tensor:
-        """The bytes of a piece of another rank's memory."""
-        return self._memory[place, number]
+    def memory(self, peer: int, number: int) -> Tensor:
+        """Return the bytes of shared memory of another rank."""
+        return self._memory[peer, number]
 
-    def _take_memory(self, place: int) -> bytes:
-        """The message that brings memory, which is mapped; or another one, from a rank that ends in between."""
-        message, ancillary, _, _ = self._sockets[place].recvmsg(LONGEST, socket.CMSG_SPACE(_FD))
-        if message[:1] == b"F":
-            number, size = self._announced.pop(place)
+    def _receive_memory(self, peer: int) -> bytes:
+        """Receive the message that brings memory, and map that; or another one, of a rank that ends in between."""
+        message, ancillary, _, _ = self._sockets[peer].recvmsg(LONGEST, socket.CMSG_SPACE(_FD))
+        if message[:1] == MessageKind.FILE:
+            number, size = self._announced.pop(peer)
             if not ancillary:
-                raise OSError(f"cannot take the memory of {self._names([place])}: too many open files?")
+                raise OSError(f"cannot take the memory of {self._describe([peer])}: too many open files?")
             fds = array.array("i", ancillary[0][2][:_FD])
             try:
-                self._memory[place, number] = torch.frombuffer(map_bytes(fds[0], size), dtype=torch.uint8)
+                self._memory[peer, number] = torch.frombuffer(map_bytes(fds[0], size), dtype=torch.uint8)
             finally:
                 os.close(fds[0])
         return message
@@ -282,16 +283,18 @@ class Peers:
     def abort(self, reason: str) -> None:
         """Tell every other rank why the group ends, and end it."""
         with suppress(OSError):
-            self.send(b"A" + reason.encode()[: LONGEST - 1])
+            self.send(_abort_message(reason))
         self._close(reason)
 
     def leave(self, reason: str | None = None) -> None:
         """End this rank's part in good order or, for a reason, everybody's; also while another thread waits."""
         if self.reason is None:
-            self._last_words = reason or self._last_words
+            self._farewell = reason or self._farewell
             with suppress(OSError):  # the other thread has just closed everything
-                self.send(b"L" if reason is None else b"A" + reason.encode()[: LONGEST - 1])
-            self._closing.set()  # also if it could not be sent: the other thread must not wait on
+                self.send(MessageKind.LEAVE if reason is None else _abort_message(reason))
+            # Also if it could not be sent: the other thread must not wait on
+            # (test_a_rank_that_cannot_say_that_it_leaves_stops_waiting_all_the_same).
+            self._closing.set()
             with suppress(OSError):
                 os.eventfd_write(self._wake, 1)
 
@@ -304,12 +307,12 @@ class Peers:
         """Raise if one of the ranks has died, or this one has left; reads nothing from those that are there."""
         self.check_open()
         if self._closing.is_set():
-            raise CommunicationError(self._last_words)
+            raise CommunicationError(self._farewell)
         for fd, _ in self._ends.poll(0):
-            place = next(place for place, each in self._sockets.items() if each.fileno() == fd)
+            peer = next(peer for peer, each in self._sockets.items() if each.fileno() == fd)
             self._ends.unregister(fd)
-            if aborted := self._read_to_the_end(place):
-                self._abort_as(aborted)
+            if abort := self._read_to_the_end(peer):
+                self._abort_as(abort)
 
     @property
     def inherited(self) -> bool:
@@ -320,7 +323,8 @@ class Peers:
         """Close what a forked process has of its parent's connections; the parent's stay open."""
         self.reason = (
             f"process {os.getpid()} cannot use the shm process group: it was forked from process {self._process}, "
-            f"which is rank {self.ranks[self.own]} of it. Communicate there, or give this process a group of its own"
+            f"which is rank {self.global_ranks[self.local_rank]} of it. Communicate there, or give this process a "
+            "group of its own"
         )
         self.close()
 
@@ -337,6 +341,10 @@ class Peers:
         for each in self._sockets.values():
             each.close()
         self._memory.clear()
+
+
+def _abort_message(reason: str) -> bytes:
+    return MessageKind.ABORT + reason.encode()[: LONGEST - 1]
 
 
 _alive: "weakref.WeakSet[Peers]" = weakref.WeakSet()

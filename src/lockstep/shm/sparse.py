@@ -1,15 +1,11 @@
-"""Sums of sparse tensors: everybody gets everybody's entries, and adds them up in the order of the ranks."""
-
-from typing import TYPE_CHECKING
+"""Sums of sparse tensors: every rank gathers the entries of all, and adds them up in the order of the ranks."""
 
 import torch
 from torch import Tensor
 
 from lockstep.errors import AgreementError, LayoutError, OptionError
-from lockstep.shm.descriptor import Op
-
-if TYPE_CHECKING:
-    from lockstep.shm.native import Runner
+from lockstep.shm.algorithm import Algorithm
+from lockstep.shm.messages import Op
 
 
 def check_sparse(tensors: list[Tensor], op: Op) -> None:
@@ -22,24 +18,25 @@ def check_sparse(tensors: list[Tensor], op: Op) -> None:
         raise OptionError(f"all_reduce: sparse tensors can be summed only, got {op.name}; use .to_dense()")
 
 
-def all_reduce_sparse(ranks: "Runner", size: int, names: list[int], x: Tensor) -> None:
+def all_reduce_sparse(algorithm: Algorithm, global_ranks: list[int], x: Tensor) -> None:
     """Sum a sparse tensor over all ranks, in place; the result is coalesced. Three all-gathers."""
+    size = len(global_ranks)
     mine = x.detach().coalesce()
     indices, values = mine.indices(), mine.values()
     header = torch.tensor([values.shape[0], x.sparse_dim(), *x.shape], dtype=torch.int64, device="cpu")
-    headers = [each.tolist() for each in _gathered(ranks, size, header)]
+    headers = [each.tolist() for each in _gathered(algorithm, size, header)]
     if any(each[1:] != headers[0][1:] for each in headers):
         said = "; ".join(
-            f"rank {name}: {tuple(each[2:])} with {each[1]} sparse dimensions"
-            for name, each in zip(names, headers, strict=True)
+            f"rank {rank}: {tuple(each[2:])} with {each[1]} sparse dimensions"
+            for rank, each in zip(global_ranks, headers, strict=True)
         )
         raise AgreementError(
             f"the ranks sum sparse tensors of different shapes, and no result has been written: {said}"
         )
     counts = [each[0] for each in headers]
     most = max(counts)
-    all_values = _gathered(ranks, size, _padded(values, most))
-    all_indices = _gathered(ranks, size, _padded(indices.t(), most))
+    all_values = _gathered(algorithm, size, _padded(values, most))
+    all_indices = _gathered(algorithm, size, _padded(indices.t(), most))
     found = torch.cat([each[:count] for each, count in zip(all_indices, counts, strict=True)]).t()
     summed = torch.cat([each[:count] for each, count in zip(all_values, counts, strict=True)])
     total = torch.sparse_coo_tensor(found, summed, x.shape, check_invariants=False).coalesce()
@@ -53,7 +50,7 @@ def _padded(rows: Tensor, count: int) -> Tensor:
     return padded
 
 
-def _gathered(ranks: "Runner", size: int, rows: Tensor) -> list[Tensor]:
+def _gathered(algorithm: Algorithm, size: int, rows: Tensor) -> list[Tensor]:
     gathered = rows.new_empty((size, rows.numel()))
-    ranks.all_gather(gathered.unbind(), rows.view(-1))
+    algorithm.all_gather(gathered.unbind(), rows.view(-1))
     return [each.view(rows.shape) for each in gathered.unbind()]

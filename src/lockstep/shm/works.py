@@ -1,4 +1,4 @@
-"""Collectives that have been begun: in their order, run by whoever waits for one, or by a thread of their own.
+"""Collectives that have been begun: run in their order, by whoever waits for one, or by a thread of their own.
 
 A rank that waits runs what is due itself: no thread has to wake up for it. What was begun without being waited for is
 run by a worker thread in the background. Futures, whose callbacks may begin and wait for further collectives, are
@@ -25,7 +25,7 @@ _enter: Callable[..., Any] = torch.autograd._record_function_with_args_enter  # 
 _exit: Callable[[Any], None] = torch.autograd._record_function_with_args_exit  # type: ignore[attr-defined]
 
 SMALL_BYTES = 1024
-"""What the outputs of a work may hold that is kept for a while."""
+"""The outputs of a work that is kept for a while have at most as many bytes."""
 CLOSE_SECONDS = 5.0
 """How long the end of a group waits for callbacks of futures that do not return, however many they are."""
 
@@ -47,7 +47,7 @@ class ShmWork(dist.Work):
         self._recorded = _enter(f"shm:{what}", *outputs) if _profiler_enabled() else None  # with sizes; till its end
 
     def end(self, error: BaseException | None) -> None:
-        """It is over."""
+        """Note that it is over."""
         self.error, self.done = error, True
         if self._recorded is not None:
             _exit(self._recorded)
@@ -69,11 +69,11 @@ class ShmWork(dist.Work):
         return self.done and self.error is None
 
     def exception(self) -> BaseException | None:
-        """What it raised."""
+        """Return what it raised."""
         return self.error
 
     def result(self) -> list[Tensor]:
-        """The tensors with the result."""
+        """Return the tensors with the result."""
         return self.outputs
 
     def synchronize(self) -> None:
@@ -81,7 +81,7 @@ class ShmWork(dist.Work):
         self.wait()
 
     def get_future(self) -> "torch.futures.Future[list[Tensor]]":
-        """A future with the list of the output tensors.
+        """Return a future with the list of the output tensors.
 
         Of tensors in float16 it is there when the collective is over: PyTorch's built-in FP16 hook, in C++, takes no
         future that Python has completed.
@@ -105,12 +105,12 @@ class WorkQueue:
         self._running = False
         self._closed = False
         self._recent: deque[ShmWork] = deque(maxlen=256)
-        """Kept for C++ code that holds a work, and waits for it, when Python has dropped it: as PyTorch's Join does."""
+        """Kept for C++ code that waits for a work which Python has dropped, as PyTorch's Join does."""
         self._ready = 0  # workers that wait, or run a collective
         self._workers: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
     def add(self, work: ShmWork, background: bool) -> ShmWork:
-        """Begin a collective; unless ``background`` the caller waits for it at once."""
+        """Put a collective at the end; unless ``background`` the caller waits for it at once."""
         with self._condition:
             if self._closed:
                 raise CommunicationError("the shm process group has been destroyed")
@@ -143,7 +143,7 @@ class WorkQueue:
         return self._waiting > 0
 
     def future_of(self, work: ShmWork) -> "torch.futures.Future[list[Tensor]]":
-        """The future of a collective, made when it is asked for."""
+        """Return the future of a collective, made when it is asked for."""
         with self._condition:
             future = work.future
             if future is None:
@@ -169,7 +169,7 @@ class WorkQueue:
             worker.join(max(0.0, until - time.monotonic()))
 
     def _run_next(self) -> None:
-        """Run the first collective. Called, and left, with the condition held."""
+        """Run the first collective. The condition is locked before and after, not while it runs."""
         work = self._begun.popleft()
         self._running = True
         self._condition.release()
@@ -183,11 +183,11 @@ class WorkQueue:
             if not isinstance(error, Exception):
                 raise
         finally:
-            del work.run  # perhaps the last one to hold the group, whose end waits for other threads
+            del work.run  # perhaps the last reference to the group, whose end waits for other threads
             self._condition.acquire()
             self._running = False
             work.end(failed)
-            if work.error is not None and work in self._recent:  # its traceback holds the group
+            if work.error is not None and work in self._recent:  # its traceback refers to the group
                 self._recent.remove(work)
             if work.future is not None:
                 self._completions.append(work)
@@ -195,7 +195,7 @@ class WorkQueue:
             self._condition.notify_all()
 
     def _call_worker(self) -> None:
-        """See that a worker is about to look; with the condition held."""
+        """See that a worker is about to look for work; the condition is locked."""
         if self._ready:
             self._condition.notify_all()
         else:

@@ -1,4 +1,8 @@
-"""Shared memory, mapped into this process; in a forked process it becomes the child's own, as all other memory does.
+"""Shared memory without a name, mapped into this process; in a forked process it becomes the child's own.
+
+It is made by one rank (``memfd_create``: no entry in ``/dev/shm``, none of its limits; only processes that were handed
+the descriptor can map it), so that nothing can be left behind, and goes when the last process that maps it has gone.
+Its size is sealed, so no rank can pull it away under another.
 
 A fork would leave parent and child with the same shared memory: a data loader's worker that calls ``zero_grad`` would
 do it to its parent's gradients, and to a collective under way. So each mapping is replaced in the child, at its
@@ -6,6 +10,7 @@ address: by a copy, taken before the fork, where tensors of the program lie in i
 """
 
 import ctypes
+import fcntl
 import mmap
 import os
 import weakref
@@ -20,7 +25,7 @@ _libc.mremap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctyp
 
 _FAILED = ctypes.c_void_p(-1).value
 _NO_ACCESS, _READ_WRITE = 0, mmap.PROT_READ | mmap.PROT_WRITE
-_OWN = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+_PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 _MAP_FIXED, _MREMAP_TO = 0x10, 0x1 | 0x2  # of Linux, on every processor
 
 
@@ -29,26 +34,26 @@ class _Mappings:
 
     def __init__(self) -> None:
         self._all: dict[int, weakref.ref[Any]] = {}  # by address
-        self._used: set[int] = set()
+        self._in_use: set[int] = set()
         self._copies: list[tuple[Any, int | None]] = []
-        """During a fork: what is used, which so stays mapped, and where its copy is, if there was room for one."""
+        """During a fork: what is in use, and where its copy is, if there was room for one."""
 
     def add(self, memory: Any) -> None:
         self._all[ctypes.addressof(memory)] = weakref.ref(memory)
 
     def remove(self, address: int, size: int) -> None:
         self._all.pop(address, None)
-        self._used.discard(address)
+        self._in_use.discard(address)
         _libc.munmap(address, size)
 
-    def use(self, address: int, used: bool) -> None:
-        (self._used.add if used else self._used.discard)(address)
+    def mark(self, address: int, in_use: bool) -> None:
+        (self._in_use.add if in_use else self._in_use.discard)(address)
 
     def before_fork(self) -> None:
-        living = [ref() for address, ref in list(self._all.items()) if address in self._used]
+        living = [ref() for address, ref in list(self._all.items()) if address in self._in_use]
         for memory in living:
             if memory is not None:
-                copy = _map(None, len(memory), _READ_WRITE, _OWN)
+                copy = _map(None, len(memory), _READ_WRITE, _PRIVATE)
                 self._copies.append((memory, copy))
                 if copy is not None:
                     ctypes.memmove(copy, memory, len(memory))
@@ -62,16 +67,16 @@ class _Mappings:
     def in_child(self) -> None:
         copies, self._copies = self._copies, []
         mapped, self._all = self._all, {}
-        self._used.clear()
+        self._in_use.clear()
         for ref in mapped.values():
             memory = ref()
             if memory is not None:
-                _map(ctypes.addressof(memory), len(memory), _READ_WRITE, _OWN | _MAP_FIXED)
+                _map(ctypes.addressof(memory), len(memory), _READ_WRITE, _PRIVATE | _MAP_FIXED)
         for memory, copy in copies:
             address, size = ctypes.addressof(memory), len(memory)
             if copy is None or _libc.mremap(copy, size, size, _MREMAP_TO, address) == _FAILED:
                 # No room for a copy: a crash of who touches it is better than values that are wrong.
-                _map(address, size, _NO_ACCESS, _OWN | _MAP_FIXED)
+                _map(address, size, _NO_ACCESS, _PRIVATE | _MAP_FIXED)
 
 
 def _map(address: int | None, size: int, access: int, how: int, fd: int = -1) -> int | None:
@@ -97,6 +102,30 @@ def map_bytes(fd: int, size: int) -> Any:
     return memory
 
 
-def use(address: int, used: bool) -> None:
+def mark_in_use(address: int, in_use: bool) -> None:
     """Say whether tensors of the program lie in the memory that is mapped at an address: then a child gets a copy."""
-    _mappings.use(address, used)
+    _mappings.mark(address, in_use)
+
+
+class SharedMemory:
+    """Memory that this rank has made, for the ranks of its host to map."""
+
+    def __init__(self, number: int, size: int) -> None:
+        self.number, self.size = number, size
+        """What the ranks call it, and its bytes."""
+        self.fd = os.memfd_create("lockstep", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self._close = weakref.finalize(self, os.close, self.fd)
+        self._close.atexit = False
+        try:
+            os.ftruncate(self.fd, size)
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+            self.bytes = map_bytes(self.fd, size)
+        except BaseException:
+            self.close()
+            raise
+        self.address = ctypes.addressof(self.bytes)
+
+    def close(self) -> None:
+        """Close the descriptor, which is not needed any more; the memory stays mapped as long as it is used."""
+        self._close()
+        self.fd = -1

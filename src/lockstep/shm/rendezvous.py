@@ -1,4 +1,4 @@
-"""How the ranks of a group find each other: who is on which host, and a connection to each rank of the own one.
+"""The rendezvous of a group's ranks: who is on which host, and a connection to each rank of the own one.
 
 Every rank opens a Unix socket without a name in any file system, and writes its address and its host to the group's
 store. A connection counts only if it comes from the same user and brings the listener's secret.
@@ -22,17 +22,14 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import CommunicationError, OptionError
+from lockstep.shm.constants import FAILURE_KEY, LIVENESS_SECONDS
 
 _HELLO = struct.Struct("<I32s")
 _CREDENTIALS = struct.Struct("3i")
-_FAILED = "failed"
-"""The key of the store under which a rank writes why it has given up."""
-LOOK_SECONDS = 0.2
-"""How often a rank that waits for others looks whether they are alive."""
 
 
 @dataclass(frozen=True)
-class Meeting:
+class Rendezvous:
     """What a rank knows when all have met."""
 
     hosts: list[list[int]]
@@ -41,37 +38,37 @@ class Meeting:
     """A connection to every other rank of the own host."""
 
 
-def meet(store: Any, rank: int, names: Sequence[int], host: str, timeout: float) -> Meeting:
-    """Meet the other ranks of a group, ``names`` in messages; ranks with the same ``host`` get connected."""
+def meet(store: Any, rank: int, global_ranks: Sequence[int], host: str, timeout: float) -> Rendezvous:
+    """Meet the other ranks of a group, ``global_ranks`` in messages; ranks with the same ``host`` get connected."""
     deadline = time.monotonic() + timeout
-    address, secret = f"\0lockstep-{secrets.token_hex(16)}", secrets.token_hex(16)
+    name, secret = f"lockstep-{secrets.token_hex(16)}", secrets.token_hex(16)
     sockets: dict[int, socket.socket] = {}
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-            listener.bind(address)
-            listener.listen(len(names))
-            store.set(f"{rank}", json.dumps({"host": host, "address": address[1:], "secret": secret}))
-            cards = _cards(store, names, timeout)
+            listener.bind(f"\0{name}")
+            listener.listen(len(global_ranks))
+            store.set(f"{rank}", json.dumps({"host": host, "address": name, "secret": secret}))
+            addresses = _addresses(store, global_ranks, timeout)
             hosts: dict[str, list[int]] = {}
-            for other, card in enumerate(cards):
-                hosts.setdefault(card["host"], []).append(other)
+            for other, address in enumerate(addresses):
+                hosts.setdefault(address["host"], []).append(other)
             try:
                 for other in hosts[host]:
                     if other < rank:
-                        sockets[other] = _connect(cards[other], rank, names[other])
-                waiting = {other: cards[other] for other in hosts[host] if other > rank}
-                _accept(listener, secret, deadline, waiting, names, sockets)
+                        sockets[other] = _connect(addresses[other], rank, global_ranks[other])
+                missing = {other: addresses[other] for other in hosts[host] if other > rank}
+                _accept(listener, secret, deadline, missing, global_ranks, sockets)
             except CommunicationError as error:
-                raise _first(store, error) from error.__cause__
+                raise _first_failure(store, error) from error.__cause__
     except BaseException:
         for each in sockets.values():
             each.close()
         raise
-    return Meeting(list(hosts.values()), sockets)
+    return Rendezvous(list(hosts.values()), sockets)
 
 
 def host_identity() -> str:
-    """What is the same for processes that can share memory, and differs else."""
+    """Return what is the same for processes that can share memory, and differs else."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     machine = boot.read_text().strip() if boot.exists() else socket.gethostname()
     return f"{machine}/{os.stat('/proc/self/ns/net').st_ino}/{os.getuid()}"
@@ -86,26 +83,26 @@ def check_platform() -> None:
         )
 
 
-def _cards(store: Any, names: Sequence[int], timeout: float) -> list[dict[str, str]]:
-    keys = [str(other) for other in range(len(names))]
+def _addresses(store: Any, global_ranks: Sequence[int], timeout: float) -> list[dict[str, str]]:
+    keys = [str(other) for other in range(len(global_ranks))]
     try:
         store.wait(keys, timedelta(seconds=timeout))
     except RuntimeError as error:
-        absent = ", ".join(str(name) for key, name in zip(keys, names, strict=True) if not store.check([key]))
+        absent = ", ".join(str(name) for key, name in zip(keys, global_ranks, strict=True) if not store.check([key]))
         raise CommunicationError(
             f"rank(s) {absent} did not come to the shm process group within {timeout:g} s; look at their errors"
         ) from error
     return [json.loads(store.get(key)) for key in keys]
 
 
-def _connect(card: dict[str, str], rank: int, name: int) -> socket.socket:
+def _connect(address: dict[str, str], rank: int, to: int) -> socket.socket:
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
-        connection.connect("\0" + card["address"])
-        connection.send(_HELLO.pack(rank, card["secret"].encode()))
+        connection.connect("\0" + address["address"])
+        connection.send(_HELLO.pack(rank, address["secret"].encode()))
     except ConnectionError as error:
         connection.close()
-        raise CommunicationError(_gone([name])) from error
+        raise CommunicationError(_have_died([to])) from error
     except BaseException:
         connection.close()
         raise
@@ -116,18 +113,18 @@ def _accept(
     listener: socket.socket,
     secret: str,
     deadline: float,
-    waiting: dict[int, dict[str, str]],
-    names: Sequence[int],
+    missing: dict[int, dict[str, str]],
+    global_ranks: Sequence[int],
     sockets: dict[int, socket.socket],
 ) -> None:
-    """Put the connections from the ranks waited for, given with their cards, to ``sockets``."""
+    """Add the connections of the ``missing`` ranks, given with their addresses, to ``sockets``."""
     strangers: dict[int, socket.socket] = {}
     suspects: set[int] = set()
     poll = select.poll()
     poll.register(listener, select.POLLIN)
     try:
-        while waiting:
-            ready = poll.poll(LOOK_SECONDS * 1e3)
+        while missing:
+            ready = poll.poll(LIVENESS_SECONDS * 1e3)
             for fd, _ in ready:
                 if fd == listener.fileno():
                     connection, _ = listener.accept()
@@ -137,18 +134,18 @@ def _accept(
                 poll.unregister(fd)
                 connection = strangers.pop(fd)
                 other = _hello(connection, secret)
-                if other in waiting:
+                if other in missing:
                     sockets[other] = connection
-                    del waiting[other]
+                    del missing[other]
                 else:
                     connection.close()
             if not ready:
                 # Whoever had connected before its end would have been found by now.
-                if suspects := suspects & waiting.keys():
-                    raise CommunicationError(_gone([names[other] for other in suspects]))
-                suspects = {other for other, card in waiting.items() if not _listens(card)}
+                if suspects := suspects & missing.keys():
+                    raise CommunicationError(_have_died([global_ranks[other] for other in suspects]))
+                suspects = {other for other, address in missing.items() if not _listens(address)}
             if time.monotonic() > deadline:
-                late = ", ".join(str(names[other]) for other in sorted(waiting))
+                late = ", ".join(str(global_ranks[other]) for other in sorted(missing))
                 raise CommunicationError(f"rank(s) {late} did not connect to the shm process group in time")
     finally:
         for each in strangers.values():
@@ -156,7 +153,7 @@ def _accept(
 
 
 def _hello(connection: socket.socket, secret: str) -> int:
-    """Which rank it is; -1 for a stranger."""
+    """Read which rank it is that has connected; -1 for a stranger (test_strangers_are_turned_away)."""
     try:
         _, uid, _ = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
         other, shown = _HELLO.unpack(connection.recv(_HELLO.size))
@@ -165,22 +162,22 @@ def _hello(connection: socket.socket, secret: str) -> int:
     return int(other) if uid == os.getuid() and hmac.compare_digest(shown, secret.encode()) else -1
 
 
-def _listens(card: dict[str, str]) -> bool:
+def _listens(address: dict[str, str]) -> bool:
     """Whether the rank is still there, and has not met everybody yet."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
         probe.setblocking(False)
-        return probe.connect_ex("\0" + card["address"]) != errno.ECONNREFUSED
+        return probe.connect_ex("\0" + address["address"]) != errno.ECONNREFUSED
 
 
-def _first(store: Any, error: CommunicationError) -> CommunicationError:
-    """The error of the rank that was the first to give up; what others see follows from that."""
+def _first_failure(store: Any, error: CommunicationError) -> CommunicationError:
+    """Return the error of the rank that was the first to give up; what others see follows from that."""
     with suppress(RuntimeError):
-        if store.check([_FAILED]):
-            return CommunicationError(store.get(_FAILED).decode())
-        store.set(_FAILED, str(error))
+        if store.check([FAILURE_KEY]):
+            return CommunicationError(store.get(FAILURE_KEY).decode())
+        store.set(FAILURE_KEY, str(error))
     return error
 
 
-def _gone(names: Sequence[int]) -> str:
-    ranks = f"rank{'s' if len(names) > 1 else ''} {', '.join(map(str, sorted(names)))}"
+def _have_died(global_ranks: Sequence[int]) -> str:
+    ranks = f"rank{'s' if len(global_ranks) > 1 else ''} {', '.join(map(str, sorted(global_ranks)))}"
     return f"the shm process group cannot be made: {ranks} has died, or failed, before all had met"

@@ -1,4 +1,4 @@
-"""Between PyTorch's tensors, of any layout, and the plain tensors of one dimension that are moved."""
+"""Tensors of any layout, checked, flattened for a collective, and written to when it is over."""
 
 from collections.abc import Sequence
 
@@ -26,9 +26,9 @@ def check_tensors(tensors: Sequence[Tensor], what: str) -> None:
 
 def check_numel(tensors: Sequence[Tensor], numel: int, what: str) -> None:
     """Raise unless every tensor has that many elements."""
-    for place, tensor in enumerate(tensors):
+    for i, tensor in enumerate(tensors):
         if tensor.numel() != numel:
-            raise LayoutError(f"{what}: expected {numel} elements, got {tensor.numel()} in tensor {place}")
+            raise LayoutError(f"{what}: expected {numel} elements, got {tensor.numel()} in tensor {i}")
 
 
 def check_writable(tensors: Sequence[Tensor], what: str) -> None:
@@ -43,19 +43,19 @@ def check_writable(tensors: Sequence[Tensor], what: str) -> None:
             )
 
 
-def as_one(tensors: Sequence[Tensor]) -> Tensor:
-    """All elements in one dimension: the tensor's own memory if it is one without gaps, else a copy."""
+def flatten(tensors: Sequence[Tensor]) -> Tensor:
+    """Return all elements in one dimension: the tensor's own memory if it is one without gaps, else a copy."""
     if len(tensors) == 1 and _is_plain(tensors[0]):
         tensor = tensors[0]
         return _alias(tensor, (tensor.numel(),), (1,))
     return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
 
 
-def give_back(moved: Tensor, tensors: Sequence[Tensor]) -> None:
-    """Write what :func:`as_one` returned, and a collective has changed, to the tensors, if it is a copy."""
+def unflatten(flat: Tensor, tensors: Sequence[Tensor]) -> None:
+    """Write what :func:`flatten` returned, and a collective has changed, to the tensors, if it is a copy."""
     if len(tensors) == 1 and _is_plain(tensors[0]):
         return
-    parts = moved.split([tensor.numel() for tensor in tensors])
+    parts = flat.split([tensor.numel() for tensor in tensors])
     for tensor, part in zip(tensors, parts, strict=True):
         if tensor.is_conj():
             part = part.conj()
@@ -69,7 +69,7 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def _alias(tensor: Tensor, shape: Sequence[int], stride: Sequence[int]) -> Tensor:
-    """The memory of a tensor as a plain tensor with a version counter of its own.
+    """Return the memory of a tensor as a plain tensor with a version counter of its own.
 
     Collectives write behind autograd's back, as PyTorch's do.
     """

@@ -1,14 +1,33 @@
-"""PURE: what the ranks tell each other before they move data, and what is said if they do not agree."""
+"""PURE: the messages between the ranks of a host, and what is said if their collectives are not the same."""
 
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from enum import IntEnum
+from enum import Enum, IntEnum
 from functools import lru_cache
 
 import torch
 
 from lockstep.errors import AgreementError
+
+
+class MessageKind(bytes, Enum):
+    """What a message is: its first byte."""
+
+    COLLECTIVE = b"C"
+    """A collective begins: its :class:`Descriptor`."""
+    STEP = b"S"
+    """The next step of that collective: the sender has written its part, and has read what it had to before."""
+    MEMORY = b"M"
+    """There is shared memory to be mapped: its number and size. The next message of this rank is the FILE."""
+    FILE = b"F"
+    """It brings the file descriptor of that memory along."""
+    RETIRED = b"R"
+    """Memory that is not needed any more: its numbers."""
+    ABORT = b"A"
+    """The group has ended for all ranks: why."""
+    LEAVE = b"L"
+    """This rank has left the group."""
 
 
 class Kind(IntEnum):
@@ -26,7 +45,7 @@ class Kind(IntEnum):
 
 
 class Op(IntEnum):
-    """How values are put together."""
+    """How the values of the ranks are reduced."""
 
     SUM = 0
     AVG = 1
@@ -39,7 +58,7 @@ class Op(IntEnum):
 
 
 _COMMON = struct.Struct("<cBBBiQI")
-_PLACE = struct.Struct("<qQd")
+_PER_RANK = struct.Struct("<qQd")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +74,14 @@ class Descriptor:
     tensors: int = 1
 
     def pack(self) -> bytes:
-        """As a message."""
-        return _COMMON.pack(b"C", self.kind, self.op, _codes()[self.dtype], self.root, self.numel, self.tensors)
+        """Make a message of it."""
+        return _COMMON.pack(
+            MessageKind.COLLECTIVE, self.kind, self.op, _codes()[self.dtype], self.root, self.numel, self.tensors
+        )
 
     @classmethod
     def unpack(cls, message: bytes) -> "Descriptor":
-        """What :meth:`pack` packed."""
+        """Make it of the message that :meth:`pack` made."""
         _, kind, op, dtype, root, numel, tensors = _COMMON.unpack_from(message)
         return cls(Kind(kind), list(_codes())[dtype], numel, Op(op), root, tensors)
 
@@ -86,47 +107,48 @@ def _codes() -> dict[torch.dtype, int]:
     return {dtype: code for code, dtype in enumerate(sorted(dtypes, key=str))}
 
 
-def with_place(message: bytes, place: tuple[int, int] | None, factor: float = 1.0) -> bytes:
-    """A descriptor's message with what may differ by rank.
+def with_location(message: bytes, location: tuple[int, int] | None, factor: float = 1.0) -> bytes:
+    """Add to a descriptor's message what may differ by rank.
 
-    That is the piece of shared memory and the byte at which this rank's tensor begins, and what it is multiplied by.
+    That is the number of the shared memory and the byte in it at which this rank's tensor begins, and what the tensor
+    is multiplied by.
     """
-    number, offset = place if place is not None else (-1, 0)
-    return message + _PLACE.pack(number, offset, factor)
+    number, offset = location if location is not None else (-1, 0)
+    return message + _PER_RANK.pack(number, offset, factor)
 
 
-def place_of(message: bytes) -> tuple[int, int] | None:
-    """Where the tensor of the rank that sent a message begins; None if it is not in shared memory."""
-    number, offset, _ = _PLACE.unpack_from(message, _COMMON.size)
+def location_of(message: bytes) -> tuple[int, int] | None:
+    """Read where the tensor of the rank that sent a message begins; None if it is not in shared memory."""
+    number, offset, _ = _PER_RANK.unpack_from(message, _COMMON.size)
     return (number, offset) if number >= 0 else None
 
 
 def factor_of(message: bytes) -> float:
-    """What the tensor of the rank that sent a message is multiplied by."""
-    factor: float = _PLACE.unpack_from(message, _COMMON.size)[2]
+    """Read what the tensor of the rank that sent a message is multiplied by."""
+    factor: float = _PER_RANK.unpack_from(message, _COMMON.size)[2]
     return factor
 
 
-def said_by(messages: Sequence[bytes], ranks: Sequence[int]) -> dict[str, list[int]]:
-    """What the ranks are about to run, in words, and who says so; one entry if they agree."""
+def said_by(messages: Sequence[bytes], global_ranks: Sequence[int]) -> dict[str, list[int]]:
+    """Put in words what the ranks are about to run, with who says so; one entry if they agree."""
     common = messages[0][: _COMMON.size]
     if all(message.startswith(common) for message in messages):
-        return {str(Descriptor.unpack(common)): list(ranks)}
+        return {str(Descriptor.unpack(common)): list(global_ranks)}
     said: dict[str, list[int]] = {}
-    for rank, message in zip(ranks, messages, strict=True):
+    for rank, message in zip(global_ranks, messages, strict=True):
         said.setdefault(str(Descriptor.unpack(message)), []).append(rank)
     return said
 
 
-def compare(messages: Sequence[bytes], ranks: Sequence[int]) -> None:
+def compare(messages: Sequence[bytes], global_ranks: Sequence[int]) -> None:
     """Raise :class:`AgreementError`, the same on every rank, unless all are about to run the same collective."""
     common = messages[0][: _COMMON.size]
     if not all(message.startswith(common) for message in messages):
-        raise disagreement(said_by(messages, ranks))
+        raise disagreement(said_by(messages, global_ranks))
 
 
 def disagreement(said: Mapping[str, Sequence[int]]) -> AgreementError:
-    """The error for ranks that do not say the same."""
+    """Make the error for ranks that do not say the same."""
     lines = [
         f"rank{'s' if len(by) > 1 else ''} {', '.join(map(str, sorted(by)))}: {what}" for what, by in said.items() if by
     ]

@@ -1,7 +1,7 @@
-"""What shared memory does not do itself: it goes to a Gloo group beside it.
+"""The Gloo group beside shared memory, and the collectives that go through it.
 
-Ranks compare what they are about to run, and look for ranks that have died, here as elsewhere; but not for messages
-from one rank to another, which take no turn with the collectives.
+Ranks compare what they are about to run, and notice ranks that have died, here as elsewhere; but not for messages
+from one rank to another, which are not ordered with the collectives.
 """
 
 import ctypes
@@ -21,21 +21,18 @@ from torch import Tensor
 
 from lockstep.compiler import outside_compiler
 from lockstep.errors import CommunicationError, OptionError
-from lockstep.shm.descriptor import Descriptor, Kind
-from lockstep.shm.layout import as_one, check_tensors
-from lockstep.shm.many_hosts import GLOO_DTYPES, GRACE_SECONDS, ManyHosts
-from lockstep.shm.meeting import LOOK_SECONDS
-from lockstep.shm.one_host import OneHost
+from lockstep.shm.algorithm import Algorithm
+from lockstep.shm.constants import GLOO_DTYPES, GRACE_SECONDS, LIVENESS_SECONDS
+from lockstep.shm.flatten import check_tensors, flatten
+from lockstep.shm.messages import Descriptor, Kind
 from lockstep.shm.overloads import with_overloads
 from lockstep.shm.works import ShmWork
-
-Runner = OneHost | ManyHosts
 
 _Gloo: Any = dist.ProcessGroupGloo  # its type does not have its options
 
 
-def gloo(store: Any, rank: int, size: int, timeout: float, one_host: bool) -> Any:
-    """A Gloo group; on one host it stays on the loopback interface, and connects when it is used.
+def make_gloo_group(store: Any, rank: int, size: int, timeout: float, one_host: bool) -> Any:
+    """Make a Gloo group; on one host it stays on the loopback interface, and connects when it is used.
 
     So nobody waits for a rank that dies meanwhile. (A rank that is alive but never comes ends the first use after
     Gloo's own attempts to connect, some 15 s, if the time-out is less.)
@@ -47,29 +44,29 @@ def gloo(store: Any, rank: int, size: int, timeout: float, one_host: bool) -> An
         group = _Gloo(store, rank, size, options)
     else:
         group = _Gloo(store, rank, size, timedelta(seconds=timeout))
-    _made.add(group)
+    _groups.add(group)
     return group
 
 
-_made: "weakref.WeakSet[Any]" = weakref.WeakSet()
+_groups: "weakref.WeakSet[Any]" = weakref.WeakSet()
 
 
 def _keep_in_child() -> None:
     """The end of a Gloo group waits for its threads, which a forked process does not have: it keeps its copy."""
-    for group in list(_made):
+    for group in list(_groups):
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
 os.register_at_fork(after_in_child=_keep_in_child)
 
 
-def finish(work: Any, group: Any, ranks: Runner) -> None:
-    """Wait for what a Gloo group does; looks up now and then, as a rank may die without its notice."""
+def wait_for(work: Any, group: Any, algorithm: Algorithm) -> None:
+    """Wait for what a Gloo group does; a rank may die without its notice."""
     done = threading.Event()
     work.get_future().add_done_callback(lambda _: done.set())
     try:
-        while not done.wait(LOOK_SECONDS):
-            ranks.look()
+        while not done.wait(LIVENESS_SECONDS):
+            algorithm.check_alive()
     except CommunicationError:
         group.abort()  # else its end would wait for this
         raise
@@ -78,8 +75,8 @@ def finish(work: Any, group: Any, ranks: Runner) -> None:
     except RuntimeError as error:
         until = time.monotonic() + GRACE_SECONDS
         while time.monotonic() < until:  # it may be the first to notice a death, and does not know whose
-            ranks.look()
-            time.sleep(LOOK_SECONDS / 10)
+            algorithm.check_alive()
+            time.sleep(LIVENESS_SECONDS / 10)
         raise CommunicationError(f"Gloo, beside the shm process group: {str(error).splitlines()[0]}") from error
 
 
@@ -137,21 +134,18 @@ class CollectivesOfGloo:
     """Each is a method of its own: PyTorch's C++ looks them up by name."""
 
     rank: Callable[[], int]
-
-    @property
-    @abstractmethod
-    def _global_ranks(self) -> list[int]:
-        """The ranks of the group, as ranks of the default group: for messages."""
+    _global_ranks: list[int]
+    """The ranks of the group, as ranks of the default group: for messages."""
 
     @abstractmethod
-    def _begin(self, what: str, run: Callable[[Runner], object], outputs: list[Tensor], opts: Any) -> ShmWork:
+    def _begin(self, what: str, run: Callable[[Algorithm], object], outputs: list[Tensor], opts: Any) -> ShmWork:
         """Begin what ``run`` does, under a name that profilers show."""
 
     @abstractmethod
-    def _gloo(self) -> Any:
-        """The Gloo group."""
+    def _gloo_group(self) -> Any:
+        """Return the Gloo group; raises if the shm group has ended."""
 
-    def _beside(
+    def _begin_on_gloo(
         self,
         kind: Kind,
         given: list[Tensor],
@@ -170,10 +164,10 @@ class CollectivesOfGloo:
         root = self._global_ranks[opts.rootRank] if kind is not Kind.ALL_TO_ALL else 0
         descriptor = Descriptor(kind, dtype, numel, root=root)
 
-        def run(ranks: Runner) -> None:
-            ranks.agree(descriptor)
-            group = self._gloo()
-            finish(begin(group), group, ranks)
+        def run(algorithm: Algorithm) -> None:
+            algorithm.agree(descriptor)
+            group = self._gloo_group()
+            wait_for(begin(group), group, algorithm)
             after()
 
         return self._begin(what, run, outputs, opts)
@@ -183,32 +177,34 @@ class CollectivesOfGloo:
     def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> Any:
         """Give one rank the tensors of all."""
         flat = [each for given in outputs for each in given]
-        return self._beside(Kind.GATHER, inputs, flat, opts, lambda group: group.gather(outputs, inputs, opts))
+        return self._begin_on_gloo(Kind.GATHER, inputs, flat, opts, lambda group: group.gather(outputs, inputs, opts))
 
     @outside_compiler
     @with_overloads(dist.ScatterOptions, ["output_tensors output_tensor", "input_tensors"], ["root", "timeout"])
     def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> Any:
         """Give every rank one of the tensors of one."""
         given = [*outputs, *(each for given in inputs for each in given)]
-        return self._beside(Kind.SCATTER, given, outputs, opts, lambda group: group.scatter(outputs, inputs, opts))
+        return self._begin_on_gloo(
+            Kind.SCATTER, given, outputs, opts, lambda group: group.scatter(outputs, inputs, opts)
+        )
 
     @outside_compiler
     @with_overloads(dist.AllToAllOptions, ["output_tensors", "input_tensors"])
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> Any:
         """Give every rank one of the tensors of each."""
         check_tensors([*inputs, *outputs], "all_to_all")
-        given, taken = [each.numel() for each in inputs], [each.numel() for each in outputs]
+        sent, taken = [each.numel() for each in inputs], [each.numel() for each in outputs]
         received = torch.empty(sum(taken), dtype=outputs[0].dtype, device="cpu")
 
         def begin(group: Any) -> Any:  # up to 2.11 Gloo takes one tensor alone
-            return group.alltoall_base(received, as_one(inputs), taken, given, opts)
+            return group.alltoall_base(received, flatten(inputs), taken, sent, opts)
 
         def after() -> None:
             with torch.no_grad():
                 for output, part in zip(outputs, received.split(taken), strict=True):
                     output.copy_(part.view(output.shape))
 
-        return self._beside(Kind.ALL_TO_ALL, inputs, outputs, opts, begin, after)
+        return self._begin_on_gloo(Kind.ALL_TO_ALL, inputs, outputs, opts, begin, after)
 
     @outside_compiler
     @with_overloads(
@@ -222,25 +218,25 @@ class CollectivesOfGloo:
         def begin(group: Any) -> Any:
             return group.alltoall_base(output, x, output_sizes, input_sizes, opts)
 
-        return self._beside(Kind.ALL_TO_ALL, [x], [output], opts, begin)
+        return self._begin_on_gloo(Kind.ALL_TO_ALL, [x], [output], opts, begin)
 
     alltoall_base = all_to_all_single
 
     @outside_compiler
     def send(self, tensors: list[Tensor], dstRank: int, tag: int = 0) -> Any:
         """Send tensors to one rank."""
-        group = self._gloo()
+        group = self._gloo_group()
         what = f"send from rank {self._global_ranks[self.rank()]} to rank {self._global_ranks[dstRank]}"
         return MessageWork(lambda: group.send(tensors, dstRank, tag), tensors, what)
 
     @outside_compiler
     def recv(self, tensors: list[Tensor], srcRank: int, tag: int = 0) -> Any:
         """Receive tensors from one rank."""
-        group = self._gloo()
+        group = self._gloo_group()
         what = f"receive on rank {self._global_ranks[self.rank()]} from rank {self._global_ranks[srcRank]}"
         return MessageWork(lambda: group.recv(tensors, srcRank, tag), tensors, what)
 
     @outside_compiler
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> Any:
         """Receive tensors from whoever sends some."""
-        return self._gloo().recv_anysource(tensors, tag)
+        return self._gloo_group().recv_anysource(tensors, tag)

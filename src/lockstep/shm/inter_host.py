@@ -1,0 +1,180 @@
+"""The hosts of a group, and what their first ranks, the leaders, move between them."""
+
+import json
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import AllgatherOptions
+
+from lockstep.errors import CommunicationError
+from lockstep.shm.arithmetic import Reduction
+from lockstep.shm.constants import FAILURE_KEY, GLOO_DTYPES, GRACE_SECONDS, LIVENESS_SECONDS
+from lockstep.shm.messages import Op
+from lockstep.shm.peers import Peers
+
+ROW_BYTES = 2048
+"""What a leader says of its ranks; longer texts are cut."""
+
+
+class FailureNotice:
+    """Why the group has ended: written to its store by a rank of one host, read by the ranks of the others."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+
+    def post(self, reason: str) -> None:
+        """Tell the ranks of other hosts; if the store has gone, they notice that otherwise."""
+        with suppress(RuntimeError):
+            self._store.set(FAILURE_KEY, reason)
+
+    def check(self) -> None:
+        """Raise if the group has ended on another host; that the store has gone is no reason to."""
+        why = ""
+        with suppress(RuntimeError):
+            if self._store.check([FAILURE_KEY]):
+                why = str(self._store.get(FAILURE_KEY).decode())
+        if why:
+            raise CommunicationError(why)
+
+    def explain(self, host: int, hosts: int) -> tuple[str, list[int]]:
+        """Say why hosts are lost, if their ranks could still write that; else "", and which hosts seem to be.
+
+        A host that calls this is there: it says so, as others may have lost it by the same failure.
+        """
+        others = {other: f"{FAILURE_KEY} on {other}" for other in range(hosts) if other != host}
+        lost = list(others)
+        try:
+            self._store.set(f"{FAILURE_KEY} on {host}", "")
+            self._store.wait([FAILURE_KEY], timedelta(seconds=GRACE_SECONDS))
+            return str(self._store.get(FAILURE_KEY).decode()), []
+        except RuntimeError:  # nobody has written, or the store has gone, too
+            with suppress(RuntimeError):
+                lost = [other for other, key in others.items() if not self._store.check([key])] or lost
+        return "", lost
+
+
+class InterHost:
+    """Which ranks are on which host and, on a leader, the group between the leaders."""
+
+    def __init__(
+        self,
+        hosts: Sequence[Sequence[int]],
+        global_ranks: Sequence[int],
+        rank: int,
+        peers: Peers,
+        inter_host_group: Any,
+        notice: FailureNotice,
+    ) -> None:
+        self.hosts, self.global_ranks, self.rank = [list(host) for host in hosts], list(global_ranks), rank
+        self.host = next(i for i, host in enumerate(self.hosts) if rank in host)
+        self._peers, self._notice = peers, notice
+        self._group = inter_host_group  # None unless this rank leads
+        self._unfinished = False
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank moves what its host sends and receives."""
+        return self._group is not None
+
+    def check_alive(self) -> None:
+        """Raise if a rank of this host has died, or the group has ended on any."""
+        self._peers.check_alive()
+        self._notice.check()
+
+    def end(self, reason: str | None = None) -> None:
+        """Leave the group between the hosts, and write why if there is a reason; the others notice either."""
+        if reason is not None:
+            self._notice.post(reason)
+        kept = [self._group]
+        self._group = None
+        if self._unfinished and kept[0] is not None:
+            kept[0].abort()
+            threading.Thread(target=kept.clear, daemon=True).start()  # Gloo's end waits for what is under way
+
+    # ------------------------------------------------------------------------ collectives of leaders
+
+    def all_reduce(self, x: Tensor, op: Op, timeout: float) -> None:
+        """Reduce the tensors of all leaders, in place."""
+        # Gloo's minimum and maximum may lose a NaN (test_a_nan_of_any_rank_reaches_all).
+        if x.dtype in GLOO_DTYPES and not (op in (Op.MIN, Op.MAX) and x.is_floating_point()):
+            options = _limited(dist.AllreduceOptions(), timeout)
+            options.reduceOp = getattr(dist.ReduceOp, op.name)
+            self._wait(self._group.allreduce([x], options))
+            return
+        parts = [torch.empty_like(x) for _ in self.hosts]
+        self._all_gather([_as_bytes(part) for part in parts], _as_bytes(x), timeout)
+        Reduction(op, x.dtype)(parts, x)
+
+    def broadcast(self, x: Tensor, host: int, timeout: float) -> None:
+        """Give all leaders the values of one host's, in place."""
+        options = _limited(dist.BroadcastOptions(), timeout)
+        options.rootRank, options.rootTensor = host, 0
+        self._wait(self._group.broadcast([_as_bytes(x)], options))
+
+    def all_gather(self, rows: Sequence[Tensor], timeout: float) -> None:
+        """Give all leaders the row that each has for its own host."""
+        parts = [_as_bytes(row.view(-1)) for row in rows]
+        self._all_gather(parts, parts[self.host].clone(), timeout)
+
+    def compare(self, said: dict[str, list[int]], timeout: float) -> bytes:
+        """Gather what the ranks of all hosts say; nothing if they agree."""
+        text = _shortened(said)
+        row = torch.zeros(ROW_BYTES, dtype=torch.uint8, device="cpu")
+        row[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        rows = [torch.empty_like(row) for _ in self.hosts]
+        self._all_gather(rows, row, timeout)
+        everybody: dict[str, list[int]] = {}
+        for each in rows:
+            for what, ranks in json.loads(bytes(each.tolist()).rstrip(b"\0")).items():
+                everybody.setdefault(what, []).extend(ranks)
+        return b"" if len(everybody) == 1 else _shortened(everybody)
+
+    def _all_gather(self, outputs: list[Tensor], x: Tensor, timeout: float) -> None:
+        self._wait(self._group.allgather([outputs], [x], _limited(AllgatherOptions(), timeout)))
+
+    def _wait(self, work: Any) -> None:
+        """Wait for the other leaders; a rank may die, or the group end, without their notice."""
+        done = threading.Event()
+        work.get_future().add_done_callback(lambda _: done.set())
+        self._unfinished = True
+        while not done.wait(LIVENESS_SECONDS):
+            self.check_alive()
+        self._unfinished = False
+        try:
+            work.wait()
+        except RuntimeError as error:
+            del work  # it would keep the connections open
+            raise CommunicationError(self._reason_of_loss(str(error).splitlines()[0])) from error
+
+    def _reason_of_loss(self, gist: str) -> str:
+        """Say why another host is gone, in the words of its ranks if they could still write."""
+        why, lost = self._notice.explain(self.host, len(self.hosts))
+        if why:
+            return why
+        ranks = "; ".join(", ".join(str(self.global_ranks[rank]) for rank in self.hosts[host]) for host in lost)
+        return f"another host is lost, or did not answer in time ({gist}): the one with rank(s) {ranks}"
+
+
+def _limited(options: Any, timeout: float) -> Any:
+    options.timeout = timedelta(seconds=timeout)
+    return options
+
+
+def _shortened(said: dict[str, list[int]]) -> bytes:
+    """Put it in as many bytes as a row has."""
+    text = json.dumps(said).encode()
+    if len(text) <= ROW_BYTES:
+        return text
+    ranks = sorted(rank for by in said.values() for rank in by)
+    # The second entry: what two hosts have too much of is no agreement.
+    return json.dumps({f"{len(said)} different collectives, too many to list": ranks[:100], "": []}).encode()
+
+
+def _as_bytes(x: Tensor) -> Tensor:
+    return x.view(torch.uint8)

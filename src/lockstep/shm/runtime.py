@@ -1,0 +1,142 @@
+"""From a store to what a group needs to run collectives: who is where, connections, shared memory, a Gloo group."""
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed.distributed_c10d import PrefixStore
+
+from lockstep.shm.algorithm import Algorithm
+from lockstep.shm.constants import LIVENESS_SECONDS
+from lockstep.shm.gloo import make_gloo_group
+from lockstep.shm.inter_host import FailureNotice, InterHost
+from lockstep.shm.many_hosts import ManyHosts
+from lockstep.shm.messages import MessageKind
+from lockstep.shm.one_host import OneHost
+from lockstep.shm.peers import Peers
+from lockstep.shm.rendezvous import Rendezvous, check_platform, host_identity, meet
+from lockstep.shm.shared_memory import SharedMemory
+from lockstep.shm.staging import STAGING, Staging
+
+Between = Callable[[Any, int, int, timedelta], Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShmOptions:
+    """Options of a ``shm`` group: ``init_process_group("shm", pg_options=ShmOptions(...))``."""
+
+    host: str | None = None
+    """The host of this rank; ranks that give the same name share memory. Default: found out."""
+    between: Between | None = None
+    """Makes the group between hosts; called on one rank of each with (store, rank, size, timeout). Default: Gloo."""
+
+
+class Runtime:
+    """Everything of a group but PyTorch's interface: its queue may use it when the group has been dropped."""
+
+    def __init__(
+        self,
+        store: Any,
+        rank: int,
+        global_ranks: Sequence[int],
+        timeout: float,
+        options: ShmOptions,
+        program_waits: Callable[[], bool],
+    ) -> None:
+        check_platform()
+        self._notice = FailureNotice(store)
+        found = meet(PrefixStore("rendezvous", store), rank, global_ranks, options.host or host_identity(), timeout)
+        on_host = next(host for host in found.hosts if rank in host)
+        leads = len(found.hosts) > 1 and on_host[0] == rank
+        self.peers = Peers(
+            [global_ranks[other] for other in on_host],
+            on_host.index(rank),
+            {on_host.index(other): each for other, each in found.sockets.items()},
+            program_waits=program_waits,
+            check_elsewhere=self._notice.check if leads else None,
+        )
+        try:
+            self._prepare(store, found, rank, global_ranks, timeout, options)
+        except BaseException as error:
+            if self.peers.reason is None:
+                self.peers.abort(f"the shm process group cannot be made: rank {global_ranks[rank]} failed: {error!r}")
+            self.peers.close()
+            raise
+
+    def _prepare(
+        self,
+        store: Any,
+        found: Rendezvous,
+        rank: int,
+        global_ranks: Sequence[int],
+        timeout: float,
+        options: ShmOptions,
+    ) -> None:
+        memory = SharedMemory(STAGING, Staging.staging_bytes(self.peers.size))
+        self.peers.send_memory(STAGING, memory.size, memory.fd)
+        memory.close()
+        self.peers.exchange(MessageKind.STEP, timeout)  # everybody's is here
+        self.staging = Staging(self.peers, memory)
+        hosts = found.hosts
+        self.gloo: Any = self._while_alive(
+            lambda: make_gloo_group(PrefixStore("gloo", store), rank, len(global_ranks), timeout, len(hosts) == 1)
+        )
+        self.inter_host: InterHost | None = None
+        if len(hosts) > 1:
+            group, host = None, next(i for i, ranks in enumerate(hosts) if rank in ranks)
+            if hosts[host][0] == rank:
+                make, limit = options.between or _make_gloo_between, timedelta(seconds=timeout)
+                group = self._while_alive(lambda: make(PrefixStore("between", store), host, len(hosts), limit))
+            self.inter_host = InterHost(hosts, global_ranks, rank, self.peers, group, self._notice)
+        # Who has made the group may leave it at once, and no other rank is still on its way then
+        # (test_a_rank_may_leave_as_soon_as_it_has_made_the_group).
+        self.algorithm(timeout).barrier()
+
+    def algorithm(self, timeout: float) -> Algorithm:
+        """Return what runs collectives, with a limit for each wait for other ranks, in seconds."""
+        if self.inter_host is None:
+            return OneHost(self.staging, timeout)
+        return ManyHosts(self.staging, self.inter_host, timeout)
+
+    def _while_alive(self, make: Callable[[], Any]) -> Any:
+        """Return what ``make()`` returns, which waits for other ranks; raise if one of this host dies meanwhile."""
+        made: Future[Any] = Future()
+
+        def work() -> None:
+            try:
+                made.set_result(make())
+            except BaseException as error:
+                made.set_exception(error)
+
+        threading.Thread(target=work, name="lockstep: connects", daemon=True).start()
+        while not wait([made], LIVENESS_SECONDS).done:
+            self.peers.check_alive()
+        return made.result()
+
+    def abort(self, reason: str, collective_may_run: bool = False) -> None:
+        """End the group on every rank of every host; another thread may be in a collective only if that is said."""
+        if collective_may_run:
+            self.peers.leave(reason)
+        elif self.peers.reason is None:
+            self.peers.abort(reason)
+        if self.inter_host is not None:
+            self.inter_host.end(self.peers.reason or reason)
+
+    def leave(self) -> None:
+        """Tell the others that this rank uses the group no more."""
+        self.peers.leave()
+
+    def close(self) -> None:
+        """Close everything; no thread may be at work in it."""
+        self.peers.close()
+        self.staging.close()
+        self.gloo = None
+        if self.inter_host is not None:
+            self.inter_host.end()
+
+
+def _make_gloo_between(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+    return make_gloo_group(store, rank, size, timeout.total_seconds(), one_host=False)
