@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.errors import AgreementError, CommunicationError, DeviceError, LayoutError, OptionError
-from lockstep.shm import arithmetic, flatten, messages, one_host, staging
+from lockstep.shm import arithmetic, flatten, messages, one_host, peers, staging
 from lockstep.shm.messages import Descriptor, Kind, MessageKind, Op
 from lockstep.shm.peers import LONGEST, Peers
 from lockstep.shm.pool import PAGE_BYTES, Pool
@@ -571,6 +571,15 @@ def test_messages_of_a_rank_that_was_quick_wait_for_their_turn(connect):
     a.send(STEP + b"2")
     assert b.exchange(STEP, 10)[0] == STEP + b"1"
     assert b.exchange(STEP, 10)[0] == STEP + b"2"
+
+
+def test_a_rank_that_looks_for_messages_lets_others_have_its_core(connect, monkeypatch):
+    """Those that it waits for may need it: here the message comes when the core is given away."""
+    a, b = connect(2)
+    a._spins = True
+    monkeypatch.setattr(peers, "PATIENT_SPIN_SECONDS", 10.0)
+    monkeypatch.setattr(peers.os, "sched_yield", lambda: b.send(STEP))
+    assert a.exchange(STEP, 10) == [STEP, STEP]
 
 
 def test_a_rank_that_left_in_good_order_is_missed_only_when_it_is_needed(connect):

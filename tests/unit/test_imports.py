@@ -11,10 +11,6 @@ SOURCE = Path(lockstep.__file__).parent
 ROOMS = ["lockstep", "lockstep.local", "lockstep.shm", "lockstep.distributed.reduction", "lockstep.distributed"]
 FOUNDATION = {"agreement", "buffers", "collectives", "dtensors", "one_by_one", "values"}
 """Files of ``lockstep.distributed`` that ``lockstep.distributed.reduction`` rests on."""
-CIRCLES = {
-    ("lockstep.shm.sparse", "lockstep.shm.native"),
-}
-"""Still to be removed."""
 
 
 def name_of(file: Path) -> str:
@@ -32,7 +28,7 @@ def imports_of(module: str) -> Iterator[str]:
             yield from {each if each in FILES else node.module for each in found} & FILES.keys()
 
 
-GRAPH = {module: {each for each in imports_of(module) if (module, each) not in CIRCLES} for module in FILES}
+GRAPH = {module: set(imports_of(module)) for module in FILES}
 
 
 def room_of(module: str) -> int:
@@ -57,7 +53,3 @@ def test_the_two_halves_do_not_know_each_other():
     halves = {"lockstep.local", "lockstep.distributed"}
     crossing = [(m, each) for m, found in GRAPH.items() for each in found if m.count(".") > 1 and each.count(".") > 1]
     assert not [(m, e) for m, e in crossing if {m.rsplit(".", 1)[0], e.rsplit(".", 1)[0]} == halves]
-
-
-def test_circles_that_are_gone_are_not_listed():
-    assert all(each in imports_of(module) for module, each in CIRCLES)

@@ -114,6 +114,8 @@ class Peers:
             self._receive_available(received, missing)
             if not missing or time.perf_counter() > until:
                 return
+            # Who is waited for may need this very core, on a machine that has other work, too.
+            os.sched_yield()
 
     def _sleep(self, received: list[bytes], missing: set[int], timeout: float) -> None:
         deadline = time.monotonic() + timeout
