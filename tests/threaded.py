@@ -128,7 +128,9 @@ def run_ranks(
 
 def _shm_group(store: dist.Store, rank: int, world: int, timeout: float, hosts: str) -> ProcessGroupShm:
     options = ShmOptions(host=hosts[rank])
-    return ProcessGroupShm(store, rank, world, timedelta(seconds=timeout), options)
+    group = ProcessGroupShm(store, rank, world, CONNECT, options)
+    group.set_timeout(timedelta(seconds=timeout))
+    return group
 
 
 def _group(store: dist.Store, rank: int, world: int, timeout: float, _hosts: str) -> dist.ProcessGroupGloo:

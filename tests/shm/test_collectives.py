@@ -1,4 +1,4 @@
-"""The native collectives of a `shm` group on one host, at once, in place and in pieces: values, layouts, dtypes, works.
+"""The native collectives of a `shm` group on one host, in each of the three ways: values, layouts, dtypes, works.
 
 References are computed here with the same arithmetic in rank order, and compared bit for bit.
 """
@@ -40,9 +40,9 @@ FLOATS = (torch.float32, torch.float64, *HALF)
 DTYPES = (*FLOATS, *INTEGERS, torch.bool, torch.complex64, torch.complex128)
 WHERE = ("private", "shared", "mixed")
 
-AT_ONCE = one_host.ONE_EXCHANGE_BYTES // 4
-PIECE = one_host.PIECE_BYTES // 4
-SIZES = [0, 1, 17, AT_ONCE, AT_ONCE + 1, PIECE - 1, PIECE + 1, 2 * PIECE + 13]  # of float32
+ONE_EXCHANGE = one_host.ONE_EXCHANGE_BYTES // 4
+CHUNK = one_host.CHUNK_BYTES // 4
+SIZES = [0, 1, 17, ONE_EXCHANGE, ONE_EXCHANGE + 1, CHUNK - 1, CHUNK + 1, 2 * CHUNK + 13]  # of float32
 
 
 def combined(values, op="SUM"):
@@ -177,9 +177,9 @@ def test_every_size_goes_every_way(world):
         (7, torch.uint8),
     ],
 )
-def test_small_pieces_of_every_length(world, dtype, monkeypatch):
+def test_small_chunks_of_every_length(world, dtype, monkeypatch):
     monkeypatch.setattr(one_host, "ONE_EXCHANGE_BYTES", 8 * 3)
-    monkeypatch.setattr(one_host, "PIECE_BYTES", 8 * 40)
+    monkeypatch.setattr(one_host, "CHUNK_BYTES", 8 * 40)
     monkeypatch.setattr(one_host, "BLOCK_BYTES", 8 * 4)
     each = dtype.itemsize
 
@@ -193,7 +193,12 @@ def test_small_pieces_of_every_length(world, dtype, monkeypatch):
 
 def test_sixteen_ranks_of_which_not_all_have_a_shard():
     def call(rank):
-        for numel, where in ((0, "shared"), (100, "mixed"), (AT_ONCE + 3, "private"), (AT_ONCE + 3, "shared")):
+        for numel, where in (
+            (0, "shared"),
+            (100, "mixed"),
+            (ONE_EXCHANGE + 3, "private"),
+            (ONE_EXCHANGE + 3, "shared"),
+        ):
             every_collective(rank, numel, torch.float32, "SUM", where, 11, shared)
 
     shared = once(drawn)
@@ -217,7 +222,7 @@ def test_output_and_input_may_be_the_same_memory():
     def call(rank):
         world, own, group = rank.world, rank.rank, rank.group
         for where in WHERE:
-            for numel in (5, AT_ONCE + 1, PIECE + 1):
+            for numel in (5, ONE_EXCHANGE + 1, CHUNK + 1):
                 given = [shared(each, numel) for each in range(world)]
                 whole = Placed(rank, torch.zeros(world * numel), where)
                 part = whole.tensor.view(world, numel)[own].copy_(given[own])
@@ -240,7 +245,7 @@ def test_output_and_input_may_be_the_same_memory():
 
 
 def every_op(rank, large):
-    """(dtype, op) -> the result of an all-reduce, or the error's type; of a small tensor or one of several pieces."""
+    """(dtype, op) -> the result of an all-reduce, or the error's type; of a small tensor or one of several chunks."""
     results = {}
     for dtype in DTYPES:
         x = drawn(rank.rank, 9, dtype)
@@ -298,7 +303,7 @@ def test_every_dtype_and_operation_is_taken_or_refused_by_all(world):
 def test_an_operation_that_is_refused_is_refused_in_every_collective():
     def call(rank):
         group, x = rank.group, torch.zeros(4, dtype=torch.complex32)
-        for numel in (0, 4, AT_ONCE + 1):
+        for numel in (0, 4, ONE_EXCHANGE + 1):
             y = torch.zeros(numel, dtype=torch.bool)
             with pytest.raises(OptionError, match=r"cannot reduce torch\.bool with AVG"):
                 dist.all_reduce(y, ReduceOp.AVG, group=group)
@@ -378,12 +383,12 @@ def test_the_sum_is_that_in_rank_order_in_every_way_and_run():
 
     def call(rank):
         results = []
-        for numel in (AT_ONCE, AT_ONCE + 64, 2 * PIECE):
+        for numel in (ONE_EXCHANGE, ONE_EXCHANGE + 64, 2 * CHUNK):
             values = drawn(rank.rank, numel).exp2_().mul_(torch.tensor([1.0, 1e7, -1e7, 1e-7])[rank.rank])
             for where in WHERE * 2:
                 x = Placed(rank, values, where)
                 dist.all_reduce(x.tensor, group=rank.group)
-                results.append(x.tensor[:AT_ONCE].clone())
+                results.append(x.tensor[:ONE_EXCHANGE].clone())
         return results
 
     first, *others = [result for results in run_ranks(4, call, hosts="aaaa") for result in results[:6]]
@@ -396,7 +401,7 @@ def test_the_sum_is_that_in_rank_order_in_every_way_and_run():
 def test_programs_at_random(data, monkeypatch):
     """Collectives of every kind one after the other, waited for at once or at the end, on one host or two."""
     monkeypatch.setattr(one_host, "ONE_EXCHANGE_BYTES", 64)
-    monkeypatch.setattr(one_host, "PIECE_BYTES", 512)
+    monkeypatch.setattr(one_host, "CHUNK_BYTES", 512)
     monkeypatch.setattr(one_host, "BLOCK_BYTES", 128)
     world = data.draw(st.integers(1, 5))
     hosts = data.draw(st.sampled_from(["a" * world, "a" * world, "abacb"[:world]]))
@@ -471,7 +476,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("numel", [24, 8 * AT_ONCE])
+@pytest.mark.parametrize("numel", [24, 8 * ONE_EXCHANGE])
 def test_any_layout_is_written_where_it_lies(layout, numel):
     make = LAYOUTS[layout]
 
@@ -554,7 +559,7 @@ def with_gradients(rank):
         "all_gather": lambda x: dist.all_gather([x, torch.zeros_like(x)], torch.ones_like(x), group=group),
     }
     for name, collective in collectives.items():
-        for numel in (6, AT_ONCE + 2):
+        for numel in (6, ONE_EXCHANGE + 2):
             x = torch.ones(numel)
             saved = torch.ones(numel, requires_grad=True)
             product = saved * x
@@ -573,7 +578,7 @@ def test_version_counters_move_no_further_than_with_gloo():
         assert all(wanted[collective] >= by for collective, by in moved.items())  # Gloo's all_gather moves them
 
 
-@pytest.mark.parametrize("shape", [(6,), (3, AT_ONCE)])
+@pytest.mark.parametrize("shape", [(6,), (3, ONE_EXCHANGE)])
 def test_parameters_that_require_gradients_stay_what_they_are(shape):
     def call(rank):
         values = drawn(rank.rank, torch.Size(shape).numel()).view(shape)
@@ -596,7 +601,7 @@ def test_parameters_that_require_gradients_stay_what_they_are(shape):
     run_ranks(2, call, hosts="aa")
 
 
-@pytest.mark.parametrize("numel", [8, 2 * AT_ONCE])
+@pytest.mark.parametrize("numel", [8, 2 * ONE_EXCHANGE])
 def test_modes_of_the_thread_that_waits_make_no_difference(numel):
     modes = [torch.inference_mode, torch.no_grad, torch.enable_grad, lambda: torch.autocast("cpu", torch.bfloat16)]
 
@@ -624,7 +629,7 @@ def test_modes_of_the_thread_that_waits_make_no_difference(numel):
 def test_several_tensors_are_moved_as_one():
     def call(rank):
         own, world, group = rank.rank, rank.world, rank.group
-        lengths = (3, 0, AT_ONCE + 5, 40)
+        lengths = (3, 0, ONE_EXCHANGE + 5, 40)
 
         def tensors(of):
             return [drawn(of, length, seed=index) for index, length in enumerate(lengths)]
@@ -844,7 +849,7 @@ def test_threads_of_a_rank_use_a_group_in_an_order_of_their_own_making():
                 for step in range(5):
                     with turn:
                         turn.wait_for(lambda: next_turn[0] == 3 * step + number, 10)  # noqa: B023
-                        x = torch.full((AT_ONCE + step,), float(number))
+                        x = torch.full((ONE_EXCHANGE + step,), float(number))
                         begun = dist.all_reduce(x, group=rank.group, async_op=True)
                         next_turn[0] += 1
                         turn.notify_all()
@@ -867,7 +872,7 @@ def test_works_outlive_the_names_of_their_tensors():
     def call(rank):
         works = []
         for _ in range(10):
-            x = rank.group.allocate(AT_ONCE + 1).fill_(1.0)
+            x = rank.group.allocate(ONE_EXCHANGE + 1).fill_(1.0)
             works.append(dist.all_reduce(x, group=rank.group, async_op=True))
             del x
         for work in works:
@@ -877,17 +882,17 @@ def test_works_outlive_the_names_of_their_tensors():
     run_ranks(2, call, hosts="aa")
 
 
-def test_hundreds_of_pieces_may_be_dropped_at_once():
+def test_hundreds_of_tensors_may_be_dropped_at_once():
     """While the other rank does not look: its messages must not pile up."""
     dropped = threading.Event()
 
     def call(rank):
-        tensors = [rank.group.allocate(AT_ONCE + 1).fill_(1.0) for _ in range(300)]
+        tensors = [rank.group.allocate(ONE_EXCHANGE + 1).fill_(1.0) for _ in range(300)]
         works = [dist.all_reduce(tensor, group=rank.group, async_op=True) for tensor in tensors]
         for work in works:
             work.wait()
         del works, work, tensors
-        x = rank.group.allocate(2 * AT_ONCE).fill_(1.0)  # of another size: what is idle goes
+        x = rank.group.allocate(2 * ONE_EXCHANGE).fill_(1.0)  # of another size: what is idle goes
         if rank.rank == 1:
             assert dropped.wait(10)
         work = dist.all_reduce(x, group=rank.group, async_op=True)
@@ -903,7 +908,7 @@ def test_hundreds_of_pieces_may_be_dropped_at_once():
 
 @pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize("hosts", ["aa", "aaa", "aab"])
-@pytest.mark.parametrize("numel", [10, AT_ONCE + 3, 3 * AT_ONCE * 16 + 1])
+@pytest.mark.parametrize("numel", [10, ONE_EXCHANGE + 3, 3 * ONE_EXCHANGE * 16 + 1])
 def test_tensors_are_multiplied_on_the_way_each_by_its_ranks_factor(numel, hosts, where):
     """Bitwise what multiplying them before would give."""
     factors = [0.3, 1.0, -0.7]
@@ -931,7 +936,7 @@ def test_a_factor_needs_numbers_with_fractions():
 
 
 @pytest.mark.parametrize("hosts", ["a", "aaa", "aba"])
-@pytest.mark.parametrize("numel", [3, 2 * AT_ONCE])
+@pytest.mark.parametrize("numel", [3, 2 * ONE_EXCHANGE])
 def test_a_mean_of_whole_numbers_is_that_of_their_exact_sum(numel, hosts):
     """Its fraction is cut off, as NCCL does; the sum may be larger than the dtype can say."""
 

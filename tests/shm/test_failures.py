@@ -36,6 +36,7 @@ from threaded import run_ranks
 STEP = MessageKind.STEP
 BIG = 100_000  # elements of float32 that do not go at once
 LEVELS = ["aaa", "aab"]
+SOON = 15.0  # seconds: on no machine as long as the time-out of a minute that would end the wait else
 
 
 def error_of(call):
@@ -266,7 +267,7 @@ def fails_within(rank, numel):
     """Both calls raise: the one in which the failure was, and the next."""
     x = torch.ones(numel)
     first = error_of(lambda: dist.all_reduce(x, group=rank.group))
-    return first, error_of(lambda: dist.barrier(group=rank.group))
+    return first[:2], error_of(lambda: dist.barrier(group=rank.group))[:2]
 
 
 @pytest.mark.parametrize("hosts", ["aaa", "aba"])
@@ -281,9 +282,9 @@ def test_a_failure_within_a_collective_is_told_to_every_rank(numel, hosts, monke
 
     monkeypatch.setattr(Reduction, "__call__", fails)
     for number, raised in enumerate(run_ranks(3, fails_within, numel, hosts=hosts)):
-        first, (kind, text, seconds) = raised
+        first, (kind, text) = raised
         if number == 2:
-            assert first[:2] == (
+            assert first == (
                 CommunicationError,
                 "a collective of the shm process group failed: MemoryError: not enough",
             )
@@ -291,8 +292,7 @@ def test_a_failure_within_a_collective_is_told_to_every_rank(numel, hosts, monke
             assert first[0] is CommunicationError
             assert "rank 2 failed in a collective: MemoryError('not enough')" in first[1]
         assert kind is CommunicationError
-        assert "rank 2 failed in a collective: MemoryError('not enough')" in text
-        assert first[2] + seconds < 3
+        assert "rank 2 failed in a collective: MemoryError('not enough')" in text  # no time-out, so at once
 
 
 def raises_before(rank):
@@ -317,7 +317,13 @@ def interrupted(rank):
         dist.barrier()  # rank 0 has come to this one
         return error_of(dist.barrier)[:2]
     signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests were started in the background
-    threading.Timer(0.1, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+
+    def interrupt():
+        while not rank.group._queue.is_waited_for():
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt).start()
     with pytest.raises(KeyboardInterrupt):
         dist.barrier()
     store.set("interrupted", "")
@@ -333,10 +339,12 @@ def test_an_interrupt_ends_the_wait_and_the_group():
 # ------------------------------------------------------------------------------------------- stalls
 
 
-def never_calls(rank, given_up, numel):
+def never_calls(rank, ready, given_up, numel):
     if rank.rank == 1:
         for _ in range(2):
-            assert given_up.acquire(timeout=10)
+            assert given_up.acquire(timeout=15)
+    else:
+        ready.wait(10)  # that one of them is late is no part of this
     first = error_of(lambda: dist.all_reduce(torch.ones(numel), group=rank.group))
     second = error_of(lambda: dist.barrier(group=rank.group))
     given_up.release()
@@ -346,15 +354,15 @@ def never_calls(rank, given_up, numel):
 @pytest.mark.parametrize("hosts", ["aaa", "aab", "aba"])
 @pytest.mark.parametrize("numel", [10, BIG])
 def test_a_rank_that_never_calls_is_named_and_is_told_when_it_does(numel, hosts):
-    results = run_ranks(3, never_calls, threading.Semaphore(0), numel, hosts=hosts, group_timeout=0.3)
+    events = threading.Barrier(2), threading.Semaphore(0)
+    results = run_ranks(3, never_calls, *events, numel, hosts=hosts, group_timeout=1.0)
     for number, raised in enumerate(results):
         # A rank that comes to a small one gets what the others had left there, and is told at the next.
         for kind, text, _ in raised[number == 1 and numel == 10 :]:
             assert kind is CommunicationError
             assert "the shm process group is aborted" in text or "another host is lost" in text
             assert "rank 1 did not answer within" in text or "rank(s) 1" in text, text
-    assert all(0.2 < results[number][0][2] < 4 for number in (0, 2))
-    assert results[1][0][2] < 1
+    assert all(results[number][0][2] > 0.9 for number in (0, 2))
 
 
 def is_stopped(rank, folder):
@@ -362,6 +370,7 @@ def is_stopped(rank, folder):
     if rank.rank == 1:
         Path(folder, "pid").write_text(str(os.getpid()))
     dist.barrier()
+    rank.group.set_timeout(timedelta(seconds=1))
     dist.all_reduce(torch.ones(BIG))
     if rank.rank == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -375,9 +384,9 @@ def is_stopped(rank, folder):
 
 
 def test_a_rank_that_is_stopped_is_named_and_is_told_when_it_goes_on(tmp_path):
-    for kind, text in run_processes(3, is_stopped, str(tmp_path), backend="shm", group_timeout=0.5):
+    for kind, text in run_processes(3, is_stopped, str(tmp_path), backend="shm"):
         assert kind is CommunicationError
-        assert "rank 1 did not answer within 0.5 s: stalled, or not in this collective" in text
+        assert "rank 1 did not answer within 1 s: stalled, or not in this collective" in text
 
 
 def tries_again(rank, hosts_value, late):
@@ -409,6 +418,7 @@ def is_late_in_place(rank, gone, blocks):
     x = rank.group.allocate(2_000_000).fill_(1.0)
     dist.all_reduce(x, group=rank.group)
     if rank.rank == 0:
+        rank.group.set_timeout(timedelta(seconds=0.5))
         raised = error_of(lambda: dist.all_reduce(x, group=rank.group))
         x.fill_(7.0)
         gone.set()
@@ -431,12 +441,10 @@ def is_late_in_place(rank, gone, blocks):
 
 
 def test_a_late_rank_writes_no_further_to_one_that_has_given_up():
-    (early, written), late = run_ranks(
-        2, is_late_in_place, threading.Event(), threading.Event(), hosts="aa", group_timeout=0.3
-    )
+    (early, written), late = run_ranks(2, is_late_in_place, threading.Event(), threading.Event(), hosts="aa")
     assert early[0] is late[0] is CommunicationError
-    assert "rank 1 did not answer within 0.3 s" in early[1]
-    assert "rank 1 did not answer within 0.3 s" in late[1]
+    assert "rank 1 did not answer within 0.5 s" in early[1]
+    assert "rank 1 did not answer within 0.5 s" in late[1]
     assert written <= 2 * BLOCK_BYTES // 4
 
 
@@ -520,19 +528,18 @@ def aborts(rank, waiting, aborted):
         assert waiting.wait(10)
         rank.group.abort()
         aborted.set()
-        return error_of(work.wait)
+        return error_of(work.wait)[:2]
     if rank.rank == 1:
         waiting.set()
-        return error_of(lambda: dist.barrier(group=rank.group))
+        return error_of(lambda: dist.barrier(group=rank.group))[:2]
     assert aborted.wait(10)
-    return error_of(lambda: [dist.barrier(group=rank.group) for _ in range(2)])
+    return error_of(lambda: [dist.barrier(group=rank.group) for _ in range(2)])[:2]
 
 
 def test_abort_ends_what_waits_here_and_on_the_others():
-    for kind, text, seconds in run_ranks(3, aborts, threading.Event(), threading.Event(), hosts="aaa"):
+    for kind, text in run_ranks(3, aborts, threading.Event(), threading.Event(), hosts="aaa"):
         assert kind is CommunicationError
         assert "rank 0 called abort()" in text or "this process has ended the shm process group" in text
-        assert seconds < 2
 
 
 def destroys(rank, hosts):
@@ -545,33 +552,40 @@ def destroys(rank, hosts):
 
 
 def test_destroying_a_group_ends_what_waits():
-    raised, (kind, _, seconds) = run_ranks(2, destroys, "aa", hosts="aa")[0]
+    raised, (kind, _, seconds) = run_ranks(2, destroys, "aa", hosts="aa", group_timeout=60.0)[0]
     assert kind is None
-    assert seconds < 2
+    assert seconds < 15  # far from the time-out
     assert [kind for kind, _ in raised] == [CommunicationError] * 3
 
 
-def destroys_with_callbacks(rank, allowed):
-    """Destroy the group while callbacks of futures do not return, each in a thread of its own."""
+def destroys_with_callbacks(rank, allowed, attached):
+    """Rank 0 destroys the group while callbacks of futures do not return, each in a thread of its own."""
     begun = threading.Semaphore(0)
 
     def never_returns(_):
         begun.release()
         allowed.wait(60)
 
-    for _ in range(4):
-        dist.barrier(group=rank.group, async_op=True).get_future().then(never_returns)
-        assert begun.acquire(timeout=10)
+    for _ in range(6):
+        if rank.rank == 1:
+            assert attached.acquire(timeout=15)
+            dist.barrier(group=rank.group)
+        else:
+            dist.barrier(group=rank.group, async_op=True).get_future().then(never_returns)
+            attached.release()
+            assert begun.acquire(timeout=15)
     raised = error_of(rank.group.shutdown)
-    allowed.set()
+    if rank.rank == 0:
+        allowed.set()
     return raised
 
 
 def test_destroying_a_group_waits_no_longer_for_many_callbacks_than_for_one(monkeypatch):
     monkeypatch.setattr(works, "CLOSE_SECONDS", 1.0)
-    kind, _, seconds = run_ranks(1, destroys_with_callbacks, threading.Event(), hosts="a")[0]
+    events = threading.Event(), threading.Semaphore(0)
+    kind, _, seconds = run_ranks(2, destroys_with_callbacks, *events, hosts="aa")[0]
     assert kind is None
-    assert seconds < 3
+    assert seconds < 5  # for each by itself it would be 6
 
 
 def test_a_rank_that_cannot_say_that_it_leaves_stops_waiting_all_the_same(peers, monkeypatch):
@@ -651,30 +665,37 @@ def test_nothing_grows_over_many_groups(how):
         together(2, cycle, dist.HashStore(), how)
         gc.collect()
 
+    def there_is():
+        return descriptors(), shared_memory(), {thread.name for thread in threading.enumerate()}
+
+    gc.collect()
+    none = shared_memory()
     one()
-    before = descriptors(), shared_memory(), {thread.name for thread in threading.enumerate()}
+    before = there_is()
     for _ in range(12):
         one()
-    until = time.monotonic() + 2  # Gloo's own connections end in the background
-    while descriptors() > before[0] and time.monotonic() < until:
+    until = time.monotonic() + 20  # Gloo's own connections end in the background
+    while there_is() != before and time.monotonic() < until:
         time.sleep(0.01)
-    assert (descriptors(), shared_memory(), {thread.name for thread in threading.enumerate()}) == before
-    assert shared_memory() == 0
+    assert there_is() == before
+    assert shared_memory() == none
 
 
 def test_a_destroyed_group_that_is_still_referred_to_keeps_no_memory():
+    gc.collect()
+    none = shared_memory()
     groups = together(2, cycle, dist.HashStore(), "kept")
-    assert shared_memory() > 0
+    assert shared_memory() > none
     tensor = groups[0].allocate(10)
     for group in groups:
         group.shutdown()
-    assert shared_memory() == 1  # the tensor's
+    assert shared_memory() == none + 1  # the tensor's
     del tensor
-    assert shared_memory() == 0
+    assert shared_memory() == none
 
 
 def memory_goes_round(rank):
-    """How many pieces are mapped in this process, which both ranks are."""
+    """How many shared memories are mapped in this process, which both ranks are."""
     counts = []
 
     def count():
@@ -725,49 +746,43 @@ kept = groups[0].allocate(100)
 waiting = groups[0].barrier()  # that the other one never comes to
 print("done")
 """
-    begin = time.monotonic()
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, timeout=60, check=False
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
-    assert time.monotonic() - begin < 60
 
 
 # ---------------------------------------------------------------------------------------- meeting
 
 
 def test_a_rank_that_never_comes_is_named():
-    store = dist.HashStore()
-    results = together(2, lambda rank: group_of(store, rank, world=4, timeout=0.3))
-    for error in results:
+    store, ready = dist.HashStore(), threading.Barrier(2)
+
+    def come(rank):
+        ready.wait(10)
+        return group_of(store, rank, world=4, timeout=1.0)
+
+    for error in together(2, come):
         assert type(error) is CommunicationError
-        assert str(error).startswith("rank(s) 2, 3 did not come to the shm process group within 0.3 s")
+        assert str(error).startswith("rank(s) 2, 3 did not come to the shm process group within 1 s")
 
 
 def test_a_rank_that_comes_and_does_not_connect_is_named():
-    store = dist.HashStore()
-
-    done = threading.Event()
+    store, ready = dist.HashStore(), threading.Barrier(2)
 
     def come(rank):
-        if rank < 2:
-            try:
-                return group_of(store, rank, world=3, timeout=0.5)
-            finally:
-                done.set()
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-            listener.bind("\0lockstep-test-" + os.urandom(8).hex())
-            listener.listen(8)
-            address = listener.getsockname()[1:].decode()
-            card = f'{{"host": "a", "address": "{address}", "secret": "{"0" * 32}"}}'
-            dist.PrefixStore("rendezvous", store).set("2", card)
-            done.wait(10)
-        return None
+        ready.wait(10)
+        return group_of(store, rank, world=3, timeout=1.0)
 
-    first, second, _ = together(3, come)
-    for error in (first, second):
-        assert type(error) is CommunicationError
-        assert "rank(s) 2 did not connect to the shm process group in time" in str(error)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind("\0lockstep-test-" + os.urandom(8).hex())
+        listener.listen(8)
+        address = listener.getsockname()[1:].decode()
+        said = f'{{"host": "a", "address": "{address}", "secret": "{"0" * 32}"}}'
+        dist.PrefixStore("rendezvous", store).set("2", said)
+        for error in together(2, come):
+            assert type(error) is CommunicationError
+            assert "rank(s) 2 did not connect to the shm process group in time" in str(error)
 
 
 def test_strangers_are_turned_away(monkeypatch):
@@ -796,10 +811,8 @@ def test_strangers_are_turned_away(monkeypatch):
         group.allreduce([x]).wait()
         return x.tolist()
 
-    begin = time.monotonic()
     try:
-        assert together(3, meets) == [[3.0] * 3] * 3
-        assert time.monotonic() - begin < 5
+        assert together(3, meets) == [[3.0] * 3] * 3  # and not the time-out
         assert strangers
     finally:
         for stranger in strangers:
@@ -847,20 +860,18 @@ def killed_in_backward(rank, wrapper):
     model(x).sum().backward()
     if rank.rank == 1:
         layers[0].register_forward_hook(lambda module, given, out: Interrupt.apply(out, be_killed))
-    begin = time.monotonic()
-    kind, text, _ = error_of(lambda: model(x).sum().backward())
-    return kind, text, time.monotonic() - begin
+    return error_of(lambda: model(x).sum().backward())
 
 
 @pytest.mark.parametrize("wrapper", ["replicate", "ddp"])
 def test_a_rank_that_is_killed_in_backward_is_named(wrapper):
-    outcomes = run_processes(3, killed_in_backward, wrapper, backend="shm", errors=True)
+    outcomes = run_processes(3, killed_in_backward, wrapper, backend="shm", group_timeout=60, errors=True)
     assert isinstance(outcomes[1].error, RankEndedError)
     for number in (0, 2):
         kind, text, seconds = outcomes[number].result
         assert issubclass(kind, RuntimeError)
         assert "rank 1 has died" in text
-        assert seconds < 3
+        assert seconds < SOON
         if wrapper == "replicate":
             assert kind is CommunicationError
             assert text.startswith(f"rank {number} of 3: bucket ")
@@ -923,13 +934,13 @@ def is_killed_in(rank, call, inside):
     [(sum_sparse, False), (gather, False), (gather, True), (scatter, True), (all_to_all, False), (all_to_all, True)],
 )
 def test_a_rank_that_is_killed_in_what_goes_another_way_is_named_at_once(call, inside):
-    outcomes = run_processes(3, is_killed_in, call, inside, backend="shm", group_timeout=6, errors=True)
+    outcomes = run_processes(3, is_killed_in, call, inside, backend="shm", group_timeout=60, errors=True)
     for number in (0, 2):
         (kind, text, seconds), ending = outcomes[number].result
         assert kind is CommunicationError
         assert "rank 1 has died" in text
-        assert seconds < 3
-        assert ending < 3
+        assert seconds < SOON
+        assert ending < SOON
 
 
 def is_killed_before_a_message(rank, call):

@@ -451,7 +451,7 @@ def test_groups_that_are_forgotten_end():
     """The one that is still used tells whether the other ones' connections are gone."""
 
     def call(rank):
-        kept = ProcessGroupShm(store, rank.rank, 2, timedelta(seconds=5), rank.group.options)
+        kept = ProcessGroupShm(store, rank.rank, 2, timedelta(seconds=30), rank.group.options)
         for turn in range(5):
             group = rank.group.split_group([0, 1], group_name=f"{turn}")
             work = dist.all_reduce(torch.ones(3), group=group, async_op=True)
@@ -479,7 +479,7 @@ def test_a_rank_may_leave_as_soon_as_it_has_made_the_group(hosts, monkeypatch):
         return made
 
     def call(rank):
-        group = ProcessGroupShm(store, rank.rank, 3, timedelta(seconds=5), ShmOptions(host=hosts[rank.rank]))
+        group = ProcessGroupShm(store, rank.rank, 3, timedelta(seconds=30), ShmOptions(host=hosts[rank.rank]))
         group.shutdown()
         gone.set()
         return True

