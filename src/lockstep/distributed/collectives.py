@@ -148,7 +148,7 @@ class Collectives:
     def end(self, reason: str) -> None:
         """End the group on all ranks, if it can do that."""
         if isinstance(self.group, ProcessGroupShm):
-            self.group.abort(reason)
+            self.group._abort(reason)
 
     def _check_process(self) -> None:
         if self._process != _process.number:

@@ -157,9 +157,12 @@ class ProcessGroupShm(NativeCollectives, CollectivesOfGloo, _ProcessGroup):
         """Leave the group: collectives that wait are ended, here with an error and on other ranks, too."""
         self._end()
 
-    def abort(self, reason: str | None = None) -> None:
-        """End the group on every rank, at once; the error that all raise from then on says why."""
-        reason = reason or f"rank {self._global_ranks[self.rank()]} called abort()"
+    def abort(self) -> None:
+        """End the group on every rank, at once."""
+        self._abort(f"rank {self._global_ranks[self.rank()]} called abort()")
+
+    def _abort(self, reason: str) -> None:
+        """End the group on every rank; the error that all raise from then on gives the reason."""
         self._runtime.abort(f"the shm process group is aborted: {reason}", collective_may_run=True)
         self._end()
 
