@@ -582,3 +582,20 @@ def test_running_statistics_of_each_policy(policy):
         assert rank.all_equal(model[1].running_mean) is (policy != "local")
 
     run_ranks(3, call)
+
+
+@pytest.mark.parametrize("hosts", ["", "aa"], ids=["gloo", "shm"])
+def test_each_rank_keeps_its_own_when_the_module_has_changed(hosts):
+    def call(rank):
+        model = lockstep.replicate(Scale(buffer=torch.zeros(2)), process_group=rank.group, buffer_policy="local")
+        step(model)
+        model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+        seen = []
+        for _ in range(3):
+            model.buffer.add_(rank.rank + 1)
+            step(model)
+            seen.append(model.buffer.tolist())
+        return seen
+
+    wanted = [[[n * (rank + 1.0)] * 2 for n in (1, 2, 3)] for rank in range(2)]
+    assert run_ranks(2, call, hosts=hosts) == wanted

@@ -520,3 +520,23 @@ def turn_up_together(rank):
 
 def test_a_new_layer_and_one_that_is_used_for_the_first_time_have_their_own_gradients():
     assert run_ranks(2, turn_up_together) == [[[1.5], [3.0], [4.5]]] * 2
+
+
+def frozen_on_one_rank(rank):
+    """A layer that one rank has frozen, when another is replaced: plans begin with what is trained."""
+    net = lockstep.replicate(two_layers(), process_group=rank.group)
+    net(rows(rank)).sum().backward()
+    net[1].requires_grad_(rank.rank == 0)
+    net[0] = linear()
+    seen = []
+    for _ in range(3):
+        net.zero_grad()
+        net(rows(rank)).sum().backward()
+        seen.append(grads(net))
+    return seen
+
+
+@pytest.mark.parametrize("hosts", ["", "aa"], ids=["gloo", "shm"])
+def test_a_layer_that_one_rank_has_frozen_when_another_is_replaced(hosts):
+    for seen in run_ranks(2, frozen_on_one_rank, hosts=hosts):
+        assert seen == [[[1.5], [0.5]]] * 3

@@ -171,6 +171,33 @@ def test_what_is_checkpointed_is_cast_when_it_is_computed_again(reentrant):
         torch.testing.assert_close(p.grad, q.grad, rtol=0, atol=0, msg=name)
 
 
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_new_layer_that_is_checkpointed_is_cast_when_it_is_computed_again(reentrant):
+    nets, seen = [Part(None), Part(reentrant)], []
+    nets[1].load_state_dict(nets[0].state_dict())
+    for net in nets:
+        model = alone(net)
+        net.block = nn.Linear(4, 4)
+        nn.init.ones_(net.block.weight)
+        nn.init.zeros_(net.block.bias)
+        model(batch(0).requires_grad_()).square().sum().backward()
+        seen.append(net.block.weight.grad)
+    assert seen[0].dtype == torch.float32
+    assert torch.equal(*seen)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_parametrized_weight_that_is_looked_at_outside_of_forward_has_full_precision(late):
+    net = nn.Linear(4, 1)
+    if not late:
+        nn.utils.parametrizations.weight_norm(net)
+    model = alone(net)
+    if late:
+        nn.utils.parametrizations.weight_norm(net)
+    model(batch(0)).sum().backward()
+    assert net.weight.dtype == torch.float32
+
+
 def test_gradients_inside_of_a_forward_that_is_called_without():
     class Inner(nn.Linear):
         def forward(self, x):

@@ -248,7 +248,10 @@ class BufferSync:
         return self._set is not None and self._set.changed()
 
     def renew(self) -> None:
-        """Look at the module's buffers anew, compare them with the other ranks', and make them equal."""
+        """Look at the module's buffers anew, compare them with the other ranks', and make them equal, unless each rank
+        keeps its own."""
+        if self.policy == "local":
+            return
         found = self._scan()
         agree(Description([describe_buffer(buffer) for buffer in found.buffers]), [], self._collectives)
         self._set = found

@@ -66,6 +66,8 @@ class Membership:
         self._attached: list[_Attached] = []
         self._reducer: ref[Reducer] | None = None
         self.parameters = _managed(contents)
+        self.trained = [each.index for each in self.parameters if each.parameter.requires_grad]
+        """The parameters, by number, that were trained on any rank when ranks agreed on them."""
         self._last_slot: tuple[dict[str, Any], str, Any] = {}, "", None
         self._watch = self._watched()
 
@@ -149,7 +151,10 @@ class Membership:
         managed = _managed(contents)
         new = [each for each in managed if id(each.parameter) not in known]
         numbers = [2 * each.index + (each.parameter.grad is not None) for each in new]
-        rows = agree(Description(lines, failure), numbers, collectives)
+        trained = [each.index for each in managed if each.parameter.requires_grad]
+        rows = agree(Description(lines, failure), [len(new), *numbers, *trained], collectives)
+        trained = sorted({index for row in rows for index in row[1 + row[0] :]})
+        rows = [row[1 : 1 + row[0]] for row in rows]
         told = {number for row in rows for number in row}
         _check_new_everywhere([each.name for each in managed], rows, collectives.global_ranks)
         if self._values:
@@ -158,7 +163,7 @@ class Membership:
         if told or [(each.name, id(each.parameter)) for each in managed] != self._named():
             for old in self.parameters:
                 detach(old.parameter, reducer)
-            self.parameters = managed
+            self.parameters, self.trained = managed, trained
             self.attach(reducer)
         return [self.parameters[i] for i in sorted({number // 2 for number in told if number % 2})]
 

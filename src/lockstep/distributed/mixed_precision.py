@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module, RNNBase
 from torch.nn.parallel.distributed import _MixedPrecision
+from torch.nn.utils.parametrize import ParametrizationList
 
 from lockstep.compiler import outside_compiler
 from lockstep.distributed.buffers import holders
@@ -79,10 +80,20 @@ class Casts:
         self._thread = 0
         self._slots: list[_Slot] = []
         self._rnns: list[RNNBase] = []
-        link = weakref.ref(self)
+        self._hooked: weakref.WeakSet[Module] = weakref.WeakSet()
         for each in module.modules():
-            each.register_forward_pre_hook(_Enter(link))
-            each.register_forward_hook(_Leave(link), always_call=True)
+            self._hook(each)
+
+    def _hook(self, module: Module) -> None:
+        """Let forward of a module below run in lower precision also where it is called on its own.
+
+        (A parametrization is called wherever its parameter is looked at.)
+        """
+        if module not in self._hooked and not isinstance(module, ParametrizationList):
+            self._hooked.add(module)
+            link = weakref.ref(self)
+            module.register_forward_pre_hook(_Enter(link))
+            module.register_forward_hook(_Leave(link), always_call=True)
 
     def inputs(self, value: Any) -> Any:
         """Nested inputs with their floating tensors in the dtype of the parameters."""
@@ -119,6 +130,7 @@ class Casts:
         copies: dict[int, Tensor] = {}
         with torch.enable_grad():  # part of forward may want gradients, though it is called without
             for owner in module.modules():
+                self._hook(owner)  # it may be new
                 self._exchange_in(owner._parameters, self._param_dtype, copies)
                 self._exchange_in(owner._buffers, self._buffer_dtype, copies)
                 if isinstance(owner, RNNBase):

@@ -1,9 +1,9 @@
 """How a plan changes, on every rank alike, by what all ranks know.
 
-It begins with the parameters that are trained, in the reverse order of registration. After the first round it is made
-anew, once: of the parameters that any rank used, in the order in which their gradients arrived on rank 0. A parameter
-that turns up later joins at the end. One whose gradient comes in several pieces moves to the end, too, and is held
-there until backward is over.
+It begins with the parameters that are trained on any rank, in the reverse order of registration. After the first round
+it is made anew, once: of the parameters that any rank used, in the order in which their gradients arrived on rank 0. A
+parameter that turns up later joins at the end. One whose gradient comes in several pieces moves to the end, too, and is
+held there until backward is over.
 """
 
 from collections.abc import Collection, Sequence
@@ -22,6 +22,7 @@ class AdaptivePlan:
     def __init__(
         self,
         parameters: Sequence[ManagedParameter],
+        trained: Collection[int],
         caps: Sequence[int],
         delayed: Collection[int],
         collectives: Collectives,
@@ -33,7 +34,7 @@ class AdaptivePlan:
         self._held: frozenset[int] = frozenset()
         self.arrivals: dict[int, None] | None = {}
         """The order in which gradients arrive in this round; None when it is not wanted any more."""
-        self.current = self._plan([p.index for p in reversed(parameters) if p.parameter.requires_grad])
+        self.current = self._plan(sorted(trained, reverse=True))
 
     @property
     def is_whole(self) -> bool:

@@ -67,6 +67,10 @@ class Members(Protocol):
         """All of them, in their order."""
 
     @property
+    def trained(self) -> list[int]:
+        """Those, by number, that are trained on any rank."""
+
+    @property
     def last(self) -> list[int]:
         """Those, by number, whose gradients leave last."""
 
@@ -148,7 +152,7 @@ class Reducer:
         self.parameters = members.parameters
         for parameter in self.parameters:
             parameter.graphs = self._graphs
-        self._plan = AdaptivePlan(self.parameters, self._caps, members.last, self.collectives)
+        self._plan = AdaptivePlan(self.parameters, members.trained, self._caps, members.last, self.collectives)
         self._touched = bytearray(len(self.parameters))  # had a gradient since the last round
         self._arrived = bytearray(len(self.parameters))  # in this round, in time for their bucket
         self._reporting = Reporting(len(self.parameters), self.collectives, self.buffers)
