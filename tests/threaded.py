@@ -93,7 +93,7 @@ def run_ranks(
 
     def work(number: int) -> None:
         try:
-            groups[number] = (_shm_group if hosts else _group)(store, number, world, group_timeout, hosts)
+            groups[number] = (_shm_group if hosts else new_gloo_group)(store, number, world, group_timeout, hosts)
             with contextlib.ExitStack() as stack:
                 place = torch.device(device, number) if device else CPU
                 if device:
@@ -133,7 +133,7 @@ def _shm_group(store: dist.Store, rank: int, world: int, timeout: float, hosts: 
     return group
 
 
-def _group(store: dist.Store, rank: int, world: int, timeout: float, _hosts: str) -> dist.ProcessGroupGloo:
+def new_gloo_group(store: dist.Store, rank: int, world: int, timeout: float, _hosts: str = "") -> dist.ProcessGroupGloo:
     options = dist.ProcessGroupGloo._Options()
     options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
     options._timeout = CONNECT
