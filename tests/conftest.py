@@ -122,7 +122,7 @@ def first(devices: Callable[[int], list[torch.device]]) -> torch.device:
 
 # ------------------------------------------------------------------------------- what a test leaves
 
-GRACE = 2.0  # seconds that threads and processes get to end after a test
+GRACE = 10.0  # seconds that threads and processes get to end after a test
 
 
 def _accelerated() -> bool:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import lockstep
+from small_modules import one_weight
 
 both = pytest.mark.parametrize("implementation", ["torch", "lockstep"])
 
@@ -34,19 +35,6 @@ def warned(call: Callable[[], Any]) -> list[tuple[str, str, str]]:
         warnings.simplefilter("always")
         call()
     return [(warning.category.__name__, str(warning.message), warning.filename) for warning in caught]
-
-
-def filled(module: Any, value: float = 1.0) -> Any:
-    """The module, with every parameter set to the value."""
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.fill_(value)
-    return module
-
-
-def one_weight(value: float = 1.0) -> nn.Linear:
-    """y = w * x, so that the gradient of w is the sum of the x."""
-    return filled(nn.Linear(1, 1, bias=False), value)
 
 
 def gradients(module: nn.Module) -> list[torch.Tensor | None]:

@@ -38,7 +38,7 @@ import torch.distributed as dist
 import sim as simulator
 from threaded import CONNECT, CPU, Rank
 
-GRACE = 5.0  # seconds from the time at which a rank should end itself to that at which it is killed
+GRACE = 15.0  # seconds from the time at which a rank should end itself to that at which it is killed
 
 _SERVED = "LOCKSTEP_TEST_RANK"  # set in the environment of the ranks
 _context = multiprocessing.get_context("forkserver")
@@ -74,8 +74,8 @@ def run_processes(
     world: int,
     function: Callable[..., Any],
     *args: Any,
-    timeout: float = 30.0,
-    group_timeout: float = 10.0,
+    timeout: float = 100.0,
+    group_timeout: float = 30.0,
     errors: bool = False,
     backend: str = "gloo",
     device: str = "",

@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from lockstep.distributed import ProcessGroupShm, ShmOptions
 
-CONNECT = timedelta(seconds=30)  # to meet; a short timeout is meant for collectives, not for threads that start late
+CONNECT = timedelta(seconds=60)  # to meet; a short timeout is meant for collectives, not for threads that start late
 
 CPU = torch.device("cpu")
 
@@ -70,8 +70,8 @@ def run_ranks(
     world: int,
     function: Callable[..., Any],
     *args: Any,
-    timeout: float = 20.0,
-    group_timeout: float = 10.0,
+    timeout: float = 90.0,
+    group_timeout: float = 30.0,
     errors: bool = False,
     hosts: str = "",
     device: str = os.environ.get("LOCKSTEP_RANKS_DEVICE", ""),

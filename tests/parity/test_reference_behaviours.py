@@ -1,7 +1,6 @@
-"""What PyTorch's own tests assert of DataParallel and the calls under it, held against ours.
+"""What PyTorch's own tests assert of DataParallel and the calls under it, in Python and in C++, held against ours.
 
-The number in a test's name is that of the line in the list of those behaviours: `a` for `test_data_parallel.py`, `c`
-for the C++ `torch::nn::parallel`. d0 and d1 are simulated accelerators, unless the test runs on both kinds of device.
+D0 and D1 are simulated accelerators; some tests run on both kinds of device.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ def double(*shape, device="cpu"):
     return torch.randn(shape, dtype=torch.float64).to(device).requires_grad_()
 
 
-def test_a1_buffers_that_require_a_gradient_get_it(devices, first):
+def test_buffers_that_require_a_gradient_get_it(devices, first):
     class Buffers(nn.Module):
         def __init__(self, t_rg):
             super().__init__()
@@ -58,7 +57,7 @@ def test_a1_buffers_that_require_a_gradient_get_it(devices, first):
     assert gradcheck(function, (module.t_rg,), check_batched_grad=False)
 
 
-def test_a2_a_bidirectional_lstm_that_flattens_its_weights(devices, first):
+def test_a_bidirectional_lstm_that_flattens_its_weights(devices, first):
     class Rnn(nn.Module):
         def __init__(self):
             super().__init__()
@@ -82,14 +81,14 @@ def test_a2_a_bidirectional_lstm_that_flattens_its_weights(devices, first):
 
 
 @pytest.mark.parametrize("bare", [False, True])
-def test_a4_parallel_apply(devices, bare):
+def test_parallel_apply(devices, bare):
     layers = [nn.Linear(10, 5).to(device) for device in devices(2)]
     inputs = [torch.randn(2, 10).to(device) for device in devices(2)]
     outputs = parallel_apply(layers, inputs if bare else [(x,) for x in inputs], None)
     torch.testing.assert_close(outputs, [layer(x) for layer, x in zip(layers, inputs, strict=True)])
 
 
-def test_a6_parallel_apply_passes_an_exception_on(sim):
+def test_parallel_apply_passes_an_exception_on(sim):
     def fail(*args):
         raise KeyError("wonderful")
 
@@ -102,7 +101,7 @@ def test_a6_parallel_apply_passes_an_exception_on(sim):
 @pytest.mark.parametrize("ids", [(0, 1), (1, 0), (0,), None, [0], ["cpu", "cpu"]])
 @pytest.mark.parametrize("third", [False, True])
 @pytest.mark.parametrize("as_class", [False, True])
-def test_a7_several_inputs(sim, ids, third, as_class):
+def test_several_inputs(sim, ids, third, as_class):
     def function(var1, var2, float1, var3=None):
         assert isinstance(float1, float)
         return float1 * (var1 * var2 if var3 is None else var1 * var2 + var3)
@@ -134,7 +133,7 @@ def parts(*places):
     + [(["cpu", D0], ids) for ids in (None, [0, 1], [1, 0])]
     + [([D0, D1], ids) for ids in (None, [0, 1], [1, 0])],
 )
-def test_a9_a_module_must_be_on_the_first_device(sim, places, ids):
+def test_a_module_must_be_on_the_first_device(sim, places, ids):
     first = f"sim:{ids[0] if ids else 0}"
     module, x = parts(*places), torch.randn(2, 10)
     message = f"module must have its parameters and buffers on device {first}"
@@ -145,7 +144,7 @@ def test_a9_a_module_must_be_on_the_first_device(sim, places, ids):
 
 
 @pytest.mark.parametrize(("place", "ids"), [(D0, None), (D0, [0, 1]), (D1, [1, 0])])
-def test_a9_a_module_on_the_first_device(sim, place, ids):
+def test_a_module_on_the_first_device(sim, place, ids):
     module, x = parts(place), torch.randn(2, 10)
     torch.testing.assert_close(DataParallel(module, ids)(x), module(x.to(place)))
     torch.testing.assert_close(data_parallel(module, x, ids), module(x.to(place)))
@@ -156,7 +155,7 @@ def test_a9_a_module_on_the_first_device(sim, place, ids):
 
 
 @pytest.mark.parametrize("grad", [False, True])
-def test_a10_no_reference_cycles(devices, first, grad):
+def test_no_reference_cycles(devices, first, grad):
     parallel, x = DataParallel(nn.Linear(1, 1).to(first), devices(2)), torch.randn(1, device=first)
     gc.collect()
     with torch.set_grad_enabled(grad):
@@ -166,7 +165,7 @@ def test_a10_no_reference_cycles(devices, first, grad):
     assert gc.collect() == 0
 
 
-def test_a11_replicas_see_the_grad_mode(devices, first):
+def test_replicas_see_the_grad_mode(devices, first):
     def check(x):
         assert torch.is_grad_enabled()
         return x
@@ -181,7 +180,7 @@ def test_a11_replicas_see_the_grad_mode(devices, first):
 
 
 @BOTH_ORDERS
-def test_a12_data_parallel(sim, ids):
+def test_data_parallel(sim, ids):
     layer, x = nn.Linear(10, 5).to(D1), torch.randn(20, 10).to(D1).requires_grad_()
     expected = layer(x)
     expected.sum().backward()
@@ -200,7 +199,7 @@ def test_a12_data_parallel(sim, ids):
     torch.testing.assert_close(data_parallel(layer, x, None).cpu(), expected.cpu())
 
 
-def test_a13_sparse_gradients():
+def test_sparse_gradients():
     """On CPU replicas: the simulated accelerators have no sparse tensors."""
     layer, x = nn.Embedding(10, 5, sparse=True), torch.randint(10, (20, 5))
     expected = layer(x)
@@ -213,7 +212,7 @@ def test_a13_sparse_gradients():
     torch.testing.assert_close(layer.weight.grad.coalesce(), grad.coalesce())
 
 
-def test_a15_nested_input(devices, first):
+def test_nested_input(devices, first):
     layer = nn.Linear(10, 5).to(first)
     rows = []
 
@@ -237,7 +236,7 @@ def test_a15_nested_input(devices, first):
         lambda module, ids: data_parallel(module, (), ids),
     ],
 )
-def test_a16_no_inputs(devices, first, call):
+def test_no_inputs(devices, first, call):
     calls = []
 
     def function():
@@ -252,7 +251,7 @@ def test_a16_no_inputs(devices, first, call):
 
 @pytest.mark.parametrize("ids", [(0, 1), (D0, D1), ("sim:0", "sim:1"), (0, D1)])
 @pytest.mark.parametrize("target", [None, 1, D1, "cpu", torch.device("cpu")])
-def test_a17_ways_to_name_a_device(sim, ids, target):
+def test_ways_to_name_a_device(sim, ids, target):
     layer, x = nn.Linear(10, 5).to(D0), torch.randn(20, 10).to(D0)
     expected = D0 if target is None else D1 if target == 1 else torch.device(target)
     for output in (DataParallel(layer, ids, target)(x), data_parallel(layer, x, ids, target)):
@@ -260,7 +259,7 @@ def test_a17_ways_to_name_a_device(sim, ids, target):
         torch.testing.assert_close(output.cpu(), layer(x).cpu())
 
 
-def test_a18_a_gradient_penalty(devices, first):
+def test_a_gradient_penalty(devices, first):
     parallel = DataParallel(nn.Linear(4, 1).to(first), devices(2))
     x = torch.ones(2, 4, device=first, requires_grad=True)
     output = parallel(x)
@@ -271,7 +270,7 @@ def test_a18_a_gradient_penalty(devices, first):
 
 
 @pytest.mark.parametrize("source", ["cpu", "first"])
-def test_a19_scatter(devices, first, source):
+def test_scatter(devices, first, source):
     x = double(4, 4, device=first if source == "first" else "cpu")
     result = scatter((x,), devices(2))
     chunks = [chunk for (chunk,) in result]
@@ -287,7 +286,7 @@ def test_a19_scatter(devices, first, source):
 @pytest.mark.parametrize("target", [-1, "cpu", 0])
 @pytest.mark.parametrize("shape", [(2, 4), ()])
 @pytest.mark.filterwarnings("ignore:Using -1:FutureWarning")
-def test_a21_gather(sim, target, shape):
+def test_gather(sim, target, shape):
     """Better: scalars become a vector without a warning (warnings are errors in this suite)."""
     x, y = double(*shape, device=D0), double(*shape, device=D1)
     result = gather((x, y), target)
@@ -305,12 +304,12 @@ def test_a21_gather(sim, target, shape):
     assert gradgradcheck(lambda a, b: gather((a, b), target), (x, y))
 
 
-def test_a21_minus_one_is_deprecated(sim):
+def test_minus_one_is_deprecated(sim):
     with pytest.warns(FutureWarning, match="Using -1 to represent CPU tensor is deprecated"):
         gather((torch.ones(1, device=D0), torch.ones(1, device=D1)), -1)
 
 
-def test_a22_dicts_with_different_keys_cannot_be_gathered(devices):
+def test_dicts_with_different_keys_cannot_be_gathered(devices):
     one, other = ({"a": torch.ones(1, device=device)} for device in devices(2))
     other["b"] = other["a"]
     with pytest.raises(ValueError, match="All dicts must have the same number of keys"):
@@ -318,7 +317,7 @@ def test_a22_dicts_with_different_keys_cannot_be_gathered(devices):
 
 
 @pytest.mark.parametrize("sequence", [tuple, list])
-def test_a23_replicate(devices, first, sequence):
+def test_replicate(devices, first, sequence):
     network = nn.Sequential(nn.Linear(10, 5), nn.Unflatten(1, (5, 1, 1)), nn.BatchNorm2d(5)).to(first).eval()
     network[2].running_mean.fill_(0.3)
     network[2].num_batches_tracked += 7
@@ -333,7 +332,7 @@ def test_a23_replicate(devices, first, sequence):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_a25_autocast_inside_forward(devices, first, kind, dtype):
+def test_autocast_inside_forward(devices, first, kind, dtype):
     layer = nn.Linear(8, 8).to(first)
 
     class Model(nn.Module):
@@ -377,14 +376,14 @@ class Named(nn.Module):
     ],
     ids=["module", "kwargs", "list", "dict", "tuple"],
 )
-def test_a29_keyword_arguments_and_empty_containers(devices, first, dtype, call):
+def test_keyword_arguments_and_empty_containers(devices, first, dtype, call):
     layer, x = nn.Linear(10, 5).to(first, dtype), torch.randn(20, 10, device=first).to(dtype)
     output = call(layer, devices(2), x)
     assert output.device == first
     torch.testing.assert_close(output, layer(x), **tolerance(dtype))
 
 
-def test_a29_empty_containers_reach_every_replica(devices, first):
+def test_empty_containers_reach_every_replica(devices, first):
     seen = []
     parallel = DataParallel(Lambda(lambda x, **kwargs: (seen.append(kwargs), x)[1]), devices(2))
     parallel(torch.ones(2, device=first), a=[], b={}, c=())
@@ -394,7 +393,7 @@ def test_a29_empty_containers_reach_every_replica(devices, first):
 # ----------------------------------------------------------------------------- torch::nn::parallel
 
 
-def test_c3_replicas_of_a_network_on_the_cpu(sim):
+def test_replicas_of_a_network_on_the_cpu(sim):
     network = nn.Linear(3, 4)
     replicas = replicate(network, [D0, D1])
     assert len(replicas) == 2
@@ -407,7 +406,7 @@ def test_c3_replicas_of_a_network_on_the_cpu(sim):
             torch.testing.assert_close(p.cpu(), original)
 
 
-def test_c4_parallel_apply_on_mixed_devices(sim):
+def test_parallel_apply_on_mixed_devices(sim):
     a = nn.Linear(3, 4)
     places = [torch.device("cpu"), D0, D1]
     modules = [copy.deepcopy(a).to(place) for place in places]
@@ -418,7 +417,7 @@ def test_c4_parallel_apply_on_mixed_devices(sim):
         torch.testing.assert_close(output.cpu(), a(x))
 
 
-def test_c5_parallel_apply_moves_outputs_to_the_devices(sim):
+def test_parallel_apply_moves_outputs_to_the_devices(sim):
     modules = [Lambda(lambda x: torch.ones(5, dtype=torch.int32)) for _ in range(3)]
     places = [D1, D0, torch.device("cpu")]
     outputs = parallel_apply(modules, [torch.ones(10, 3)] * 3, devices=places)
@@ -427,7 +426,7 @@ def test_c5_parallel_apply_moves_outputs_to_the_devices(sim):
         assert torch.equal(output.cpu(), torch.ones(5, dtype=torch.int32))
 
 
-def test_c8_no_list_means_all_devices_in_order(sim):
+def test_no_list_means_all_devices_in_order(sim):
     count = torch.accelerator.device_count()
     module = Lambda(lambda x: torch.tensor([x.device.index]))
     for output in (
@@ -438,7 +437,7 @@ def test_c8_no_list_means_all_devices_in_order(sim):
         assert output.device == D0
 
 
-def test_better_rows_are_spread_evenly(sim):
+def test_rows_are_spread_evenly(sim):
     rows = collections.Counter()
 
     def function(x):

@@ -7,8 +7,9 @@ import torch
 from torch import nn
 
 import lockstep
-from ddp_reference import both, ddp_class, one_weight, scalars
+from ddp_reference import both, ddp_class, scalars
 from processes import run_processes
+from small_modules import one_weight
 
 
 class Buffered(nn.Module):

@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 import lockstep
-from ddp_reference import Mixed, both, ddp_class, failure, filled, one_weight, scalars, values, warned
+from ddp_reference import Mixed, both, ddp_class, failure, scalars, values, warned
 from processes import run_processes
+from small_modules import filled, one_weight
 
 # ------------------------------------------------------------------------------------------------ arguments
 

@@ -10,8 +10,9 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from ddp_reference import both, ddp_class, failure, gradients, one_weight, scalars
+from ddp_reference import both, ddp_class, failure, gradients, scalars
 from processes import run_processes
+from small_modules import one_weight
 
 
 def own(rank, tensor):

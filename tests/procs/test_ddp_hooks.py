@@ -17,8 +17,9 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power_s
 from torch.nn import functional as F
 
 import lockstep
-from ddp_reference import Branches, both, ddp_class, failure, filled, gradients, one_weight, scalars
+from ddp_reference import Branches, both, ddp_class, failure, gradients, scalars
 from processes import run_processes
+from small_modules import filled, one_weight
 
 
 def rank_input(rank):

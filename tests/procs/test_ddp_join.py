@@ -8,8 +8,9 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.algorithms.join import Join, Joinable
 
-from ddp_reference import Branches, both, ddp_class, failure, gradients, one_weight, scalars, values
+from ddp_reference import Branches, both, ddp_class, failure, gradients, scalars, values
 from processes import run_processes
+from small_modules import one_weight
 
 
 def rank_input(rank):

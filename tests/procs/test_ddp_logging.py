@@ -6,8 +6,9 @@ import torch
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-from ddp_reference import Mixed, both, ddp_class, one_weight
+from ddp_reference import Mixed, both, ddp_class
 from processes import run_processes
+from small_modules import one_weight
 
 
 def describe(rank, implementation):

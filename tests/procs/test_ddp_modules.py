@@ -10,8 +10,9 @@ import torch
 from torch import nn
 from torch.nn.utils import rnn
 
-from ddp_reference import both, ddp_class, filled, gradients, one_weight, scalars
+from ddp_reference import both, ddp_class, gradients, scalars
 from processes import run_processes
+from small_modules import filled, one_weight
 
 
 def rank_input(rank):

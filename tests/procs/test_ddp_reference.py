@@ -12,8 +12,9 @@ from torch import nn
 from torch.nn import functional as F
 
 import lockstep
-from ddp_reference import Branches, Mixed, both, ddp_class, gradients, one_weight, scalars, values
+from ddp_reference import Branches, Mixed, both, ddp_class, gradients, scalars, values
 from processes import run_processes
+from small_modules import one_weight
 
 
 def rank_input(rank):

@@ -12,8 +12,9 @@ from torch.distributed._composable.replicate import replicate as replicate_of_to
 from torch.nn import functional as F
 
 import lockstep
-from ddp_reference import both, failure, gradients, one_weight, scalars, values
+from ddp_reference import both, failure, gradients, scalars, values
 from processes import run_processes
+from small_modules import one_weight
 
 
 def replicate_of(implementation):

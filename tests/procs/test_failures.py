@@ -17,22 +17,9 @@ from torch import nn
 import lockstep
 from lockstep.errors import CommunicationError, PeerError
 from processes import RankEndedError, run_processes
+from small_modules import CallInBackward
 
 RAISED = "this rank's own error"
-
-
-class Interrupt(torch.autograd.Function):
-    """The identity, whose backward calls a function."""
-
-    @staticmethod
-    def forward(ctx, x, call):
-        ctx.call = call
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        ctx.call()
-        return grad, None
 
 
 def fail():
@@ -59,7 +46,7 @@ class Net(nn.Module):
     def forward(self, x, call=None, behind=1):
         for number, layer in enumerate(self.layers):
             if call is not None and number == len(self.layers) - behind:
-                x = Interrupt.apply(x, call)
+                x = CallInBackward.apply(x, call)
             x = layer(x)
         return x.square().sum()
 
@@ -312,7 +299,7 @@ def group_comes_later(rank, folder):
     model = lockstep.replicate(rank.make(Net, seed=rank.rank))
     raised = error_of(lambda: model(inputs(rank)))
     store = dist.FileStore(os.path.join(folder, "store"), rank.world)
-    dist.init_process_group("gloo", store=store, rank=rank.rank, world_size=rank.world, timeout=timedelta(seconds=10))
+    dist.init_process_group("gloo", store=store, rank=rank.rank, world_size=rank.world, timeout=timedelta(seconds=60))
     model(inputs(rank)).backward()
     lockstep.check_in_sync(model)
     totals = torch.stack([parameter.grad.sum() for parameter in model.parameters()])

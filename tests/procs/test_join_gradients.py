@@ -9,6 +9,7 @@ from torch import nn
 import lockstep
 from ddp_reference import both, ddp_class
 from processes import run_processes
+from small_modules import x_of
 
 
 def two_weights():
@@ -27,10 +28,6 @@ class Branches(nn.Module):
 
     def forward(self, x, both=True):
         return self.layers[0](x) + (self.layers[1](x) if both else 0)
-
-
-def x_of(rank, value=1.0):
-    return torch.full((1, 1), value * (rank.rank + 1))
 
 
 def gradients(module):

@@ -9,8 +9,9 @@ import torch
 from torch.distributed.algorithms.join import Join
 
 import lockstep
-from ddp_reference import both, ddp_class, one_weight
+from ddp_reference import both, ddp_class
 from processes import run_processes
+from small_modules import one_weight
 from threaded import count_collectives
 
 

@@ -15,6 +15,7 @@ from torch import nn
 import lockstep
 from lockstep.distributed.reduction.report import Report
 from lockstep.distributed.reduction.report_transport import Reporting
+from small_modules import one_weight, x_of
 from threaded import count_collectives, run_ranks
 
 
@@ -24,16 +25,6 @@ def network():
 
 def rows(step, rank, n=3):
     return torch.randn(n, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(100 * step + rank))
-
-
-def one_weight():
-    layer = nn.Linear(1, 1, bias=False)
-    nn.init.ones_(layer.weight)
-    return layer
-
-
-def x_of(rank, value=1.0):
-    return torch.full((1, 1), value * (rank.rank + 1))
 
 
 def grad(module):

@@ -316,7 +316,7 @@ def in_pairs(rank):
     ids=lambda each: each.__name__,
 )
 def test_nothing_is_left_of_a_module(use):
-    assert run_ranks(2, forget, threading.Barrier(2, timeout=10), use) == [[], []]
+    assert run_ranks(2, forget, threading.Barrier(2, timeout=60), use) == [[], []]
 
 
 def use_a_group(rank):

@@ -11,32 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 import lockstep
 from lockstep.errors import PeerError
+from small_modules import fails_in_backward, one_weight, x_of
 from threaded import count_collectives, run_ranks
-
-
-class Fails(torch.autograd.Function):
-    """The identity, whose backward fails if it is told to."""
-
-    @staticmethod
-    def forward(ctx, x, fails):
-        ctx.fails = fails
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        if ctx.fails:
-            raise ArithmeticError("a bad batch")
-        return grad, None
-
-
-def one_weight():
-    layer = nn.Linear(1, 1, bias=False)
-    nn.init.ones_(layer.weight)
-    return layer
-
-
-def x_of(rank):
-    return torch.full((1, 1), rank.rank + 1.0)
 
 
 def error_of(call):
@@ -65,7 +41,7 @@ class Detour(nn.Module):
         self.layer, self.device = one_weight(), device
 
     def forward(self, x, fails=False):
-        return Fails.apply(self.layer(x).to(self.device), fails).cpu()
+        return fails_in_backward(self.layer(x).to(self.device), fails).cpu()
 
 
 def fails_on_an_accelerator(rank, first):
@@ -86,7 +62,7 @@ def fails_on_an_accelerator(rank, first):
 
 @pytest.mark.parametrize("first", [True, False])
 def test_a_failure_is_told_before_the_program_has_its_exception(sim, first):
-    failing, told = run_ranks(2, fails_on_an_accelerator, first, group_timeout=5)
+    failing, told = run_ranks(2, fails_on_an_accelerator, first)
     for seen, kind in ((failing, ArithmeticError), (told, PeerError)):
         more = int(first)  # in the first round ranks compare their communication hooks
         assert seen == [(kind, 1 + more, 2 + more, 2.0, True)] + [(kind, 1, 2, 2.0, True)] * 19
@@ -102,39 +78,39 @@ def fails_everywhere_on_an_accelerator(rank):
 
 
 def test_after_a_failure_on_all_ranks_collectives_are_in_order(sim):
-    assert run_ranks(2, fails_everywhere_on_an_accelerator, group_timeout=5) == [True, True]
+    assert run_ranks(2, fails_everywhere_on_an_accelerator) == [True, True]
 
 
 # ------------------------------------------------------------------------------------------ whether
 
 
 def grad_of_inputs(model, x):
-    torch.autograd.grad(model(Fails.apply(x, True)).sum(), x)
+    torch.autograd.grad(model(fails_in_backward(x, True)).sum(), x)
 
 
 def grad_of_parameters(model, x):
-    torch.autograd.grad(model(Fails.apply(x, True)).sum(), [*model.parameters(), x])
+    torch.autograd.grad(model(fails_in_backward(x, True)).sum(), [*model.parameters(), x])
 
 
 def backward_into_inputs(model, x):
-    model(Fails.apply(x, True)).sum().backward(inputs=[x])
+    model(fails_in_backward(x, True)).sum().backward(inputs=[x])
 
 
 def backward_without_sync(model, x):
     with model.no_sync():
-        model(Fails.apply(x, True)).sum().backward()
+        model(fails_in_backward(x, True)).sum().backward()
 
 
 def backward_beside(model, x):
     with torch.no_grad():
         model(x)
-    Fails.apply(x, True).sum().backward()
+    fails_in_backward(x, True).sum().backward()
 
 
 def backward_while_frozen(model, x):
     model.requires_grad_(False)
     try:
-        model(Fails.apply(x, True)).sum().backward()
+        model(fails_in_backward(x, True)).sum().backward()
     finally:
         model.requires_grad_(True)
 
@@ -165,7 +141,7 @@ def fails_locally(rank, how, modules):
 @pytest.mark.parametrize("how", LOCAL)
 @pytest.mark.parametrize("modules", [1, 2])
 def test_a_pass_that_reaches_no_parameter_is_nobody_elses_concern(how, modules):
-    assert run_ranks(2, fails_locally, how, modules, group_timeout=5) == [[True] * (2 * modules)] * 2
+    assert run_ranks(2, fails_locally, how, modules) == [[True] * (2 * modules)] * 2
 
 
 # ------------------------------------------------------------------------------- whatever was called
@@ -182,10 +158,10 @@ class Parts(nn.Module):
         return self.tail(self.first(x), fails)
 
     def tail(self, x, fails):
-        return self.last(Fails.apply(x, fails))
+        return self.last(fails_in_backward(x, fails))
 
     def part(self, x, fails):
-        return Fails.apply(self.first(x), fails)
+        return fails_in_backward(self.first(x), fails)
 
     def recomputed(self, x, fails):
         return checkpoint(self.part, x, fails, use_reentrant=True) * self.last.weight
@@ -203,7 +179,7 @@ def past_forward(rank, call):
 
 @pytest.mark.parametrize("call", ["tail", "part", "forward", "recomputed"])
 def test_a_failure_is_told_whatever_was_called(call):
-    told, failing = run_ranks(2, past_forward, call, group_timeout=5)
+    told, failing = run_ranks(2, past_forward, call)
     assert told == (PeerError, 1.5, 1.5)
     assert failing == (ArithmeticError, 1.5, 1.5)
 
@@ -223,13 +199,13 @@ def loss_fails(rank, modules):
     """A loss fails on one rank, before its backward has got to modules that none of its graph's leaves is of."""
     models = [lockstep.replicate(Recomputed(), process_group=rank.group) for _ in range(modules)]
     x = x_of(rank).requires_grad_()
-    raised = error_of(lambda: Fails.apply(sum(model(x) for model in models), rank.rank == 1).sum().backward())
+    raised = error_of(lambda: fails_in_backward(sum(model(x) for model in models), rank.rank == 1).sum().backward())
     return raised, [good_step(rank, model, x) for model in models]
 
 
 @pytest.mark.parametrize("modules", [1, 2])
 def test_a_failure_is_told_before_it_gets_to_a_module_that_recomputes_all_of_itself(modules):
-    told, failing = run_ranks(2, loss_fails, modules, group_timeout=5)
+    told, failing = run_ranks(2, loss_fails, modules)
     assert told == (PeerError, [True] * modules)
     assert failing == (ArithmeticError, [True] * modules)
 
@@ -247,7 +223,7 @@ def inner_pass(rank):
         def backward(ctx, grad):
             with torch.enable_grad():
                 leaf = torch.ones(1, 1, requires_grad=True)
-                error_of(lambda: torch.autograd.grad(Fails.apply(leaf, rank.rank == 0).sum(), leaf))
+                error_of(lambda: torch.autograd.grad(fails_in_backward(leaf, rank.rank == 0).sum(), leaf))
             return grad
 
     x = x_of(rank).requires_grad_()
@@ -256,7 +232,7 @@ def inner_pass(rank):
 
 
 def test_a_pass_inside_may_fail_alone():
-    assert run_ranks(2, inner_pass, group_timeout=5) == [(1.5, True)] * 2
+    assert run_ranks(2, inner_pass) == [(1.5, True)] * 2
 
 
 def callback_fails(rank):
@@ -275,7 +251,7 @@ def callback_fails(rank):
 
 
 def test_a_failure_after_the_round_does_not_make_another():
-    assert run_ranks(2, callback_fails, group_timeout=5) == [(ArithmeticError, 1.5, True), (None, 1.5, True)]
+    assert run_ranks(2, callback_fails) == [(ArithmeticError, 1.5, True), (None, 1.5, True)]
 
 
 def two_groups(rank):
@@ -283,7 +259,7 @@ def two_groups(rank):
     store = dist.PrefixStore("other", STORES[0])
     other = dist.ProcessGroupGloo(store, rank.rank, rank.world)
     models = [lockstep.replicate(one_weight(), process_group=group) for group in (rank.group, other)]
-    out = models[1](Fails.apply(models[0](x_of(rank)), rank.rank == 0))
+    out = models[1](fails_in_backward(models[0](x_of(rank)), rank.rank == 0))
     raised = error_of(lambda: out.sum().backward())
     return raised, [good_step(rank, model) for model in models]
 
@@ -294,7 +270,7 @@ STORES: list[object] = []
 def test_modules_on_two_groups_are_both_told():
     STORES[:] = [dist.HashStore()]
     try:
-        failing, told = run_ranks(2, two_groups, group_timeout=5)
+        failing, told = run_ranks(2, two_groups)
     finally:
         STORES.clear()
     assert failing == (ArithmeticError, [True, True])
@@ -307,7 +283,7 @@ def from_elsewhere(rank):
     run = torch._C._ImperativeEngine().run_backward
 
     def backward(fails):
-        out = model(Fails.apply(x_of(rank).requires_grad_(), fails))
+        out = model(fails_in_backward(x_of(rank).requires_grad_(), fails))
         run((out,), (torch.ones(1, 1),), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
     backward(False)
@@ -316,4 +292,4 @@ def from_elsewhere(rank):
 
 
 def test_a_pass_that_another_entry_begins():
-    assert run_ranks(2, from_elsewhere, group_timeout=5) == [(1.5, ArithmeticError, True), (1.5, PeerError, True)]
+    assert run_ranks(2, from_elsewhere) == [(1.5, ArithmeticError, True), (1.5, PeerError, True)]

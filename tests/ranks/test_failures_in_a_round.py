@@ -15,6 +15,7 @@ import lockstep
 from lockstep.distributed.reduction.report import Report
 from lockstep.distributed.reduction.report_transport import Reporting
 from lockstep.errors import CommunicationError, OptionError, PeerError
+from small_modules import fails_in_backward
 from threaded import run_ranks
 
 
@@ -28,18 +29,6 @@ class Net(nn.Module):
 
     def forward(self, x):
         return self.last(self.first(x)).square().sum()
-
-
-class Fails(torch.autograd.Function):
-    """The identity, whose backward fails."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        raise ArithmeticError("a bad batch")
 
 
 def inputs(rank, seed=0):
@@ -101,7 +90,7 @@ def buffer_fails(rank, buffered, modules):
 @pytest.mark.parametrize("modules", [1, 3])
 @pytest.mark.parametrize("buffered", [4, 200_000])
 def test_what_cannot_be_sent_is_told(buffered, modules):
-    failing, told = run_ranks(2, buffer_fails, buffered, modules, group_timeout=5)
+    failing, told = run_ranks(2, buffer_fails, buffered, modules)
     assert told[0] is PeerError
     assert failing[0] is ArithmeticError
     for result in (told, failing):
@@ -141,7 +130,7 @@ def late_gradient_fails(rank):
 
 
 def test_a_late_gradient_that_cannot_be_sent_is_told():
-    told, failing = run_ranks(2, late_gradient_fails, group_timeout=5)
+    told, failing = run_ranks(2, late_gradient_fails)
     assert told == (PeerError, [True, True])
     assert failing == (ArithmeticError, [True, True])
 
@@ -171,14 +160,14 @@ def fails_once(rank):
     for step in range(8):
         model.zero_grad()
         hidden = model.first(inputs(rank, step))
-        loss = model.last(Fails.apply(hidden) if step == 3 and rank.rank == 0 else hidden).square().sum()
+        loss = model.last(fails_in_backward(hidden) if step == 3 and rank.rank == 0 else hidden).square().sum()
         raised.append(error_of(loss.backward))
     return raised, [mean_gradients(rank, model, seed) for seed in (1, 2)]
 
 
 def test_a_failure_that_is_read_later_is_told_once(monkeypatch):
     monkeypatch.setattr(Reporting, "read", read_later)
-    failing, told = run_ranks(2, fails_once, group_timeout=5)
+    failing, told = run_ranks(2, fails_once)
     assert failing == ([None] * 3 + [ArithmeticError, PeerError] + [None] * 3, [True, True])
     assert told == ([None] * 4 + [PeerError] + [None] * 3, [True, True])
 
@@ -196,7 +185,7 @@ def weighs_once(rank):
 
 def test_a_weight_that_was_not_given_is_an_error_also_where_it_is_read_later(monkeypatch):
     monkeypatch.setattr(Reporting, "read", read_later)
-    giving, other = run_ranks(2, weighs_once, group_timeout=5)
+    giving, other = run_ranks(2, weighs_once)
     assert giving == ([None] * 3 + [OptionError, PeerError] + [None] * 3, [True, True])
     assert other == ([None] * 4 + [OptionError] + [None] * 3, [True, True])
 
@@ -224,7 +213,7 @@ def held_hook_fails(rank, which):
 
 @pytest.mark.parametrize("which", [0, 1])
 def test_a_held_hook_that_raises_does_not_keep_other_modules_from_their_rounds(which):
-    others, failing = run_ranks(2, held_hook_fails, which, group_timeout=5)
+    others, failing = run_ranks(2, held_hook_fails, which)
     assert others == (None, [True] * 4)
     assert failing == (ArithmeticError, [True] * 4)
 
@@ -256,7 +245,7 @@ def backward_fails_under_hooks(rank, make, cap):
         model(inputs(rank)).backward()
     model.zero_grad()
     hidden = model.first(inputs(rank))
-    loss = model.last(Fails.apply(hidden) if rank.rank == 1 else hidden).square().sum()
+    loss = model.last(fails_in_backward(hidden) if rank.rank == 1 else hidden).square().sum()
     raised = error_of(loss.backward)
     model.zero_grad()
     if reference:
@@ -268,7 +257,7 @@ def backward_fails_under_hooks(rank, make, cap):
 @pytest.mark.parametrize("cap", [25, 1e-5])
 @pytest.mark.parametrize("make", HOOKS)
 def test_a_failed_backward_is_told_through_communication_hooks(make, cap):
-    told, failing = run_ranks(2, backward_fails_under_hooks, make, cap, group_timeout=5)
+    told, failing = run_ranks(2, backward_fails_under_hooks, make, cap)
     assert told == (PeerError, [True, True])
     assert failing == (ArithmeticError, [True, True])
 
@@ -284,14 +273,14 @@ def power_sgd(rank):
     for step in range(6):
         model.zero_grad()
         hidden = model.first(inputs(rank, step))
-        loss = model.last(Fails.apply(hidden) if step == 3 and rank.rank == 0 else hidden).square().sum()
+        loss = model.last(fails_in_backward(hidden) if step == 3 and rank.rank == 0 else hidden).square().sum()
         raised.append(error_of(loss.backward))
     return raised, state.iter, [rank.all_equal(parameter.grad) for parameter in model.parameters()]
 
 
 @pytest.mark.usefixtures("draws_in_turn")
 def test_a_failed_backward_under_power_sgd():
-    failing, told = run_ranks(2, power_sgd, group_timeout=5)
+    failing, told = run_ranks(2, power_sgd)
     assert failing[0] == [None] * 3 + [ArithmeticError] + [None] * 2
     assert told[0] == [None] * 3 + [PeerError] + [None] * 2
     assert failing[1:] == told[1:]
@@ -327,7 +316,7 @@ def hook_raises(rank, when, cap):
 @pytest.mark.parametrize("cap", [25, 1e-5])
 @pytest.mark.parametrize("when", ["before", "later"])
 def test_a_communication_hook_that_raises_on_one_rank_is_told(when, cap):
-    told, failing = run_ranks(2, hook_raises, when, cap, group_timeout=5)
+    told, failing = run_ranks(2, hook_raises, when, cap)
     assert told == (PeerError, None)
     assert issubclass(failing[0], ArithmeticError if when == "before" else RuntimeError)
     assert failing[1] is None

@@ -10,6 +10,7 @@ from torch import nn
 from torch.profiler import profile
 
 import lockstep
+from small_modules import fails_in_backward, one_weight, x_of
 from threaded import run_ranks
 
 
@@ -19,16 +20,6 @@ def network():
 
 def rows(step, rank, shape=(3, 3), dtype=torch.float64):
     return torch.randn(shape, generator=torch.Generator().manual_seed(100 * step + rank), dtype=torch.float64).to(dtype)
-
-
-def one_weight():
-    layer = nn.Linear(1, 1, bias=False)
-    nn.init.ones_(layer.weight)
-    return layer
-
-
-def x_of(rank):
-    return torch.full((1, 1), rank.rank + 1.0)
 
 
 def compare(rank, module, reference, rtol=1e-11, atol=1e-13):
@@ -475,21 +466,6 @@ def test_autograd_grad_is_this_ranks():
 # ------------------------------------------------------------------------------------------- failures
 
 
-class Fails(torch.autograd.Function):
-    """Raises in backward, if told so."""
-
-    @staticmethod
-    def forward(ctx, x, fails):
-        ctx.fails = fails
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        if ctx.fails:
-            raise ArithmeticError("a bad batch")
-        return grad, None
-
-
 def fail(rank, cap, where, failing, weight):
     """Backward fails on some ranks, before or after a layer; all go on with another branch."""
     module = nn.Sequential(one_weight(), one_weight(), one_weight())
@@ -500,7 +476,7 @@ def fail(rank, cap, where, failing, weight):
     for _ in range(2):
         x = x_of(rank)
         for index in range(2):
-            x = Fails.apply(x, rank.rank in failing) if index == where else x
+            x = fails_in_backward(x, rank.rank in failing) if index == where else x
             x = module[index](x)
         with lockstep.accumulate(module, weight=weight):
             try:
@@ -517,7 +493,7 @@ def fail(rank, cap, where, failing, weight):
 @pytest.mark.parametrize("cap", [None, 1e-6], ids=["one bucket", "many buckets"])
 @pytest.mark.parametrize(("where", "failing"), [(1, {1}), (1, {0}), (1, {0, 1})])
 def test_backward_that_fails_on_one_rank_fails_on_all_and_is_forgotten(where, failing, cap, weight):
-    for rank, (errors, grads) in enumerate(run_ranks(2, fail, cap, where, failing, weight, group_timeout=5)):
+    for rank, (errors, grads) in enumerate(run_ranks(2, fail, cap, where, failing, weight)):
         for error in errors:
             if rank in failing:
                 assert error == "ArithmeticError: a bad batch"

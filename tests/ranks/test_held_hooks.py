@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import lockstep
 from lockstep.errors import NotReplicableError, PeerError
+from small_modules import fails_in_backward, x_of
 from threaded import run_ranks
 
 with warnings.catch_warnings():  # PyTorch's own, while it is imported
@@ -25,10 +26,6 @@ def weights(count):
     for layer in layers:
         nn.init.ones_(layer.weight)
     return layers
-
-
-def x_of(rank):
-    return torch.full((1, 1), rank.rank + 1.0)
 
 
 def values(module):
@@ -145,22 +142,12 @@ def test_not_on_gradients_that_are_this_ranks_alone(cap):
     assert run_ranks(2, accumulated, cap) == [(([], [1.0, 1.0]), [0, 1], after)] * 2
 
 
-class Bad(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        raise ValueError
-
-
 def failing(rank):
     module = lockstep.replicate(weights(2), process_group=rank.group)
     stepped = step_in_hooks(module)
     with pytest.raises(ValueError if rank.rank else PeerError):
         x = module[0](x_of(rank))
-        module[1](Bad.apply(x) if rank.rank else x).sum().backward()
+        module[1](fails_in_backward(x, error=ValueError) if rank.rank else x).sum().backward()
     module.zero_grad()
     return stepped, values(module)
 

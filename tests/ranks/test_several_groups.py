@@ -11,6 +11,7 @@ from torch import nn
 
 import lockstep
 from lockstep.errors import PeerError
+from small_modules import fails_in_backward
 from threaded import run_ranks
 
 TIMEOUT = timedelta(seconds=5)
@@ -112,16 +113,6 @@ def test_groups_of_some_ranks():
     assert (first, second, third) == ([[1.5, 2.0]] * 3, [[1.5, 2.5]] * 3, [[2.5, 2.0]] * 3)
 
 
-class Bad(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        raise ValueError("bad")
-
-
 def failing(rank, store):
     """A pass that fails on one rank, between its modules; then all go on."""
     modules = [lockstep.replicate(layers(), process_group=group) for group in groups_of(rank, store, [[0, 1], [0, 1]])]
@@ -132,7 +123,7 @@ def failing(rank, store):
         x = torch.full((1, 2), rank.rank + 1.0, requires_grad=True)
         ordered = modules if rank.rank else modules[::-1]
         try:
-            each_alone(ordered, Bad.apply(x) if step == 1 and rank.rank else x).backward()
+            each_alone(ordered, fails_in_backward(x, error=ValueError) if step == 1 and rank.rank else x).backward()
         except (ValueError, PeerError) as error:
             seen.append(type(error).__name__)
         else:

@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import lockstep
+from small_modules import one_weight, x_of
 from threaded import count_collectives, run_ranks
 
 
@@ -21,16 +22,6 @@ def network(width=3):
 
 def rows(step, rank):
     return torch.randn(3, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(100 * step + rank))
-
-
-def one_weight():
-    layer = nn.Linear(1, 1, bias=False)
-    nn.init.ones_(layer.weight)
-    return layer
-
-
-def x_of(rank):
-    return torch.full((1, 1), rank.rank + 1.0)
 
 
 def grads(*modules):
@@ -205,7 +196,7 @@ def failing(rank, together):
 @pytest.mark.parametrize(("together", "wanted"), [(False, [0.5, 1.0]), (True, [1.5, 1.5])])
 def test_a_failure_with_several_modules(together, wanted):
     """Also one of whose forwards the failed backward has not got to."""
-    assert run_ranks(2, failing, together, group_timeout=5) == [
+    assert run_ranks(2, failing, together) == [
         (["PeerError"], wanted),
         (["ArithmeticError"], wanted),
     ]
@@ -232,7 +223,7 @@ def fails_before_what_it_hides(rank):
 
 
 def test_after_a_failure_forwards_are_counted_anew_for_every_module_on_every_rank():
-    assert run_ranks(2, fails_before_what_it_hides, group_timeout=5) == [[1.5, 1.5]] * 2
+    assert run_ranks(2, fails_before_what_it_hides) == [[1.5, 1.5]] * 2
 
 
 # --------------------------------------------------------------------------- modules that come and go

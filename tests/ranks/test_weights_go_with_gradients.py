@@ -10,17 +10,8 @@ from torch import nn
 
 import lockstep
 from lockstep.errors import OptionError, PeerError
+from small_modules import fails_in_backward
 from threaded import run_ranks
-
-
-class Bad(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        raise ValueError("bad")
 
 
 class Net(nn.Module):
@@ -153,7 +144,7 @@ def test_a_weight_goes_with_a_round_that_has_failed(again):
         with lockstep.accumulate(model, weight=2):
             with pytest.raises(ValueError if rank.rank else PeerError):
                 x = model.layers[1](x_of(rank))
-                model(Bad.apply(x) if rank.rank else x).sum().backward()
+                model(fails_in_backward(x, error=ValueError) if rank.rank else x).sum().backward()
             model.zero_grad()
             if again == "in the same block":
                 model(x_of(rank)).sum().backward()
@@ -175,7 +166,7 @@ def test_a_weight_goes_with_a_round_of_several_modules_that_has_failed():
             lockstep.accumulate(a, weight=10),
             lockstep.accumulate(b, weight=10),
         ):
-            (a(x) + b(Bad.apply(x) if rank.rank else x)).sum().backward()
+            (a(x) + b(fails_in_backward(x, error=ValueError) if rank.rank else x)).sum().backward()
         a.zero_grad()
         b.zero_grad()
         with lockstep.accumulate(a, weight=1), lockstep.accumulate(b, weight=1):
@@ -284,7 +275,7 @@ def programs(rank, seed):
             elif step == "failure":
                 with pytest.raises(ValueError if rank.rank else PeerError), lockstep.accumulate(model, weight=7):
                     y = model(x)
-                    (y + model(Bad.apply(y) if rank.rank else y)).sum().backward()
+                    (y + model(fails_in_backward(y, error=ValueError) if rank.rank else y)).sum().backward()
                 model.zero_grad()
                 expected = Expected(rank.world)
             else:

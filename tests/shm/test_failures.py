@@ -31,6 +31,7 @@ from lockstep.shm.messages import MessageKind
 from lockstep.shm.one_host import BLOCK_BYTES
 from lockstep.shm.peers import Peers
 from processes import RankEndedError, run_processes
+from small_modules import CallInBackward
 from threaded import run_ranks
 
 STEP = MessageKind.STEP
@@ -351,6 +352,7 @@ def never_calls(rank, ready, given_up, numel):
     return first, second
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("hosts", ["aaa", "aab", "aba"])
 @pytest.mark.parametrize("numel", [10, BIG])
 def test_a_rank_that_never_calls_is_named_and_is_told_when_it_does(numel, hosts):
@@ -383,6 +385,7 @@ def is_stopped(rank, folder):
     return raised[:2]
 
 
+@pytest.mark.alone
 def test_a_rank_that_is_stopped_is_named_and_is_told_when_it_goes_on(tmp_path):
     for kind, text in run_processes(3, is_stopped, str(tmp_path), backend="shm"):
         assert kind is CommunicationError
@@ -402,6 +405,7 @@ def tries_again(rank, hosts_value, late):
     return raised[:2], error_of(lambda: dist.barrier(group=rank.group))[:2], x.unique().tolist()
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("numel", [4, BIG])
 def test_what_is_tried_again_after_a_timeout_does_not_reach_the_late_rank(numel):
     early, (raised, following, result) = run_ranks(
@@ -440,6 +444,7 @@ def is_late_in_place(rank, gone, blocks):
     return raised[:2]
 
 
+@pytest.mark.alone
 def test_a_late_rank_writes_no_further_to_one_that_has_given_up():
     (early, written), late = run_ranks(2, is_late_in_place, threading.Event(), threading.Event(), hosts="aa")
     assert early[0] is late[0] is CommunicationError
@@ -833,20 +838,6 @@ def be_killed():
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-class Interrupt(torch.autograd.Function):
-    """The identity, whose backward calls a function."""
-
-    @staticmethod
-    def forward(ctx, x, call):
-        ctx.call = call
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        ctx.call()
-        return grad, None
-
-
 def killed_in_backward(rank, wrapper):
     """Of three layers, the gradients of two are on their way."""
     torch.manual_seed(0)
@@ -859,7 +850,7 @@ def killed_in_backward(rank, wrapper):
     x = torch.randn(4, 300)
     model(x).sum().backward()
     if rank.rank == 1:
-        layers[0].register_forward_hook(lambda module, given, out: Interrupt.apply(out, be_killed))
+        layers[0].register_forward_hook(lambda module, given, out: CallInBackward.apply(out, be_killed))
     return error_of(lambda: model(x).sum().backward())
 
 

@@ -47,10 +47,12 @@ def check(kills):
     assert set(Path("/dev/shm").iterdir()) <= before
 
 
+@pytest.mark.alone
 def test_the_others_say_which_rank_was_killed_and_nothing_stays():
     check(plan(len(POINTS), "aaa", POINTS, 0))
 
 
+@pytest.mark.alone
 def test_the_others_say_which_rank_was_killed_on_another_host():
     check(plan(4, "abab", ON_TWO_HOSTS, 2))
 

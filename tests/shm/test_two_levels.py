@@ -535,6 +535,7 @@ def late(rank, victim, waits, timeout):
     return str(caught.value)
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(
     ("hosts", "victim"), [("aabb", 0), ("aabb", 1), ("aabb", 2), ("aabb", 3), ("aab", 2), ("abc", 1), ("abc", 2)]
 )

@@ -785,7 +785,7 @@ def test_end(): child.kill(); child.wait()
 
 
 def test_conftest_fails_what_leaves_something_behind(tmp_path):
-    (tmp_path / "conftest.py").write_text((TESTS / "conftest.py").read_text().replace("GRACE = 2.0", "GRACE = 0.1"))
+    (tmp_path / "conftest.py").write_text((TESTS / "conftest.py").read_text().replace("GRACE = 10.0", "GRACE = 0.1"))
     (tmp_path / "test_leaks.py").write_text(LEAKS)
     (tmp_path / "pytest.ini").write_text("[pytest]\nfilterwarnings = error\n")
     run = run_python("-m", "pytest", "-rE", str(tmp_path))

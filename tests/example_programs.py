@@ -1,0 +1,65 @@
+"""The examples, as a user starts them, by torchrun or alone; and as ranks that have imported torch before."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from processes import run_processes
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+DIGITS, CHARACTERS = str(EXAMPLES / "digits.py"), str(EXAMPLES / "characters.py")
+TORCHRUN = (str(EXAMPLES / "launch.py"), "--nproc-per-node", "2")
+
+
+def start(*command: str, **options: Any) -> subprocess.Popen[str]:
+    """A program under way, with a pipe from its stdout."""
+    return subprocess.Popen([sys.executable, *command], stdout=subprocess.PIPE, text=True, **options)
+
+
+def run(*command: str, status: int = 0) -> tuple[str, str]:
+    """What a program that ends with this status writes to stdout and to stderr."""
+    process = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=200, check=False)
+    assert process.returncode == status, process.stderr
+    return process.stdout, process.stderr
+
+
+def run_in_ranks(world: int, program: str, *runs: list[str], timeout: float = 150.0) -> list[list[tuple]]:
+    """(status, stdout, stderr) by rank of each run of an example's `main`, one after the other in the same processes.
+
+    They find each other as torchrun's processes do. With `world=1` it is a program that was started alone.
+    """
+    stores = [dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in runs]
+    by_rank = run_processes(
+        world, _run_each, program, [(s.port, r) for s, r in zip(stores, runs, strict=True)], timeout=timeout
+    )
+    return [list(ranks) for ranks in zip(*by_rank, strict=True)]
+
+
+def _run_each(rank: Any, program: str, runs: list[tuple[int, list[str]]]) -> list[tuple[int, str, str]]:
+    dist.destroy_process_group()  # a program makes its own
+    sys.path.insert(0, str(EXAMPLES))
+    main = importlib.import_module(program).main
+    sys.argv[0] = f"{program}.py"
+    return [_run_one(rank, main, port, arguments) for port, arguments in runs]
+
+
+def _run_one(rank: Any, main: Any, port: int, arguments: list[str]) -> tuple[int, str, str]:
+    if rank.world > 1:
+        number, world = str(rank.rank), str(rank.world)
+        os.environ.update(RANK=number, LOCAL_RANK=number, WORLD_SIZE=world, LOCAL_WORLD_SIZE=world)
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
+    with contextlib.redirect_stdout(io.StringIO()) as output, contextlib.redirect_stderr(io.StringIO()) as error:
+        try:
+            status = main(arguments)
+        except SystemExit as end:
+            status = end.code
+    return status, output.getvalue(), error.getvalue()

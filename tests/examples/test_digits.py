@@ -1,0 +1,420 @@
+"""The digits example as a user runs it: in one process, on a terminal and elsewhere, and by torchrun."""
+
+import importlib
+import io
+import os
+import pty
+import re
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+import torch
+
+from example_programs import DIGITS, EXAMPLES, TORCHRUN, run, run_in_ranks, start
+from processes import run_processes
+
+pytestmark = [
+    pytest.mark.timeout(300),
+    pytest.mark.xdist_group("digits"),
+]  # a run of torchrun imports torch three times
+
+MODULES = ("digits", "checkpoint", "options", "progress", "report", "runner", "group")
+DEVICES = ("--devices", "cpu,cpu")
+LENGTH = ("--epochs", "3", "--batch-size", "33")  # in two processes, shares of 17 and 16 rows
+IN_ONE, IN_TWO = (DIGITS, *DEVICES, *LENGTH), (*TORCHRUN, DIGITS, *LENGTH)
+STEPS_PER_EPOCH = 1437 // 33
+
+
+def load(out):
+    return torch.load(out / "checkpoint.pt", weights_only=True)
+
+
+def assert_same(state, other):
+    assert state.keys() == other.keys()
+    for name, value in state.items():
+        assert torch.equal(value, other[name]), name
+
+
+def copy_of(folder, to):
+    shutil.copy(folder / "checkpoint.pt", to)
+    return to
+
+
+def until(descriptor, pattern):
+    """What a terminal shows up to the pattern, or to the end of the process where that comes first."""
+    shown = ""
+    while not re.search(pattern, shown):
+        try:
+            shown += os.read(descriptor, 4096).decode(errors="replace")
+        except OSError:  # how Linux reports that the other side is closed
+            return shown
+    return shown
+
+
+def workers_of(process):
+    """The processes that torchrun has started."""
+    return [
+        int(pid) for file in Path(f"/proc/{process.pid}/task").glob("*/children") for pid in file.read_text().split()
+    ]
+
+
+def stop(process, number, receiver=None):
+    """Stop a training after its first epoch; what it says from then on."""
+    assert any(line.startswith("epoch 1/3") for line in process.stdout)
+    workers = workers_of(process)
+    os.kill(receiver(workers) if receiver else process.pid, number)
+    told, _ = process.communicate(timeout=120)
+    assert not any(Path(f"/proc/{worker}").exists() for worker in workers)
+    return told
+
+
+@pytest.fixture(scope="module")
+def modules():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "path", [str(EXAMPLES), *sys.path])
+        yield {name: importlib.import_module(name) for name in MODULES}
+    for name in MODULES:
+        del sys.modules[name]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """An uninterrupted run: its folder and its output."""
+    out = tmp_path_factory.mktemp("finished")
+    output, error = run(*IN_ONE, "--out", str(out))
+    assert not error
+    return out, output
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory):
+    """A run that was stopped by SIGTERM after an epoch: its folder."""
+    out = tmp_path_factory.mktemp("stopped")
+    with start(*IN_ONE, "--out", str(out)) as process:
+        assert "goes on" in stop(process, signal.SIGTERM)
+    assert process.returncode == 143
+    return out
+
+
+@pytest.fixture(scope="module")
+def main(modules):
+    """Runs the example in this process; nothing that it sets stays behind."""
+
+    def main(arguments):
+        handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        threads = torch.get_num_threads()
+        try:
+            return modules["digits"].main(arguments)
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+            torch.set_num_threads(threads)
+
+    return main
+
+
+def test_output_that_is_no_terminal_gets_one_plain_line_an_epoch(finished):
+    _, output = finished
+    assert not re.search(r"[\r\x1b]", output)
+    line = r"epoch (\d)/3  loss \d\.\d{4}  validation +[\d.]+%  +[\d,]+ images/s"
+    epochs = [re.fullmatch(line, text) for text in output.splitlines() if text.startswith("epoch")]
+    assert [match and match[1] for match in epochs] == ["1", "2", "3"]
+
+
+def test_a_short_run_is_accurate(finished):
+    out, output = finished
+    accuracy = load(out)["history"]["accuracies"][-1]
+    assert accuracy > 0.97
+    assert f"validation accuracy {accuracy:.2%} after " in output
+
+
+def test_the_checkpoint_loads_into_the_plain_model(finished, modules):
+    out, _ = finished
+    model = modules["digits"].make_model()
+    state = load(out)["model"]
+    assert list(state) == list(model.state_dict())
+    model.load_state_dict(state)
+    _, validation = modules["digits"].load_data()
+    correct = model.eval()(validation.images).argmax(1) == validation.labels
+    assert correct.double().mean().item() == pytest.approx(load(out)["history"]["accuracies"][-1], abs=0.003)
+
+
+def test_the_report_is_a_picture_with_a_timeline_of_both_replicas(finished):
+    out, _ = finished
+    picture = (out / "report.png").read_bytes()
+    assert picture.startswith(b"\x89PNG\r\n\x1a\n")
+    assert picture.endswith(b"IEND\xaeB\x60\x82")
+    width, height = struct.unpack(">II", picture[16:24])
+    assert 1000 <= width <= 4000
+    assert 600 <= height <= 3000
+    timeline = load(out)["history"]["timeline"]
+    spans = {(phase, replica) for phase, replica, _, _ in timeline}
+    assert spans >= {(phase, replica) for phase in ("forward", "loss", "backward") for replica in (0, 1)}
+    assert all(start <= end for _, _, start, end in timeline)
+
+
+def test_a_run_interrupted_within_an_epoch_resumes_to_the_same_weights(finished, main, tmp_path, capsys):
+    uninterrupted = load(finished[0])
+    terminal, other_side = pty.openpty()
+    command = [sys.executable, *IN_ONE, "--out", str(tmp_path)]
+    with subprocess.Popen(command, stdin=other_side, stdout=other_side, stderr=other_side) as process:
+        os.close(other_side)
+        shown = until(terminal, r"epoch 2/3")  # on a terminal this comes after its first step, of 43
+        process.send_signal(signal.SIGINT)
+        shown += until(terminal, r"goes on")
+        assert process.wait(timeout=60) == 130
+    os.close(terminal)
+    assert re.search(r"\repoch 1/3  [━─]{6,}  loss", shown)
+    stopped = re.search(r"stopped in epoch (\d) after step (\d+) of 43; `python examples/digits.py --devices", shown)
+    assert stopped
+    epoch, step = int(stopped[1]), int(stopped[2])
+    assert 0 < step < STEPS_PER_EPOCH
+    assert (load(tmp_path)["epoch"], load(tmp_path)["step"]) == (epoch - 1, step)
+    assert not (tmp_path / "report.png").exists()
+
+    assert main([*DEVICES, *LENGTH, "--resume", "--out", str(tmp_path)]) == 0
+    assert f"resuming in epoch {epoch} after step {step}" in capsys.readouterr().out
+    resumed = load(tmp_path)
+    assert_same(resumed["model"], uninterrupted["model"])
+    assert resumed["history"]["losses"] == uninterrupted["history"]["losses"]
+    assert resumed["history"]["accuracies"] == uninterrupted["history"]["accuracies"]
+
+
+def test_sigterm_stops_the_run_with_its_checkpoint_saved(stopped):
+    assert load(stopped)["epoch"] in (1, 2)
+
+
+def test_resuming_a_finished_run_leaves_it_as_it_is(finished, main, tmp_path):
+    assert main([*DEVICES, *LENGTH, "--resume", "--out", str(copy_of(finished[0], tmp_path))]) == 0
+    assert (tmp_path / "report.png").exists()
+    assert_same(load(tmp_path)["model"], load(finished[0])["model"])
+
+
+def test_accelerators_are_used_where_there_are_any(sim, main, tmp_path, capsys):
+    assert main(["--epochs", "1", "--batch-size", "718", "--out", str(tmp_path)]) == 0
+    names = [f"sim:{index}" for index in range(torch.accelerator.device_count())]
+    assert f"replicas on {', '.join(names)}\n" in capsys.readouterr().out
+    state = load(tmp_path)
+    assert {replica for _, replica, _, _ in state["history"]["timeline"]} == {None, *range(len(names))}
+    assert all(value.device.type == "cpu" for value in state["model"].values())  # any machine can load it
+
+
+@pytest.fixture
+def error_of(main, capsys):
+    def error_of(*options):
+        with pytest.raises(SystemExit) as exit_info:
+            main([*DEVICES, *options])
+        assert exit_info.value.code == 2
+        output, error = capsys.readouterr()
+        assert (output, error.count("\n")) == ("", 1)
+        return error.rstrip()
+
+    return error_of
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--resume"], r"there is no checkpoint .*checkpoint\.pt to resume from"),
+        (["--batch-size", "1438"], r"--batch-size is at most 1437, the number of training images"),
+        (["--epochs", "0"], r"argument --epochs: '0' is not a whole number above 0"),
+        (["--lr", "nan"], r"argument --lr: 'nan' is not a number above 0"),
+        (["--seed", "-1"], r"argument --seed: '-1' is not a whole number from 0 to 2\*\*32 - 1"),
+        (["--devices", "cpu,nowhere:1"], r"argument --devices: no device 'nowhere:1' here, only cpu.*"),
+    ],
+)
+def test_a_bad_option_is_one_line(options, message, error_of, tmp_path):
+    assert re.search(f"error: {message}$", error_of(*options, "--out", str(tmp_path)))
+    assert not list(tmp_path.iterdir())
+
+
+def test_resuming_with_other_settings_names_those_that_differ(finished, error_of):
+    error = error_of(*LENGTH, "--batch-size", "64", "--seed", "7", "--resume", "--out", str(finished[0]))
+    assert error.endswith("other settings: batch size 33 there and 64 here, seed 0 there and 7 here")
+
+
+@pytest.mark.parametrize("content", [b"", b"not a checkpoint"])
+def test_resuming_from_another_file_says_so(content, error_of, tmp_path):
+    (tmp_path / "checkpoint.pt").write_bytes(content)
+    assert "checkpoint.pt is no checkpoint of this program" in error_of("--resume", "--out", str(tmp_path))
+
+
+class Terminal(io.StringIO):
+    """A terminal without a window."""
+
+    def __init__(self, encoding):
+        super().__init__()
+        self._encoding = encoding
+
+    encoding = property(lambda self: self._encoding)
+
+    def isatty(self):
+        return True
+
+    def fileno(self):
+        return 1
+
+
+@pytest.mark.parametrize(
+    ("columns", "parts"),
+    [
+        (10, ""),
+        (28, "loss"),
+        (48, "loss validation"),
+        (64, "loss validation images/s"),
+        (80, "bar loss validation images/s"),
+        (300, "bar loss validation images/s"),
+        (0, "bar loss validation images/s"),  # a terminal that does not know its width
+    ],
+)
+@pytest.mark.parametrize(("encoding", "bar"), [("utf-8", "━+─+"), ("ascii", "#+-+")])
+def test_the_moving_line_fits_the_terminal(columns, parts, encoding, bar, modules, monkeypatch):
+    progress, stream = modules["progress"], Terminal(encoding)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(os, "get_terminal_size", lambda _: os.terminal_size((columns, 24)))
+    shown = progress.Progress(stream, epochs=12, steps_per_epoch=10)
+    shown.after_step(progress.Status(epoch=3, step=5, loss=0.5, images_per_second=1234.0, accuracy=None))
+    line = stream.getvalue().removeprefix("\r")
+    assert len(line) == (columns or 80) - 1
+    assert "epoch  3/12".startswith(line[:11])
+    patterns = {"bar": f"  {bar}  ", "loss": "loss 0", "validation": "validation ", "images/s": "images/s"}
+    assert " ".join(part for part, pattern in patterns.items() if re.search(pattern, line)) == parts
+    assert line.isascii() or encoding == "utf-8"
+
+
+# ----------------------------------------------------------------------------------------- in two processes
+
+
+@pytest.fixture(scope="module")
+def stopped_in_two(tmp_path_factory):
+    """A training that was stopped by SIGINT, as Ctrl-C does: its folder."""
+    out = tmp_path_factory.mktemp("stopped-in-two")
+    with start(*IN_TWO, "--out", str(out), stderr=subprocess.PIPE) as process:
+        told = stop(process, signal.SIGINT)
+    assert process.returncode == 130
+    step = re.search(r"stopped in epoch (\d) after step (\d+) of 43; `make train ARGS='--epochs 3 .* --resume'`", told)
+    assert step, told
+    assert (load(out)["epoch"] + 1, load(out)["step"]) == (int(step[1]), int(step[2]))
+    assert not (out / "report.png").exists()
+    return out
+
+
+@pytest.fixture(scope="module")
+def in_two(stopped, tmp_path_factory):
+    """Of a training that nothing interrupts and of one that goes on where one process stopped: folder and outcomes."""
+    finished, resumed = tmp_path_factory.mktemp("finished-in-two"), tmp_path_factory.mktemp("resumed-in-two")
+    copy_of(stopped, resumed)
+    runs = [*LENGTH, "--out", str(finished)], [*LENGTH, "--resume", "--out", str(resumed)]
+    first, second = run_in_ranks(2, "digits", *runs)
+    return {"finished": (finished, first), "resumed": (resumed, second)}
+
+
+def test_one_process_speaks(in_two):
+    (status, output, error), quiet = in_two["finished"][1]
+    assert (status, error) == (0, "")
+    assert quiet == (0, "", "")
+    assert output.startswith("1437 images to train on and 360 to validate on; processes on cpu, cpu\n")
+    assert [line[:9] for line in output.splitlines()[1:4]] == ["epoch 1/3", "epoch 2/3", "epoch 3/3"]
+    assert output.count("\n") == 6
+
+
+def test_two_processes_train_as_two_threads_do(finished, in_two):
+    one, two = load(finished[0]), load(in_two["finished"][0])
+    assert one["settings"] == two["settings"]
+    assert list(one["model"]) == list(two["model"])
+    assert two["history"]["losses"][:10] == pytest.approx(one["history"]["losses"][:10], rel=1e-4)
+    assert two["history"]["accuracies"][-1] == pytest.approx(one["history"]["accuracies"][-1], abs=0.02)
+    assert two["history"]["accuracies"][-1] > 0.97
+
+
+def test_the_report_has_a_timeline_of_both_processes(in_two):
+    out, _ = in_two["finished"]
+    assert (out / "report.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    timeline = load(out)["history"]["timeline"]
+    phases = {(phase, rank) for phase, rank, _, _ in timeline}
+    assert phases == {(phase, rank) for phase in ("forward", "loss", "backward") for rank in (0, 1)}
+    assert all(start <= end for _, _, start, end in timeline)
+
+
+def test_stopped_in_two_processes_and_resumed_in_two_it_comes_to_the_same_weights(in_two, stopped_in_two, tmp_path):
+    output, error = run(*IN_TWO, "--resume", "--out", str(copy_of(stopped_in_two, tmp_path)))
+    before = load(stopped_in_two)
+    assert f"resuming in epoch {before['epoch'] + 1} after step {before['step']}\n" in output
+    assert not error
+    assert (tmp_path / "report.png").exists()
+    resumed, uninterrupted = load(tmp_path), load(in_two["finished"][0])
+    assert_same(resumed["model"], uninterrupted["model"])
+    assert resumed["history"]["losses"] == uninterrupted["history"]["losses"]
+
+
+def assert_it_went_on(before, after):
+    before, after = load(before)["history"], load(after)["history"]
+    assert after["losses"][: len(before["losses"])] == before["losses"]
+    assert len(after["losses"]) == 3 * STEPS_PER_EPOCH
+    assert after["accuracies"][-1] > 0.97
+
+
+def test_stopped_in_two_processes_it_is_resumed_in_one(stopped_in_two, main, tmp_path):
+    assert main([*DEVICES, *LENGTH, "--resume", "--out", str(copy_of(stopped_in_two, tmp_path))]) == 0
+    assert_it_went_on(stopped_in_two, tmp_path)
+
+
+def test_stopped_in_one_process_it_is_resumed_in_two(stopped, in_two):
+    out, outcomes = in_two["resumed"]
+    assert [(status, error) for status, _, error in outcomes] == [(0, "")] * 2
+    assert_it_went_on(stopped, out)
+
+
+def test_one_process_that_is_asked_to_stop_stops_both(tmp_path):
+    with start(*IN_TWO, "--out", str(tmp_path), stderr=subprocess.STDOUT) as process:
+        told = stop(process, signal.SIGTERM, receiver=max)  # the last one; the first speaks
+    assert process.returncode == 143
+    assert re.fullmatch(r"(epoch .*\n)*stopped in epoch .* goes on\n", told), told
+    assert load(tmp_path)["epoch"] < 3
+
+
+def test_a_bad_option_is_one_line_of_one_process(tmp_path):
+    to = ["--out", str(tmp_path)]
+    for outcomes, message in zip(
+        run_in_ranks(2, "digits", ["--resume", *to], ["--epochs", "0", *to]),
+        [r"there is no checkpoint .*checkpoint\.pt to resume from", "argument --epochs: '0' is not a whole .* above 0"],
+        strict=True,
+    ):
+        (*outcome, told), quiet = outcomes
+        assert (outcome, quiet) == ([2, ""], (2, "", ""))
+        assert re.fullmatch(f"digits.py: error: {message}\n", told)
+
+
+def refusals(rank, folder):
+    sys.path.insert(0, folder)
+    runner = importlib.import_module("runner").Ranks()
+    os.environ["LOCAL_WORLD_SIZE"] = "2"
+    messages = []
+    for devices, batch_size in (["cpu"], 8), (["cpu", "cpu"], 1):
+        with pytest.raises(ValueError) as error:
+            runner.place(Namespace(devices=devices, batch_size=batch_size))
+        messages.append(str(error.value))
+    problem = runner.first_problem("something that is so on this rank alone" if rank.rank == 1 else None)
+    return [*messages, problem]
+
+
+def test_no_process_may_be_without_a_device_or_a_row_and_all_hear_of_a_problem():
+    expected = [
+        "--devices names 1, but 2 processes need one each",
+        "--batch-size is at least 2, the number of processes",
+        "something that is so on this rank alone",
+    ]
+    assert run_processes(2, refusals, str(EXAMPLES)) == [expected, expected]
+
+
+@pytest.mark.parametrize(("status", "told"), [(3, "process 1 failed with exit status 3\n"), (2, "")])
+def test_the_launcher_names_the_process_that_failed_unless_it_has_told_why(status, told, tmp_path):
+    script = tmp_path / "fails.py"
+    script.write_text(f"import os, sys, signal\nif os.environ['RANK'] == '1': sys.exit({status})\nsignal.pause()\n")
+    assert run(*TORCHRUN, str(script), status=status) == ("", told)
