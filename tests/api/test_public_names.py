@@ -127,7 +127,7 @@ PUBLIC = {
         ReduceAdd.apply(destination, *tensors)
         ReduceAddCoalesced.apply(destination, num_inputs, *tensors)
         class ReplicaSet(network, devices, *, detach=False, network_first=False, cap_bytes=10485760, phases=None)
-            .absorb()
+            .after_forward()
             .check_slots()
             .collect_gradients()
             .refresh(*, leaves=False)

@@ -7,6 +7,7 @@ import warnings
 import pytest
 import torch
 
+from lockstep.local import dict_versions, tensor_state
 from parity.random_programs import Factor, Pair, random_program, shortened
 
 
@@ -29,6 +30,13 @@ def agree(seed: int, count: int, devices: list[torch.device], scripted: torch.nn
 @pytest.mark.parametrize("seed", range(4))
 def test_random_programs(devices, scripted, seed):
     agree(seed, 25, devices(2 + seed % 2), scripted)
+
+
+@pytest.mark.parametrize("seed", range(4, 6))
+def test_random_programs_where_writes_to_dictionaries_are_not_numbered(devices, scripted, seed, monkeypatch):
+    monkeypatch.setattr(dict_versions, "_version_of", None)
+    monkeypatch.setattr(tensor_state, "_TensorGuards", None)
+    agree(seed, 25, devices(2), scripted)
 
 
 @pytest.mark.soak

@@ -10,9 +10,18 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep.local.changes import Attributes, Structure
+from lockstep.local import dict_versions, tensor_state
+from lockstep.local.changes import AttributeSnapshot, StructureSnapshot
 from lockstep.local.contents import identical
-from lockstep.local.tensor_state import Tensors
+from lockstep.local.tensor_state import Change, TensorSnapshot
+
+
+@pytest.fixture(params=["numbered", "gone through"], autouse=True)
+def without_numbers(request, monkeypatch):
+    """Also where nothing tells that dictionaries were written, or that tensors are laid out as they were."""
+    if request.param == "gone through":
+        monkeypatch.setattr(dict_versions, "_version_of", None)
+        monkeypatch.setattr(tensor_state, "_TensorGuards", None)
 
 
 class Block(nn.Module):
@@ -67,7 +76,7 @@ STRUCTURAL = {
 @pytest.mark.parametrize("change", STRUCTURAL.values(), ids=STRUCTURAL)
 def test_structure_notices(change):
     net = network()
-    structure = Structure(modules_of(net))
+    structure = StructureSnapshot(modules_of(net))
     assert not structure.changed()
     change(net)
     assert structure.changed()
@@ -75,7 +84,7 @@ def test_structure_notices(change):
 
 def test_structure_does_not_count_values():
     net = network()
-    structure = Structure(modules_of(net))
+    structure = StructureSnapshot(modules_of(net))
     net.train(False)
     net(torch.ones(3, 2)).sum().backward()
     torch.optim.SGD(net.parameters(), 0.1).step()
@@ -88,7 +97,7 @@ def test_structure_does_not_count_values():
 
 def test_structure_notices_that_a_dictionary_of_slots_was_replaced():
     net = network()
-    structure = Structure(modules_of(net))
+    structure = StructureSnapshot(modules_of(net))
     net.one._parameters = dict(net.one._parameters)
     assert structure.replaced()
 
@@ -96,7 +105,7 @@ def test_structure_notices_that_a_dictionary_of_slots_was_replaced():
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*deprecated:DeprecationWarning")
 def test_a_scripted_module_by_its_mode_and_its_parameters():
     scripted = torch.jit.script(nn.Sequential(nn.Linear(2, 2), nn.Dropout()))
-    structure, attributes = Structure(modules_of(scripted)), Attributes(modules_of(scripted))
+    structure, attributes = StructureSnapshot(modules_of(scripted)), AttributeSnapshot(modules_of(scripted))
     assert not structure.changed()
     assert not attributes.changed()
     scripted.eval()
@@ -176,7 +185,7 @@ CHANGES = {
 @pytest.mark.parametrize(("name", "change"), CHANGES.values(), ids=CHANGES)
 def test_attributes_notice_exactly_what_changed(name, change):
     net = with_attributes()
-    attributes = Attributes(modules_of(net))
+    attributes = AttributeSnapshot(modules_of(net))
     assert not attributes.changed()
     assert attributes.take_changes() == []
     change(net.one)
@@ -188,7 +197,7 @@ def test_attributes_notice_exactly_what_changed(name, change):
 
 def test_several_changes_at_once():
     net = with_attributes()
-    attributes = Attributes(modules_of(net))
+    attributes = AttributeSnapshot(modules_of(net))
     net.one.number, net.one.tensor, net.one.array = 5, torch.ones(3), np.ones(3)
     net.one.items.append(3)
     del net.one.text
@@ -204,14 +213,14 @@ def test_several_changes_at_once():
 def test_tensors_beside_other_changes_do_not_hide_them():
     """Comparing two tensors has no truth value: what follows must be looked at all the same."""
     net = with_attributes()
-    attributes = Attributes(modules_of(net))
+    attributes = AttributeSnapshot(modules_of(net))
     net.one.tensor, net.one.zzz = torch.ones(3), 1
     assert dict(attributes.take_changes())[1] == ["tensor", "zzz"]
 
 
 def test_slots_are_no_attributes():
     net = network()
-    attributes = Attributes(modules_of(net))
+    attributes = AttributeSnapshot(modules_of(net))
     net.one.linear = nn.Linear(2, 2)
     net.one.norm.running_mean = torch.ones(2)
     net.two.register_buffer("mask", torch.ones(1))
@@ -220,7 +229,7 @@ def test_slots_are_no_attributes():
 
 def test_what_a_network_writes_in_place_is_no_change_of_attributes():
     net = with_attributes()
-    attributes = Attributes(modules_of(net))
+    attributes = AttributeSnapshot(modules_of(net))
     net.one.tensor.add_(1)  # replicas share it by reference
     net.one.array += 1
     net(torch.randn(4, 2)).sum().backward()
@@ -250,7 +259,7 @@ def test_hooks_added_and_removed(name, register, others):
     net = network()
     for _ in range(others):
         register(net.two.linear)
-    attributes = Attributes(modules_of(net))
+    attributes = AttributeSnapshot(modules_of(net))
     number = modules_of(net).index(net.two.linear)
     handle = register(net.two.linear)
     assert attributes.changed()
@@ -269,7 +278,7 @@ def test_hooks_added_and_removed(name, register, others):
 def test_a_hook_replaced_by_another():
     net = network()
     handle = net.one.register_forward_hook(hook)
-    attributes = Attributes(modules_of(net))
+    attributes = AttributeSnapshot(modules_of(net))
     handle.remove()
     net.one.register_forward_hook(hook)  # the same function, at another place in the order
     assert attributes.take_changes() == [(1, ["_forward_hooks"])]
@@ -303,39 +312,39 @@ MOVES = {
 @pytest.mark.parametrize("change", MOVES.values(), ids=MOVES)
 def test_moved(change):
     listed = [torch.ones(2, 3), torch.ones(3)]
-    tensors = Tensors(listed)
-    assert not tensors.moved()
+    tensors = TensorSnapshot(listed)
+    assert tensors.change() is Change.NONE
     with torch.no_grad():
         change(listed[0])
-    assert tensors.moved()
+    assert tensors.change() in (Change.PLACES, Change.KINDS)
 
 
 def test_moved_when_a_square_matrix_is_transposed():
     weight = torch.arange(4.0).view(2, 2)
-    tensors = Tensors([weight])
+    tensors = TensorSnapshot([weight])
     weight.data = weight.data.t()
-    assert tensors.moved()
+    assert tensors.change() in (Change.PLACES, Change.KINDS)
 
 
 def test_moved_without_data():
     """Empty tensors have no data, so only their kind tells."""
     empty = torch.empty(0)
-    tensors = Tensors([empty])
-    assert not tensors.moved()
+    tensors = TensorSnapshot([empty])
+    assert tensors.change() is Change.NONE
     empty.data = torch.empty(0, dtype=torch.float64)
-    assert tensors.moved()
+    assert tensors.change() in (Change.PLACES, Change.KINDS)
 
 
 def test_moved_to_another_device(sim):
     tensor = torch.ones(3, device="sim:0")
-    tensors = Tensors([tensor])
+    tensors = TensorSnapshot([tensor])
     tensor.data = tensor.data.to("sim:1")
-    assert tensors.moved()
+    assert tensors.change() in (Change.PLACES, Change.KINDS)
 
 
 def test_written():
     listed = some_tensors()
-    tensors = Tensors(listed)
+    tensors = TensorSnapshot(listed)
     assert tensors.written() == []
     with torch.no_grad():
         listed[1].add_(1)
@@ -349,15 +358,15 @@ def test_written():
 
 def test_a_write_through_data_leaves_no_trace():
     listed = some_tensors()
-    tensors = Tensors(listed)
+    tensors = TensorSnapshot(listed)
     listed[1].data.add_(1)
     assert tensors.written() == []
-    assert not tensors.moved()
+    assert tensors.change() is Change.NONE
 
 
 def test_an_optimizer_step_writes():
     parameters = [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3))]
-    tensors = Tensors(parameters)
+    tensors = TensorSnapshot(parameters)
     for optimizer in (torch.optim.SGD(parameters, 0.1), torch.optim.Adam(parameters, foreach=True)):
         sum(p.sum() for p in parameters).backward()
         optimizer.step()
@@ -368,22 +377,44 @@ def test_inference_tensors_count_as_written_each_time():
     with torch.inference_mode():
         frozen = torch.ones(2)
     other = torch.ones(2)
-    tensors = Tensors([other, frozen])
+    tensors = TensorSnapshot([other, frozen])
     assert tensors.written() == [1]
     other.add_(1)
     assert tensors.written() == [0, 1]
-    assert not tensors.moved()
+    assert tensors.change() is Change.NONE
+
+
+def test_layouts_in_another_state_of_the_thread():
+    listed = some_tensors()
+    tensors = TensorSnapshot(listed)
+    for _ in range(2):
+        assert tensors.change() is Change.NONE
+        with torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad():
+            assert tensors.change() is Change.NONE
+            assert tensors.change() is Change.NONE
+    listed[0].t_()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert tensors.change() is Change.KINDS
+
+
+def test_swapped_in_place_with_the_data_where_it_was():
+    weight = nn.Parameter(torch.ones(2))
+    tensors = TensorSnapshot([weight])
+    torch.utils.swap_tensors(weight, nn.Parameter(weight.detach()))
+    assert tensors.change(gradients=False) is Change.NONE  # gradients would go elsewhere
+    assert tensors.change() is Change.PLACES
 
 
 def test_requirements():
     listed = some_tensors()
-    tensors = Tensors(listed)
-    assert not tensors.requirements_changed()
+    tensors = TensorSnapshot(listed)
+    assert tensors.change() is Change.NONE
     listed[1].requires_grad_(False)
-    assert tensors.requirements_changed()
-    assert not tensors.requirements_changed()
+    assert tensors.change() is Change.REQUIREMENTS
+    tensors.take_requirements()
+    assert tensors.change() is Change.NONE
     listed[1].requires_grad_(True)
-    assert tensors.requirements_changed()
+    assert tensors.change() is Change.REQUIREMENTS
 
 
 def test_identical_compares_by_identity():
@@ -397,7 +428,7 @@ def test_identical_compares_by_identity():
 
 def test_sparse_tensors_are_known_by_identity_and_version():
     sparse = torch.eye(2).to_sparse()
-    tensors = Tensors([torch.ones(2), sparse])
-    assert not tensors.moved()
+    tensors = TensorSnapshot([torch.ones(2), sparse])
+    assert tensors.change() is Change.NONE
     sparse.mul_(2)
     assert tensors.written() == [1]

@@ -3,12 +3,13 @@
 ====================================== ================================ ======================= =======================
 what changes                           how it is noticed                what it costs           what is done
 ====================================== ================================ ======================= =======================
-a submodule, a parameter, a name of a  names, values and sizes of each  a look: 0.1 us for each all replicas are built
-slot; the order; another dictionary    dictionary of slots, by identity slot                    anew
+a submodule, a parameter, a name of a  names, values and sizes of each  a look: 60 ns a module  all replicas are built
+slot; the order; another dictionary    dictionary of slots that was                             anew
+                                       written, by identity
 a module's class                       by identity                      a look: 20 ns a module  all are built anew
-a parameter's data: place, shape,      address, shape, strides, dtype   a look: 0.2 us for each new links; built anew
-strides, dtype, device                                                  parameter               with another shape
-``requires_grad``                      by value                         50 ns a parameter       new links
+a parameter's data: place, shape,      address, shape, strides, dtype;  a look: 0.1-0.2 us for  new links; built anew
+strides, dtype, device                 with gradients, which tensor     each parameter          with another shape
+``requires_grad``                      by value                         nothing more            new links
 a parameter's values, on the device    not at all: one storage          nothing                 nothing
 of the network
 a parameter's values, elsewhere,       not at all: always sent          a transfer              it is sent
@@ -21,19 +22,21 @@ a replica's own, with gradients or     new ones at each use
 with accelerators
 the same on CPU replicas without       all bits are compared            reading the buffers     replicas get copies
 gradients
-an attribute; a hook's dictionary;     names and values of each         a look: 20 ns for each  the attribute is set in
-``__dict__``                           ``__dict__``, by identity        entry                   every replica
-hooks: added, removed, reordered, put  keys and values, by identity     a look: 20 ns for each  the table is copied
-straight into a dictionary                                              hook and empty table    again
+an attribute; a hook's dictionary;     names and values of a            a look: 0.1 us for each  the attribute is set in
+``__dict__``                           ``__dict__`` that was written,   module                  every replica
+                                       by identity
+hooks: added, removed, reordered, put  keys and values, by identity     a look: 5 ns an empty   the table is copied
+straight into a dictionary                                              table, 20 ns a hook     again
 inside attributes that lead into the   all parts of all containers, at  a look: 50 ns for each  the attribute is
 tree, or have few parts                any depth, by identity           part                    translated again
 inside others with more than 1,000     the sizes, first and last parts  a look: some us for     the attribute is
 parts                                  of the outer containers          each attribute          translated again
 an attribute of a scripted module      by value                         a look: 1 us for each   it is set
-an attribute that only the forward of  names' number and values         a look: 15 ns for each  it starts from the
-another replica than the first sets                                     and replica             network's again
-a replica's parameters, given other    address, shape, strides          0.2 us for each         the replica gets new
-data by its forward                                                     parameter and replica   ones
+an attribute that only the forward of  names and values of a            a look: 30 ns for each  it starts from the
+another replica than the first sets    ``__dict__`` that was written    module and replica      network's again
+a replica's parameters, given other    address; shape and strides, but  50-100 ns for each      the replica gets new
+data by its forward                    for replicas that their caller   parameter and replica   ones
+                                       runs without gradients
 ====================================== ================================ ======================= =======================
 
 Not noticed, and why:
@@ -50,7 +53,7 @@ Not noticed, and why:
 
 import operator
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import Any
 
@@ -58,6 +61,7 @@ import torch
 from torch.nn import Module
 
 from lockstep.local.contents import Contents, Inside, identical
+from lockstep.local.dict_versions import DictWatch, WrittenDicts
 from lockstep.local.module_copy import CACHE, HOOKS, OWN, SLOTS, attributes, scripted_names
 from lockstep.local.parts import ATOMS
 
@@ -67,7 +71,7 @@ _ATOM_TYPES = frozenset(ATOMS)
 _OF_NO_FORWARD = {*SLOTS, *OWN, CACHE, "_is_full_backward_hook"}
 
 
-class Structure:
+class StructureSnapshot:
     """Which modules, parameters and buffer names a network has, and of what classes its modules are."""
 
     def __init__(self, modules: list[Module]) -> None:
@@ -79,6 +83,7 @@ class Structure:
         self._fixed = Contents(d for _, slot, d in self._owners if slot != "_buffers")
         buffers = [d for _, slot, d in self._owners if slot == "_buffers"]
         self._no_buffers, self._buffers = [d for d in buffers if not d], [d for d in buffers if d]
+        self._watch = DictWatch(self._buffers)
         self._buffer_state = self._of_buffers()
         self._script_state = [_script_slots(m) for m in self._scripted]
 
@@ -92,9 +97,12 @@ class Structure:
             not all(map(operator.is_, map(type, self._modules), self._types))
             or self._fixed.changed()
             or any(self._no_buffers)
-            or self._of_buffers() != self._buffer_state
+            or not self._watch.same(self._same_buffers)
             or not all(map(_alike, map(_script_slots, self._scripted), self._script_state))
         )
+
+    def _same_buffers(self) -> bool:
+        return self._of_buffers() == self._buffer_state
 
     def replaced(self) -> bool:
         """Whether a module's dictionary of slots is another object than it was, which :meth:`changed` cannot see."""
@@ -150,6 +158,11 @@ class _Seen:
         now = _script_values(module, self._script)
         return [n for n, a, b in zip(self._script, now, self._script_values, strict=True) if not _same(a, b)]
 
+    def disregard(self, module: Module) -> None:
+        """Let what is left out count as seen, if nothing else differs."""
+        self.own.clear()
+        self.own.update(vars(module))
+
     def take(self, module: Module, names: Iterable[str]) -> None:
         """Let attributes count as seen as they are now."""
         for name in names:
@@ -177,13 +190,15 @@ def _same(one: Any, other: Any) -> bool:
     return one is other or (type(one) in _ATOM_TYPES and (one == other or (one != one and other != other)))
 
 
-class Attributes:
+class AttributeSnapshot:
     """The attributes and hooks of a network's modules, and what is inside of them, by identity."""
 
     def __init__(self, modules: list[Module]) -> None:
         self._modules = modules
         self._known: set[int] | None = None
         self._seen = [_Seen(module) for module in modules]
+        self._dicts = list(map(vars, modules))
+        self._written = WrittenDicts(self._dicts, [seen.own for seen in self._seen])
         self._scripted = [(m, s) for m, s in zip(modules, self._seen, strict=True) if s.scripted]
         for module, seen in zip(modules, self._seen, strict=True):
             self._open(module, seen, attributes(module))
@@ -191,12 +206,16 @@ class Attributes:
 
     def changed(self) -> bool:
         """Whether any attribute was set or deleted, any hook added or removed, since the last look."""
-        now = list(map(vars, self._modules))
+        return self._replaced() or bool(self._written.numbers()) or self._changed_inside()
+
+    def _replaced(self) -> bool:
+        """Whether any module has another dictionary of attributes."""
+        return not all(map(operator.is_, map(vars, self._modules), self._dicts))
+
+    def _changed_inside(self) -> bool:
+        """Whether anything changed in what attributes hold: tables of hooks, containers, scripts."""
         return (
-            list(map(len, now)) != self._sizes
-            or list(_flatten(now)) != self._names
-            or not all(map(operator.is_, _flatten(map(dict.values, now)), self._values))
-            or any(self._no_hooks)
+            any(self._no_hooks)
             or self._hooks.changed()
             or self._contents.changed()
             or any(inside.others_changed() for inside in self._insides)
@@ -238,9 +257,14 @@ class Attributes:
         return [(i, names) for i, names in found if names]
 
     def _differences(self) -> list[tuple[int, list[str]]]:
-        pairs = enumerate(zip(self._modules, self._seen, strict=True))
-        found = [(i, seen.differing(module)) for i, (module, seen) in pairs]
-        return [(i, names) for i, names in found if names]
+        written = self._written.numbers()
+        everywhere = self._replaced() or self._changed_inside()
+        numbers = range(len(self._modules)) if everywhere else written
+        changes = {i: names for i in numbers if (names := self._seen[i].differing(self._modules[i]))}
+        for i in written:
+            if i not in changes:
+                self._seen[i].disregard(self._modules[i])
+        return list(changes.items())
 
     def _take(self, index: int, names: list[str]) -> None:
         self._seen[index].take(self._modules[index], names)
@@ -263,9 +287,9 @@ class Attributes:
     def _gather(self) -> None:
         """Put together what :meth:`changed` looks at."""
         self._known = None
-        owns = [seen.own for seen in self._seen]
-        self._sizes, self._names = list(map(len, owns)), list(_flatten(owns))
-        self._values = list(_flatten(map(dict.values, owns)))
+        if self._replaced():
+            self._dicts = list(map(vars, self._modules))
+            self._written = WrittenDicts(self._dicts, [seen.own for seen in self._seen])
         self._no_hooks = [table for seen in self._seen for table in seen.no_hooks]
         self._hooks = Contents(table for seen in self._seen for table in seen.filled)
         insides = [inside for seen in self._seen for inside in seen.inside.values()]
@@ -274,59 +298,38 @@ class Attributes:
 
 
 class CopyAttributes:
-    """The attributes of a copy's modules, but for hooks, to tell what a forward has set on it.
+    """The attributes of the copies' modules, but for hooks, to tell what a forward has set on one of them.
 
-    One pass compares all values at once, by ``==``, which asks values only where they are not identical. A module on
-    which something was set is looked at on its own from then on, by identity: no tensor is read each time.
+    ``copies`` has the modules of each.
     """
 
-    def __init__(self, modules: list[Module]) -> None:
+    def __init__(self, copies: Sequence[Sequence[Module]]) -> None:
+        self._width = len(copies[0]) if copies else 1
+        modules = _flatten(copies)
         self._now = [{} if isinstance(m, torch.jit.ScriptModule) else vars(m) for m in modules]
-        self._then = [dict(own) for own in self._now]
-        self._apart: set[int] = set()
-        self._gather()
+        self._then = list(map(dict, self._now))
+        self._written = WrittenDicts(self._now, self._then)
 
-    def changed(self) -> bool:
-        """Whether any attribute was set or deleted since the last look."""
-        try:
-            if list(map(len, self._together)) != self._sizes or self._found() != self._values:
-                return True
-        except Exception:  # a name is gone; or whatever ``==`` of a value raises, that value is another than there was
-            return True
-        return any(self._differing(index) for index in self._apart)
+    def take_changes(self) -> list[tuple[int, list[tuple[int, list[str]]]]]:
+        """What was set or deleted since the last look, which from now on counts as seen.
 
-    def take_changes(self) -> list[tuple[int, list[str]]]:
-        """The numbers of the modules and the names of what has changed; from now on these count as seen."""
-        found = [(index, self._differing(index)) for index in range(len(self._now))]
-        changes = [(index, names) for index, names in found if names]
-        self.look_again((index for index, _ in changes), often=True)
-        return changes
+        For each copy in which there is any its number, and numbers of modules with the names of their attributes.
+        """
+        found: dict[int, list[tuple[int, list[str]]]] = defaultdict(list)
+        for number in self._written.numbers():
+            copy, index = divmod(number, self._width)
+            if names := self._differing(number):
+                found[copy].append((index, names))
+            self._then[number] = dict(self._now[number])
+        return list(found.items())
 
-    def look_again(self, numbers: Iterable[int], *, often: bool = False) -> None:
-        """Let some modules count as seen as they are now; ``often``: it is to be expected at each use."""
-        listed = set(numbers)
-        for index in listed:
-            self._then[index] = dict(self._now[index])
-        if listed <= self._apart:
-            return
-        if often:
-            self._apart |= listed
-        self._gather()
+    def look_again(self, copy: int, indices: Iterable[int]) -> None:
+        """Let some modules of a copy count as seen as they are now."""
+        for index in indices:
+            number = copy * self._width + index
+            self._then[number] = dict(self._now[number])
 
-    def _differing(self, index: int) -> list[str]:
-        now, then = self._now[index], self._then[index]
+    def _differing(self, number: int) -> list[str]:
+        now, then = self._now[number], self._then[number]
         names = [n for n, value in now.items() if n not in then or value is not then[n]]
         return [n for n in (*names, *(n for n in then if n not in now)) if n not in _OF_NO_FORWARD]
-
-    def _gather(self) -> None:
-        """Put together what :meth:`changed` looks at: the modules with the same names, which are fetched in one go."""
-        self._together = [own for index, own in enumerate(self._now) if index not in self._apart]
-        self._sizes = list(map(len, self._together))
-        alike: dict[tuple[str, ...], list[dict[str, Any]]] = defaultdict(list)
-        for own in self._together:
-            alike[tuple(name for name in own if name not in _OF_NO_FORWARD)].append(own)
-        self._alike = [(operator.itemgetter(*names), owns) for names, owns in alike.items() if names]
-        self._values = self._found()
-
-    def _found(self) -> list[list[Any]]:
-        return [list(map(fetch, owns)) for fetch, owns in self._alike]

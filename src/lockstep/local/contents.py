@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from lockstep.local.dict_versions import DictWatch
 from lockstep.local.parts import ATOMS, opens, parts_of
 
 BRIEF = 1000  # parts that are looked at one by one
@@ -42,29 +43,41 @@ class Contents:
     def __init__(self, containers: Iterable[Any]) -> None:
         everything = list(containers)
         self._empty = [c for c in everything if not c]
-        self._filled = [c for c in everything if c]
-        self._dicts = [c for c in self._filled if type(c) is dict]
-        self._mappings = [c for c in self._filled if isinstance(c, dict) and type(c) is not dict]
-        self._sizes = list(map(len, self._filled))
-        self._members, self._items = list(_flatten(self._filled)), list(self._values())
+        dicts = [c for c in everything if c and type(c) is dict]
+        self._dicts, self._in_dicts = DictWatch(dicts), _Parts(dicts)
+        self._in_others = _Parts([c for c in everything if c and type(c) is not dict])
+
+    def changed(self) -> bool:
+        """Whether any has other objects, or another order, than when this was made."""
+        try:
+            return any(self._empty) or not self._dicts.same(self._in_dicts.same) or not self._in_others.same()
+        except RuntimeError:  # another thread changes one just now
+            return True
+
+
+class _Parts:
+    """The parts of containers that were not empty, one by one."""
+
+    def __init__(self, containers: list[Any]) -> None:
+        self._containers = containers
+        self._dicts = [c for c in containers if type(c) is dict]
+        self._mappings = [c for c in containers if isinstance(c, dict) and type(c) is not dict]
+        self._sizes = list(map(len, containers))
+        self._members, self._items = list(_flatten(containers)), list(self._values())
         self._names_only = all(type(member) is str for member in self._members)
 
     def _values(self) -> Iterator[Any]:
         return chain(_flatten(map(dict.values, self._dicts)), _flatten(map(_values, self._mappings)))
 
-    def changed(self) -> bool:
-        """Whether any has other objects, or another order, than when this was made."""
-        try:
-            if any(self._empty) or list(map(len, self._filled)) != self._sizes:
-                return True
-            members = _flatten(self._filled)
-            if self._names_only:
-                same = list(members) == self._members
-            else:
-                same = all(map(operator.is_, members, self._members))
-            return not (same and all(map(operator.is_, self._values(), self._items)))
-        except RuntimeError:  # another thread changes one just now
+    def same(self) -> bool:
+        """Whether all have the same parts, in the same order."""
+        if not self._containers:
             return True
+        if list(map(len, self._containers)) != self._sizes:
+            return False
+        members = _flatten(self._containers)
+        same = list(members) == self._members if self._names_only else all(map(operator.is_, members, self._members))
+        return same and all(map(operator.is_, self._values(), self._items))
 
 
 class Inside:

@@ -203,7 +203,7 @@ class DataParallel(_PyTorchs, Module, Generic[T]):
         finally:
             vars(self.module).pop("_is_replica", None)
             for network in networks:
-                network.absorb()
+                network.after_forward()
         for network in networks:
             network.check_slots()
 

@@ -14,6 +14,7 @@ import torch
 from torch.nn import Module
 
 from lockstep.errors import NotReplicableError
+from lockstep.local.dict_versions import DictWatch
 
 _flatten = chain.from_iterable
 
@@ -26,18 +27,21 @@ class ReplicaSlots:
         python = [[m for m in modules if not isinstance(m, torch.jit.ScriptModule)] for modules in replicas]
         self._slots = [vars(m)[kind] for modules in python for m in modules for kind in ("_parameters", "_modules")]
         self._empty: list[dict[str, object]] = []
-        self._filled = self._slots
+        self._filled, self._watch = self._slots, DictWatch(self._slots)
         self.look()
 
     def look(self) -> None:
         """Take what is in the slots now for what belongs there."""
         if any(self._empty) or not all(self._filled):
             self._empty, self._filled = [d for d in self._slots if not d], [d for d in self._slots if d]
+            self._watch = DictWatch(self._filled)
+        self._watch.reset()
         self._values = list(_flatten(map(dict.values, self._filled)))
 
     def forget(self) -> None:
         """Hold no tensor any more, until the next :meth:`look`."""
         self._values = []
+        self._watch.reset()
 
     def check(self) -> None:
         """Raise :class:`~lockstep.errors.NotReplicableError` if forward has given a replica a parameter of its own.
@@ -45,9 +49,9 @@ class ReplicaSlots:
         What was in another slot already (weights that forward ties) and, where no gradient is wanted, a parameter in
         the place of another are no such thing.
         """
-        values = list(_flatten(map(dict.values, self._slots if any(self._empty) else self._filled)))
-        if len(values) == len(self._values) and all(map(operator.is_, values, self._values)):
+        if not any(self._empty) and self._watch.same(self._same):
             return
+        values = list(_flatten(map(dict.values, self._slots)))
         known = {id(value) for value in self._values}
         replaced = not torch.is_grad_enabled() and _filled(values) == _filled(self._values)
         made = [] if replaced else list(self._unknown(known))
@@ -59,6 +63,10 @@ class ReplicaSlots:
                 "gradients of all but the first would be lost. Make parameters before the module is replicated: in "
                 "__init__, or by one call of the module itself. (What the first replica made is the module's now.)"
             )
+
+    def _same(self) -> bool:
+        values = list(_flatten(map(dict.values, self._filled)))
+        return len(values) == len(self._values) and all(map(operator.is_, values, self._values))
 
     def _unknown(self, known: set[int]) -> Iterator[tuple[int, str]]:
         for number, root in enumerate(self._roots):

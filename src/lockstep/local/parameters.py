@@ -20,14 +20,10 @@ import torch
 from lockstep.buckets import Bucket, Slot, TensorSpec, plan_buckets
 from lockstep.local.checksums import checksum
 from lockstep.local.comm import fill, pack, unpack
-from lockstep.local.tensor_state import layouts
 
 
 class ParameterValues:
-    """Values of ``tensors`` (all on one device) on each of ``devices``: :meth:`on` a device, in the tensors' order.
-
-    :attr:`addresses` has for each device where they are in its memory, :attr:`layouts` how they are laid out there.
-    """
+    """Values of ``tensors`` (all on one device) on each of ``devices``: :meth:`on` a device, in the tensors' order."""
 
     def __init__(self, tensors: Sequence[torch.Tensor], devices: Iterable[torch.device], cap_bytes: int) -> None:
         self._tensors = tensors
@@ -39,8 +35,6 @@ class ParameterValues:
         self._values = {d: self._views(flats) for d, flats in self._flats.items()}
         if self._source is not None and self._source in devices:  # else old data would live on after p.data = new
             self._values[self._source] = [t.detach() for t in tensors]
-        self.addresses = {d: list(map(torch.Tensor.data_ptr, values)) for d, values in self._values.items()}
-        self.layouts = {d: layouts(values) for d, values in self._values.items()}
         self._sums: torch.Tensor | None = None  # of what was sent last, if known
         self.transfer(range(len(tensors)), everything=True)
 

@@ -1,7 +1,8 @@
 """Where the data of tensors is, how it is laid out, and whether it was written since the last look."""
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from enum import Enum, auto
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 _version_of: Callable[[Tensor], int] = Tensor._version.__get__  # type: ignore[attr-defined]
 _requires_grad: Callable[[Tensor], bool] = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 _dtype: Callable[[Tensor], torch.dtype] = Tensor.dtype.__get__  # type: ignore[attr-defined]
+_device: Callable[[Tensor], torch.device] = Tensor.device.__get__
 _implementation: Callable[[Tensor], int] = Tensor._cdata.__get__  # type: ignore[attr-defined]
 _never = itertools.count()
 
@@ -43,39 +45,111 @@ def layouts(tensors: list[Tensor]) -> tuple[list[torch.Size], list[Any], list[to
         return sizes, [t.stride() if t.layout == torch.strided else None for t in tensors], dtypes
 
 
-class Tensors:
+def _guards_of(kind: Any, tensors: list[Tensor], sizes: Iterable[Any], strides: Iterable[Any]) -> Callable[..., bool]:
+    given = {"dynamic_dims_sizes": list(map(list, sizes)), "dynamic_dims_strides": list(map(list, strides))}
+    passes: Callable[..., bool] = kind(*tensors, **given).check
+    return passes
+
+
+def _tensor_guards() -> Any:
+    """Dynamo's guards for tensors, if they are there and notice what they should; else None."""
+    try:
+        from torch._C._dynamo.guards import TensorGuards
+
+        with torch.inference_mode(False):
+            tensor = torch.empty(2, 3, device="cpu")
+            passes = _guards_of(TensorGuards, [tensor], [(2, 3)], [(3, 1)])
+            others = [
+                tensor[:1],
+                torch.empty(3, 2, device="cpu").t(),
+                tensor.double(),
+                tensor.detach().requires_grad_(),
+            ]
+            return TensorGuards if passes(tensor) and not any(map(passes, others)) else None
+    except Exception:  # none, or others of that name
+        return None
+
+
+_TensorGuards = _tensor_guards()
+
+
+class Layouts:
+    """The shapes, strides, dtypes, devices and ``requires_grad`` of some tensors.
+
+    Where it can be, all are compared in one call of Dynamo's guards for tensors, which is private to PyTorch. These
+    also take a tensor for another one where the caller's thread is in another state, such as autocast. So what does not
+    pass is gone through here.
+    """
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        self._tensors = tensors
+        self._then = self._now()
+        self._passes: Callable[..., bool] | None = None  # not before it is asked for
+
+    def changed(self) -> bool:
+        """Whether anything is other than when this was made."""
+        if self._passes is not None and self._passes(*self._tensors):
+            return False
+        if self._now() != self._then:
+            return True
+        self._passes = self._guards()
+        return False
+
+    def laid_out_anew(self) -> bool:
+        """Whether anything but ``requires_grad`` is."""
+        return self._now()[:-1] != self._then[:-1]
+
+    def retyped(self) -> bool:
+        """Whether a dtype, device or shape is."""
+        sizes, _, dtypes, devices, _ = self._now()
+        return (sizes, dtypes, devices) != (self._then[0], *self._then[2:4])
+
+    def _now(self) -> tuple[list[torch.Size], list[Any], list[torch.dtype], list[torch.device], list[bool]]:
+        return *layouts(self._tensors), list(map(_device, self._tensors)), list(map(_requires_grad, self._tensors))
+
+    def _guards(self) -> Callable[..., bool] | None:
+        sizes, strides, *_ = self._then
+        if _TensorGuards is None or None in strides:
+            return None
+        return _guards_of(_TensorGuards, self._tensors, sizes, strides)
+
+
+class Change(Enum):
+    """What has become of tensors since the last look; the first that applies."""
+
+    NONE = auto()
+    REQUIREMENTS = auto()  # another ``requires_grad``
+    PLACES = auto()  # other data: moved, resized, or replaced through ``.data``; or other tensors, swapped in place
+    KINDS = auto()  # another dtype, device or shape
+
+
+class TensorSnapshot:
     """Where the values of some tensors are, and whether they were written."""
 
     def __init__(self, tensors: list[Tensor]) -> None:
         self.tensors = tensors
         self._versions = _versions(tensors)
-        self._devices = [t.device for t in tensors]
         self._implementations = list(map(_implementation, tensors))
-        self._addresses, self._layouts, self._kinds = addresses(tensors), layouts(tensors), kinds(tensors)
-        self._gradients = list(map(_requires_grad, tensors))
+        self._addresses, self._layouts = addresses(tensors), Layouts(tensors)
 
-    def moved(self) -> bool:
-        """Whether any tensor's data is elsewhere now: moved, retyped, resized, or replaced through ``.data``.
+    def change(self, *, gradients: bool = True) -> Change:
+        """What is other than when this was made.
 
-        Or it has become another in place, by ``torch.utils.swap_tensors``: its gradients then go elsewhere, too.
+        Whether they were swapped in place (``torch.utils.swap_tensors``), with the data where it was, matters only for
+        ``gradients``, which then go elsewhere.
         """
-        if addresses(self.tensors) != self._addresses or layouts(self.tensors) != self._layouts:
-            return True
-        if list(map(_implementation, self.tensors)) != self._implementations:
-            return True
-        return not all(self._addresses) and self.retyped()  # no data has no address
+        moved = addresses(self.tensors) != self._addresses
+        changed = self._layouts.changed()
+        if moved or changed:
+            if self._layouts.retyped():
+                return Change.KINDS
+            return Change.PLACES if moved or self._layouts.laid_out_anew() else Change.REQUIREMENTS
+        swapped = gradients and list(map(_implementation, self.tensors)) != self._implementations
+        return Change.PLACES if swapped else Change.NONE
 
-    def retyped(self) -> bool:
-        """Whether any tensor has another dtype, device or shape now."""
-        return kinds(self.tensors) != self._kinds or [t.device for t in self.tensors] != self._devices
-
-    def requirements_changed(self) -> bool:
-        """Whether ``requires_grad`` of any tensor is another than at the last look."""
-        gradients = list(map(_requires_grad, self.tensors))
-        if gradients == self._gradients:
-            return False
-        self._gradients = gradients
-        return True
+    def take_requirements(self) -> None:
+        """Let each ``requires_grad`` count as seen."""
+        self._layouts = Layouts(self.tensors)
 
     def written(self) -> list[int]:
         """The numbers of the tensors that were written since the last look, by their version counters."""

@@ -16,13 +16,14 @@ from torch.nn import Module, Parameter
 from lockstep.devices import CPU
 from lockstep.local.comm import broadcast_coalesced
 from lockstep.local.contents import identical
+from lockstep.local.dict_versions import DictWatch
 from lockstep.local.functions import link
 from lockstep.local.module_copy import ModuleCopy
-from lockstep.local.tensor_state import addresses, kinds, layouts
+from lockstep.local.tensor_state import Layouts, addresses, layouts
 
 
-class FreshSlots:
-    """The slots of ``network`` with buffers, and the ``loose`` ones among those with parameters.
+class ReplicaBuffers:
+    """The slots of ``network`` with buffers, and the ``others`` among those with parameters.
 
     The first of the ``copies`` has the network's own tensors there if ``first_shares`` and it is on their device.
     ``check`` raises an error that names a tensor that is not on the ``source`` device.
@@ -31,7 +32,7 @@ class FreshSlots:
     def __init__(
         self,
         network: Module,
-        loose: list[tuple[int, str]],
+        others: list[tuple[int, str]],
         copies: Sequence[ModuleCopy],
         devices: Sequence[torch.device],
         *,
@@ -44,11 +45,13 @@ class FreshSlots:
         self._first_shares, self._cap_bytes = first_shares, cap_bytes
         modules = list(network.modules())
         buffers = [(index, name) for index, module in enumerate(modules) for name, _ in module._buffers.items()]
-        self._slots = {"_buffers": (0, buffers), "_parameters": (len(buffers), loose)}
+        self._slots = {"_buffers": (0, buffers), "_parameters": (len(buffers), others)}
         slots = [(kind, index, name) for kind, (_, there) in self._slots.items() for index, name in there]
         self._names = [name for _, _, name in slots]
         self._holders = [getattr(modules[index], kind) for kind, index, _ in slots]
         self._in_copies = [[copy.holder(kind, index) for kind, index, _ in slots] for copy in copies]
+        self._watch_network = DictWatch(self._holders)
+        self._watch = DictWatch(holder for holders in self._in_copies for holder in holders)
         self._bound: list[list[Tensor | None]] = []
         self._mirror: _Mirror | None = None
         self._shared: tuple[list[Tensor], list[Tensor]] = [], []
@@ -60,13 +63,12 @@ class FreshSlots:
 
         Returns the ids of the network's tensors that are new in a slot, or gone from one, since the last time.
         """
-        found = self._now()
         exchanged: set[int] = set()
-        if not identical(found, self._found):
+        if not self._watch_network.same(self._still_found):
             before = self._sources
-            self._sort(found)
+            self._sort(self._now())
             exchanged = set(map(id, before)) ^ set(map(id, self._sources))
-        elif not always and self._mirror is not None and self._mirror.current() and self._still_bound():
+        elif not always and self._mirror is not None and self._mirror.current() and self._watch.same(self._still_bound):
             return exchanged
         if not self._sources or not self._copies:
             return exchanged
@@ -79,6 +81,9 @@ class FreshSlots:
 
     def _now(self) -> list[Tensor | None]:
         return list(map(operator.getitem, self._holders, self._names))
+
+    def _still_found(self) -> bool:
+        return identical(self._now(), self._found)
 
     def _still_bound(self) -> bool:
         """Whether no forward of a replica has put another tensor into a slot."""
@@ -95,6 +100,7 @@ class FreshSlots:
 
     def _bind(self, rows: list[list[Tensor]]) -> None:
         self._bound = []
+        self._watch.reset()
         for copy, row in zip(self._copies, rows, strict=True):
             tensors = [None if i is None else row[i] for i in self._order]
             for kind, (start, slots) in self._slots.items():
@@ -159,7 +165,7 @@ class _Mirror:
 
     def __init__(self, tensors: list[Tensor], count: int) -> None:
         self._tensors, self._sizes = tensors, list(map(Tensor.numel, tensors))
-        self._kinds = kinds(tensors)
+        self._layouts = Layouts(tensors)
         self._groups: dict[tuple[torch.dtype, bool], list[int]] = {}
         for index, tensor in enumerate(tensors):
             self._groups.setdefault((tensor.dtype, tensor.dim() == 1), []).append(index)
@@ -174,7 +180,7 @@ class _Mirror:
 
     def current(self) -> bool:
         """Whether every copy still has exactly the bits of the tensors."""
-        if kinds(self._tensors) != self._kinds:
+        if self._layouts.changed():
             return False
         now = [flat.view(torch.uint8) for flat in self._pack()]
         return all(all(map(torch.equal, bits, now)) for bits in self._bits)
