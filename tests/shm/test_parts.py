@@ -653,6 +653,12 @@ def test_the_reason_that_another_rank_gives_wins_over_what_is_seen_of_it(connect
     assert error_of(c.exchange, STEP, 10) == "rank 11 has met a wolf"
 
 
+def test_a_reason_that_is_cut_within_a_character_is_told_all_the_same(connect):
+    a, b = connect(2)
+    a.abort("é" * LONGEST)  # of two bytes each, behind the one that says what the message is
+    assert error_of(b.exchange, STEP, 10).startswith("é" * (LONGEST // 2 - 1))
+
+
 def test_all_ranks_that_stay_silent_are_named(connect):
     ranks = connect(4)
     ranks[2].send(STEP)

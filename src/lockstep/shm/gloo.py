@@ -118,15 +118,15 @@ class MessageWork(dist.Work):
         return bool(self._work.is_success())
 
     def exception(self) -> Any:
-        """What Gloo raised."""
+        """Return what Gloo raised."""
         return self._work.exception()
 
     def result(self) -> list[Tensor]:
-        """The tensors of the message."""
+        """Return the tensors of the message."""
         return self._tensors
 
     def get_future(self) -> Any:
-        """What Gloo has as its future: none, up to now."""
+        """Return what Gloo has as its future: none, up to now."""
         return self._work.get_future()
 
 
@@ -213,7 +213,7 @@ class CollectivesOfGloo:
     def all_to_all_single(
         self, output: Tensor, x: Tensor, output_sizes: list[int], input_sizes: list[int], opts: Any
     ) -> Any:
-        """The same, with one tensor for all."""
+        """Give every rank a part of one tensor of each, in one tensor."""
 
         def begin(group: Any) -> Any:
             return group.alltoall_base(output, x, output_sizes, input_sizes, opts)

@@ -43,7 +43,8 @@ class ProcessGroupShm(NativeCollectives, CollectivesOfGloo, _ProcessGroup):
         _ProcessGroup.__init__(self, rank, size)
         self._store, self._timeout, self._options = store, timeout.total_seconds(), options or ShmOptions()
         self._global_ranks = list(global_ranks) or list(range(size))
-        self._queue = WorkQueue(f"shm rank {self._global_ranks[rank]}")
+        self._global_rank = self._global_ranks[rank]
+        self._queue = WorkQueue(f"shm rank {self._global_rank}")
         self._runtime = Runtime(
             store, rank, self._global_ranks, self._timeout, self._options, self._queue.is_waited_for
         )
@@ -159,7 +160,7 @@ class ProcessGroupShm(NativeCollectives, CollectivesOfGloo, _ProcessGroup):
 
     def abort(self) -> None:
         """End the group on every rank, at once."""
-        self._abort(f"rank {self._global_ranks[self.rank()]} called abort()")
+        self._abort(f"rank {self._global_rank} called abort()")
 
     def _abort(self, reason: str) -> None:
         """End the group on every rank; the error that all raise from then on gives the reason."""
@@ -173,7 +174,7 @@ class ProcessGroupShm(NativeCollectives, CollectivesOfGloo, _ProcessGroup):
             raise CommunicationError(str(self._runtime.peers.reason))
         given = getattr(opts, "timeout", None)
         timeout = given.total_seconds() if given is not None and given > timedelta(0) else self._timeout
-        runtime, global_rank = self._runtime, self._global_ranks[self.rank()]
+        runtime, global_rank = self._runtime, self._global_rank
 
         def run_collective(_: Any = self) -> None:  # while it has not run, the group is in use
             _run(runtime, run, timeout, global_rank)

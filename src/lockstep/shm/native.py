@@ -64,7 +64,7 @@ class NativeCollectives:
 
     @outside_compiler
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Any:
-        """The same for several tensors of one dtype, moved as one."""
+        """Reduce several tensors of one dtype over all ranks, in place, moved as one."""
         return self._all_reduce(tensors, opts)
 
     def _all_reduce(self, tensors: list[Tensor], opts: Any, factor: float = 1.0) -> ShmWork:
@@ -138,7 +138,7 @@ class NativeCollectives:
     @outside_compiler
     @with_overloads(AllgatherOptions, ["output_lists", "input_list"])
     def allgather_coalesced(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> Any:
-        """The same for several tensors; one list of outputs for each rank."""
+        """Give every rank several tensors of all; one list of outputs for each rank."""
         _check_count(outputs, self.size(), "all_gather_coalesced")
         for given in outputs:
             _pairs(given, inputs, "all_gather_coalesced")
@@ -168,7 +168,7 @@ class NativeCollectives:
 
     @outside_compiler
     def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
-        """The same for several tensors."""
+        """Give every rank several tensors of all, those of one kind in one tensor."""
         return self._all_gather_single(outputs, inputs, opts)
 
     def _all_gather_single(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> ShmWork:
@@ -209,12 +209,12 @@ class NativeCollectives:
     @outside_compiler
     @with_overloads(dist.ReduceScatterOptions, ["outputTensor output", "inputTensor input"], single=False)
     def reduce_scatter_single(self, output: Tensor, x: Tensor, opts: Any) -> Any:
-        """The same, with what is for all ranks in one tensor."""
+        """Reduce what all ranks have for a rank, for every rank; what is for all ranks comes in one tensor."""
         return self._reduce_scatter_single([output], [x], opts)
 
     @outside_compiler
     def reduce_scatter_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
-        """The same for several tensors."""
+        """Reduce several tensors, each of which has what is for all ranks, for every rank."""
         return self._reduce_scatter_single(outputs, inputs, opts)
 
     def _reduce_scatter_single(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> ShmWork:

@@ -239,8 +239,7 @@ class Peers:
             return
 
     def _describe(self, peers: Iterable[int]) -> str:
-        ranks = sorted(self.global_ranks[peer] for peer in peers)
-        return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+        return _in_words(self.global_ranks[peer] for peer in peers)
 
     # ----------------------------------------------------------------------------------- memory
 
@@ -323,11 +322,7 @@ class Peers:
 
     def close_in_child(self) -> None:
         """Close what a forked process has of its parent's connections; the parent's stay open."""
-        self.reason = (
-            f"process {os.getpid()} cannot use the shm process group: it was forked from process {self._process}, "
-            f"which is rank {self.global_ranks[self.local_rank]} of it. Communicate there, or give this process a "
-            "group of its own"
-        )
+        self.reason = _forked(self._process, self.global_ranks[self.local_rank])
         self.close()
 
     def close(self) -> None:
@@ -343,6 +338,18 @@ class Peers:
         for each in self._sockets.values():
             each.close()
         self._memory.clear()
+
+
+def _in_words(global_ranks: Iterable[int]) -> str:
+    ranks = sorted(global_ranks)
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def _forked(parent: int, rank: int) -> str:
+    return (
+        f"process {os.getpid()} cannot use the shm process group: it was forked from process {parent}, which is rank "
+        f"{rank} of it. Communicate there, or give this process a group of its own"
+    )
 
 
 def _abort_message(reason: str) -> bytes:
