@@ -18,13 +18,14 @@ train: $(READY)  ## the main job: a network on real handwritten digits, in two p
 test: $(READY)
 	$(BIN)/python $(PYTEST) $(ARGS)
 
-# Each in an environment of its own, of some gigabytes where there is no build for the CPU alone.
-test-matrix: $(TORCHES:%=test-torch-%)
+# Each in an environment of its own, of some gigabytes where there is no build for the CPU alone. One version is
+# `make test-torch-2.11`; with `make -k`, a version that fails does not keep the others from running.
+test-matrix: $(TORCHES:%=test-torch-%)  ## the oldest and the newest PyTorch: 15 to 30 minutes each on two cores
 
 test-torch-%: .venv-torch-%/.installed
 	.venv-torch-$*/bin/python $(PYTEST) $(MATRIX) $(ARGS)
 
-test-clients: $(CLIENTS)/.installed  ## programs that people run, in an environment of their own
+test-clients: $(CLIENTS)/.installed  ## programs that people run, in an environment of their own: 6 minutes
 	$(CLIENTS)/bin/python -m pytest -m "not soak" tests/clients $(ARGS)
 
 check: $(READY)
@@ -57,7 +58,7 @@ $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv-torch-$*
 	$(@D)/bin/python -m pip install --quiet --upgrade 'pip>=25.1'
 	grep -v '^torch=' constraints.txt > $(@D)/constraints.txt
-	$(@D)/bin/python -m pip install --quiet --constraint $(@D)/constraints.txt 'torch==$*.*' --group test --editable .
+	$(@D)/bin/python -m pip install --quiet --constraint $(@D)/constraints.txt 'torch==$*.*' --group test --group examples --editable .
 	touch $@
 
 $(CLIENTS)/.installed: pyproject.toml constraints.txt

@@ -155,7 +155,7 @@ def collectives(rank: int, models: list[Model]) -> dict[Model, tuple[int, int, i
 def collectives_of_a_step(module: nn.Module) -> int:
     for _ in range(3):  # plans may change after the first steps
         module().backward()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
         module().backward()
     return sum(event.count for event in profile.key_averages() if event.key.startswith("c10d::"))
 

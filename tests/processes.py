@@ -182,6 +182,7 @@ def _main(
     # Shows where it hangs, and sees to it that it ends, even if the process that has started it is gone.
     faulthandler.dump_traceback_later(timeout, exit=True)
     warnings.simplefilter("error")
+    warnings.filterwarnings("ignore", message="Sparse invariant checks are implicitly disabled")  # as in pyproject.toml
     torch.manual_seed(0)
     random.seed(0)
     result, error, text = None, None, ""

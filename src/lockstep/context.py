@@ -6,7 +6,8 @@ else than the caller's thread would. (The default dtype is the process's, not th
 """
 
 import contextvars
-from collections.abc import Callable, Iterator, Sequence
+import traceback
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -63,11 +64,11 @@ class CallerContext:
             torch.accelerator.set_device_index(device.index)
         blocks = list(self._blocks(device))
         if not blocks:
-            return call()
+            return _called(call)
         with ExitStack() as stack:
             for block in blocks:
                 stack.enter_context(block)
-            return call()
+            return _called(call)
 
     def _blocks(self, device: torch.device) -> Iterator[AbstractContextManager[Any]]:
         if self.inference:
@@ -80,6 +81,22 @@ class CallerContext:
             yield device if self.default_device.type == device.type else self.default_device
         if self.saved_tensor_hooks is not None:
             yield torch.autograd.graph.saved_tensors_hooks(*self.saved_tensor_hooks)
+
+
+def _called(call: Callable[[], T]) -> T:
+    """The result of ``call``. If it raises, checkpointed segments are left in the thread that has entered them.
+
+    Up to PyTorch 2.11, a segment that raises stays entered until its frame is gone, and so is the error in another
+    thread. ``test_inside_a_checkpointed_segment_it_is_refused`` holds it.
+    """
+    try:
+        return call()
+    except BaseException as error:
+        frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_globals is vars(checkpoint)]
+        for frame in reversed(frames):
+            if isinstance(segment := frame.f_locals.get("gen"), Generator):
+                segment.close()
+        raise
 
 
 def _saved_tensor_hooks() -> tuple[Any, Any] | None:

@@ -79,7 +79,7 @@ def as_plain(tensor: torch.Tensor | None) -> torch.Tensor | None:
 
 def collectives(call: Callable[[], Any]) -> dict[str, int]:
     """How many collectives of each kind the call issues, in Python or in C++."""
-    with profile() as profiled:
+    with profile(acc_events=True) as profiled:
         call()
     names = [event.name for event in profiled.events()]
     return {kind: sum(f"c10d::{kind}_" == name for name in names) for kind in ("allreduce", "broadcast")}

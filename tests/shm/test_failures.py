@@ -511,8 +511,10 @@ def test_a_rank_that_has_done_its_part_and_left_has_not_died(peers):
     second.send(STEP)
     second.leave()
     second.close()
-    threading.Timer(0.1, third.send, [STEP]).start()
+    sending = threading.Timer(0.1, third.send, [STEP])
+    sending.start()
     assert first.exchange(STEP, 5) == [STEP] * 3
+    sending.join()
     with pytest.raises(CommunicationError, match="rank 5 has left the process group"):
         first.exchange(STEP, 5)
 

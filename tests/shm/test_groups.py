@@ -411,7 +411,6 @@ def test_gather_scatter_and_all_to_all(hosts):
     run_ranks(3, call, hosts=hosts)
 
 
-@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # of PyTorch 2.11
 @pytest.mark.parametrize("hosts", ["aaa", "abb"])
 def test_sparse_tensors_are_summed(hosts):
     def call(rank):

@@ -6,7 +6,6 @@ DistributedDataParallel with hooks, FSDP, functional collectives, DTensor, compi
 from __future__ import annotations
 
 import copy
-import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -328,9 +327,9 @@ def test_a_distributed_checkpoint_is_saved_and_loaded(tmp_path):
 
 
 def profiled(rank):
-    warnings.filterwarnings("ignore", message="Warning: Profiler clears events")  # of PyTorch 2.11
     x = torch.ones(1000)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profiler:
+    cpu = torch.profiler.ProfilerActivity.CPU
+    with torch.profiler.profile(activities=[cpu], record_shapes=True, acc_events=True) as profiler:
         for _ in range(3):
             dist.all_reduce(x)
         pending = dist.broadcast(x, 0, async_op=True)

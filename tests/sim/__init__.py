@@ -125,8 +125,6 @@ def _start_autograd() -> None:
 
 def _build(cache: Path) -> Path | str:
     """The compiled backend in `cache`, or the reason why it cannot be compiled."""
-    from torch.utils import cpp_extension
-
     compiler = shutil.which(os.environ.get("CXX", "g++")) or shutil.which("c++")
     if compiler is None:
         return "no C++ compiler to build the simulated accelerators with (g++)"
@@ -136,6 +134,8 @@ def _build(cache: Path) -> Path | str:
     library = cache / f"sim-{key.hexdigest()[:16]}.so"
     if library.exists():
         return library
+    from torch.utils import cpp_extension  # where it is needed: a build of PyTorch for CUDA writes of what it finds
+
     lib = Path(torch.__file__).parent / "lib"
     try:
         cache.mkdir(parents=True, exist_ok=True)

@@ -477,7 +477,7 @@ def test_timeline_of_a_step(parallel, x, kind):
 
 def test_labels_in_the_profiler(parallel, x):
     everywhere = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
-    with profile(activities=[ProfilerActivity.CPU], experimental_config=everywhere) as trace:
+    with profile(activities=[ProfilerActivity.CPU], experimental_config=everywhere, acc_events=True) as trace:
         parallel(x)
         parallel.step(mean_square, x, torch.zeros(5, 3, device=x.device))
     names = {event.name for event in trace.events() if event.name.startswith("lockstep::")}

@@ -279,7 +279,7 @@ def test_streams_are_logged(sim):
         ("record", side.stream_id),
         ("wait", 0),
         ("sync stream", 0),
-        ("sync device", 0),
+        *([("sync device", 0)] if torch.__version__ >= "2.12" else []),  # PyTorch 2.11 does not ask the backend
     ]
     assert log[0].event == log[1].event > 0
     assert log[0].event != log[7].event == log[6].event
