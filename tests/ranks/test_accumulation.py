@@ -14,7 +14,7 @@ from torch import nn
 
 import lockstep
 from lockstep.distributed.reduction.report import Report
-from lockstep.distributed.reduction.report_transport import Reporting
+from lockstep.distributed.reduction.report_transport import ReportTransport
 from small_modules import one_weight, x_of
 from threaded import count_collectives, run_ranks
 
@@ -424,7 +424,7 @@ def load_between(rank, kind, load, passes, ranks):
 
 
 def read_later(self, row, quiet):
-    """`Reporting.read`, as it is on an accelerator."""
+    """`ReportTransport.read`, as it is on an accelerator."""
     self._deferred = ReadLater(row[: self._layout.cargo.start].clone())
     return Report(None, [], [], []) if quiet else self._layout.read(self._deferred.arrived())
 
@@ -445,7 +445,7 @@ laters = pytest.mark.parametrize("later", [False, True])
 @pytest.mark.parametrize("load", [load_all, load_a_part, copy_in, initialise], ids=lambda each: each.__name__)
 def test_values_that_all_ranks_load_between_micro_batches_are_no_drift(kind, load, passes, later, monkeypatch):
     if later:
-        monkeypatch.setattr(Reporting, "read", read_later)
+        monkeypatch.setattr(ReportTransport, "read", read_later)
     assert run_ranks(2, load_between, kind, load, passes, [0, 1]) == [[True] * 4] * 2  # warnings are errors
 
 
@@ -453,7 +453,7 @@ def test_values_that_all_ranks_load_between_micro_batches_are_no_drift(kind, loa
 @pytest.mark.parametrize("only", [0, 1])
 def test_values_that_one_rank_loads_between_micro_batches_are_told_on_all(only, later, monkeypatch):
     if later:
-        monkeypatch.setattr(Reporting, "read", read_later)
+        monkeypatch.setattr(ReportTransport, "read", read_later)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         run_ranks(2, load_between, "module", load_all, 2, [only])

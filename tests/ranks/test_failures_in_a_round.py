@@ -13,7 +13,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power
 
 import lockstep
 from lockstep.distributed.reduction.report import Report
-from lockstep.distributed.reduction.report_transport import Reporting
+from lockstep.distributed.reduction.report_transport import ReportTransport
 from lockstep.errors import CommunicationError, OptionError, PeerError
 from small_modules import fails_in_backward
 from threaded import run_ranks
@@ -148,7 +148,7 @@ class ReadLater(NamedTuple):
 
 
 def read_later(self, row, quiet):
-    """`Reporting.read`, as it is on an accelerator."""
+    """`ReportTransport.read`, as it is on an accelerator."""
     self._deferred = ReadLater(row[: self._layout.cargo.start].clone())
     return Report(None, [], [], []) if quiet else self._layout.read(self._deferred.arrived())
 
@@ -166,7 +166,7 @@ def fails_once(rank):
 
 
 def test_a_failure_that_is_read_later_is_told_once(monkeypatch):
-    monkeypatch.setattr(Reporting, "read", read_later)
+    monkeypatch.setattr(ReportTransport, "read", read_later)
     failing, told = run_ranks(2, fails_once)
     assert failing == ([None] * 3 + [ArithmeticError, PeerError] + [None] * 3, [True, True])
     assert told == ([None] * 4 + [PeerError] + [None] * 3, [True, True])
@@ -184,7 +184,7 @@ def weighs_once(rank):
 
 
 def test_a_weight_that_was_not_given_is_an_error_also_where_it_is_read_later(monkeypatch):
-    monkeypatch.setattr(Reporting, "read", read_later)
+    monkeypatch.setattr(ReportTransport, "read", read_later)
     giving, other = run_ranks(2, weighs_once)
     assert giving == ([None] * 3 + [OptionError, PeerError] + [None] * 3, [True, True])
     assert other == ([None] * 4 + [OptionError] + [None] * 3, [True, True])

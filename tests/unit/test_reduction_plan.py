@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from lockstep.buckets import TensorSpec, contiguous_stride
 from lockstep.distributed.reduction.plan import (
-    ALONE_BYTES,
     DEFAULT_CAP_BYTES,
     FIRST_CAP_BYTES,
     MIB,
+    SINGLE_BYTES,
     Kind,
     ReductionPlan,
     plan_reduction,
@@ -61,7 +61,7 @@ def test_gradients_fill_buckets_of_successive_sizes(sizes, caps, expected):
     plan = plan_reduction(specs(*sizes), range(len(sizes)), caps)
 
     assert indices(plan) == expected
-    assert {bucket.kind for bucket in plan.buckets} <= {Kind.SHARED}
+    assert {bucket.kind for bucket in plan.buckets} <= {Kind.FLAT}
 
 
 @pytest.mark.parametrize("order", [[0, 1, 2, 3, 4], [4, 3, 2, 1, 0], [2, 0, 4, 1, 3]])
@@ -81,24 +81,24 @@ def test_only_what_is_listed_has_a_place():
 
 def test_by_default_the_first_bucket_is_small_and_large_gradients_travel_alone():
     half = MIB // 2
-    plan = plan_reduction(specs(*[half] * 60, ALONE_BYTES, ALONE_BYTES - 4), range(62))
+    plan = plan_reduction(specs(*[half] * 60, SINGLE_BYTES, SINGLE_BYTES - 4), range(62))
 
-    assert (FIRST_CAP_BYTES, DEFAULT_CAP_BYTES, ALONE_BYTES) == (MIB, 25 * MIB, 4 * MIB)
+    assert (FIRST_CAP_BYTES, DEFAULT_CAP_BYTES, SINGLE_BYTES) == (MIB, 25 * MIB, 4 * MIB)
     # The bucket with the 4 MiB less a little leaves last: it has the last gradient.
     assert indices(plan) == [[0, 1], list(range(2, 52)), [60], [*range(52, 60), 61]]
-    assert [bucket.kind for bucket in plan.buckets] == [Kind.SHARED, Kind.SHARED, Kind.ALONE, Kind.SHARED]
+    assert [bucket.kind for bucket in plan.buckets] == [Kind.FLAT, Kind.FLAT, Kind.SINGLE, Kind.FLAT]
 
 
-@pytest.mark.parametrize(("size", "kind"), [(60, Kind.SHARED), (64, Kind.ALONE), (68, Kind.ALONE)])
+@pytest.mark.parametrize(("size", "kind"), [(60, Kind.FLAT), (64, Kind.SINGLE), (68, Kind.SINGLE)])
 def test_from_some_size_on_a_gradient_travels_alone_whatever_the_cap(size, kind):
-    plan = plan_reduction(specs(4, size, 4), range(3), [MIB], alone_bytes=64)
+    plan = plan_reduction(specs(4, size, 4), range(3), [MIB], single_bytes=64)
 
     assert {i: bucket.kind for bucket in plan.buckets for i in bucket.indices} == {
-        0: Kind.SHARED,
+        0: Kind.FLAT,
         1: kind,
-        2: Kind.SHARED,
+        2: Kind.FLAT,
     }
-    assert indices(plan) == ([[1], [0, 2]] if kind is Kind.ALONE else [[0, 1, 2]])
+    assert indices(plan) == ([[1], [0, 2]] if kind is Kind.SINGLE else [[0, 1, 2]])
 
 
 def test_dtypes_and_devices_do_not_mix_and_a_bucket_comes_when_its_last_gradient_does():
@@ -130,8 +130,8 @@ def test_sparse_gradients_have_a_bucket_each_at_the_end_but_for_the_carrier():
     plan = plan_reduction(specs(4, 4, 4, 4, 4), [1, 0, 2, 3, 4], [8], sparse={1, 3})
 
     assert indices(plan) == [[0, 2], [1], [3], [4]]
-    assert [bucket.kind for bucket in plan.buckets] == [Kind.SHARED, Kind.SPARSE, Kind.SPARSE, Kind.SHARED]
-    assert indices(plan_reduction(specs(4, 4), range(2), sparse={0, 1}, alone_bytes=4)) == [[0], [1]]
+    assert [bucket.kind for bucket in plan.buckets] == [Kind.FLAT, Kind.SPARSE, Kind.SPARSE, Kind.FLAT]
+    assert indices(plan_reduction(specs(4, 4), range(2), sparse={0, 1}, single_bytes=4)) == [[0], [1]]
 
 
 # ------------------------------------------------------------------------------------ the carrier
@@ -157,12 +157,12 @@ def test_the_last_bucket_that_can_carry_a_report_is_moved_to_the_end(dtypes, exp
 
 
 def test_neither_large_nor_sparse_gradients_carry():
-    large = plan_reduction(specs(64, 4), [1, 0], alone_bytes=64)
+    large = plan_reduction(specs(64, 4), [1, 0], single_bytes=64)
     assert indices(large) == [[0], [1]]
     assert [bucket.can_carry for bucket in large.buckets] == [False, True]
 
     for alone, sparse in [(4, ()), (MIB, (0,))]:
-        (only,) = plan_reduction(specs(4), [0], sparse=sparse, alone_bytes=alone).buckets
+        (only,) = plan_reduction(specs(4), [0], sparse=sparse, single_bytes=alone).buckets
         assert not only.can_carry
 
 
@@ -195,7 +195,7 @@ def test_gradients_keep_the_strides_of_their_parameters():
 
 def test_a_plan_goes_to_json_and_back():
     listed = [*specs(4, 64, 4, 4), spec(8, BF16, "half"), spec(8, C64, "complex")]
-    plan = plan_reduction(listed, [5, 4, 3, 2, 1, 0], [4], sparse={2}, alone_bytes=64)
+    plan = plan_reduction(listed, [5, 4, 3, 2, 1, 0], [4], sparse={2}, single_bytes=64)
 
     assert json.loads(plan.to_json()) == [
         ["shared", ["complex"]],
@@ -271,11 +271,11 @@ def test_every_plan_has_each_gradient_once_and_keeps_the_promises_above(case):
         assert list(bucket.indices) == sorted(bucket.indices, key=order.index)
         if len(members) > 1:
             assert sum(m.nbytes for m in members) <= max(caps)
-        if bucket.kind is not Kind.SHARED:
+        if bucket.kind is not Kind.FLAT:
             assert len(members) == 1
         assert (bucket.kind is Kind.SPARSE) == (bucket.indices[0] in sparse)
         if bucket.kind is not Kind.SPARSE:
-            assert (bucket.kind is Kind.ALONE) == (members[0].nbytes >= alone)
+            assert (bucket.kind is Kind.SINGLE) == (members[0].nbytes >= alone)
     able = [bucket.can_carry for bucket in plan.buckets]
     assert not any(able) or able[-1]
     dense = [order.index(b.indices[-1]) for b in plan.buckets[: -1 if any(able) else None] if b.kind is not Kind.SPARSE]

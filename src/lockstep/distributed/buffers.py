@@ -234,6 +234,10 @@ class BufferSync:
         self._sent: list[tuple[Pending, Tensor, list[list[Buffer]]]] = []
         self._left = False
 
+    def set_source(self, rank: int) -> None:
+        """From now on the values of ``rank`` are what the others get."""
+        self.source = rank
+
     def leave(self) -> None:
         """From now on somebody else makes them equal: they are carried as before, but not assigned."""
         self._left = True

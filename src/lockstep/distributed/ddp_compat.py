@@ -342,7 +342,7 @@ class CompatibleNames(_OptionNames):
             warnings.warn("You've set static_graph to be True, no need to set it again.", stacklevel=2)
             return
         reducer = self._replication.reducer
-        if reducer is not None and reducer.round:
+        if reducer is not None and reducer.rounds:
             raise OptionError(
                 "set_static_graph() should be called before training loop starts and after DistributedDataParallel is "
                 "constructed; it is not needed here"
@@ -383,8 +383,8 @@ class CompatibleNames(_OptionNames):
             "gradient_as_bucket_view": int(options.gradient_as_bucket_view),
             "static_graph": int(self.static_graph),
             "is_multi_device_module": int(self.is_multi_device_module),
-            "iteration": reducer.round,
-            "can_set_static_graph": int(reducer.usage.is_static and reducer.round > 0),
+            "iteration": reducer.rounds,
+            "can_set_static_graph": int(reducer.usage.is_static and reducer.rounds > 0),
             "has_error": int(bool(error)),
             **({"error": error} if error else {}),
             "num_parameter_tensors": len(trained),

@@ -21,8 +21,9 @@ from torch.nn import Module, Parameter
 from lockstep.distributed.agreement import Description, agree
 from lockstep.distributed.collectives import Collectives
 from lockstep.distributed.keeping import keep
-from lockstep.distributed.reduction.buckets import ManagedParameter
+from lockstep.distributed.reduction.parameter import ManagedParameter
 from lockstep.distributed.reduction.parameter_hooks import (
+    Arrivals,
     NewcomerHook,
     ParameterHook,
     attach,
@@ -58,7 +59,7 @@ class _Attached(NamedTuple):
 
 
 class Membership:
-    """The parameters of one reducer; see :class:`lockstep.distributed.reduction.reducer.Members`."""
+    """The parameters of one reducer; see :class:`lockstep.distributed.reduction.members.Membership`."""
 
     def __init__(self, selection: Selection, contents: Contents, delayed: Sequence[Parameter], values: bool) -> None:
         self._selection, self._values = selection, values
@@ -68,6 +69,8 @@ class Membership:
         self.parameters = _managed(contents)
         self.trained = [each.index for each in self.parameters if each.parameter.requires_grad]
         """The parameters, by number, that were trained on any rank when ranks agreed on them."""
+        self.arrivals = Arrivals(len(self.parameters))
+        """What their hooks share."""
         self._last_slot: tuple[dict[str, Any], str, Any] = {}, "", None
         self._watch = self._watched()
 
@@ -87,12 +90,19 @@ class Membership:
         self._reducer = ref(reducer)
         watch_registrations()
         for each in self.parameters:
-            attach(each.parameter, ParameterHook(each.index, each.name, reducer), reducer)
+            attach(each.parameter, ParameterHook(each.index, each.name, reducer, self.arrivals), reducer)
         self._attached = [_Attached.of(each.parameter) for each in self.parameters]
         self._last_slot = _last_slot([owner for _, owner in self._selection.owners()])
         for _, owner in self._selection.owners():
             keep(owner, reducer)
         keep(self._selection.module, self)
+
+    @property
+    def _reducer_now(self) -> Reducer:
+        """The reducer that has been given to :meth:`attach`, and that asks now."""
+        reducer = self._reducer() if self._reducer is not None else None
+        assert reducer is not None
+        return reducer
 
     @property
     def retired(self) -> bool:
@@ -109,9 +119,10 @@ class Membership:
         slots, key, parameter = self._last_slot
         return slots.get(key) is not parameter
 
-    def welcome(self, reducer: Reducer) -> tuple[list[ManagedParameter], set[int]]:
+    def welcome(self) -> tuple[list[ManagedParameter], set[int]]:
         """Let gradients of parameters that are new on this rank open a round; returns them, and the identities of those
         that have gone."""
+        reducer = self._reducer_now
         try:
             contents = self._selection.contents(reducer)
         except LockstepError:
@@ -124,24 +135,24 @@ class Membership:
                 attach(each.parameter, NewcomerHook(each.name, reducer), reducer)
         return new, known - {id(each.parameter) for each in managed}
 
-    def hook_again(self, reducer: Reducer, idle: Sequence[int]) -> list[int]:
+    def hook_again(self, idle: Sequence[int]) -> list[int]:
         """Of the parameters in ``idle``, those that have a gradient and had lost their hook; they have it again."""
-        found = []
+        reducer, found = self._reducer_now, []
         for index in idle:
             if self._attached[index].parameter.grad is not None and self._attached[index].lost:
                 each = self.parameters[index]
-                attach(each.parameter, ParameterHook(index, each.name, reducer), reducer)
+                attach(each.parameter, ParameterHook(index, each.name, reducer, self.arrivals), reducer)
                 self._attached[index] = _Attached.of(each.parameter)
                 found.append(index)
         return found
 
-    def renew(self, reducer: Reducer, collectives: Collectives) -> list[ManagedParameter]:
+    def renew(self, collectives: Collectives) -> list[ManagedParameter]:
         """Choose the parameters anew, with all other ranks; returns the new ones that any rank has a gradient of.
 
         Raises on every rank if ranks differ, and then leaves everything as it is. Communicates what :func:`agree`
         does, and one broadcast for each bucket of new parameters.
         """
-        contents, failure = Contents([], [], frozenset()), ""
+        reducer, contents, failure = self._reducer_now, Contents([], [], frozenset()), ""
         try:
             contents = self._selection.contents(reducer)
         except LockstepError as error:
@@ -163,7 +174,7 @@ class Membership:
         if told or [(each.name, id(each.parameter)) for each in managed] != self._named():
             for old in self.parameters:
                 detach(old.parameter, reducer)
-            self.parameters, self.trained = managed, trained
+            self.parameters, self.trained, self.arrivals = managed, trained, Arrivals(len(managed))
             self.attach(reducer)
         return [self.parameters[i] for i in sorted({number // 2 for number in told if number % 2})]
 

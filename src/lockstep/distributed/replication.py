@@ -135,8 +135,8 @@ class Replication:
         if options.init_sync:
             scheduler.register(reducer, self._module_id, self._others, self._order)
         else:  # nothing has been sent yet: the ranks agree when they first have to
-            reducer.before_round.append(self._late_agreement(contents, collectives, scheduler, reducer))
-        reducer.requires_sync = self.requires_sync
+            reducer.do_before_next_round(self._late_agreement(contents, collectives, scheduler, reducer))
+        reducer.set_requires_sync(self.requires_sync)
         members.attach(reducer)
         if options.mixed_precision is not None:
             self._start_casts(reducer)
@@ -228,7 +228,7 @@ class Replication:
         self._check_in_charge("set_requires_gradient_sync() and no_sync()")
         self.requires_sync = bool(required)
         if self.reducer is not None:
-            self.reducer.requires_sync = self.requires_sync
+            self.reducer.set_requires_sync(self.requires_sync)
 
     def announce(self, weight: float | None) -> None:
         """What the loss of the next backward passes counts."""
@@ -267,7 +267,7 @@ class Replication:
         """See :func:`lockstep.training_state_dict`."""
         reducer = self.started_reducer
         return {
-            "round": reducer.round,
+            "round": reducer.rounds,
             "plan": reducer.plan.to_json(),
             "hooks": [hook_state(state) for state, _ in self.hooks],
         }

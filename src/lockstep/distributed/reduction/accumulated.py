@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lockstep.distributed.dtensors import local_part
-from lockstep.distributed.reduction.buckets import ManagedParameter
+from lockstep.distributed.reduction.parameter import ManagedParameter
 from lockstep.errors import OptionError
 
 

@@ -1,4 +1,4 @@
-"""Gradients in their buckets: taken from the parameters, sent as one tensor, handed out again.
+"""Gradients in their buckets: taken from the parameters, sent as one tensor, copied out again.
 
 A gradient lives in its bucket. Between rounds ``parameter.grad`` is a view of the bucket's flat tensor, so an
 accumulation or ``zero_grad(set_to_none=False)`` works in place and nothing has to be copied in; a gradient that
@@ -7,75 +7,32 @@ gradient, so that a late one cannot be added to memory that is being sent.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from operator import attrgetter
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
-from lockstep.buckets import TensorSpec
-from lockstep.distributed.dtensors import is_dtensor, like_parameter, local_part, matching_gradient
-from lockstep.distributed.reduction.plan import Kind, PlannedBucket
+from lockstep.distributed.dtensors import is_dtensor, like_parameter, local_part
+from lockstep.distributed.reduction.parameter import ManagedParameter
+from lockstep.distributed.reduction.plan import AdaptivePlan, Kind, PlannedBucket
 from lockstep.distributed.reduction.report import Report
 from lockstep.distributed.reduction.storage import Empty, GradientMemory
-from lockstep.errors import LayoutError
 
 _dtype_of, _device_of = attrgetter("dtype"), attrgetter("device")
 _has_graph = attrgetter("requires_grad")  # of a gradient: under create_graph=True
 
 
-class ManagedParameter:
-    """A parameter whose gradient is synchronised."""
+class CopiedIn(NamedTuple):
+    """What a bucket has taken from its parameters."""
 
-    __slots__ = ("__weakref__", "_kind", "graphs", "index", "name", "parameter", "sparse", "spec")
-
-    def __init__(self, index: int, name: str, parameter: Parameter, sparse: bool) -> None:
-        self.index, self.name, self.parameter, self.sparse = index, name, parameter, sparse
-        dtype = getattr(parameter, "grad_dtype", None) or parameter.dtype
-        spec = TensorSpec.of(local_part(parameter), name)
-        self.spec = TensorSpec(name, spec.shape, spec.stride, dtype, spec.device)
-        self._kind = parameter.dtype, parameter.device
-        self.graphs: list[tuple[ManagedParameter, Tensor]] = []
-        """Gradients that backward made with ``create_graph=True``: the reducer's list, common to all its parameters."""
-
-    def take(self, grad: Tensor) -> Tensor:
-        """The gradient of this rank as a plain tensor; raises if it is not of the planned dtype and shape."""
-        if grad.requires_grad:
-            self.graphs.append((self, grad))
-        local = matching_gradient(grad.detach(), self.parameter)
-        self.check(local)
-        return local
-
-    def check(self, local: Tensor) -> None:
-        """Raise :class:`LayoutError` if a parameter or gradient is not of the planned dtype, shape and device."""
-        spec = self.spec
-        if local.shape != spec.shape or local.dtype != spec.dtype or local.device != spec.device:
-            raise LayoutError(
-                f"parameter {self.name} had gradients of {spec.dtype}, shape {spec.shape}, on {spec.device} when its "
-                f"module was replicated, and has one of {local.dtype}, shape {tuple(local.shape)}, on {local.device} "
-                "now; change shape, dtype and device of a module before replicating it"
-            )
-
-    def check_parameter(self) -> None:
-        """Raise :class:`LayoutError` if the parameter is not of the dtype and on the device that it had."""
-        if (self.parameter.dtype, self.parameter.device) != self._kind:
-            raise LayoutError(
-                f"parameter {self.name} was {self._kind[0]} on {self._kind[1]} when its module was replicated, and is "
-                f"{self.parameter.dtype} on {self.parameter.device} now; change dtype and device of a module before "
-                "replicating it"
-            )
-
-    def blank(self) -> Tensor:
-        """No gradient: zeros of the planned dtype and shape, without any entry if gradients are sparse."""
-        spec = self.spec
-        if self.sparse:
-            size = (1, 0), (0, *spec.shape[1:])
-            indices = torch.empty(size[0], dtype=torch.int64, device=spec.device)
-            values = torch.empty(size[1], dtype=spec.dtype, device=spec.device)
-            return torch.sparse_coo_tensor(indices, values, spec.shape, check_invariants=True).coalesce()
-        return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=spec.device).zero_()
+    flat: Tensor
+    """What is to be summed."""
+    undefined: Sequence[int] = ()
+    """Parameters, by number, that have no gradient, whether or not their hooks have run."""
+    graphs: Sequence[tuple[ManagedParameter, Tensor]] = ()
+    """Gradients that backward made with ``create_graph=True``."""
 
 
 class GradientBucket(ABC):
@@ -87,7 +44,7 @@ class GradientBucket(ABC):
         self._parameters = [member.parameter for member in members]
         self._kinds = self._kinds_now()
         self.missing = len(self.members)
-        self.sent = False
+        """How many gradients it still waits for; the parameters' hooks count it down."""
         self.held = False
         """Whether it waits for the end of backward."""
         self._spared: list[tuple[ManagedParameter, Tensor, Tensor | None]] = []
@@ -108,26 +65,25 @@ class GradientBucket(ABC):
     def open(self) -> None:
         """A round begins."""
         self.missing = len(self.members)
-        self.sent = False
         self._spared.clear()
 
     @abstractmethod
-    def collect(self, scale: float, touched: bytearray) -> Tensor:
-        """Take the gradients from the parameters, times ``scale``; returns what is to be summed.
+    def copy_in(self, scale: float, used: Sequence[int] | None) -> CopiedIn:
+        """Take the gradients from the parameters, times ``scale``.
 
-        ``touched`` tells of every parameter whether it has had a gradient since the last round. What the others hold
-        counts, too, but is given back unless another rank has had one.
+        ``used`` tells of every parameter whether it has had a gradient since the last round; None: all have. What the
+        others hold counts, too, but is given back unless another rank has had one.
         """
 
     @abstractmethod
     def accept(self, summed: Tensor) -> None:
-        """Put back what a communication hook made of the tensor that :meth:`collect` returned."""
+        """Put back what a communication hook made of the tensor that :meth:`copy_in` returned."""
 
     @abstractmethod
     def rescale(self, factor: float) -> None:
         """Multiply all reduced gradients."""
 
-    def hand_out(self, report: Report) -> None:
+    def copy_out(self, report: Report) -> None:
         """Give the parameters their reduced gradients; one that no rank used gets back what it had."""
         for position, member in enumerate(self.members):
             if report.uses(member.index):
@@ -153,11 +109,11 @@ class GradientBucket(ABC):
         return torch.empty(0)
 
     def blank(self) -> Tensor:
-        """A tensor to send in place of what :meth:`collect` returns, without any gradient."""
+        """A tensor to send in place of what :meth:`copy_in` returns, without any gradient."""
         return self.members[0].blank().flatten()
 
 
-class SharedBucket(GradientBucket):
+class FlatBucket(GradientBucket):
     """Gradients that live side by side in one flat tensor."""
 
     def __init__(
@@ -169,50 +125,54 @@ class SharedBucket(GradientBucket):
         self._plain = not any(is_dtensor(parameter) for parameter in self._parameters)
         self._memory = GradientMemory(planned.layout, self._parameters, extra, empty)
 
-    def collect(self, scale: float, touched: bytearray) -> Tensor:
-        """See :meth:`GradientBucket.collect`; the report's row, behind the gradients, is not scaled."""
+    def copy_in(self, scale: float, used: Sequence[int] | None) -> CopiedIn:
+        """See :meth:`GradientBucket.copy_in`; the report's row, behind the gradients, is not scaled."""
         self._check_unchanged()
         grads = [parameter.grad for parameter in self._parameters]
         memory = self._memory
         inside = memory.claim(grads)
         assert memory.flat is not None
-        if not all(map(touched.__getitem__, self._indices)):
-            self._spare_untouched(grads, inside, touched)
+        if used is not None and not all(map(used.__getitem__, self._indices)):
+            self._spare_unused(grads, inside, used)
         for parameter in self._parameters:
             parameter.grad = None
+        empty: list[int] = []
         if True not in inside and type(None) not in map(type, grads):
-            self._copy_in(memory.views, cast("list[Tensor]", grads), range(len(grads)))
+            graphs = self._copy(memory.views, cast("list[Tensor]", grads), range(len(grads)))
         else:
-            self._fill(grads, inside, touched)
+            given = [(i, grad) for i, grad in enumerate(grads) if grad is not None and not inside[i]]
+            positions = [i for i, _ in given]
+            graphs = self._copy([memory.views[i] for i in positions], [grad for _, grad in given], positions)
+            empty = [i for i, grad in enumerate(grads) if grad is None]
+            if empty:
+                torch._foreach_zero_([memory.views[i] for i in empty])
         if scale != 1:
             self._gradients.mul_(scale)
-        return memory.flat if self._extra else self._gradients
+        flat = memory.flat if self._extra else self._gradients
+        return CopiedIn(flat, [self._indices[i] for i in empty], graphs)
 
-    def _fill(self, grads: Sequence[Tensor | None], inside: Sequence[bool], touched: bytearray) -> None:
-        """Copy in what is not there yet, and clear the places of gradients that are missing."""
-        views = self._memory.views
-        given = [(i, grad) for i, grad in enumerate(grads) if grad is not None and not inside[i]]
-        if given:
-            self._copy_in([views[i] for i, _ in given], [grad for _, grad in given], [i for i, _ in given])
-        if empty := [i for i, grad in enumerate(grads) if grad is None]:
-            torch._foreach_zero_([views[i] for i in empty])
-            for i in empty:
-                touched[self._indices[i]] = 0  # by a gradient that was undefined
-
-    def _copy_in(self, views: list[Tensor], grads: list[Tensor], positions: Sequence[int]) -> None:
-        """Copy gradients into their views; raises if one is of another kind than was planned."""
-        if self._plain and not any(map(_has_graph, grads)):
+    def _copy(
+        self, views: list[Tensor], grads: list[Tensor], positions: Sequence[int]
+    ) -> list[tuple[ManagedParameter, Tensor]]:
+        """Copy gradients into their views, and return those with graphs; raises if one is of another kind than was
+        planned."""
+        if not grads:
+            return []
+        with_graphs = any(map(_has_graph, grads))
+        if self._plain and not with_graphs:
             try:
                 torch._foreach_copy_(views, grads)
-                return
+                return []
             except RuntimeError:  # a sparse gradient, or one of another shape
                 pass
-        taken = [self.members[i].take(grad) for i, grad in zip(positions, grads, strict=True)]
+        members = [self.members[i] for i in positions]
+        taken = [member.take(grad) for member, grad in zip(members, grads, strict=True)]
         torch._foreach_copy_(views, [grad.to_dense() if grad.is_sparse else grad for grad in taken])
+        return [pair for pair in zip(members, grads, strict=True) if pair[1].requires_grad]
 
-    def _spare_untouched(self, grads: Sequence[Tensor | None], inside: Sequence[bool], touched: bytearray) -> None:
+    def _spare_unused(self, grads: Sequence[Tensor | None], inside: Sequence[bool], used: Sequence[int]) -> None:
         for member, grad, is_inside in zip(self.members, grads, inside, strict=True):
-            if grad is not None and not touched[member.index]:
+            if grad is not None and not used[member.index]:
                 self._spare(member, grad, is_inside)
 
     @property
@@ -238,10 +198,10 @@ class SharedBucket(GradientBucket):
         """See :meth:`GradientBucket.rescale`."""
         self._gradients.mul_(factor)
 
-    def hand_out(self, report: Report) -> None:
-        """See :meth:`GradientBucket.hand_out`."""
+    def copy_out(self, report: Report) -> None:
+        """See :meth:`GradientBucket.copy_out`."""
         if report.used is not None and not all(map(report.used.__getitem__, self._indices)):
-            super().hand_out(report)
+            super().copy_out(report)
         else:
             for member, parameter, grad in zip(self.members, self._parameters, self._memory.grads, strict=True):
                 try:
@@ -256,11 +216,11 @@ class SharedBucket(GradientBucket):
         return self._memory.grads[position]
 
 
-class AloneBucket(GradientBucket):
+class SingleBucket(GradientBucket):
     """One large gradient, reduced where it is."""
 
-    def collect(self, scale: float, touched: bytearray) -> Tensor:
-        """See :meth:`GradientBucket.collect`."""
+    def copy_in(self, scale: float, used: Sequence[int] | None) -> CopiedIn:
+        """See :meth:`GradientBucket.copy_in`."""
         self._check_unchanged()
         (member,) = self.members
         (slot,) = self.planned.layout.slots
@@ -268,10 +228,9 @@ class AloneBucket(GradientBucket):
         self._own: Tensor | None = None
         if grad is None:
             taken = member.blank()
-            touched[member.index] = 0
         else:
             taken = member.take(grad)
-            spared = not touched[member.index]
+            spared = used is not None and not used[member.index]
             if spared:
                 self._spare(member, grad, inside=False)
             if spared or grad.requires_grad or taken.is_sparse or taken.stride() != slot.stride:
@@ -281,7 +240,7 @@ class AloneBucket(GradientBucket):
         self._result = taken
         member.parameter.grad = None
         flat = flattened(taken)
-        return flat.mul_(scale) if scale != 1 else flat
+        return _copied_alone(member, grad, flat.mul_(scale) if scale != 1 else flat)
 
     def accept(self, summed: Tensor) -> None:
         """See :meth:`GradientBucket.accept`."""
@@ -291,9 +250,9 @@ class AloneBucket(GradientBucket):
         """See :meth:`GradientBucket.rescale`."""
         self._result.mul_(factor)
 
-    def hand_out(self, report: Report) -> None:
-        """See :meth:`GradientBucket.hand_out`; the gradient is the parameter's alone again."""
-        super().hand_out(report)
+    def copy_out(self, report: Report) -> None:
+        """See :meth:`GradientBucket.copy_out`; the gradient is the parameter's alone again."""
+        super().copy_out(report)
         del self._result, self._own
 
     def _gradient(self, position: int) -> Tensor:
@@ -303,18 +262,17 @@ class AloneBucket(GradientBucket):
 class SparseBucket(GradientBucket):
     """One sparse gradient; ranks may have different rows."""
 
-    def collect(self, scale: float, touched: bytearray) -> Tensor:
-        """See :meth:`GradientBucket.collect`."""
+    def copy_in(self, scale: float, used: Sequence[int] | None) -> CopiedIn:
+        """See :meth:`GradientBucket.copy_in`."""
         self._check_unchanged()
         (member,) = self.members
         grad = member.parameter.grad
         taken = member.blank() if grad is None else member.take(grad)
-        touched[member.index] &= grad is not None
-        if grad is not None and not touched[member.index]:
+        if grad is not None and used is not None and not used[member.index]:
             self._spare(member, grad, inside=False)
         member.parameter.grad = None
         self._result = (taken if taken.is_sparse else taken.to_sparse(1)).coalesce() * scale
-        return self._result
+        return _copied_alone(member, grad, self._result)
 
     def blank(self) -> Tensor:
         """See :meth:`GradientBucket.blank`."""
@@ -332,6 +290,68 @@ class SparseBucket(GradientBucket):
         return self._result
 
 
+def _copied_alone(member: ManagedParameter, grad: Tensor | None, flat: Tensor) -> CopiedIn:
+    """What a bucket has taken from its only parameter."""
+    if grad is None:
+        return CopiedIn(flat, [member.index])
+    return CopiedIn(flat, (), [(member, grad)] if grad.requires_grad else ())
+
+
+class BlankBucket(GradientBucket):
+    """What communication hooks see of a bucket whose round has failed: zeros. Its gradients stay as they are."""
+
+    def __init__(self, bucket: GradientBucket) -> None:
+        super().__init__(bucket.index, bucket.planned, bucket.members)
+
+    def copy_in(self, scale: float, used: Sequence[int] | None) -> CopiedIn:
+        """See :meth:`GradientBucket.blank`."""
+        return CopiedIn(self.blank())
+
+    def accept(self, summed: Tensor) -> None:
+        """Nothing is taken."""
+
+    def rescale(self, factor: float) -> None:
+        """Nothing is there."""
+
+    def _gradient(self, position: int) -> Tensor:
+        return torch.empty(0)
+
+
+class BucketsInUse:
+    """The buckets of a plan: in the order in which they leave, and found by parameter."""
+
+    def __init__(
+        self, plan: AdaptivePlan, parameters: Sequence[ManagedParameter], report_numel: int, empty: Empty
+    ) -> None:
+        """``report_numel``: the elements that the report takes behind the last bucket, 0 if it travels on its own."""
+        planned = plan.current.buckets
+        self._all: list[GradientBucket] = []
+        self.of: list[GradientBucket | None] = [None] * len(parameters)
+        """For each parameter its bucket, if it has one."""
+        for number, each in enumerate(planned):
+            extra = report_numel if number == len(planned) - 1 else 0
+            bucket = make_bucket(number, each, [parameters[index] for index in each.indices], extra, empty)
+            bucket.held = bool(extra) or plan.holds(each)
+            self._all.append(bucket)
+            for index in each.indices:
+                self.of[index] = bucket
+        self.report_bucket = self._all[-1] if report_numel else None
+        """The bucket behind whose gradients the report rides."""
+        self.unbucketed = [index for index, bucket in enumerate(self.of) if bucket is None]
+        """The parameters that have no bucket."""
+        self.expected = bytes(bucket is not None for bucket in self.of)
+        """A one for each parameter that has a bucket."""
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    def __getitem__(self, index: int) -> GradientBucket:
+        return self._all[index]
+
+    def __iter__(self) -> Iterator[GradientBucket]:
+        return iter(self._all)
+
+
 def make_bucket(
     index: int, planned: PlannedBucket, members: Sequence[ManagedParameter], extra: int, empty: Empty
 ) -> GradientBucket:
@@ -339,11 +359,11 @@ def make_bucket(
 
     ``empty`` gives the memory of gradients that lie side by side.
     """
-    if planned.kind is Kind.ALONE:
-        return AloneBucket(index, planned, members)
+    if planned.kind is Kind.SINGLE:
+        return SingleBucket(index, planned, members)
     if planned.kind is Kind.SPARSE:
         return SparseBucket(index, planned, members)
-    return SharedBucket(index, planned, members, extra, empty)
+    return FlatBucket(index, planned, members, extra, empty)
 
 
 def flattened(tensor: Tensor) -> Tensor:

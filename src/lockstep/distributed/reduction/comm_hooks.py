@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
+from lockstep.distributed.agreement import Description, Line, agree
 from lockstep.distributed.collectives import Collectives
 from lockstep.distributed.reduction.buckets import GradientBucket
 from lockstep.errors import HookError
@@ -103,6 +104,10 @@ class HookChain:
 
     def __init__(self) -> None:
         self.hooks: list[Hook] = []
+        """Those in use, on all ranks."""
+        self.are_agreed = False
+        """Whether the ranks have compared them."""
+        self._offered: list[Hook] = []  # registered since, and not in use yet
         self._waits: bool | None = None  # whether one that is not the last communicates; not known yet
         self._numbered: dict[int, tuple[int, ...]] = {}  # the parameters of each bucket that hooks have seen
 
@@ -111,11 +116,28 @@ class HookChain:
         """Whether :meth:`send` may wait for other ranks: for what a hook sends whose result the next one gets."""
         return len(self.hooks) > 1 and self._waits is not False
 
-    def register(self, state: Any, hook: Callable[[Any, Any], Any]) -> None:
-        """Add a hook at the end of the chain; raises :class:`HookError` if it cannot be one."""
+    def register(self, state: Any, hook: Callable[[Any, Any], Any]) -> bool:
+        """Add a hook at the end of the chain; returns whether it is in use at once, as it is before the first round.
+
+        Later it is from the next agreement on. Raises :class:`HookError` if it cannot be a hook.
+        """
         check_hook(hook)
-        self.hooks.append(Hook(state, hook))
+        (self._offered if self.are_agreed else self.hooks).append(Hook(state, hook))
         self._waits = None
+        return not self.are_agreed
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether this rank has hooks that the ranks have not agreed on yet."""
+        return bool(self._offered)
+
+    def agree(self, collectives: Collectives) -> None:
+        """Compare the hooks of all ranks: without one, a rank would send what the others do not."""
+        chain = [*self.hooks, *self._offered]
+        lines = [Line("number of communication hooks", str(len(chain)))]
+        lines += [Line(f"communication hook {number}", name_of(hook.call)) for number, hook in enumerate(chain)]
+        agree(Description(lines), [], collectives)
+        self.hooks, self._offered, self.are_agreed = chain, [], True
 
     def _number(self, bucket: GradientBucket) -> int:
         members = tuple(id(member.parameter) for member in bucket.members)

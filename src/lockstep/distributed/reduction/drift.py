@@ -9,7 +9,7 @@ from torch.nn import Parameter
 
 from lockstep.distributed.collectives import Collectives
 from lockstep.distributed.dtensors import is_dtensor
-from lockstep.distributed.reduction.buckets import ManagedParameter
+from lockstep.distributed.reduction.parameter import ManagedParameter
 from lockstep.distributed.values import find_difference
 
 _PARAMETERS, _BYTES = 3, 64  # of so many parameters so many bytes are compared

@@ -8,7 +8,7 @@ from torch import Tensor
 from lockstep.buckets import plan_buckets
 from lockstep.distributed.collectives import Collectives
 from lockstep.distributed.dtensors import like_parameter
-from lockstep.distributed.reduction.buckets import ManagedParameter
+from lockstep.distributed.reduction.parameter import ManagedParameter
 from lockstep.errors import PeerError
 
 
@@ -18,7 +18,7 @@ class LateGradient:
     def __init__(self, member: ManagedParameter, value: Tensor) -> None:
         self._member, self._value = member, value
 
-    def hand_out(self, factor: float) -> None:
+    def copy_out(self, factor: float) -> None:
         """Add it, times ``factor``, to the parameter's gradient."""
         parameter, value = self._member.parameter, self._value
         grad = like_parameter(value.mul_(factor) if factor != 1 else value, parameter)
@@ -26,6 +26,12 @@ class LateGradient:
             parameter.grad.add_(grad)
         else:
             parameter.grad = grad
+
+
+def graphs_of(members: Sequence[ManagedParameter]) -> list[tuple[ManagedParameter, Tensor]]:
+    """The gradients of these parameters that backward made with ``create_graph=True``."""
+    grads = [(member, member.parameter.grad) for member in members]
+    return [(member, grad) for member, grad in grads if grad is not None and grad.requires_grad]
 
 
 def reduce_late(members: Sequence[ManagedParameter], collectives: Collectives, divisor: float) -> list[LateGradient]:

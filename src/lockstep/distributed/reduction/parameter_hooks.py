@@ -12,16 +12,17 @@ The garbage collector does not see through hooks, so they refer to their reducer
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol, cast
 
 from torch.compiler import is_compiling
 from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
 from lockstep.compiler import is_in_compiled_backward, outside_compiler
-from lockstep.distributed.reduction.buckets import ManagedParameter
+from lockstep.distributed.reduction.buckets import GradientBucket
 from lockstep.distributed.reduction.optimizers_in_backward import StepOptimizers, any_applied, take_over
+from lockstep.distributed.reduction.parameter import ManagedParameter
 from lockstep.errors import NotReplicableError
 
 
@@ -29,7 +30,10 @@ class GradientListener(Protocol):
     """What synchronises the gradients of parameters, as their hooks know it."""
 
     def mark_gradient_ready(self, index: int) -> None:
-        """Autograd has accumulated the gradient of the parameter with that number."""
+        """Autograd has accumulated the gradient of the parameter with that number, which no bucket waits for now."""
+
+    def launch_ready_buckets(self) -> None:
+        """The last gradient of a bucket has come."""
 
     def newcomer_arrived(self, parameter: Parameter) -> None:
         """Autograd has accumulated the gradient of a parameter that the ranks have not agreed on yet."""
@@ -38,35 +42,92 @@ class GradientListener(Protocol):
         """Some parameter has users' hooks, to be run when its gradient is reduced."""
 
 
+ASK, EXPECTED, ACCUMULATING, ACCUMULATED = range(4)
+"""What a hook finds under its number: that the reducer has to be asked; that a bucket waits for the gradient; that the
+backward pass under way does not synchronise; and that this gradient has come in such a pass."""
+_USED = bytes(state == ACCUMULATED for state in range(256))
+
+
+class Arrivals:
+    """What the hooks of a module's parameters share: what to do with the next gradient of each.
+
+    Opening and ending a backward pass changes it for all of them at once. Between passes it leads to no bucket and no
+    parameter.
+    """
+
+    __slots__ = ("buckets", "states")
+
+    def __init__(self, parameters: int) -> None:
+        self.states = bytearray(parameters)
+        self.buckets: Sequence[GradientBucket] = ()
+        """The bucket of each parameter; of one that is not expected, None."""
+
+    def expect(self, buckets: Sequence[GradientBucket | None], expected: bytes) -> bytearray:
+        """A pass that synchronises has opened; returns what hooks clear when a gradient has come in time."""
+        self.buckets = cast("Sequence[GradientBucket]", buckets)
+        self.states[:] = expected
+        return self.states
+
+    def accumulate(self) -> None:
+        """A pass that does not synchronise has opened."""
+        self.states[:] = bytes((ACCUMULATING,)) * len(self.states)
+
+    def end_pass(self) -> bytes:
+        """The pass is over; returns a one for each parameter that has had a gradient, if it did not synchronise."""
+        accumulated = bytes(self.states.translate(_USED))
+        self.states[:] = bytes(len(self.states))
+        self.buckets = ()
+        return accumulated
+
+
 class ParameterHook:
-    """Tells the reducer that a gradient has arrived."""
+    """Counts a gradient that has come, or has the reducer look at it."""
 
-    __slots__ = ("_index", "_name", "_reducer", "marked")
+    __slots__ = ("_arrivals", "_index", "_name", "_reducer", "marked")
 
-    def __init__(self, index: int, name: str, reducer: GradientListener) -> None:
+    def __init__(self, index: int, name: str, reducer: GradientListener, arrivals: Arrivals) -> None:
         self._index, self._name, self._reducer = index, name, weakref.ref(reducer)
+        self._arrivals = arrivals
         self.marked = False
         """Whether a gradient has arrived in a function that compiled autograd has made of a backward pass."""
 
     def __call__(self, parameter: Parameter) -> None:
-        """The gradient of ``parameter`` is there."""
+        """The gradient of ``parameter`` is there. Runs for every parameter in every backward pass: a lock, a call or a
+        weak reference more would be most of its cost.
+
+        Gradients of one bucket are made by one thread of the engine, that of their device, so counting needs no lock.
+        """
         if is_compiling():
-            if is_in_compiled_backward():
-                self.marked = True  # such a function can do this, and no more
-            else:
-                _run_outside(self, parameter)
+            self._compiled(parameter)
             return
+        arrivals, index = self._arrivals, self._index
+        state = arrivals.states[index]
+        if state == EXPECTED:
+            arrivals.states[index] = ASK
+            bucket = arrivals.buckets[index]
+            bucket.missing -= 1
+            if not bucket.missing:
+                self._listener().launch_ready_buckets()
+        elif state:
+            arrivals.states[index] = ACCUMULATED
+        else:
+            self._listener().mark_gradient_ready(index)
+
+    def _compiled(self, parameter: Parameter) -> None:
+        if is_in_compiled_backward():
+            self.marked = True  # such a function can do this, and no more
+        else:
+            _run_outside(self, parameter)
+
+    def _listener(self) -> GradientListener:
         reducer = self._reducer()
         if reducer is None:
-            raise self._left_over()
-        reducer.mark_gradient_ready(self._index)
-
-    def _left_over(self) -> NotReplicableError:
-        return NotReplicableError(
-            f"parameter {self._name} got a gradient, but no module is left of those that it was replicated with, so "
-            "nothing synchronises it any more; keep the module, or replicate the one that holds the parameter now, or "
-            "train a copy: torch.nn.Parameter(parameter.detach())"
-        )
+            raise NotReplicableError(
+                f"parameter {self._name} got a gradient, but no module is left of those that it was replicated with, "
+                "so nothing synchronises it any more; keep the module, or replicate the one that holds the parameter "
+                "now, or train a copy: torch.nn.Parameter(parameter.detach())"
+            )
+        return reducer
 
     @property
     def reducer(self) -> GradientListener | None:
@@ -80,17 +141,14 @@ class NewcomerHook(ParameterHook):
     __slots__ = ()
 
     def __init__(self, name: str, reducer: GradientListener) -> None:
-        super().__init__(-1, name, reducer)
+        super().__init__(-1, name, reducer, Arrivals(0))
 
     def __call__(self, parameter: Parameter) -> None:
         """The gradient of ``parameter`` is there."""
         if is_compiling():
-            super().__call__(parameter)
-            return
-        reducer = self._reducer()
-        if reducer is None:
-            raise self._left_over()
-        reducer.newcomer_arrived(parameter)
+            self._compiled(parameter)
+        else:
+            self._listener().newcomer_arrived(parameter)
 
 
 class HeldHook:
@@ -137,12 +195,12 @@ def is_marked(parameter: Parameter) -> bool:
     return any(hook.marked for hook in _ours(parameter))
 
 
-def run_marked(parameter: Parameter) -> None:
-    """Do what the hook would have done that a compiled backward pass has run."""
-    for hook in _ours(parameter):
-        if hook.marked:
-            hook.marked = False
-            hook(parameter)
+def take_mark(parameter: Parameter) -> bool:
+    """Whether a compiled backward pass has run the parameter's hook since this was last asked."""
+    marked = [hook for hook in _ours(parameter) if hook.marked]
+    for hook in marked:
+        hook.marked = False
+    return bool(marked)
 
 
 def _ours(parameter: Parameter) -> list[ParameterHook]:

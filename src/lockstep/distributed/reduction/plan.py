@@ -1,14 +1,19 @@
-"""PURE: which gradients travel together, and in which order. No tensor is touched by anything in this file.
+"""PURE: which gradients travel together, in which order, and how that adapts. No tensor is touched in this file.
 
 Gradients are put into buckets in the order in which backward is expected to make them. A bucket's place among the
 others is that of its last gradient, for that is when it can leave. There are three kinds:
 
-- ``SHARED``: several gradients in one flat tensor, in which they then live;
-- ``ALONE``: one large gradient, which is reduced where autograd has put it: no copy, no second memory;
+- ``FLAT``: several gradients in one flat tensor, in which they then live;
+- ``SINGLE``: one large gradient, which is reduced where autograd has put it: no copy, no second memory;
 - ``SPARSE``: one sparse gradient.
 
-The last shared bucket is moved to the very end: it leaves when everything is known, and carries the report
+The last flat bucket is moved to the very end: it leaves when everything is known, and carries the report
 (``report.py``) - unless it is of a dtype that cannot, and the report travels on its own.
+
+A plan changes on every rank alike, by what all ranks know. It begins with the parameters that are trained, in the
+reverse order of registration. After the first round it is made anew, once: of the parameters that any rank used, in the
+order in which their gradients came on rank 0. A parameter that turns up later joins at the end. One whose gradient
+comes in several pieces moves to the end, too, and is held there until backward is over.
 """
 
 import json
@@ -24,15 +29,15 @@ from lockstep.errors import LayoutError
 MIB = 1024 * 1024
 FIRST_CAP_BYTES = 1 * MIB
 DEFAULT_CAP_BYTES = 25 * MIB
-ALONE_BYTES = 4 * MIB
+SINGLE_BYTES = 4 * MIB
 """From this size on a gradient travels alone: its copy would cost more than a collective of its own."""
 
 
 class Kind(Enum):
     """How a bucket moves its gradients."""
 
-    SHARED = "shared"
-    ALONE = "alone"
+    FLAT = "shared"  # the values are in training states that have been saved
+    SINGLE = "alone"
     SPARSE = "sparse"
 
 
@@ -52,7 +57,7 @@ class PlannedBucket:
     def can_carry(self) -> bool:
         """Whether a report can ride behind the gradients: sums of small whole numbers must be exact."""
         dtype = self.layout.dtype
-        return self.kind is Kind.SHARED and dtype.is_floating_point and dtype.itemsize >= 2
+        return self.kind is Kind.FLAT and dtype.is_floating_point and dtype.itemsize >= 2
 
 
 @dataclass(frozen=True)
@@ -98,7 +103,7 @@ def plan_reduction(
     order: Iterable[int],
     caps: Sequence[int] = (FIRST_CAP_BYTES, DEFAULT_CAP_BYTES),
     sparse: Collection[int] = (),
-    alone_bytes: int = ALONE_BYTES,
+    single_bytes: int = SINGLE_BYTES,
 ) -> ReductionPlan:
     """Put the parameters listed in ``order`` into buckets.
 
@@ -114,12 +119,12 @@ def plan_reduction(
         spec = specs[index]
         if index in sparse:
             tail.append(PlannedBucket(Kind.SPARSE, _pack(specs, [index])))
-        elif spec.nbytes >= alone_bytes:
-            placed.append((position, PlannedBucket(Kind.ALONE, _pack(specs, [index]))))
+        elif spec.nbytes >= single_bytes:
+            placed.append((position, PlannedBucket(Kind.SINGLE, _pack(specs, [index]))))
         else:
             group = filling.setdefault((spec.dtype, spec.device), _Filling(caps))
-            placed += [(at, _shared(specs, full)) for at, full in group.add(index, spec.nbytes, position)]
-    placed += [(group.position, _shared(specs, group.indices)) for group in filling.values() if group.indices]
+            placed += [(at, _flat(specs, full)) for at, full in group.add(index, spec.nbytes, position)]
+    placed += [(group.position, _flat(specs, group.indices)) for group in filling.values() if group.indices]
     ordered = [bucket for _, bucket in sorted(placed, key=lambda entry: entry[0])]
     carrier = max((i for i, bucket in enumerate(ordered) if bucket.can_carry), default=None)
     last = [] if carrier is None else [ordered.pop(carrier)]
@@ -146,10 +151,77 @@ class _Filling:
         return full
 
 
-def _shared(specs: Sequence[TensorSpec], indices: Sequence[int]) -> PlannedBucket:
-    return PlannedBucket(Kind.SHARED, _pack(specs, indices))
+def _flat(specs: Sequence[TensorSpec], indices: Sequence[int]) -> PlannedBucket:
+    return PlannedBucket(Kind.FLAT, _pack(specs, indices))
 
 
 def _pack(specs: Sequence[TensorSpec], indices: Sequence[int]) -> Bucket:
     """Without padding: communication hooks expect a buffer that is its gradients, one after the other."""
     return pack_bucket(specs, indices, alignment=1)
+
+
+class AdaptivePlan:
+    """The plan in use, and what it will be made of."""
+
+    def __init__(
+        self,
+        specs: Sequence[TensorSpec],
+        trained: Collection[int],
+        sparse: Collection[int] = (),
+        delayed: Collection[int] = (),
+        caps: Sequence[int] = (FIRST_CAP_BYTES, DEFAULT_CAP_BYTES),
+    ) -> None:
+        self._specs, self._caps = list(specs), tuple(caps)
+        self._sparse, self._delayed = frozenset(sparse), frozenset(delayed)
+        self._held: frozenset[int] = frozenset()
+        self._arrivals: dict[int, None] = {}
+        self.observes = True
+        """Whether it still has to be made of what the first round shows."""
+        self.current = self._plan([i for i in reversed(range(len(specs))) if i in trained])
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every parameter has a place."""
+        return len(self.current.members) == len(self._specs)
+
+    def holds(self, bucket: PlannedBucket) -> bool:
+        """Whether a bucket has to wait for the end of backward."""
+        return not self._held.isdisjoint(bucket.indices)
+
+    def restore(self, text: str) -> None:
+        """Go on with the plan of an earlier run."""
+        self.observes = False
+        self.current = ReductionPlan.from_json(text, self._specs)
+
+    def begin_round(self) -> None:
+        """A round begins."""
+        self._arrivals.clear()
+
+    def observe(self, index: int) -> None:
+        """A gradient has come, in the round under way."""
+        self._arrivals[index] = None
+
+    @property
+    def observed_order(self) -> list[int]:
+        """All parameters, in the order in which gradients have come in this round; those without one last."""
+        return list(dict.fromkeys([*self._arrivals, *reversed(range(len(self._specs)))]))
+
+    def rebuild(self, order: Iterable[int]) -> None:
+        """Make the plan of the parameters that are used, in the order in which their gradients came on rank 0."""
+        self.observes = False
+        self.current = self._plan(list(order))
+
+    def adapt(self, late: Collection[int]) -> bool:
+        """Make room for gradients that were late in a round; returns whether the plan is another one now."""
+        if not late:
+            return False
+        members, gone = self.current.members, set(late)
+        self._held |= gone & members
+        kept = [i for bucket in self.current.buckets for i in bucket.indices if i not in gone]
+        self.current = self._plan([*kept, *sorted(gone - members), *sorted(gone & members)])
+        return True
+
+    def _plan(self, order: Sequence[int]) -> ReductionPlan:
+        last = [i for i in order if i in self._delayed]
+        first = [i for i in order if i not in self._delayed]
+        return plan_reduction(self._specs, [*first, *last], self._caps, self._sparse)

@@ -1,94 +1,60 @@
-"""The schedule: parameter hooks -> buckets -> collectives -> gradients.
+"""The schedule of a module's gradients: parameter hooks -> buckets -> collectives -> gradients.
 
-A **round** is what one backward pass of one replicated module sends. Its life:
+What one backward pass of one replicated module sends is a *round* (``round.py``). Its life, in the order of this file:
 
-1. *open* - the first gradient of the module opens it (``mark_gradient_ready``). Only now is it decided whether this
-   backward synchronises; if not, parameters are marked as touched, and their gradients pile up.
-2. *send* - each gradient that arrives counts down its bucket. A full bucket leaves at once if all before it have left:
-   every rank sends the same buckets in the same order, whatever order its gradients come in.
-3. *finish* - the engine's final callback (``scheduler.py``) sends the buckets that never filled up: parameters without
-   a gradient count as zero, or as what they had accumulated. The last bucket leaves now, and carries the report: who
-   used which parameter, the round's number, failures, weights, buffers (``report_transport.py``). Then all are waited
+1. *open* - the first gradient of the module opens it. Only now is it decided whether this backward synchronises; if
+   not, gradients accumulate, and the hooks note which.
+2. *fill* - each gradient that comes is counted by its parameter's hook (``parameter_hooks.py``). A full bucket is
+   launched at once if all before it have been: every rank sends the same buckets in the same order, whatever order its
+   gradients come in.
+3. *finalize* - at the end of backward (``scheduler.py``) the buckets are launched that never filled up: parameters
+   without a gradient count as zero, or as what they had accumulated. The last bucket leaves now, and the report with
+   it: who used which parameter, the round's number, failures, weights, buffers (``report.py``). Then all are waited
    for.
-4. *late* - gradients that came after their bucket had left (a layer that reentrant checkpointing runs twice), or had no
-   place in the plan (unfrozen, used for the first time), are in everybody's report, so every rank joins in reducing
-   them now.
-5. *hand out* - parameters that any rank used get the mean, all others keep what they had; buffers are assigned; hooks
-   that wait for reduced gradients run.
+4. *copy out* - parameters that any rank used get the mean, all others keep what they had. Gradients that came after
+   their bucket had left (a layer that reentrant checkpointing runs twice), or had no place in the plan (unfrozen, used
+   for the first time), are in everybody's report, so every rank joins in reducing them now. Buffers are assigned.
+5. *adapt* - the plan follows what the ranks use (``plan.py``): what is frozen or never used is never sent, without a
+   flag. If other parameters stand in the module on any rank, all choose anew what they replicate (``members.py``), and
+   reduce the gradients of what is new in the same round.
 
-The plan adapts to what the ranks use (``adaptation.py``): what is frozen or never used is never sent, without a flag.
-If other parameters stand in the module on any rank, all choose anew what they replicate (``membership.py``), and reduce
-the gradients of what is new in the same round.
+If backward fails, the round is abandoned instead: the other ranks get what they wait for, and are told.
 
-Lifetimes: the reducer lives for as long as any of its parameters, whose hooks hold it, and has the module with it.
-Gradients live in buckets (``buckets.py``).
+Lifetimes: the reducer lives for as long as any of its parameters, whose hooks refer to it, and has the module with it.
+Gradients live in buckets (``buckets.py``). What a rank has accumulated since the last round, and what it counts, is its
+*contribution* (``contribution.py``), and goes with the round that reduces it.
 """
 
 import logging
 import threading
-import weakref
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
-from itertools import compress
-from typing import Protocol
+from functools import partial
 
 import torch
-from torch import Tensor
 from torch.nn import Parameter
 
 from lockstep.distributed.agreement import Description, Line, agree
 from lockstep.distributed.buffers import BufferSync
 from lockstep.distributed.collectives import Collectives, plain_memory
-from lockstep.distributed.reduction.abandoned import AbandonedRound
-from lockstep.distributed.reduction.adaptation import AdaptivePlan
 from lockstep.distributed.reduction.backward import Reach
-from lockstep.distributed.reduction.buckets import GradientBucket, ManagedParameter
-from lockstep.distributed.reduction.buckets_in_use import BucketsInUse
-from lockstep.distributed.reduction.comm_hooks import Hook, HookChain, Waitable, check_hook, name_of
-from lockstep.distributed.reduction.drift import Drift, DriftWatch, warn_of_drift
-from lockstep.distributed.reduction.late import reduce_again, reduce_late
-from lockstep.distributed.reduction.parameter_hooks import is_marked, run_held_hooks, run_marked, take_over_optimizers
+from lockstep.distributed.reduction.buckets import BucketsInUse
+from lockstep.distributed.reduction.comm_hooks import HookChain
+from lockstep.distributed.reduction.contribution import Contribution
+from lockstep.distributed.reduction.drift import Drift, warn_of_drift
+from lockstep.distributed.reduction.late import graphs_of, reduce_again, reduce_late
+from lockstep.distributed.reduction.members import Members, Membership
+from lockstep.distributed.reduction.parameter import ManagedParameter
+from lockstep.distributed.reduction.parameter_hooks import is_marked, run_held_hooks, take_mark, take_over_optimizers
 from lockstep.distributed.reduction.passes import PassLog
-from lockstep.distributed.reduction.plan import Kind, ReductionPlan
+from lockstep.distributed.reduction.plan import AdaptivePlan, ReductionPlan
 from lockstep.distributed.reduction.report import RankStatus, Report, Weight, check_ranks, mean_factor, round_code
-from lockstep.distributed.reduction.report_transport import Reporting
+from lockstep.distributed.reduction.report_transport import ReportTransport
+from lockstep.distributed.reduction.round import Round, Wiring, order_of_hooks
 from lockstep.distributed.reduction.scheduler import GroupScheduler
 from lockstep.distributed.reduction.second_order import with_graphs
 from lockstep.distributed.reduction.usage import Usage
-from lockstep.distributed.reduction.weights import Weights
 from lockstep.errors import AgreementError, CommunicationError, OptionError, PeerError
-
-
-class Members(Protocol):
-    """The parameters of a reducer, as they come and go."""
-
-    @property
-    def parameters(self) -> list[ManagedParameter]:
-        """All of them, in their order."""
-
-    @property
-    def trained(self) -> list[int]:
-        """Those, by number, that are trained on any rank."""
-
-    @property
-    def last(self) -> list[int]:
-        """Those, by number, whose gradients leave last."""
-
-    def changed(self) -> bool:
-        """Whether there are others on this rank now, by a look at references."""
-
-    def are_lent(self) -> bool:
-        """Whether other tensors stand in for them at the moment, by a look at one."""
-
-    def welcome(self, reducer: "Reducer") -> tuple[Sequence[ManagedParameter], Collection[int]]:
-        """Hook those that are new on this rank, and return them, numbered as they will be, and the identities of those
-        that have gone."""
-
-    def hook_again(self, reducer: "Reducer", idle: Sequence[int]) -> list[int]:
-        """Hook those among ``idle`` that had lost their hook; returns which of them have a gradient."""
-
-    def renew(self, reducer: "Reducer", collectives: Collectives) -> list[ManagedParameter]:
-        """Agree with all ranks on which there are; returns the new ones that any rank has a gradient of."""
 
 
 class Reducer:
@@ -100,67 +66,46 @@ class Reducer:
 
     def __init__(
         self,
-        members: Members,
+        membership: Membership,
         collectives: Collectives,
         scheduler: GroupScheduler,
         buffers: BufferSync,
         caps: Sequence[int],
     ) -> None:
-        self._members = weakref.ref(members)  # they lead to modules, which hold the reducer
-        self.collectives, self.buffers, self._caps = collectives, buffers, tuple(caps)
-        self.hooks = HookChain()
-        self._hooks_agreed = False
-        self._offered: list[Hook] = []  # registered since, and not in use yet
+        self.collectives, self.scheduler, self.buffers = collectives, scheduler, buffers
         self.requires_sync = True
-        self.round = 0
-        self.divisor = float(collectives.world)
-        """What sums are divided by: the world size, but where joined ranks do not count."""
-        self.scheduler = scheduler
-        self.before_round: list[Callable[[], object]] = []
-        """What the ranks have to do before the next round opens, once."""
-        self._lock = threading.RLock()
-        self.open = False
-        """Whether a backward pass under way has reached the module."""
-        self.reducing = False
-        """Whether it synchronises."""
-        self._begun = False  # something of this round has been sent
-        self._next = 0
-        self._pending: list[Waitable] = []
-        self._late: dict[int, None] = {}
-        self._marked: list[int] = []  # parameters whose gradients a compiled backward pass has left
-        self._holds_hooks = False  # users have hooks on parameters
-        self._graphs: list[tuple[ManagedParameter, Tensor]] = []
-        self._creates_graph = False
-        self._weights = Weights()
-        self.usage = Usage()
+        self.retired = False
+        """Whether another replication has taken over all parameters."""
+        self.rounds = 0
+        """The number of the last round of which anything was sent."""
         self.error = ""
         """The last error of a round, for logging."""
         self.passes = PassLog()
         """What tells this rank's backward passes from others."""
-        self._passive = False  # takes part in this round without a backward pass of its own
-        self._joined = False
-        self._abandoned: AbandonedRound | None = None
+        self.usage = Usage()
+        self._caps = tuple(caps)
+        self._hooks = HookChain()
+        self._gradient_divide_factor = float(collectives.world)
+        self._before_next_round: list[Callable[[], object]] = []
+        self._lock = threading.RLock()
+        self._round: Round | None = None
+        self._accumulates = False  # a pass is under way that does not synchronise
+        self._creates_graph = False  # the pass under way does, under create_graph=True
+        self._abandoned: Round | None = None  # what it has sent may not have arrived yet
         self._has_failed = False  # in the last round
-        self._moved = False  # this rank has other parameters or buffers than were agreed on
-        self.retired = False
-        """Whether another replication has taken over all parameters."""
-        self._take_parameters(members)
-
-    def _take_parameters(self, members: Members) -> None:
-        """Make everything that depends on which parameters there are."""
-        self._newcomers: Sequence[ManagedParameter] = ()  # which the ranks have not agreed on yet
-        self.parameters = members.parameters
-        for parameter in self.parameters:
-            parameter.graphs = self._graphs
-        self._plan = AdaptivePlan(self.parameters, members.trained, self._caps, members.last, self.collectives)
-        self._touched = bytearray(len(self.parameters))  # had a gradient since the last round
-        self._arrived = bytearray(len(self.parameters))  # in this round, in time for their bucket
-        self._reporting = Reporting(len(self.parameters), self.collectives, self.buffers)
-        self._drift = DriftWatch(self.parameters, self.collectives.global_rank)
-        self._weights.watch(self.parameters)
-        self._make_buckets()
+        self._members_changed = False  # this rank has other parameters, buffers or hooks than were agreed on
+        self._has_joined = False  # this rank has run out of batches
+        self._holds_hooks = False  # users have hooks on parameters
+        self._members = Members(membership)
+        self._contribution = Contribution(self.parameters, collectives.global_rank)
+        self._plan_anew()
 
     # ------------------------------------------------------------------------------------ plan
+
+    @property
+    def parameters(self) -> list[ManagedParameter]:
+        """The parameters that the ranks have agreed on."""
+        return self._members.parameters
 
     @property
     def plan(self) -> ReductionPlan:
@@ -170,125 +115,102 @@ class Reducer:
     @property
     def is_planned(self) -> bool:
         """Whether the plan has been made anew after the first round."""
-        return self._plan.arrivals is None
+        return not self._plan.observes
 
-    def restore(self, round_number: int, plan: str) -> None:
+    def _plan_anew(self) -> None:
+        """Make everything that depends on which parameters there are."""
+        parameters = self.parameters
+        specs, trained = [p.spec for p in parameters], [p.index for p in parameters if p.parameter.requires_grad]
+        sparse = [p.index for p in parameters if p.sparse]
+        self._plan = AdaptivePlan(specs, trained, sparse, self._members.last, self._caps)
+        self._transport = ReportTransport(len(parameters), self.collectives, self.buffers)
+        self._make_buckets()
+
+    def _make_buckets(self) -> None:
+        """Build what the plan says."""
+        planned, hooked = self.plan.buckets, bool(self._hooks.hooks)
+        rides = bool(planned) and planned[-1].can_carry and not hooked  # hooks would change the report
+        device = self.parameters[0].spec.device if self.parameters else self.collectives.device
+        self._transport.lay_out(planned[-1].layout.dtype if rides else None, device)
+        empty = plain_memory if hooked else self.collectives.empty  # some hooks resize what they are given
+        numel = self._transport.numel if rides else 0
+        self._buckets = BucketsInUse(self._plan, self.parameters, numel, empty)
+        self._wiring = Wiring(
+            collectives=self.collectives,
+            scheduler=self.scheduler,
+            hooks=self._hooks,
+            buckets=self._buckets,
+            transport=self._transport,
+            buffers=self.buffers,
+            is_planned=self.is_planned,
+        )
+
+    def restore(self, rounds: int, plan: str) -> None:
         """Go on where an earlier run was; all ranks must."""
-        self.round = round_number
+        self.rounds = rounds
         before = self.plan
         self._plan.restore(plan)
         if self.plan != before:
-            self._make_buckets()
-            self.before_round.append(lambda: agree(Description([Line("plan", plan)]), [], self.collectives))
+            self.do_before_next_round(lambda: agree(Description([Line("plan", plan)]), [], self.collectives))
+        self._make_buckets()
 
     def register_hook(self, state: object, hook: Callable[..., object]) -> None:
         """Add a communication hook; the report travels on its own from now on.
 
         After the first round, it takes part when all ranks have it: that is agreed on at the end of the next one.
         """
-        check_hook(hook)
-        if self._hooks_agreed:
-            self._offered.append(Hook(state, hook))
-        else:
-            self.hooks.register(state, hook)
+        if self._hooks.register(state, hook):
             self._make_buckets()
 
-    def _agree_on_hooks(self) -> None:
-        """Compare the communication hooks of all ranks: without one, a rank would send what the others do not."""
-        chain = [*self.hooks.hooks, *self._offered]
-        lines = [Line("number of communication hooks", str(len(chain)))]
-        lines += [Line(f"communication hook {number}", name_of(hook.call)) for number, hook in enumerate(chain)]
-        agree(Description(lines), [], self.collectives)
-        for hook in self._offered:
-            self.hooks.register(hook.state, hook.call)
-        self._hooks_agreed = True
-        self._offered.clear()
-
-    def _make_buckets(self) -> None:
-        """Build what the plan says."""
-        hooked = bool(self.hooks.hooks)
-        empty = plain_memory if hooked else self.collectives.empty  # some hooks resize what they are given
-        self._buckets = BucketsInUse(self._plan, self.parameters, self._reporting, hooked, empty)
-        self._bucket_of = self._buckets.of
+    def do_before_next_round(self, call: Callable[[], object]) -> None:
+        """Call ``call``, which may communicate, before anything of the next round is sent, once."""
+        self._before_next_round.append(call)
 
     # ------------------------------------------------------------------------------------ open
 
-    def mark_gradient_ready(self, index: int) -> None:
-        """Autograd has accumulated the gradient of the parameter with that number. Runs for every parameter."""
-        self._touched[index] = 1
-        if self.open and not self.reducing:
-            return
-        with self._lock:
-            if not self.open:
-                before = self.parameters
-                self._begin(id(self.parameters[index].parameter))
-                if not self.reducing:
-                    return
-                if before is not self.parameters:  # the ranks have just agreed on others, with other numbers
-                    self._arrived_first(before[index])
-                    return
-            if self._plan.arrivals is not None:
-                self._plan.arrivals[index] = None
-            bucket = self._bucket_of[index]
-            if bucket is None or bucket.sent:
-                self._late[index] = None
-            elif not self._arrived[index]:
-                self._arrived[index] = 1
-                bucket.missing -= 1
-                if not bucket.missing and bucket.index >= self._next and self.scheduler.exclusive:
-                    self._send_full()
+    @property
+    def open(self) -> bool:
+        """Whether a backward pass under way has reached the module."""
+        return self._round is not None or self._accumulates
 
-    def _arrived_first(self, told: ManagedParameter) -> None:
-        for each in self.parameters:
-            if each.parameter is told.parameter:
-                self.mark_gradient_ready(each.index)
-
-    def newcomer_arrived(self, parameter: Parameter) -> None:
-        """Autograd has accumulated the gradient of a parameter that the ranks have not agreed on yet.
-
-        Perhaps it is in the module no more: ``test_a_parameter_that_was_in_the_module_for_a_moment``.
-        """
-        with self._lock:
-            if not self.open:
-                if not self.scheduler.expects(self):
-                    self.look_for_changes()
-                if self._moved or self._weights.announced:
-                    self._begin(id(parameter))
-            self._weights.newcomer_arrived(parameter)
+    @property
+    def reducing(self) -> bool:
+        """Whether it synchronises."""
+        return self._round is not None
 
     def look_for_changes(self) -> None:
         """A backward pass is about to reach the module: see whether it has other parameters than were agreed on."""
-        members = self._members()
-        changed = members is not None and members.changed()
-        self._moved = self.requires_sync and changed
-        if members is not None and changed:
-            self._newcomers, departed = members.welcome(self)
-            self._weights.watch(self.parameters, self._newcomers, departed)
-        elif self._newcomers:  # put back
-            self._newcomers = ()
-            self._weights.watch(self.parameters)
+        known = bool(self._members.newcomers or self._members.departed)
+        changed = self._members.look()
+        self._members_changed = self.requires_sync and changed
+        if changed or known:
+            self._contribution.watch(self.parameters, self._members.newcomers, self._members.departed)
 
     def reached(self) -> None:
         """The backward pass under way has come to outputs of the module; its gradients are as they were."""
         if not self.open:
-            self._weights.before_pass()
+            self._contribution.weights.before_pass()
 
-    def _begin(self, *new: int) -> None:
+    def _open(self, new: Collection[int], compiled: bool = False) -> None:
+        """A backward pass has reached the module: its first gradients, of the parameters ``new`` by identity, have
+        come; ``compiled``: all that it has."""
         if not self.scheduler.follow():
             return  # of a pass that has failed in another thread: nobody waits for it any more
         take_over_optimizers(self.parameters)
         if self.requires_sync:
             self._check_alive()
         self.scheduler.enter(self)
-        self.open = True
-        self.reducing = self.requires_sync
         self._creates_graph = torch.is_grad_enabled()  # in backward: under create_graph=True
-        if self.reducing:
+        if self.requires_sync:
             self._open_round()
-        if self._marked or not self.scheduler.expects(self):
-            self._weights.before_pass(self._marked or new)
-        self._weights.use()  # may fail on this rank alone, as the line before: then the others are told
-        self._drift.look(self.reducing)
+        else:
+            self._accumulates = True
+            self._members.arrivals.accumulate()
+        own = self._contribution
+        if compiled or not self.scheduler.expects(self):
+            own.weights.before_pass(new)
+        own.weights.use()  # may fail on this rank alone, as the line before: then the others are told
+        own.drift.look(self.reducing)
 
     def _check_alive(self) -> None:
         try:
@@ -298,6 +220,120 @@ class Reducer:
             self.scheduler.note_failure(self)
             raise
 
+    def _open_round(self, passive: bool = False) -> None:
+        """Open the round, also if the report of the last one says only now that it has failed on some rank.
+
+        ``passive``: this rank takes part without a backward pass of its own.
+        """
+        try:
+            self._read_deferred()
+        finally:
+            self._start_round(passive)
+
+    def _start_round(self, passive: bool) -> None:
+        if self._abandoned is not None:
+            abandoned, self._abandoned = self._abandoned, None
+            abandoned.wait_abandoned()
+            self.buffers.drop_large()
+        if not self.scheduler.expects(self):
+            self.look_for_changes()
+        self._members_changed = self._members_changed or self._hooks.has_changed or self.buffers.changed()
+        used = self._contribution.used
+        for index in self._buckets.unbucketed:
+            if used[index] and self.parameters[index].parameter.grad is None:
+                used[index] = 0  # given up
+        early = self._hooks.are_agreed and not self._before_next_round
+        describe = partial(self._describe, passive)
+        self._round = Round(self.rounds + 1, self._wiring, self._gradient_divide_factor, used, describe, early)
+        arrivals, expected = self._members.arrivals, self._buckets.expected
+        if self._plan.observes:
+            self._plan.begin_round()
+            self._round.open(expected, bytearray(expected))  # each gradient is looked at, to note the order
+        else:
+            self._round.open(expected, arrivals.expect(self._buckets.of, expected))
+
+    # ------------------------------------------------------------------------------------ fill
+
+    def mark_gradient_ready(self, index: int) -> None:
+        """Autograd has accumulated the gradient of the parameter with that number, which no bucket waits for now."""
+        with self._lock:
+            self._contribution.used[index] = 1
+            if not self.open:
+                told, before = self.parameters[index].parameter, self.parameters
+                self._open([id(told)])
+                if before is not self.parameters:  # the ranks have just agreed on others, with other numbers
+                    index = next((each.index for each in self.parameters if each.parameter is told), -1)
+            if self._round is not None and index >= 0:
+                if self._plan.observes:
+                    self._plan.observe(index)
+                self._round.mark_gradient_ready(index)
+
+    def launch_ready_buckets(self) -> None:
+        """The last gradient of a bucket has come."""
+        with self._lock:
+            if self._round is not None:
+                self._round.launch_ready_buckets()
+
+    def newcomer_arrived(self, parameter: Parameter) -> None:
+        """Autograd has accumulated the gradient of a parameter that the ranks have not agreed on yet.
+
+        Perhaps it is in the module no more: ``test_a_parameter_that_was_in_the_module_for_a_moment``.
+        """
+        with self._lock:
+            weights = self._contribution.weights
+            if not self.open:
+                if not self.scheduler.expects(self):
+                    self.look_for_changes()
+                if self._members_changed or weights.announced:
+                    self._open([id(parameter)])
+            weights.newcomer_arrived(parameter)
+
+    def is_marked(self) -> bool:
+        """Whether compiled autograd has run hooks of the parameters."""
+        return any(is_marked(member.parameter) for member in self.parameters)
+
+    def take_marked(self) -> None:
+        """Take what it has left as if the hooks ran now."""
+        self.passes.compile_forward()  # nor is it known which outputs it has gone through
+        marked = {id(member.parameter) for member in self.parameters if take_mark(member.parameter)}
+        with self._lock:
+            self._open(marked, compiled=True)
+            for index in [member.index for member in self.parameters if id(member.parameter) in marked]:
+                self.mark_gradient_ready(index)
+
+    # -------------------------------------------------------------------------------- finalize
+
+    @torch.no_grad()
+    def finalize_backward(self) -> Sequence[Parameter]:
+        """Reduce what is left; returns the parameters whose hooks have waited for this.
+
+        Raises :class:`PeerError` if another rank failed or is in another round.
+        """
+        with self._lock:
+            try:
+                without_gradient = not self.open  # this rank has none of the module, but another rank may have
+                if without_gradient:
+                    self._open_without_gradient()
+                if self._round is None:
+                    return ()
+                self._get_ready()
+                with self.collectives.phases.phase("finish", f"round {self._round.number}"):
+                    return self._finalize(self._round, without_gradient and self.passes.is_reached)
+            except Exception as error:
+                self.error = f"{type(error).__name__}: {error}"
+                raise
+            finally:
+                self.end_pass()
+
+    def _open_without_gradient(self) -> None:
+        self._check_alive()
+        try:
+            self._open_round(passive=not self.passes.is_reached)
+        except (PeerError, OptionError):
+            self.abandon()
+            raise
+        self._contribution.drift.look(True)
+
     def _get_ready(self) -> None:
         """Do what has to be done before anything of the round is sent. What fails here fails on every rank, and leaves
         nothing to send.
@@ -306,201 +342,59 @@ class Reducer:
         modules in orders of their own.
         """
         try:
-            while self.before_round:
-                self.before_round[0]()
-                del self.before_round[0]
-            if not self._hooks_agreed:
-                self._agree_on_hooks()
+            while self._before_next_round:
+                self._before_next_round[0]()
+                del self._before_next_round[0]
+            if not self._hooks.are_agreed:
+                self._hooks.agree(self.collectives)
         except BaseException:
             self.scheduler.note_failure(self)
             raise
 
-    def _open_round(self) -> None:
-        """Open the round, also if the report of the last one says only now that it has failed on some rank."""
+    def _finalize(self, current: Round, weighs: bool) -> Sequence[Parameter]:
+        """``weighs``: no gradient has come, but what this rank contributes counts."""
+        current.end_filling()
         try:
-            self._read_deferred()
-        finally:
-            self._start_round()
-
-    def _start_round(self) -> None:
-        self._wait_for_abandoned()
-        if not self.scheduler.expects(self):
-            self.look_for_changes()
-        self._moved = self._moved or bool(self._offered) or self.buffers.changed()
-        self.round += 1
-        self._begun = False
-        self._next = 0
-        # What has piled up without a place in the plan may not arrive again before the end of this backward.
-        for index in self._buckets.placeless:
-            if self._touched[index] and self.parameters[index].parameter.grad is None:
-                self._touched[index] = 0  # given up
-        self._late = {index: None for index in self._buckets.placeless if self._touched[index]}
-        if self._plan.arrivals is not None:
-            self._plan.arrivals.clear()
-        for bucket in self._buckets:
-            bucket.open()
-        self._arrived[:] = bytes(len(self._arrived))
-
-    # ------------------------------------------------------------------------------------ send
-
-    def _send_full(self) -> None:
-        """Send every bucket whose turn has come, without waiting for anything: another rank may be at another module.
-
-        A bucket that is held, as the one with the report is, waits for the end.
-        """
-        while self._next < len(self._buckets):
-            bucket = self._buckets[self._next]
-            if (
-                bucket.missing
-                or bucket.held
-                or not self._hooks_agreed
-                or self.before_round
-                or not self._hooks_are_done(bucket)
-            ):
-                return
-            self._send(bucket)
-
-    @torch.no_grad()
-    def _send(self, bucket: GradientBucket) -> None:
-        with self.collectives.phases.phase("collect"):
-            scale = 1.0 if self.hooks.hooks else 1.0 / self.divisor
-            # The report's row must not be scaled, and sparse gradients are made anew when they are.
-            at_once = bucket is self._buckets.carrier or bucket.planned.kind is Kind.SPARSE
-            outgoing = bucket.collect(scale if at_once else 1.0, self._touched)
-            if bucket is self._buckets.carrier:
-                self._write_report(bucket.row)
-        what = f"bucket {bucket.index + 1} of {len(self._buckets)}, round {self.round}"
-        if self.hooks.hooks:
-            pending = self._send_through_hooks(bucket, outgoing, what)
-        else:
-            pending = self.collectives.all_reduce(outgoing, what, 1.0 if at_once else scale)
-        self._pending.append(pending)
-        bucket.sent = self._begun = True
-        self._next += 1
-
-    def _send_through_hooks(self, bucket: GradientBucket, outgoing: Tensor, what: str) -> Waitable:
-        self._wait_for_hooks(outgoing.device)
-        begun = self.collectives.begun()
-        try:
-            with self.collectives.phases.phase("hook", what):
-                last = bucket.index == len(self._buckets) - 1
-                return self.hooks.send(bucket, outgoing, last, self.collectives, self.divisor, self.is_planned)
-        except BaseException as error:
-            if begun is None or self.collectives.begun() != begun:
-                gist = f"{type(error).__name__}: {error}"
-                self.scheduler.lose(f"a communication hook raised {gist}, after it had begun to communicate")
-            raise
-
-    def _wait_for_hooks(self, device: torch.device) -> None:
-        """Where hooks are not ordered by a stream, what one sends from a callback must not meet what comes next."""
-        if not self.collectives.follows_stream(device):
-            while self._pending:
-                self._pending.pop(0).wait()
-
-    def _hooks_are_done(self, bucket: GradientBucket) -> bool:
-        """Whether calling hooks for a bucket would not wait for other ranks."""
-        if not self.hooks.hooks or self.collectives.follows_stream(bucket.members[0].spec.device):
-            return True
-        return not self.hooks.may_wait and all(pending.done() for pending in self._pending)
-
-    def _write_report(self, row: Tensor, failed: bool = False) -> None:
-        backward = None if self._passive else self.passes.summarize()
-        weight = Weight(self._weights.total, bool(self._weights.earlier.copies))
-        flags = failed, self._weights.given, self._joined, self._moved, self._drift.suspects
-        status = RankStatus(round_code(self.round), *flags, backward)
-        self._reporting.write(row, self._touched, list(self._late), status, weight)
-
-    # ---------------------------------------------------------------------------------- finish
-
-    def finalize_backward(self) -> Sequence[Parameter]:
-        """The end of backward; returns the parameters whose hooks have waited for this.
-
-        Raises :class:`PeerError` if another rank failed or is in another round.
-        """
-        with self._lock:
-            try:
-                idle = not self.open  # this rank has no gradient of the module, but another rank may have
-                if idle:
-                    self._check_alive()
-                    self.open = self.reducing = True
-                    self._passive = not self.passes.is_reached
-                    self._open_round_or_abandon()
-                    self._drift.look(True)
-                if not self.reducing:
-                    return ()
-                self._get_ready()
-                with self.collectives.phases.phase("finish", f"round {self.round}"):
-                    return self._finish(idle and not self._passive)
-            except Exception as error:
-                self.error = f"{type(error).__name__}: {error}"
-                raise
-            finally:
-                self.end_pass()
-
-    def _open_round_or_abandon(self) -> None:
-        try:
-            self._open_round()
-        except (PeerError, OptionError):
-            self.abandon()
-            raise
-
-    def _finish(self, weighs: bool) -> Sequence[Parameter]:
-        self._begun = True
-        try:
-            if weighs:  # no gradient has come, but what it counts does
-                self._weights.use()
+            if weighs:
+                self._contribution.weights.use()
             self.find_swapped()
-            self._send_rest()
+            current.launch_rest()
         except BaseException:  # of this rank alone: the others wait for what is not sent
             self.abandon()
             raise
-        with self.collectives.phases.phase("wait"):
-            for pending in self._pending:
-                pending.wait()
-        row = self._buckets.carrier.row if self._buckets.carrier is not None else self._reporting.own_row
-        assert row is not None
-        report = self._reporting.read(row, quiet=self._is_quiet())
+        current.wait()
+        report = self._transport.read(current.report_row, self._may_defer(current))
         self._has_failed = False
-        renews = report.all_moved or (report.moved and not self._reporting.deferred)
-        compares = report.all_changed or (report.changed and not self._reporting.deferred)
+        renews = report.all_moved or (report.moved and not self._transport.deferred)
+        compares = report.all_changed or (report.changed and not self._transport.deferred)
         try:
-            check_ranks(report, self.round, self.collectives.rank, self.collectives.global_ranks)
-            factor = mean_factor(report, self.divisor, self.round, self.collectives.global_ranks)
+            factor = self._check(report, current.number)
             newcomers = self._agree_anew() if renews else []
             drift = self._find_drift() if compares else None
         except (PeerError, AgreementError, OptionError):
             self._has_failed = True
-            self._reporting.drop_deferred()  # it has been raised
+            self._transport.drop_deferred()  # it has been raised
             self.buffers.drop_large()
             raise
         self.buffers.finish_large()
-        self._hand_out(report, row, newcomers, factor)
-        reduced = self._in_order(report, newcomers) if self._holds_hooks else ()
-        if renews:
-            self._renew()
-        elif self._plan.adapt(report):
-            self._make_buckets()
+        self._copy_out(current, report, newcomers, factor)
+        held = self._parameters_with_held_hooks(report, newcomers)
+        self._renew() if renews else self._adapt(report)
         warn_of_drift(drift, self.collectives.global_rank)
-        return reduced
+        return held
 
-    def _send_rest(self) -> None:
-        self.buffers.prepare_large()
-        while self._next < len(self._buckets):
-            self._send(self._buckets[self._next])
-        if self.hooks.hooks:
-            self._wait_for_hooks(self.collectives.device)
-        self.buffers.send_large()
-        row = self._reporting.own_row
-        if row is not None:
-            self._write_report(row)
-            self._pending.append(self.collectives.all_reduce(row, f"report, round {self.round}"))
+    def _describe(self, passive: bool, failed: bool) -> tuple[RankStatus, Weight]:
+        """What this rank says of its round."""
+        own, backward = self._contribution, None if passive else self.passes.summarize()
+        number = round_code(self.rounds + 1 if self._round is None else self._round.number)
+        flags = failed, own.weights.given, self._has_joined, self._members_changed, own.drift.suspects
+        return RankStatus(number, *flags, backward), Weight(own.weights.total, bool(own.weights.earlier.copies))
 
-    def _in_order(self, report: Report, newcomers: Sequence[ManagedParameter]) -> Sequence[Parameter]:
-        """The parameters that any rank has used, in an order that is the same on all ranks: the plan's."""
-        placed = [index for bucket in self._buckets for index in bucket.planned.indices]
-        order = (*placed, *self._buckets.placeless)
-        used = [self.parameters[index].parameter for index in order if report.uses(index)]
-        return [*used, *(each.parameter for each in newcomers)]
+    def _check(self, report: Report, number: int) -> float:
+        """Raise if the ranks were not all in the same round; returns what the mean is to be multiplied by."""
+        ranks = self.collectives.global_ranks
+        check_ranks(report, number, self.collectives.rank, ranks)
+        return mean_factor(report, self._gradient_divide_factor, number, ranks)
 
     def takes_part(self, accumulates: bool) -> bool:
         """Whether a backward pass that has gone through the module without a gradient of it is a round all the same.
@@ -513,210 +407,174 @@ class Reducer:
     def find_swapped(self) -> bool:
         """Count gradients of parameters whose tensor was swapped, and with it the hook; returns whether there are
         any."""
-        if 0 not in self._touched:
+        used = self._contribution.used
+        if 0 not in used:
             return False
-        idle = [index for index, touched in enumerate(self._touched) if not touched]
-        members = self._members()
-        found = [] if members is None else members.hook_again(self, idle)
+        found = self._members.hook_again([index for index, is_used in enumerate(used) if not is_used])
         for index in found:
-            self._touched[index] = 1
-            if self._bucket_of[index] is None:
-                self._late[index] = None
+            used[index] = 1
+            if self._round is not None:
+                self._round.mark_unhooked(index)
         return bool(found)
 
-    def _is_quiet(self) -> bool:
+    def _may_defer(self, current: Round) -> bool:
         """Whether this rank has used every parameter, in time, in a round like all others, and has not failed in the
         one before: others that have not read of that yet fail in this one."""
-        settled = self._plan.is_whole and self._plan.arrivals is None and 0 not in self._touched
-        unusual = self._late or self._weights.given or self._joined or self._moved or self._has_failed
-        unusual = unusual or self._drift.suspects
-        return settled and not unusual
+        own = self._contribution
+        settled = self._plan.is_whole and self.is_planned and 0 not in own.used
+        unusual = current.late or own.weights.given or self._has_joined or self._members_changed or self._has_failed
+        return settled and not unusual and not own.drift.suspects
 
     def _read_deferred(self) -> None:
         """What the last round's report said beside: every rank learns it here, before it sends anything."""
-        report = self._reporting.read_deferred()
+        report = self._transport.read_deferred()
         if report is not None:
-            check_ranks(report, self.round, self.collectives.rank, self.collectives.global_ranks, late=True)
-            mean_factor(report, self.divisor, self.round, self.collectives.global_ranks)
+            self._check(report, self.rounds)
             if report.moved and not report.all_moved:  # else every rank has waited for the report
                 self._agree_anew()
                 self._renew()
             if report.changed and not report.all_changed:
                 warn_of_drift(self._find_drift(), self.collectives.global_rank)
 
-    def _find_drift(self) -> Drift | None:
-        """Compare the parameters, as they are now, with those of all other ranks, which do the same."""
-        members = self._members()
-        return self._drift.compare(self.parameters if members is None else members.parameters, self.collectives)
+    # -------------------------------------------------------------------------------- copy out
 
-    def _agree_anew(self) -> list[ManagedParameter]:
-        """Agree with all ranks on which parameters there are; returns the new ones that any rank has a gradient of."""
-        self._agree_on_hooks()
-        members = self._members()
-        if members is not None:
-            return members.renew(self, self.collectives)
-        gone = "the replicated module has been dropped, and only parts of it are left"
-        agree(Description([], gone), [], self.collectives)
-        return []
-
-    def _carry_over(self, before: Sequence[ManagedParameter], touched: bytearray) -> None:
-        """What has had a gradient under the old numbers has it under the new ones."""
-        used = {id(each.parameter) for each in compress(before, touched)}
-        self._touched[:] = bytes(id(each.parameter) in used for each in self.parameters)
-
-    def _renew(self) -> None:
-        """Go on with the parameters and buffers that all ranks have now."""
-        members = self._members()
-        if members is not None and self.parameters is not members.parameters:
-            before, touched = self.parameters, self._touched
-            self._take_parameters(members)
-            self._carry_over(before, touched)
-        self.buffers.renew()
-        self._make_buckets()
-
-    @torch.no_grad()
-    def _hand_out(self, report: Report, row: Tensor, newcomers: Sequence[ManagedParameter], factor: float) -> None:
+    def _copy_out(self, current: Round, report: Report, newcomers: Sequence[ManagedParameter], factor: float) -> None:
         overdue = [*(self.parameters[index] for index in report.late), *newcomers]
-        late = reduce_late(overdue, self.collectives, self.divisor) if overdue else []
-        for bucket in self._buckets:
-            if factor != 1:
-                bucket.rescale(factor)
-            bucket.hand_out(report)
+        graphs = [*current.graphs, *graphs_of(overdue)]
+        late = reduce_late(overdue, self.collectives, self._gradient_divide_factor) if overdue else []
+        current.copy_out(report, factor)
         for each in late:
-            each.hand_out(factor)
+            each.copy_out(factor)
         if report.adds:
             self._add_earlier(report, newcomers, factor)
-        if self._graphs or self._creates_graph:
+        if graphs or self._creates_graph:
             reduced = [member for member in self.parameters if report.uses(member.index)]
-            with_graphs(self._graphs, reduced, factor, self.collectives)
+            with_graphs(graphs, reduced, factor, self.collectives)
         if not report.moved:
-            self._reporting.take_buffers(row)
-        self.usage.look(self._touched)
-        self._weights.reduced()
-        self._forget()
+            self._transport.take_buffers(current.report_row)
+        self.usage.look(self._contribution.used)
+        self._contribution.weights.reduced()
+        self._contribution.forget()
 
     def _add_earlier(self, report: Report, newcomers: Sequence[ManagedParameter], factor: float) -> None:
         """What was there before the weighted contributions, and has been scaled with them by ``factor``, counts as it
         was: as the mean over the ranks that have batches."""
         used = [*(member for member in self.parameters if report.uses(member.index)), *newcomers]
         active = self.collectives.world - sum(status.joined for status in report.ranks)
-        copies = self._weights.earlier.copies
+        copies = self._contribution.weights.earlier.copies
         for each in reduce_again(used, copies, self.collectives, active, "gradient from before"):
-            each.hand_out(1 - factor * active / self.divisor)
+            each.copy_out(1 - factor * active / self._gradient_divide_factor)
 
-    def _forget(self) -> None:
-        """What has been contributed is not this rank's alone any more; after a failure it is gone."""
-        self._touched[:] = bytes(len(self._touched))
-        self._drift.forget()
-        self._weights.give_up()
-
-    # --------------------------------------------------------------------------------- failure
-
-    def end_pass(self, failed: bool = False) -> None:
-        """The backward pass is over, however it ended; ``failed`` if all ranks know that its round has failed."""
-        with self._lock:
-            if self.reducing:
-                self._forget()  # after a failure, too: what was to be contributed is gone
-                if not self._begun:
-                    self.round -= 1  # nothing of it has been sent: for other ranks it may not have opened at all
-            elif self.open:
-                self._weights.pass_ended(self._touched)
-            if self.reducing or failed:
-                self.passes.end_round()
-            self.passes.end_pass()
-            self.open = self.reducing = self._passive = False
-            self._pending.clear()
-            self._graphs.clear()
-            self._creates_graph = False
-
-    def abandon(self) -> None:
-        """Backward has failed on this rank: send what the others wait for, marked as failed, and do not wait."""
-        self.error = f"round {self.round}: the backward pass failed on this rank"
-        if self.scheduler.lost:
-            return
-        try:
-            if not self.open:
-                self._check_alive()
-                self.open = self.reducing = True
-                with suppress(PeerError, OptionError):  # which the others know of
-                    self._open_round()
-            self._get_ready()
-            self._begun = True
-            self._abandon()
-        except (CommunicationError, AgreementError) as error:  # the group has ended, or all raise
-            logging.getLogger("lockstep").debug("the other ranks could not be told of a failure: %s", error)
-        except Exception as error:
-            self.scheduler.lose(f"it could not take its part in a round that had failed: {error!r}")
-        finally:
-            self._forget()
-
-    @torch.no_grad()
-    def _abandon(self) -> None:
-        """In the order of :meth:`_finish`."""
-        self._has_failed = True
-        round_ = self._abandoned = AbandonedRound(self.collectives, self.round, self._pending)
-        self._pending = []
-        rest = list(self._buckets)[self._next :]
-        if self.hooks.hooks:
-            round_.send_through(self.hooks, rest, self.divisor, self.is_planned)
-        else:
-            round_.send_buckets(rest, self._buckets.carrier, self._write_failure)
-        self.buffers.send_large(failed=True)
-        if self._reporting.own_row is not None:
-            self._write_failure(self._reporting.own_row)
-            round_.send(self._reporting.own_row)
-
-    def _write_failure(self, row: Tensor) -> None:
-        self._write_report(row, failed=True)
-
-    def _wait_for_abandoned(self) -> None:
-        round_, self._abandoned = self._abandoned, None
-        if round_ is not None:
-            round_.wait()
-            self.buffers.drop_large()
-
-    def is_within(self, reach: Reach, expected: bool) -> bool:
-        """Whether a pass of that reach accumulates into a parameter; ``expected``: it goes through the module."""
-        known = [member.parameter for member in (*self.parameters, *self._newcomers)]
-        trained = [parameter for parameter in known if parameter.requires_grad]
-        return any(id(p) in reach.leaves for p in trained) or bool(
-            reach.hidden and trained and (expected or id(self) in reach.marks)
-        )
-
-    # ------------------------------------------------------------------------------ for others
+    def _parameters_with_held_hooks(self, report: Report, newcomers: Sequence[ManagedParameter]) -> list[Parameter]:
+        """The parameters that any rank has used, in an order that is the same on all ranks, if users have hooks."""
+        if not self._holds_hooks:
+            return []
+        return [each.parameter for each in (*order_of_hooks(self._buckets, self.parameters, report), *newcomers)]
 
     def hold_hooks(self) -> None:
         """Some parameter has users' hooks, to be run when its gradient is reduced."""
         self._holds_hooks = True
 
-    def are_lent(self) -> bool:
-        """Whether other tensors stand in for the parameters, as ``torch.func.functional_call`` has it."""
-        members = self._members()
-        return members is not None and members.are_lent()
-
     def run_held_hooks(self, parameters: Sequence[Parameter]) -> None:
         """Run users' hooks of parameters whose gradients have been reduced."""
         run_held_hooks(parameters, self)
 
-    def is_marked(self) -> bool:
-        """Whether compiled autograd has run hooks of the parameters."""
-        return any(is_marked(member.parameter) for member in self.parameters)
+    # ----------------------------------------------------------------------------------- adapt
 
-    def take_marked(self) -> None:
-        """Take what it has left as if the hooks ran now."""
-        self.passes.compile_forward()  # nor is it known which outputs it has gone through
-        self._marked = [id(member.parameter) for member in self.parameters if is_marked(member.parameter)]
+    def _adapt(self, report: Report) -> None:
+        """Let the plan follow what the ranks have used. Communicates one broadcast, the first time."""
+        if self._plan.observes:
+            told = torch.tensor(self._plan.observed_order, dtype=torch.int64, device=self.collectives.device)
+            self.collectives.broadcast(told, "order of gradients").wait()
+            self._plan.rebuild(index for index in told.tolist() if report.uses(index))
+        elif not self._plan.adapt(report.late):
+            return
+        self._make_buckets()
+
+    def _agree_anew(self) -> list[ManagedParameter]:
+        """Agree with all ranks on hooks and parameters; returns the new ones that any rank has a gradient of."""
+        self._hooks.agree(self.collectives)
+        return self._members.agree_anew(self.collectives)
+
+    def _renew(self) -> None:
+        """Go on with the parameters, hooks and buffers that all ranks have now."""
+        before = self.parameters
+        if self._members.take_over():
+            self._contribution.renumber(before, self.parameters)
+            self._plan_anew()
+        self.buffers.renew()
+        self._make_buckets()
+
+    def _find_drift(self) -> Drift | None:
+        """Compare the parameters, as they are now, with those of all other ranks, which do the same."""
+        return self._contribution.drift.compare(self._members.current, self.collectives)
+
+    # ------------------------------------------------------------------- the end, however it comes
+
+    def end_pass(self, failed: bool = False) -> None:
+        """The backward pass is over, however it ended; ``failed`` if all ranks know that its round has failed."""
+        with self._lock:
+            ended, self._round = self._round, None
+            accumulated = self._members.arrivals.end_pass()
+            if ended is not None:
+                self._contribution.forget()  # after a failure, too: what was to be contributed is gone
+                if ended.has_begun:  # else it may not have opened at all, for other ranks
+                    self.rounds = ended.number
+            elif self._accumulates:
+                self._contribution.accumulate(accumulated)
+            if ended is not None or failed:
+                self.passes.end_round()
+            self.passes.end_pass()
+            self._accumulates = self._creates_graph = False
+
+    @torch.no_grad()
+    def abandon(self) -> None:
+        """Backward has failed on this rank: send what the others wait for, marked as failed, and do not wait."""
+        number = self.rounds if self._round is None else self._round.number
+        self.error = f"round {number}: the backward pass failed on this rank"
+        if self.scheduler.lost:
+            return
         try:
-            for member in self.parameters:
-                run_marked(member.parameter)
+            if not self.open:
+                self._check_alive()
+                with suppress(PeerError, OptionError):  # which the others know of
+                    self._open_round()
+            self._get_ready()
+            assert self._round is not None
+            self._has_failed, self._abandoned = True, self._round
+            self._round.abandon()
+        except (CommunicationError, AgreementError) as error:  # the group has ended, or all raise
+            logging.getLogger("lockstep").debug("the other ranks could not be told of a failure: %s", error)
+        except Exception as error:
+            self.scheduler.lose(f"it could not take its part in a round that had failed: {error!r}")
         finally:
-            self._marked = []
+            self._contribution.forget()
+
+    def is_within(self, reach: Reach, expected: bool) -> bool:
+        """Whether a pass of that reach accumulates into a parameter; ``expected``: it goes through the module."""
+        return self._members.are_within(reach, expected or id(self) in reach.marks)
+
+    # ------------------------------------------------------------------------------ for others
+
+    def set_requires_sync(self, required: bool) -> None:
+        """Whether backward passes that begin from now on synchronise."""
+        self.requires_sync = required
+
+    def set_participants(self, ranks: Sequence[int], divide_by: float) -> None:
+        """Inside ``join()``: which ranks have batches. The first one's buffers count; sums are divided by
+        ``divide_by``."""
+        self.buffers.set_source(ranks[0])
+        self._gradient_divide_factor = float(divide_by)
+
+    def are_lent(self) -> bool:
+        """Whether other tensors stand in for the parameters, as ``torch.func.functional_call`` has it."""
+        return self._members.are_lent()
 
     def announce(self, weight: float | None) -> None:
         """What the loss of the next backward passes counts, on top of what has been counted since the last round."""
         if weight is not None:
             self.look_for_changes()  # what new parameters get has a weight, too
-        self._weights.announce(weight)
+        self._contribution.weights.announce(weight)
 
     def retire(self) -> None:
         """Another replication has taken over all parameters."""
@@ -730,21 +588,16 @@ class Reducer:
         tests/procs/test_join_gradients.py.
         """
         before, had = self.parameters, [member.parameter.grad for member in self.parameters]
-        own = self._touched, self._weights, self._drift
-        self._touched = bytearray(len(self.parameters))
-        self._weights, self._drift = Weights(), DriftWatch(self.parameters, self.collectives.global_rank)
-        self._joined = True
-        for member in self.parameters:
+        own, self._contribution = self._contribution, Contribution(before, self.collectives.global_rank)
+        self._has_joined = True
+        for member in before:
             member.parameter.grad = None
         try:
             self.scheduler.reduce([self])
         finally:
-            self._joined = False
-            touched, self._weights, drift = own
-            self._weights.watch(self.parameters, self._newcomers)
-            if self.parameters is before:
-                self._touched, self._drift = touched, drift
-            else:  # the ranks have agreed on others meanwhile
-                self._carry_over(before, touched)
+            self._has_joined, self._contribution = False, own
+            if self.parameters is not before:  # the ranks have agreed on others meanwhile
+                own.renumber(before, self.parameters)
+            own.watch(self.parameters, self._members.newcomers, self._members.departed)
             for member, grad in zip(before, had, strict=True):
                 member.parameter.grad = grad

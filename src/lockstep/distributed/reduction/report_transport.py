@@ -16,19 +16,19 @@ from lockstep.distributed.reduction.report import RankStatus, Report, ReportLayo
 _OWN_DTYPE = torch.float32
 
 
-class Reporting:
+class ReportTransport:
     """Writes and reads the reports of one module."""
 
     def __init__(self, parameters: int, collectives: Collectives, buffers: BufferSync) -> None:
         self._parameters, self._collectives, self._buffers = parameters, collectives, buffers
         self._deferred: DeferredRow | None = None
 
-    def lay_out(self, carrier: torch.dtype | None, device: torch.device) -> None:
-        """Decide where everything stands, behind gradients of dtype ``carrier``, or on its own if None."""
-        dtype = carrier or _OWN_DTYPE
+    def lay_out(self, behind: torch.dtype | None, device: torch.device) -> None:
+        """Decide where everything stands, behind gradients of dtype ``behind``, or on its own if None."""
+        dtype = behind or _OWN_DTYPE
         world, rank = self._collectives.world, self._collectives.rank
         self._layout = ReportLayout(self._parameters, rank, world, self._buffers.board(dtype))
-        self.own_row = torch.zeros(self.numel, dtype=dtype, device=device) if carrier is None else None
+        self.own_row = torch.zeros(self.numel, dtype=dtype, device=device) if behind is None else None
         """The row that travels on its own."""
 
     @property

@@ -9,7 +9,7 @@ from torch.autograd import Function
 
 from lockstep.distributed.collectives import Collectives
 from lockstep.distributed.dtensors import like_parameter, local_part
-from lockstep.distributed.reduction.buckets import ManagedParameter
+from lockstep.distributed.reduction.parameter import ManagedParameter
 
 
 class Mean(Function):

@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 from torch.nn import Parameter
 
 from lockstep.distributed.reduction.accumulated import AccumulatedGradients, EarlierGradients
-from lockstep.distributed.reduction.buckets import ManagedParameter
+from lockstep.distributed.reduction.parameter import ManagedParameter
 from lockstep.errors import OptionError
 
 

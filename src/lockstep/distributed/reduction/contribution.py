@@ -1,0 +1,48 @@
+"""What this rank contributes to the next round: which parameters have had gradients, what those count, and whether
+parameters were changed on them."""
+
+from collections.abc import Collection, Sequence
+
+from lockstep.distributed.reduction.drift import DriftWatch
+from lockstep.distributed.reduction.parameter import ManagedParameter
+from lockstep.distributed.reduction.weights import Weights
+
+
+class Contribution:
+    """Grows with each backward pass, and is gone when a round has been reduced, or has failed."""
+
+    def __init__(self, parameters: Sequence[ManagedParameter], global_rank: int) -> None:
+        self._global_rank = global_rank
+        self.used = bytearray(len(parameters))
+        """A one for each parameter that has had a gradient since the last round."""
+        self.weights = Weights()
+        self.drift = DriftWatch(parameters, global_rank)
+        self.weights.watch(parameters)
+
+    def accumulate(self, used: bytes) -> None:
+        """A pass has ended that did not synchronise; ``used`` has a one for each parameter that it gave a gradient."""
+        both = int.from_bytes(self.used, "little") | int.from_bytes(used, "little")
+        self.used[:] = both.to_bytes(len(used), "little")
+        self.weights.pass_ended(self.used)
+
+    def forget(self) -> None:
+        """What has been contributed is not this rank's alone any more; after a failure it is gone."""
+        self.used[:] = bytes(len(self.used))
+        self.drift.forget()
+        self.weights.give_up()
+
+    def renumber(self, before: Sequence[ManagedParameter], parameters: Sequence[ManagedParameter]) -> None:
+        """Go on with other parameters: what has had a gradient under its old number has it under the new one."""
+        used = {id(each.parameter) for each, is_used in zip(before, self.used, strict=True) if is_used}
+        self.used = bytearray(id(each.parameter) in used for each in parameters)
+        self.drift = DriftWatch(parameters, self._global_rank)
+        self.weights.watch(parameters)
+
+    def watch(
+        self,
+        parameters: Sequence[ManagedParameter],
+        newcomers: Sequence[ManagedParameter] = (),
+        departed: Collection[int] = (),
+    ) -> None:
+        """See :meth:`Weights.watch`."""
+        self.weights.watch(parameters, newcomers, departed)

@@ -1,0 +1,102 @@
+"""The parameters of a reducer: those that the ranks have agreed on, and what this rank has besides."""
+
+import weakref
+from collections.abc import Collection, Sequence
+from typing import Protocol
+
+from lockstep.distributed.agreement import Description, agree
+from lockstep.distributed.collectives import Collectives
+from lockstep.distributed.reduction.backward import Reach
+from lockstep.distributed.reduction.parameter import ManagedParameter
+from lockstep.distributed.reduction.parameter_hooks import Arrivals
+
+
+class Membership(Protocol):
+    """Which parameters a module has, as they come and go."""
+
+    @property
+    def parameters(self) -> list[ManagedParameter]:
+        """All that the ranks have agreed on, in their order."""
+
+    @property
+    def arrivals(self) -> Arrivals:
+        """What their hooks share."""
+
+    @property
+    def last(self) -> list[int]:
+        """Those, by number, whose gradients leave last."""
+
+    def changed(self) -> bool:
+        """Whether there are others on this rank now, by a look at references."""
+
+    def are_lent(self) -> bool:
+        """Whether other tensors stand in for them at the moment, by a look at one."""
+
+    def welcome(self) -> tuple[Sequence[ManagedParameter], Collection[int]]:
+        """Hook those that are new on this rank, and return them, numbered as they will be, and the identities of those
+        that have gone."""
+
+    def hook_again(self, idle: Sequence[int]) -> list[int]:
+        """Hook those among ``idle`` that had lost their hook; returns which of them have a gradient."""
+
+    def renew(self, collectives: Collectives) -> list[ManagedParameter]:
+        """Agree with all ranks on which there are; returns the new ones that any rank has a gradient of."""
+
+
+class Members:
+    """Follows the :class:`Membership` of a module, for as long as there is one."""
+
+    def __init__(self, membership: Membership) -> None:
+        self._membership = weakref.ref(membership)  # it leads to modules, which hold the reducer
+        self.parameters, self.arrivals, self.last = membership.parameters, membership.arrivals, membership.last
+        self.newcomers: Sequence[ManagedParameter] = ()
+        """Parameters of this rank that the ranks have not agreed on yet."""
+        self.departed: Collection[int] = ()
+        """The identities of those that they have agreed on, and that this rank has no more."""
+
+    @property
+    def current(self) -> list[ManagedParameter]:
+        """The parameters as they will be from the next round on."""
+        membership = self._membership()
+        return self.parameters if membership is None else membership.parameters
+
+    def look(self) -> bool:
+        """Look for parameters that have come or gone on this rank; returns whether any have."""
+        membership = self._membership()
+        changed = membership is not None and membership.changed()
+        self.newcomers, self.departed = membership.welcome() if membership is not None and changed else ((), ())
+        return changed
+
+    def are_lent(self) -> bool:
+        """Whether other tensors stand in for the parameters, as ``torch.func.functional_call`` has it."""
+        membership = self._membership()
+        return membership is not None and membership.are_lent()
+
+    def hook_again(self, idle: Sequence[int]) -> list[int]:
+        """See :meth:`Membership.hook_again`."""
+        membership = self._membership()
+        return [] if membership is None else membership.hook_again(idle)
+
+    def agree_anew(self, collectives: Collectives) -> list[ManagedParameter]:
+        """Agree with all ranks on which parameters there are; returns the new ones that any rank has a gradient of."""
+        membership = self._membership()
+        if membership is not None:
+            return membership.renew(collectives)
+        gone = "the replicated module has been dropped, and only parts of it are left"
+        agree(Description([], gone), [], collectives)
+        return []
+
+    def take_over(self) -> bool:
+        """Go on with the parameters that have been agreed on; returns whether they are others."""
+        membership = self._membership()
+        if membership is None or membership.parameters is self.parameters:
+            return False
+        self.parameters, self.arrivals, self.last = membership.parameters, membership.arrivals, membership.last
+        self.newcomers, self.departed = (), ()
+        return True
+
+    def are_within(self, reach: Reach, expected: bool) -> bool:
+        """Whether a pass of that reach accumulates into a parameter; ``expected``: it goes through the module."""
+        known = [member.parameter for member in (*self.parameters, *self.newcomers)]
+        trained = [parameter for parameter in known if parameter.requires_grad]
+        return any(id(p) in reach.leaves for p in trained) or bool(expected and reach.hidden and trained)
