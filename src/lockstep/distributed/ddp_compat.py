@@ -277,7 +277,7 @@ class CompatibleNames(_OptionNames):
                 "added, replaced, or used for the first time or several times in one backward. "
                 "Build the optimizer and its hook anew, around a new wrapper of wrapper.module"
             )
-        if reducer is None or not reducer.is_planned:
+        if reducer is None or not reducer.setup.is_planned:
             return False
         self._relied_on = plan
         return True
@@ -384,7 +384,7 @@ class CompatibleNames(_OptionNames):
             "static_graph": int(self.static_graph),
             "is_multi_device_module": int(self.is_multi_device_module),
             "iteration": reducer.rounds,
-            "can_set_static_graph": int(reducer.usage.is_static and reducer.rounds > 0),
+            "can_set_static_graph": int(reducer.outcome.usage.is_static and reducer.rounds > 0),
             "has_error": int(bool(error)),
             **({"error": error} if error else {}),
             "num_parameter_tensors": len(trained),

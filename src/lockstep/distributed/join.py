@@ -57,7 +57,7 @@ class ShadowHook(JoinHook):
         active = [rank for rank, mark in enumerate(marks) if mark != _GONE]
         if active:
             divide_by = len(marks) if self._wrapper._divide_by_initial_world_size else len(active)
-            self.reducer.set_participants(active, divide_by)
+            self.reducer.setup.set_participants(active, divide_by)
 
     def main_hook(self) -> None:
         """Take part in what the others do until this wrapper has had its iteration."""
@@ -106,7 +106,7 @@ class ShadowHook(JoinHook):
         source = max(rank for rank, last in enumerate(row.tolist()) if last)
         self._wrapper._authoritative_rank = source
         broadcast_values([m.parameter for m in reducer.parameters], reducer.buffers.buffers, collectives, source)
-        reducer.set_participants(range(collectives.world), collectives.world)
+        reducer.setup.set_participants(range(collectives.world), collectives.world)
 
 
 def _open_hooks() -> list[ShadowHook]:

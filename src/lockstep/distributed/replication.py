@@ -135,14 +135,14 @@ class Replication:
         if options.init_sync:
             scheduler.register(reducer, self._module_id, self._others, self._order)
         else:  # nothing has been sent yet: the ranks agree when they first have to
-            reducer.do_before_next_round(self._late_agreement(contents, collectives, scheduler, reducer))
+            reducer.setup.do_before_next_round(self._late_agreement(contents, collectives, scheduler, reducer))
         reducer.set_requires_sync(self.requires_sync)
         members.attach(reducer)
         if options.mixed_precision is not None:
             self._start_casts(reducer)
         self.reducer = reducer
         for state, hook in self.hooks:
-            reducer.register_hook(state, hook)
+            reducer.setup.register_hook(state, hook)
         if self._restored is not None:
             self.restore(self._restored)
         return reducer
@@ -152,7 +152,7 @@ class Replication:
         self._casts = Casts(self._selection.module, config, self._selection.left_alone())
         dtype = reduce_dtype(config)
         if dtype is not None:
-            reducer.register_hook(None, ReduceIn(dtype))
+            reducer.setup.register_hook(None, ReduceIn(dtype))
 
     def _late_agreement(
         self, contents: Contents, collectives: Collectives, scheduler: GroupScheduler, reducer: Reducer
@@ -199,7 +199,7 @@ class Replication:
         if self.reducer is None or not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return
         tensors = [tensor for tensor in outputs_in(outputs) if tensor.requires_grad and not tensor.is_leaf]
-        own, training = not self.reducer.are_lent(), self._selection.module.training
+        own, training = not self.reducer.setup.members.are_lent(), self._selection.module.training
         mark = self.reducer.passes.leave_forward(self._counts(), training, bool(tensors), own)
         if mark is not None:
             reached = _Reached(self.reducer, mark)
@@ -243,7 +243,7 @@ class Replication:
         check_hook(hook)
         self.hooks.append((state, hook))
         if self.reducer is not None:
-            self.reducer.register_hook(state, hook)
+            self.reducer.setup.register_hook(state, hook)
 
     def _check_in_charge(self, what: str) -> None:
         if self.reducer is not None and self.reducer.retired:

@@ -25,6 +25,11 @@ class Contribution:
         self.used[:] = both.to_bytes(len(used), "little")
         self.weights.pass_ended(self.used)
 
+    def end_round(self) -> None:
+        """All of it has been reduced."""
+        self.weights.reduced()
+        self.forget()
+
     def forget(self) -> None:
         """What has been contributed is not this rank's alone any more; after a failure it is gone."""
         self.used[:] = bytes(len(self.used))

@@ -27,33 +27,27 @@ Gradients live in buckets (``buckets.py``). What a rank has accumulated since th
 
 import logging
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from functools import partial
 
 import torch
 from torch.nn import Parameter
 
-from lockstep.distributed.agreement import Description, Line, agree
 from lockstep.distributed.buffers import BufferSync
-from lockstep.distributed.collectives import Collectives, plain_memory
+from lockstep.distributed.collectives import Collectives
 from lockstep.distributed.reduction.backward import Reach
-from lockstep.distributed.reduction.buckets import BucketsInUse
-from lockstep.distributed.reduction.comm_hooks import HookChain
 from lockstep.distributed.reduction.contribution import Contribution
-from lockstep.distributed.reduction.drift import Drift, warn_of_drift
-from lockstep.distributed.reduction.late import graphs_of, reduce_again, reduce_late
-from lockstep.distributed.reduction.members import Members, Membership
+from lockstep.distributed.reduction.members import Membership
+from lockstep.distributed.reduction.outcome import Outcome
 from lockstep.distributed.reduction.parameter import ManagedParameter
 from lockstep.distributed.reduction.parameter_hooks import is_marked, run_held_hooks, take_mark, take_over_optimizers
 from lockstep.distributed.reduction.passes import PassLog
-from lockstep.distributed.reduction.plan import AdaptivePlan, ReductionPlan
-from lockstep.distributed.reduction.report import RankStatus, Report, Weight, check_ranks, mean_factor, round_code
-from lockstep.distributed.reduction.report_transport import ReportTransport
-from lockstep.distributed.reduction.round import Round, Wiring, order_of_hooks
+from lockstep.distributed.reduction.plan import ReductionPlan
+from lockstep.distributed.reduction.report import RankStatus, Weight, round_code
+from lockstep.distributed.reduction.round import Round
 from lockstep.distributed.reduction.scheduler import GroupScheduler
-from lockstep.distributed.reduction.second_order import with_graphs
-from lockstep.distributed.reduction.usage import Usage
+from lockstep.distributed.reduction.setup import Setup
 from lockstep.errors import AgreementError, CommunicationError, OptionError, PeerError
 
 
@@ -73,6 +67,8 @@ class Reducer:
         caps: Sequence[int],
     ) -> None:
         self.collectives, self.scheduler, self.buffers = collectives, scheduler, buffers
+        self.setup = Setup(membership, collectives, scheduler, buffers, caps)
+        """What all ranks have alike."""
         self.requires_sync = True
         self.retired = False
         """Whether another replication has taken over all parameters."""
@@ -82,25 +78,16 @@ class Reducer:
         """The last error of a round, for logging."""
         self.passes = PassLog()
         """What tells this rank's backward passes from others."""
-        self.usage = Usage()
-        self._caps = tuple(caps)
-        self._hooks = HookChain()
-        self._gradient_divide_factor = float(collectives.world)
-        self._before_next_round: list[Callable[[], object]] = []
+        self.outcome = Outcome(self.setup)
         self._lock = threading.RLock()
+        self._members = self.setup.members
+        self._contribution = Contribution(self.parameters, collectives.global_rank)
         self._round: Round | None = None
         self._accumulates = False  # a pass is under way that does not synchronise
-        self._creates_graph = False  # the pass under way does, under create_graph=True
+        self._differs = False  # this rank has other parameters, buffers or hooks than were agreed on
         self._abandoned: Round | None = None  # what it has sent may not have arrived yet
-        self._has_failed = False  # in the last round
-        self._members_changed = False  # this rank has other parameters, buffers or hooks than were agreed on
         self._has_joined = False  # this rank has run out of batches
         self._holds_hooks = False  # users have hooks on parameters
-        self._members = Members(membership)
-        self._contribution = Contribution(self.parameters, collectives.global_rank)
-        self._plan_anew()
-
-    # ------------------------------------------------------------------------------------ plan
 
     @property
     def parameters(self) -> list[ManagedParameter]:
@@ -110,61 +97,7 @@ class Reducer:
     @property
     def plan(self) -> ReductionPlan:
         """The buckets, as they are now."""
-        return self._plan.current
-
-    @property
-    def is_planned(self) -> bool:
-        """Whether the plan has been made anew after the first round."""
-        return not self._plan.observes
-
-    def _plan_anew(self) -> None:
-        """Make everything that depends on which parameters there are."""
-        parameters = self.parameters
-        specs, trained = [p.spec for p in parameters], [p.index for p in parameters if p.parameter.requires_grad]
-        sparse = [p.index for p in parameters if p.sparse]
-        self._plan = AdaptivePlan(specs, trained, sparse, self._members.last, self._caps)
-        self._transport = ReportTransport(len(parameters), self.collectives, self.buffers)
-        self._make_buckets()
-
-    def _make_buckets(self) -> None:
-        """Build what the plan says."""
-        planned, hooked = self.plan.buckets, bool(self._hooks.hooks)
-        rides = bool(planned) and planned[-1].can_carry and not hooked  # hooks would change the report
-        device = self.parameters[0].spec.device if self.parameters else self.collectives.device
-        self._transport.lay_out(planned[-1].layout.dtype if rides else None, device)
-        empty = plain_memory if hooked else self.collectives.empty  # some hooks resize what they are given
-        numel = self._transport.numel if rides else 0
-        self._buckets = BucketsInUse(self._plan, self.parameters, numel, empty)
-        self._wiring = Wiring(
-            collectives=self.collectives,
-            scheduler=self.scheduler,
-            hooks=self._hooks,
-            buckets=self._buckets,
-            transport=self._transport,
-            buffers=self.buffers,
-            is_planned=self.is_planned,
-        )
-
-    def restore(self, rounds: int, plan: str) -> None:
-        """Go on where an earlier run was; all ranks must."""
-        self.rounds = rounds
-        before = self.plan
-        self._plan.restore(plan)
-        if self.plan != before:
-            self.do_before_next_round(lambda: agree(Description([Line("plan", plan)]), [], self.collectives))
-        self._make_buckets()
-
-    def register_hook(self, state: object, hook: Callable[..., object]) -> None:
-        """Add a communication hook; the report travels on its own from now on.
-
-        After the first round, it takes part when all ranks have it: that is agreed on at the end of the next one.
-        """
-        if self._hooks.register(state, hook):
-            self._make_buckets()
-
-    def do_before_next_round(self, call: Callable[[], object]) -> None:
-        """Call ``call``, which may communicate, before anything of the next round is sent, once."""
-        self._before_next_round.append(call)
+        return self.setup.plan.current
 
     # ------------------------------------------------------------------------------------ open
 
@@ -182,7 +115,7 @@ class Reducer:
         """A backward pass is about to reach the module: see whether it has other parameters than were agreed on."""
         known = bool(self._members.newcomers or self._members.departed)
         changed = self._members.look()
-        self._members_changed = self.requires_sync and changed
+        self._differs = self.requires_sync and changed
         if changed or known:
             self._contribution.watch(self.parameters, self._members.newcomers, self._members.departed)
 
@@ -200,7 +133,6 @@ class Reducer:
         if self.requires_sync:
             self._check_alive()
         self.scheduler.enter(self)
-        self._creates_graph = torch.is_grad_enabled()  # in backward: under create_graph=True
         if self.requires_sync:
             self._open_round()
         else:
@@ -226,7 +158,7 @@ class Reducer:
         ``passive``: this rank takes part without a backward pass of its own.
         """
         try:
-            self._read_deferred()
+            self.outcome.read_deferred(self.rounds, self._contribution)
         finally:
             self._start_round(passive)
 
@@ -237,20 +169,9 @@ class Reducer:
             self.buffers.drop_large()
         if not self.scheduler.expects(self):
             self.look_for_changes()
-        self._members_changed = self._members_changed or self._hooks.has_changed or self.buffers.changed()
-        used = self._contribution.used
-        for index in self._buckets.unbucketed:
-            if used[index] and self.parameters[index].parameter.grad is None:
-                used[index] = 0  # given up
-        early = self._hooks.are_agreed and not self._before_next_round
-        describe = partial(self._describe, passive)
-        self._round = Round(self.rounds + 1, self._wiring, self._gradient_divide_factor, used, describe, early)
-        arrivals, expected = self._members.arrivals, self._buckets.expected
-        if self._plan.observes:
-            self._plan.begin_round()
-            self._round.open(expected, bytearray(expected))  # each gradient is looked at, to note the order
-        else:
-            self._round.open(expected, arrivals.expect(self._buckets.of, expected))
+        self._differs = self._differs or self.setup.differs()
+        describe, creates_graph = partial(self._describe, passive), torch.is_grad_enabled()
+        self._round = Round(self.rounds + 1, self.setup, self._contribution.used, describe, creates_graph)
 
     # ------------------------------------------------------------------------------------ fill
 
@@ -264,8 +185,6 @@ class Reducer:
                 if before is not self.parameters:  # the ranks have just agreed on others, with other numbers
                     index = next((each.index for each in self.parameters if each.parameter is told), -1)
             if self._round is not None and index >= 0:
-                if self._plan.observes:
-                    self._plan.observe(index)
                 self._round.mark_gradient_ready(index)
 
     def launch_ready_buckets(self) -> None:
@@ -284,7 +203,7 @@ class Reducer:
             if not self.open:
                 if not self.scheduler.expects(self):
                     self.look_for_changes()
-                if self._members_changed or weights.announced:
+                if self._differs or weights.announced:
                     self._open([id(parameter)])
             weights.newcomer_arrived(parameter)
 
@@ -335,18 +254,8 @@ class Reducer:
         self._contribution.drift.look(True)
 
     def _get_ready(self) -> None:
-        """Do what has to be done before anything of the round is sent. What fails here fails on every rank, and leaves
-        nothing to send.
-
-        Ranks wait for each other here, so this is done at the end of backward: until then they may go through several
-        modules in orders of their own.
-        """
         try:
-            while self._before_next_round:
-                self._before_next_round[0]()
-                del self._before_next_round[0]
-            if not self._hooks.are_agreed:
-                self._hooks.agree(self.collectives)
+            self.setup.get_ready()
         except BaseException:
             self.scheduler.note_failure(self)
             raise
@@ -363,38 +272,14 @@ class Reducer:
             self.abandon()
             raise
         current.wait()
-        report = self._transport.read(current.report_row, self._may_defer(current))
-        self._has_failed = False
-        renews = report.all_moved or (report.moved and not self._transport.deferred)
-        compares = report.all_changed or (report.changed and not self._transport.deferred)
-        try:
-            factor = self._check(report, current.number)
-            newcomers = self._agree_anew() if renews else []
-            drift = self._find_drift() if compares else None
-        except (PeerError, AgreementError, OptionError):
-            self._has_failed = True
-            self._transport.drop_deferred()  # it has been raised
-            self.buffers.drop_large()
-            raise
-        self.buffers.finish_large()
-        self._copy_out(current, report, newcomers, factor)
-        held = self._parameters_with_held_hooks(report, newcomers)
-        self._renew() if renews else self._adapt(report)
-        warn_of_drift(drift, self.collectives.global_rank)
-        return held
+        used = self.outcome.conclude(current, self._contribution, self._may_defer(current))
+        return used if self._holds_hooks else ()
 
-    def _describe(self, passive: bool, failed: bool) -> tuple[RankStatus, Weight]:
-        """What this rank says of its round."""
-        own, backward = self._contribution, None if passive else self.passes.summarize()
-        number = round_code(self.rounds + 1 if self._round is None else self._round.number)
-        flags = failed, own.weights.given, self._has_joined, self._members_changed, own.drift.suspects
+    def _describe(self, passive: bool, number: int, failed: bool) -> tuple[RankStatus, Weight]:
+        """What this rank says of a round."""
+        own, backward, number = self._contribution, None if passive else self.passes.summarize(), round_code(number)
+        flags = failed, own.weights.given, self._has_joined, self._differs, own.drift.suspects
         return RankStatus(number, *flags, backward), Weight(own.weights.total, bool(own.weights.earlier.copies))
-
-    def _check(self, report: Report, number: int) -> float:
-        """Raise if the ranks were not all in the same round; returns what the mean is to be multiplied by."""
-        ranks = self.collectives.global_ranks
-        check_ranks(report, number, self.collectives.rank, ranks)
-        return mean_factor(report, self._gradient_divide_factor, number, ranks)
 
     def takes_part(self, accumulates: bool) -> bool:
         """Whether a backward pass that has gone through the module without a gradient of it is a round all the same.
@@ -418,58 +303,11 @@ class Reducer:
         return bool(found)
 
     def _may_defer(self, current: Round) -> bool:
-        """Whether this rank has used every parameter, in time, in a round like all others, and has not failed in the
-        one before: others that have not read of that yet fail in this one."""
+        """Whether this rank has used every parameter, in time, in a round like all others."""
         own = self._contribution
-        settled = self._plan.is_whole and self.is_planned and 0 not in own.used
-        unusual = current.late or own.weights.given or self._has_joined or self._members_changed or self._has_failed
+        settled = self.setup.plan.is_whole and self.setup.is_planned and 0 not in own.used
+        unusual = current.late or own.weights.given or self._has_joined or self._differs
         return settled and not unusual and not own.drift.suspects
-
-    def _read_deferred(self) -> None:
-        """What the last round's report said beside: every rank learns it here, before it sends anything."""
-        report = self._transport.read_deferred()
-        if report is not None:
-            self._check(report, self.rounds)
-            if report.moved and not report.all_moved:  # else every rank has waited for the report
-                self._agree_anew()
-                self._renew()
-            if report.changed and not report.all_changed:
-                warn_of_drift(self._find_drift(), self.collectives.global_rank)
-
-    # -------------------------------------------------------------------------------- copy out
-
-    def _copy_out(self, current: Round, report: Report, newcomers: Sequence[ManagedParameter], factor: float) -> None:
-        overdue = [*(self.parameters[index] for index in report.late), *newcomers]
-        graphs = [*current.graphs, *graphs_of(overdue)]
-        late = reduce_late(overdue, self.collectives, self._gradient_divide_factor) if overdue else []
-        current.copy_out(report, factor)
-        for each in late:
-            each.copy_out(factor)
-        if report.adds:
-            self._add_earlier(report, newcomers, factor)
-        if graphs or self._creates_graph:
-            reduced = [member for member in self.parameters if report.uses(member.index)]
-            with_graphs(graphs, reduced, factor, self.collectives)
-        if not report.moved:
-            self._transport.take_buffers(current.report_row)
-        self.usage.look(self._contribution.used)
-        self._contribution.weights.reduced()
-        self._contribution.forget()
-
-    def _add_earlier(self, report: Report, newcomers: Sequence[ManagedParameter], factor: float) -> None:
-        """What was there before the weighted contributions, and has been scaled with them by ``factor``, counts as it
-        was: as the mean over the ranks that have batches."""
-        used = [*(member for member in self.parameters if report.uses(member.index)), *newcomers]
-        active = self.collectives.world - sum(status.joined for status in report.ranks)
-        copies = self._contribution.weights.earlier.copies
-        for each in reduce_again(used, copies, self.collectives, active, "gradient from before"):
-            each.copy_out(1 - factor * active / self._gradient_divide_factor)
-
-    def _parameters_with_held_hooks(self, report: Report, newcomers: Sequence[ManagedParameter]) -> list[Parameter]:
-        """The parameters that any rank has used, in an order that is the same on all ranks, if users have hooks."""
-        if not self._holds_hooks:
-            return []
-        return [each.parameter for each in (*order_of_hooks(self._buckets, self.parameters, report), *newcomers)]
 
     def hold_hooks(self) -> None:
         """Some parameter has users' hooks, to be run when its gradient is reduced."""
@@ -478,36 +316,6 @@ class Reducer:
     def run_held_hooks(self, parameters: Sequence[Parameter]) -> None:
         """Run users' hooks of parameters whose gradients have been reduced."""
         run_held_hooks(parameters, self)
-
-    # ----------------------------------------------------------------------------------- adapt
-
-    def _adapt(self, report: Report) -> None:
-        """Let the plan follow what the ranks have used. Communicates one broadcast, the first time."""
-        if self._plan.observes:
-            told = torch.tensor(self._plan.observed_order, dtype=torch.int64, device=self.collectives.device)
-            self.collectives.broadcast(told, "order of gradients").wait()
-            self._plan.rebuild(index for index in told.tolist() if report.uses(index))
-        elif not self._plan.adapt(report.late):
-            return
-        self._make_buckets()
-
-    def _agree_anew(self) -> list[ManagedParameter]:
-        """Agree with all ranks on hooks and parameters; returns the new ones that any rank has a gradient of."""
-        self._hooks.agree(self.collectives)
-        return self._members.agree_anew(self.collectives)
-
-    def _renew(self) -> None:
-        """Go on with the parameters, hooks and buffers that all ranks have now."""
-        before = self.parameters
-        if self._members.take_over():
-            self._contribution.renumber(before, self.parameters)
-            self._plan_anew()
-        self.buffers.renew()
-        self._make_buckets()
-
-    def _find_drift(self) -> Drift | None:
-        """Compare the parameters, as they are now, with those of all other ranks, which do the same."""
-        return self._contribution.drift.compare(self._members.current, self.collectives)
 
     # ------------------------------------------------------------------- the end, however it comes
 
@@ -525,7 +333,7 @@ class Reducer:
             if ended is not None or failed:
                 self.passes.end_round()
             self.passes.end_pass()
-            self._accumulates = self._creates_graph = False
+            self._accumulates = False
 
     @torch.no_grad()
     def abandon(self) -> None:
@@ -541,7 +349,8 @@ class Reducer:
                     self._open_round()
             self._get_ready()
             assert self._round is not None
-            self._has_failed, self._abandoned = True, self._round
+            self._abandoned = self._round
+            self.outcome.note_failure()
             self._round.abandon()
         except (CommunicationError, AgreementError) as error:  # the group has ended, or all raise
             logging.getLogger("lockstep").debug("the other ranks could not be told of a failure: %s", error)
@@ -556,19 +365,14 @@ class Reducer:
 
     # ------------------------------------------------------------------------------ for others
 
+    def restore(self, rounds: int, plan: str) -> None:
+        """Go on where an earlier run was; all ranks must."""
+        self.rounds = rounds
+        self.setup.restore(plan)
+
     def set_requires_sync(self, required: bool) -> None:
         """Whether backward passes that begin from now on synchronise."""
         self.requires_sync = required
-
-    def set_participants(self, ranks: Sequence[int], divide_by: float) -> None:
-        """Inside ``join()``: which ranks have batches. The first one's buffers count; sums are divided by
-        ``divide_by``."""
-        self.buffers.set_source(ranks[0])
-        self._gradient_divide_factor = float(divide_by)
-
-    def are_lent(self) -> bool:
-        """Whether other tensors stand in for the parameters, as ``torch.func.functional_call`` has it."""
-        return self._members.are_lent()
 
     def announce(self, weight: float | None) -> None:
         """What the loss of the next backward passes counts, on top of what has been counted since the last round."""

@@ -8,22 +8,21 @@ have to be ordered by waiting.
 """
 
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum, auto
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
-from lockstep.distributed.buffers import BufferSync
-from lockstep.distributed.collectives import Collectives
-from lockstep.distributed.reduction.buckets import BlankBucket, BucketsInUse, GradientBucket
-from lockstep.distributed.reduction.comm_hooks import HookChain, Waitable
+from lockstep.distributed.reduction.buckets import BlankBucket, GradientBucket
+from lockstep.distributed.reduction.comm_hooks import Waitable
+from lockstep.distributed.reduction.late import graphs_of, reduce_again, reduce_late
 from lockstep.distributed.reduction.parameter import ManagedParameter
 from lockstep.distributed.reduction.plan import Kind
 from lockstep.distributed.reduction.report import RankStatus, Report, Weight
-from lockstep.distributed.reduction.report_transport import ReportTransport
-from lockstep.distributed.reduction.scheduler import GroupScheduler
+from lockstep.distributed.reduction.second_order import with_graphs
+from lockstep.distributed.reduction.setup import Setup
 from lockstep.errors import CommunicationError
 
 
@@ -52,49 +51,35 @@ _FOLLOWING = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class Wiring:
-    """What all rounds of one plan have in common: what they go through."""
-
-    collectives: Collectives
-    scheduler: GroupScheduler
-    hooks: HookChain
-    buckets: BucketsInUse
-    transport: ReportTransport
-    buffers: BufferSync
-    is_planned: bool
-    """Whether the plan has been made anew after the first round."""
-
-
 class Round:
     """Reduces the gradients of one backward pass, together with the same round of the other ranks."""
 
     def __init__(
         self,
         number: int,
-        wiring: Wiring,
-        divide_factor: float,
+        setup: Setup,
         used: bytearray,
-        describe: Callable[[bool], tuple[RankStatus, Weight]],
-        launches_early: bool,
+        describe: Callable[[int, bool], tuple[RankStatus, Weight]],
+        creates_graph: bool,
     ) -> None:
+        """``used`` has a one for each parameter that has had a gradient on this rank since the last round; ``describe``
+        says what this rank has to report of a round of that number, failed or not."""
         self.number, self.phase = number, RoundPhase.FILLING
-        self.buckets = wiring.buckets
+        self.buckets = setup.buckets
         self.next_bucket = 0
         """The first bucket that has not left."""
         self.late: dict[int, None] = {}
         """Parameters whose gradient came after its bucket had left, or has no bucket."""
-        self.graphs: list[tuple[ManagedParameter, Tensor]] = []
-        """Gradients that backward made with ``create_graph=True``."""
-        self.used = used
-        """Has a one for each parameter that has had a gradient on this rank since the last round; of those that come in
-        time for their bucket, only from :meth:`end_filling` on."""
-        self._wiring, self._divide_factor, self._launches_early = wiring, divide_factor, launches_early
-        self._describe = describe
-        self._expected = b""
-        self._awaited = bytearray()
+        self._setup, self._used, self._describe, self._creates_graph = setup, used, describe, creates_graph
+        self._divide_factor, self._launches_early = setup.gradient_divide_factor, setup.is_ready
+        self._graphs: list[tuple[ManagedParameter, Tensor]] = []
         self._undefined: list[int] = []
         self._pending: list[Waitable] = []
+        self._expected = setup.buckets.expected
+        self._awaited = bytearray(self._expected)  # what has not come of those
+        for bucket in self.buckets:
+            bucket.open()
+        self._expect_gradients()
 
     @property
     def has_begun(self) -> bool:
@@ -108,20 +93,24 @@ class Round:
 
     # ------------------------------------------------------------------------ filling: gradients come
 
-    def open(self, expected: bytes, awaited: bytearray) -> None:
-        """Begin: ``expected`` are the parameters whose gradients buckets wait for; ``awaited``, which hooks may write,
-        those that have not come."""
-        self._expected, self._awaited = expected, awaited
-        for bucket in self.buckets:
-            bucket.open()
+    def _expect_gradients(self) -> None:
+        plan, arrivals = self._setup.plan, self._setup.members.arrivals
+        if plan.observes:
+            plan.begin_round()  # no gradient is expected by its hook: each is looked at, to note the order
+        else:
+            self._awaited = arrivals.expect(self.buckets.of, self._expected)
         # What has piled up without a place in the plan may not come again before the end of this backward.
         for index in self.buckets.unbucketed:
-            if self.used[index]:
+            if self._setup.parameters[index].parameter.grad is None:
+                self._used[index] = 0  # given up
+            elif self._used[index]:
                 self.late[index] = None
 
     def mark_gradient_ready(self, index: int) -> None:
         """Count a gradient that the hooks have not counted: the first of a pass, or one that may be late."""
-        self.used[index] = 1
+        self._used[index] = 1
+        if self._setup.plan.observes:
+            self._setup.plan.observe(index)
         bucket = self.buckets.of[index]
         if bucket is None or bucket.index < self.next_bucket:
             self.late[index] = None
@@ -133,7 +122,7 @@ class Round:
 
     def mark_unhooked(self, index: int) -> None:
         """Count the gradient of a parameter that had lost its hook."""
-        self.used[index] = 1
+        self._used[index] = 1
         if self.buckets.of[index] is None:
             self.late[index] = None
 
@@ -151,44 +140,44 @@ class Round:
 
     def _may_launch(self, bucket: GradientBucket) -> bool:
         """Whether a bucket may leave while backward runs: no call of its hooks may wait for other ranks."""
-        hooks = self._wiring.hooks
-        if not (self._launches_early and self._wiring.scheduler.exclusive):
+        hooks = self._setup.hooks
+        if not (self._launches_early and self._setup.scheduler.exclusive):
             return False
         if not hooks.hooks or bucket.members[0].spec.device.type != "cpu":
             return True
         return not hooks.may_wait and all(pending.done() for pending in self._pending)
 
     def _launch_bucket(self, bucket: GradientBucket) -> None:
-        wiring = self._wiring
-        with wiring.collectives.phases.phase("collect"):
-            scale = 1.0 if wiring.hooks.hooks else 1.0 / self._divide_factor
+        setup = self._setup
+        with setup.collectives.phases.phase("collect"):
+            scale = 1.0 if setup.hooks.hooks else 1.0 / self._divide_factor
             # The report's row must not be scaled, and sparse gradients are made anew when they are.
             at_once = bucket is self.buckets.report_bucket or bucket.planned.kind is Kind.SPARSE
-            copied = bucket.copy_in(scale if at_once else 1.0, self.used if bucket.missing else None)
-            self.graphs += copied.graphs
+            copied = bucket.copy_in(scale if at_once else 1.0, self._used if bucket.missing else None)
+            self._graphs += copied.graphs
             self._undefined += copied.undefined
             if bucket is self.buckets.report_bucket:
                 self._write_report(bucket.row)
         what = f"bucket {bucket.index + 1} of {len(self.buckets)}, round {self.number}"
-        if wiring.hooks.hooks:
+        if setup.hooks.hooks:
             pending = self._launch_through_hooks(bucket, copied.flat, what)
         else:
-            pending = wiring.collectives.all_reduce(copied.flat, what, 1.0 if at_once else scale)
+            pending = setup.collectives.all_reduce(copied.flat, what, 1.0 if at_once else scale)
         self._pending.append(pending)
         self.next_bucket += 1
 
     def _launch_through_hooks(self, bucket: GradientBucket, flat: Tensor, what: str) -> Waitable:
-        wiring, collectives = self._wiring, self._wiring.collectives
+        setup, collectives = self._setup, self._setup.collectives
         self._wait_for_hooks(flat.device)
         begun = collectives.begun()
         try:
             with collectives.phases.phase("hook", what):
                 last = bucket.index == len(self.buckets) - 1
-                return wiring.hooks.send(bucket, flat, last, collectives, self._divide_factor, wiring.is_planned)
+                return setup.hooks.send(bucket, flat, last, collectives, self._divide_factor, setup.is_planned)
         except BaseException as error:
             if begun is None or collectives.begun() != begun:
                 gist = f"{type(error).__name__}: {error}"
-                wiring.scheduler.lose(f"a communication hook raised {gist}, after it had begun to communicate")
+                setup.scheduler.lose(f"a communication hook raised {gist}, after it had begun to communicate")
             raise
 
     def _wait_for_hooks(self, device: torch.device) -> None:
@@ -204,31 +193,31 @@ class Round:
         self._become(RoundPhase.FINALIZING)
         # Bytes that differ are of gradients that have come; as whole numbers, all of them at once.
         came = int.from_bytes(self._expected, "little") ^ int.from_bytes(self._awaited, "little")
-        self.used[:] = (int.from_bytes(self.used, "little") | came).to_bytes(len(self.used), "little")
+        self._used[:] = (int.from_bytes(self._used, "little") | came).to_bytes(len(self._used), "little")
 
     def launch_rest(self) -> None:
         """Launch all that is left: buckets, buffers that do not ride in the report, and the report."""
-        wiring = self._wiring
-        wiring.buffers.prepare_large()
+        setup = self._setup
+        setup.buffers.prepare_large()
         while self.next_bucket < len(self.buckets):
             self._launch_bucket(self.buckets[self.next_bucket])
-        if wiring.hooks.hooks:
-            self._wait_for_hooks(wiring.collectives.device)
-        wiring.buffers.send_large()
-        row = wiring.transport.own_row
+        if setup.hooks.hooks:
+            self._wait_for_hooks(setup.collectives.device)
+        setup.buffers.send_large()
+        row = setup.transport.own_row
         if row is not None:
             self._write_report(row)
-            self._pending.append(wiring.collectives.all_reduce(row, f"report, round {self.number}"))
+            self._pending.append(setup.collectives.all_reduce(row, f"report, round {self.number}"))
 
     def _write_report(self, row: Tensor, failed: bool = False) -> None:
         for index in self._undefined:  # hooks have run, but there was no gradient
-            self.used[index] = 0
-        status, weight = self._describe(failed)
-        self._wiring.transport.write(row, self.used, list(self.late), status, weight)
+            self._used[index] = 0
+        status, weight = self._describe(self.number, failed)
+        self._setup.transport.write(row, self._used, list(self.late), status, weight)
 
     def wait(self) -> None:
         """Return when all has arrived."""
-        with self._wiring.collectives.phases.phase("wait"):
+        with self._setup.collectives.phases.phase("wait"):
             for pending in self._pending:
                 pending.wait()
         self._become(RoundPhase.REDUCED)
@@ -236,18 +225,55 @@ class Round:
     @property
     def report_row(self) -> Tensor:
         """The report's place."""
-        bucket, row = self.buckets.report_bucket, self._wiring.transport.own_row
+        bucket, row = self.buckets.report_bucket, self._setup.transport.own_row
         if bucket is not None:
             return bucket.row
         assert row is not None
         return row
 
-    def copy_out(self, report: Report, factor: float) -> None:
-        """Give the parameters their reduced gradients, times ``factor``."""
+    def copy_out(
+        self,
+        report: Report,
+        factor: float,
+        newcomers: Sequence[ManagedParameter],
+        earlier: Mapping[int, Tensor],
+    ) -> None:
+        """Give the parameters their reduced gradients, times ``factor``: what is in the buckets, and what was late.
+
+        The ranks have just agreed on ``newcomers``, which have no bucket yet. If the report says that weighted
+        contributions come on top of gradients from before, this rank's are in ``earlier``, by identity.
+        """
+        overdue = [*(self._setup.parameters[index] for index in report.late), *newcomers]
+        graphs = [*self._graphs, *graphs_of(overdue)]
+        late = reduce_late(overdue, self._setup.collectives, self._divide_factor) if overdue else []
         for bucket in self.buckets:
             if factor != 1:
                 bucket.rescale(factor)
             bucket.copy_out(report)
+        for each in late:
+            each.copy_out(factor)
+        if report.adds:
+            self._add_earlier(report, factor, newcomers, earlier)
+        if graphs or self._creates_graph:
+            reduced = [member for member in self._setup.parameters if report.uses(member.index)]
+            with_graphs(graphs, reduced, factor, self._setup.collectives)
+
+    def _add_earlier(
+        self, report: Report, factor: float, newcomers: Sequence[ManagedParameter], earlier: Mapping[int, Tensor]
+    ) -> None:
+        """What was there before the weighted contributions, and has been scaled with them by ``factor``, counts as it
+        was: as the mean over the ranks that have batches."""
+        collectives = self._setup.collectives
+        used = [*(member for member in self._setup.parameters if report.uses(member.index)), *newcomers]
+        active = collectives.world - sum(status.joined for status in report.ranks)
+        for each in reduce_again(used, earlier, collectives, active, "gradient from before"):
+            each.copy_out(1 - factor * active / self._divide_factor)
+
+    def parameters_in_order(self, report: Report, newcomers: Sequence[ManagedParameter]) -> list[Parameter]:
+        """The parameters that any rank has used, in an order that is the same on all ranks: the plan's."""
+        placed = [index for bucket in self.buckets for index in bucket.planned.indices]
+        used = [self._setup.parameters[i] for i in (*placed, *self.buckets.unbucketed) if report.uses(i)]
+        return [each.parameter for each in (*used, *newcomers)]
 
     # -------------------------------------------------------------------- abandoned: backward has failed
 
@@ -257,32 +283,32 @@ class Round:
         Communication hooks run, too, on buckets of zeros: what they send is what the other ranks' hooks wait for.
         """
         self._become(RoundPhase.ABANDONED)
-        wiring, rest = self._wiring, list(self.buckets)[self.next_bucket :]
+        setup, rest = self._setup, list(self.buckets)[self.next_bucket :]
         for bucket in rest:
             blank = self._make(bucket.blank)
-            if wiring.hooks.hooks:
+            if setup.hooks.hooks:
                 self._launch_blank_through_hooks(bucket, blank)
                 continue
             if bucket is self.buckets.report_bucket:
                 self._write_report(blank[bucket.planned.layout.numel :], failed=True)
             self._launch_abandoned(blank)
-        if wiring.hooks.hooks and wiring.collectives.device.type == "cpu":
+        if setup.hooks.hooks and setup.collectives.device.type == "cpu":
             self.wait_abandoned()
-        wiring.buffers.send_large(failed=True)
-        if wiring.transport.own_row is not None:
-            self._write_report(wiring.transport.own_row, failed=True)
-            self._launch_abandoned(wiring.transport.own_row)
+        setup.buffers.send_large(failed=True)
+        if setup.transport.own_row is not None:
+            self._write_report(setup.transport.own_row, failed=True)
+            self._launch_abandoned(setup.transport.own_row)
 
     def _launch_abandoned(self, tensor: Tensor) -> None:
-        self._pending.append(self._wiring.collectives.all_reduce(tensor, f"round {self.number}, abandoned"))
+        self._pending.append(self._setup.collectives.all_reduce(tensor, f"round {self.number}, abandoned"))
 
     def _launch_blank_through_hooks(self, bucket: GradientBucket, blank: Tensor) -> None:
-        wiring = self._wiring
+        setup = self._setup
         if blank.device.type == "cpu":  # see _wait_for_hooks
             self.wait_abandoned()
         last = bucket.index == len(self.buckets) - 1
-        pending = wiring.hooks.send(
-            BlankBucket(bucket), blank, last, wiring.collectives, self._divide_factor, wiring.is_planned
+        pending = setup.hooks.send(
+            BlankBucket(bucket), blank, last, setup.collectives, self._divide_factor, setup.is_planned
         )
         self._pending.append(pending)
 
@@ -303,11 +329,3 @@ class Round:
         except (RuntimeError, MemoryError, OSError):
             self.wait_abandoned()
             return make()
-
-
-def order_of_hooks(
-    buckets: BucketsInUse, parameters: Sequence[ManagedParameter], report: Report
-) -> list[ManagedParameter]:
-    """The parameters that any rank has used, in an order that is the same on all ranks: the plan's."""
-    placed = [index for bucket in buckets for index in bucket.planned.indices]
-    return [parameters[index] for index in (*placed, *buckets.unbucketed) if report.uses(index)]

@@ -1,0 +1,98 @@
+"""What becomes of a round when the ranks have told each other what they did: gradients, or an error on every rank.
+
+The report is read at the end of the round, or, on an accelerator and if nothing unusual is known here, when the next
+one opens. All ranks read the same, so each consequence that takes all of them is drawn by all.
+"""
+
+from collections.abc import Sequence
+
+from torch.nn import Parameter
+
+from lockstep.distributed.reduction.contribution import Contribution
+from lockstep.distributed.reduction.drift import Drift, warn_of_drift
+from lockstep.distributed.reduction.parameter import ManagedParameter
+from lockstep.distributed.reduction.report import Report, check_ranks, mean_factor
+from lockstep.distributed.reduction.round import Round
+from lockstep.distributed.reduction.setup import Setup
+from lockstep.distributed.reduction.usage import Usage
+from lockstep.errors import AgreementError, OptionError, PeerError
+
+
+class Outcome:
+    """Draws the consequences of a module's reports."""
+
+    def __init__(self, setup: Setup) -> None:
+        self._setup = setup
+        self._collectives = setup.collectives
+        self.usage = Usage()
+        self.has_failed = False
+        """Whether the last round has failed on some rank, and that was told."""
+
+    def note_failure(self) -> None:
+        """Remember that this rank's part in a round has failed, which the others are told.
+
+        Those that have not read of it when the next one ends fail then, so that one's report is read at once.
+        """
+        self.has_failed = True
+
+    def conclude(self, ended: Round, own: Contribution, may_defer: bool) -> list[Parameter]:
+        """Read the report of a round that has been reduced, and give the parameters their gradients.
+
+        ``may_defer``: this rank has nothing unusual to know or to tell. Returns the parameters that any rank has used,
+        in an order that is the same on all. Raises on every rank if the ranks were not in the same round.
+        """
+        setup, transport = self._setup, self._setup.transport
+        row = ended.report_row  # which its bucket may give up, with the gradients
+        report = transport.read(row, may_defer and not self.has_failed)
+        self.has_failed = False
+        renews = report.all_moved or (report.moved and not transport.deferred)
+        compares = report.all_changed or (report.changed and not transport.deferred)
+        try:
+            factor = self._check(report, ended.number)
+            newcomers: Sequence[ManagedParameter] = setup.agree_anew() if renews else ()
+            drift = self._find_drift(own) if compares else None
+        except (PeerError, AgreementError, OptionError):
+            self.has_failed = True
+            transport.drop_deferred()  # it has been raised
+            setup.buffers.drop_large()
+            raise
+        setup.buffers.finish_large()
+        ended.copy_out(report, factor, newcomers, own.weights.earlier.copies)
+        if not report.moved:
+            transport.take_buffers(row)
+        self.usage.look(own.used)
+        own.end_round()
+        used = ended.parameters_in_order(report, newcomers)
+        if renews:
+            self._renew(own)
+        else:
+            setup.adapt(report)
+        warn_of_drift(drift, self._collectives.global_rank)
+        return used
+
+    def read_deferred(self, number: int, own: Contribution) -> None:
+        """Draw what consequences are left of round ``number``: all ranks do, before they send anything of the next."""
+        report = self._setup.transport.read_deferred()
+        if report is not None:
+            self._check(report, number)
+            if report.moved and not report.all_moved:  # else every rank has waited for the report
+                self._setup.agree_anew()
+                self._renew(own)
+            if report.changed and not report.all_changed:
+                warn_of_drift(self._find_drift(own), self._collectives.global_rank)
+
+    def _check(self, report: Report, number: int) -> float:
+        """Raise if the ranks were not all in the same round; returns what the mean is to be multiplied by."""
+        ranks = self._collectives.global_ranks
+        check_ranks(report, number, self._collectives.rank, ranks)
+        return mean_factor(report, self._setup.gradient_divide_factor, number, ranks)
+
+    def _find_drift(self, own: Contribution) -> Drift | None:
+        """Compare the parameters, as they are now, with those of all other ranks, which do the same."""
+        return own.drift.compare(self._setup.members.current, self._collectives)
+
+    def _renew(self, own: Contribution) -> None:
+        """Go on with what all ranks have now."""
+        before = self._setup.renew()
+        if before is not None:
+            own.renumber(before, self._setup.parameters)

@@ -1,0 +1,148 @@
+"""What all ranks have alike, from round to round: parameters, hooks, buffers, the plan and its buckets.
+
+Whatever changes here changes on every rank in the same round: because all have the same report, or because they have
+compared what they have.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from lockstep.distributed.agreement import Description, Line, agree
+from lockstep.distributed.buffers import BufferSync
+from lockstep.distributed.collectives import Collectives, plain_memory
+from lockstep.distributed.reduction.buckets import BucketsInUse
+from lockstep.distributed.reduction.comm_hooks import HookChain
+from lockstep.distributed.reduction.members import Members, Membership
+from lockstep.distributed.reduction.parameter import ManagedParameter
+from lockstep.distributed.reduction.plan import AdaptivePlan
+from lockstep.distributed.reduction.report import Report
+from lockstep.distributed.reduction.report_transport import ReportTransport
+from lockstep.distributed.reduction.scheduler import GroupScheduler
+
+
+class Setup:
+    """What the rounds of one module go through."""
+
+    def __init__(
+        self,
+        membership: Membership,
+        collectives: Collectives,
+        scheduler: GroupScheduler,
+        buffers: BufferSync,
+        caps: Sequence[int],
+    ) -> None:
+        self.collectives, self.scheduler, self.buffers = collectives, scheduler, buffers
+        self.hooks = HookChain()
+        self.members = Members(membership)
+        self.gradient_divide_factor = float(collectives.world)
+        """What sums are divided by: the world size, but where joined ranks do not count."""
+        self._caps = tuple(caps)
+        self._before_next_round: list[Callable[[], object]] = []
+        self._plan_anew()
+
+    @property
+    def parameters(self) -> list[ManagedParameter]:
+        """The parameters that the ranks have agreed on."""
+        return self.members.parameters
+
+    @property
+    def is_planned(self) -> bool:
+        """Whether the plan has been made anew after the first round."""
+        return not self.plan.observes
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether nothing has to be agreed on before a bucket may leave."""
+        return self.hooks.are_agreed and not self._before_next_round
+
+    # ----------------------------------------------------------------------- building what is planned
+
+    def _plan_anew(self) -> None:
+        """Make everything that depends on which parameters there are."""
+        parameters = self.parameters
+        specs, trained = [p.spec for p in parameters], [p.index for p in parameters if p.parameter.requires_grad]
+        sparse = [p.index for p in parameters if p.sparse]
+        self.plan = AdaptivePlan(specs, trained, sparse, self.members.last, self._caps)
+        self.transport = ReportTransport(len(parameters), self.collectives, self.buffers)
+        self._make_buckets()
+
+    def _make_buckets(self) -> None:
+        planned, hooked = self.plan.current.buckets, bool(self.hooks.hooks)
+        rides = bool(planned) and planned[-1].can_carry and not hooked  # hooks would change the report
+        device = self.parameters[0].spec.device if self.parameters else self.collectives.device
+        self.transport.lay_out(planned[-1].layout.dtype if rides else None, device)
+        empty = plain_memory if hooked else self.collectives.empty  # some hooks resize what they are given
+        numel = self.transport.numel if rides else 0
+        self.buckets = BucketsInUse(self.plan, self.parameters, numel, empty)
+
+    def adapt(self, report: Report) -> None:
+        """Let the plan follow what the ranks have used. Communicates one broadcast, the first time."""
+        if self.plan.observes:
+            told = torch.tensor(self.plan.observed_order, dtype=torch.int64, device=self.collectives.device)
+            self.collectives.broadcast(told, "order of gradients").wait()
+            self.plan.rebuild(index for index in told.tolist() if report.uses(index))
+        elif not self.plan.adapt(report.late):
+            return
+        self._make_buckets()
+
+    def restore(self, plan: str) -> None:
+        """Go on with the plan of an earlier run; all ranks must."""
+        before = self.plan.current
+        self.plan.restore(plan)
+        if self.plan.current != before:
+            self._make_buckets()
+            self.do_before_next_round(lambda: agree(Description([Line("plan", plan)]), [], self.collectives))
+
+    def register_hook(self, state: object, hook: Callable[..., object]) -> None:
+        """Add a communication hook; the report travels on its own from now on.
+
+        After the first round, it takes part when all ranks have it: that is agreed on at the end of the next one.
+        """
+        if self.hooks.register(state, hook):
+            self._make_buckets()
+
+    def set_participants(self, ranks: Sequence[int], divide_by: float) -> None:
+        """Inside ``join()``: which ranks have batches. The first one's buffers count; sums are divided by
+        ``divide_by``."""
+        self.buffers.set_source(ranks[0])
+        self.gradient_divide_factor = float(divide_by)
+
+    # ------------------------------------------------------------------------------ agreeing with all ranks
+
+    def do_before_next_round(self, call: Callable[[], object]) -> None:
+        """Call ``call``, which may communicate, before anything of the next round is sent, once."""
+        self._before_next_round.append(call)
+
+    def get_ready(self) -> None:
+        """Do what has to be done before anything of a round is sent. What fails here fails on every rank, and leaves
+        nothing to send.
+
+        Ranks wait for each other here, so this is done at the end of backward: until then they may go through several
+        modules in orders of their own.
+        """
+        while self._before_next_round:
+            self._before_next_round[0]()
+            del self._before_next_round[0]
+        if not self.hooks.are_agreed:
+            self.hooks.agree(self.collectives)
+
+    def differs(self) -> bool:
+        """Whether this rank has other hooks or buffers than were agreed on."""
+        return self.hooks.has_changed or self.buffers.changed()
+
+    def agree_anew(self) -> list[ManagedParameter]:
+        """Agree with all ranks on hooks and parameters; returns the new ones that any rank has a gradient of."""
+        self.hooks.agree(self.collectives)
+        return self.members.agree_anew(self.collectives)
+
+    def renew(self) -> list[ManagedParameter] | None:
+        """Go on with the parameters, hooks and buffers that all ranks have now; returns the parameters as they were, if
+        they are others now."""
+        before = self.parameters
+        is_new = self.members.take_over()
+        if is_new:
+            self._plan_anew()
+        self.buffers.renew()
+        self._make_buckets()
+        return before if is_new else None
