@@ -143,7 +143,7 @@ class Round:
         hooks = self._setup.hooks
         if not (self._launches_early and self._setup.scheduler.exclusive):
             return False
-        if not hooks.hooks or bucket.members[0].spec.device.type != "cpu":
+        if not hooks.hooks or self._setup.collectives.follows_stream(bucket.members[0].spec.device):
             return True
         return not hooks.may_wait and all(pending.done() for pending in self._pending)
 
@@ -182,7 +182,7 @@ class Round:
 
     def _wait_for_hooks(self, device: torch.device) -> None:
         """Where hooks are not ordered by a stream, what one sends from a callback must not meet what comes next."""
-        if device.type == "cpu":
+        if not self._setup.collectives.follows_stream(device):
             while self._pending:
                 self._pending.pop(0).wait()
 
@@ -292,7 +292,7 @@ class Round:
             if bucket is self.buckets.report_bucket:
                 self._write_report(blank[bucket.planned.layout.numel :], failed=True)
             self._launch_abandoned(blank)
-        if setup.hooks.hooks and setup.collectives.device.type == "cpu":
+        if setup.hooks.hooks and not setup.collectives.follows_stream(setup.collectives.device):
             self.wait_abandoned()
         setup.buffers.send_large(failed=True)
         if setup.transport.own_row is not None:
@@ -304,7 +304,7 @@ class Round:
 
     def _launch_blank_through_hooks(self, bucket: GradientBucket, blank: Tensor) -> None:
         setup = self._setup
-        if blank.device.type == "cpu":  # see _wait_for_hooks
+        if not setup.collectives.follows_stream(blank.device):  # see _wait_for_hooks
             self.wait_abandoned()
         last = bucket.index == len(self.buckets) - 1
         pending = setup.hooks.send(
