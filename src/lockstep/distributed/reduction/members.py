@@ -19,6 +19,10 @@ class Membership(Protocol):
         """All that the ranks have agreed on, in their order."""
 
     @property
+    def trained(self) -> list[int]:
+        """Those, by number, that are trained on any rank."""
+
+    @property
     def arrivals(self) -> Arrivals:
         """What their hooks share."""
 
@@ -48,11 +52,15 @@ class Members:
 
     def __init__(self, membership: Membership) -> None:
         self._membership = weakref.ref(membership)  # it leads to modules, which hold the reducer
-        self.parameters, self.arrivals, self.last = membership.parameters, membership.arrivals, membership.last
+        self._take(membership)
         self.newcomers: Sequence[ManagedParameter] = ()
         """Parameters of this rank that the ranks have not agreed on yet."""
         self.departed: Collection[int] = ()
         """The identities of those that they have agreed on, and that this rank has no more."""
+
+    def _take(self, membership: Membership) -> None:
+        self.parameters, self.arrivals = membership.parameters, membership.arrivals
+        self.trained, self.last = membership.trained, membership.last
 
     @property
     def current(self) -> list[ManagedParameter]:
@@ -91,7 +99,7 @@ class Members:
         membership = self._membership()
         if membership is None or membership.parameters is self.parameters:
             return False
-        self.parameters, self.arrivals, self.last = membership.parameters, membership.arrivals, membership.last
+        self._take(membership)
         self.newcomers, self.departed = (), ()
         return True
 

@@ -74,17 +74,20 @@ class Outcome:
         """Draw what consequences are left of round ``number``: all ranks do, before they send anything of the next."""
         report = self._setup.transport.read_deferred()
         if report is not None:
-            self._check(report, number)
+            self._check(report, number, late=True)
             if report.moved and not report.all_moved:  # else every rank has waited for the report
                 self._setup.agree_anew()
                 self._renew(own)
             if report.changed and not report.all_changed:
                 warn_of_drift(self._find_drift(own), self._collectives.global_rank)
 
-    def _check(self, report: Report, number: int) -> float:
-        """Raise if the ranks were not all in the same round; returns what the mean is to be multiplied by."""
+    def _check(self, report: Report, number: int, late: bool = False) -> float:
+        """Raise if the ranks were not all in the same round; returns what the mean is to be multiplied by.
+
+        ``late``: gradients have been handed out.
+        """
         ranks = self._collectives.global_ranks
-        check_ranks(report, number, self._collectives.rank, ranks)
+        check_ranks(report, number, self._collectives.rank, ranks, late)
         return mean_factor(report, self._setup.gradient_divide_factor, number, ranks)
 
     def _find_drift(self, own: Contribution) -> Drift | None:

@@ -10,10 +10,10 @@ others is that of its last gradient, for that is when it can leave. There are th
 The last flat bucket is moved to the very end: it leaves when everything is known, and carries the report
 (``report.py``) - unless it is of a dtype that cannot, and the report travels on its own.
 
-A plan changes on every rank alike, by what all ranks know. It begins with the parameters that are trained, in the
-reverse order of registration. After the first round it is made anew, once: of the parameters that any rank used, in the
-order in which their gradients came on rank 0. A parameter that turns up later joins at the end. One whose gradient
-comes in several pieces moves to the end, too, and is held there until backward is over.
+A plan changes on every rank alike, by what all ranks know. It begins with the parameters that are trained on any rank,
+in the reverse order of registration. After the first round it is made anew, once: of the parameters that any rank used,
+in the order in which their gradients came on rank 0. A parameter that turns up later joins at the end. One whose
+gradient comes in several pieces moves to the end, too, and is held there until backward is over.
 """
 
 import json
@@ -177,7 +177,7 @@ class AdaptivePlan:
         self._arrivals: dict[int, None] = {}
         self.observes = True
         """Whether it still has to be made of what the first round shows."""
-        self.current = self._plan([i for i in reversed(range(len(specs))) if i in trained])
+        self.current = self._plan(sorted(trained, reverse=True))
 
     @property
     def is_whole(self) -> bool:

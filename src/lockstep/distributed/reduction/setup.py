@@ -61,9 +61,8 @@ class Setup:
     def _plan_anew(self) -> None:
         """Make everything that depends on which parameters there are."""
         parameters = self.parameters
-        specs, trained = [p.spec for p in parameters], [p.index for p in parameters if p.parameter.requires_grad]
-        sparse = [p.index for p in parameters if p.sparse]
-        self.plan = AdaptivePlan(specs, trained, sparse, self.members.last, self._caps)
+        specs, sparse = [each.spec for each in parameters], [each.index for each in parameters if each.sparse]
+        self.plan = AdaptivePlan(specs, self.members.trained, sparse, self.members.last, self._caps)
         self.transport = ReportTransport(len(parameters), self.collectives, self.buffers)
         self._make_buckets()
 
