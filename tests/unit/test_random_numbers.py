@@ -303,7 +303,7 @@ def test_seeding_in_a_replica():
     def seeded(index):
         torch.manual_seed(11)
         met = current_replica()
-        met.exchange.share("seeded", met.index, None)
+        met.exchange.all_gather("seeded", met.index, None)
         drawn = torch.rand(4)
         assert torch.initial_seed() == 11
         return drawn

@@ -665,7 +665,7 @@ def test_a_nested_call_has_replicas_of_its_own():
 
 def share(key, value):
     replica = current_replica()
-    return replica.exchange.share(key, replica.index, value)
+    return replica.exchange.all_gather(key, replica.index, value)
 
 
 def test_replicas_get_everybodys_values_in_order():

@@ -19,7 +19,7 @@ from lockstep.devices import (
     resolve_devices,
 )
 from lockstep.errors import LayoutError, LengthError
-from lockstep.local.layout import (
+from lockstep.local.checks import (
     check_dtype,
     check_same_layout,
     checked_dim,

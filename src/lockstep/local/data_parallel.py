@@ -10,8 +10,8 @@ A batch goes through four phases, each a method that a subclass may override:
 :meth:`DataParallel.step` leaves the last one out: loss and backward run in the replicas as well.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -26,14 +26,13 @@ from lockstep.devices import (
     resolve_devices,
     warn_if_unbalanced,
 )
-from lockstep.errors import LayoutError, LengthError
+from lockstep.errors import LengthError
 from lockstep.inherited import refusal, refusing
-from lockstep.local import replica_backward, scatter_gather, workers
+from lockstep.local import scatter_gather, workers
 from lockstep.local.comm import copy_to
-from lockstep.local.gradient_sums import Gradients, accumulate
 from lockstep.local.module_copy import SLOTS
-from lockstep.local.replica_backward import LossGraph
 from lockstep.local.replicas import ReplicaSet, cached, replicate, require_on
+from lockstep.local.training_step import forward, running, training_step
 from lockstep.phases import Event, Phases, Statistics
 from lockstep.wrapper import is_of_module, naming_options
 
@@ -125,28 +124,37 @@ class DataParallel(_PyTorchs, Module, Generic[T]):
             return self.module(*scatter_gather.unmarked(inputs), **scatter_gather.unmarked(kwargs))
         with self._phases.phase("DataParallel.forward"):
             if len(self._devices) == 1:
-                require_on(self.module, self.src_device_obj)
-            with self._phases.phase("scatter"):
-                shares, keywords = self.scatter(inputs, kwargs, self.device_ids)
-            if not inputs and not kwargs:
-                shares, keywords = shares[:1] or ((),), keywords[:1] or ({},)
-            if len(self._devices) == 1:
-                output = self.module(*shares[0], **keywords[0])
-                return scatter_gather.move(output, self.output_device) if self.gather_outputs else [output]
+                return self._forward_on_one(inputs, kwargs)
+            shares, keywords = self._scattered(inputs, kwargs)
             own = self._own_replicas()
             with own.uses.forward():
                 replicas = self.replicate(self.module, self.device_ids[: len(shares)])
-                with self._in_use(own):
+                with running([own]):
                     outputs = self.parallel_apply(replicas, shares, keywords)
             if not self.gather_outputs:
                 return outputs
             with self._phases.phase("gather"):
                 return self.gather(outputs, self.output_device)
 
+    def _forward_on_one(self, inputs: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        require_on(self.module, self.src_device_obj)
+        shares, keywords = self._scattered(inputs, kwargs)
+        output = self.module(*shares[0], **keywords[0])
+        return scatter_gather.move(output, self.output_device) if self.gather_outputs else [output]
+
+    def _scattered(
+        self, inputs: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[Sequence[Any], Sequence[Mapping[str, Any]]]:
+        with self._phases.phase("scatter"):
+            shares, keywords = self.scatter(inputs, kwargs, self.device_ids)
+        if not inputs and not kwargs:
+            return shares[:1] or ((),), keywords[:1] or ({},)
+        return shares, keywords
+
     def replicate(self, module: T, device_ids: Sequence[DeviceLike]) -> list[Any]:
         """Replicas of ``module`` for ``device_ids``; those of the own module are kept."""
         self._follow_device_ids()
-        devices = resolve_devices(device_ids)
+        devices = self._resolved(device_ids)
         if module is self.module and devices == self._devices[: len(devices)]:
             return self._own_replicas().refresh()[: len(devices)]
         return replicate(module, devices, not torch.is_grad_enabled())
@@ -155,7 +163,7 @@ class DataParallel(_PyTorchs, Module, Generic[T]):
         self, inputs: tuple[Any, ...], kwargs: Mapping[str, Any] | None, device_ids: Sequence[DeviceLike]
     ) -> tuple[Sequence[Any], Sequence[Any]]:
         """Positional and keyword arguments for each replica that is used."""
-        return scatter_gather.scatter_kwargs(inputs, kwargs, device_ids, self.dim, split=self.split)
+        return scatter_gather.scatter_kwargs(inputs, kwargs, self._resolved(device_ids), self.dim, split=self.split)
 
     def parallel_apply(
         self,
@@ -164,16 +172,12 @@ class DataParallel(_PyTorchs, Module, Generic[T]):
         kwargs: Sequence[Mapping[str, Any]],
     ) -> list[Any]:
         """Each replica's output for its share."""
-        timed = [partial(self._forward, index, replica) for index, replica in enumerate(replicas)]
-        return workers.parallel_apply(timed, inputs, kwargs, self.device_ids[: len(replicas)])
+        timed = [partial(forward, self._phases, index, replica) for index, replica in enumerate(replicas)]
+        return workers.parallel_apply(timed, inputs, kwargs, self._resolved(self.device_ids[: len(replicas)]))
 
     def gather(self, outputs: Sequence[Any], output_device: DeviceLike) -> Any:
         """One output out of the replicas'."""
         return scatter_gather.gather(outputs, output_device, self.dim)
-
-    def _forward(self, index: int, replica: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with self._phases.phase("forward", replica=index):
-            return replica(*args, **kwargs)
 
     def _follow_device_ids(self) -> None:
         """Take over what was set as, or done to, ``device_ids``; an empty list or None runs the module as it is."""
@@ -187,25 +191,18 @@ class DataParallel(_PyTorchs, Module, Generic[T]):
                 self.output_device = _public(devices[0])
         self._devices, self._followed = devices, list(ids or ())
 
+    def _resolved(self, device_ids: Sequence[DeviceLike]) -> list[torch.device]:
+        """The devices meant by ``device_ids``; the wrapper's own are known already."""
+        if isinstance(device_ids, list) and device_ids and device_ids == self._followed[: len(device_ids)]:
+            return self._devices[: len(device_ids)]
+        return resolve_devices(device_ids)
+
     def _own_replicas(self) -> ReplicaSet:
         devices, own = self._devices or [_device_of(self.module)], self._replicas
         if own is None or own.network is not self.module or own.devices != devices:
             self._replicas = ReplicaSet(self.module, devices, network_first=True, phases=self._phases)
             return self._replicas
         return own
-
-    @contextmanager
-    def _in_use(self, *networks: ReplicaSet) -> Iterator[None]:
-        """While the replicas run: the module is one of them, and says so when its gradients are cleared in forward."""
-        vars(self.module)["_is_replica"] = True
-        try:
-            yield
-        finally:
-            vars(self.module).pop("_is_replica", None)
-            for network in networks:
-                network.after_forward()
-        for network in networks:
-            network.check_slots()
 
     # Training step #
 
@@ -245,69 +242,9 @@ class DataParallel(_PyTorchs, Module, Generic[T]):
         if isinstance(loss_fn, Module):
             make = partial(ReplicaSet, loss_fn, own.devices, network_first=True, phases=self._phases)
             networks.append(cached(loss_fn, ("step", *own.devices), make))
-        with ExitStack() as stepping:
-            for network in sorted(networks, key=id):  # in one order in every thread
-                stepping.enter_context(network.uses.step())
-            losses = self._step_alone(networks, loss_fn, shares, weights)
+        losses = training_step(networks, loss_fn, shares, weights, self._phases)
         target = resolve_destination(self.output_device) if self._devices else losses[0].device
         return torch.stack([copy_to(loss.detach(), target) for loss in losses]).sum()
-
-    def _step_alone(
-        self,
-        networks: Sequence[ReplicaSet],
-        loss_fn: Callable[..., torch.Tensor],
-        shares: Sequence[tuple[tuple[Any, ...], Any]],
-        weights: Sequence[float],
-    ) -> list[torch.Tensor]:
-        """The replicas' weighted losses, after their backward; no other step uses the replicas meanwhile."""
-        devices = networks[0].devices[: len(shares)]
-        # where the engine would run the replicas one after the other, they run it themselves
-        apart = len(shares) > 1 and all(device.type == "cpu" for device in devices)
-        apart = apart and not any(map(_has_hooks, networks))
-        with ExitStack() as alone:
-            for network in sorted(networks, key=id):
-                alone.enter_context(network.uses.forward_of_step())
-            modules, *others = [network.refresh(leaves=apart) for network in networks]
-            loss_fns = others[0] if others else [loss_fn] * len(shares)
-            calls = [
-                partial(self._loss, index, modules[index], loss_fns[index], args, apart)
-                for index, (args, _) in enumerate(shares)
-            ]
-            with self._in_use(*networks):
-                results = workers.run(calls, devices)
-        weighted = [loss * weight for (loss, _), weight in zip(results, weights, strict=True)]
-        graphs = [graph for _, graph in results if graph is not None]
-        with torch.autocast("cpu", enabled=False):
-            if apart:
-                self._backward_apart(weighted, graphs, networks)
-            else:
-                with self._phases.phase("backward"):
-                    needing = [loss for loss in weighted if loss.requires_grad]
-                    torch.autograd.backward(needing or weighted)  # autograd's error if no loss needs a gradient
-        return weighted
-
-    def _loss(
-        self, index: int, replica: Module, loss_fn: Callable[..., torch.Tensor], args: tuple[Any, ...], apart: bool
-    ) -> tuple[torch.Tensor, LossGraph | None]:
-        """One replica's loss, and what is behind it if it may run its backward alone."""
-        inputs, target = (args[:-1], args[-1:]) if len(args) > 1 else (args, ())
-        output = self._forward(index, replica, *inputs)
-        with self._phases.phase("loss", replica=index):
-            loss = loss_fn(output, *target)
-        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-            got = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
-            raise LayoutError(
-                f"loss_fn must return one number, the mean over its rows; in replica {index} it gave {got}"
-            )
-        return loss, LossGraph.of(loss) if apart else None
-
-    def _backward_apart(
-        self, losses: Sequence[torch.Tensor], graphs: Sequence[LossGraph], networks: Sequence[ReplicaSet]
-    ) -> None:
-        parameters = [p for network in networks for p in network.network.parameters()]
-        captured = replica_backward.backward(losses, graphs, parameters, self._phases)
-        with self._phases.phase("reduce"):
-            accumulate(*_gradients(networks, captured))
 
     # What people look at #
 
@@ -366,24 +303,6 @@ class DataParallel(_PyTorchs, Module, Generic[T]):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._start()
-
-
-def _gradients(networks: Sequence[ReplicaSet], captured: Gradients) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """All leaf tensors that a step has gradients for, and these: of the networks, and of whatever else they used."""
-    tensors: list[torch.Tensor] = []
-    gradients: list[torch.Tensor] = []
-    for network in networks:
-        some, their = network.take_gradients(captured)
-        tensors += some
-        gradients += their
-    rest = list(captured.values())
-    captured.clear()
-    return [*tensors, *(leaf for leaf, _ in rest)], [*gradients, *(gradient for _, gradient in rest)]
-
-
-def _has_hooks(network: ReplicaSet) -> bool:
-    """Whether a parameter has gradient hooks, which must see the whole gradient, not that of each replica."""
-    return any(p._backward_hooks or p._post_accumulate_grad_hooks for p in network.network.parameters())
 
 
 def _device_of(module: Module) -> torch.device:

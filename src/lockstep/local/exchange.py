@@ -33,7 +33,7 @@ class Exchange:
         self._waiting: dict[int, Any] = {}
         self.used = False
 
-    def share(self, key: Any, index: int, value: Any) -> list[Any]:
+    def all_gather(self, key: Any, index: int, value: Any) -> list[Any]:
         """Give ``value`` for the meeting ``key``; wait for all replicas, and return their values in replica order.
 
         The n-th visit of each replica to a key is the same meeting. Raises a :class:`~lockstep.errors.ReplicaError`
@@ -100,11 +100,11 @@ class Replica:
         return self._gather(key, [value])
 
     def _gather(self, key: Any, values: list[Any]) -> list[Any]:
-        together = list(chain.from_iterable(self.exchange.share(key, self.index, values)))
+        together = list(chain.from_iterable(self.exchange.all_gather(key, self.index, values)))
         if self.outer is None:
             return together
         everybody = self.outer._gather(key, together) if self.index == 0 else None
-        found: list[Any] = self.exchange.share(("from the outer replicas", key), self.index, everybody)[0]
+        found: list[Any] = self.exchange.all_gather(("from the outer replicas", key), self.index, everybody)[0]
         return found
 
 

@@ -30,9 +30,9 @@ from lockstep.buckets import DEFAULT_CAP_BYTES
 from lockstep.devices import DeviceLike, resolve_devices
 from lockstep.errors import DeviceError
 from lockstep.local.changes import AttributeSnapshot, CopyAttributes, StructureSnapshot
+from lockstep.local.checks import common_device
 from lockstep.local.gradient_sums import Gradients, accumulate
 from lockstep.local.in_use import Uses
-from lockstep.local.layout import common_device
 from lockstep.local.made_in_forward import ReplicaSlots
 from lockstep.local.module_copy import CACHE, ModuleCopy, check_replicable
 from lockstep.local.replica_buffers import ReplicaBuffers
