@@ -4,7 +4,7 @@ READY := .venv/.installed
 
 # The oldest and the newest PyTorch that pyproject.toml takes, and the one of constraints.txt.
 TORCHES := 2.11 2.13 2.15
-MATRIX := tests/unit tests/ranks tests/procs tests/shm
+MATRIX := tests/unit tests/ranks tests/procs tests/shm tests/tools
 CLIENTS := .venv-clients
 
 # Two workers share the tests; those of one xdist_group go to one of them.

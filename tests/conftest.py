@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import gc
 import multiprocessing
 import os
 import random
@@ -55,6 +56,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("alone") is not None:
             item.add_marker(pytest.mark.xdist_group("alone"))  # one after the other, early, in one worker
+
+
+def pytest_collection_finish() -> None:
+    # What importing and collecting have left is not searched at each gc.collect(), of which tests have thousands.
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

@@ -50,7 +50,7 @@ def gradients_of_a_rank(rank, folder):
 
 
 def test_the_gradient_is_the_mean_over_all_characters_of_all_processes():
-    ranks = run_processes(2, gradients_of_a_rank, str(EXAMPLES), timeout=60.0)
+    ranks = run_processes(2, gradients_of_a_rank, str(EXAMPLES))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "path", [str(EXAMPLES), *sys.path])
         before = set(sys.modules)

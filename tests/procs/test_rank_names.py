@@ -23,6 +23,8 @@ from lockstep.errors import (
 from lockstep.phases import Phases
 from processes import run_processes
 
+pytestmark = pytest.mark.xdist_group("rank names")  # one launch of processes for all
+
 MEMBERS = [1, 2]
 
 

@@ -184,7 +184,7 @@ def drift(mesh, model: nn.Module) -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_replicas_of_tensor_parallel_networks_train_as_one_process(way, tmp_path):
-    run_processes(4, train_beside, way, str(tmp_path / "checkpoint"), timeout=60)
+    run_processes(4, train_beside, way, str(tmp_path / "checkpoint"))
 
 
 # -------------------------------------------------------------------------------------- fully_shard

@@ -288,7 +288,7 @@ def programs(rank, seed):
 
 @pytest.mark.parametrize("seed", range(4))
 def test_any_order_of_things(seed):
-    run_ranks(2, programs, seed, timeout=60)
+    run_ranks(2, programs, seed)
 
 
 def given_up_before_weights(rank):

@@ -163,7 +163,7 @@ def test_every_size_goes_every_way(world):
             for where in WHERE:
                 every_collective(rank, numel, torch.float32, "SUM", where, world - 1, shared)
 
-    run_ranks(world, call, hosts="a" * world, timeout=60)
+    run_ranks(world, call, hosts="a" * world)
 
 
 @pytest.mark.parametrize(
@@ -188,7 +188,7 @@ def test_small_chunks_of_every_length(world, dtype, monkeypatch):
             for where in WHERE:
                 every_collective(rank, numel, dtype, "SUM", where, numel % world)
 
-    run_ranks(world, call, hosts="a" * world, timeout=60)
+    run_ranks(world, call, hosts="a" * world)
 
 
 def test_sixteen_ranks_of_which_not_all_have_a_shard():
@@ -202,7 +202,7 @@ def test_sixteen_ranks_of_which_not_all_have_a_shard():
             every_collective(rank, numel, torch.float32, "SUM", where, 11, shared)
 
     shared = once(drawn)
-    run_ranks(16, call, hosts="a" * 16, timeout=60)
+    run_ranks(16, call, hosts="a" * 16)
 
 
 def test_memory_that_is_viewed_as_another_dtype_is_found():
@@ -238,7 +238,7 @@ def test_output_and_input_may_be_the_same_memory():
                 whole.check(wanted.view(-1))
 
     shared = once(drawn)
-    run_ranks(3, call, hosts="aaa", timeout=60)
+    run_ranks(3, call, hosts="aaa")
 
 
 # ------------------------------------------------------------------------------- operations and dtypes

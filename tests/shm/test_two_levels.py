@@ -150,7 +150,7 @@ def every_size(rank):
 
 @pytest.mark.parametrize("hosts", ["aab", pytest.param("abab", marks=pytest.mark.soak)])
 def test_every_size_moves_in_each_of_its_ways(hosts):
-    run_ranks(len(hosts), every_size, hosts=hosts, timeout=60.0)
+    run_ranks(len(hosts), every_size, hosts=hosts)
 
 
 def means(rank):
@@ -371,7 +371,7 @@ def over_another_group(rank, hosts):
 
 
 def test_another_group_can_run_between_the_hosts():
-    run_ranks(4, over_another_group, "abab", hosts="aaaa", timeout=40.0)
+    run_ranks(4, over_another_group, "abab", hosts="aaaa")
 
 
 def with_a_between_that_fails(rank, hosts):

@@ -82,7 +82,7 @@ named = _named()
 
 
 def on_both(world, function, *args):
-    return [run_processes(world, function, *args, backend=backend, timeout=60) for backend in ("shm", "gloo")]
+    return [run_processes(world, function, *args, backend=backend) for backend in ("shm", "gloo")]
 
 
 # ------------------------------------------------------------------------------------ data parallel
@@ -291,7 +291,7 @@ def compiled(rank):
 
 
 def test_collectives_can_be_compiled():
-    assert run_processes(2, compiled, backend="shm", timeout=60) == [[18.0] * 4] * 2
+    assert run_processes(2, compiled, backend="shm") == [[18.0] * 4] * 2
 
 
 # ------------------------------------------------------------------------------------- checkpoints

@@ -168,7 +168,7 @@ def compare(rank, bucket_cap_mb):
 
 @pytest.mark.parametrize(("world", "bucket_cap_mb"), [(1, None), (2, None), (2, 0.001)])
 def test_every_bit_is_the_same_over_two_ranks(world, bucket_cap_mb):
-    run_processes(world, compare, bucket_cap_mb, timeout=60)
+    run_processes(world, compare, bucket_cap_mb)
 
 
 def large():
