@@ -13,7 +13,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power
 from torch.nn.parallel.distributed import _MixedPrecision
 
 import lockstep
-from lockstep.errors import PeerError
+from lockstep.errors import AgreementError, PeerError
 from threaded import run_ranks
 
 pytestmark = pytest.mark.usefixtures("sim")
@@ -280,3 +280,21 @@ def test_another_backward_is_told_one_backward_later():
         assert "ranks 0 and 1 are not in the same backward pass" in text
         assert "has handed out gradients in that one" in text
         assert right
+
+
+def another_layer(rank):
+    """Rank 0 alone replaces a layer, and later puts the old one back."""
+    model = replicated(rank, make=Whole)
+    assert all(step(rank, model, seed) for seed in range(3))
+    old = model.layer
+    if rank.rank == 0:
+        model.layer = nn.Linear(3, 1)
+    model(inputs(rank)).backward()
+    with pytest.raises(AgreementError, match=r"layer\.weight is another object .* on rank 0"):
+        model(inputs(rank)).backward()
+    model.layer = old
+    return all(step(rank, model, seed) for seed in range(2))
+
+
+def test_another_layer_on_one_rank_is_told_one_backward_later():
+    assert on_accelerators(another_layer) == [True, True]
