@@ -821,6 +821,9 @@ class Programs:
         return [f"use.left_out({self.some_ranks()}, {_text(self.through_module())})"]
 
     def differing(self) -> list[str]:
+        """Not on accelerators, which tell it one backward later (tests/ranks/test_accelerators.py)."""
+        if self.setting.device:
+            return self.train()
         how = self.chance.choice(["replaced", "added", "assigned"])
         calls = [[call._replace(norm=False) for call in each] for each in self.calls()]
         return [f"use.differing({how!r}, {self.layer()}, {self.some_ranks()}, {_text(calls)})"]
