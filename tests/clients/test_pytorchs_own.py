@@ -18,7 +18,6 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_state_dict,
 )
-from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
 import lockstep
 from client_programs import WRAPPERS, backends, batches, network, same_weights
@@ -144,6 +143,8 @@ def test_buckets_that_change_under_a_hook_that_keeps_them_are_an_error_on_every_
 
 def pipeline(rank):
     """Each rank is a pipeline of one stage, in two replicas: micro-batches pile up, the last one synchronises."""
+    from torch.distributed.pipelining import PipelineStage, ScheduleGPipe  # takes a second: only where it is used
+
     net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2))
     plain = copy.deepcopy(net)
     alone = [dist.new_group([number]) for number in range(rank.world)][rank.rank]

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 import lockstep
 from ddp_reference import Branches, Mixed, both, ddp_class, gradients, scalars, values
 from processes import run_processes
-from small_modules import one_weight
+from small_modules import fails_in_backward, one_weight
 
 
 def rank_input(rank):
@@ -350,24 +350,12 @@ def test_ours_synchronises_past_forward_and_after_freezing_and_thawing():
     assert run_processes(2, around_forward) == [[[1.5, None], [1.5, 1.5], [1.5, 1.5], [None, 1.5], [1.5, 1.5]]] * 2
 
 
-class FailsOnce(torch.autograd.Function):
-    """Whose backward raises."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        raise KeyError("in backward")
-
-
 def start_again(rank, implementation):
     """After a failed backward, and after the process group has been destroyed and made anew."""
     make, module = ddp_class(implementation), nn.Sequential(one_weight(), one_weight())
     ddp = make(module)
     with pytest.raises(KeyError):
-        ddp(FailsOnce.apply(rank_input(rank).requires_grad_())).sum().backward()
+        ddp(fails_in_backward(rank_input(rank).requires_grad_(), error=KeyError)).sum().backward()
     if implementation == "torch":  # ours has nothing of the failed pass left
         ddp._remove_autograd_hooks()
     module.zero_grad()

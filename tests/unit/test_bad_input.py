@@ -31,6 +31,7 @@ from lockstep.errors import (
 from lockstep.local import gather, parallel_apply, replicate, scatter, scatter_kwargs
 from lockstep.local.comm import reduce_add
 from lockstep.local.comm import scatter as plain_scatter
+from small_modules import fails_in_backward
 
 CPU2 = ["cpu", "cpu"]
 
@@ -485,22 +486,13 @@ def test_every_replica_ends_before_an_error_is_raised(devices, first):
 
 
 def test_an_error_in_backward_reaches_the_caller(devices, first):
-    class Fail(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, grad):
-            raise ArithmeticError("in backward")
-
     net = Lambda(None).to(first)
     parallel, x = DataParallel(net, devices(2)), torch.ones(4, 1, device=first)
     for call in (
-        lambda: Fail.apply(parallel(x)).sum().backward(),
-        lambda: parallel.step(lambda o: Fail.apply(o).sum(), x),
+        lambda: fails_in_backward(parallel(x)).sum().backward(),
+        lambda: parallel.step(lambda o: fails_in_backward(o).sum(), x),
     ):
-        with refused(ArithmeticError, "in backward"):
+        with refused(ArithmeticError, "a bad batch"):
             call()
         assert net.weight.grad is None
     parallel(x).sum().backward()
@@ -509,19 +501,10 @@ def test_an_error_in_backward_reaches_the_caller(devices, first):
 
 @pytest.mark.parametrize("failing", [0, 1])
 def test_a_step_whose_backward_fails_leaves_nothing_for_the_next(devices, first, failing):
-    class Fail(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, grad):
-            raise ArithmeticError("in backward")
-
     net = nn.Linear(1, 1).to(first)
     parallel, x = DataParallel(net, devices(2)), torch.arange(2.0, device=first)[:, None]
-    with refused(ArithmeticError, "in backward"):
-        parallel.step(lambda output, row: (Fail.apply(output) if int(row) == failing else output).sum(), x, x)
+    with refused(ArithmeticError, "a bad batch"):
+        parallel.step(lambda output, row: (fails_in_backward(output) if int(row) == failing else output).sum(), x, x)
     net.zero_grad()
     parallel.step(lambda output, row: output.sum(), x, x)
     assert net.weight.grad.tolist() == [[0.5]]
