@@ -361,6 +361,8 @@ class Reducer:
 
     def is_within(self, reach: Reach, expected: bool) -> bool:
         """Whether a pass of that reach accumulates into a parameter; ``expected``: it goes through the module."""
+        if not self.open:  # see test_a_failure_is_told_before_it_gets_to_parameters_that_are_new
+            self.look_for_changes()
         return self._members.are_within(reach, expected or id(self) in reach.marks)
 
     # ------------------------------------------------------------------------------ for others
