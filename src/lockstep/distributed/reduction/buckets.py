@@ -2,7 +2,8 @@
 
 A gradient lives in its bucket. Between rounds ``parameter.grad`` is a view of the bucket's flat tensor, so an
 accumulation or ``zero_grad(set_to_none=False)`` works in place and nothing has to be copied in; a gradient that
-autograd made anew, after ``zero_grad()``, is copied in once. While a bucket is on its way its parameters have no
+autograd made anew, after ``zero_grad()``, is copied in once: in parts of the bucket that come together, while backward
+runs (``tests/ranks/test_copied_early.py``). While a bucket is on its way its parameters have no
 gradient, so that a late one cannot be added to memory that is being sent.
 """
 
@@ -21,7 +22,13 @@ from lockstep.distributed.reduction.report import Report
 from lockstep.distributed.reduction.storage import Empty, GradientMemory
 
 _dtype_of, _device_of = attrgetter("dtype"), attrgetter("device")
+_grad_of = attrgetter("grad")
 _has_graph = attrgetter("requires_grad")  # of a gradient: under create_graph=True
+
+
+PART_BYTES = 128 * 1024
+"""So many bytes of gradients are copied into their bucket together, as they come: they are in the processor's cache
+then, and the memory that they leave is what backward makes the next ones in."""
 
 
 class CopiedIn(NamedTuple):
@@ -29,10 +36,25 @@ class CopiedIn(NamedTuple):
 
     flat: Tensor
     """What is to be summed."""
+    factor: float = 1.0
+    """What it is to be multiplied by before that."""
     undefined: Sequence[int] = ()
     """Parameters, by number, that have no gradient, whether or not their hooks have run."""
     graphs: Sequence[tuple[ManagedParameter, Tensor]] = ()
     """Gradients that backward made with ``create_graph=True``."""
+
+
+class BucketPart:
+    """Gradients of a bucket that are counted, and copied, together."""
+
+    __slots__ = ("bucket", "is_copied", "missing", "positions")
+
+    def __init__(self, bucket: "GradientBucket", positions: range) -> None:
+        self.bucket, self.positions = bucket, positions
+        self.missing = len(positions)
+        """How many have not come; the parameters' hooks count it down."""
+        self.is_copied = False
+        """Whether they are in the bucket's memory already, and not in the parameters' ``.grad``."""
 
 
 class GradientBucket(ABC):
@@ -43,10 +65,12 @@ class GradientBucket(ABC):
         self.members = list(members)
         self._parameters = [member.parameter for member in members]
         self._kinds = self._kinds_now()
-        self.missing = len(self.members)
-        """How many gradients it still waits for; the parameters' hooks count it down."""
+        self.parts = [BucketPart(self, positions) for positions in self._cut()]
+        self.missing = len(self.parts)
+        """How many parts have not come."""
         self.held = False
         """Whether it waits for the end of backward."""
+        self._scale = 1.0
         self._spared: list[tuple[ManagedParameter, Tensor, Tensor | None]] = []
 
     def _kinds_now(self) -> list[torch.dtype | torch.device]:
@@ -62,14 +86,27 @@ class GradientBucket(ABC):
             for member in self.members:
                 member.check_parameter()
 
-    def open(self) -> None:
-        """A round begins."""
-        self.missing = len(self.members)
+    def _cut(self) -> list[range]:
+        """Which members, by position, are counted together."""
+        return [range(len(self.members))]
+
+    def open(self, scale: float, copies_early: bool) -> None:
+        """A round begins, in which gradients are multiplied by ``scale`` before they are summed; ``copies_early``:
+        and may be taken from the parameters while backward runs."""
+        self._scale = scale
+        self.missing = len(self.parts)
+        for part in self.parts:
+            part.missing, part.is_copied = len(part.positions), False
         self._spared.clear()
 
+    def part_has_come(self, part: BucketPart) -> bool:
+        """All gradients of a part have come; returns whether all of the bucket have."""
+        self.missing -= 1
+        return not self.missing
+
     @abstractmethod
-    def copy_in(self, scale: float, used: Sequence[int] | None) -> CopiedIn:
-        """Take the gradients from the parameters, times ``scale``.
+    def copy_in(self, used: Sequence[int] | None) -> CopiedIn:
+        """Take the gradients from the parameters, those aside that have been taken early.
 
         ``used`` tells of every parameter whether it has had a gradient since the last round; None: all have. What the
         others hold counts, too, but is given back unless another rank has had one.
@@ -119,37 +156,120 @@ class FlatBucket(GradientBucket):
     def __init__(
         self, index: int, planned: PlannedBucket, members: Sequence[ManagedParameter], extra: int, empty: Empty
     ) -> None:
+        self._plain = not any(is_dtensor(member.parameter) for member in members)
+        self._copies_early: bool | None = False  # None: not known before the first part has come
         super().__init__(index, planned, members)
         self._extra = extra
-        self._indices = planned.indices
-        self._plain = not any(is_dtensor(parameter) for parameter in self._parameters)
+        self._indices, self._numel = planned.indices, planned.layout.numel
         self._memory = GradientMemory(planned.layout, self._parameters, extra, empty)
 
-    def copy_in(self, scale: float, used: Sequence[int] | None) -> CopiedIn:
+    def _cut(self) -> list[range]:
+        """Parts of ``PART_BYTES`` and little more. An accelerator works off what it is given: there one is best."""
+        if self.members[0].spec.device.type != "cpu" or not self._plain:
+            return super()._cut()
+        parts: list[range] = []
+        begin = nbytes = 0
+        for position, member in enumerate(self.members):
+            nbytes += member.spec.nbytes
+            if nbytes >= PART_BYTES or position == len(self.members) - 1:
+                parts.append(range(begin, position + 1))
+                begin, nbytes = position + 1, 0
+        return parts
+
+    def open(self, scale: float, copies_early: bool) -> None:
+        """See :meth:`GradientBucket.open`."""
+        super().open(scale, copies_early)
+        can = self._plain and self.members[0].spec.device.type == "cpu"
+        self._copies_early = None if copies_early and can else False
+
+    def part_has_come(self, part: BucketPart) -> bool:
+        """See :meth:`GradientBucket.part_has_come`; copies the part, unless it takes a closer look to do so."""
+        if self._copies_early is None:
+            self._copies_early = self._memory.claim_early(list(map(_grad_of, self._parameters)))
+        if self._copies_early:
+            self._copy_part(part)
+        return super().part_has_come(part)
+
+    def _copy_part(self, part: BucketPart) -> None:
+        begin, end = part.positions.start, part.positions.stop
+        parameters, views = self._parameters[begin:end], self._memory.views[begin:end]
+        grads: list[Any] = list(map(_grad_of, parameters))
+        if type(None) in map(type, grads) or any(map(_has_graph, grads)):
+            return
+        try:
+            if len(grads) == 1 and self._scale != 1:
+                torch.mul(grads[0], self._scale, out=views[0])
+            else:
+                torch._foreach_copy_(views, grads)
+                if self._scale != 1:
+                    assert self._memory.flat is not None
+                    slots = self.planned.layout.slots
+                    first, last = slots[begin].offset, slots[end].offset if end < len(slots) else self._numel
+                    self._memory.flat[first:last].mul_(self._scale)
+        except RuntimeError:  # a sparse gradient, or one of another shape: copy_in knows
+            return
+        for parameter in parameters:
+            parameter.grad = None
+        part.is_copied = True
+
+    def copy_in(self, used: Sequence[int] | None) -> CopiedIn:
         """See :meth:`GradientBucket.copy_in`; the report's row, behind the gradients, is not scaled."""
         self._check_unchanged()
-        grads = [parameter.grad for parameter in self._parameters]
+        grads: list[Tensor | None] = list(map(_grad_of, self._parameters))
         memory = self._memory
-        inside = memory.claim(grads)
+        inside = memory.in_place(grads) if self._copies_early else memory.claim(grads)
         assert memory.flat is not None
+        flat = memory.flat if self._extra else self._gradients
+        if any(part.is_copied for part in self.parts):
+            return self._copy_rest(flat, grads, inside, used)
         if used is not None and not all(map(used.__getitem__, self._indices)):
             self._spare_unused(grads, inside, used)
         for parameter in self._parameters:
             parameter.grad = None
-        empty: list[int] = []
+        undefined: list[int] = []
         if True not in inside and type(None) not in map(type, grads):
             graphs = self._copy(memory.views, cast("list[Tensor]", grads), range(len(grads)))
         else:
-            given = [(i, grad) for i, grad in enumerate(grads) if grad is not None and not inside[i]]
-            positions = [i for i, _ in given]
-            graphs = self._copy([memory.views[i] for i in positions], [grad for _, grad in given], positions)
-            empty = [i for i, grad in enumerate(grads) if grad is None]
-            if empty:
-                torch._foreach_zero_([memory.views[i] for i in empty])
-        if scale != 1:
-            self._gradients.mul_(scale)
-        flat = memory.flat if self._extra else self._gradients
-        return CopiedIn(flat, [self._indices[i] for i in empty], graphs)
+            graphs, undefined = self._copy_some(grads, inside, range(len(grads)))
+        factor = self._scale
+        if self._extra and factor != 1:  # the report is not to be scaled
+            self._gradients.mul_(factor)
+            factor = 1.0
+        return CopiedIn(flat, factor, undefined, graphs)
+
+    def _copy_rest(
+        self, flat: Tensor, grads: Sequence[Tensor | None], inside: Sequence[bool], used: Sequence[int] | None
+    ) -> CopiedIn:
+        """Copy, and scale, what has not been copied early, and add what has come since to what has been."""
+        rest = [i for part in self.parts if not part.is_copied for i in part.positions]
+        again = [i for part in self.parts if part.is_copied for i in part.positions if grads[i] is not None]
+        if not rest and not again:
+            return CopiedIn(flat)
+        if used is not None and not all(map(used.__getitem__, self._indices)):
+            self._spare_unused(grads, inside, used)
+        for parameter in self._parameters:
+            parameter.grad = None
+        graphs, undefined = self._copy_some(grads, inside, rest)
+        views = self._memory.views
+        if rest and self._scale != 1:
+            torch._foreach_mul_([views[i] for i in rest], self._scale)
+        for i in again:
+            taken = self.members[i].take(cast("Tensor", grads[i]))
+            views[i].add_(taken.to_dense() if taken.is_sparse else taken, alpha=self._scale)
+        return CopiedIn(flat, 1.0, undefined, graphs)
+
+    def _copy_some(
+        self, grads: Sequence[Tensor | None], inside: Sequence[bool], positions: Sequence[int]
+    ) -> tuple[list[tuple[ManagedParameter, Tensor]], list[int]]:
+        """Copy what is at ``positions``, unless it is in place, or clear its place; returns gradients with graphs, and
+        the parameters, by number, that have none."""
+        views = self._memory.views
+        given = [(i, grad) for i in positions if (grad := grads[i]) is not None and not inside[i]]
+        graphs = self._copy([views[i] for i, _ in given], [grad for _, grad in given], [i for i, _ in given])
+        empty = [i for i in positions if grads[i] is None]
+        if empty:
+            torch._foreach_zero_([views[i] for i in empty])
+        return graphs, [self._indices[i] for i in empty]
 
     def _copy(
         self, views: list[Tensor], grads: list[Tensor], positions: Sequence[int]
@@ -219,7 +339,7 @@ class FlatBucket(GradientBucket):
 class SingleBucket(GradientBucket):
     """One large gradient, reduced where it is."""
 
-    def copy_in(self, scale: float, used: Sequence[int] | None) -> CopiedIn:
+    def copy_in(self, used: Sequence[int] | None) -> CopiedIn:
         """See :meth:`GradientBucket.copy_in`."""
         self._check_unchanged()
         (member,) = self.members
@@ -240,7 +360,7 @@ class SingleBucket(GradientBucket):
         self._result = taken
         member.parameter.grad = None
         flat = flattened(taken)
-        return _copied_alone(member, grad, flat.mul_(scale) if scale != 1 else flat)
+        return _copied_alone(member, grad, flat)._replace(factor=self._scale)
 
     def accept(self, summed: Tensor) -> None:
         """See :meth:`GradientBucket.accept`."""
@@ -262,7 +382,7 @@ class SingleBucket(GradientBucket):
 class SparseBucket(GradientBucket):
     """One sparse gradient; ranks may have different rows."""
 
-    def copy_in(self, scale: float, used: Sequence[int] | None) -> CopiedIn:
+    def copy_in(self, used: Sequence[int] | None) -> CopiedIn:
         """See :meth:`GradientBucket.copy_in`."""
         self._check_unchanged()
         (member,) = self.members
@@ -271,7 +391,7 @@ class SparseBucket(GradientBucket):
         if grad is not None and used is not None and not used[member.index]:
             self._spare(member, grad, inside=False)
         member.parameter.grad = None
-        self._result = (taken if taken.is_sparse else taken.to_sparse(1)).coalesce() * scale
+        self._result = (taken if taken.is_sparse else taken.to_sparse(1)).coalesce() * self._scale
         return _copied_alone(member, grad, self._result)
 
     def blank(self) -> Tensor:
@@ -293,8 +413,8 @@ class SparseBucket(GradientBucket):
 def _copied_alone(member: ManagedParameter, grad: Tensor | None, flat: Tensor) -> CopiedIn:
     """What a bucket has taken from its only parameter."""
     if grad is None:
-        return CopiedIn(flat, [member.index])
-    return CopiedIn(flat, (), [(member, grad)] if grad.requires_grad else ())
+        return CopiedIn(flat, 1.0, [member.index])
+    return CopiedIn(flat, 1.0, (), [(member, grad)] if grad.requires_grad else ())
 
 
 class BlankBucket(GradientBucket):
@@ -303,7 +423,7 @@ class BlankBucket(GradientBucket):
     def __init__(self, bucket: GradientBucket) -> None:
         super().__init__(bucket.index, bucket.planned, bucket.members)
 
-    def copy_in(self, scale: float, used: Sequence[int] | None) -> CopiedIn:
+    def copy_in(self, used: Sequence[int] | None) -> CopiedIn:
         """See :meth:`GradientBucket.blank`."""
         return CopiedIn(self.blank())
 
@@ -328,13 +448,16 @@ class BucketsInUse:
         self._all: list[GradientBucket] = []
         self.of: list[GradientBucket | None] = [None] * len(parameters)
         """For each parameter its bucket, if it has one."""
+        self.part_of: list[BucketPart | None] = [None] * len(parameters)
+        """For each parameter the part of its bucket that it belongs to, if it has one."""
         for number, each in enumerate(planned):
             extra = report_numel if number == len(planned) - 1 else 0
             bucket = make_bucket(number, each, [parameters[index] for index in each.indices], extra, empty)
             bucket.held = bool(extra) or plan.holds(each)
             self._all.append(bucket)
-            for index in each.indices:
-                self.of[index] = bucket
+            for part in bucket.parts:
+                for index in each.indices[part.positions.start : part.positions.stop]:
+                    self.of[index], self.part_of[index] = bucket, part
         self.report_bucket = self._all[-1] if report_numel else None
         """The bucket behind whose gradients the report rides."""
         self.unbucketed = [index for index, bucket in enumerate(self.of) if bucket is None]

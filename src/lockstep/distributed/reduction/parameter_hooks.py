@@ -20,7 +20,7 @@ from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
 from lockstep.compiler import is_in_compiled_backward, outside_compiler
-from lockstep.distributed.reduction.buckets import GradientBucket
+from lockstep.distributed.reduction.buckets import BucketPart
 from lockstep.distributed.reduction.optimizers_in_backward import StepOptimizers, any_applied, take_over
 from lockstep.distributed.reduction.parameter import ManagedParameter
 from lockstep.errors import NotReplicableError
@@ -32,8 +32,8 @@ class GradientListener(Protocol):
     def mark_gradient_ready(self, index: int) -> None:
         """Autograd has accumulated the gradient of the parameter with that number, which no bucket waits for now."""
 
-    def launch_ready_buckets(self) -> None:
-        """The last gradient of a bucket has come."""
+    def part_has_come(self, part: BucketPart) -> None:
+        """The last gradient of a part of a bucket has come."""
 
     def newcomer_arrived(self, parameter: Parameter) -> None:
         """Autograd has accumulated the gradient of a parameter that the ranks have not agreed on yet."""
@@ -55,16 +55,16 @@ class Arrivals:
     parameter.
     """
 
-    __slots__ = ("buckets", "states")
+    __slots__ = ("parts", "states")
 
     def __init__(self, parameters: int) -> None:
         self.states = bytearray(parameters)
-        self.buckets: Sequence[GradientBucket] = ()
-        """The bucket of each parameter; of one that is not expected, None."""
+        self.parts: Sequence[BucketPart] = ()
+        """The part of a bucket to which each parameter belongs; None for one that is not expected."""
 
-    def expect(self, buckets: Sequence[GradientBucket | None], expected: bytes) -> bytearray:
+    def expect(self, parts: Sequence[BucketPart | None], expected: bytes) -> bytearray:
         """A pass that synchronises has opened; returns what hooks clear when a gradient has come in time."""
-        self.buckets = cast("Sequence[GradientBucket]", buckets)
+        self.parts = cast("Sequence[BucketPart]", parts)
         self.states[:] = expected
         return self.states
 
@@ -76,7 +76,7 @@ class Arrivals:
         """The pass is over; returns a one for each parameter that has had a gradient, if it did not synchronise."""
         accumulated = bytes(self.states.translate(_USED))
         self.states[:] = bytes(len(self.states))
-        self.buckets = ()
+        self.parts = ()
         return accumulated
 
 
@@ -104,10 +104,10 @@ class ParameterHook:
         state = arrivals.states[index]
         if state == EXPECTED:
             arrivals.states[index] = ASK
-            bucket = arrivals.buckets[index]
-            bucket.missing -= 1
-            if not bucket.missing:
-                self._listener().launch_ready_buckets()
+            part = arrivals.parts[index]
+            part.missing -= 1
+            if not part.missing:
+                self._listener().part_has_come(part)
         elif state:
             arrivals.states[index] = ACCUMULATED
         else:

@@ -37,6 +37,7 @@ from torch.nn import Parameter
 from lockstep.distributed.buffers import BufferSync
 from lockstep.distributed.collectives import Collectives
 from lockstep.distributed.reduction.backward import Reach
+from lockstep.distributed.reduction.buckets import BucketPart
 from lockstep.distributed.reduction.contribution import Contribution
 from lockstep.distributed.reduction.members import Membership
 from lockstep.distributed.reduction.outcome import Outcome
@@ -187,11 +188,11 @@ class Reducer:
             if self._round is not None and index >= 0:
                 self._round.mark_gradient_ready(index)
 
-    def launch_ready_buckets(self) -> None:
-        """The last gradient of a bucket has come."""
+    def part_has_come(self, part: BucketPart) -> None:
+        """The last gradient of a part of a bucket has come."""
         with self._lock:
             if self._round is not None:
-                self._round.launch_ready_buckets()
+                self._round.part_has_come(part)
 
     def newcomer_arrived(self, parameter: Parameter) -> None:
         """Autograd has accumulated the gradient of a parameter that the ranks have not agreed on yet.

@@ -15,11 +15,10 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lockstep.distributed.reduction.buckets import BlankBucket, GradientBucket
+from lockstep.distributed.reduction.buckets import BlankBucket, BucketPart, GradientBucket
 from lockstep.distributed.reduction.comm_hooks import Waitable
 from lockstep.distributed.reduction.late import graphs_of, reduce_again, reduce_late
 from lockstep.distributed.reduction.parameter import ManagedParameter
-from lockstep.distributed.reduction.plan import Kind
 from lockstep.distributed.reduction.report import RankStatus, Report, Weight
 from lockstep.distributed.reduction.second_order import with_graphs
 from lockstep.distributed.reduction.setup import Setup
@@ -77,8 +76,9 @@ class Round:
         self._pending: list[Waitable] = []
         self._expected = setup.buckets.expected
         self._awaited = bytearray(self._expected)  # what has not come of those
+        scale = 1.0 if setup.hooks.hooks else 1.0 / self._divide_factor
         for bucket in self.buckets:
-            bucket.open()
+            bucket.open(scale, copies_early=not creates_graph)
         self._expect_gradients()
 
     @property
@@ -98,7 +98,7 @@ class Round:
         if plan.observes:
             plan.begin_round()  # no gradient is expected by its hook: each is looked at, to note the order
         else:
-            self._awaited = arrivals.expect(self.buckets.of, self._expected)
+            self._awaited = arrivals.expect(self.buckets.part_of, self._expected)
         # What has piled up without a place in the plan may not come again before the end of this backward.
         for index in self.buckets.unbucketed:
             if self._setup.parameters[index].parameter.grad is None:
@@ -111,14 +111,19 @@ class Round:
         self._used[index] = 1
         if self._setup.plan.observes:
             self._setup.plan.observe(index)
-        bucket = self.buckets.of[index]
-        if bucket is None or bucket.index < self.next_bucket:
+        part = self.buckets.part_of[index]
+        if part is None or part.bucket.index < self.next_bucket:
             self.late[index] = None
         elif self._awaited[index]:
             self._awaited[index] = 0
-            bucket.missing -= 1
-            if not bucket.missing:
-                self.launch_ready_buckets()
+            part.missing -= 1
+            if not part.missing:
+                self.part_has_come(part)
+
+    def part_has_come(self, part: BucketPart) -> None:
+        """All gradients of a part of a bucket have come."""
+        if part.bucket.part_has_come(part):
+            self.launch_ready_buckets()
 
     def mark_unhooked(self, index: int) -> None:
         """Count the gradient of a parameter that had lost its hook."""
@@ -150,10 +155,7 @@ class Round:
     def _launch_bucket(self, bucket: GradientBucket) -> None:
         setup = self._setup
         with setup.collectives.phases.phase("collect"):
-            scale = 1.0 if setup.hooks.hooks else 1.0 / self._divide_factor
-            # The report's row must not be scaled, and sparse gradients are made anew when they are.
-            at_once = bucket is self.buckets.report_bucket or bucket.planned.kind is Kind.SPARSE
-            copied = bucket.copy_in(scale if at_once else 1.0, self._used if bucket.missing else None)
+            copied = bucket.copy_in(self._used if bucket.missing else None)
             self._graphs += copied.graphs
             self._undefined += copied.undefined
             if bucket is self.buckets.report_bucket:
@@ -162,7 +164,7 @@ class Round:
         if setup.hooks.hooks:
             pending = self._launch_through_hooks(bucket, copied.flat, what)
         else:
-            pending = setup.collectives.all_reduce(copied.flat, what, 1.0 if at_once else scale)
+            pending = setup.collectives.all_reduce(copied.flat, what, copied.factor)
         self._pending.append(pending)
         self.next_bucket += 1
 

@@ -28,6 +28,7 @@ Empty = Callable[[int, torch.dtype, torch.device], Tensor]
 
 _is_set_to = Tensor.is_set_to
 
+
 KEPT_BELOW_BYTES = 16 * 1024
 """Buckets whose tensors are smaller than this on average keep their memory."""
 
@@ -46,6 +47,7 @@ class GradientMemory:
         """Nobody else's while the memory is kept: what others do to the tensors they hold does not change these."""
         self.grads: list[Tensor] = []
         """What parameters get: other tensors in the places of the views, or DTensors around such."""
+        self._pointers: list[int] = []  # where the views begin
         self._alone: tuple[int, list[int]] = 0, []  # users and references while nobody else has any
         self._handed: tuple[StorageWeakRef, int] | None = None  # memory that was left to the gradients, and its offset
 
@@ -59,7 +61,7 @@ class GradientMemory:
         if self.flat is None:
             self._allocate()
             return [False] * len(current)
-        inside = in_place(current, self.views)
+        inside = self.in_place(current)
         whole = False not in inside
         if whole and all(map(operator.is_, current, self.grads)):
             return inside
@@ -70,9 +72,33 @@ class GradientMemory:
                 if moves:
                     self.views[i].copy_(old[i])
                     current[i] = self.grads[i]
-        elif False in in_place(self.grads, self.views):
+        elif not self._are_grads_in_place():
             self.grads = self._gradients()  # tests/ranks/test_gradient_memory.py
         return inside
+
+    def claim_early(self, current: Sequence[Tensor | None]) -> bool:
+        """Make ready to write while gradients still come; False if that has to wait, as one of ``current`` is in this
+        memory, or was, and more may be added to it there."""
+        if self.flat is None:
+            left, _ = self._handed or (None, 0)
+            dense = [local_part(grad) for grad in current if grad is not None and not grad.is_sparse]
+            if left is not None and any(grad.untyped_storage()._cdata == left.cdata for grad in dense):
+                return False
+            self._handed = None
+            self._allocate()
+            return True
+        return True not in self.claim(list(current))
+
+    def in_place(self, current: Sequence[Tensor | None]) -> list[bool]:
+        """Which of the gradients are in this memory, each in its own place."""
+        if dtensor_class() is None:
+            try:
+                pointers = [0 if grad is None else grad.data_ptr() for grad in current]
+            except RuntimeError:  # sparse ones have none
+                pointers = self._pointers
+            if True not in map(operator.eq, pointers, self._pointers):
+                return [False] * len(current)
+        return in_place(current, self.views)
 
     def rest(self) -> None:
         """The gradients have been handed out."""
@@ -90,6 +116,7 @@ class GradientMemory:
         layout = self._layout
         flat = self._empty(layout.numel + self._extra, layout.dtype, layout.device)
         self.flat, self.views = flat, self._layout.views(flat)
+        self._pointers = [view.data_ptr() for view in self.views]
         self.grads = self._gradients()
         self._alone = storage_users(flat), references(self.grads)
 
@@ -111,6 +138,13 @@ class GradientMemory:
             views = self._layout.views(flat)
             if False not in in_place(grads, views):
                 self.flat, self.views, self.grads = flat, views, grads
+                self._pointers = [view.data_ptr() for view in views]
+
+    def _are_grads_in_place(self) -> bool:
+        """Whether those that are handed out are what they were, whatever those did with them who had them."""
+        if dtensor_class() is None:
+            return all(map(_is_set_to, self.grads, self.views))
+        return False not in in_place(self.grads, self.views)
 
     def _held(self, inside: Sequence[bool]) -> bool:
         """Whether anything but this bucket and its parameters still sees gradients of an earlier round."""
