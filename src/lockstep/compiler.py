@@ -1,5 +1,6 @@
 """What ``torch.compile`` means for replicas. The compiler takes seconds to import: that is left to those who use it."""
 
+import copy
 import sys
 from collections.abc import Callable
 from functools import wraps
@@ -41,5 +42,25 @@ def recompiled(compiled: Any, replica: Module) -> Any:
     """What ``module.compile()`` made, for a replica: compiled code calls the module that it was made for."""
     context = sys.modules["torch._dynamo.eval_frame"]._TorchDynamoContext
     cells = (cell.cell_contents for cell in compiled.__closure__ or ())
-    wrap = next((c for c in cells if isinstance(c, context)), torch.compile)
-    return wrap(replica._call_impl)
+    wrap = next((c for c in cells if isinstance(c, context)), None)
+    return torch.compile(replica._call_impl) if wrap is None else _isolated(wrap)(replica._call_impl)
+
+
+def recompile(compiled: Any, replica: Any) -> None:
+    """Let a replica of what ``torch.compile(module)`` returned compile the module inside of it."""
+    vars(replica)["dynamo_ctx"] = _isolated(compiled.dynamo_ctx)
+    replica._initialize()
+
+
+def _isolated(context: Any) -> Any:
+    """A compiler like ``context`` whose compilations count on their own, where Dynamo can tell them apart.
+
+    Otherwise all replicas' count towards the one ``torch._dynamo.config.recompile_limit`` of the code that they share,
+    and those beyond it run uncompiled. ``torch.compile(isolate_recompiles=True)`` does this for modules of the user's.
+    """
+    numbers = getattr(sys.modules["torch._dynamo.eval_frame"], "_next_isolate_recompiles_id", None)
+    if numbers is None or not hasattr(context, "_isolate_recompiles_id"):  # an older PyTorch
+        return context
+    isolated = copy.copy(context)
+    isolated._isolate_recompiles_id = next(numbers)
+    return isolated

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import inspect
 import io
 import pickle
 import subprocess
@@ -1605,6 +1606,42 @@ def test_compiled_modules_use_the_parameters_of_their_replica(backend, where):
     (apart,) = torch.autograd.grad(loss_of([replicas[1]], chunks[:1]), [next(replicas[1].parameters())])
     assert apart.abs().sum() > 0  # the replica's own parameter is what was used
     assert replicate(network, [CPU, CPU]) == replicas
+
+
+@compiling
+@pytest.mark.skipif(
+    "isolate_recompiles" not in inspect.signature(torch.compile).parameters, reason="no such option in this PyTorch"
+)
+@pytest.mark.parametrize("where", ["the network", "in place"])
+def test_many_compiled_replicas_stay_below_the_recompile_limit(where):
+    """Each counts its own compilations: of eight, in two modes, none runs uncompiled."""
+
+    class Modes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(3, 3)
+
+        def forward(self, x):
+            return self.layer(x) if self.training else 2 * self.layer(x)
+
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    network = Modes()
+    plain = copy.deepcopy(network)
+    if where == "the network":
+        network = torch.compile(network, backend=backend)
+    else:
+        network.compile(backend=backend)
+    parallel = DataParallel(network, [CPU] * 8)
+    x = torch.randn(16, 3)
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+        for mode in (True, False):
+            torch.testing.assert_close(parallel.train(mode)(x), plain.train(mode)(x))
+    assert len(graphs) > torch._dynamo.config.recompile_limit
 
 
 @compiling

@@ -15,7 +15,7 @@ import torch
 from torch.nn import Module
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from lockstep.compiler import is_compiled, recompiled
+from lockstep.compiler import is_compiled, recompile, recompiled
 from lockstep.errors import NotReplicableError
 from lockstep.local.parts import ATOMS, opened, refilled
 
@@ -176,7 +176,7 @@ class ModuleCopy:
         elif name == "_compiled_call_impl" and source[name] is not None:
             target[name] = recompiled(source[name], module)
         elif name == "forward" and is_compiled(original):
-            module._initialize()  # type: ignore[operator]
+            recompile(original, module)
         elif not leads:
             target[name] = source[name]
         else:
