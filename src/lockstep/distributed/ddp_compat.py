@@ -269,7 +269,7 @@ class CompatibleNames(_OptionNames):
     def _has_rebuilt_buckets(self) -> bool:
         """Whether buckets are as they will be. A hook that asks (ZeRO's) relies on that from then on."""
         reducer = self._replication.reducer
-        plan = None if reducer is None else reducer.plan
+        plan = None if reducer is None else reducer.setup.plan.current
         if self._relied_on is not None and plan != self._relied_on:
             rank = global_ranks(self.process_group)[self._distributed_rank]
             raise HookError(
@@ -389,7 +389,7 @@ class CompatibleNames(_OptionNames):
             **({"error": error} if error else {}),
             "num_parameter_tensors": len(trained),
             "total_parameter_size_bytes": sum(spec.nbytes for spec in trained),
-            "bucket_sizes": ", ".join(str(bucket.layout.nbytes) for bucket in reducer.plan.buckets),
+            "bucket_sizes": ", ".join(str(bucket.layout.nbytes) for bucket in reducer.setup.plan.current.buckets),
             "join_uneven_inputs": int(hasattr(self, "_authoritative_rank") or self._join_config.enable),
             **({"comm_hook": ", ".join(names)} if names else {}),
         }

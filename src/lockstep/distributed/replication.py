@@ -33,6 +33,7 @@ from lockstep.distributed.reduction.parameter_hooks import take_over_optimizers
 from lockstep.distributed.reduction.passes import ForwardMark, in_backward, note_compiled
 from lockstep.distributed.reduction.reducer import Reducer
 from lockstep.distributed.reduction.scheduler import GroupScheduler, scheduler_of
+from lockstep.distributed.reduction.setup import Setup
 from lockstep.distributed.selection import Contents, Selection, describe_parameter, note_replicated
 from lockstep.distributed.values import broadcast_values
 from lockstep.errors import CommunicationError, LockstepError, NotReplicableError
@@ -129,7 +130,7 @@ class Replication:
         delayed = [parameter for _, parameter in options.delay_all_reduce_named_params or ()]
         members = Membership(self._selection, contents, delayed, values=options.init_sync)
         policy = BufferSync(self._scan(), options.policy, collectives)
-        reducer = Reducer(members, collectives, scheduler, policy, options.caps)
+        reducer = Reducer(Setup(members, collectives, scheduler, policy, options.caps))
         for earlier in self._selection.superseded(contents):
             earlier.retire()
         if options.init_sync:
@@ -268,7 +269,7 @@ class Replication:
         reducer = self.started_reducer
         return {
             "round": reducer.rounds,
-            "plan": reducer.plan.to_json(),
+            "plan": reducer.setup.plan.current.to_json(),
             "hooks": [hook_state(state) for state, _ in self.hooks],
         }
 

@@ -1,23 +1,39 @@
 """What this rank contributes to the next round: which parameters have had gradients, what those count, and whether
 parameters were changed on them."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 
 from lockstep.distributed.reduction.drift import DriftWatch
 from lockstep.distributed.reduction.parameter import ManagedParameter
+from lockstep.distributed.reduction.passes import Code
+from lockstep.distributed.reduction.report import RankStatus, Weight, round_code
 from lockstep.distributed.reduction.weights import Weights
 
 
 class Contribution:
     """Grows with each backward pass, and is gone when a round has been reduced, or has failed."""
 
-    def __init__(self, parameters: Sequence[ManagedParameter], global_rank: int) -> None:
-        self._global_rank = global_rank
+    def __init__(self, parameters: Sequence[ManagedParameter], global_rank: int, joined: bool = False) -> None:
+        """``joined``: the rank has run out of batches, and contributes nothing."""
+        self._global_rank, self._joined = global_rank, joined
         self.used = bytearray(len(parameters))
         """A one for each parameter that has had a gradient since the last round."""
         self.weights = Weights()
         self.drift = DriftWatch(parameters, global_rank)
         self.weights.watch(parameters)
+
+    def describe(self, number: int, failed: bool, differs: bool, backward: Code | None) -> tuple[RankStatus, Weight]:
+        """What this rank says of round ``number``; ``differs``: it has other parameters, buffers or hooks than were
+        agreed on."""
+        flags = failed, self.weights.given, self._joined, differs, self.drift.suspects
+        weight = Weight(self.weights.total, bool(self.weights.earlier.copies))
+        return RankStatus(round_code(number), *flags, backward), weight
+
+    @property
+    def is_usual(self) -> bool:
+        """Whether it has a gradient of every parameter, and nothing else to tell."""
+        return 0 not in self.used and not (self.weights.given or self._joined or self.drift.suspects)
 
     def accumulate(self, used: bytes) -> None:
         """A pass has ended that did not synchronise; ``used`` has a one for each parameter that it gave a gradient."""
@@ -51,3 +67,16 @@ class Contribution:
     ) -> None:
         """See :meth:`Weights.watch`."""
         self.weights.watch(parameters, newcomers, departed)
+
+
+@contextmanager
+def gradients_set_aside(parameters: Sequence[ManagedParameter]) -> Iterator[None]:
+    """Let the parameters have no gradient inside; afterwards they have what they had."""
+    had = [member.parameter.grad for member in parameters]
+    for member in parameters:
+        member.parameter.grad = None
+    try:
+        yield
+    finally:
+        for member, grad in zip(parameters, had, strict=True):
+            member.parameter.grad = grad

@@ -8,7 +8,7 @@ from lockstep.distributed.agreement import Description, agree
 from lockstep.distributed.collectives import Collectives
 from lockstep.distributed.reduction.backward import Reach
 from lockstep.distributed.reduction.parameter import ManagedParameter
-from lockstep.distributed.reduction.parameter_hooks import Arrivals
+from lockstep.distributed.reduction.parameter_hooks import Arrivals, is_marked, take_mark
 
 
 class Membership(Protocol):
@@ -80,10 +80,24 @@ class Members:
         membership = self._membership()
         return membership is not None and membership.are_lent()
 
-    def hook_again(self, idle: Sequence[int]) -> list[int]:
-        """See :meth:`Membership.hook_again`."""
-        membership = self._membership()
-        return [] if membership is None else membership.hook_again(idle)
+    def find_swapped(self, used: bytearray) -> list[int]:
+        """The parameters whose tensor was swapped, and that have a gradient, among those that are not ``used``; they
+        are from now on, and have their hook again."""
+        membership = self._membership() if 0 in used else None
+        found = (
+            [] if membership is None else membership.hook_again([i for i, is_used in enumerate(used) if not is_used])
+        )
+        for index in found:
+            used[index] = 1
+        return found
+
+    def are_marked(self) -> bool:
+        """Whether compiled autograd has run hooks of the parameters."""
+        return any(is_marked(member.parameter) for member in self.parameters)
+
+    def take_marks(self) -> set[int]:
+        """The parameters, by identity, whose hooks compiled autograd has run since this was last asked."""
+        return {id(member.parameter) for member in self.parameters if take_mark(member.parameter)}
 
     def agree_anew(self, collectives: Collectives) -> list[ManagedParameter]:
         """Agree with all ranks on which parameters there are; returns the new ones that any rank has a gradient of."""

@@ -27,13 +27,22 @@ class Outcome:
         self.usage = Usage()
         self.has_failed = False
         """Whether the last round has failed on some rank, and that was told."""
+        self._abandoned: Round | None = None  # what it has sent may not have arrived yet
 
-    def note_failure(self) -> None:
-        """Remember that this rank's part in a round has failed, which the others are told.
+    def abandon(self, failing: Round) -> None:
+        """Abandon a round, because this rank's part in it has failed.
 
-        Those that have not read of it when the next one ends fail then, so that one's report is read at once.
+        Ranks that have not read of it when the next one ends fail then, so that one's report is read at once.
         """
-        self.has_failed = True
+        self.has_failed, self._abandoned = True, failing
+        failing.abandon()
+
+    def wait_for_abandoned(self) -> None:
+        """Return when all that an abandoned round has sent has arrived."""
+        abandoned, self._abandoned = self._abandoned, None
+        if abandoned is not None:
+            abandoned.wait_abandoned()
+            self._setup.buffers.drop_large()
 
     def conclude(self, ended: Round, own: Contribution, may_defer: bool) -> list[Parameter]:
         """Read the report of a round that has been reduced, and give the parameters their gradients.

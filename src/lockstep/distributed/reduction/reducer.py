@@ -34,20 +34,15 @@ from functools import partial
 import torch
 from torch.nn import Parameter
 
-from lockstep.distributed.buffers import BufferSync
-from lockstep.distributed.collectives import Collectives
 from lockstep.distributed.reduction.backward import Reach
 from lockstep.distributed.reduction.buckets import BucketPart
-from lockstep.distributed.reduction.contribution import Contribution
-from lockstep.distributed.reduction.members import Membership
+from lockstep.distributed.reduction.contribution import Contribution, gradients_set_aside
 from lockstep.distributed.reduction.outcome import Outcome
 from lockstep.distributed.reduction.parameter import ManagedParameter
-from lockstep.distributed.reduction.parameter_hooks import is_marked, run_held_hooks, take_mark, take_over_optimizers
+from lockstep.distributed.reduction.parameter_hooks import run_held_hooks, take_over_optimizers
 from lockstep.distributed.reduction.passes import PassLog
-from lockstep.distributed.reduction.plan import ReductionPlan
-from lockstep.distributed.reduction.report import RankStatus, Weight, round_code
+from lockstep.distributed.reduction.report import RankStatus, Weight
 from lockstep.distributed.reduction.round import Round
-from lockstep.distributed.reduction.scheduler import GroupScheduler
 from lockstep.distributed.reduction.setup import Setup
 from lockstep.errors import AgreementError, CommunicationError, OptionError, PeerError
 
@@ -59,17 +54,10 @@ class Reducer:
     this file lists as late, once, or large.
     """
 
-    def __init__(
-        self,
-        membership: Membership,
-        collectives: Collectives,
-        scheduler: GroupScheduler,
-        buffers: BufferSync,
-        caps: Sequence[int],
-    ) -> None:
-        self.collectives, self.scheduler, self.buffers = collectives, scheduler, buffers
-        self.setup = Setup(membership, collectives, scheduler, buffers, caps)
+    def __init__(self, setup: Setup) -> None:
+        self.setup = setup
         """What all ranks have alike."""
+        self.collectives, self.scheduler, self.buffers = setup.collectives, setup.scheduler, setup.buffers
         self.requires_sync = True
         self.retired = False
         """Whether another replication has taken over all parameters."""
@@ -79,26 +67,19 @@ class Reducer:
         """The last error of a round, for logging."""
         self.passes = PassLog()
         """What tells this rank's backward passes from others."""
-        self.outcome = Outcome(self.setup)
+        self.outcome = Outcome(setup)
         self._lock = threading.RLock()
-        self._members = self.setup.members
-        self._contribution = Contribution(self.parameters, collectives.global_rank)
+        self._members = setup.members
+        self._contribution = Contribution(self.parameters, self.collectives.global_rank)
         self._round: Round | None = None
         self._accumulates = False  # a pass is under way that does not synchronise
         self._differs = False  # this rank has other parameters, buffers or hooks than were agreed on
-        self._abandoned: Round | None = None  # what it has sent may not have arrived yet
-        self._has_joined = False  # this rank has run out of batches
         self._holds_hooks = False  # users have hooks on parameters
 
     @property
     def parameters(self) -> list[ManagedParameter]:
         """The parameters that the ranks have agreed on."""
         return self._members.parameters
-
-    @property
-    def plan(self) -> ReductionPlan:
-        """The buckets, as they are now."""
-        return self.setup.plan.current
 
     # ------------------------------------------------------------------------------------ open
 
@@ -146,12 +127,9 @@ class Reducer:
         own.drift.look(self.reducing)
 
     def _check_alive(self) -> None:
-        try:
+        with self.scheduler.failing_on_every_rank(self):
             self.collectives.check_alive()
             self.scheduler.check()
-        except BaseException:
-            self.scheduler.note_failure(self)
-            raise
 
     def _open_round(self, passive: bool = False) -> None:
         """Open the round, also if the report of the last one says only now that it has failed on some rank.
@@ -164,10 +142,7 @@ class Reducer:
             self._start_round(passive)
 
     def _start_round(self, passive: bool) -> None:
-        if self._abandoned is not None:
-            abandoned, self._abandoned = self._abandoned, None
-            abandoned.wait_abandoned()
-            self.buffers.drop_large()
+        self.outcome.wait_for_abandoned()
         if not self.scheduler.expects(self):
             self.look_for_changes()
         self._differs = self._differs or self.setup.differs()
@@ -210,12 +185,12 @@ class Reducer:
 
     def is_marked(self) -> bool:
         """Whether compiled autograd has run hooks of the parameters."""
-        return any(is_marked(member.parameter) for member in self.parameters)
+        return self._members.are_marked()
 
     def take_marked(self) -> None:
         """Take what it has left as if the hooks ran now."""
         self.passes.compile_forward()  # nor is it known which outputs it has gone through
-        marked = {id(member.parameter) for member in self.parameters if take_mark(member.parameter)}
+        marked = self._members.take_marks()
         with self._lock:
             self._open(marked, compiled=True)
             for index in [member.index for member in self.parameters if id(member.parameter) in marked]:
@@ -236,7 +211,8 @@ class Reducer:
                     self._open_without_gradient()
                 if self._round is None:
                     return ()
-                self._get_ready()
+                with self.scheduler.failing_on_every_rank(self):
+                    self.setup.get_ready()
                 with self.collectives.phases.phase("finish", f"round {self._round.number}"):
                     return self._finalize(self._round, without_gradient and self.passes.is_reached)
             except Exception as error:
@@ -254,33 +230,25 @@ class Reducer:
             raise
         self._contribution.drift.look(True)
 
-    def _get_ready(self) -> None:
-        try:
-            self.setup.get_ready()
-        except BaseException:
-            self.scheduler.note_failure(self)
-            raise
-
     def _finalize(self, current: Round, weighs: bool) -> Sequence[Parameter]:
         """``weighs``: no gradient has come, but what this rank contributes counts."""
         current.end_filling()
         try:
             if weighs:
                 self._contribution.weights.use()
-            self.find_swapped()
+            current.mark_unhooked(self._members.find_swapped(self._contribution.used))
             current.launch_rest()
         except BaseException:  # of this rank alone: the others wait for what is not sent
             self.abandon()
             raise
         current.wait()
-        used = self.outcome.conclude(current, self._contribution, self._may_defer(current))
+        usual = self.setup.is_settled and self._contribution.is_usual and not (current.late or self._differs)
+        used = self.outcome.conclude(current, self._contribution, may_defer=usual)
         return used if self._holds_hooks else ()
 
     def _describe(self, passive: bool, number: int, failed: bool) -> tuple[RankStatus, Weight]:
         """What this rank says of a round."""
-        own, backward, number = self._contribution, None if passive else self.passes.summarize(), round_code(number)
-        flags = failed, own.weights.given, self._has_joined, self._differs, own.drift.suspects
-        return RankStatus(number, *flags, backward), Weight(own.weights.total, bool(own.weights.earlier.copies))
+        return self._contribution.describe(number, failed, self._differs, None if passive else self.passes.summarize())
 
     def takes_part(self, accumulates: bool) -> bool:
         """Whether a backward pass that has gone through the module without a gradient of it is a round all the same.
@@ -288,27 +256,9 @@ class Reducer:
         It is if other ranks may have gradients: a loss that, on this rank, reaches only what is frozen.
         """
         trained = any(member.parameter.requires_grad for member in self.parameters)
-        return self.find_swapped() or (accumulates and self.passes.is_reached and trained)
-
-    def find_swapped(self) -> bool:
-        """Count gradients of parameters whose tensor was swapped, and with it the hook; returns whether there are
-        any."""
-        used = self._contribution.used
-        if 0 not in used:
-            return False
-        found = self._members.hook_again([index for index, is_used in enumerate(used) if not is_used])
-        for index in found:
-            used[index] = 1
-            if self._round is not None:
-                self._round.mark_unhooked(index)
-        return bool(found)
-
-    def _may_defer(self, current: Round) -> bool:
-        """Whether this rank has used every parameter, in time, in a round like all others."""
-        own = self._contribution
-        settled = self.setup.plan.is_whole and self.setup.is_planned and 0 not in own.used
-        unusual = current.late or own.weights.given or self._has_joined or self._differs
-        return settled and not unusual and not own.drift.suspects
+        return bool(self._members.find_swapped(self._contribution.used)) or (
+            accumulates and self.passes.is_reached and trained
+        )
 
     def hold_hooks(self) -> None:
         """Some parameter has users' hooks, to be run when its gradient is reduced."""
@@ -348,11 +298,10 @@ class Reducer:
                 self._check_alive()
                 with suppress(PeerError, OptionError):  # which the others know of
                     self._open_round()
-            self._get_ready()
+            with self.scheduler.failing_on_every_rank(self):
+                self.setup.get_ready()
             assert self._round is not None
-            self._abandoned = self._round
-            self.outcome.note_failure()
-            self._round.abandon()
+            self.outcome.abandon(self._round)
         except (CommunicationError, AgreementError) as error:  # the group has ended, or all raise
             logging.getLogger("lockstep").debug("the other ranks could not be told of a failure: %s", error)
         except Exception as error:
@@ -394,17 +343,13 @@ class Reducer:
         What this rank has - gradients, what has piled up, its weights - it has afterwards, too: see
         tests/procs/test_join_gradients.py.
         """
-        before, had = self.parameters, [member.parameter.grad for member in self.parameters]
-        own, self._contribution = self._contribution, Contribution(before, self.collectives.global_rank)
-        self._has_joined = True
-        for member in before:
-            member.parameter.grad = None
+        before = self.parameters
+        own, self._contribution = self._contribution, Contribution(before, self.collectives.global_rank, joined=True)
         try:
-            self.scheduler.reduce([self])
+            with gradients_set_aside(before):
+                self.scheduler.reduce([self])
         finally:
-            self._has_joined, self._contribution = False, own
+            self._contribution = own
             if self.parameters is not before:  # the ranks have agreed on others meanwhile
                 own.renumber(before, self.parameters)
             own.watch(self.parameters, self._members.newcomers, self._members.departed)
-            for member, grad in zip(before, had, strict=True):
-                member.parameter.grad = grad

@@ -125,11 +125,12 @@ class Round:
         if part.bucket.part_has_come(part):
             self.launch_ready_buckets()
 
-    def mark_unhooked(self, index: int) -> None:
-        """Count the gradient of a parameter that had lost its hook."""
-        self._used[index] = 1
-        if self.buckets.of[index] is None:
-            self.late[index] = None
+    def mark_unhooked(self, indices: Sequence[int]) -> None:
+        """Count the gradients of parameters that had lost their hooks."""
+        for index in indices:
+            self._used[index] = 1
+            if self.buckets.of[index] is None:
+                self.late[index] = None
 
     def launch_ready_buckets(self) -> None:
         """Launch every bucket whose turn has come, without waiting for anything: another rank may be at another module.

@@ -20,7 +20,8 @@ reached, and what its graph says that it would have.
 import logging
 import threading
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
@@ -154,10 +155,15 @@ class GroupScheduler(PassFollower):
         """The backward pass under way has reached a parameter of a module."""
         self._reached.append(module)
 
-    def note_failure(self, module: ScheduledModule) -> None:
-        """All ranks know, or find out by themselves, that the module's round fails in the pass under way."""
-        if self.followed is not None:
-            self.followed.note_failure(module)
+    @contextmanager
+    def failing_on_every_rank(self, module: ScheduledModule) -> Iterator[None]:
+        """What fails inside fails the module's round on all ranks, in the pass under way: none has to be told."""
+        try:
+            yield
+        except BaseException:
+            if self.followed is not None:
+                self.followed.note_failure(module)
+            raise
 
     def _leave_pass(self) -> tuple[list[ScheduledModule], list[ScheduledModule]]:
         """Follow the pass no more; returns the modules that it has reached, and those that it was to go through."""

@@ -52,6 +52,11 @@ class Setup:
         return not self.plan.observes
 
     @property
+    def is_settled(self) -> bool:
+        """Whether every parameter has a bucket, in a plan that has been made anew after the first round."""
+        return self.plan.is_whole and self.is_planned
+
+    @property
     def is_ready(self) -> bool:
         """Whether nothing has to be agreed on before a bucket may leave."""
         return self.hooks.are_agreed and not self._before_next_round
