@@ -44,11 +44,12 @@ class Outcome:
             abandoned.wait_abandoned()
             self._setup.buffers.drop_large()
 
-    def conclude(self, ended: Round, own: Contribution, may_defer: bool) -> list[Parameter]:
+    def conclude(self, ended: Round, own: Contribution, *, may_defer: bool, lists_used: bool) -> Sequence[Parameter]:
         """Read the report of a round that has been reduced, and give the parameters their gradients.
 
         ``may_defer``: this rank has nothing unusual to know or to tell. Returns the parameters that any rank has used,
-        in an order that is the same on all. Raises on every rank if the ranks were not in the same round.
+        in an order that is the same on all, if ``lists_used``. Raises on every rank if the ranks were not in the same
+        round.
         """
         setup, transport = self._setup, self._setup.transport
         row = ended.report_row  # which its bucket may give up, with the gradients
@@ -71,7 +72,7 @@ class Outcome:
             transport.take_buffers(row)
         self.usage.look(own.used)
         own.end_round()
-        used = ended.parameters_in_order(report, newcomers)
+        used = ended.parameters_in_order(report, newcomers) if lists_used else ()
         if renews:
             self._renew(own)
         else:

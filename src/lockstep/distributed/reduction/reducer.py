@@ -55,18 +55,13 @@ class Reducer:
     """
 
     def __init__(self, setup: Setup) -> None:
-        self.setup = setup
-        """What all ranks have alike."""
+        self.setup = setup  # what all ranks have alike
         self.collectives, self.scheduler, self.buffers = setup.collectives, setup.scheduler, setup.buffers
         self.requires_sync = True
-        self.retired = False
-        """Whether another replication has taken over all parameters."""
-        self.rounds = 0
-        """The number of the last round of which anything was sent."""
-        self.error = ""
-        """The last error of a round, for logging."""
-        self.passes = PassLog()
-        """What tells this rank's backward passes from others."""
+        self.retired = False  # another replication has taken over all parameters
+        self.rounds = 0  # the number of the last round of which anything was sent
+        self.error = ""  # the last error of a round, for logging
+        self.passes = PassLog()  # what tells this rank's backward passes from others
         self.outcome = Outcome(setup)
         self._lock = threading.RLock()
         self._members = setup.members
@@ -243,8 +238,7 @@ class Reducer:
             raise
         current.wait()
         usual = self.setup.is_settled and self._contribution.is_usual and not (current.late or self._differs)
-        used = self.outcome.conclude(current, self._contribution, may_defer=usual)
-        return used if self._holds_hooks else ()
+        return self.outcome.conclude(current, self._contribution, may_defer=usual, lists_used=self._holds_hooks)
 
     def _describe(self, passive: bool, number: int, failed: bool) -> tuple[RankStatus, Weight]:
         """What this rank says of a round."""
@@ -256,9 +250,8 @@ class Reducer:
         It is if other ranks may have gradients: a loss that, on this rank, reaches only what is frozen.
         """
         trained = any(member.parameter.requires_grad for member in self.parameters)
-        return bool(self._members.find_swapped(self._contribution.used)) or (
-            accumulates and self.passes.is_reached and trained
-        )
+        swapped = self._members.find_swapped(self._contribution.used)
+        return bool(swapped) or (accumulates and self.passes.is_reached and trained)
 
     def hold_hooks(self) -> None:
         """Some parameter has users' hooks, to be run when its gradient is reduced."""
