@@ -7,8 +7,8 @@ TORCHES := 2.11 2.13 2.15
 MATRIX := tests/unit tests/ranks tests/procs tests/shm tests/tools
 CLIENTS := .venv-clients
 
-# Two workers share the tests; those of one xdist_group go to one of them.
-PYTEST := -m pytest -m "not soak" -n 2 --dist loadgroup
+# Two workers share the tests, as tests/conftest.py says.
+PYTEST := -m pytest -m "not soak" -n 2
 
 .PHONY: train test test-matrix test-clients check format bench soak clean
 

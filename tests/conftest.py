@@ -52,10 +52,20 @@ def pytest_report_header(config: pytest.Config) -> str:
 # ---------------------------------------------------------------------------------------- workers
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if item.get_closest_marker("alone") is not None:
-            item.add_marker(pytest.mark.xdist_group("alone"))  # one after the other, early, in one worker
+# Files whose tests share what one of them has started: they go to one worker. All other tests go where there is room.
+TOGETHER = ("test_digits.py", "test_benchmarks.py", "test_beside_ddp.py", "test_rank_names.py")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            return file if file.endswith(TOGETHER) else nodeid
+
+    return Scheduling(config, log)
 
 
 def pytest_collection_finish() -> None:

@@ -19,10 +19,7 @@ import torch
 from example_programs import DIGITS, EXAMPLES, TORCHRUN, run, run_in_ranks, start
 from processes import run_processes
 
-pytestmark = [
-    pytest.mark.timeout(300),
-    pytest.mark.xdist_group("digits"),
-]  # a run of torchrun imports torch three times
+pytestmark = pytest.mark.timeout(300)  # a run of torchrun imports torch three times
 
 MODULES = ("digits", "checkpoint", "options", "progress", "report", "runner", "group")
 DEVICES = ("--devices", "cpu,cpu")

@@ -23,8 +23,6 @@ from lockstep.errors import (
 from lockstep.phases import Phases
 from processes import run_processes
 
-pytestmark = pytest.mark.xdist_group("rank names")  # one launch of processes for all
-
 MEMBERS = [1, 2]
 
 

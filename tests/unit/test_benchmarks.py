@@ -12,7 +12,7 @@ import pytest
 BENCHMARKS = sorted((Path(__file__).parents[2] / "benchmarks").glob("bench_*.py"))
 OPTIONS = {"bench_cuda": ["--device", "cpu"]}
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.xdist_group("benchmarks")]
+pytestmark = pytest.mark.timeout(300)
 
 # One after the other in one interpreter: PyTorch is imported once here, and once by the server of their processes.
 ALL_IN_ONE = """
