@@ -382,14 +382,19 @@ class Use:
         else:
             raise AssertionError("nothing was raised")
 
-    def _settle(self) -> None:
-        """Equal buffers on all ranks, whichever modules are reduced in a line that fails."""
+    def _settle(self) -> bool:
+        """Equal buffers on all ranks, whichever modules are reduced in a line that fails; False if some of those would
+        step."""
+        if self.stepping and self.setting.modules > 1:
+            return False
         self.backward([[F(1, (0,), number) for number in range(self.setting.modules)]] * self.world)
         self.zero(True)
+        return True
 
     def differing(self, how: str, module: int, layer: int, ranks: list[int], calls: list[list[F]]) -> None:
         """A change of a module on some ranks only: all must hear of it; then it is undone."""
-        self._settle()
+        if not self._settle():
+            return
         net = self.mine[module]
         index = layer % len(net.layers)
         old = net.layers[index]
@@ -413,7 +418,8 @@ class Use:
 
     def left_out(self, ranks: list[int], calls: list[list[F]]) -> None:
         """Some ranks have run one more forward, and leave it out: a batch was skipped."""
-        self._settle()
+        if not self._settle():
+            return
         if self.number in ranks:
             self._loss([F(1, (0,))])
         for r, refs in enumerate(self.refs):
@@ -455,7 +461,8 @@ class Use:
     def lone_backward(self, ranks: list[int], calls: list[list[F]]) -> None:
         """Some ranks run a backward that the others do not run, which pairs with the others' next one: all must hear of
         it, in that step."""
-        self._settle()
+        if not self._settle():
+            return
         calls = [[F(seed=1, layers=(0,), past=True)] if r in ranks else each for r, each in enumerate(calls)]
         for r, refs in enumerate(self.refs):
             plain_loss(refs, calls[r])
