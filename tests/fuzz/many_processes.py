@@ -21,6 +21,7 @@ import copy
 import os
 import random
 import threading
+import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -45,6 +46,7 @@ with warnings.catch_warnings():
 
 WIDTH = 3
 GROUP_TIMEOUT = 5
+SHORTEN_SECONDS = 60  # within the limit of a test, with a program that does not end before and after it
 
 
 HARMLESS = (
@@ -232,11 +234,26 @@ class Use:
     def _loss(self, calls: list[F]) -> Any:
         return loss_of(self.mine, self.called, calls)
 
+    def _taking_part(self, calls: list[list[F]]) -> list[list[F]]:
+        """The same forwards; where those of a rank go past a module, to nothing in it that is trained, one more on all
+        ranks. Such a rank takes no part in a round, and is waited for (see "What cannot be noticed")."""
+        for number in range(self.setting.modules):
+            if not all(any(self._reaches(r, number, c) for c in each) for r, each in enumerate(calls)):
+                calls = [[*each, F(1, (0,), number)] for each in calls]
+        return calls
+
+    def _reaches(self, rank: int, number: int, call: F) -> bool:
+        net = self.refs[rank][number]
+        layers = [net.layers[index % len(net.layers)] for index in call.layers]
+        trained = any(p.requires_grad for layer in layers for p in layer.parameters())
+        return call.module == number and (trained or call.norm or not call.past)
+
     def backward(
         self, calls: list[list[F]], sync: bool = True, times: int = 1, zero: bool | None = None, train: bool = True
     ) -> None:
         """Each rank its own forwards, and one backward through their sum, ``times`` times; ``zero``: gradients are
         set to None (True) or to zero (False) between forward and backward."""
+        calls = self._taking_part(calls)
         times = 1 if self.stepping else times  # values that have changed cannot be gone through again
         self._train(train)
         loss = self._loss(calls[self.number])
@@ -320,7 +337,7 @@ class Use:
     def weighted(self, batches: list[list[list[F]]], weights: list[list[float]]) -> None:
         """Micro-batches with weights, by rank; the last one synchronises. Gradients before it are dropped."""
         self.zero(True)
-        for number, calls in enumerate(batches):
+        for number, calls in enumerate(map(self._taking_part, batches)):
             last = number == len(batches) - 1
             total = sum(map(sum, weights)) if last else None
             losses = [plain_loss(refs, calls[r]) for r, refs in enumerate(self.refs)]
@@ -345,6 +362,7 @@ class Use:
     def failing(self, calls: list[list[F]], sync: bool = True, ranks: Sequence[int] = (), where: str = "") -> None:
         """A backward that raises, on the ranks whose forwards say so, or at the loss (``where``) or in a hook of a
         parameter on some ranks; if it synchronises, all others are told, and all start over."""
+        calls = self._taking_part(calls)
         loss = self._loss(calls[self.number])
         for refs, theirs in zip(self.refs, calls, strict=True):
             plain_loss(refs, theirs)  # for its buffers
@@ -461,9 +479,10 @@ class Use:
     def lone_backward(self, ranks: list[int], calls: list[list[F]]) -> None:
         """Some ranks run a backward that the others do not run, which pairs with the others' next one: all must hear of
         it, in that step."""
-        if not self._settle():
+        lone = F(seed=1, layers=(0,), past=True)
+        if not all(self._reaches(r, 0, lone) for r in ranks) or not self._settle():
             return
-        calls = [[F(seed=1, layers=(0,), past=True)] if r in ranks else each for r, each in enumerate(calls)]
+        calls = [[lone] if r in ranks else each for r, each in enumerate(calls)]
         for r, refs in enumerate(self.refs):
             plain_loss(refs, calls[r])
         self._is_refused(calls)
@@ -715,19 +734,16 @@ def _play(rank: Any, board: Board | GroupBoard | None, program: str, setting: Se
             warnings.filterwarnings("ignore", text)
     use = Use(rank, setting, board)
     for number, line in enumerate(program.strip().splitlines()):
-        raised = ""
+        wrong = ""
         try:
             eval(line.strip(), {"F": F, "use": use})  # a program of our own making
-        except Exception as error:
-            raised = f"{type(error).__name__}: {str(error)[:400]} {_where(error)}"
-        said = board.exchange(rank.rank, raised)
-        try:
-            if any(said):
-                raise AssertionError("; ".join(f"rank {r}: {text}" for r, text in enumerate(said) if text))
             use.check()
-        except BaseException as error:
-            error.add_note(f"in line {number + 1}: {line}")
-            raise
+        except Exception as error:
+            wrong = f"{type(error).__name__}: {str(error)[:1000]} {_where(error)}"
+        said = board.exchange(rank.rank, wrong)
+        if any(said):  # all ranks stop here: none waits for another in vain
+            text = "; ".join(f"rank {r}: {text}" for r, text in enumerate(said) if text)
+            raise AssertionError(f"in line {number + 1}, {line.strip()}\n{text}")
 
 
 def _where(error: BaseException) -> str:
@@ -818,8 +834,11 @@ class Programs:
         return [f"use.lone_backward({self.some_ranks()}, {_text(self.through_module())})"]
 
     def through_module(self) -> list[list[F]]:
-        """Forwards of which at least one goes through each module as a whole."""
+        """Forwards of which at least one goes through each module as a whole. With several, whose buffers one of them
+        makes equal is not fixed, where another is refused: their buffers stay as they are."""
         calls = self.calls()
+        if self.modules > 1:
+            calls = [[call._replace(norm=False) for call in each] for each in calls]
         for each in calls:
             each += [F(seed=7, layers=(0,), module=number) for number in range(self.modules)]
         return calls
@@ -977,20 +996,24 @@ def find_failure(seed: int, length: int, worlds: tuple[int, ...] = (2, 3), devic
             return error
         return None
 
+    def failure(program: str, error: BaseException) -> Failure:
+        return Failure(f'play("""\n{program}\n""", {setting})  # seed {seed}', error)
+
     error = fails(program)
     if error is None:
         return None
-    program, error = _shorten(program, error, fails)
-    return Failure(f'play("""\n{program}\n""", {setting})  # seed {seed}', error)
+    print("This program fails; it is now made shorter.\n", failure(program, error), flush=True)
+    return failure(*_shorten(program, error, fails))
 
 
 def _shorten(
     program: str, error: BaseException, fails: Callable[[str], BaseException | None]
 ) -> tuple[str, BaseException]:
-    """Leave out lines for as long as what is left fails."""
+    """Leave out lines for as long as what is left fails, and there is time."""
     lines = program.splitlines()
     position = 0
-    while position < len(lines):
+    end = time.monotonic() + SHORTEN_SECONDS
+    while position < len(lines) and time.monotonic() < end:
         fewer = lines[:position] + lines[position + 1 :]
         if fewer and (other := fails("\n".join(fewer))) is not None:
             lines, error = fewer, other
