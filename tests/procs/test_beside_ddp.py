@@ -301,7 +301,8 @@ def what_backward_has_saved_is_not_overwritten(rank, implementation):
     for module in (local, wrapper):
         losses = [module(x_of(rank)).sum() for _ in range(2)]
         for loss in losses:  # after the first, buffers are made equal, while the second is still pending
-            loss.backward()
+            with contextlib.suppress(RuntimeError):  # PyTorch's own up to 2.11: overwritten, and autograd notices
+                loss.backward()
     (own,) = scalars(local)
     parts = rank.gather(torch.tensor(own))
     return scalars(wrapper), torch.stack(parts).mean().item()
@@ -309,7 +310,7 @@ def what_backward_has_saved_is_not_overwritten(rank, implementation):
 
 def test_what_backward_has_saved_is_not_overwritten(of):
     theirs, ours = of
-    assert [got == [wanted] for got, wanted in theirs] == [False, False]  # wrong, in silence
+    assert [got == [wanted] for got, wanted in theirs] == [False, False]  # since 2.13 in silence
     assert [got == [wanted] for got, wanted in ours] == [True, True]
 
 

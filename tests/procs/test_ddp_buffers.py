@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import lockstep
-from ddp_reference import both, ddp_class, scalars
+from ddp_reference import both_since_2_13, ddp_class, scalars
 from processes import run_processes
 from small_modules import one_weight
 
@@ -70,7 +70,7 @@ def change(rank, implementation):
     return seen
 
 
-@both
+@both_since_2_13
 def test_buffers_are_those_of_rank_0_after_backward(implementation):
     for seen in run_processes(2, change, implementation):
         assert seen == {
@@ -95,7 +95,7 @@ def normalise(rank, implementation):
     return ddp.module[1].num_batches_tracked.item(), [rank.all_equal(p.grad) for p in ddp.parameters()]
 
 
-@both
+@both_since_2_13
 def test_two_forwards_with_batch_normalisation(implementation):
     assert run_processes(2, normalise, implementation) == [(3, [True] * 4)] * 2
 

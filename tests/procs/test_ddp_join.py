@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.algorithms.join import Join, Joinable
 
-from ddp_reference import Branches, both, ddp_class, failure, gradients, scalars, values
+from ddp_reference import Branches, both, both_since_2_13, ddp_class, failure, gradients, scalars, values
 from processes import run_processes
 from small_modules import one_weight
 
@@ -139,7 +139,7 @@ def keep_buffers(rank, implementation):
     return ddp.module.own.tolist()
 
 
-@both
+@both_since_2_13
 def test_join_leaves_local_buffers_alone(implementation):
     assert run_processes(2, keep_buffers, implementation) == [[5.0, 5.0], [6.0, 6.0]]
 

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-from ddp_reference import Mixed, both, ddp_class
+from ddp_reference import Mixed, both_since_2_13, ddp_class
 from processes import run_processes
 from small_modules import one_weight
 
@@ -30,7 +30,7 @@ def describe(rank, implementation):
     return seen
 
 
-@both
+@both_since_2_13
 def test_logging_data(implementation):
     for rank, seen in enumerate(run_processes(2, describe, implementation)):
         wanted = {

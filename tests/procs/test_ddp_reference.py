@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import lockstep
-from ddp_reference import Branches, Mixed, both, ddp_class, gradients, scalars, values
+from ddp_reference import Branches, Mixed, both, both_since_2_13, ddp_class, gradients, scalars, values
 from processes import run_processes
 from small_modules import fails_in_backward, one_weight
 
@@ -75,7 +75,7 @@ def train_beside(rank, implementation):
     return after
 
 
-@both
+@both_since_2_13
 @pytest.mark.parametrize("world", [2, 3])
 def test_parts_of_a_batch_train_as_the_whole_batch(implementation, world):
     for steps in zip(*run_processes(world, train_beside, implementation), strict=True):

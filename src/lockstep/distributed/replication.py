@@ -184,7 +184,7 @@ class Replication:
             take_over_optimizers(self.reducer.parameters)
         if self.reducer is not None:
             if torch.compiler.is_compiling():
-                note_compiled(self.reducer.passes)
+                note_compiled(self.reducer.passes.name)
             else:
                 self.reducer.passes.enter_forward(self._counts())
         device = input_device(self.options)

@@ -11,9 +11,11 @@ out a batch after its forward, the ranks' rounds still pair off, one by one. So 
 Which parameters were used, and through how many forwards, may differ by rank: branches and sequences do.
 """
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Flag, auto
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -73,10 +75,16 @@ class ForwardMark:
         self.called, self.round, self.own = called, round_, own
 
 
+_numbers = itertools.count()
+_logs: "WeakValueDictionary[str, PassLog]" = WeakValueDictionary()
+
+
 class PassLog:
-    """What this rank has done with one module since its last round."""
+    """What this rank has done with one module since its last round. ``name`` is no other log's."""
 
     def __init__(self) -> None:
+        self.name = str(next(_numbers))
+        _logs[self.name] = self
         self._round = 0
         self._called = 0
         self._through = self._left_out = 0
@@ -128,9 +136,12 @@ class PassLog:
         self._through = self._left_out = 0
 
 
-def note_compiled(log: PassLog) -> bool:
-    """Call :meth:`PassLog.compile_forward`, when the compiler traces a forward, and not again when it runs."""
-    log.compile_forward()
+def note_compiled(name: str) -> bool:
+    """Call :meth:`PassLog.compile_forward`, when the compiler traces a forward, and not again when it runs.
+
+    By the log's name, since PyTorch 2.11 takes nothing but constants here; and a number may become a variable.
+    """
+    _logs[name].compile_forward()
     return True
 
 
