@@ -261,6 +261,66 @@ def test_a_failure_that_is_told_one_backward_later_does_not_say_that_nothing_was
         assert "No gradient has been handed out" in text
 
 
+class Normed(Whole):
+    """The same, with buffers."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3)
+
+    def forward(self, x, fails=False):
+        return super().forward(self.norm(x), fails)
+
+
+def optimizer_steps(rank, policy):
+    """Rank 0 fails in some backward passes; each rank goes on with the next batch, without a step."""
+    model = replicated(rank, make=Normed, buffer_policy=policy)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    other = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+    seen = []
+    for seed in range(8):
+        optimizer.zero_grad()
+        try:
+            model(inputs(rank, seed), fails=rank.rank == 0 and seed in (3, 6)).backward()
+            other.step()  # has nothing to wait for
+            optimizer.step()
+        except (ArithmeticError, PeerError) as error:
+            seen.append((seed, type(error).__name__, str(error)))
+    model.eval()(inputs(rank))
+    lockstep.check_in_sync(model)
+    return seen, all(rank.all_equal(each) for each in model.state_dict().values())
+
+
+@pytest.mark.parametrize("policy", ["rank0", "mean"])
+def test_no_optimizer_steps_on_the_gradients_of_a_round_that_has_failed(policy):
+    (failing, in_sync), (told, also) = on_accelerators(optimizer_steps, policy)
+    assert (in_sync, also) == (True, True)
+    assert [(seed, name) for seed, name, _ in failing] == [(3, "ArithmeticError"), (6, "ArithmeticError")]
+    assert [(seed, name) for seed, name, _ in told] == [(3, "PeerError"), (6, "PeerError")]
+    for _, _, text in told:
+        assert "rank 1: backward failed on rank 0" in text
+        assert "The optimizer has not stepped; every rank can go on with the next batch after zero_grad()" in text
+
+
+def buffers_of_a_failed_round(rank):
+    """Parameters and buffers of rank 1 before its forward, where rank 0 fails, and after its step."""
+    model = replicated(rank, make=Normed, buffer_policy="mean")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for seed in range(3):
+        model(inputs(rank, seed)).backward()
+        optimizer.step()
+    loss = model(inputs(rank), fails=rank.rank == 0)
+    before = [each.clone() for each in model.state_dict().values()]
+    error = error_of(lambda: (loss.backward(), optimizer.step()))
+    return error, [torch.equal(a, b) for a, b in zip(before, model.state_dict().values(), strict=True)]
+
+
+def test_a_round_that_has_failed_leaves_weights_and_buffers_as_they_were():
+    failing, told = on_accelerators(buffers_of_a_failed_round)
+    assert failing == ("ArithmeticError", [True] * 7)
+    assert told == ("PeerError", [True] * 7)
+
+
 def another_backward(rank):
     """Rank 1 alone runs a backward past forward, which pairs with the others' next one."""
     model = replicated(rank, make=Whole)

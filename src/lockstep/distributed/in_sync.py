@@ -47,6 +47,8 @@ def check_in_sync(module: Module, process_group: Group | None = None) -> None:
     group = replication.group if process_group is None and replication is not None else resolve_group(process_group)
     if group is None:
         raise CommunicationError("there is no process group yet; call torch.distributed.init_process_group() first")
+    if replication is not None and replication.reducer is not None:
+        replication.reducer.update_buffers()
     collectives = Collectives(group, Phases())
     named = [*module.named_parameters(), *module.named_buffers()]
     agree(Description([Line(name, describe_tensor(tensor, layout=False)) for name, tensor in named]), [], collectives)

@@ -186,6 +186,7 @@ class Replication:
             if torch.compiler.is_compiling():
                 note_compiled(self.reducer.passes.name)
             else:
+                self.reducer.update_buffers()
                 self.reducer.passes.enter_forward(self._counts())
         device = input_device(self.options)
         if device is not None:

@@ -1,16 +1,19 @@
 """What becomes of a round when the ranks have told each other what they did: gradients, or an error on every rank.
 
-The report is read at the end of the round, or, on an accelerator and if nothing unusual is known here, when the next
-one opens. All ranks read the same, so each consequence that takes all of them is drawn by all.
+The report is read at the end of the round; on an accelerator, if nothing unusual is known here, when an optimizer steps
+or the next round opens. All ranks read the same, so each consequence that takes all of them is drawn by all, when the
+next round opens.
 """
 
 from collections.abc import Sequence
+from contextlib import suppress
 
 from torch.nn import Parameter
 
 from lockstep.distributed.reduction.contribution import Contribution
 from lockstep.distributed.reduction.drift import Drift, warn_of_drift
 from lockstep.distributed.reduction.parameter import ManagedParameter
+from lockstep.distributed.reduction.passes import KNOWN_LATE
 from lockstep.distributed.reduction.report import Report, check_ranks, mean_factor
 from lockstep.distributed.reduction.round import Round
 from lockstep.distributed.reduction.setup import Setup
@@ -66,10 +69,11 @@ class Outcome:
             transport.drop_deferred()  # it has been raised
             setup.buffers.drop_large()
             raise
-        setup.buffers.finish_large()
         ended.copy_out(report, factor, newcomers, own.weights.earlier.copies)
-        if not report.moved:
-            transport.take_buffers(row)
+        if not transport.is_unread:
+            setup.buffers.finish_large()
+            if not report.moved:
+                transport.take_buffers(row)
         self.usage.look(own.used)
         own.end_round()
         used = ended.parameters_in_order(report, newcomers) if lists_used else ()
@@ -80,24 +84,59 @@ class Outcome:
         warn_of_drift(drift, self._collectives.global_rank)
         return used
 
+    @property
+    def is_unread(self) -> bool:
+        """Whether nothing has been read of the report of the last round."""
+        return self._setup.transport.is_unread
+
+    def read_unread(self, number: int, advice: str) -> None:
+        """Read the report of round ``number``, if it was not waited for: raise if the round has failed, with that
+        ``advice``, or assign the buffers that have come with it."""
+        transport = self._setup.transport
+        report = transport.look()
+        if report is None:
+            return
+        try:
+            self._check(report, number, advice)
+        except (PeerError, OptionError):
+            self.has_failed = True
+            transport.drop_deferred()
+            self._setup.buffers.drop_large()
+            raise
+        self._take_buffers(report)
+
+    def update_buffers(self, number: int) -> None:
+        """The same without an error, which has to come where all ranks can go on together."""
+        report = self._setup.transport.look()
+        if report is not None:
+            with suppress(PeerError, OptionError):
+                self._check(report, number)
+                self._take_buffers(report)
+
+    def _take_buffers(self, report: Report) -> None:
+        self._setup.buffers.finish_large()
+        if not report.moved:
+            self._setup.transport.take_buffers()
+        self._setup.transport.note_looked_at()
+
     def read_deferred(self, number: int, own: Contribution) -> None:
         """Draw what consequences are left of round ``number``: all ranks do, before they send anything of the next."""
+        self.read_unread(number, KNOWN_LATE)
         report = self._setup.transport.read_deferred()
         if report is not None:
-            self._check(report, number, late=True)
             if report.moved and not report.all_moved:  # else every rank has waited for the report
                 self._setup.agree_anew()
                 self._renew(own)
             if report.changed and not report.all_changed:
                 warn_of_drift(self._find_drift(own), self._collectives.global_rank)
 
-    def _check(self, report: Report, number: int, late: bool = False) -> float:
+    def _check(self, report: Report, number: int, advice: str = "") -> float:
         """Raise if the ranks were not all in the same round; returns what the mean is to be multiplied by.
 
-        ``late``: gradients have been handed out.
+        ``advice``: what to do, if gradients have been handed out.
         """
         ranks = self._collectives.global_ranks
-        check_ranks(report, number, self._collectives.rank, ranks, late)
+        check_ranks(report, number, self._collectives.rank, ranks, advice)
         return mean_factor(report, self._setup.gradient_divide_factor, number, ranks)
 
     def _find_drift(self, own: Contribution) -> Drift | None:

@@ -154,24 +154,25 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+NOT_HANDED_OUT = "No gradient has been handed out; every rank can go on with the next batch after zero_grad()"
+NOT_STEPPED = "The optimizer has not stepped; every rank can go on with the next batch after zero_grad()"
 KNOWN_LATE = (
     "This rank knows of it one backward later, and has handed out gradients in that one: compare the weights with "
     "check_in_sync(), or load a checkpoint, before going on"
 )
-"""What errors advise where the report was not waited for."""
+"""What errors advise: where the report was waited for, where an optimizer's step has read it, and where nothing has."""
 
 
 def check_passes(
-    passes: Mapping[int, Code | None], compare_forwards: bool, number: int, rank: int, late: bool = False
+    passes: Mapping[int, Code | None], compare_forwards: bool, number: int, rank: int, advice: str = ""
 ) -> None:
     """Raise :class:`PeerError` if two ranks cannot be in the same backward pass; None is a rank that is in none.
 
     ``passes`` has each rank's, under the rank's number in messages.
 
-    ``compare_forwards`` is False where a rank may leave out a batch: contributions are weighted. ``late``: gradients
-    have been handed out already.
+    ``compare_forwards`` is False where a rank may leave out a batch: contributions are weighted. ``advice``: what to
+    do, if gradients have been handed out already.
     """
-    so = KNOWN_LATE if late else "No gradient has been handed out; after zero_grad() every rank can go on"
     first: dict[Code, int] = {}
     for other, code in passes.items():
         if code is not None:
@@ -183,9 +184,9 @@ def check_passes(
             if difference:
                 raise PeerError(
                     f"rank {rank}: ranks {another} and {other} are not in the same backward pass (number {number} that "
-                    f"synchronises): {difference.format(another, other)}. {so}. Let every rank run the same backward "
-                    "passes; put one that is for one rank alone under no_sync(), or take its gradients with "
-                    "torch.autograd.grad, and a forward that is not trained on under torch.no_grad()"
+                    f"synchronises): {difference.format(another, other)}. {advice or NOT_HANDED_OUT}. Let every rank "
+                    "run the same backward passes; put one that is for one rank alone under no_sync(), or take its "
+                    "gradients with torch.autograd.grad, and a forward that is not trained on under torch.no_grad()"
                 )
 
 

@@ -33,17 +33,19 @@ from functools import partial
 
 import torch
 from torch.nn import Parameter
+from torch.optim import Optimizer
 
 from lockstep.distributed.reduction.backward import Reach
 from lockstep.distributed.reduction.buckets import BucketPart
 from lockstep.distributed.reduction.contribution import Contribution, gradients_set_aside
 from lockstep.distributed.reduction.outcome import Outcome
 from lockstep.distributed.reduction.parameter import ManagedParameter
-from lockstep.distributed.reduction.parameter_hooks import run_held_hooks, take_over_optimizers
-from lockstep.distributed.reduction.passes import PassLog
+from lockstep.distributed.reduction.parameter_hooks import listener_of, run_held_hooks, take_over_optimizers
+from lockstep.distributed.reduction.passes import NOT_STEPPED, PassLog
 from lockstep.distributed.reduction.report import RankStatus, Weight
 from lockstep.distributed.reduction.round import Round
 from lockstep.distributed.reduction.setup import Setup
+from lockstep.distributed.reduction.unread_reports import before_next_step
 from lockstep.errors import AgreementError, CommunicationError, OptionError, PeerError
 
 
@@ -238,7 +240,10 @@ class Reducer:
             raise
         current.wait()
         usual = self.setup.is_settled and self._contribution.is_usual and not (current.late or self._differs)
-        return self.outcome.conclude(current, self._contribution, may_defer=usual, lists_used=self._holds_hooks)
+        used = self.outcome.conclude(current, self._contribution, may_defer=usual, lists_used=self._holds_hooks)
+        if self.outcome.is_unread:
+            before_next_step(self)
+        return used
 
     def _describe(self, passive: bool, number: int, failed: bool) -> tuple[RankStatus, Weight]:
         """What this rank says of a round."""
@@ -260,6 +265,23 @@ class Reducer:
     def run_held_hooks(self, parameters: Sequence[Parameter]) -> None:
         """Run users' hooks of parameters whose gradients have been reduced."""
         run_held_hooks(parameters, self)
+
+    # ------------------------------------------------------- a report that backward has not waited for
+
+    def has_parameter_of(self, optimizer: Optimizer) -> bool:
+        """Whether an optimizer uses the gradients of the module."""
+        return any(listener_of(each) is self for group in optimizer.param_groups for each in group["params"])
+
+    def read_before_step(self) -> None:
+        """An optimizer is about to use the gradients; raises if their round has failed on some rank."""
+        with self._lock:
+            self.outcome.read_unread(self.rounds, NOT_STEPPED)
+
+    def update_buffers(self) -> None:
+        """Assign the buffers that have come with the last round, if that has waited for its report."""
+        if self.outcome.is_unread:
+            with self._lock:
+                self.outcome.update_buffers(self.rounds)
 
     # ------------------------------------------------------------------- the end, however it comes
 

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lockstep.distributed.reduction.passes import KNOWN_LATE, Code, check_passes
+from lockstep.distributed.reduction.passes import NOT_HANDED_OUT, Code, check_passes
 from lockstep.errors import OptionError, PeerError
 
 _ROUNDS = 15  # status = 16 * (round % 15) + flags + 1 <= 240: exact even in bfloat16
@@ -209,18 +209,17 @@ def round_code(number: int) -> int:
     return number % _ROUNDS
 
 
-def check_ranks(report: Report, number: int, rank: int, global_ranks: Sequence[int], late: bool = False) -> None:
+def check_ranks(report: Report, number: int, rank: int, global_ranks: Sequence[int], advice: str = "") -> None:
     """Raise :class:`PeerError` if a rank failed, or is not in round ``number`` as this one, or not in the same
     backward pass; messages name each rank by its number in ``global_ranks``.
 
-    ``late``: the report was not waited for, and the gradients of its round have been handed out.
+    ``advice``: what to do, if the report was not waited for, and the gradients of its round have been handed out.
     """
     me = global_ranks[rank]
     if failed := [other for other, status in zip(global_ranks, report.ranks, strict=False) if status.failed]:
-        nothing = "No gradient has been handed out; every rank can go on with the next batch after zero_grad()"
         raise PeerError(
             f"rank {me}: backward failed on rank {failed[0]} in round {number}; that rank's own error says why. "
-            f"{KNOWN_LATE if late else nothing}"
+            f"{advice or NOT_HANDED_OUT}"
         )
     mine = round_code(number)
     for other, status in zip(global_ranks, report.ranks, strict=False):  # one status, if all are alike
@@ -235,7 +234,7 @@ def check_ranks(report: Report, number: int, rank: int, global_ranks: Sequence[i
     weighted = any(status.weighted for status in report.ranks)
     if len(report.ranks) > 1:
         passes = {other: status.backward for other, status in zip(global_ranks, report.ranks, strict=True)}
-        check_passes(passes, not weighted, number, me, late)
+        check_passes(passes, not weighted, number, me, advice)
 
 
 def mean_factor(report: Report, divisor: float, number: int, global_ranks: Sequence[int]) -> float:

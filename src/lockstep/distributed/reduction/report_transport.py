@@ -2,7 +2,8 @@
 
 It rides behind the gradients of the last bucket, or on its own if that bucket cannot carry it. On the CPU it is read
 at once. On an accelerator reading means waiting, so it is read at once only if this rank has anything unusual to know
-or to say; else when the next round opens. A failure of another rank is then noticed one backward later.
+or to say; else before the next step of an optimizer (``unread_reports.py``), or when the next round opens. Until then
+the buffers that have come with it are not assigned.
 """
 
 import torch
@@ -22,6 +23,9 @@ class ReportTransport:
     def __init__(self, parameters: int, collectives: Collectives, buffers: BufferSync) -> None:
         self._parameters, self._collectives, self._buffers = parameters, collectives, buffers
         self._deferred: DeferredRow | None = None
+        self._cargo: Tensor | None = None
+        self.is_unread = False
+        """Whether nothing of the last report has been read."""
 
     def lay_out(self, behind: torch.dtype | None, device: torch.device) -> None:
         """Decide where everything stands, behind gradients of dtype ``behind``, or on its own if None."""
@@ -58,24 +62,38 @@ class ReportTransport:
 
     def read(self, row: Tensor, quiet: bool) -> Report:
         """What all ranks have said; if nothing unusual is to be expected (``quiet``), and that takes waiting, an empty
-        report."""
+        report: see :meth:`look`."""
         head = row[: self._layout.cargo.start]
         if head.device.type == "cpu":
             return self._layout.read(head)
         self._deferred = DeferredRow(head)
         if quiet:
+            self.is_unread, self._cargo = True, row[self._layout.cargo].clone()
             return Report(used=None, late=[], ranks=[], weights=[])
         return self._layout.read(self._deferred.arrived())
 
+    def look(self) -> Report | None:
+        """A report that was not waited for; None if it has been looked at, and :meth:`note_looked_at` called."""
+        if not self.is_unread or self._deferred is None:
+            return None
+        return self._layout.read(self._deferred.arrived())
+
+    def note_looked_at(self) -> None:
+        """What has to be done at once because of a report that was not waited for has been done."""
+        self.is_unread, self._cargo = False, None
+
     def read_deferred(self) -> Report | None:
-        """The whole of a report that was not waited for, once."""
+        """The whole of a report, once more, when the next round opens; None on the CPU."""
         deferred, self._deferred = self._deferred, None
         return None if deferred is None else self._layout.read(deferred.arrived())
 
     def drop_deferred(self) -> None:
         """Read no report later that has been read now."""
         self._deferred = None
+        self.note_looked_at()
 
-    def take_buffers(self, row: Tensor) -> None:
-        """Hand out the buffers that a row has brought."""
-        self._buffers.read(row[self._layout.cargo])
+    def take_buffers(self, row: Tensor | None = None) -> None:
+        """Assign the buffers that a row has brought; by default that of the report that has been looked at."""
+        cargo = self._cargo if row is None else row[self._layout.cargo]
+        if cargo is not None:
+            self._buffers.read(cargo)
