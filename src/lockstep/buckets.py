@@ -2,12 +2,9 @@
 
 A plan puts tensors of one dtype and one device, in the order given, into flat buckets of at most ``cap_bytes``; a
 tensor larger than that travels alone. Inside a bucket each tensor keeps the strides it has (channels-last stays so)
-and starts at a multiple of :data:`ALIGNMENT` bytes. A plan has a fingerprint, so that two sides can tell that they
-mean the same, and goes to JSON and back.
+and starts at a multiple of :data:`ALIGNMENT` bytes.
 """
 
-import hashlib
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -94,29 +91,6 @@ class BucketPlan:
     specs: tuple[TensorSpec, ...]
     buckets: tuple[Bucket, ...]
 
-    def fingerprint(self) -> str:
-        """A hexadecimal digest that is equal exactly when names, layouts, dtypes and buckets are (devices aside)."""
-        return hashlib.sha256(json.dumps(self._described(), sort_keys=True).encode()).hexdigest()
-
-    def to_json(self) -> str:
-        """The plan as text that :meth:`from_json` reads."""
-        devices = [str(spec.device) for spec in self.specs]
-        return json.dumps({**self._described(), "devices": devices}, sort_keys=True)
-
-    @classmethod
-    def from_json(cls, text: str) -> "BucketPlan":
-        """The plan that :meth:`to_json` wrote."""
-        data = json.loads(text)
-        specs = tuple(
-            TensorSpec(name, tuple(shape), tuple(stride), _dtype(dtype), torch.device(device))
-            for (name, shape, stride, dtype), device in zip(data["tensors"], data["devices"], strict=True)
-        )
-        return cls(specs, tuple(pack_bucket(specs, indices) for indices in data["buckets"]))
-
-    def _described(self) -> dict[str, object]:
-        tensors = [[s.name, s.shape, s.stride, str(s.dtype)] for s in self.specs]
-        return {"tensors": tensors, "buckets": [[slot.index for slot in b.slots] for b in self.buckets]}
-
 
 def plan_buckets(specs: Iterable[TensorSpec], cap_bytes: int = DEFAULT_CAP_BYTES) -> BucketPlan:
     """Put tensors into buckets of at most ``cap_bytes`` bytes, in the order given; buckets in the order of their first.
@@ -153,13 +127,6 @@ def pack_bucket(specs: Sequence[TensorSpec], indices: Sequence[int], alignment: 
 def _padded(spec: TensorSpec, alignment: int = ALIGNMENT) -> int:
     step = max(1, alignment // spec.dtype.itemsize)
     return -(-spec.numel // step) * step
-
-
-def _dtype(text: str) -> torch.dtype:
-    dtype = getattr(torch, text.removeprefix("torch."), None)
-    if not isinstance(dtype, torch.dtype):
-        raise LayoutError(f"expected the name of a dtype such as torch.float32, got {text!r}")
-    return dtype
 
 
 def dense_stride(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:

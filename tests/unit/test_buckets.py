@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
-
 import pytest
 import torch
 
 from lockstep.buckets import (
     ALIGNMENT,
     DEFAULT_CAP_BYTES,
-    BucketPlan,
     TensorSpec,
     contiguous_stride,
     dense_stride,
@@ -171,60 +167,3 @@ def test_contiguous_strides_are_those_of_torch(shape):
 def test_a_spec_knows_its_size():
     assert (spec((2, 3), F64).numel, spec((2, 3), F64).nbytes) == (6, 48)
     assert (spec(()).numel, spec((0, 3)).numel) == (1, 0)
-
-
-# --------------------------------------------------------------------------- fingerprint and JSON
-
-SPECS = [spec((2, 3), name="weight"), spec(3, name="bias"), spec(4, I64, name="count")]
-
-
-def changed(index, **values):
-    specs = list(SPECS)
-    specs[index] = dataclasses.replace(specs[index], **values)
-    return specs
-
-
-def test_plans_of_the_same_specs_have_the_same_fingerprint():
-    one, other = plan_buckets(SPECS), plan_buckets(list(SPECS))
-    assert one == other
-    assert one.fingerprint() == other.fingerprint()
-    assert int(one.fingerprint(), 16) > 0
-
-
-def test_devices_do_not_count_in_a_fingerprint():
-    elsewhere = [dataclasses.replace(s, device=torch.device("meta")) for s in SPECS]
-    assert plan_buckets(elsewhere).fingerprint() == plan_buckets(SPECS).fingerprint()
-
-
-@pytest.mark.parametrize(
-    ("specs", "cap"),
-    [
-        (changed(0, name="Weight"), DEFAULT_CAP_BYTES),
-        (changed(0, shape=(3, 2), stride=(2, 1)), DEFAULT_CAP_BYTES),
-        (changed(0, stride=(1, 2)), DEFAULT_CAP_BYTES),
-        (changed(0, dtype=F64), DEFAULT_CAP_BYTES),
-        (SPECS[::-1], DEFAULT_CAP_BYTES),
-        (SPECS[:2], DEFAULT_CAP_BYTES),
-        (SPECS, 1),
-    ],
-    ids=["name", "shape", "stride", "dtype", "order", "missing", "buckets"],
-)
-def test_any_other_difference_changes_the_fingerprint(specs, cap):
-    assert plan_buckets(specs, cap).fingerprint() != plan_buckets(SPECS).fingerprint()
-
-
-@pytest.mark.parametrize("cap", [1, 100, DEFAULT_CAP_BYTES])
-def test_a_plan_goes_to_json_and_back(cap):
-    specs = [*SPECS, spec(2, BF16, "meta", "half"), spec((), C128), spec((0, 2), BOOL)]
-    plan = plan_buckets(specs, cap)
-    again = BucketPlan.from_json(plan.to_json())
-    assert again == plan
-    assert again.fingerprint() == plan.fingerprint()
-    assert again.to_json() == plan.to_json()
-
-
-def test_a_plan_with_a_dtype_that_does_not_exist_is_refused():
-    data = json.loads(plan_buckets(SPECS).to_json())
-    data["tensors"][0][3] = "torch.nothing"
-    with pytest.raises(LayoutError, match=r"name of a dtype such as torch.float32, got 'torch.nothing'"):
-        BucketPlan.from_json(json.dumps(data))
