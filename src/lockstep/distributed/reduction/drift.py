@@ -72,9 +72,8 @@ class DriftWatch:
 
     def _changed(self, before: Sequence[int], versions: Sequence[int], first_bytes: Sequence[bytes]) -> str | None:
         """The name of the first parameter that has other values than it had."""
-        for member, old, new in zip(self._parameters, before, versions, strict=True):
-            if old != new:
-                return member.name
+        if before != versions:
+            return next(m.name for m, old, new in zip(self._parameters, before, versions, strict=True) if old != new)
         for member, was, now in zip(self._some, self._first_bytes, first_bytes, strict=True):
             if was != now:
                 return member.name

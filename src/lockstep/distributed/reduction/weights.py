@@ -6,6 +6,7 @@ reduces - means of an earlier round - has been divided already.
 """
 
 from collections.abc import Collection, Sequence
+from itertools import compress
 
 from torch.nn import Parameter
 
@@ -104,7 +105,7 @@ class Weights:
 
     def pass_ended(self, touched: bytearray) -> None:
         """A backward pass has ended that did not synchronise."""
-        left = [m for m in self._parameters if touched[m.index] and m.parameter.grad is not None]
+        left = [m for m in compress(self._parameters, touched) if m.parameter.grad is not None]
         left += [m for m in self._newcomers if id(m.parameter) in self._touched and m.parameter.grad is not None]
         self._accumulated.note(left, closely=self.given)
 
