@@ -260,7 +260,7 @@ class Use:
         losses = [plain_loss(refs, calls[r]) for r, refs in enumerate(self.refs)]
         if zero is not None:
             self.zero(zero)
-        self._mirror(losses, sync, times)
+        self._mirror(losses, sync, times, called=_called(calls))
         with self._no_sync() if not sync else contextlib.nullcontext():
             for left in reversed(range(times)):
                 loss.backward(retain_graph=left > 0)
@@ -286,9 +286,17 @@ class Use:
             with self._no_sync():
                 self._loss(calls[self.number]).backward()
 
-    def _mirror(self, losses: list[Any], sync: bool, times: int, total: float | None = None) -> None:
+    def _mirror(
+        self,
+        losses: list[Any],
+        sync: bool,
+        times: int,
+        total: float | None = None,
+        called: frozenset[int] = frozenset(),
+    ) -> None:
+        """What backward through these losses does to the plain copies; modules in ``called`` have a round in any case."""
         for _ in range(times):
-            reached: set[int] = set()
+            reached = set(called)
             for r, refs in enumerate(self.refs):
                 reached |= self._accumulate(r, refs, losses[r])
             if sync:
@@ -341,7 +349,7 @@ class Use:
             last = number == len(batches) - 1
             total = sum(map(sum, weights)) if last else None
             losses = [plain_loss(refs, calls[r]) for r, refs in enumerate(self.refs)]
-            self._mirror(losses, last, 1, total)
+            self._mirror(losses, last, 1, total, _called(calls))
             with contextlib.ExitStack() as stack:
                 for module in self.called:
                     weight = weights[number][self.number]
@@ -478,11 +486,13 @@ class Use:
 
     def lone_backward(self, ranks: list[int], calls: list[list[F]]) -> None:
         """Some ranks run a backward that the others do not run, which pairs with the others' next one: all must hear of
-        it, in that step."""
-        lone = F(seed=1, layers=(0,), past=True)
-        if not all(self._reaches(r, 0, lone) for r in ranks) or not self._settle():
+        it, in that step. With groups of their own, it goes through all modules: ranks that leave a group out in a
+        step that is refused over another are a round behind there."""
+        count = self.setting.modules if self.setting.own_groups else 1
+        lone = [F(seed=1, layers=(0,), module=number, past=True) for number in range(count)]
+        if not all(self._reaches(r, call.module, call) for r in ranks for call in lone) or not self._settle():
             return
-        calls = [[lone] if r in ranks else each for r, each in enumerate(calls)]
+        calls = [lone if r in ranks else each for r, each in enumerate(calls)]
         for r, refs in enumerate(self.refs):
             plain_loss(refs, calls[r])
         self._is_refused(calls)
@@ -553,7 +563,7 @@ class Use:
     def halve_grad(self, module: int, layer: int, how: str) -> None:
         """Half of a gradient, written in one of the ways in which programs write one."""
         for _, each in self._each_layer(module, layer):
-            grad = each.weight.grad
+            grad = each.weight.grad if each.weight.is_leaf else None
             if grad is None:
                 continue
             match how:
@@ -686,6 +696,11 @@ class Use:
         rtol, atol = (1e-3, 1e-4) if self.setting.mixed else (1e-8, 1e-11)
         if not (same and torch.allclose(mine, wanted, rtol=rtol, atol=atol, equal_nan=True)):
             raise AssertionError(f"{what}: got {mine.tolist()}, expected {wanted.tolist()}")
+
+
+def _called(calls: list[list[F]]) -> frozenset[int]:
+    """The modules that any rank calls as a whole."""
+    return frozenset(call.module for each in calls for call in each if not call.past)
 
 
 def _seeded(calls: list[F], rank: int) -> list[F]:

@@ -507,6 +507,23 @@ def test_the_last_replication_replaces_the_first(first, second, inside):
     assert run_ranks(2, call) == [([n], [[3.0], [3.0]], True) for n in (1.0, 2.0)]
 
 
+def test_what_an_earlier_replication_has_lost_does_not_keep_it():
+    """Its layer is replaced before the module is wrapped again; then both ranks use another part of what is new."""
+
+    def call(rank):
+        net = two_layers()
+        earlier = lockstep.DistributedDataParallel(net, process_group=rank.group)
+        net[1] = linear()
+        lockstep.DistributedDataParallel(net, process_group=rank.group)
+        with pytest.raises(NotReplicableError, match="replicated or wrapped once more"):
+            earlier.no_sync().__enter__()
+        net.append(linear())
+        net[2 * rank.rank](rows(rank)).sum().backward()
+        return grads(net)
+
+    assert run_ranks(2, call) == [[[0.5], None, [1.0]]] * 2
+
+
 def turn_up_together(rank):
     """A new layer where one was that has not been used so far, and that is used again now."""
     net = lockstep.replicate(two_layers(), process_group=rank.group)

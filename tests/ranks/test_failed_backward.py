@@ -144,6 +144,21 @@ def test_a_pass_that_reaches_no_parameter_is_nobody_elses_concern(how, modules):
     assert run_ranks(2, fails_locally, how, modules) == [[True] * (2 * modules)] * 2
 
 
+def test_a_pass_that_fails_without_synchronising_is_forgotten():
+    """It has come to the module's output, and to no parameter; the next one goes past the module's forward."""
+
+    def call(rank):
+        model = lockstep.replicate(Detour("cpu"), process_group=rank.group)
+        assert good_step(rank, model)
+        with model.no_sync():
+            failed = error_of(lambda: model(x_of(rank), fails=rank.rank == 0).sum().backward())
+        model.zero_grad()
+        model.layer(x_of(rank)).sum().backward()
+        return failed, model.layer.weight.grad.item()
+
+    assert run_ranks(2, call) == [(ArithmeticError, 1.5), (None, 1.5)]
+
+
 # ------------------------------------------------------------------------------- whatever was called
 
 

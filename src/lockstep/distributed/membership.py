@@ -110,6 +110,14 @@ class Membership:
         reducer = self._reducer() if self._reducer is not None else None
         return reducer is None or reducer.retired
 
+    @property
+    def present(self) -> list[ManagedParameter]:
+        """Those parameters that the module still has, if it is there itself."""
+        if not self._selection.alive:
+            return self.parameters
+        there = {id(parameter) for parameter in self._selection.module.parameters()}
+        return [each for each in self.parameters if id(each.parameter) in there]
+
     def changed(self) -> bool:
         """Whether other parameters or modules stand in the module's slots."""
         return self._watch.changed()

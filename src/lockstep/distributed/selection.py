@@ -150,7 +150,8 @@ class Selection:
 
 
 def _is_covered(reducer: Reducer, found: Collection[int]) -> bool:
-    return all(id(each.parameter) in found for each in reducer.parameters)
+    """Whether all parameters of a reducer are found; what its module does not have any more is nobody's."""
+    return all(id(each.parameter) in found for each in reducer.present)
 
 
 def _reducer_of(parameter: Parameter) -> Reducer | None:

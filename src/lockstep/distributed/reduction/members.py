@@ -30,6 +30,10 @@ class Membership(Protocol):
     def last(self) -> list[int]:
         """Those, by number, whose gradients leave last."""
 
+    @property
+    def present(self) -> list[ManagedParameter]:
+        """Those that are still there on this rank."""
+
     def changed(self) -> bool:
         """Whether there are others on this rank now, by a look at references."""
 
@@ -67,6 +71,12 @@ class Members:
         """The parameters as they will be from the next round on."""
         membership = self._membership()
         return self.parameters if membership is None else membership.parameters
+
+    @property
+    def present(self) -> list[ManagedParameter]:
+        """The parameters that the module still has on this rank."""
+        membership = self._membership()
+        return self.parameters if membership is None else membership.present
 
     def look(self) -> bool:
         """Look for parameters that have come or gone on this rank; returns whether any have."""

@@ -78,6 +78,11 @@ class Reducer:
         """The parameters that the ranks have agreed on."""
         return self._members.parameters
 
+    @property
+    def present(self) -> list[ManagedParameter]:
+        """Those that the module still has on this rank."""
+        return self._members.present
+
     # ------------------------------------------------------------------------------------ open
 
     @property

@@ -229,11 +229,17 @@ class GroupScheduler(PassFollower):
             if each not in reached and each.requires_sync and each.is_within(reach, each in expected):
                 reached.append(each)
         self._abandon(reached, this)
+        for each in expected:
+            if each not in reached:  # it does not synchronise, and no gradient of it has come
+                each.end_pass()
 
     def pass_dropped(self) -> None:
         """A backward pass that C++ has begun has failed: as above, but nothing is known of its graph."""
         reached, expected = self._leave_pass()
-        self._abandon(reached + [each for each in expected if each not in reached and each.requires_sync], None)
+        silent = [each for each in expected if each not in reached]
+        self._abandon(reached + [each for each in silent if each.requires_sync], None)
+        for each in silent:
+            each.end_pass()
 
     @torch.no_grad()
     def _abandon(self, modules: Sequence[ScheduledModule], this: BackwardPass | None) -> None:
