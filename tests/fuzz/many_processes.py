@@ -294,7 +294,7 @@ class Use:
         total: float | None = None,
         called: frozenset[int] = frozenset(),
     ) -> None:
-        """What backward through these losses does to the plain copies; modules in ``called`` have a round in any case."""
+        """What backward through these losses does to the plain copies; modules in ``called`` have a round anyway."""
         for _ in range(times):
             reached = set(called)
             for r, refs in enumerate(self.refs):
