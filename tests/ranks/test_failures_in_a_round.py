@@ -150,7 +150,10 @@ class ReadLater(NamedTuple):
 def read_later(self, row, quiet):
     """`ReportTransport.read`, as it is on an accelerator."""
     self._deferred = ReadLater(row[: self._layout.cargo.start].clone())
-    return Report(None, [], [], []) if quiet else self._layout.read(self._deferred.arrived())
+    if not quiet:
+        return self._layout.read(self._deferred.arrived())
+    self.is_unread, self._cargo = True, row[self._layout.cargo].clone()
+    return Report(None, [], [], [])
 
 
 def fails_once(rank):
