@@ -220,7 +220,7 @@ class _Riders(NamedTuple):
 
 
 class BufferSync:
-    """Carries the buffers of one module by one policy."""
+    """Carries the buffers of one module by one policy. What moves values runs where no graph is recorded."""
 
     def __init__(self, scan: Callable[[], BufferSet], policy: Policy, collectives: Collectives) -> None:
         self.policy = policy
@@ -290,7 +290,6 @@ class BufferSync:
     def _averaged(self, buffer: Buffer) -> bool:
         return self.policy == "mean" and (buffer.dtype.is_floating_point or buffer.dtype.is_complex)
 
-    @torch.no_grad()
     def write(self, cargo: Tensor) -> None:
         """Put this rank's part into the cleared end of a report."""
         for riders in self._riders:
@@ -302,7 +301,6 @@ class BufferSync:
             elif not riders.as_bytes:
                 cargo[riders.place] = -0.0  # under a sum, 0.0 would turn a -0.0 of the source into 0.0
 
-    @torch.no_grad()
     def read(self, cargo: Tensor) -> None:
         """Take the values out of the summed end of a report."""
         if self._left:
@@ -316,7 +314,7 @@ class BufferSync:
 
     def prepare_large(self) -> None:
         """Put together those that do not ride. What fails here fails before the report has left, and is told in it."""
-        self._flats = self._put_together(self._large)
+        self._flats = self._put_together(self._large) if self._large else []
 
     def send_large(self, failed: bool = False) -> None:
         """Begin to send them: one collective for each device, or dtype where values are averaged.
@@ -355,7 +353,6 @@ class BufferSync:
         for pending, _, _ in sent:
             pending.wait()
 
-    @torch.no_grad()
     def finish_large(self) -> None:
         """Wait for them, and hand them out."""
         if self._left:
