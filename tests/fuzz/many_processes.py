@@ -466,6 +466,8 @@ class Use:
 
     def again(self, module: int) -> None:
         """Replaces a wrapper by another around the same module. Gradients before it are dropped."""
+        if len({tuple(p.requires_grad for p in refs[module].parameters()) for refs in self.refs}) > 1:
+            return  # refused
         self.zero(True)
         self.called[module] = self._replicate(module, self.mine[module])
         self._equal_buffers([refs[module] for refs in self.refs], "rank0")

@@ -241,9 +241,11 @@ def in_backward(rank, store, when, way):
     if when == "before":
         apply()
     whole = lockstep.DistributedDataParallel(Way(module), process_group=rank.group)
-    if when == "later":
+    if when in ("later", "on new layers"):
         backward(0)
         module.zero_grad()
+    for i, layer in enumerate(weights(3)) if when == "on new layers" else ():
+        module[i] = layer
     if when != "before":
         apply()
     for _ in range(2):
@@ -264,7 +266,7 @@ class Way(nn.Module):
 
 
 @pytest.mark.parametrize("way", ["whole", "part"])
-@pytest.mark.parametrize("when", ["before", "after", "later"])
+@pytest.mark.parametrize("when", ["before", "after", "later", "on new layers"])
 def test_optimizers_in_backward_step_on_reduced_gradients(handles, when, way):
     after = [pytest.approx(1 - 2 * 0.1 * 2 / 2), pytest.approx(1 - 2 * 0.1 * 1 / 2), 1.0]
     assert run_ranks(2, in_backward, handles, when, way) == [after] * 2

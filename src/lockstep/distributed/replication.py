@@ -181,7 +181,7 @@ class Replication:
         if self.reducer is None:
             self._start_at_forward()
         elif not torch.compiler.is_compiling() and not self.reducer.retired:
-            take_over_optimizers(self.reducer.parameters)
+            take_over_optimizers(each.parameter for each in self.reducer.parameters)
         if self.reducer is not None:
             if torch.compiler.is_compiling():
                 note_compiled(self.reducer.passes.name)

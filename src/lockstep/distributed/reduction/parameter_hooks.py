@@ -22,7 +22,6 @@ from torch.utils.hooks import RemovableHandle
 from lockstep.compiler import is_in_compiled_backward, outside_compiler
 from lockstep.distributed.reduction.buckets import BucketPart
 from lockstep.distributed.reduction.optimizers_in_backward import StepOptimizers, any_applied, take_over
-from lockstep.distributed.reduction.parameter import ManagedParameter
 from lockstep.errors import NotReplicableError
 
 
@@ -277,13 +276,13 @@ def _nobody() -> None:
     """Stands where a reducer would be referred to."""
 
 
-def take_over_optimizers(parameters: Iterable[ManagedParameter]) -> None:
+def take_over_optimizers(parameters: Iterable[Parameter]) -> None:
     """Let optimizers of ``_apply_optimizer_in_backward`` run when gradients are reduced, whenever it was called."""
     if any_applied():
-        for member in parameters:
-            hooks = member.parameter._post_accumulate_grad_hooks
+        for parameter in parameters:
+            hooks = parameter._post_accumulate_grad_hooks
             if isinstance(hooks, _Hooks):
-                hooks.take_over_optimizers(member.parameter)
+                hooks.take_over_optimizers(parameter)
 
 
 def run_held_hooks(parameters: Iterable[Parameter], reducer: GradientListener) -> None:

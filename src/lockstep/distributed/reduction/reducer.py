@@ -113,7 +113,7 @@ class Reducer:
         come; ``compiled``: all that it has."""
         if not self.scheduler.follow():
             return  # of a pass that has failed in another thread: nobody waits for it any more
-        take_over_optimizers(self.parameters)
+        take_over_optimizers(each.parameter for each in self.parameters)
         if self.requires_sync:
             self._check_alive()
         self.scheduler.enter(self)
@@ -176,6 +176,7 @@ class Reducer:
 
         Perhaps it is in the module no more: ``test_a_parameter_that_was_in_the_module_for_a_moment``.
         """
+        take_over_optimizers([parameter])
         with self._lock:
             weights = self._contribution.weights
             if not self.open:
