@@ -523,6 +523,8 @@ class Use:
             for net, source in zip(refs, self.refs[last], strict=True):
                 for mine, theirs in zip(_values(net), _values(source), strict=True):
                     mine.data.copy_(theirs)
+        self.check()
+        self.zero(True)  # of unequal gradients
 
     def fork(self) -> None:
         """A child process, as of a loader, clears what it takes for its own gradients."""

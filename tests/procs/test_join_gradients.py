@@ -84,6 +84,21 @@ def test_gradients_of_this_rank_alone_are_contributed_to_the_next_round():
     assert run_processes(2, own_gradients, False) == [([1.0, 1.0], [15.5, 0.5]), ([1.0, 1.0], [15.5, 0.5])]
 
 
+def with_a_new_layer(rank):
+    """A layer is replaced before ``join``, in which rank 0 has no batch."""
+    module = Branches()
+    ddp = lockstep.DistributedDataParallel(module)
+    module.layers[1] = two_weights()[1]
+    with ddp.join():
+        for _ in range(rank.rank):
+            ddp(x_of(rank)).sum().backward()
+    return gradients(module)
+
+
+def test_a_rank_that_has_run_out_has_no_gradient_of_a_new_layer():
+    assert run_processes(2, with_a_new_layer) == [[None, None], [1.0, 1.0]]
+
+
 def weights(rank):
     """Rank 0 weighs a micro-batch, and has run out before it is synchronised."""
     ddp = lockstep.DistributedDataParallel(nn.Linear(1, 1, bias=False))

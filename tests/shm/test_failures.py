@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import os
 import select
@@ -1025,6 +1026,28 @@ def forks_with_gradients(rank):
 
 def test_a_child_writes_to_gradients_of_its_own():
     assert run_processes(2, forks_with_gradients, backend="shm") == [(True, 3, True, [1.0], True)] * 2
+
+
+def forks_in_two_threads(rank):
+    """One thread forks while another copies what its own child is to have."""
+    raw = rank.group.allocate(BIG).fill_(7)
+    codes = []
+
+    def copy_and_fork_elsewhere(*args):
+        patch.undo()
+        ctypes.memmove(*args)
+        other = threading.Thread(target=lambda: codes.append(in_child(lambda: int(raw.eq(7).all()))))
+        other.start()
+        other.join()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mapping.ctypes, "memmove", copy_and_fork_elsewhere)
+        codes.append(in_child(lambda: int(raw.eq(7).all())))
+    return codes, still_works(rank)
+
+
+def test_children_of_two_threads_have_copies_of_their_own():
+    assert run_processes(2, forks_in_two_threads, backend="shm") == [([1, 1], True)] * 2
 
 
 def forks_when_memory_is_short(rank):

@@ -13,6 +13,7 @@ import ctypes
 import fcntl
 import mmap
 import os
+import threading
 import weakref
 from typing import Any
 
@@ -35,8 +36,7 @@ class _Mappings:
     def __init__(self) -> None:
         self._all: dict[int, weakref.ref[Any]] = {}  # by address
         self._in_use: set[int] = set()
-        self._copies: list[tuple[Any, int | None]] = []
-        """During a fork: what is in use, and where its copy is, if there was room for one."""
+        self._forks = threading.local()  # threads may fork at the same time
 
     def add(self, memory: Any) -> None:
         self._all[ctypes.addressof(memory)] = weakref.ref(memory)
@@ -48,6 +48,16 @@ class _Mappings:
 
     def mark(self, address: int, in_use: bool) -> None:
         (self._in_use.add if in_use else self._in_use.discard)(address)
+
+    @property
+    def _copies(self) -> list[tuple[Any, int | None]]:
+        """During a fork of the calling thread: what is in use, and where its copy is, if there was room for one."""
+        copies: list[tuple[Any, int | None]] = self._forks.__dict__.setdefault("copies", [])
+        return copies
+
+    @_copies.setter
+    def _copies(self, copies: list[tuple[Any, int | None]]) -> None:
+        self._forks.copies = copies
 
     def before_fork(self) -> None:
         living = [ref() for address, ref in list(self._all.items()) if address in self._in_use]

@@ -365,9 +365,10 @@ class Reducer:
         tests/procs/test_join_gradients.py.
         """
         before = self.parameters
+        self.look_for_changes()
         own, self._contribution = self._contribution, Contribution(before, self.collectives.global_rank, joined=True)
         try:
-            with gradients_set_aside(before):
+            with gradients_set_aside([*before, *self._members.newcomers]):
                 self.scheduler.reduce([self])
         finally:
             self._contribution = own
