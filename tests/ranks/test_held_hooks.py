@@ -272,6 +272,18 @@ def test_optimizers_in_backward_step_on_reduced_gradients(handles, when, way):
     assert run_ranks(2, in_backward, handles, when, way) == [after] * 2
 
 
+def test_an_optimizer_in_backward_of_a_new_layer_that_another_rank_has_used():
+    def call(rank):
+        module = weights(2)
+        whole = lockstep.DistributedDataParallel(Way(module), process_group=rank.group)
+        module[1] = weights(1)[0]
+        _apply_optimizer_in_backward(torch.optim.SGD, module[1].parameters(), {"lr": 0.1})
+        whole(x_of(rank), rank.rank).sum().backward()
+        return values(module)
+
+    assert run_ranks(2, call) == [[1.0, pytest.approx(1 - 0.1 * 2 / 2)]] * 2
+
+
 def test_optimizers_in_backward_that_are_hooked_in_an_unknown_way_are_an_error(monkeypatch):
     module = sys.modules["torch.distributed.optim.apply_optimizer_in_backward"]
     if not hasattr(module, "param_to_optim_hook_handle_map"):

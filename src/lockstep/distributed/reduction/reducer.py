@@ -245,6 +245,7 @@ class Reducer:
             self.abandon()
             raise
         current.wait()
+        take_over_optimizers(each.parameter for each in self._members.newcomers)
         usual = self.setup.is_settled and self._contribution.is_usual and not (current.late or self._differs)
         used = self.outcome.conclude(current, self._contribution, may_defer=usual, lists_used=self._holds_hooks)
         if self.outcome.is_unread:
