@@ -423,16 +423,16 @@ def load_between(rank, kind, load, passes, ranks):
     return [rank.all_equal(p.grad) for p in plain.parameters()]
 
 
-def read_later(self, row, quiet):
+def read_later(self, row, may_defer):
     """`ReportTransport.read`, as it is on an accelerator."""
-    self._deferred = ReadLater(row[: self._layout.cargo.start].clone())
-    return Report(None, [], [], []) if quiet else self._layout.read(self._deferred.arrived())
+    self._deferred = ReadLater(row[: self._layout.packed_buffers.start].clone())
+    return Report(None, [], [], []) if may_defer else self._layout.read(self._deferred.result())
 
 
 class ReadLater(NamedTuple):
     row: torch.Tensor
 
-    def arrived(self):
+    def result(self):
         return self.row
 
 

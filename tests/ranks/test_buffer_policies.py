@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import lockstep
-from lockstep.distributed.buffers import RIDING_BYTES
+from lockstep.distributed.buffers import PACKED_BYTES
 from lockstep.errors import AgreementError
 from processes import run_processes
 from threaded import count_collectives, run_ranks
@@ -177,11 +177,11 @@ def test_buffers_that_are_not_saved_are_kept_equal_and_ignored_ones_are_not():
 
 
 @pytest.mark.parametrize(("policy", "expected"), [("rank0", 0.0), ("mean", 0.5)])
-@pytest.mark.parametrize("elements", [RIDING_BYTES // 4, RIDING_BYTES // 4 + 1])
+@pytest.mark.parametrize("elements", [PACKED_BYTES // 4, PACKED_BYTES // 4 + 1])
 def test_large_buffers_take_one_collective_more(policy, expected, elements):
     def call(rank):
         model = Scale(large=torch.zeros(elements), small=torch.zeros(3))
-        if elements * 4 > RIDING_BYTES:  # of several large ones, too
+        if elements * 4 > PACKED_BYTES:  # of several large ones, too
             model.register_buffer("other", torch.zeros(elements))
         lockstep.replicate(model, process_group=rank.group, buffer_policy=policy)
         step(model)
@@ -310,7 +310,7 @@ def test_buffers_of_another_shape_or_dtype_are_agreed_on_anew(size, shape, dtype
         model.kept.fill_(rank.rank + 5)
         with count_collectives(rank) as sent:
             step(model)
-        large = model.kept.nbytes > RIDING_BYTES
+        large = model.kept.nbytes > PACKED_BYTES
         assert len(sent) == 1 + large
         return [*seen, model.kept.unique().tolist(), model.weight.grad.item()]
 
@@ -352,7 +352,7 @@ def product(model, x, how):
 
 @pytest.mark.parametrize("policy", ["rank0", "mean"])
 @pytest.mark.parametrize("how", ["itself", "view", "slice", "part"])
-@pytest.mark.parametrize("size", [2, RIDING_BYTES // 4 + 2])
+@pytest.mark.parametrize("size", [2, PACKED_BYTES // 4 + 2])
 def test_a_pending_backward_finds_the_values_it_has_saved(policy, how, size):
     def call(rank):
         model = Scale(kept=torch.full((size,), 1.0))

@@ -143,16 +143,16 @@ class ReadLater(NamedTuple):
 
     row: torch.Tensor
 
-    def arrived(self):
+    def result(self):
         return self.row
 
 
-def read_later(self, row, quiet):
+def read_later(self, row, may_defer):
     """`ReportTransport.read`, as it is on an accelerator."""
-    self._deferred = ReadLater(row[: self._layout.cargo.start].clone())
-    if not quiet:
-        return self._layout.read(self._deferred.arrived())
-    self.is_unread, self._cargo = True, row[self._layout.cargo].clone()
+    self._deferred = ReadLater(row[: self._layout.packed_buffers.start].clone())
+    if not may_defer:
+        return self._layout.read(self._deferred.result())
+    self.is_unread, self._packed_buffers = True, row[self._layout.packed_buffers].clone()
     return Report(None, [], [], [])
 
 

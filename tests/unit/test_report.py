@@ -24,22 +24,22 @@ FLAGS = [field.name for field in dataclasses.fields(RankStatus) if field.type is
 ROUNDS = next(number for number in range(1, 1000) if round_code(number) == 0)
 
 
-def exchange(dtype, said, parameters=3, cargo=0):
-    """What all ranks read if rank r says `said[r]`: (used, late, status, weight, cargo); and the sum itself."""
+def exchange(dtype, said, parameters=3, packed_buffers=0):
+    """What all ranks read if rank r says `said[r]`: (used, late, status, weight, buffers); and the sum itself."""
     world = len(said)
-    layouts = [ReportLayout(parameters, rank, world, cargo) for rank in range(world)]
+    layouts = [ReportLayout(parameters, rank, world, packed_buffers) for rank in range(world)]
     total = None
     for layout, (used, late, status, weight, *load) in zip(layouts, said, strict=True):
         row = torch.full((layout.numel,), math.nan, dtype=dtype)  # as if it had never been written
         layout.write(row, bytearray(parameters), [*range(parameters)], SOMETHING_ELSE, Weight(7.0, True))
         layout.write(row, bytearray(used), late, status, Weight(weight))
         for values in load:
-            row[layout.cargo] = values
+            row[layout.packed_buffers] = values
         total = row if total is None else total + row
-    reports = {str(ReportLayout(parameters, rank, world, cargo).read(total)) for rank in (0, world - 1)}
+    reports = {str(ReportLayout(parameters, rank, world, packed_buffers).read(total)) for rank in (0, world - 1)}
     reports |= {str(layout.read(total)) for layout in layouts[-2:] for _ in range(2)}  # by those who have written, too
     assert len(reports) == 1
-    report = ReportLayout(parameters, 0, world, cargo).read(total)
+    report = ReportLayout(parameters, 0, world, packed_buffers).read(total)
     statuses = [dataclasses.replace(status, round=round_code(status.round)) for _, _, status, *_ in said]
     assert list(report.ranks) == (statuses[:1] if len(set(statuses)) == 1 else statuses)  # once, if all say the same
     return report, total
@@ -262,7 +262,7 @@ def test_weights_turn_a_mean_over_ranks_into_one_over_what_is_counted():
         factor(3.0, 1, None, 1)
 
 
-# ---------------------------------------------------------------------------------- cargo
+# ---------------------------------------------------------------------------------- packed_buffers
 
 
 @every_dtype
@@ -272,11 +272,11 @@ def test_cargo_of_one_rank_arrives_and_touches_nothing_else(dtype, world):
     nothing = torch.zeros(256, dtype=dtype)
     said = [([0, 1, 0], [2], RankStatus(30, True, True, True), 0.1, nothing)] * world
     said[world // 2] = ([0, 1, 0], [2], RankStatus(30, True, True, True), 0.1, load)
-    report, row = exchange(dtype, said, cargo=256)
+    report, row = exchange(dtype, said, packed_buffers=256)
     layout = ReportLayout(3, 0, world, 256)
 
-    assert torch.equal(row[layout.cargo], load)
-    assert layout.cargo.stop == layout.numel == len(row)
+    assert torch.equal(row[layout.packed_buffers], load)
+    assert layout.packed_buffers.stop == layout.numel == len(row)
     assert report.used == [False, True, False]
     assert report.late == [2]
     assert report.weights == [0.1] * world
@@ -288,7 +288,7 @@ def test_writing_clears_what_the_row_held():
     layout.write(row, bytearray([1, 0]), [], RankStatus(5), Weight(0.0))
 
     assert row.count_nonzero() == 2  # one parameter and the status
-    assert row[layout.cargo].tolist() == [0.0] * 3
+    assert row[layout.packed_buffers].tolist() == [0.0] * 3
 
 
 @every_dtype

@@ -4,9 +4,9 @@
 others rank 0's. ``local``: each rank keeps its own.
 
 Buffers are made equal at the end of every backward that synchronises, so the next forward begins with the same values
-everywhere, as it does where they are broadcast before forward. Small ones ride in the report (``report.py``): a value
-that one rank contributes and all others leave at zero is exact under a sum; what is not of the carrier's dtype rides
-as bytes, one for each element. Large ones take one more collective.
+everywhere, as it does where they are broadcast before forward. Small ones are packed behind the report (``report.py``):
+a value that one rank contributes and all others leave at zero is exact under a sum; what is not of the report's dtype
+is packed as bytes, one for each element. Large ones take one more collective.
 
 Buffers may come, go, or change their shape: the rank that notices says so in its report, and all compare them anew at
 the end of that backward.
@@ -32,8 +32,8 @@ Policy = Literal["rank0", "mean", "local"]
 POLICIES: tuple[Policy, ...] = ("rank0", "mean", "local")
 _shape_of, _dtype_of, _device_of = attrgetter("shape"), attrgetter("dtype"), attrgetter("device")
 _has_graph, _buffers_of = attrgetter("requires_grad"), attrgetter("_buffers")
-RIDING_BYTES = 256 * 1024
-"""Buffers that need no more than this many bytes, all together, ride in the last bucket of gradients."""
+PACKED_BYTES = 256 * 1024
+"""Buffers that need no more than this many bytes, all together, are packed behind the report."""
 
 
 class Slot(NamedTuple):
@@ -210,8 +210,8 @@ def holders(tensor: Any) -> int:
     return int(tensor._use_count())
 
 
-class _Riders(NamedTuple):
-    """Buffers of one dtype and device that ride side by side."""
+class _Packed(NamedTuple):
+    """Buffers of one dtype and device that are packed side by side."""
 
     group: BufferGroup
     place: slice
@@ -228,7 +228,7 @@ class BufferSync:
         """The rank whose values the others get: 0, but the first with batches left inside ``join()``."""
         self._scan, self._collectives = scan, collectives
         self._set: BufferSet | None = None if policy == "local" else scan()
-        self._riders: list[_Riders] = []
+        self._packed: list[_Packed] = []
         self._large: list[Buffer] = []
         self._flats: list[tuple[Tensor, list[list[Buffer]]]] = []  # put together, and not yet on their way
         self._sent: list[tuple[Pending, Tensor, list[list[Buffer]]]] = []
@@ -263,14 +263,14 @@ class BufferSync:
         self.send_large()
         self.finish_large()
 
-    def board(self, carrier: torch.dtype) -> int:
-        """Choose who rides behind gradients of dtype ``carrier``; returns how many elements that takes."""
-        self._riders, self._large = [], []
+    def plan_packing(self, dtype: torch.dtype) -> int:
+        """Choose which are packed behind a report of that dtype; returns how many elements that takes."""
+        self._packed, self._large = [], []
         groups: dict[tuple[torch.dtype, torch.device, bool, bool], list[Buffer]] = {}
-        room = RIDING_BYTES // carrier.itemsize
+        room = PACKED_BYTES // dtype.itemsize
         for buffer in sorted(self.buffers, key=lambda b: b.nbytes):
             averaged = self._averaged(buffer)
-            exact = buffer.dtype == carrier or (averaged and torch.promote_types(buffer.dtype, carrier) == carrier)
+            exact = buffer.dtype == dtype or (averaged and torch.promote_types(buffer.dtype, dtype) == dtype)
             room -= buffer.shape.numel() if exact else buffer.nbytes
             if (averaged and not exact) or room < 0:
                 self._large.append(buffer)
@@ -279,7 +279,7 @@ class BufferSync:
         start = 0
         for (_, _, as_bytes, averaged), buffers in groups.items():
             end = start + sum(b.nbytes if as_bytes else b.shape.numel() for b in buffers)
-            self._riders.append(_Riders(BufferGroup(buffers), slice(start, end), as_bytes, averaged))
+            self._packed.append(_Packed(BufferGroup(buffers), slice(start, end), as_bytes, averaged))
             start = end
         return start
 
@@ -290,30 +290,30 @@ class BufferSync:
     def _averaged(self, buffer: Buffer) -> bool:
         return self.policy == "mean" and (buffer.dtype.is_floating_point or buffer.dtype.is_complex)
 
-    def write(self, cargo: Tensor) -> None:
+    def write(self, packed_buffers: Tensor) -> None:
         """Put this rank's part into the cleared end of a report."""
-        for riders in self._riders:
-            if riders.averaged or self._is_source:
-                values = riders.group.joined()
-                cargo[riders.place].copy_(values.view(torch.uint8) if riders.as_bytes else values)
-                if riders.averaged:
-                    cargo[riders.place] /= self._collectives.world
-            elif not riders.as_bytes:
-                cargo[riders.place] = -0.0  # under a sum, 0.0 would turn a -0.0 of the source into 0.0
+        for packed in self._packed:
+            if packed.averaged or self._is_source:
+                values = packed.group.joined()
+                packed_buffers[packed.place].copy_(values.view(torch.uint8) if packed.as_bytes else values)
+                if packed.averaged:
+                    packed_buffers[packed.place] /= self._collectives.world
+            elif not packed.as_bytes:
+                packed_buffers[packed.place] = -0.0  # under a sum, 0.0 would turn a -0.0 of the source into 0.0
 
-    def read(self, cargo: Tensor) -> None:
+    def read(self, packed_buffers: Tensor) -> None:
         """Take the values out of the summed end of a report."""
         if self._left:
             return
-        for riders in self._riders:
-            if riders.averaged or not self._is_source:
-                values = cargo[riders.place]
-                if riders.as_bytes:
-                    values = values.to(torch.uint8).view(riders.group.dtype)
-                riders.group.assign(values)
+        for packed in self._packed:
+            if packed.averaged or not self._is_source:
+                values = packed_buffers[packed.place]
+                if packed.as_bytes:
+                    values = values.to(torch.uint8).view(packed.group.dtype)
+                packed.group.assign(values)
 
     def prepare_large(self) -> None:
-        """Put together those that do not ride. What fails here fails before the report has left, and is told in it."""
+        """Put together those that are not packed; what fails here is told in the report, which has not left."""
         self._flats = self._put_together(self._large) if self._large else []
 
     def send_large(self, failed: bool = False) -> None:

@@ -11,10 +11,10 @@ from typing import Any
 
 from torch.nn import Module
 
-_CARRIER = "_load_state_dict_post_hooks"
+_ATTRIBUTE = "_load_state_dict_post_hooks"
 
 
-class _Carrier(OrderedDict[int, Any]):
+class _KeepingDict(OrderedDict[int, Any]):
     """A module's hooks as before, and the objects that it keeps."""
 
     def __init__(self, entries: Any = ()) -> None:
@@ -27,15 +27,15 @@ class _Carrier(OrderedDict[int, Any]):
 
 def kept_by(module: Module) -> list[Any]:
     """What a module keeps."""
-    carrier = vars(module).get(_CARRIER)
-    return [each for each in carrier.kept if not each.retired] if isinstance(carrier, _Carrier) else []
+    hooks = vars(module).get(_ATTRIBUTE)
+    return [each for each in hooks.kept if not each.retired] if isinstance(hooks, _KeepingDict) else []
 
 
 def keep(module: Module, thing: Any) -> None:
     """Let ``thing`` live for as long as ``module``; one that has been retired is let go."""
-    carrier = vars(module)[_CARRIER]
-    if not isinstance(carrier, _Carrier):
-        carrier = _Carrier(carrier)
-        vars(module)[_CARRIER] = carrier
-    carrier.kept = [each for each in carrier.kept if each is not thing and not each.retired]
-    carrier.kept.append(thing)
+    hooks = vars(module)[_ATTRIBUTE]
+    if not isinstance(hooks, _KeepingDict):
+        hooks = _KeepingDict(hooks)
+        vars(module)[_ATTRIBUTE] = hooks
+    hooks.kept = [each for each in hooks.kept if each is not thing and not each.retired]
+    hooks.kept.append(thing)

@@ -330,7 +330,7 @@ class FlatBucket(GradientBucket):
                     member.check(parameter)
                     raise
             self._spared.clear()
-        self._memory.rest()
+        self._memory.release()
 
     def _gradient(self, position: int) -> Tensor:
         return self._memory.grads[position]

@@ -58,8 +58,8 @@ class Outcome:
         row = ended.report_row  # which its bucket may give up, with the gradients
         report = transport.read(row, may_defer and not self.has_failed)
         self.has_failed = False
-        renews = report.all_moved or (report.moved and not transport.deferred)
-        compares = report.all_changed or (report.changed and not transport.deferred)
+        renews = report.module_changed_everywhere or (report.module_changed and not transport.deferred)
+        compares = report.values_changed_everywhere or (report.values_changed and not transport.deferred)
         try:
             factor = self._check(report, ended.number)
             newcomers: Sequence[ManagedParameter] = setup.agree_anew() if renews else ()
@@ -72,7 +72,7 @@ class Outcome:
         ended.copy_out(report, factor, newcomers, own.weights.earlier.copies)
         if not transport.is_unread:
             setup.buffers.finish_large()
-            if not report.moved:
+            if not report.module_changed:
                 transport.take_buffers(row)
         self.usage.look(own.used)
         own.end_round()
@@ -115,7 +115,7 @@ class Outcome:
 
     def _take_buffers(self, report: Report) -> None:
         self._setup.buffers.finish_large()
-        if not report.moved:
+        if not report.module_changed:
             self._setup.transport.take_buffers()
         self._setup.transport.note_looked_at()
 
@@ -124,10 +124,10 @@ class Outcome:
         self.read_unread(number, KNOWN_LATE)
         report = self._setup.transport.read_deferred()
         if report is not None:
-            if report.moved and not report.all_moved:  # else every rank has waited for the report
+            if report.module_changed and not report.module_changed_everywhere:  # else all have waited for the report
                 self._setup.agree_anew()
                 self._renew(own)
-            if report.changed and not report.all_changed:
+            if report.values_changed and not report.values_changed_everywhere:
                 warn_of_drift(self._find_drift(own), self._collectives.global_rank)
 
     def _check(self, report: Report, number: int, advice: str = "") -> float:

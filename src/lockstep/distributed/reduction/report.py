@@ -10,7 +10,7 @@ own, or whole numbers so small that their sum is exact, or is at least not zero,
                                        whether its parameters may have drifted (``drift.py``)
     weight   nine for each rank        the bytes of a float64: what this rank's contribution counts; and whether it
                                        adds to gradients from before
-    cargo    the rest                  buffers (``buffers.py``)
+    buffers  the rest                  small ones (``buffers.py``)
 """
 
 import struct
@@ -25,8 +25,8 @@ from lockstep.distributed.reduction.passes import NOT_HANDED_OUT, Code, check_pa
 from lockstep.errors import OptionError, PeerError
 
 _ROUNDS = 15  # status = 16 * (round % 15) + flags + 1 <= 240: exact even in bfloat16
-_FAILED, _WEIGHTED, _JOINED, _MOVED = 1, 2, 4, 8
-_CHANGED = 128  # beside how the module was called, at most 16
+_FAILED, _WEIGHTED, _JOINED, _MODULE_CHANGED = 1, 2, 4, 8
+_VALUES_CHANGED = 128  # beside how the module was called, at most 16
 _WEIGHT = struct.Struct("<d?")
 _STATUS = 3
 """Places of each rank's status."""
@@ -41,9 +41,9 @@ class RankStatus:
     weighted: bool = False
     joined: bool = False
     """Whether the rank has run out of batches and only takes part."""
-    moved: bool = False
+    module_changed: bool = False
     """Whether its parameters or buffers are not those that were agreed on."""
-    changed: bool = False
+    values_changed: bool = False
     """Whether its parameters were changed while a gradient was only its own."""
     backward: Code | None = None
     """Which backward pass it is in; None if it has none of its own."""
@@ -72,24 +72,24 @@ class Report:
     """Whether any rank adds a weighted contribution to gradients from before."""
 
     @property
-    def moved(self) -> bool:
+    def module_changed(self) -> bool:
         """Whether any rank has other parameters or buffers than were agreed on."""
-        return any(status.moved for status in self.ranks)
+        return any(status.module_changed for status in self.ranks)
 
     @property
-    def all_moved(self) -> bool:
+    def module_changed_everywhere(self) -> bool:
         """Whether all ranks have, so that each one knows without having read the report."""
-        return bool(self.ranks) and all(status.moved for status in self.ranks)
+        return bool(self.ranks) and all(status.module_changed for status in self.ranks)
 
     @property
-    def changed(self) -> bool:
+    def values_changed(self) -> bool:
         """Whether parameters were changed on any rank while a gradient was only that rank's."""
-        return any(status.changed for status in self.ranks)
+        return any(status.values_changed for status in self.ranks)
 
     @property
-    def all_changed(self) -> bool:
+    def values_changed_everywhere(self) -> bool:
         """Whether they were on all ranks, so that each one knows without having read the report."""
-        return bool(self.ranks) and all(status.changed for status in self.ranks)
+        return bool(self.ranks) and all(status.values_changed for status in self.ranks)
 
     def uses(self, index: int) -> bool:
         """Whether any rank has a gradient of a parameter."""
@@ -99,14 +99,15 @@ class Report:
 class ReportLayout:
     """Where everything stands in the row."""
 
-    def __init__(self, parameters: int, rank: int, world: int, cargo: int) -> None:
+    def __init__(self, parameters: int, rank: int, world: int, packed_buffers: int) -> None:
         self._parameters, self._rank, self._world = parameters, rank, world
         self._late = parameters
         self._status = 2 * parameters
         self._weight = self._status + _STATUS * world
-        self.cargo = slice(self._weight + _WEIGHT.size * world, self._weight + _WEIGHT.size * world + cargo)
-        self.numel = self.cargo.stop
-        self._head = bytearray(self.cargo.start)
+        start = self._weight + _WEIGHT.size * world
+        self.packed_buffers = slice(start, start + packed_buffers)
+        self.numel = self.packed_buffers.stop
+        self._head = bytearray(self.packed_buffers.start)
         """What this rank has written last."""
         self._numbers = torch.frombuffer(self._head, dtype=torch.uint8)
         self._is_clean = True  # nothing but what is used, and a status without a flag
@@ -122,23 +123,23 @@ class ReportLayout:
         for index in late:
             head[self._late + index] = 1
         flags = status.failed * _FAILED + status.weighted * _WEIGHTED + status.joined * _JOINED
-        flags += status.moved * _MOVED
+        flags += status.module_changed * _MODULE_CHANGED
         place = self._status + _STATUS * self._rank
         head[place] = 16 * round_code(status.round) + flags + 1
         head[place + 1], head[place + 2] = status.backward or (0, 0)
-        head[place + 1] += status.changed * _CHANGED
+        head[place + 1] += status.values_changed * _VALUES_CHANGED
         if status.weighted:
             _WEIGHT.pack_into(head, self._weight + _WEIGHT.size * self._rank, *weight)
-        self._is_clean = not (late or flags or status.changed)
+        self._is_clean = not (late or flags or status.values_changed)
         self._said = status if status.round < _ROUNDS else replace(status, round=round_code(status.round))
         numbers = self._numbers if row.is_cpu else self._numbers.pin_memory()  # a copy: this one is written again
-        row[: self.cargo.start].copy_(numbers, non_blocking=True)
-        if self.cargo.start < self.numel:
-            row[self.cargo].zero_()
+        row[: self.packed_buffers.start].copy_(numbers, non_blocking=True)
+        if self.packed_buffers.start < self.numel:
+            row[self.packed_buffers].zero_()
 
     def read(self, row: Tensor) -> Report:
         """What the sum over all ranks says. A rank that says nothing at all, as on a ``fake`` backend, agrees."""
-        head = row[: self.cargo.start].cpu()
+        head = row[: self.packed_buffers.start].cpu()
         if self._said is not None and self._is_clean and self._alike.is_in(head, self._head):
             return Report(used=self._alike.used, late=[], ranks=[self._said], weights=[])
         return self._read_each(head)
@@ -199,9 +200,10 @@ class _RowOfAlikes:
 def _status(entry: Sequence[float]) -> RankStatus:
     code, called, forwards = map(int, entry)
     number, flags = divmod(code - 1, 16)
-    failed, weighted, joined, moved = (bool(flags & flag) for flag in (_FAILED, _WEIGHTED, _JOINED, _MOVED))
-    changed, called = divmod(called, _CHANGED)
-    return RankStatus(number, failed, weighted, joined, moved, bool(changed), (called, forwards) if called else None)
+    failed, weighted, joined, module = (bool(flags & flag) for flag in (_FAILED, _WEIGHTED, _JOINED, _MODULE_CHANGED))
+    values, called = divmod(called, _VALUES_CHANGED)
+    backward = (called, forwards) if called else None
+    return RankStatus(number, failed, weighted, joined, module, bool(values), backward)
 
 
 def round_code(number: int) -> int:

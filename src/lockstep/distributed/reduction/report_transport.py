@@ -11,7 +11,6 @@ from torch import Tensor
 
 from lockstep.distributed.buffers import BufferSync
 from lockstep.distributed.collectives import Collectives
-from lockstep.distributed.reduction.deferred import DeferredRow
 from lockstep.distributed.reduction.report import RankStatus, Report, ReportLayout, Weight
 
 _OWN_DTYPE = torch.float32
@@ -23,7 +22,7 @@ class ReportTransport:
     def __init__(self, parameters: int, collectives: Collectives, buffers: BufferSync) -> None:
         self._parameters, self._collectives, self._buffers = parameters, collectives, buffers
         self._deferred: DeferredRow | None = None
-        self._cargo: Tensor | None = None
+        self._packed_buffers: Tensor | None = None
         self.is_unread = False
         """Whether nothing of the last report has been read."""
 
@@ -31,7 +30,7 @@ class ReportTransport:
         """Decide where everything stands, behind gradients of dtype ``behind``, or on its own if None."""
         dtype = behind or _OWN_DTYPE
         world, rank = self._collectives.world, self._collectives.rank
-        self._layout = ReportLayout(self._parameters, rank, world, self._buffers.board(dtype))
+        self._layout = ReportLayout(self._parameters, rank, world, self._buffers.plan_packing(dtype))
         self.own_row = torch.zeros(self.numel, dtype=dtype, device=device) if behind is None else None
         """The row that travels on its own."""
 
@@ -53,39 +52,39 @@ class ReportTransport:
     def write(self, row: Tensor, used: bytearray, late: list[int], status: RankStatus, weight: Weight) -> None:
         """What this rank has to say, and its buffers."""
         self._layout.write(row, used, late, status, weight)
-        if not status.moved:
+        if not status.module_changed:
             try:
-                self._buffers.write(row[self._layout.cargo])
+                self._buffers.write(row[self._layout.packed_buffers])
             except Exception:
                 if not status.failed:
                     raise  # then this rank's part has failed, perhaps for this, and the others are told
 
-    def read(self, row: Tensor, quiet: bool) -> Report:
-        """What all ranks have said; if nothing unusual is to be expected (``quiet``), and that takes waiting, an empty
-        report: see :meth:`look`."""
-        head = row[: self._layout.cargo.start]
+    def read(self, row: Tensor, may_defer: bool) -> Report:
+        """What all ranks have said; an empty report, if nothing unusual is to be expected (``may_defer``) and reading
+        takes waiting: see :meth:`look`."""
+        head = row[: self._layout.packed_buffers.start]
         if head.device.type == "cpu":
             return self._layout.read(head)
         self._deferred = DeferredRow(head)
-        if quiet:
-            self.is_unread, self._cargo = True, row[self._layout.cargo].clone()
+        if may_defer:
+            self.is_unread, self._packed_buffers = True, row[self._layout.packed_buffers].clone()
             return Report(used=None, late=[], ranks=[], weights=[])
-        return self._layout.read(self._deferred.arrived())
+        return self._layout.read(self._deferred.result())
 
     def look(self) -> Report | None:
         """A report that was not waited for; None if it has been looked at, and :meth:`note_looked_at` called."""
         if not self.is_unread or self._deferred is None:
             return None
-        return self._layout.read(self._deferred.arrived())
+        return self._layout.read(self._deferred.result())
 
     def note_looked_at(self) -> None:
         """What has to be done at once because of a report that was not waited for has been done."""
-        self.is_unread, self._cargo = False, None
+        self.is_unread, self._packed_buffers = False, None
 
     def read_deferred(self) -> Report | None:
         """The whole of a report, once more, when the next round opens; None on the CPU."""
         deferred, self._deferred = self._deferred, None
-        return None if deferred is None else self._layout.read(deferred.arrived())
+        return None if deferred is None else self._layout.read(deferred.result())
 
     def drop_deferred(self) -> None:
         """Read no report later that has been read now."""
@@ -94,6 +93,21 @@ class ReportTransport:
 
     def take_buffers(self, row: Tensor | None = None) -> None:
         """Assign the buffers that a row has brought; by default that of the report that has been looked at."""
-        cargo = self._cargo if row is None else row[self._layout.cargo]
-        if cargo is not None:
-            self._buffers.read(cargo)
+        packed_buffers = self._packed_buffers if row is None else row[self._layout.packed_buffers]
+        if packed_buffers is not None:
+            self._buffers.read(packed_buffers)
+
+
+class DeferredRow:
+    """A row of numbers on an accelerator, on its way to the host without anybody waiting for it."""
+
+    def __init__(self, row: Tensor) -> None:
+        self._host = torch.empty(row.shape, dtype=row.dtype, pin_memory=True)
+        self._host.copy_(row, non_blocking=True)
+        self._copied = torch.Event(row.device)
+        self._copied.record()
+
+    def result(self) -> Tensor:
+        """The values, on the host; waits for the copy alone, not for what the accelerator was given since."""
+        self._copied.synchronize()
+        return self._host

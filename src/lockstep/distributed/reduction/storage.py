@@ -100,7 +100,7 @@ class GradientMemory:
                 return [False] * len(current)
         return in_place(current, self.views)
 
-    def rest(self) -> None:
+    def release(self) -> None:
         """The gradients have been handed out."""
         if not self._kept:
             assert self.flat is not None
