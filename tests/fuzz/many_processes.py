@@ -421,6 +421,7 @@ class Use:
         """A change of a module on some ranks only: all must hear of it; then it is undone."""
         if not self._settle():
             return
+        calls = self._taking_part(calls)
         net = self.mine[module]
         index = layer % len(net.layers)
         old = net.layers[index]

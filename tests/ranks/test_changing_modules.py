@@ -524,6 +524,16 @@ def test_what_an_earlier_replication_has_lost_does_not_keep_it():
     assert run_ranks(2, call) == [[[0.5], None, [1.0]]] * 2
 
 
+def test_a_new_buffer_is_noticed_when_backward_first_goes_past_forward():
+    def call(rank):
+        net = lockstep.replicate(two_layers(), process_group=rank.group)
+        net.register_buffer("new", torch.full((1,), float(rank.rank)))
+        (net(rows(rank)) + net[0](rows(rank))).sum().backward()  # what was called last is gone through first
+        return net.new.item()
+
+    assert run_ranks(2, call) == [0.0, 0.0]
+
+
 def turn_up_together(rank):
     """A new layer where one was that has not been used so far, and that is used again now."""
     net = lockstep.replicate(two_layers(), process_group=rank.group)

@@ -99,7 +99,8 @@ class Reducer:
         """A backward pass is about to reach the module: see whether it has other parameters than were agreed on."""
         known = bool(self._members.newcomers or self._members.departed)
         changed = self._members.look()
-        self._differs = self.requires_sync and changed
+        found = self._round is not None and self._differs  # in this pass, which goes past forward, too
+        self._differs = found or (self.requires_sync and changed)
         if changed or known:
             self._contribution.watch(self.parameters, self._members.newcomers, self._members.departed)
 
