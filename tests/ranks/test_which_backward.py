@@ -6,6 +6,7 @@ Each is an error on every rank, in the step in which gradients would be mixed. W
 from __future__ import annotations
 
 import contextlib
+import weakref
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import lockstep
+from lockstep.distributed.reduction.backward import current_pass
 from lockstep.errors import PeerError
 from threaded import run_ranks
 
@@ -316,3 +318,17 @@ def passive(rank):
 
 def test_modules_that_one_rank_does_not_use_are_not_compared():
     assert run_ranks(2, passive) == [[[1.0, 0.5]] * 3] * 2
+
+
+def holds_its_pass(rank):
+    module, held = lockstep.replicate(nn.Linear(1, 1), process_group=rank.group), []
+    loss = module(torch.ones(1, 1)).sum()
+    loss.register_hook(lambda gradient: held.append(current_pass()))
+    loss.backward()
+    return held, weakref.ref(rank.group)
+
+
+def test_a_pass_that_is_over_keeps_no_group():
+    for held, group in run_ranks(2, holds_its_pass):
+        assert held[0] is not None
+        assert group() is None

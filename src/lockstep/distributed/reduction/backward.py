@@ -99,6 +99,17 @@ class BackwardPass:
             except Exception:
                 logging.getLogger("lockstep").exception("what a failed backward pass owes could not be sent")
 
+    def close(self) -> None:
+        """It has left the engine. Whoever holds it from now on, holds no follower, and no group.
+
+        A collective keeps the thread-local state in which it was begun, and this with it, until a thread of the group
+        lets go of it: a group whose last reference that was would wait for its own thread
+        (``test_a_pass_that_is_over_keeps_no_group``).
+        """
+        self.over = True
+        self.followers.clear()
+        self.told.clear()
+
 
 def current_pass() -> BackwardPass | None:
     """The pass that the calling thread runs for: the innermost; None outside, and in one that C++ has begun."""
@@ -230,7 +241,7 @@ class _Engine(torch._C._ImperativeEngine):
             this.fail(_reach(given) if outer is None else Reach())
             raise
         finally:
-            this.over = True
+            this.close()
             if outer is not None:
                 handed_on.put(_KEY, outer)
             else:
