@@ -6,6 +6,7 @@ DistributedDataParallel with hooks, FSDP, functional collectives, DTensor, compi
 from __future__ import annotations
 
 import copy
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -248,7 +249,8 @@ def functional_collectives(rank):
         ]
         assert x[0] == own  # it stays as it is
     y = torch.ones(3, requires_grad=True)
-    named.all_gather_single_autograd(y * (own + 1), 0, group).wait().sum().backward()
+    gathered = named.all_gather_single_autograd(y * (own + 1), 0, group).wait()
+    gathered.mul(2).sum().backward()  # PyTorch 2.11 refuses an expanded gradient, such as sum's, for any backend
     return [result.wait() if hasattr(result, "wait") else result for result in results], y.grad
 
 
@@ -338,13 +340,26 @@ def profiled(rank):
         pending.wait()
         dist.all_gather([torch.empty(7), torch.empty(7)], x[:7])
         dist.barrier()
-    return [(event.name, event.input_shapes) for event in profiler.events() if event.name.startswith("shm:")]
+    events = [(event.name, event.input_shapes) for event in profiler.events() if event.name.startswith("shm:")]
+    return events, profiler_shows_what_another_thread_ends()
+
+
+def profiler_shows_what_another_thread_ends():
+    """Whether this PyTorch's profiler has a label that one thread entered and another left; 2.11 has not."""
+    cpu = torch.profiler.ProfilerActivity.CPU
+    with torch.profiler.profile(activities=[cpu], acc_events=True) as profiler:
+        label = torch.autograd._record_function_with_args_enter("handed on")
+        thread = threading.Thread(target=torch.autograd._record_function_with_args_exit, args=(label,))
+        thread.start()
+        thread.join()
+    return any(event.name == "handed on" for event in profiler.events())
 
 
 def test_a_profiler_shows_collectives_and_their_sizes():
-    for events in run_processes(2, profiled, backend="shm"):
+    for events, shows_background in run_processes(2, profiled, backend="shm"):
         assert events.count(("shm:all_reduce", [[1000]])) == 3
-        assert ("shm:all_reduce", [[20]]) in events  # the gradients of PyTorch's DDP
-        assert ("shm:broadcast", [[1000]]) in events
+        if shows_background:  # a worker may have run them
+            assert ("shm:all_reduce", [[20]]) in events  # the gradients of PyTorch's DDP
+            assert ("shm:broadcast", [[1000]]) in events
         assert ("shm:all_gather", [[7], [7]]) in events
         assert ("shm:barrier", []) in events
