@@ -527,11 +527,24 @@ def test_what_an_earlier_replication_has_lost_does_not_keep_it():
 def test_a_new_buffer_is_noticed_when_backward_first_goes_past_forward():
     def call(rank):
         net = lockstep.replicate(two_layers(), process_group=rank.group)
+        net.forward = net[0].forward
         net.register_buffer("new", torch.full((1,), float(rank.rank)))
-        (net(rows(rank)) + net[0](rows(rank))).sum().backward()  # what was called last is gone through first
+        (net(rows(rank)) + net[1](rows(rank))).sum().backward()  # what was called last is gone through first
         return net.new.item()
 
     assert run_ranks(2, call) == [0.0, 0.0]
+
+
+def test_a_list_of_modules_is_still_watched_when_one_has_been_deleted():
+    def call(rank):
+        net = lockstep.replicate(two_layers(), process_group=rank.group)
+        net.append(linear())
+        del net[-1]
+        net[1] = linear()
+        net(rows(rank)).sum().backward()
+        return grads(net)
+
+    assert run_ranks(2, call) == [[[1.5], [1.5]]] * 2
 
 
 def turn_up_together(rank):
