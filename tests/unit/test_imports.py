@@ -9,7 +9,7 @@ import lockstep
 
 SOURCE = Path(lockstep.__file__).parent
 ROOMS = ["lockstep", "lockstep.local", "lockstep.shm", "lockstep.distributed.reduction", "lockstep.distributed"]
-FOUNDATION = {"agreement", "buffers", "collectives", "dtensors", "one_by_one", "values"}
+FOUNDATION = {"agreement", "buffers", "collectives", "decisions", "dtensors", "one_by_one", "values"}
 """Files of ``lockstep.distributed`` that ``lockstep.distributed.reduction`` rests on."""
 
 

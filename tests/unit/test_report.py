@@ -10,6 +10,7 @@ import random
 import pytest
 import torch
 
+from lockstep.distributed.decisions import LoopStatus
 from lockstep.distributed.reduction.passes import MOST, Called, PassSummary
 from lockstep.distributed.reduction.report import RankStatus, ReportLayout, Weight, check_ranks, mean_factor, round_code
 from lockstep.errors import OptionError, PeerError
@@ -19,20 +20,22 @@ every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dty
 every_world = pytest.mark.parametrize("world", [1, 2, 3, 64, 512])
 
 EVERYTHING = RankStatus(0)
-SOMETHING_ELSE = RankStatus(3, True, True, True, True, True, (17, 33))
+SOMETHING_ELSE = RankStatus(3, True, True, True, True, True, (17, 33), 77)
 FLAGS = [field.name for field in dataclasses.fields(RankStatus) if field.type is bool]
 ROUNDS = next(number for number in range(1, 1000) if round_code(number) == 0)
 
 
-def exchange(dtype, said, parameters=3, packed_buffers=0):
+def exchange(dtype, said, parameters=3, packed_buffers=0, digests=()):
     """What all ranks read if rank r says `said[r]`: (used, late, status, weight, buffers); and the sum itself."""
     world = len(said)
     layouts = [ReportLayout(parameters, rank, world, packed_buffers) for rank in range(world)]
     total = None
-    for layout, (used, late, status, weight, *load) in zip(layouts, said, strict=True):
+    digests = digests or [None] * world
+    for layout, (used, late, status, weight, *load), digest in zip(layouts, said, digests, strict=True):
         row = torch.full((layout.numel,), math.nan, dtype=dtype)  # as if it had never been written
-        layout.write(row, bytearray(parameters), [*range(parameters)], SOMETHING_ELSE, Weight(7.0, True))
-        layout.write(row, bytearray(used), late, status, Weight(weight))
+        other = torch.full((8,), 3, dtype=torch.uint8)
+        layout.write(row, bytearray(parameters), [*range(parameters)], SOMETHING_ELSE, Weight(7.0, True), other)
+        layout.write(row, bytearray(used), late, status, Weight(weight), digest)
         for values in load:
             row[layout.packed_buffers] = values
         total = row if total is None else total + row
@@ -216,6 +219,46 @@ def test_ranks_that_left_out_a_forward_are_told():
         told(5, 1, through(TRAINING), through(TRAINING, 1, 1))
     with pytest.raises(PeerError, match=f"rank 0 has left out {MOST} forwards or more, rank 1 2 forwards "):
         told(5, 1, through(TRAINING, 1, MOST), through(TRAINING, 1, 2))
+
+
+# ---------------------------------------------------------------------------------- the loop, and digests
+
+
+@every_dtype
+def test_what_each_rank_says_of_its_loop(dtype):
+    loops = [LoopStatus(n, *flags) for n in range(31) for flags in itertools.product((False, True), repeat=3)]
+    random.Random(2).shuffle(loops)
+    said = [([0, 0, 0], [], RankStatus(5, loop=loop.encode()), 0.0) for loop in loops]
+    report, _ = exchange(dtype, said)
+
+    assert report.loops == loops
+    assert LoopStatus(31).encode() == LoopStatus(0).encode()
+
+
+def at_batches(*numbers, failed=False):
+    return [RankStatus(5, failed and n == numbers[0], loop=LoopStatus(n).encode()) for n in numbers]
+
+
+def test_ranks_at_different_batches_are_told():
+    told(5, 0, *at_batches(7, 7, 7))
+    with pytest.raises(PeerError, match=r"rank 0: rank 4 is 2 ahead of this rank in the batches of its loop, in rou"):
+        told(5, 0, *at_batches(30, 30, 32), global_ranks=[0, 2, 4])
+    with pytest.raises(PeerError, match="rank 1: rank 0 is 1 behind this rank"):
+        told(5, 1, *at_batches(0, 1, 0))
+    with pytest.raises(PeerError, match="backward failed on rank 0"):
+        told(5, 1, *at_batches(0, 1, failed=True))
+
+
+@every_dtype
+def test_digests_are_told_apart(dtype):
+    numbers = random.Random(3)
+    digests = [torch.tensor([numbers.randrange(256) for _ in range(8)], dtype=torch.uint8) for _ in range(3)]
+    said = [([1, 1, 1], [], RankStatus(5, loop=8), 0.0)] * 3
+    report, _ = exchange(dtype, said, digests=digests)
+    assert report.digests == [bytes(digest.tolist()) for digest in digests]
+    assert exchange(dtype, said, digests=[digests[0], digests[0], None])[0].digests[2] == bytes(8)
+    assert exchange(dtype, said, digests=[digests[1]] * 3)[0].digests == ()
+    assert exchange(dtype, said)[0].digests == ()
 
 
 # ---------------------------------------------------------------------------------- weights

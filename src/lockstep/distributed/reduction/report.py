@@ -5,11 +5,13 @@ own, or whole numbers so small that their sum is exact, or is at least not zero,
 
     used     one for each parameter    1 where this rank has a gradient to contribute
     late     one for each parameter    1 where a gradient came after its bucket had left, or had no place in the plan
-    status   three for each rank       the round's number (its last bits), whether it failed, whether it is weighted;
+    status   four for each rank        the round's number (its last bits), whether it failed, whether it is weighted;
                                        which backward pass it is in (``passes.py``), 0 if in none of its own, and
-                                       whether its parameters may have drifted (``drift.py``)
+                                       whether its parameters may have drifted (``drift.py``); what it says of its
+                                       loop (``decisions.py``)
     weight   nine for each rank        the bytes of a float64: what this rank's contribution counts; and whether it
                                        adds to gradients from before
+    digest   eight for each rank       the bytes of a digest of its values, in the rounds in which they are compared
     buffers  the rest                  small ones (``buffers.py``)
 """
 
@@ -21,6 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lockstep.distributed.decisions import LoopStatus, batch_code
 from lockstep.distributed.reduction.passes import NOT_HANDED_OUT, Code, check_passes
 from lockstep.errors import OptionError, PeerError
 
@@ -28,8 +31,10 @@ _ROUNDS = 15  # status = 16 * (round % 15) + flags + 1 <= 240: exact even in bfl
 _FAILED, _WEIGHTED, _JOINED, _MODULE_CHANGED = 1, 2, 4, 8
 _VALUES_CHANGED = 128  # beside how the module was called, at most 16
 _WEIGHT = struct.Struct("<d?")
-_STATUS = 3
+_STATUS = 4
 """Places of each rank's status."""
+DIGEST_BYTES = 8
+"""Places of each rank's digest."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +52,8 @@ class RankStatus:
     """Whether its parameters were changed while a gradient was only its own."""
     backward: Code | None = None
     """Which backward pass it is in; None if it has none of its own."""
+    loop: int = 0
+    """What it says of its loop: an encoded :class:`LoopStatus`."""
 
 
 class Weight(NamedTuple):
@@ -70,6 +77,13 @@ class Report:
     weights: Sequence[float]
     adds: bool = False
     """Whether any rank adds a weighted contribution to gradients from before."""
+    digests: Sequence[bytes] = ()
+    """Each rank's digest of its values, zeros if it has given none; empty if no rank has, or all are alike."""
+
+    @property
+    def loops(self) -> list[LoopStatus]:
+        """What each rank says of its loop; only this rank's, if all are alike."""
+        return [LoopStatus.decode(status.loop) for status in self.ranks]
 
     @property
     def module_changed(self) -> bool:
@@ -104,18 +118,32 @@ class ReportLayout:
         self._late = parameters
         self._status = 2 * parameters
         self._weight = self._status + _STATUS * world
-        start = self._weight + _WEIGHT.size * world
+        self._digest = self._weight + _WEIGHT.size * world
+        start = self._digest + DIGEST_BYTES * world
         self.packed_buffers = slice(start, start + packed_buffers)
         self.numel = self.packed_buffers.stop
         self._head = bytearray(self.packed_buffers.start)
         """What this rank has written last."""
         self._numbers = torch.frombuffer(self._head, dtype=torch.uint8)
+        own = self._digest + DIGEST_BYTES * rank
+        self._own_digest = slice(own, own + DIGEST_BYTES)
         self._is_clean = True  # nothing but what is used, and a status without a flag
         self._alike = _RowOfAlikes(self._numbers, parameters, slice(self._status, self._weight), rank, world)
         self._said: RankStatus | None = None
 
-    def write(self, row: Tensor, used: bytearray, late: Sequence[int], status: RankStatus, weight: Weight) -> None:
-        """Fill this rank's places of a row of ``numel`` elements, and clear all others."""
+    def write(
+        self,
+        row: Tensor,
+        used: bytearray,
+        late: Sequence[int],
+        status: RankStatus,
+        weight: Weight,
+        digest: Tensor | None = None,
+    ) -> None:
+        """Fill this rank's places of a row of ``numel`` elements, and clear all others.
+
+        ``digest``: :data:`DIGEST_BYTES` bytes, on the row's device, if values are compared in this round.
+        """
         head = self._head
         if not self._is_clean:
             head[:] = bytes(len(head))
@@ -128,12 +156,15 @@ class ReportLayout:
         head[place] = 16 * round_code(status.round) + flags + 1
         head[place + 1], head[place + 2] = status.backward or (0, 0)
         head[place + 1] += status.values_changed * _VALUES_CHANGED
+        head[place + 3] = status.loop
         if status.weighted:
             _WEIGHT.pack_into(head, self._weight + _WEIGHT.size * self._rank, *weight)
-        self._is_clean = not (late or flags or status.values_changed)
+        self._is_clean = not (late or flags or status.values_changed or digest is not None)
         self._said = status if status.round < _ROUNDS else replace(status, round=round_code(status.round))
         numbers = self._numbers if row.is_cpu else self._numbers.pin_memory()  # a copy: this one is written again
         row[: self.packed_buffers.start].copy_(numbers, non_blocking=True)
+        if digest is not None:
+            row[self._own_digest] = digest.to(row.dtype)
         if self.packed_buffers.start < self.numel:
             row[self.packed_buffers].zero_()
 
@@ -156,7 +187,7 @@ class ReportLayout:
             ranks = [_status(entry if entry[0] else own) for entry in entries]
         weights: list[Weight] = []
         if any(status.weighted for status in ranks):
-            raw = bytes(int(byte) for byte in head[self._weight :].tolist())
+            raw = bytes(int(byte) for byte in head[self._weight : self._digest].tolist())
             weights = [Weight(*each) for each in _WEIGHT.iter_unpack(raw)]
         return Report(
             used=None if all(used) else used,
@@ -164,7 +195,18 @@ class ReportLayout:
             ranks=ranks,
             weights=[weight.total for weight in weights],
             adds=any(weight.adds for weight in weights),
+            digests=self._read_digests(head, numbers[::_STATUS]),
         )
+
+    def _read_digests(self, head: Tensor, said: Sequence[float]) -> Sequence[bytes]:
+        """Each rank's digest, if there are different ones; a rank that has ``said`` nothing has this one's."""
+        all_of_them = head[self._digest :].view(self._world, DIGEST_BYTES)
+        own = all_of_them[self._rank]
+        if torch.equal(all_of_them, own.expand_as(all_of_them)):
+            return ()
+        digests = (each if speaks else own for each, speaks in zip(all_of_them, said, strict=True))
+        found = [bytes(map(int, each.tolist())) for each in digests]
+        return found if len(set(found)) > 1 else ()
 
 
 class _RowOfAlikes:
@@ -198,12 +240,12 @@ class _RowOfAlikes:
 
 
 def _status(entry: Sequence[float]) -> RankStatus:
-    code, called, forwards = map(int, entry)
+    code, called, forwards, loop = map(int, entry)
     number, flags = divmod(code - 1, 16)
     failed, weighted, joined, module = (bool(flags & flag) for flag in (_FAILED, _WEIGHTED, _JOINED, _MODULE_CHANGED))
     values, called = divmod(called, _VALUES_CHANGED)
     backward = (called, forwards) if called else None
-    return RankStatus(number, failed, weighted, joined, module, bool(values), backward)
+    return RankStatus(number, failed, weighted, joined, module, bool(values), backward, loop)
 
 
 def round_code(number: int) -> int:
@@ -233,10 +275,28 @@ def check_ranks(report: Report, number: int, rank: int, global_ranks: Sequence[i
                 "have not run the same number of them, and gradients of different steps would be mixed. Let every "
                 "rank run backward for every batch, or use join()"
             )
+    _check_batches(report, number, rank, global_ranks, advice)
     weighted = any(status.weighted for status in report.ranks)
     if len(report.ranks) > 1:
         passes = {other: status.backward for other, status in zip(global_ranks, report.ranks, strict=True)}
         check_passes(passes, not weighted, number, me, advice)
+
+
+def _check_batches(report: Report, number: int, rank: int, global_ranks: Sequence[int], advice: str) -> None:
+    """Raise :class:`PeerError` if the ranks are not at the same batch."""
+    if len(report.ranks) < 2 or len({status.loop >> 3 for status in report.ranks}) == 1:
+        return
+    batches = [loop.batch for loop in report.loops]
+    first = next(other for other, batch in enumerate(batches) if batch != batches[rank])
+    ahead, behind = batch_code(batches[first] - batches[rank]), batch_code(batches[rank] - batches[first])
+    distance = f"{ahead} ahead of" if ahead <= behind else f"{behind} behind"
+    raise PeerError(
+        f"rank {global_ranks[rank]}: rank {global_ranks[first]} is {distance} this rank in the batches of its loop, in "
+        f"round {number}: a rank has gone on with its next batch without a backward that synchronises for the last "
+        "one (an error that it has caught, `continue`), and gradients of different batches would be mixed. "
+        f"{advice or NOT_HANDED_OUT}. Let the rank that leaves out a batch call skip_batch(), and all iterate over "
+        "lockstep.batches()"
+    )
 
 
 def mean_factor(report: Report, divisor: float, number: int, global_ranks: Sequence[int]) -> float:
