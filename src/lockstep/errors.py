@@ -17,7 +17,8 @@
     ├── AgreementError (RuntimeError, ValueError) ranks that differ in what must be the same on all
     │   └── OutOfSyncError                    parameters or buffers that have other values on other ranks
     ├── CommunicationError (RuntimeError)     a collective failed or timed out
-    └── PeerError (RuntimeError)              another rank failed; this one is told
+    ├── PeerError (RuntimeError)              another rank failed; this one is told
+    └── InspectionError (RuntimeError)        another process of this host cannot be asked what it is doing
 
 Each also derives from the built-in exception that PyTorch raises in the same place, so an ``except`` written for
 PyTorch still catches it. Every message says what was wrong, where, what was expected, what was got, and what to do.
@@ -86,3 +87,7 @@ class CommunicationError(LockstepError, RuntimeError):
 
 class PeerError(LockstepError, RuntimeError):
     """The backward of another rank failed, or is of another round; that rank's own error says why."""
+
+
+class InspectionError(LockstepError, RuntimeError):
+    """A process of this host cannot be asked for its progress or its stacks; the message says why."""

@@ -8,7 +8,14 @@ from pathlib import Path
 import lockstep
 
 SOURCE = Path(lockstep.__file__).parent
-ROOMS = ["lockstep", "lockstep.local", "lockstep.shm", "lockstep.distributed.reduction", "lockstep.distributed"]
+ROOMS = [
+    "lockstep",
+    "lockstep.local",
+    "lockstep.failures",
+    "lockstep.shm",
+    "lockstep.distributed.reduction",
+    "lockstep.distributed",
+]
 FOUNDATION = {"agreement", "buffers", "collectives", "decisions", "dtensors", "one_by_one", "values"}
 """Files of ``lockstep.distributed`` that ``lockstep.distributed.reduction`` rests on."""
 
@@ -38,7 +45,9 @@ def room_of(module: str) -> int:
     package, _, file = module.rpartition(".")
     if module in ROOMS:
         return ROOMS.index(module)
-    return 2 if package == "lockstep.distributed" and file in FOUNDATION else ROOMS.index(package)
+    if package == "lockstep.distributed" and file in FOUNDATION:
+        return ROOMS.index("lockstep.shm")
+    return ROOMS.index(package)
 
 
 def test_no_import_leads_back():

@@ -1,0 +1,139 @@
+"""What Linux tells of another process of this host: its state, its signals, and memory that it shares by name.
+
+A process that has a session holds two pieces of memory without a file (``memfd_create``), with names of ours. Whoever
+may look into the process finds them in ``/proc/PID/fd``; nothing has to be registered anywhere, and nothing is left
+behind when it is killed.
+"""
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from lockstep.errors import InspectionError
+
+_LINK = "/memfd:{name} (deleted)"
+
+
+def available() -> bool:
+    """Whether this system has what this room needs of ``/proc`` and of memory without a file: Linux does."""
+    return sys.platform == "linux" and hasattr(os, "memfd_create") and os.path.isdir("/proc/self/fd")
+
+
+def create_memory(name: str) -> int:
+    """A descriptor of memory that others find under a name; closed in a program that this process starts."""
+    return os.memfd_create(name, os.MFD_CLOEXEC)
+
+
+@dataclass(frozen=True)
+class Status:
+    """What ``/proc/PID/status`` says."""
+
+    state: str
+    """R runs, S sleeps, D sleeps and cannot be woken, T is stopped, t is held by a debugger, Z has ended."""
+    user: int
+    numbers: tuple[int, ...]
+    """The process's number here, and in each container in which it is: the last is the one that it has for itself."""
+    caught: int
+    ignored: int
+    blocked: int
+    pending: int
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a signal or a debugger has stopped the process, so that it can do nothing until it is continued."""
+        return self.state in "Tt"
+
+    @property
+    def ended(self) -> bool:
+        """Whether the process has ended, and only waits for its parent to notice."""
+        return self.state in "ZX"
+
+    def catches(self, number: int) -> bool:
+        """Whether a handler is installed for a signal, so that it does not end the process."""
+        return bool(self.caught >> (number - 1) & 1)
+
+    def leaves_alone(self, number: int) -> bool:
+        """Whether a signal neither has a handler nor is ignored."""
+        return not (self.caught | self.ignored) >> (number - 1) & 1
+
+    def has_pending(self, number: int) -> bool:
+        """Whether a signal has been sent to the process, and not been taken by one of its threads yet."""
+        return bool(self.pending >> (number - 1) & 1)
+
+
+def status_of(pid: int) -> Status:
+    """The status of a process, by its number; :class:`InspectionError` if there is none."""
+    fields = _fields(f"/proc/{pid}/status")
+    if fields is None:
+        raise InspectionError(f"there is no process {pid} on this host; it may have ended")
+    return Status(
+        state=fields["State"][0],
+        user=int(fields["Uid"].split()[1]),
+        numbers=tuple(int(number) for number in fields.get("NSpid", str(pid)).split()),
+        caught=int(fields["SigCgt"], 16),
+        ignored=int(fields["SigIgn"], 16),
+        blocked=int(fields["SigBlk"], 16),
+        pending=int(fields["ShdPnd"], 16),
+    )
+
+
+def threads_that_block(pid: int, number: int) -> set[int]:
+    """The threads of a process that block a signal, as a handler does while it runs."""
+    found = set()
+    for thread in _listing(f"/proc/{pid}/task"):
+        fields = _fields(f"/proc/{pid}/task/{thread}/status")
+        if fields is not None and int(fields["SigBlk"], 16) >> (number - 1) & 1:
+            found.add(int(thread))
+    return found
+
+
+def processes() -> list[int]:
+    """The numbers of all processes that ``/proc`` shows to this one."""
+    return sorted(int(name) for name in _listing("/proc") if name.isdecimal())
+
+
+def shared_memories(pid: int, prefix: str) -> list[tuple[str, str]]:
+    """Names, beginning with ``prefix``, and paths of memory that a process holds; none if it cannot be looked into."""
+    start, end = _LINK.format(name=prefix + "\0").split("\0")
+    found = []
+    for number in _listing(f"/proc/{pid}/fd"):
+        path = f"/proc/{pid}/fd/{number}"
+        with contextlib.suppress(OSError):  # closed since
+            link = os.readlink(path)
+            if link.startswith(start) and link.endswith(end):
+                found.append((prefix + link[len(start) : -len(end)], path))
+    return found
+
+
+def may_look_into(pid: int) -> bool:
+    """Whether the system lets this process look into another one: of the same user, or as the superuser."""
+    try:
+        os.listdir(f"/proc/{pid}/fd")
+    except PermissionError:
+        return False
+    except OSError:
+        return True  # ended: there is nothing to forbid
+    return True
+
+
+def _fields(path: str) -> dict[str, str] | None:
+    try:
+        with open(path) as file:
+            return dict(_pairs(file))
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+
+
+def _pairs(lines: Iterator[str]) -> Iterator[tuple[str, str]]:
+    for line in lines:
+        name, _, value = line.partition(":")
+        yield name, value.strip()
+
+
+def _listing(path: str) -> list[str]:
+    try:
+        return os.listdir(path)
+    except OSError:
+        return []

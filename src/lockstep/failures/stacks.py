@@ -1,0 +1,264 @@
+"""Where a process is: the Python stacks of its threads, which it shows also while it cannot run any Python.
+
+A process that can be asked has a handler for a real-time signal (``faulthandler.register``). The handler writes the
+stacks of all threads into memory that the asking process reads through ``/proc``. It is C code that needs no
+interpreter lock, so a process answers from within an endless loop, a deadlock, or a C call that never gives the lock
+back. The system restarts the calls that the signal interrupts, and no handler of the program's own runs. A stopped
+process cannot answer.
+"""
+
+import contextlib
+import faulthandler
+import fcntl
+import linecache
+import os
+import re
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from lockstep.errors import InspectionError
+from lockstep.failures import proc
+
+NAME = "lockstep-stacks-"
+"""The name of the memory in ``/proc/PID/fd``, before the process's own number and that of the signal."""
+
+SECONDS = 5.0  # in which a process answers that can: a handler runs when one of its threads is next scheduled
+_POLL = 0.002
+
+
+@dataclass(frozen=True)
+class Frame:
+    """A place in a program."""
+
+    file: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        text = linecache.getline(self.file, self.line).strip()
+        return f'  File "{self.file}", line {self.line}, in {self.function}' + (f"\n    {text}" if text else "")
+
+
+@dataclass(frozen=True)
+class Thread:
+    """A thread and its frames, as in a traceback: the innermost last."""
+
+    ident: int
+    """What ``threading.get_ident()`` is in that thread."""
+    name: str
+    frames: tuple[Frame, ...]
+
+    def innermost(self, count: int = 6) -> str:
+        """The innermost frames, as a traceback shows them."""
+        left_out = len(self.frames) - count
+        lines = [f"  ... {left_out} outer frames"] if left_out > 0 else []
+        return "\n".join(lines + [str(frame) for frame in self.frames[-count:]]) or "  no Python frame"
+
+
+@dataclass(frozen=True)
+class Stacks:
+    """The threads of a process at one moment, the oldest first: that is the main thread."""
+
+    threads: tuple[Thread, ...]
+
+    def of(self, ident: int) -> Thread | None:
+        """The thread of a number."""
+        return next((thread for thread in self.threads if thread.ident == ident), None)
+
+    def __str__(self) -> str:
+        parts = [f"Thread {t.ident:#x}{f' ({t.name})' if t.name else ''}:\n{t.innermost(100)}" for t in self.threads]
+        return "\n\n".join(parts)
+
+
+# ------------------------------------------------------------------------------------ of this process
+
+
+def own_stacks() -> Stacks:
+    """The stacks of this process; on any system, but only when the calling thread gets the interpreter."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    threads = [
+        Thread(ident, names.get(ident, ""), tuple(_frame(summary) for summary in traceback.extract_stack(frame)))
+        for ident, frame in sys._current_frames().items()
+    ]
+    main = threading.main_thread().ident
+    return Stacks(tuple(sorted(threads, key=lambda thread: thread.ident != main)))
+
+
+def _frame(summary: traceback.FrameSummary) -> Frame:
+    return Frame(summary.filename, summary.lineno or 0, summary.name)
+
+
+class _Answering:
+    """Lets this process answer who asks for its stacks, for as long as somebody in it wants that."""
+
+    def __init__(self) -> None:
+        self._forget()
+        os.register_at_fork(after_in_child=self._forked)
+
+    def _forget(self) -> None:
+        self._lock = threading.Lock()
+        self._wanted = 0
+        self._signal = 0
+        self._fd = -1
+
+    def begin(self) -> None:
+        with self._lock:
+            self._wanted += 1
+            if self._wanted == 1 and proc.available():
+                self._install()
+
+    def end(self) -> None:
+        with self._lock:
+            self._wanted -= 1
+            if self._wanted == 0 and self._signal:
+                self._uninstall()
+
+    def _install(self) -> None:
+        own = proc.status_of(os.getpid())
+        free = (number for number in range(signal.SIGRTMAX - 8, signal.SIGRTMIN, -1) if own.leaves_alone(number))
+        number = next(free, 0)
+        if number:  # else the program has handlers for all of them, and cannot be asked
+            self._fd = proc.create_memory(f"{NAME}{os.getpid()}-{number}")
+            fcntl.fcntl(self._fd, fcntl.F_SETFL, os.O_RDWR | os.O_APPEND)  # who asks empties it before
+            self._signal = number
+            faulthandler.register(number, file=self._fd, all_threads=True)
+
+    def _uninstall(self) -> None:
+        with _locked(self._fd, seconds=1.0):  # else who is just asking would end this process by the signal
+            faulthandler.unregister(self._signal)
+        os.close(self._fd)
+        self._signal, self._fd = 0, -1
+
+    def _forked(self) -> None:
+        """A forked process would write its stacks where its parent writes them, in the parent's name."""
+        if self._signal:
+            faulthandler.unregister(self._signal)
+            os.close(self._fd)
+        self._forget()
+
+
+_answering = _Answering()
+
+
+@contextlib.contextmanager
+def answering() -> Iterator[None]:
+    """Within: this process can be asked for its stacks with :func:`ask`, on Linux; elsewhere nothing happens.
+
+    A process that is forked meanwhile cannot be asked, unless it says so itself. May be nested, in any threads.
+    """
+    _answering.begin()
+    try:
+        yield
+    finally:
+        _answering.end()
+
+
+# ---------------------------------------------------------------------------------- of another process
+
+
+def ask(pid: int, seconds: float = SECONDS) -> Stacks:
+    """The stacks of a process of this host; of this one too.
+
+    Raises :class:`InspectionError` that says why there are none: there is no such process, it belongs to another user,
+    has no session, is stopped, or was busy in the system for longer than ``seconds``.
+    """
+    if not proc.available():
+        raise InspectionError(f"the stacks of a process can be asked for on Linux only; this is {sys.platform}")
+    itself = proc.status_of(pid).numbers[-1]
+    if not proc.may_look_into(pid):
+        raise InspectionError(f"process {pid} belongs to another user, and may not be asked; ask as that user")
+    for name, path in proc.shared_memories(pid, f"{NAME}{itself}-"):  # others that it asks are not meant
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # its session has just ended
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            try:
+                return _ask(pid, int(name.rpartition("-")[2]), fd, time.monotonic() + seconds)
+            finally:
+                os.close(fd)
+    raise InspectionError(
+        f"process {pid} has no session of lockstep: it cannot be asked for its stacks. Loader workers and other "
+        "processes that a rank has started are not asked either; give the number of the rank's process"
+    )
+
+
+def _ask(pid: int, number: int, fd: int, deadline: float) -> Stacks:
+    with _locked(fd, deadline - time.monotonic()) as alone:
+        if not alone:
+            raise InspectionError(f"process {pid} is being asked for its stacks by another process; try again")
+        status = _able(pid)
+        if not status.catches(number):
+            raise InspectionError(f"process {pid} is just ending its session")
+        blocking = proc.threads_that_block(pid, number)
+        if not status.has_pending(number):  # else somebody has asked before, and the answer is still to come
+            os.ftruncate(fd, 0)
+            os.kill(pid, number)
+        while not _answered(pid, number, fd, blocking):
+            if time.monotonic() > deadline:
+                raise InspectionError(
+                    f"process {pid} has not shown its stacks in time: it waits inside the system (state "
+                    f"{status.state}: for a disk or a device, for instance), or gets no processor"
+                )
+            time.sleep(_POLL)
+            status = _able(pid)
+        return _parsed(os.pread(fd, os.fstat(fd).st_size, 0).decode(errors="replace"))
+
+
+def _able(pid: int) -> proc.Status:
+    """The status of a process that can answer."""
+    status = proc.status_of(pid)
+    if status.ended:
+        raise InspectionError(f"process {pid} has ended; its parent has not noticed yet")
+    if status.stopped:
+        raise InspectionError(
+            f"process {pid} is stopped (SIGSTOP, Ctrl-Z or a debugger) and runs nothing; continue it with "
+            f"`kill -CONT {pid}`"
+        )
+    return status
+
+
+def _answered(pid: int, number: int, fd: int, blocking: set[int]) -> bool:
+    """Whether the stacks are written to the end. A signal is blocked in a thread in which its handler runs."""
+    if os.fstat(fd).st_size == 0 or proc.status_of(pid).has_pending(number):
+        return False
+    return proc.threads_that_block(pid, number) <= blocking
+
+
+@contextlib.contextmanager
+def _locked(fd: int, seconds: float) -> Iterator[bool]:
+    """Within: nobody else asks the process, and it does not stop answering. False if that took too long."""
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                yield False
+                return
+            time.sleep(_POLL)
+    try:
+        yield True
+    finally:
+        fcntl.flock(fd, fcntl.LOCK_UN)
+
+
+_THREAD = re.compile(r"^(?:Thread|Current thread) 0x([0-9a-f]+)(?: \[(.*)\])? \(most recent call first\):")
+_FRAME = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$')
+
+
+def _parsed(text: str) -> Stacks:
+    """What faulthandler wrote: threads from the newest to the oldest, frames from the innermost outwards."""
+    threads: list[tuple[int, str, list[Frame]]] = []
+    for line in text.splitlines():
+        if head := _THREAD.match(line):
+            threads.append((int(head[1], 16), head[2] or "", []))
+        elif threads and (frame := _FRAME.match(line)):
+            threads[-1][2].append(Frame(frame[1], 0 if frame[2] == "???" else int(frame[2]), frame[3]))
+    if len({ident for ident, _, _ in threads}) < len(threads):  # an answer to somebody who had not waited for it
+        first = threads[0][0]
+        threads = threads[max(i for i, (ident, _, _) in enumerate(threads) if ident == first) :]
+    return Stacks(tuple(Thread(ident, name, tuple(frames[::-1])) for ident, name, frames in reversed(threads)))

@@ -1,0 +1,266 @@
+"""A process shows its stacks whatever it is doing, and goes on as if nobody had asked."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import os
+import signal
+import threading
+import time
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from lockstep.errors import InspectionError
+from lockstep.failures import proc
+from lockstep.failures.stacks import NAME, answering, ask, own_stacks
+from processes import run_processes
+
+pytestmark = pytest.mark.skipif(not proc.available(), reason="needs Linux")
+
+
+def runs_for_ever():
+    while True:
+        pass
+
+
+def holds_the_interpreter():
+    here, _there = os.pipe()
+    ctypes.PyDLL(None).read(here, ctypes.create_string_buffer(1), 1)
+
+
+def waits_for_itself():
+    lock = threading.Lock()
+    with lock:
+        lock.acquire()
+
+
+def sleeps():
+    time.sleep(1000)
+
+
+def is_stopped():
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def pid_of(rank, other):
+    return int(rank.gather(torch.tensor([os.getpid()]))[other])
+
+
+def asked_while_stuck(rank, stuck):
+    """What rank 0 is told of rank 1, which does not come back."""
+    pid = pid_of(rank, 1)
+    if rank.rank == 1:
+        with answering():
+            rank.gather(torch.zeros(1))
+            stuck()
+    rank.gather(torch.zeros(1))
+    try:
+        return repeated(lambda: ask(pid, 30).threads[0].innermost(3), stuck.__name__)
+    except InspectionError as error:
+        return str(error)
+    finally:
+        os.kill(pid, signal.SIGKILL)
+
+
+def repeated(call, text):
+    """What a call returns when there is a text in it, which may take a moment."""
+    deadline = time.monotonic() + 30
+    while text not in (answer := call()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return answer
+
+
+@pytest.mark.parametrize("stuck", [runs_for_ever, holds_the_interpreter, waits_for_itself, sleeps])
+def test_a_process_that_is_stuck_shows_where(stuck):
+    told = run_processes(2, asked_while_stuck, stuck, errors=True)[0].result
+    *_, place, line = told.splitlines()
+    assert f"in {stuck.__name__}" in place
+    assert f'File "{__file__}"' in place
+    assert line.strip() in ("while True:", "pass", "lock.acquire()", "time.sleep(1000)") or "PyDLL" in line
+
+
+def asked_while_stopped(rank):
+    pid = pid_of(rank, 1)
+    if rank.rank == 1:
+        with answering():
+            rank.gather(torch.zeros(1))
+            is_stopped()
+            rank.gather(torch.zeros(1))
+            return 1
+    rank.gather(torch.zeros(1))
+    while not proc.status_of(pid).stopped:
+        time.sleep(0.001)
+    with pytest.raises(InspectionError) as caught:
+        ask(pid)
+    os.kill(pid, signal.SIGCONT)
+    rank.gather(torch.zeros(1))
+    return str(caught.value)
+
+
+def test_a_stopped_process_is_said_to_be_stopped_and_goes_on_when_it_is_continued():
+    told, one = run_processes(2, asked_while_stopped)
+    assert "is stopped" in told
+    assert "kill -CONT" in told
+    assert one == 1
+
+
+def busy(rank):
+    """Rank 1 does a bit of everything that waits in the system, and is asked all the time."""
+    pid = pid_of(rank, 1)
+    if rank.rank == 0:
+        rank.gather(torch.zeros(1))
+        for _ in range(50):
+            assert "busy" in str(ask(pid, 60))
+        rank.gather(torch.zeros(1))
+        return None
+    with answering():
+        rank.gather(torch.zeros(1))
+        batches = [batch.sum().item() for batch in DataLoader(torch.ones(64), batch_size=4, num_workers=2)]
+        took = -time.monotonic()
+        time.sleep(0.3)
+        took += time.monotonic()
+        here, there = os.pipe()
+        threading.Timer(0.2, os.write, (there, b"x")).start()
+        read = os.read(here, 1)
+        met = threading.Event().wait(0.2)
+        rank.gather(torch.zeros(1))
+    return batches, took, read, met
+
+
+def test_a_process_that_is_asked_goes_on_undisturbed():
+    batches, took, read, met = run_processes(2, busy)[1]
+    assert batches == [4.0] * 16
+    assert took >= 0.3
+    assert (read, met) == (b"x", False)
+
+
+def test_this_process_shows_its_own():
+    ready, done = threading.Event(), threading.Event()
+    with helper_thread(ready, done) as thread:
+        ready.wait()
+        with answering():
+            asked = ask(os.getpid())
+        own = own_stacks()
+        for stacks in (asked, own):
+            assert stacks.threads[0].ident == threading.main_thread().ident
+            assert any(frame.function == "helper_waits" for frame in stacks.of(thread.ident).frames)
+        assert own.of(thread.ident).name == "a helper"
+        assert "this_process_shows" in own.threads[0].innermost(2)
+        assert "outer frames" in own.threads[0].innermost(2)
+
+
+@contextlib.contextmanager
+def helper_thread(ready, done):
+    def helper_waits():
+        ready.set()
+        done.wait()
+
+    thread = threading.Thread(target=helper_waits, name="a helper")
+    thread.start()
+    yield thread
+    done.set()
+    thread.join()
+
+
+def test_afterwards_all_is_as_it_was():
+    own, descriptors = proc.status_of(os.getpid()), os.listdir("/proc/self/fd")
+    for _ in range(2):
+        with answering(), answering():
+            assert proc.status_of(os.getpid()).caught != own.caught
+            with answering():
+                assert ask(os.getpid()).threads
+            assert ask(os.getpid()).threads
+        with pytest.raises(InspectionError, match="no session"):
+            ask(os.getpid())
+    assert proc.status_of(os.getpid()).caught == own.caught
+    assert os.listdir("/proc/self/fd") == descriptors
+
+
+def test_signals_that_the_program_catches_are_left_to_it(tmp_path):
+    highest = signal.SIGRTMAX - 8
+    seen = []
+    signal.signal(highest, lambda *_: seen.append("python"))
+    with open(tmp_path / "own", "w+") as own:
+        faulthandler.register(highest - 1, file=own)
+        try:
+            with answering():
+                assert ask(os.getpid()).threads
+                signal.raise_signal(highest)
+                signal.raise_signal(highest - 1)
+        finally:
+            faulthandler.unregister(highest - 1)
+            signal.signal(highest, signal.SIG_DFL)
+        own.seek(0)
+        assert "most recent call first" in own.read()
+    assert seen == ["python"]
+
+
+def test_a_forked_process_neither_answers_nor_writes_in_its_parents_name():
+    with answering():
+        number = int(proc.shared_memories(os.getpid(), NAME)[0][0].rpartition("-")[2])
+        here, there = os.pipe()
+        child = os.fork()
+        if child == 0:
+            told = b"answered"
+            try:
+                ask(os.getpid())
+            except InspectionError as error:
+                told = str(error).encode()
+            with answering():
+                told += b"; " + ask(os.getpid()).threads[0].frames[-1].function.encode()
+            os.write(there, told + (b"; caught" if proc.status_of(os.getpid()).catches(number) else b""))
+            os._exit(0)
+        os.waitpid(child, 0)
+        told = os.read(here, 4096).decode()
+        os.close(here), os.close(there)
+        assert "has no session" in told
+        assert told.endswith("; _ask")
+        assert ask(os.getpid()).threads
+
+
+def test_who_cannot_be_asked_is_told_apart():
+    with pytest.raises(InspectionError, match="no process 4194305"):
+        ask(4194305)
+    with pytest.raises(InspectionError, match=f"process {os.getppid()} has no session"):
+        ask(os.getppid())
+
+
+@pytest.mark.skipif(not hasattr(os, "getuid") or os.getuid() != 0, reason="only the superuser can be somebody else")
+def test_a_process_of_another_user_cannot_be_asked():
+    here, there = os.pipe()
+    with answering():
+        child = os.fork()
+        if child == 0:
+            os.setuid(65534)
+            try:
+                ask(os.getppid())
+            except InspectionError as error:
+                os.write(there, str(error).encode())
+            os._exit(0)
+        os.waitpid(child, 0)
+    assert "belongs to another user" in os.read(here, 4096).decode()
+    os.close(here), os.close(there)
+
+
+def test_several_may_ask_at_once():
+    with answering():
+        wrong = []
+
+        def asks():
+            for _ in range(20):
+                stacks = ask(os.getpid(), 60)
+                if stacks.of(threading.main_thread().ident) is None or len({t.ident for t in stacks.threads}) < len(
+                    stacks.threads
+                ):
+                    wrong.append(stacks)
+
+        threads = [threading.Thread(target=asks) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert wrong == []
