@@ -36,7 +36,7 @@ def read(pid=0):
 def test_what_is_written_can_be_read(progress):
     before = time.monotonic()
     progress.step, progress.round = 7, 9
-    progress.enter(Phase.BACKWARD)
+    progress.current_phase = Phase.BACKWARD
     [seen] = read()
     assert (seen.run, seen.rank, seen.world, seen.pid) == ("digits", 1, 3, os.getpid())
     assert (seen.step, seen.round, seen.phase) == (7, 9, "backward")
@@ -54,7 +54,7 @@ def test_a_rank_that_waits_says_what_for(progress):
 
 
 def test_phases_are_nested_and_may_have_any_name(progress):
-    progress.enter("forward")
+    progress.current_phase = "forward"
     with progress.phase("x" * 30 + "é"):  # there is room for 31 bytes, and é takes two
         assert read()[0].phase == progress.current_phase == "x" * 30
         with progress.phase(Phase.CHECKPOINT):

@@ -98,7 +98,7 @@ class Progress:
             self._bytes, 0, _MAGIC, _VERSION, os.getpid(), threading.get_ident(), rank, world, 0, 0, now, now, 0.0, 0.0
         )
         self._bytes[_RUN:_PHASE] = _padded(run, _PHASE - _RUN)
-        self.enter(Phase.START_UP)
+        self.current_phase = Phase.START_UP
         self._fd = -1
         if proc.available():
             self._fd = proc.create_memory(NAME)
@@ -127,11 +127,11 @@ class Progress:
 
     @property
     def current_phase(self) -> str:
-        """The phase that was entered last."""
+        """What this rank is doing: a :class:`Phase`, or what the program calls it, of at most 31 bytes."""
         return _text(self._bytes[_PHASE:_WAITS_FOR])
 
-    def enter(self, phase: str) -> None:
-        """Say what this rank does from now on."""
+    @current_phase.setter
+    def current_phase(self, phase: str) -> None:
         self._bytes[_PHASE:_WAITS_FOR] = _phases.get(phase) or _padded(phase, _WAITS_FOR - _PHASE)
         self._times[_CHANGED_AT] = time.monotonic()
 
@@ -139,7 +139,7 @@ class Progress:
     def phase(self, phase: str) -> Iterator[None]:
         """Within: another phase. After it the one before; an exception leaves it as it is, for who is told of it."""
         before = bytes(self._bytes[_PHASE:_WAITS_FOR])
-        self.enter(phase)
+        self.current_phase = phase
         yield
         self._bytes[_PHASE:_WAITS_FOR] = before
         self._times[_CHANGED_AT] = time.monotonic()
