@@ -169,6 +169,7 @@ PUBLIC = {
         DeviceError(LockstepError, RuntimeError)
         GradientError(LockstepError, NotImplementedError)
         HookError(LockstepError, RuntimeError, TypeError, ValueError)
+        InspectionError(LockstepError, RuntimeError)
         LayoutError(LockstepError, RuntimeError, ValueError)
         LengthError(LayoutError, AssertionError, IndexError)
         LockstepError(Exception)
