@@ -47,6 +47,7 @@ PUBLIC = {
             .require_backward_grad_sync
             .set_requires_gradient_sync(requires_gradient_sync)
             .train(mode=True)
+            .zero_grad(set_to_none=True)
         class Event(phase, replica, start, end)
         class Statistics(calls=<factory>, seconds=<factory>)
         class SyncBatchNorm(*args, **kwargs)
@@ -76,6 +77,7 @@ PUBLIC = {
             .require_backward_grad_sync
             .set_requires_gradient_sync(requires_gradient_sync)
             .train(mode=True)
+            .zero_grad(set_to_none=True)
         class GradBucket(bucket, buffer, last)
             .buffer()
             .gradients()
@@ -102,6 +104,7 @@ PUBLIC = {
             .no_sync()
             .register_comm_hook(state, hook)
             .set_requires_gradient_sync(requires_gradient_sync)
+            .zero_grad(*args, **kwargs)
         class ShmOptions(*, host=None, between=None)
         accumulate(module, last=True, weight=None)
         check_in_sync(module, process_group=None)

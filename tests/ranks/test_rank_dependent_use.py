@@ -256,3 +256,61 @@ def reach_nothing(rank, kind, modules):
 @pytest.mark.parametrize("kind", ["plain", "weights", "hook"])
 def test_a_rank_whose_loss_reaches_no_parameter_takes_part(kind, modules):
     run_ranks(2, reach_nothing, kind, modules)
+
+
+def reach_nothing_of_what_is_new(rank, modules, when):
+    """On every rank other parameters stand in the module than the ranks have agreed on."""
+    made = [lockstep.replicate(EarlyExit(), process_group=rank.group) for _ in range(modules)]
+    seen = []
+    for _ in range(2):
+        losses = (
+            []
+            if when == "before forward"
+            else [module(rows(0, 0).requires_grad_(), rank.rank).sum() for module in made]
+        )
+        for module in made:
+            state = {name: value.clone() for name, value in module.state_dict().items()}
+            module.load_state_dict(state, assign=True)
+            module.zero_grad()
+        losses = losses or [module(rows(0, 0).requires_grad_(), rank.rank).sum() for module in made]
+        sum(losses).backward()
+        seen += [module.layers[1].bias.grad for module in made]
+    return [None if grad is None else grad.item() for grad in seen]
+
+
+@pytest.mark.parametrize("modules", [1, 2])
+@pytest.mark.parametrize("when", ["before forward", "after forward"])
+def test_a_rank_whose_loss_reaches_no_parameter_takes_part_when_all_are_new(modules, when):
+    grad = rows(0, 0).shape[0] / 2 if when == "before forward" else None  # that of the old ones
+    assert run_ranks(2, reach_nothing_of_what_is_new, modules, when) == [[grad] * modules * 2] * 2
+
+
+def unfrozen_as_new(rank):
+    """What is trained is new: nothing was when the ranks agreed."""
+    module = EarlyExit().requires_grad_(False)
+    lockstep.replicate(module, process_group=rank.group)
+    module.layers[1] = nn.Linear(3, 1).double()
+    nn.init.ones_(module.layers[1].weight)
+    nn.init.ones_(module.layers[1].bias)
+    module(rows(0, 0).requires_grad_(), rank.rank).sum().backward()
+    return module.layers[1].bias.grad.item()
+
+
+def test_a_rank_whose_loss_reaches_no_parameter_takes_part_when_a_new_one_is_the_first_that_is_trained():
+    assert run_ranks(2, unfrozen_as_new) == [rows(0, 0).shape[0] / 2] * 2
+
+
+def all_fail(rank, modules):
+    """Backward fails on every rank before it has reached anything, and would have on one of them alone."""
+    made = [lockstep.replicate(EarlyExit(), process_group=rank.group) for _ in range(modules)]
+    loss = sum(module(rows(0, 0).requires_grad_(), rank.rank).sum() for module in made)
+    loss.register_hook(lambda _: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        loss.backward()
+    sum(module(rows(0, 0).requires_grad_(), rank.rank).sum() for module in made).backward()
+    return [module.layers[1].bias.grad.item() for module in made]
+
+
+@pytest.mark.parametrize("modules", [1, 2])
+def test_a_rank_whose_loss_reaches_no_parameter_takes_part_in_what_fails_everywhere(modules):
+    assert run_ranks(2, all_fail, modules) == [[rows(0, 0).shape[0] / 2] * modules] * 2

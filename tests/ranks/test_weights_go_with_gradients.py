@@ -413,3 +413,20 @@ def test_a_layer_that_was_taken_out_and_put_back_counts_again(clear):
         return "that has accumulated on this rank was given up" in str(caught.value)
 
     assert run_ranks(2, run) == [True, True]
+
+
+def test_gradients_given_up_are_not_missed_beside_a_new_one_from_past_the_module():
+    """The pass comes to a new parameter first, past the module's forward, and then to the module."""
+
+    def run(rank):
+        model, seen = net(rank), []
+        model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+        backward(model, x_of(rank), 100.0, last=False)
+        model.zero_grad()
+        with model.no_sync():
+            model.layers[1](model(x_of(rank), slice(0, 1))).sum().backward()
+            seen.append(grads(model))
+        model(x_of(rank)).sum().backward()
+        return [*seen, grads(model)]
+
+    assert run_ranks(2, run) == [[[1.0, 1.0], [3.0, 3.0]], [[2.0, 2.0], [3.0, 3.0]]]

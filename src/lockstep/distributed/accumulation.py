@@ -24,7 +24,8 @@ def accumulate(module: Module, last: bool = True, weight: float | torch.Tensor |
         last: Whether the backward pass inside synchronises.
         weight: What this rank's loss inside counts, of all backward passes together: a number or a tensor with one
             element, 0 or more. Weights add up until gradients are synchronised or given up (``zero_grad()``), and are
-            summed over the ranks in float64. Give one on every rank and in every micro-batch, or on none.
+            summed over the ranks in float64. Give one on every rank and in every micro-batch, or on none. It counts
+            once ``backward()`` has run inside, also where that reaches nothing that is trained.
 
     Communicates nothing of its own: weights ride with the gradients.
 
@@ -51,11 +52,10 @@ def accumulate(module: Module, last: bool = True, weight: float | torch.Tensor |
         weight = float(weight)
         if not 0 <= weight < float("inf"):
             raise OptionError(f"accumulate() got a weight of {weight}; expected a finite number, 0 or more")
-    replication.announce(weight)
-    before = replication.requires_sync
-    replication.set_requires_gradient_sync(last and before)
-    try:
-        yield
-    finally:
-        replication.set_requires_gradient_sync(before)
-        replication.announce(None)
+    with replication.weighing(weight):
+        before = replication.requires_sync
+        replication.set_requires_gradient_sync(last and before)
+        try:
+            yield
+        finally:
+            replication.set_requires_gradient_sync(before)

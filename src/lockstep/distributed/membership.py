@@ -122,10 +122,14 @@ class Membership:
         """Whether other parameters or modules stand in the module's slots."""
         return self._watch.changed()
 
-    def are_lent(self) -> bool:
-        """Whether other tensors stand in for the parameters at the moment; looks at the last one."""
-        slots, key, parameter = self._last_slot
-        return slots.get(key) is not parameter
+    def sample(self) -> object:
+        """What stands now in the slot of one parameter, the last that is trained."""
+        slots, key, _ = self._last_slot
+        return slots.get(key)
+
+    def is_own(self, sample: object) -> bool:
+        """Whether that, as a forward has found it, was the module's own parameter, and not lent to it meanwhile."""
+        return sample is self._last_slot[2] or sample is self.sample()
 
     def welcome(self) -> tuple[list[ManagedParameter], set[int]]:
         """Let gradients of parameters that are new on this rank open a round; returns them, and the identities of those

@@ -1,6 +1,6 @@
 """``replicate()``: a module that stays what it is, and whose gradients are the mean over all ranks.
 
-The module's class becomes a subclass made at run time, which adds three methods and is otherwise the same; its copies
+The module's class becomes a subclass made at run time, which adds a few methods and is otherwise the same; its copies
 and pickles are of the plain class, and not replicated. Nothing else is visible on the module.
 """
 
@@ -112,6 +112,14 @@ class Replicated:
         Stands for: ``DistributedDataParallel.register_comm_hook``.
         """
         _of(self).register_comm_hook(state, hook)
+
+    def zero_grad(self, *args: Any, **kwargs: Any) -> Any:
+        """What the module's class does; besides, weights of ``accumulate`` that came with no gradient are given up."""
+        result = super().zero_grad(*args, **kwargs)  # type: ignore[misc]  # of the class beside this one
+        replication = find_replication(self)  # type: ignore[arg-type]  # a module
+        if replication is not None:
+            replication.gradients_zeroed()
+        return result
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _as_plain(super().__reduce_ex__(protocol), type(self))

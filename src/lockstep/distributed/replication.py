@@ -10,7 +10,7 @@ Modules do not carry their replication, so that their copies and pickles are pla
 
 import weakref
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from lockstep.distributed.inputs import input_device, move_to, outputs_in
 from lockstep.distributed.membership import Membership
 from lockstep.distributed.mixed_precision import Casts, ReduceIn, reduce_dtype
 from lockstep.distributed.options import Options
-from lockstep.distributed.reduction.backward import mark_output
+from lockstep.distributed.reduction.backward import listening, mark_output
 from lockstep.distributed.reduction.comm_hooks import check_hook
 from lockstep.distributed.reduction.parameter_hooks import take_over_optimizers
 from lockstep.distributed.reduction.passes import ForwardMark, in_backward, note_compiled
@@ -201,13 +201,13 @@ class Replication:
         if self.reducer is None or not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return
         tensors = [tensor for tensor in outputs_in(outputs) if tensor.requires_grad and not tensor.is_leaf]
-        own, training = not self.reducer.setup.members.are_lent(), self._selection.module.training
-        mark = self.reducer.passes.leave_forward(self._counts(), training, bool(tensors), own)
+        sample, training = self.reducer.setup.members.sample(), self._selection.module.training
+        mark = self.reducer.passes.leave_forward(self._counts(), training, bool(tensors), sample)
         if mark is not None:
             reached = _Reached(self.reducer, mark)
             for tensor in tensors:
                 tensor.register_hook(reached)
-                mark_output(tensor, self.reducer)
+                mark_output(tensor, self.reducer, sample)
 
     def _counts(self) -> bool:
         """Whether a synchronising backward is to go through a forward that runs now."""
@@ -232,11 +232,22 @@ class Replication:
         if self.reducer is not None:
             self.reducer.set_requires_sync(self.requires_sync)
 
-    def announce(self, weight: float | None) -> None:
-        """What the loss of the next backward passes counts."""
+    @contextmanager
+    def weighing(self, weight: float | None) -> Iterator[None]:
+        """What the loss of the backward passes inside counts, of all together; None if they are not weighed."""
         reducer = self.started_reducer
         self._check_in_charge("accumulate()")
         reducer.announce(weight)
+        try:
+            with nullcontext() if weight is None else listening(reducer.count_without_gradient):
+                yield
+        finally:
+            reducer.announce(None)
+
+    def gradients_zeroed(self) -> None:
+        """``zero_grad()`` of the module has given up what had accumulated."""
+        if self.reducer is not None and not torch.compiler.is_compiling():
+            self.reducer.give_up_without_gradients()
 
     @torch.inference_mode(False)
     def register_comm_hook(self, state: Any, hook: Any) -> None:
@@ -306,7 +317,7 @@ class _Reached:
         reducer = self._reducer()
         if reducer is not None:
             reducer.scheduler.expect_backward(reducer)
-            reducer.passes.reach(self._mark)
+            reducer.passes.reach(self._mark, reducer.setup.members.is_own(self._mark.sample))
             reducer.reached()
 
 

@@ -17,7 +17,8 @@ import sys
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,8 +41,9 @@ class Reach:
     """Their identities, as far as the graph shows them."""
     hidden: bool = False
     """Whether there may be more: functions written in Python may run passes of their own, as checkpointing does."""
-    marks: frozenset[int] = frozenset()
-    """The identities of what :func:`mark_output` was called with, for outputs that the pass was to go through."""
+    marks: Mapping[int, Sequence[object]] = field(default_factory=dict)
+    """What :func:`mark_output` was called with for outputs that the pass was to go through, by the identity of the
+    owner."""
 
 
 @dataclass(eq=False)
@@ -236,16 +238,38 @@ class _Engine(torch._C._ImperativeEngine):
             result = super().run_backward(*args, **kwargs)
             if this.followers or _is_compiled():
                 this.end()
-            return result
         except BaseException:
             this.fail(_reach(given) if outer is None else Reach())
             raise
+        else:
+            if accumulates and outer is None:
+                _tell_listeners()
+            return result
         finally:
             this.close()
             if outer is not None:
                 handed_on.put(_KEY, outer)
             else:
                 handed_on.remove(_KEY)
+
+
+_listeners = threading.local()
+
+
+@contextmanager
+def listening(listener: Callable[[], None]) -> Iterator[None]:
+    """Inside, ``listener`` is called when a ``backward()`` of this thread has ended well, whatever it has reached."""
+    listeners: list[Callable[[], None]] = _listeners.__dict__.setdefault("all", [])
+    listeners.append(listener)
+    try:
+        yield
+    finally:
+        listeners.remove(listener)
+
+
+def _tell_listeners() -> None:
+    for listener in tuple(getattr(_listeners, "all", ())):
+        listener()
 
 
 def _is_in_function() -> bool:
@@ -279,24 +303,26 @@ def _reach(given: dict[str, Any]) -> Reach:
     """What the pass that was begun with these arguments was to accumulate into."""
     if not given.get("accumulate_grad"):
         return Reach()
-    leaves, marks, hidden = set(), set(), False
+    leaves, hidden = set(), False
+    marks: dict[int, list[object]] = {}
     outputs = [each for each in given["tensors"] if not _is_tensor(each) or each.requires_grad]
     for node in _nodes(outputs):
         if type(node).__name__ == "AccumulateGrad":
             leaves.add(id(node.variable))
-        marks |= {id(owner()) for owner in node.metadata.get(_KEY, ())}
+        for owner, mark in node.metadata.get(_KEY, ()):
+            marks.setdefault(id(owner()), []).append(mark)
         hidden = hidden or isinstance(node, BackwardCFunction)
     chosen = given.get("inputs")
     if chosen:
         return Reach(frozenset(leaves & {_identity(each) for each in chosen}))
-    return Reach(frozenset(leaves), hidden, frozenset(marks))
+    return Reach(frozenset(leaves), hidden, marks)
 
 
-def mark_output(tensor: torch.Tensor, owner: object) -> None:
-    """Let the graph behind ``tensor`` tell that a pass through it concerns ``owner``."""
+def mark_output(tensor: torch.Tensor, owner: object, mark: object) -> None:
+    """Let the graph behind ``tensor`` tell that a pass through it concerns ``owner``, and how: ``mark``."""
     if tensor.grad_fn is not None:
         metadata: dict[object, Any] = tensor.grad_fn.metadata  # type: ignore[assignment]  # a property
-        metadata.setdefault(_KEY, []).append(weakref.ref(owner))
+        metadata.setdefault(_KEY, []).append((weakref.ref(owner), mark))
 
 
 def _nodes(outputs: Iterable[Any]) -> Iterator[Any]:

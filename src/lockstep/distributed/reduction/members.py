@@ -37,8 +37,11 @@ class Membership(Protocol):
     def changed(self) -> bool:
         """Whether there are others on this rank now, by a look at references."""
 
-    def are_lent(self) -> bool:
-        """Whether other tensors stand in for them at the moment, by a look at one."""
+    def sample(self) -> object:
+        """What stands now in the slot of one of them."""
+
+    def is_own(self, sample: object) -> bool:
+        """Whether that, as a forward has found it, was the module's own parameter, and not lent to it meanwhile."""
 
     def welcome(self) -> tuple[Sequence[ManagedParameter], Collection[int]]:
         """Hook those that are new on this rank, and return them, numbered as they will be, and the identities of those
@@ -85,10 +88,19 @@ class Members:
         self.newcomers, self.departed = membership.welcome() if membership is not None and changed else ((), ())
         return changed
 
-    def are_lent(self) -> bool:
-        """Whether other tensors stand in for the parameters, as ``torch.func.functional_call`` has it."""
+    def sample(self) -> object:
+        """What stands now in the slot of one parameter, for :meth:`is_own`."""
         membership = self._membership()
-        return membership is not None and membership.are_lent()
+        return None if membership is None else membership.sample()
+
+    def is_own(self, sample: object) -> bool:
+        """Whether a forward that has found ``sample`` ran on the module's own parameters, and not on others that
+        ``torch.func.functional_call`` had lent it.
+
+        Asked later, when those are there again; new ones of its own, on which the ranks have not agreed yet, stay.
+        """
+        membership = self._membership()
+        return membership is None or membership.is_own(sample)
 
     def find_swapped(self, used: bytearray) -> list[int]:
         """The parameters whose tensor was swapped, and that have a gradient, among those that are not ``used``; they
@@ -127,8 +139,9 @@ class Members:
         self.newcomers, self.departed = (), ()
         return True
 
-    def are_within(self, reach: Reach, expected: bool) -> bool:
-        """Whether a pass of that reach accumulates into a parameter; ``expected``: it goes through the module."""
+    def are_within(self, reach: Reach, expected: bool, own: bool) -> bool:
+        """Whether a pass of that reach accumulates into a parameter; it does, and be it zeros, if it goes through the
+        module's forward on its ``own`` parameters. ``expected``: it goes through it in any way."""
         known = [member.parameter for member in (*self.parameters, *self.newcomers)]
         trained = [parameter for parameter in known if parameter.requires_grad]
-        return any(id(p) in reach.leaves for p in trained) or bool(expected and reach.hidden and trained)
+        return any(id(p) in reach.leaves for p in trained) or bool(trained and (own or (expected and reach.hidden)))

@@ -69,10 +69,12 @@ _TRAINING, _EVALUATION, _OTHERWISE, _UNKNOWN = (each.value for each in Called)  
 class ForwardMark:
     """One forward of the module, as a backward pass finds it on its outputs."""
 
-    __slots__ = ("called", "own", "round")
+    __slots__ = ("called", "round", "sample")
 
-    def __init__(self, called: int, round_: int | None, own: bool) -> None:
-        self.called, self.round, self.own = called, round_, own
+    def __init__(self, called: int, round_: int | None, sample: object) -> None:
+        self.called, self.round = called, round_
+        self.sample = sample
+        """Of the parameters that it ran on: see :meth:`Members.sample`."""
 
 
 _numbers = itertools.count()
@@ -95,22 +97,22 @@ class PassLog:
         if counts:
             self._left_out += 1
 
-    def leave_forward(self, counts: bool, training: bool, has_graph: bool, own: bool) -> ForwardMark | None:
+    def leave_forward(self, counts: bool, training: bool, has_graph: bool, sample: object) -> ForwardMark | None:
         """Forward has ended, as :meth:`enter_forward` was told it would; returns what to put on its outputs, if a
-        backward can go through them (``has_graph``). It ran on the module's ``own`` parameters, or on others."""
+        backward can go through them (``has_graph``). It ran on parameters of which there is a ``sample``."""
         if not has_graph:
             self._left_out = max(0, self._left_out - counts)
             return None
-        return ForwardMark(_TRAINING if training else _EVALUATION, self._round if counts else None, own)
+        return ForwardMark(_TRAINING if training else _EVALUATION, self._round if counts else None, sample)
 
     def compile_forward(self) -> None:
         """The compiler has traced a forward: how the module is called is not known from now on."""
         self._compiled = True
 
-    def reach(self, mark: ForwardMark) -> None:
-        """The backward pass under way goes through a forward."""
+    def reach(self, mark: ForwardMark, own: bool) -> None:
+        """The backward pass under way goes through a forward, on the module's ``own`` parameters or on others."""
         self._called |= mark.called
-        self._own = self._own or mark.own
+        self._own = self._own or own
         if mark.round == self._round:
             mark.round = None
             self._through += 1

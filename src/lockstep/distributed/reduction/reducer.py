@@ -46,6 +46,7 @@ from lockstep.distributed.reduction.report import RankStatus, Weight
 from lockstep.distributed.reduction.round import Round
 from lockstep.distributed.reduction.setup import Setup
 from lockstep.distributed.reduction.unread_reports import before_next_step
+from lockstep.distributed.reduction.weights import give_up_after_next_step
 from lockstep.errors import AgreementError, CommunicationError, OptionError, PeerError
 
 
@@ -183,7 +184,7 @@ class Reducer:
             if not self.open:
                 if not self.scheduler.expects(self):
                     self.look_for_changes()
-                if self._differs or weights.announced:
+                if self._differs or weights.concerned:
                     self._open([id(parameter)])
             weights.newcomer_arrived(parameter)
 
@@ -262,7 +263,7 @@ class Reducer:
 
         It is if other ranks may have gradients: a loss that, on this rank, reaches only what is frozen.
         """
-        trained = any(member.parameter.requires_grad for member in self.parameters)
+        trained = any(each.parameter.requires_grad for each in (*self.parameters, *self._members.newcomers))
         swapped = self._members.find_swapped(self._contribution.used)
         return bool(swapped) or (accumulates and self.passes.is_reached and trained)
 
@@ -333,10 +334,13 @@ class Reducer:
             self._contribution.forget()
 
     def is_within(self, reach: Reach, expected: bool) -> bool:
-        """Whether a pass of that reach accumulates into a parameter; ``expected``: it goes through the module."""
+        """Whether a pass of that reach is a round, as :meth:`takes_part` has it or because it accumulates into a
+        parameter; ``expected``: it goes through the module."""
         if not self.open:  # see test_a_failure_is_told_before_it_gets_to_parameters_that_are_new
             self.look_for_changes()
-        return self._members.are_within(reach, expected or id(self) in reach.marks)
+        samples = reach.marks.get(id(self), ())
+        own = any(self._members.is_own(sample) for sample in samples)
+        return self._members.are_within(reach, expected or bool(samples), own)
 
     # ------------------------------------------------------------------------------ for others
 
@@ -354,6 +358,17 @@ class Reducer:
         if weight is not None:
             self.look_for_changes()  # what new parameters get has a weight, too
         self._contribution.weights.announce(weight)
+
+    def count_without_gradient(self) -> None:
+        """A ``backward()`` has ended, perhaps without a gradient of the module: its loss counts all the same."""
+        with self._lock:
+            if self._contribution.weights.use_without_gradient():
+                give_up_after_next_step(self)
+
+    def give_up_without_gradients(self) -> None:
+        """The batch has been given up, as gradients show, where there are any."""
+        with self._lock:
+            self._contribution.weights.give_up_without_gradients()
 
     def retire(self) -> None:
         """Another replication has taken over all parameters."""

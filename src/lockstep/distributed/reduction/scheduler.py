@@ -70,7 +70,7 @@ class ScheduledModule(Protocol):
         """Whether a pass that has gone through the module without any gradient of it is a round all the same."""
 
     def is_within(self, reach: Reach, expected: bool) -> bool:
-        """Whether a pass of that reach accumulates into a parameter; ``expected``: it goes through the module."""
+        """Whether a pass of that reach is a round of the module; ``expected``: it goes through the module."""
 
     def finalize_backward(self) -> Sequence[Parameter]:
         """Reduce what is left; returns the parameters whose users' hooks have waited for this."""

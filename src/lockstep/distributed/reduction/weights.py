@@ -3,14 +3,22 @@
 A weight belongs to the gradients that it came with, and goes with them: when they are given up (``zero_grad()``), when
 a round fails, when they have been reduced. What parameters had before the first of the backward passes that a round
 reduces - means of an earlier round - has been divided already.
+
+A loss that reaches no trained parameter has a weight, too: its gradients are zero. If nothing has accumulated that the
+weight could go with, it waits for the next round; ``zero_grad()`` of the module and an optimizer's step without a round
+give it up.
 """
 
 from collections.abc import Collection, Sequence
 from itertools import compress
+from typing import Protocol
 
 from torch.nn import Parameter
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lockstep.distributed.reduction.accumulated import AccumulatedGradients, EarlierGradients
+from lockstep.distributed.reduction.optimizer_steps import NextStep
 from lockstep.distributed.reduction.parameter import ManagedParameter
 from lockstep.errors import OptionError
 
@@ -31,6 +39,7 @@ class Weights:
         self._announced: float | None = None
         self._news = True
         self._passes = 0
+        self._has_accumulated = False  # some of those passes have given parameters gradients
         self._reduced = False  # all that has been counted has been reduced
 
     def watch(
@@ -62,9 +71,9 @@ class Weights:
             self.earlier.note(self._all())
 
     @property
-    def announced(self) -> bool:
-        """Whether the backward passes that come next are weighed."""
-        return self._announced is not None
+    def concerned(self) -> bool:
+        """Whether the backward pass that comes next is weighed, or one since the last round was."""
+        return self._announced is not None or self.given
 
     def before_pass(self, new: Collection[int] = ()) -> None:
         """A backward pass is about to accumulate gradients, or has accumulated those of the parameters ``new``,
@@ -72,20 +81,42 @@ class Weights:
 
         Raises :class:`OptionError` if some of the gradients that have been counted are gone, but not all.
         """
-        if self._announced is None and not self.given:
+        if not self.concerned:
             return
         self._give_up_what_is_gone(new, may_fail=True)
-        if self._announced is not None and (self._reduced or not self._passes):
+        if self._announced is not None and (self._reduced or not self._has_accumulated):
             self.earlier.copy(self._all(), new)
 
     def _give_up_what_is_gone(self, new: Collection[int], may_fail: bool) -> None:
-        counts = self._passes and not self._reduced and (self.given or self._announced is not None)
+        counts = self._has_accumulated and not self._reduced and (self.given or self._announced is not None)
         if counts and self._accumulated.are_gone(new, self._present(), may_fail):
             self._start_again()
 
     def use(self) -> None:
-        """A backward pass begins; raises :class:`OptionError` if only some of those since the last round have a
-        weight."""
+        """A backward pass begins to accumulate gradients; raises :class:`OptionError` if only some of those since the
+        last round have a weight."""
+        self._count_pass()
+        self._has_accumulated = True
+
+    def use_without_gradient(self) -> bool:
+        """A ``backward()`` has ended; if it was the first since a weight was announced, and has given no parameter a
+        gradient, the weight counts all the same. Returns whether it has to be given up with the batch, because nothing
+        has accumulated that it would go with.
+
+        Raises :class:`OptionError` as :meth:`use` does.
+        """
+        if self._announced is None or not self._news:
+            return False
+        self._give_up_what_is_gone((), may_fail=True)
+        self._count_pass()
+        return not self._has_accumulated
+
+    def give_up_without_gradients(self) -> None:
+        """The batch has been given up: weights that came with no gradient at all go."""
+        if self._passes and not (self._has_accumulated or self._reduced):
+            self._start_again()
+
+    def _count_pass(self) -> None:
         if self._reduced:
             self._reduced = False
             if self._news:
@@ -111,7 +142,7 @@ class Weights:
 
     def reduced(self) -> None:
         """The contribution has been made. A further backward in the same block counts as much as all before it."""
-        self._reduced, self._passes = True, 0
+        self._reduced, self._passes, self._has_accumulated = True, 0, False
         self.earlier.drop()
         if self.given:
             self.earlier.note(self._all())
@@ -125,5 +156,28 @@ class Weights:
     def _start_again(self) -> None:
         """Nothing has been counted; what is announced is still to be."""
         self.total, self.given, self._passes, self._reduced = 0.0, False, 0, False
-        self._news = True
+        self._news, self._has_accumulated = True, False
         self._touched.clear()
+
+
+class Weighed(Protocol):
+    """Whose contribution has a weight that came with no gradient."""
+
+    def has_parameter_of(self, optimizer: Optimizer) -> bool:
+        """Whether an optimizer uses gradients that the weight is to divide."""
+
+    def give_up_without_gradients(self) -> None:
+        """The batch has been given up."""
+
+
+def give_up_after_next_step(weighed: Weighed) -> None:
+    """An optimizer's step ends the batch: a weight that no round has taken along by then is of no batch to come.
+
+    After the step and not before it, for backward may run inside, in a closure.
+    """
+    _next_step.wait(weighed)
+
+
+_next_step: NextStep[Weighed] = NextStep(
+    register_optimizer_step_post_hook, lambda weighed: weighed.give_up_without_gradients()
+)

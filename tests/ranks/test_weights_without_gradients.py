@@ -1,0 +1,264 @@
+"""A loss that reaches no trained parameter has a weight, too: it counts, and goes when the batch is given up."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import lockstep
+from lockstep.errors import OptionError, PeerError
+from small_modules import fails_in_backward
+from threaded import run_ranks
+
+
+class Net(nn.Module):
+    """A trained layer and a frozen one, whose gradients are their inputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.trained, self.frozen = (nn.Linear(1, 1, bias=False).double() for _ in range(2))
+        self.frozen.requires_grad_(False)
+        for each in (self.trained, self.frozen):
+            nn.init.ones_(each.weight)
+
+    def forward(self, x, frozen=False):
+        return (self.frozen if frozen else self.trained)(x)
+
+
+def rows(value=1.0):
+    return torch.full((1, 1), value, dtype=torch.float64, requires_grad=True)
+
+
+def net(rank, wrap=False, **options):
+    make = lockstep.DistributedDataParallel if wrap else lockstep.replicate
+    return make(Net(), process_group=rank.group, **options)
+
+
+def grad(model):
+    found = getattr(model, "module", model).trained.weight.grad
+    return None if found is None else found.item()
+
+
+def through_forward(model):
+    return model(rows(), frozen=True)
+
+
+def past_forward(model):
+    return getattr(model, "module", model).frozen(rows())
+
+
+def past_the_module(model):
+    return rows() * 2
+
+
+ways = pytest.mark.parametrize("way", [through_forward, past_forward, past_the_module], ids=lambda way: way.__name__)
+
+
+def without_gradient(model, weight, way=through_forward):
+    with lockstep.accumulate(model, last=False, weight=weight):
+        way(model).sum().backward()
+
+
+def step(model):
+    """Of an optimizer, of all parameters, which leaves them as they are."""
+    torch.optim.SGD(model.parameters(), lr=0.0).step()
+
+
+def last(model, weight=1, value=1.0):
+    with lockstep.accumulate(model, weight=weight):
+        model(rows(value)).sum().backward()
+
+
+# -------------------------------------------------------------------------------------------- counted
+
+
+@ways
+@pytest.mark.parametrize("wrap", [False, True], ids=["replicated", "wrapped"])
+def test_it_counts(way, wrap):
+    def call(rank):
+        model = net(rank, wrap)
+        if rank.rank:
+            without_gradient(model, 2, way)
+        last(model)
+        step(model)
+        first = grad(model)
+        model.zero_grad()
+        last(model)  # it has been taken along
+        return first, grad(model)
+
+    assert run_ranks(2, call) == [(0.5, 1.0)] * 2  # (1 + 1) / (1 + 1 + 2), (1 + 1) / (1 + 1)
+
+
+@ways
+@pytest.mark.parametrize("first", [False, True])
+def test_it_counts_beside_gradients_that_accumulate(way, first):
+    def call(rank):
+        model = net(rank)
+        for nothing in (first, not first):
+            if nothing:
+                without_gradient(model, 3, way)
+            else:
+                with lockstep.accumulate(model, last=False, weight=1):
+                    model(rows(4.0)).sum().backward()
+        last(model)
+        return grad(model)
+
+    assert run_ranks(2, call) == [1.0] * 2  # 2 * (4 + 1) / 2 * (3 + 1 + 1)
+
+
+def test_it_counts_once_however_many_backwards_are_in_its_block():
+    def call(rank):
+        model = net(rank)
+        with lockstep.accumulate(model, weight=2):
+            past_forward(model).sum().backward()
+            past_forward(model).sum().backward()
+            model(rows()).sum().backward()
+        return grad(model)
+
+    assert run_ranks(2, call) == [0.5] * 2
+
+
+def test_where_several_modules_are_weighed_each_counts_its_own():
+    def call(rank):
+        one, other = net(rank), net(rank)
+        with lockstep.accumulate(one, last=False, weight=1), lockstep.accumulate(other, last=False, weight=3):
+            one(rows(), frozen=True).sum().backward()
+        for model in (one, other):
+            last(model)
+        return grad(one), grad(other)
+
+    assert run_ranks(2, call) == [(0.5, 0.25)] * 2
+
+
+def test_it_waits_for_a_round_that_is_in_the_closure_of_a_step():
+    def call(rank):
+        model = net(rank)
+        without_gradient(model, 1)
+        torch.optim.SGD(model.parameters(), lr=0.0).step(lambda: last(model))
+        return grad(model)
+
+    assert run_ranks(2, call) == [0.5] * 2
+
+
+def test_a_step_of_other_parameters_does_not_concern_it():
+    def call(rank):
+        model = net(rank)
+        without_gradient(model, 1)
+        step(nn.Linear(1, 1))
+        last(model)
+        return grad(model)
+
+    assert run_ranks(2, call) == [0.5] * 2
+
+
+def test_gradients_from_before_are_not_divided_by_it():
+    def call(rank):
+        model = net(rank)
+        last(model)
+        without_gradient(model, 1)
+        last(model)
+        return grad(model)
+
+    assert run_ranks(2, call) == [1.5] * 2  # 1, and (1 + 1) / (1 + 1 + 1 + 1)
+
+
+def test_what_is_no_backward_of_the_block_does_not_count():
+    def call(rank):
+        model = net(rank)
+        with lockstep.accumulate(model, last=False, weight=1):
+            model(rows(), frozen=True)
+            x = rows()
+            torch.autograd.grad(model(x, frozen=True).sum(), x)
+        with lockstep.accumulate(model, last=False, weight=1), pytest.raises(ArithmeticError):
+            fails_in_backward(past_forward(model)).sum().backward()
+        past_forward(model).sum().backward()
+        last(model)
+        return grad(model)
+
+    assert run_ranks(2, call) == [1.0] * 2
+
+
+# ------------------------------------------------------------------------------------------- given up
+
+
+def cleared(model):
+    model.zero_grad()
+
+
+def zeroed(model):
+    model.zero_grad(set_to_none=False)
+
+
+@pytest.mark.parametrize("wrap", [False, True], ids=["replicated", "wrapped"])
+@pytest.mark.parametrize("give_up", [step, cleared, zeroed], ids=lambda each: each.__name__)
+def test_it_goes_with_a_batch_that_is_given_up(give_up, wrap):
+    def call(rank):
+        model = net(rank, wrap)
+        if rank.rank:
+            without_gradient(model, 2)
+            give_up(model)
+        last(model)
+        return grad(model)
+
+    assert run_ranks(2, call) == [1.0] * 2
+
+
+@pytest.mark.parametrize("give_up", [step, cleared], ids=lambda each: each.__name__)
+def test_it_goes_with_a_batch_that_is_given_up_where_gradients_are_left_from_before(give_up):
+    def call(rank):
+        model = net(rank)
+        last(model)
+        without_gradient(model, 2)
+        give_up(model)
+        before = grad(model) or 0.0
+        last(model)
+        return grad(model) - before
+
+    assert run_ranks(2, call) == [1.0] * 2
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_it_goes_with_gradients_that_it_has_accumulated_beside(first):
+    def call(rank):
+        model = net(rank)
+        for nothing in (first, not first):
+            if nothing:
+                without_gradient(model, 3)
+            else:
+                with lockstep.accumulate(model, last=False, weight=1):
+                    model(rows()).sum().backward()
+        model.trained.weight.grad = None  # as an optimizer's zero_grad() does
+        last(model)
+        return grad(model)
+
+    assert run_ranks(2, call) == [1.0] * 2
+
+
+def test_it_goes_with_a_round_that_fails():
+    def call(rank):
+        model = net(rank)
+        without_gradient(model, 3)
+        loss = fails_in_backward(model(rows()), fails=rank.rank == 1)
+        with lockstep.accumulate(model, weight=1), pytest.raises(ArithmeticError if rank.rank else PeerError):
+            loss.sum().backward()
+        last(model)
+        return grad(model)
+
+    assert run_ranks(2, call) == [1.0] * 2
+
+
+def test_it_is_not_mixed_with_losses_that_have_no_weight():
+    def call(rank):
+        model = net(rank)
+        without_gradient(model, 1)
+        with pytest.raises(OptionError, match="this backward pass has no weight, an earlier one"):
+            model(rows()).sum().backward()
+        model.zero_grad()
+        with model.no_sync():
+            model(rows()).sum().backward()
+        with pytest.raises(OptionError, match="this backward pass has a weight, an earlier one"):
+            without_gradient(model, 1)
+        return True
+
+    assert all(run_ranks(2, call))
