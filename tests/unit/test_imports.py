@@ -15,6 +15,7 @@ ROOMS = [
     "lockstep.shm",
     "lockstep.distributed.reduction",
     "lockstep.distributed",
+    "lockstep.session",
 ]
 FOUNDATION = {"agreement", "buffers", "collectives", "decisions", "dtensors", "one_by_one", "values"}
 """Files of ``lockstep.distributed`` that ``lockstep.distributed.reduction`` rests on."""

@@ -1,0 +1,66 @@
+"""Processes that load data live as long as the training that they load for: a signal to all does not end them first.
+
+A Ctrl-C, ``torchrun`` and most schedulers send their signal to every process of the program. The rank that is to
+write a checkpoint would find that its loader's workers are gone.
+"""
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import threading
+import weakref
+from collections.abc import Iterator
+from multiprocessing import util
+from multiprocessing.process import BaseProcess
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_spared: "weakref.WeakSet[BaseProcess]" = weakref.WeakSet()
+
+
+@contextlib.contextmanager
+def workers_spared() -> Iterator[None]:
+    """Processes that are started within are not ended by SIGINT or SIGTERM; put it around ``iter(loader)``.
+
+    They still end as PyTorch's workers do: when their loader's iterator is dropped, or a few seconds after this process
+    has ended. One that is stuck is killed when this process ends. Where signals cannot be blocked (Windows), nothing
+    happens.
+
+    A process inherits which signals are blocked, whether it is forked or spawned; so they are blocked in this thread
+    meanwhile, and one that comes is handled by another thread, or right after.
+    """
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    _register()
+    before = set(multiprocessing.active_children())
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    try:
+        yield
+    finally:
+        _spared.update(set(multiprocessing.active_children()) - before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def _end_those_left() -> None:
+    """Kill what has not ended by itself when this process ends: multiprocessing would send SIGTERM, and wait."""
+    left = [worker for worker in _spared if worker.is_alive()]
+    if left and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # PyTorch's handler would raise: a worker has been killed
+    for worker in left:
+        worker.kill()
+
+
+def _register() -> None:
+    """See to it that :func:`_end_those_left` is called, before multiprocessing waits; PyTorch has asked workers to end
+    by then. A function of ``atexit`` would not do: in processes that multiprocessing has started, those are not called.
+    """
+    global _registered_in
+    if _registered_in != os.getpid():
+        _registered_in = os.getpid()
+        util.Finalize(None, _end_those_left, exitpriority=1)
+
+
+_registered_in = -1
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_spared.clear)  # those of its parent

@@ -1,0 +1,285 @@
+"""SIGINT and SIGTERM are heard at once, whatever the main thread does, and leave everything as it was."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import socket
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, Dataset
+
+from lockstep.session import taken_signals
+from lockstep.session.loader_workers import workers_spared
+from lockstep.session.stop_requests import StopRequests
+from processes import run_processes
+
+pytestmark = pytest.mark.skipif(not hasattr(signal, "pthread_sigmask"), reason="needs POSIX signals")
+BOTH = [signal.SIGINT, signal.SIGTERM]
+KEPT = []
+
+
+def wait_until(true):
+    deadline = time.monotonic() + 30
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def heard(number):
+    """In a process of its own: a signal comes while the main thread waits in a collective, in C."""
+    requests = StopRequests(name="rank 0")
+    requests.take_over()
+    assert requests.requested is None
+    store = dist.HashStore()
+
+    def looks():
+        os.kill(os.getpid(), number)
+        wait_until(lambda: requests.requested)
+        store.set("requested", requests.requested)
+
+    thread = threading.Thread(target=looks)
+    thread.start()
+    store.wait(["requested"])  # no Python runs here before it is set
+    thread.join()
+    requests.end()
+    return requests.requested
+
+
+def heard_in_rank(rank, number):
+    return heard(number)
+
+
+@pytest.mark.parametrize("number", BOTH)
+def test_a_signal_is_a_request_at_once_even_while_the_main_thread_waits_in_c(number):
+    [outcome] = run_processes(1, heard_in_rank, number, errors=True)
+    assert outcome.result == signal.Signals(number).name
+    assert f"rank 0 has received {signal.Signals(number).name}: training stops" in outcome.stderr
+
+
+def sent_again(rank, number, times):
+    requests = StopRequests(name="rank 0")
+    requests.take_over()
+    taken_signals._AT_ONCE = 0.05
+    store = dist.HashStore()
+
+    def sends():
+        for _ in range(times):
+            os.kill(os.getpid(), number)
+            time.sleep(0.1)
+        store.set("sent", "")
+
+    threading.Thread(target=sends, daemon=True).start()
+    try:
+        store.wait(["sent"])
+        time.sleep(30)
+    except KeyboardInterrupt:
+        return "interrupted"
+
+
+def test_a_second_sigint_interrupts():
+    assert run_processes(1, sent_again, signal.SIGINT, 2) == ["interrupted"]
+
+
+@pytest.mark.parametrize(("number", "times"), [(signal.SIGTERM, 2), (signal.SIGINT, 3)])
+def test_a_signal_that_comes_again_and_again_ends_the_process_even_while_it_waits_in_c(number, times):
+    [outcome] = run_processes(1, sent_again, number, times, errors=True)
+    assert outcome.returncode == 128 + number
+    assert "ends at once" in outcome.stderr
+
+
+def test_the_same_signal_from_a_terminal_and_a_launcher_is_one_request():
+    requests = StopRequests()
+    requests.take_over()
+    try:
+        for _ in range(3):
+            signal.raise_signal(signal.SIGINT)
+        wait_until(lambda: requests.requested)
+    finally:
+        requests.end()
+    assert requests.requested == "SIGINT"
+
+
+def state():
+    fd = signal.set_wakeup_fd(-1)
+    signal.set_wakeup_fd(fd)
+    return [signal.getsignal(number) for number in BOTH], fd, threading.active_count(), os.listdir("/proc/self/fd")
+
+
+def test_until_it_is_taken_over_and_after_the_end_all_is_as_it_was():
+    before = state()
+    for _ in range(2):
+        requests = StopRequests()
+        assert state() == before
+        requests.take_over()
+        requests.take_over()
+        assert state()[:2] != before[:2]
+        requests.end()
+        requests.end()
+        assert state() == before
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+
+
+def test_what_the_program_had_installed_still_works_and_is_put_back():
+    called = []
+    handlers = [signal.signal(number, lambda number, _: called.append(number)) for number in BOTH]
+    read, written = socket.socketpair()
+    written.setblocking(False)
+    signal.set_wakeup_fd(written.fileno())
+    before = state()
+    requests = StopRequests()
+    try:
+        requests.take_over()
+        signal.raise_signal(signal.SIGTERM)
+        assert called == [signal.SIGTERM]
+        assert read.recv(1) == bytes([signal.SIGTERM])
+        wait_until(lambda: requests.requested == "SIGTERM")
+        requests.end()
+        assert state() == before
+    finally:
+        signal.set_wakeup_fd(-1)
+        for number, handler in zip(BOTH, handlers, strict=True):
+            signal.signal(number, handler)
+        read.close()
+        written.close()
+
+
+def test_what_the_program_installs_meanwhile_stays_and_what_it_ignores_stays_ignored():
+    handlers = [signal.getsignal(number) for number in BOTH]
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    requests = StopRequests()
+    try:
+        requests.take_over()
+        assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+        signal.signal(signal.SIGTERM, test_what_the_program_had_installed_still_works_and_is_put_back)
+        requests.end()
+        assert signal.getsignal(signal.SIGTERM) is test_what_the_program_had_installed_still_works_and_is_put_back
+    finally:
+        for number, handler in zip(BOTH, handlers, strict=True):
+            signal.signal(number, handler)
+
+
+def test_another_thread_cannot_take_over_and_says_so():
+    requests, seen = StopRequests(name="rank 3"), []
+
+    def takes_over():
+        with pytest.warns(RuntimeWarning, match="rank 3 cannot take over SIGINT and SIGTERM in thread 'second'"):
+            requests.take_over()
+        requests.take_over()  # said once
+        seen.append(requests.requested)
+
+    before = state()
+    thread = threading.Thread(target=takes_over, name="second")
+    thread.start()
+    thread.join()
+    assert seen == [None]
+    assert state() == before
+    requests.end()
+
+
+def test_ended_by_another_thread_signals_do_what_they_did_as_soon_as_one_comes():
+    before = state()
+    requests = StopRequests()
+    requests.take_over()
+    thread = threading.Thread(target=requests.end)
+    thread.start()
+    thread.join()
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+    assert state() == before
+    assert requests.requested is None
+
+
+def test_a_time_limit_is_a_request_and_the_first_reason_counts():
+    requests = StopRequests(time_limit=0.05)
+    assert requests.requested is None
+    wait_until(lambda: requests.requested)
+    assert requests.requested == "the time limit of 0.05 s"
+    requests.request("the program")
+    assert requests.requested == "the time limit of 0.05 s"
+    asked = StopRequests(time_limit=1000)
+    asked.request("the program")
+    assert asked.requested == "the program"
+
+
+def test_a_forked_process_does_as_it_did_and_its_parent_hears_nothing():
+    requests = StopRequests()
+    requests.take_over()
+    try:
+        for number in BOTH:
+            child = os.fork()
+            if child == 0:
+                try:
+                    if signal.pthread_sigmask(signal.SIG_BLOCK, ()):
+                        os._exit(9)
+                    os.kill(os.getpid(), number)
+                    os._exit(1)
+                except KeyboardInterrupt:
+                    os._exit(2)
+            status = os.waitpid(child, 0)[1]
+            assert os.waitstatus_to_exitcode(status) == (2 if number == signal.SIGINT else -number)
+        assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == set()
+        assert requests.requested is None
+        signal.raise_signal(signal.SIGTERM)  # heard after all that the children have sent
+        wait_until(lambda: requests.requested)
+        assert requests.requested == "SIGTERM"
+    finally:
+        requests.end()
+
+
+class Numbers(Dataset):
+    """Numbers; a worker that is asked for a certain one holds the interpreter and never comes back."""
+
+    def __init__(self, stuck=-1):
+        self.stuck = stuck
+
+    def __len__(self):
+        return 200
+
+    def __getitem__(self, index):
+        if index == self.stuck:
+            ctypes.PyDLL(None).read(os.pipe()[0], ctypes.create_string_buffer(1), 1)
+        return index
+
+
+def loads_on(rank, method):
+    os.setpgid(0, 0)  # the signal is for this process and its workers alone
+    requests = StopRequests()
+    loader = DataLoader(Numbers(), batch_size=4, num_workers=2, multiprocessing_context=method)
+    with workers_spared():
+        batches = iter(loader)
+    requests.take_over()
+    seen = next(batches).tolist()
+    for number in BOTH:
+        os.killpg(0, number)
+    wait_until(lambda: requests.requested)
+    seen += torch.cat(list(batches)).tolist()
+    pids = [worker.pid for worker in batches._workers]
+    del batches
+    requests.end()
+    return seen == list(range(200)), [os.path.exists(f"/proc/{pid}") for pid in pids]
+
+
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.soak)])
+def test_loader_workers_outlive_a_signal_to_all(method):
+    assert run_processes(1, loads_on, method) == [(True, [False, False])]
+
+
+def ends_with_a_stuck_worker(rank):
+    with workers_spared():
+        batches = iter(DataLoader(Numbers(stuck=1), num_workers=2))
+    next(batches)
+    pid = batches._workers[1].pid
+    KEPT.append(batches)  # to the end of the program
+    return pid
+
+
+def test_a_stuck_worker_does_not_keep_the_program_from_ending():
+    [pid] = run_processes(1, ends_with_a_stuck_worker)
+    assert not os.path.exists(f"/proc/{pid}")
