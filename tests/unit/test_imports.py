@@ -16,6 +16,7 @@ ROOMS = [
     "lockstep.distributed.reduction",
     "lockstep.distributed",
     "lockstep.session",
+    "lockstep.cli",
 ]
 FOUNDATION = {"agreement", "buffers", "collectives", "decisions", "dtensors", "one_by_one", "values"}
 """Files of ``lockstep.distributed`` that ``lockstep.distributed.reduction`` rests on."""
@@ -41,7 +42,7 @@ GRAPH = {module: set(imports_of(module)) for module in FILES}
 
 def room_of(module: str) -> int:
     """The room's number; a package's own file is above all that is in it."""
-    if module == "lockstep":
+    if module in ("lockstep", "lockstep.__main__"):
         return len(ROOMS) + 1
     package, _, file = module.rpartition(".")
     if module in ROOMS:

@@ -1,0 +1,26 @@
+"""The command line: one file for each subcommand, which adds its arguments and says what to call."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from lockstep.cli import stacks
+from lockstep.errors import LockstepError
+
+SUBCOMMANDS = (stacks,)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; returns its exit code: 0, 1 if it could not do all of it, 2 if it was called wrongly."""
+    parser = argparse.ArgumentParser(prog="lockstep", description="What can be asked of a training run from outside.")
+    subparsers = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    for subcommand in SUBCOMMANDS:
+        subcommand.add_to(subparsers)
+    options = parser.parse_args(arguments)
+    try:
+        return int(options.call(options))
+    except LockstepError as error:
+        print(f"lockstep: {error}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:  # `| head` has read enough
+        return 1

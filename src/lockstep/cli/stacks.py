@@ -1,0 +1,85 @@
+"""``lockstep stacks``: where the ranks of a run are that looks hung."""
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator
+from itertools import groupby
+from typing import Any
+
+from lockstep.cli.runs import RunningRank, overview, ranks_of_process, ranks_of_run
+from lockstep.errors import InspectionError
+from lockstep.failures.progress import Snapshot
+from lockstep.failures.stacks import SECONDS, Stacks, ask
+
+DESCRIPTION = """
+Print how far ranks of a run have come, and the Python stacks of their processes, whatever these are doing: an endless
+loop, a deadlock, a collective, a call that never returns. They go on undisturbed. Without a target: which runs there
+are.
+"""
+
+
+def add_to(subparsers: Any) -> None:
+    """Add the subcommand to a parser's."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "stacks", help="where the ranks of a run are that looks hung", description=DESCRIPTION
+    )
+    parser.add_argument("target", nargs="?", help="the number of a rank's process on this host, or the name of a run")
+    parser.add_argument(
+        "--seconds", type=float, default=SECONDS, help="how long to wait for each process (default: %(default)s)"
+    )
+    parser.set_defaults(call=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print what is asked for; 1 if a process could not show its stacks."""
+    if options.target is None:
+        print(overview())
+        return 0
+    ranks = ranks_of_process(int(options.target)) if options.target.isdecimal() else ranks_of_run(options.target)
+    failed = 0
+    for pid, of_process in groupby(ranks, key=lambda rank: rank.pid):
+        failed += not _show(pid, list(of_process), options.seconds)
+    return min(failed, 1)
+
+
+def _show(pid: int, ranks: list[RunningRank], seconds: float) -> bool:
+    """Print what one process is doing; returns whether it has shown its stacks."""
+    for rank in ranks:
+        print("\n".join(_heading(rank)))
+    try:
+        stacks = ask(pid, seconds)
+    except InspectionError as error:
+        sys.stdout.flush()
+        print(f"  no stacks: {error}\n", file=sys.stderr, flush=True)
+        return False
+    print("\n".join(_stacks(stacks, {rank.snapshot.thread: rank.snapshot.rank for rank in ranks})) + "\n", flush=True)
+    return True
+
+
+def _heading(rank: RunningRank) -> Iterator[str]:
+    seen, now = rank.snapshot, time.monotonic()
+    yield f"run {seen.run}, rank {seen.rank} of {seen.world}, process {rank.pid}"
+    yield f"  {_place(seen)}, for {_duration(now - seen.changed)}; running for {_duration(now - seen.started)}"
+    if seen.waits_for:
+        yield f"  waiting for {seen.waits_for}, for {_duration(now - seen.waits_since)}"
+
+
+def _place(seen: Snapshot) -> str:
+    return f"step {seen.step}, {seen.phase}" if seen.step else f"before the first step, {seen.phase}"
+
+
+def _stacks(stacks: Stacks, training: dict[int, int]) -> Iterator[str]:
+    """The threads that train first."""
+    for thread in sorted(stacks.threads, key=lambda thread: thread.ident not in training):
+        what = f"rank {training[thread.ident]} trains here" if thread.ident in training else thread.name
+        yield f"\n  thread {thread.ident:#x}{f' ({what})' if what else ''}, innermost frame last:"
+        yield "\n".join(f"  {line}" for line in thread.innermost(100).splitlines())
+
+
+def _duration(seconds: float) -> str:
+    minutes, seconds = divmod(max(seconds, 0.0), 60)
+    hours, minutes = divmod(int(minutes), 60)
+    if hours:
+        return f"{hours} h {minutes} min"
+    return f"{minutes} min {seconds:.0f} s" if minutes else f"{seconds:.1f} s"
