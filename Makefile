@@ -10,7 +10,7 @@ CLIENTS := .venv-clients
 # Two workers share the tests, as tests/conftest.py says.
 PYTEST := -m pytest -m "not soak" -n 2
 
-.PHONY: train test test-matrix test-clients check format bench soak clean
+.PHONY: train test test-matrix test-clients check format bench soak dist clean
 
 train: $(READY)  ## the main job: a network on real handwritten digits, in two processes of torchrun
 	$(BIN)/python examples/launch.py --nproc-per-node 2 examples/digits.py $(ARGS)
@@ -43,8 +43,12 @@ bench: $(READY)
 soak: $(READY)
 	$(BIN)/python -m pytest -m soak --timeout 3600 $(ARGS)
 
+dist: $(READY)  ## what goes to PyPI: a wheel, and the source archive
+	rm -rf dist
+	$(BIN)/python -m hatchling build
+
 clean:
-	rm -rf .venv .venv-torch-* $(CLIENTS) runs .pytest_cache .mypy_cache .ruff_cache
+	rm -rf dist .venv .venv-torch-* $(CLIENTS) runs .pytest_cache .mypy_cache .ruff_cache
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "lockstep needs Python 3.11 or newer"'
