@@ -11,11 +11,15 @@ from lockstep.distributed.in_sync import check_in_sync as check_in_sync
 from lockstep.distributed.mean import mean_over_ranks as mean_over_ranks
 from lockstep.distributed.replicate import replicate as replicate
 from lockstep.distributed.statistics import statistics as statistics
+from lockstep.errors import PeerFailure as PeerFailure
 from lockstep.local.data_parallel import DataParallel as DataParallel
 from lockstep.local.data_parallel import data_parallel as data_parallel
 from lockstep.local.sync_batch_norm import SyncBatchNorm as SyncBatchNorm
 from lockstep.phases import Event as Event
 from lockstep.phases import Statistics as Statistics
+from lockstep.session.session import Session as Session
+from lockstep.session.session import session as session
+from lockstep.session.watch import watch as watch
 from lockstep.shm import register as _register_backend
 
 __version__ = "0.1.0"
@@ -24,6 +28,8 @@ __all__ = [
     "DataParallel",
     "DistributedDataParallel",
     "Event",
+    "PeerFailure",
+    "Session",
     "Statistics",
     "SyncBatchNorm",
     "__version__",
@@ -36,8 +42,10 @@ __all__ = [
     "local",
     "mean_over_ranks",
     "replicate",
+    "session",
     "statistics",
     "training_state_dict",
+    "watch",
 ]
 
 _register_backend()

@@ -18,6 +18,7 @@
     │   └── OutOfSyncError                    parameters or buffers that have other values on other ranks
     ├── CommunicationError (RuntimeError)     a collective failed or timed out
     ├── PeerError (RuntimeError)              another rank failed; this one is told
+    │   └── PeerFailure                       the same, with that rank, its step and phase, and its own traceback
     └── InspectionError (RuntimeError)        another process of this host cannot be asked what it is doing
 
 Each also derives from the built-in exception that PyTorch raises in the same place, so an ``except`` written for
@@ -87,6 +88,30 @@ class CommunicationError(LockstepError, RuntimeError):
 
 class PeerError(LockstepError, RuntimeError):
     """The backward of another rank failed, or is of another round; that rank's own error says why."""
+
+
+class PeerFailure(PeerError, CommunicationError):
+    """Another rank failed, was killed, left, or makes no progress; raised on every rank but that one.
+
+    The message has all of it. For programs: ``rank``, ``step`` (batches that rank had begun), ``phase``, ``reason``
+    (one line), ``traceback`` (what that rank raised, as text; None where it raised nothing) and ``stacks`` (what its
+    threads were doing; None where nobody could find out).
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        rank: int = -1,
+        step: int = 0,
+        phase: str = "",
+        reason: str = "",
+        traceback: str | None = None,
+        stacks: str | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.rank, self.step, self.phase = rank, step, phase
+        self.reason, self.traceback, self.stacks = reason, traceback, stacks
 
 
 class InspectionError(LockstepError, RuntimeError):

@@ -49,6 +49,16 @@ PUBLIC = {
             .train(mode=True)
             .zero_grad(set_to_none=True)
         class Event(phase, replica, start, end)
+        PeerFailure(PeerError, CommunicationError)
+        class Session(options, environment)
+            .agree(flag)
+            .batches(loader)
+            .check()
+            .end(error)
+            .is_main
+            .phase(name)
+            .shard(dataset)
+            .step
         class Statistics(calls=<factory>, seconds=<factory>)
         class SyncBatchNorm(*args, **kwargs)
             .forward(input)
@@ -61,8 +71,10 @@ PUBLIC = {
         module local
         mean_over_ranks(tensors, process_group=None)
         replicate(module, ignored_modules=None, **options)
+        class session(backend=None, device=None, timeout=600.0, seed=0)
         statistics(module)
         training_state_dict(module)
+        watch(group=None, store=None)
     """,  # noqa: E501
     "lockstep.distributed": """
         class DistributedDataParallel(module, device_ids=None, output_device=None, dim=0, broadcast_buffers=None, init_sync=True, process_group=None, bucket_cap_mb=None, find_unused_parameters=False, check_reduction=False, gradient_as_bucket_view=False, static_graph=False, delay_all_reduce_named_params=None, param_to_hook_all_reduce=None, mixed_precision=None, device_mesh=None, skip_all_reduce_unused_params=False, bucket_cap_mb_list=None, batched_grad_copy=False, forward_sync_buffers=None, lazy_bucket_allocation=False, *, buffer_policy='rank0', params_and_buffers_to_ignore=())
@@ -180,6 +192,7 @@ PUBLIC = {
         OptionError(LockstepError, RuntimeError, ValueError)
         OutOfSyncError(AgreementError)
         PeerError(LockstepError, RuntimeError)
+        PeerFailure(PeerError, CommunicationError)
         ReplicaError(LockstepError, RuntimeError)
         StructureError(LockstepError, ValueError)
         UnknownOptionError(OptionError, TypeError)

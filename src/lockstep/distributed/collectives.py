@@ -18,7 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.buckets import Bucket, TensorSpec, plan_buckets
-from lockstep.errors import CommunicationError
+from lockstep.errors import AgreementError, CommunicationError, OptionError, PeerFailure
+from lockstep.failures.channel import FailureChannel, channel_of
 from lockstep.phases import Phases
 from lockstep.shm import ProcessGroupShm
 
@@ -26,6 +27,8 @@ Group = Any
 """A ``dist.ProcessGroup`` or a bare backend: both have ``rank()`` and ``size()``."""
 
 
+_SLICE = timedelta(seconds=0.2)
+"""How long a rank waits before it looks whether another one has failed."""
 _GROUPS_OWN_TIMEOUT = timedelta(0)
 """What PyTorch passes where nothing is asked for; works that are written in Python expect it to be passed."""
 
@@ -93,8 +96,14 @@ class Pending:
 
     def wait(self) -> None:
         """Return when the tensor holds the result (for the current stream, where there are streams)."""
+        channel = self._owner.channel
         try:
-            self._work.wait(_GROUPS_OWN_TIMEOUT)
+            if channel is None:
+                self._work.wait(_GROUPS_OWN_TIMEOUT)
+            else:
+                self._owner.wait_watched(self._work, channel)
+        except PeerFailure:
+            raise
         except RuntimeError as error:
             raise self._owner.failure(self._what, error) from error
         _quiet_exit.waited()
@@ -117,7 +126,26 @@ class Collectives:
         self._process = _process.owner_of(group)
         self._begin_only = dist.AllreduceOptions()
         self._begin_only.asyncOp = True
+        self._in_slices = "gloo" in backends_of(group)
         _known.add(self)
+
+    @property
+    def channel(self) -> FailureChannel | None:
+        """What tells of failures of the group's ranks, if somebody watches them."""
+        return channel_of(self.group, self.global_ranks if self._registered else ())
+
+    def wait_watched(self, work: Any, channel: FailureChannel) -> None:
+        """Wait for what a group does; raises :class:`PeerFailure` if the channel knows of one.
+
+        ``shm`` and NCCL are ended when a rank fails. A work of Gloo can be waited for again when a wait has timed out.
+        """
+        channel.check()
+        if not self._in_slices:
+            work.wait(_GROUPS_OWN_TIMEOUT)
+            return
+        since = time.monotonic()
+        while not _is_over(work):
+            channel.check_waiting(self.global_ranks, since)
 
     @property
     def global_rank(self) -> int:
@@ -249,14 +277,31 @@ class Collectives:
             return f"rank {self.global_rank} of {self.world}"
         return f"rank {self.global_rank}, in a group of {self.world} ranks"
 
-    def failure(self, what: str, error: BaseException) -> CommunicationError:
+    def failure(self, what: str, error: BaseException) -> CommunicationError | PeerFailure:
         """The error to raise for what a collective raised."""
+        channel = self.channel
+        if channel is not None and not isinstance(error, AgreementError | OptionError):
+            known = channel.explain(error)
+            if known is not None:
+                return known
         gist = (str(error) or type(error).__name__).splitlines()[0]
         return CommunicationError(
             f"{self._place()}: {what} failed: {gist}. Another rank has ended, was stopped, or did "
             "not run the same backward passes (one batch less, another branch under no_sync); look at the first "
             "error of the other ranks"
         )
+
+
+def _is_over(work: Any) -> bool:
+    """Wait for a moment; whether the work has ended by then. Raises if it has failed."""
+    try:
+        work.wait(_SLICE)
+        return True
+    except RuntimeError:
+        if not work.is_completed():
+            return False
+    work.wait(_GROUPS_OWN_TIMEOUT)  # raises, unless it was completed just now
+    return True
 
 
 def _flattened(tensors: Sequence[Tensor]) -> Iterator[tuple[Bucket, Tensor]]:
@@ -280,16 +325,21 @@ def to_bytes(tensor: Tensor) -> bytes:
 
 def control_device(group: Group) -> torch.device:
     """Where the small tensors lie with which ranks agree: the CPU if the group can, else the current accelerator."""
-    try:
-        backends = str(dist.get_backend_config(group))
-    except (RuntimeError, ValueError, KeyError, AttributeError, TypeError):  # a bare backend
-        backends = group.name()
+    backends = backends_of(group)
     if backends in ("gloo", "fake", "mpi", "shm") or "cpu:" in backends:
         return torch.device("cpu")
     accelerator = torch.accelerator.current_accelerator(check_available=True)  # a build for CUDA may have none
     if accelerator is None:
         return torch.device("cpu")
     return torch.device(accelerator.type, torch.accelerator.current_device_index())
+
+
+def backends_of(group: Group) -> str:
+    """The names of a group's backends: one, or pairs such as ``cpu:gloo,cuda:nccl``."""
+    try:
+        return str(dist.get_backend_config(group))
+    except (RuntimeError, ValueError, KeyError, AttributeError, TypeError):  # a bare backend
+        return str(group.name())
 
 
 def resolve_group(group: Group | None) -> Group | None:

@@ -1,0 +1,381 @@
+"""The failure channel of one rank: what happens to any rank is known on all, at once and by name.
+
+One thread a rank sleeps until a neighbour in the ring has news, or has gone. Failures are written to the log, which
+says which of them was the first, and are told around the ring. Nothing is sent while nothing happens, apart from one
+look into the log a second, in case the ring is broken in two places. ``check()`` is a look at an attribute.
+"""
+
+import contextlib
+import os
+import select
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+from lockstep.errors import InspectionError, PeerFailure
+from lockstep.failures.failure import Failure, Kind, follows_from_another, of_exception, peer_failure_in
+from lockstep.failures.log import FailureLog
+from lockstep.failures.progress import Page, Progress, page_of
+from lockstep.failures.ring import Connection, Meeting, NeighbourHasEndedError, ip_for
+
+GRACE_SECONDS = 1.0
+"""How long a rank that has lost its group waits for news of who failed."""
+LEFT_SECONDS = 1.0
+"""How long a rank waits for one that has left in good order, before that is an error."""
+FAREWELL_SECONDS = 2.0
+"""How long ranks wait for each other when one has failed, so that each can say why before a launcher ends it."""
+LOOK_SECONDS = 1.0
+"""How often the log is looked into, though nobody has said that there is something in it."""
+
+
+class FailureChannel:
+    """What one rank knows of the failures of the others, and what it tells them of its own.
+
+    Every rank has to make one at the same time. ``global_ranks`` are the numbers by which messages name the ranks.
+    """
+
+    def __init__(
+        self,
+        store: Any,
+        rank: int,
+        global_ranks: Sequence[int],
+        progress: Progress,
+        host: str,
+        timeout: float,
+    ) -> None:
+        self.rank, self.global_ranks, self.progress = global_ranks[rank], list(global_ranks), progress
+        self.failure: Failure | None = None
+        """The first failure, if it is another rank's."""
+        self.left: dict[int, int] = {}
+        """Ranks that have left, in good order or after a failure; and the step after which."""
+        self.ended: set[int] = set()
+        """Ranks whose process has ended without a word."""
+        self._known, self._news = threading.Event(), threading.Condition()
+        self._log, self._lock = FailureLog(store), threading.Lock()
+        self._callbacks: list[Callable[[Failure], object]] = []
+        self._handlers: dict[str, Callable[[dict[str, Any]], object]] = {}
+        self._heard: set[tuple[int, int]] = set()
+        self._said = 0
+        self._left_at = 0.0
+        self._to_send: list[dict[str, Any]] = []
+        self._closing = False
+        self._process = os.getpid()
+        self._neighbours = self._meet(store, rank, host, timeout)
+        self._wake, self._woken = socket.socketpair()
+        self._woken.setblocking(False)
+        self._thread = threading.Thread(target=self._run, name="lockstep failures", daemon=True)
+        self._thread.start()
+        _channels.add(self)
+
+    def _meet(self, store: Any, rank: int, host: str, timeout: float) -> list[Connection]:
+        """Connect to both neighbours, by their ranks in the ring; name them as messages do."""
+        self._pages: dict[int, Page | None] = {}
+        if len(self.global_ranks) == 1:
+            return []
+        meeting = Meeting(store, rank, len(self.global_ranks), ip_for(store), host)
+        try:
+            neighbours = list(meeting.connect(timeout, self._check_log))
+        except NeighbourHasEndedError as error:
+            self._settle_alone(Failure(self.global_ranks[error.rank], Kind.ENDED, 0, "start-up"))
+            raise self.error() from error
+        finally:
+            meeting.close()
+        for each in neighbours:
+            address, each.peer = meeting.addresses[each.peer], self.global_ranks[each.peer]
+            if address.host == host:
+                with contextlib.suppress(InspectionError):  # it may have ended meanwhile
+                    self._pages[each.peer] = page_of(address.pid, self.progress.read().run, each.peer)
+        return neighbours
+
+    # ------------------------------------------------------------------------------- what is known
+
+    def check(self) -> None:
+        """Raise :class:`PeerFailure` if another rank has failed."""
+        if self.failure is not None:
+            raise self.error()
+
+    def check_waiting(self, ranks: Collection[int], since: float) -> None:
+        """As :meth:`check`, for a rank that has waited for others since a moment of ``time.monotonic()``: raises, too,
+        if one of them has left for good."""
+        self.check()
+        if self.left and time.monotonic() > max(since, self._left_at) + LEFT_SECONDS:
+            gone = min((rank for rank in self.left if rank in ranks and rank != self.rank), default=None)
+            if gone is not None:
+                self.report(Failure(gone, Kind.LEFT, self.left[gone], "tear-down"))
+                self.check()
+
+    def error(self) -> PeerFailure:
+        """What :meth:`check` raises."""
+        assert self.failure is not None
+        return self.failure.error(self.rank)
+
+    def explain(self, error: BaseException, grace: float = GRACE_SECONDS) -> PeerFailure | None:
+        """The failure of another rank from which an error of a group follows, if there is or soon will be news of one.
+
+        A rank that has left in good order is such news, too: the group has lost it.
+        """
+        if (known := peer_failure_in(error)) is not None:
+            return known
+        until = time.monotonic() + grace
+        with self._news:
+            while self.failure is None and not self.left and (left := until - time.monotonic()) > 0:
+                self._news.wait(left)
+        if self.failure is None and self.left and not isinstance(error, PeerFailure):
+            gone = min(self.left)
+            self.report(Failure(gone, Kind.LEFT, self.left[gone], "tear-down"))
+        return self.error() if self.failure is not None else None
+
+    def when_failed(self, callback: Callable[[Failure], object]) -> None:
+        """Call when another rank has failed, from the channel's thread; at once if one has failed already."""
+        with self._news:
+            if self.failure is None:
+                self._callbacks.append(callback)
+                return
+        callback(self.failure)
+
+    # ----------------------------------------------------------------------------- what others are told
+
+    def report(self, failure: Failure) -> None:
+        """Write a failure, this rank's or another's, to the log, and tell everybody."""
+        with self._lock:
+            self._log.append(failure)
+        self.tell("failure", failure=failure.to_json())
+        self._learn(failure)
+
+    def report_exception(self, error: BaseException) -> None:
+        """An exception has left this rank's training: tell everybody, unless it follows from what others have done."""
+        if self.failure is None and not (follows_from_another(error) and self.explain(error)):
+            self.report(of_exception(error, self.rank, self.progress.step, self.progress.current_phase))
+
+    def tell(self, kind: str, **fields: Any) -> None:
+        """Send news around the ring; ranks that have set :meth:`on` for that kind are called with its fields."""
+        self._said += 1
+        message = {"kind": kind, "id": [self.rank, self._said], **fields}
+        self._heard.add((self.rank, self._said))
+        self._to_send.append(message)
+        self._wake_up()
+
+    def on(self, kind: str, handler: Callable[[dict[str, Any]], object]) -> None:
+        """Call a handler with news of a kind, from the channel's thread."""
+        self._handlers[kind] = handler
+
+    # ------------------------------------------------------------------------------------------ the end
+
+    def announce_end(self) -> None:
+        """Tell the others that this rank is done, in good order or after a failure."""
+        step = self.progress.step
+        self.left[self.rank] = step
+        self.tell("left", rank=self.rank, step=step)
+
+    def wait_for_others(self, timeout: float) -> bool:
+        """Return when all others are done, too, or after some seconds; whether they are.
+
+        If a rank has failed, all wait a moment for each other: a launcher would end the others with the first that
+        ends.
+        """
+        begin = time.monotonic()
+        with self._news:
+            while not self._all_are_gone():
+                limit = min(timeout, FAREWELL_SECONDS) if self._known.is_set() else timeout
+                if (left := begin + limit - time.monotonic()) <= 0:
+                    return False
+                self._news.wait(min(left, LOOK_SECONDS))
+        return True
+
+    def close(self) -> None:
+        """End the thread, and close the connections; without :meth:`announce_end` before, that is a death to others."""
+        if self._process != os.getpid():
+            return
+        self._closing = True
+        self._wake_up()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(FAREWELL_SECONDS)
+
+    def _all_are_gone(self) -> bool:
+        return len(self.left.keys() | self.ended) == len(self.global_ranks)
+
+    # ------------------------------------------------------------------------------ the channel's thread
+
+    def _run(self) -> None:
+        while not self._closing:
+            self._send_news()
+            self._wait_for_news()
+        self._send_news()
+        self._hang_up()
+
+    def _send_news(self) -> None:
+        news, self._to_send = self._to_send, []
+        for message in news:
+            for each in self._neighbours:
+                each.send(message)
+
+    def _wait_for_news(self) -> None:
+        poll = select.poll()
+        poll.register(self._woken, select.POLLIN)
+        for each in self._neighbours:
+            if each.is_open:
+                poll.register(each, select.POLLIN | (0 if each.flush() else select.POLLOUT))
+        ready = {fd for fd, _ in poll.poll(LOOK_SECONDS * 1e3)}
+        if self._woken.fileno() in ready:
+            with contextlib.suppress(BlockingIOError):
+                self._woken.recv(4096)
+        for each in self._neighbours:
+            if each.fileno() in ready:
+                self._receive(each)
+        if not ready:
+            self._look()
+
+    def _receive(self, neighbour: Connection) -> None:
+        messages, gone = neighbour.receive()
+        for message in messages:
+            self._hear(message, neighbour)
+        if gone:
+            neighbour.close()
+            self._neighbour_has_gone(neighbour.peer)
+
+    def _hear(self, message: dict[str, Any], source: Connection) -> None:
+        number = tuple(message["id"])
+        if number in self._heard:
+            return
+        self._heard.add(number)
+        for each in self._neighbours:
+            if each is not source and each.is_open:
+                each.send(message)
+        kind = message["kind"]
+        if kind == "failure":
+            self._learn(Failure.from_json(message["failure"]))
+        elif kind == "left":
+            with self._news:
+                self.left[message["rank"]] = message["step"]
+                self._left_at = time.monotonic()
+                self._news.notify_all()
+        elif kind in self._handlers:
+            self._handlers[kind](message)
+
+    def _neighbour_has_gone(self, rank: int) -> None:
+        with self._news:
+            told = rank in self.left or rank in self.ended
+            self.ended.add(rank)
+            self._news.notify_all()
+        if not told:
+            page = self._pages.get(rank)
+            snapshot = page.read() if page is not None else None
+            step, phase = (snapshot.step, snapshot.phase) if snapshot is not None else (0, "")
+            self.report(Failure(rank, Kind.ENDED, step, phase))
+
+    def _look(self) -> None:
+        with self._lock:
+            entries = self._log.read()
+        if entries and not self._known.is_set():
+            self._learn(entries[0])
+
+    def _check_log(self) -> None:
+        """While the ranks meet: raise if one of them has failed already."""
+        entries = self._log.read()
+        if entries:
+            self._settle_alone(entries[0])
+            self.check()
+
+    def _learn(self, told: Failure) -> None:
+        """Note the first failure: what the log says; if it is lost, what was told."""
+        if told.kind is Kind.ENDED:
+            with self._news:
+                self.ended.add(told.rank)
+                self._news.notify_all()
+        if self._known.is_set():
+            return
+        with self._lock:
+            entries = self._log.read()
+        first = entries[0] if entries else told
+        with self._news:
+            if self._known.is_set():
+                return
+            self._known.set()
+            if first.rank != self.rank:
+                self.failure = first
+            callbacks, self._callbacks = self._callbacks, []
+            self._news.notify_all()
+        if self.failure is not None:
+            if threading.current_thread() is self._thread:
+                self._send_news()  # before anything that may take long
+            for callback in callbacks:
+                callback(self.failure)
+
+    def _settle_alone(self, failure: Failure) -> None:
+        """Before there is a ring: write down what another rank is found to have done; that is what this one raises."""
+        self._log.append(failure)
+        self.failure = self._log.entries[0]
+        self._known.set()
+
+    def _wake_up(self) -> None:
+        with contextlib.suppress(OSError):
+            self._wake.send(b"\0")
+
+    def _hang_up(self) -> None:
+        """Close the connections so that nothing that was sent is lost: both sides read to the end."""
+        for each in self._neighbours:
+            if each.is_open:
+                each.end_sending()
+        until = time.monotonic() + 0.2
+        while time.monotonic() < until and (waiting := [each for each in self._neighbours if each.is_open]):
+            for each in select.select(waiting, [], [], 0.02)[0]:
+                messages, gone = each.receive()
+                for message in messages:
+                    self._hear(message, each)
+                if gone:
+                    each.close()
+        self.close_connections()
+
+    def close_connections(self) -> None:
+        """Close all, as a forked process does with its copies of its parent's."""
+        for each in self._neighbours:
+            each.close()
+        self._wake.close()
+        self._woken.close()
+        for page in self._pages.values():
+            if page is not None:
+                page.close()
+
+
+_channels: "weakref.WeakSet[FailureChannel]" = weakref.WeakSet()
+
+
+def _close_in_child() -> None:
+    """A forked process, such as one that loads data, must not keep a dead rank's connections open."""
+    for channel in list(_channels):
+        channel.close_connections()
+    _channels.clear()
+    _of_groups.clear()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
+
+
+# ------------------------------------------------------------------------------------ channels of groups
+
+_of_groups: list[tuple["weakref.ref[Any]", FailureChannel]] = []
+
+
+def watch_group(group: Any, channel: FailureChannel) -> None:
+    """From now on, waits for this group's collectives hear of failures from this channel."""
+    _of_groups.append((weakref.ref(group), channel))
+
+
+def forget(channel: FailureChannel) -> None:
+    """Its groups have no channel any more."""
+    _of_groups[:] = [(group, each) for group, each in _of_groups if each is not channel and group() is not None]
+
+
+def channel_of(group: Any, ranks: Sequence[int] = ()) -> FailureChannel | None:
+    """The channel of a group, or one that has all its ``ranks`` (of the default group); None if there is none."""
+    for watched, channel in _of_groups:
+        if watched() is group:
+            return channel
+    if ranks:
+        for _, channel in _of_groups:
+            if set(ranks) <= set(channel.global_ranks):
+                return channel
+    return None

@@ -1,0 +1,172 @@
+"""What is told of a failure: which rank, where in its training, and what happened. And what is raised on the others."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from traceback import format_exception, format_exception_only
+from typing import Any
+
+from lockstep.errors import CommunicationError, PeerError, PeerFailure
+from lockstep.failures.where import phase_of
+
+LONGEST_TRACEBACK = 48 * 1024
+"""Characters of a traceback that travel; of a longer one, the last."""
+
+
+class Kind(StrEnum):
+    """How a rank failed."""
+
+    RAISED = "raised"
+    """An exception left its training."""
+    ENDED = "ended"
+    """Its process ended without a word: killed, or ``os._exit``."""
+    LEFT = "left"
+    """It has left in good order, while others still need it."""
+    STALLED = "stalled"
+    """It is alive, and makes no progress."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """One rank's failure, as it is written to the log and raised on all others."""
+
+    rank: int
+    kind: Kind
+    step: int
+    """Batches that it had begun; 0 before the first."""
+    phase: str
+    what: str = ""
+    """The exception's type and message; for other kinds, what more there is to say."""
+    traceback: str | None = None
+    stacks: str | None = None
+    """What its threads were doing, where that could be found out."""
+
+    def to_json(self) -> dict[str, Any]:
+        """What travels."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> "Failure":
+        """Read it back."""
+        return cls(**{**fields, "kind": Kind(fields["kind"])})
+
+    def pack(self) -> str:
+        """As one text, for the log."""
+        return json.dumps(self.to_json())
+
+    @classmethod
+    def unpack(cls, text: str | bytes) -> "Failure":
+        """Read it back."""
+        return cls.from_json(json.loads(text))
+
+    @property
+    def summary(self) -> str:
+        """One sentence: ``rank 1 failed at step 12, in forward: ValueError: bad value``."""
+        return f"rank {self.rank} {_VERBS[self.kind]} {self._place}" + (f": {self.what}" if self.what else "")
+
+    @property
+    def _place(self) -> str:
+        if self.kind is Kind.LEFT:
+            return f"after step {self.step}"
+        where = f"at step {self.step}" if self.step else "before its first step"
+        return f"{where}, in {self.phase}" if self.phase else where
+
+    def error(self, here: int) -> PeerFailure:
+        """The error to raise on rank ``here``."""
+        parts = [f"rank {here} stops, because {self.summary}"]
+        if self.traceback:
+            parts.append(f"What rank {self.rank} raised:\n{_indented(self.traceback)}")
+        if self.stacks:
+            parts.append(f"What rank {self.rank} was doing:\n{_indented(self.stacks)}")
+        return PeerFailure(
+            "\n\n".join(parts),
+            rank=self.rank,
+            step=self.step,
+            phase=self.phase,
+            reason=self.what or _VERBS[self.kind],
+            traceback=self.traceback,
+            stacks=self.stacks,
+        )
+
+
+_VERBS = {
+    Kind.RAISED: "failed",
+    Kind.ENDED: "has ended without a word (its process was killed, crashed, or called os._exit)",
+    Kind.LEFT: "has left the training in good order, while others still needed it,",
+    Kind.STALLED: "makes no progress",
+}
+
+
+def of_exception(error: BaseException, rank: int, step: int, phase: str) -> Failure:
+    """The failure of this rank, whose training an exception has left.
+
+    ``phase`` is what the rank was doing as far as it has said; the traceback may know better.
+    """
+    first = origin(error)
+    what = _headline(first)
+    if first is not error:
+        what += f" (and while that was handled: {_headline(error)})"
+    text = "".join(format_exception(error)).rstrip()
+    if len(text) > LONGEST_TRACEBACK:
+        text = "[...]\n" + text[-LONGEST_TRACEBACK:].partition("\n")[2]
+    return Failure(rank, Kind.RAISED, step, phase_of(first.__traceback__, phase), what, text)
+
+
+def origin(error: BaseException) -> BaseException:
+    """The exception with which it began: an error that is raised while another is handled does not hide that one."""
+    seen = {id(error)}
+    while error.__cause__ is None and not error.__suppress_context__ and error.__context__ is not None:
+        if id(error.__context__) in seen:
+            break
+        error = error.__context__
+        seen.add(id(error))
+    return error
+
+
+def follows_from_another(error: BaseException) -> bool:
+    """Whether an exception says, or may say, that another rank has failed, rather than this one."""
+    return any(isinstance(each, PeerError | CommunicationError) or _is_of_a_group(each) for each in chain(error))
+
+
+def peer_failure_in(error: BaseException) -> PeerFailure | None:
+    """The failure of another rank from which an exception follows, if it is known in it."""
+    return next((each for each in chain(error) if isinstance(each, PeerFailure)), None)
+
+
+def chain(error: BaseException | None) -> Iterator[BaseException]:
+    """An exception, and those from which it was raised or that were being handled."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+_WORDS_OF_GROUPS = (
+    "gloo/transport",
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "Operation timed out!",
+    "Application timeout caused pair closure",
+    "NCCL",
+    "Socket Timeout",
+)
+
+
+def _is_of_a_group(error: BaseException) -> bool:
+    """Whether a process group or a store of PyTorch has raised it: those that lose a peer raise plain RuntimeErrors."""
+    if not isinstance(error, RuntimeError):
+        return False
+    kinds = {each.__name__ for each in type(error).__mro__}
+    return "DistError" in kinds or any(words in str(error) for words in _WORDS_OF_GROUPS)
+
+
+def _headline(error: BaseException) -> str:
+    lines = format_exception_only(error)
+    return next((line for line in lines if not line.startswith(" ")), lines[-1]).strip()
+
+
+def _indented(text: str) -> str:
+    return "\n".join(f"    {line}" for line in text.rstrip().splitlines())

@@ -1,0 +1,39 @@
+"""In which phase of its training an exception was raised: read off its traceback, so that a step costs nothing."""
+
+from traceback import walk_tb
+from types import TracebackType
+
+TRAINING = "training"
+"""The phase of a rank that is in none that has a name: between those of a step, in the program's own code."""
+
+_FILES = (
+    # The outermost frame that is known decides: a forward that is recomputed in backward is backward.
+    ("/torch/utils/data/", "data"),
+    ("/torch/optim/", "optimizer"),
+    ("/torch/amp/grad_scaler.py", "optimizer"),
+    ("/torch/_tensor.py", "backward"),
+    ("/torch/autograd/__init__.py", "backward"),
+    ("/torch/autograd/graph.py", "backward"),
+    ("/torch/serialization.py", "checkpoint"),
+    ("/lockstep/checkpoints/", "checkpoint"),
+    ("/torch/nn/modules/module.py", "forward"),
+)
+
+
+def phase_of(traceback: TracebackType | None, otherwise: str) -> str:
+    """The phase in which a traceback was in PyTorch's or our code; ``otherwise`` if it was in neither.
+
+    A phase that the program has named itself, such as ``evaluation``, is given as ``otherwise`` and is kept in front.
+    """
+    found = next((phase for frame, _ in walk_tb(traceback) if (phase := _phase_of_file(frame.f_code))), None)
+    if found is None or found == otherwise:
+        return otherwise
+    return found if otherwise in _KNOWN else f"{otherwise}, in {found}"
+
+
+_KNOWN = {"start-up", "data", "forward", "backward", "optimizer", "checkpoint", TRAINING}
+
+
+def _phase_of_file(code: object) -> str | None:
+    name = getattr(code, "co_filename", "").replace("\\", "/")
+    return next((phase for part, phase in _FILES if part in name), None)

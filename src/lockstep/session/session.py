@@ -1,0 +1,308 @@
+"""session(): what a training script starts with."""
+
+import contextlib
+import gc
+import os
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass
+from datetime import timedelta
+from types import TracebackType
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, TCPStore
+
+from lockstep.devices import accelerator
+from lockstep.distributed.collectives import Collectives, Group, backends_of
+from lockstep.errors import DeviceError, OptionError
+from lockstep.failures.channel import FailureChannel
+from lockstep.failures.connections import Connections
+from lockstep.failures.progress import Phase, Progress
+from lockstep.failures.where import TRAINING
+from lockstep.phases import Phases
+from lockstep.session.environment import Environment, read_environment
+from lockstep.session.seeds import generator, seed_this_rank
+from lockstep.session.watch import Watch, attach, make_channel
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class SessionOptions:
+    """What :func:`session` was called with."""
+
+    backend: str | None = None
+    device: str | torch.device | None = None
+    timeout: float = 600.0
+    seed: int = 0
+
+
+class Session:
+    """What :func:`session` gives to its ``with``."""
+
+    def __init__(self, options: SessionOptions, environment: Environment) -> None:
+        self.rank: int = environment.rank
+        """This process's number, from 0."""
+        self.world_size: int = environment.world_size
+        """How many processes take part."""
+        self.local_rank: int = environment.local_rank
+        """This process's number on its host, from 0."""
+        self.device: torch.device = _choose_device(options.device, environment.local_rank)
+        """Where this rank's model and batches belong."""
+        self.backend: str = options.backend or _choose_backend(self.device, environment)
+        """The name of the group's backend."""
+        self.progress = Progress(environment.run, self.rank, self.world_size)
+        """What others can read of how far this rank has come."""
+        self.generator: torch.Generator = generator(options.seed, f"generator of rank {self.rank}")
+        """Random numbers that are others on each rank, on the CPU."""
+        self.shared_generator: torch.Generator = generator(options.seed, "shared")
+        """Random numbers that are the same on all ranks, on the CPU, if all draw the same of them."""
+        seed_this_rank(options.seed, self.rank)
+        self._watch = _join(options, environment, self)
+        self.group: Group = dist.group.WORLD
+        """The process group: the default one."""
+        self._collectives = Collectives(self.group, Phases())
+        self.progress.current_phase = TRAINING
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0, which speaks and writes for all."""
+        return self.rank == 0
+
+    @property
+    def step(self) -> int:
+        """How many batches this rank has begun."""
+        return self.progress.step
+
+    def check(self) -> None:
+        """Raise :class:`~lockstep.errors.PeerFailure` if another rank has failed; nothing is communicated."""
+        self._watch.check()
+
+    def batches(self, loader: Iterable[T]) -> Iterator[T]:
+        """The batches of a loader, counted: messages of this and other ranks name the step, and what it is doing.
+
+        Nothing is communicated. Raises :class:`~lockstep.errors.PeerFailure` if another rank has failed.
+        """
+        progress, batches = self.progress, iter(loader)
+        while True:
+            self.check()
+            progress.current_phase = Phase.DATA
+            try:
+                batch = next(batches)
+            except StopIteration:
+                progress.current_phase = TRAINING
+                return
+            progress.step += 1
+            progress.current_phase = TRAINING
+            yield batch
+
+    def agree(self, flag: bool) -> bool:
+        """Whether the flag is true on any rank; every rank has to call it. One all-reduce of one number."""
+        row = torch.tensor([bool(flag)], dtype=torch.int64, device=self._collectives.device)
+        self._collectives.all_reduce(row, "flag of agree()").wait()
+        return bool(row.item())
+
+    def shard(self, dataset: Any) -> "torch.utils.data.Subset[Any]":
+        """The part of a dataset that is this rank's: every ``world_size``-th sample, from sample ``rank`` on.
+
+        Parts differ in length by at most one: nothing is padded, nothing dropped, and nothing communicated.
+        """
+        return torch.utils.data.Subset(dataset, range(self.rank, len(dataset), self.world_size))
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Within: what this rank does has a name, such as ``evaluation``, which messages on other ranks give."""
+        before, self.progress.current_phase = self.progress.current_phase, name
+        yield
+        self.progress.current_phase = before  # an exception leaves it as it is, for who is told of it
+
+    def end(self, error: BaseException | None) -> None:
+        """Take everything down, in order."""
+        if error is None:
+            self.progress.current_phase = Phase.TEAR_DOWN
+        self._watch.end(error, self._release)
+
+    def _release(self) -> None:
+        del self._collectives
+        gc.collect()  # a replicated model that is still there keeps the group's threads alive, while the program ends
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+class session:
+    """Start and end data-parallel training in this process: a context manager, whose value is a :class:`Session`.
+
+    Takes this process's place in the run from what ``torchrun`` has put into the environment, or runs alone: then with
+    one rank, and without sockets. Makes the default process group, seeds the random streams, and watches over the
+    ranks: if one of them fails, all others raise :class:`~lockstep.errors.PeerFailure`, which names that rank, its step
+    and phase, and has its traceback. At the end, also after an error, takes all of that down in order.
+
+    Args:
+        backend: of the process group. If None: ``shm`` where all ranks share a host and train on the CPU, ``nccl``
+            for CUDA, else ``gloo``.
+        device: of this rank. If None: the accelerator of this rank's number on its host, or the CPU.
+        timeout: seconds that ranks wait for each other at the start, in one collective, and at the end.
+        seed: of all random streams. PyTorch's own generators, Python's and NumPy's are seeded **otherwise on each
+            rank**, so that dropout and augmentation differ; use ``run.shared_generator`` for what has to be the same,
+            such as an order of samples that all ranks split. (Weights need not be equal before
+            :func:`lockstep.replicate`, which gives rank 0's to all.)
+
+    What is communicated: what making a process group takes, and what :func:`lockstep.watch` says.
+
+    Raises :class:`~lockstep.errors.OptionError` for an environment that makes no sense,
+    :class:`~lockstep.errors.CommunicationError` if a rank has not come within the time-out, and
+    :class:`~lockstep.errors.PeerFailure` if one has come and failed.
+
+    Example:
+        >>> import lockstep
+        >>> with lockstep.session() as run:
+        ...     model = lockstep.replicate(torch.nn.Linear(2, 2).to(run.device))
+        ...     model(torch.ones(4, 2, device=run.device)).sum().backward()
+        >>> run.world_size, run.is_main
+        (1, True)
+
+    In PyTorch: ``init_process_group()``, ``destroy_process_group()``, ``torch.accelerator.set_device_index()``, reading
+    ``RANK`` and its like, and seeding.
+    """
+
+    def __init__(
+        self,
+        backend: str | None = None,
+        device: str | torch.device | None = None,
+        timeout: float = 600.0,
+        seed: int = 0,
+    ) -> None:
+        if not timeout > 0:
+            raise OptionError(f"session(): timeout is {timeout!r}, expected a number of seconds above 0")
+        self._options = SessionOptions(backend, device, timeout, seed)
+        self._session: Session | None = None
+
+    def __enter__(self) -> Session:
+        if self._session is not None:
+            raise OptionError("this session has begun already: make another one")
+        if dist.is_available() and dist.is_initialized():
+            raise OptionError(
+                "session() makes the default process group, but there is one already: end that one before with "
+                "destroy_process_group(), or use lockstep.watch() in place of a session"
+            )
+        self._session = Session(self._options, read_environment())
+        return self._session
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        assert self._session is not None
+        self._session.end(error)
+
+
+# ------------------------------------------------------------------------------------------ its parts
+
+
+def _choose_device(asked: str | torch.device | None, local_rank: int) -> torch.device:
+    """The device, which is made the current one of its kind before anything is put on another."""
+    device = torch.device(asked) if asked is not None else _device_of(local_rank)
+    if device.type == "cpu":
+        return device
+    index: int | None = device.index
+    device = torch.device(device.type, local_rank if index is None else index)
+    torch.accelerator.set_device_index(device.index)
+    return device
+
+
+def _device_of(local_rank: int) -> torch.device:
+    found = accelerator()
+    if found is None:
+        return torch.device("cpu")
+    count = torch.accelerator.device_count()
+    if local_rank >= count:
+        raise DeviceError(
+            f"this is process {local_rank} of its host, which has {count} devices of type {found.type}: start at "
+            f'most {count} processes there, or pass device="cpu" to session()'
+        )
+    return torch.device(found.type, local_rank)
+
+
+def _choose_backend(device: torch.device, environment: Environment) -> str:
+    if device.type == "cpu":
+        return "shm" if sys.platform == "linux" and (environment.is_one_host or environment.alone) else "gloo"
+    return "nccl" if device.type == "cuda" and dist.is_nccl_available() else "gloo"
+
+
+def _join(options: SessionOptions, environment: Environment, this: Session) -> Watch:
+    """Meet the other ranks, first those that tell of failures, then the group; nothing is left if that fails."""
+    limit = timedelta(seconds=options.timeout)
+    if environment.world_size == 1:
+        _make_group(this.backend, HashStore(), environment, limit)
+        return Watch(None)
+    _stay_on_loopback(environment)
+    store = _meeting_place(environment, limit)
+    channel = make_channel(store, environment.rank, range(environment.world_size), this.progress, options.timeout)
+    connections = Connections()
+    watch = Watch(channel, options.timeout, connections)
+    try:
+        with connections.recording():
+            _while_nobody_fails(channel, lambda: _make_group(this.backend, store, environment, limit))
+    except BaseException as error:
+        watch.end(error)
+        raise
+    gloo = "gloo" in backends_of(dist.group.WORLD)
+    attach(channel, dist.group.WORLD, connections if gloo else None)
+    return watch
+
+
+def _make_group(backend: str, store: Any, environment: Environment, timeout: timedelta) -> None:
+    dist.init_process_group(
+        backend, store=store, rank=environment.rank, world_size=environment.world_size, timeout=timeout
+    )
+
+
+def _meeting_place(environment: Environment, timeout: timedelta) -> Any:
+    """The store; where no launcher has one, rank 0 does, and waits for nobody here."""
+    if environment.launcher_has_store:
+        found = dist.rendezvous(  # type: ignore[attr-defined]
+            "env://", environment.rank, environment.world_size, timeout=timeout
+        )
+        return next(iter(found))[0]
+    return TCPStore(
+        environment.address,
+        environment.port,
+        environment.world_size,
+        is_master=environment.rank == 0,
+        timeout=timeout,
+        wait_for_workers=False,
+        multi_tenant=True,
+    )
+
+
+def _while_nobody_fails(channel: FailureChannel, make: Callable[[], object]) -> None:
+    """Run what waits for other ranks in C++, on another thread, and raise if one of them fails meanwhile."""
+    made: Future[None] = Future()
+    current = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
+
+    def work() -> None:
+        try:
+            if current is not None:
+                torch.accelerator.set_device_index(current)
+            make()
+            made.set_result(None)
+        except BaseException as error:
+            made.set_exception(error)
+
+    channel.when_failed(lambda _: awake.set())
+    awake = threading.Event()
+    made.add_done_callback(lambda _: awake.set())
+    threading.Thread(target=work, name="lockstep makes the group", daemon=True).start()
+    awake.wait()
+    if not made.done():
+        channel.check()
+    made.result()
+
+
+def _stay_on_loopback(environment: Environment) -> None:
+    """Where all ranks are on this host, not a word of Gloo leaves it."""
+    names = [name for _, name in socket.if_nameindex() if name.startswith("lo")]
+    if names and environment.is_one_host:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", names[0])

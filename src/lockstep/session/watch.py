@@ -1,0 +1,191 @@
+"""watch(): the failure channel of a group that is there already."""
+
+import atexit
+import contextlib
+import os
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+
+from lockstep.distributed.collectives import Group, backends_of, global_ranks, resolve_group
+from lockstep.errors import OptionError, PeerFailure
+from lockstep.failures.channel import LEFT_SECONDS, FailureChannel, forget, watch_group
+from lockstep.failures.connections import Connections
+from lockstep.failures.failure import Failure, follows_from_another, of_exception, peer_failure_in
+from lockstep.failures.progress import Progress
+from lockstep.failures.where import TRAINING
+from lockstep.session.last_words import LastWords, say_at_once
+from lockstep.shm import ProcessGroupShm
+from lockstep.shm.rendezvous import host_identity
+
+END_SECONDS = 600.0
+"""How long a rank that is done waits for the others, to hear of their failures."""
+
+
+class Watch:
+    """What :func:`watch` returns: a context manager, and the state of the channel."""
+
+    def __init__(
+        self,
+        channel: FailureChannel | None,
+        timeout: float = END_SECONDS,
+        connections: Connections | None = None,
+    ) -> None:
+        """No channel is for a rank that is alone; ``connections`` are those of Gloo, if they are known."""
+        self.channel, self._timeout = channel, timeout
+        self._connections = connections or Connections()
+        self._process, self._ended = os.getpid(), False
+
+    def check(self) -> None:
+        """Raise :class:`PeerFailure` if another rank has failed; a look at an attribute, nothing is sent."""
+        if self.channel is not None:
+            self.channel.check()
+
+    def end(self, error: BaseException | None = None, release: Callable[[], object] = lambda: None) -> None:
+        """Tell the others how this rank ends, let the group go by ``release``, wait for the others, and close.
+
+        ``error`` is what has left the training, None if that is over. Raises :class:`PeerFailure`, from the error if
+        there is one, if it is another rank that has failed.
+        """
+        if self._ended or self._process != os.getpid():
+            return
+        self._ended = True
+        atexit.unregister(self.end)
+        channel = self.channel
+        if channel is None:
+            release()
+            return
+        last_words = LastWords() if error is not None or channel.failure is not None else None
+        told = self._tell(channel, error)
+        try:
+            channel.announce_end()
+            release()
+            if not channel.wait_for_others(LEFT_SECONDS):
+                self._connections.shut_down()  # others may wait for this rank, which does not come any more
+                channel.wait_for_others(self._timeout)
+        finally:
+            forget(channel)
+            channel.close()
+            channel.progress.close()
+        if told is None and channel.failure is not None and (error is None or peer_failure_in(error) is not None):
+            told = channel.error()
+        if told is not None:
+            (last_words or LastWords()).wait_for_launcher()
+            raise told from None  # where this rank waited for the other is of no interest; it is the __context__
+
+    def _tell(self, channel: FailureChannel, error: BaseException | None) -> PeerFailure | None:
+        """Tell of an error of this rank. What follows from another rank's failure is returned as that."""
+        if error is None or peer_failure_in(error) is not None or _is_orderly(error):
+            return None
+        if follows_from_another(error) and (known := channel.explain(error)) is not None:
+            return known
+        channel.report(of_exception(error, channel.rank, channel.progress.step, channel.progress.current_phase))
+        return None
+
+    def __enter__(self) -> "Watch":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self.end(error)
+
+
+def watch(group: Group | None = None, store: Any = None) -> Watch:
+    """Let every failure of a rank of a group be known on all its ranks at once, and by name.
+
+    Every rank of the group has to call it at the same time. From then on, when one of them raises, is killed, or
+    leaves while others wait for it, all others raise :class:`~lockstep.errors.PeerFailure` from whatever collective of
+    lockstep they wait in. :func:`lockstep.session` does this by itself.
+
+    Args:
+        group: the process group; the default group if None.
+        store: where the ranks meet; the group's own if None. A bare backend has none.
+
+    Use it as a context manager around the training: an exception that passes through it is told to the others, with
+    its traceback. Otherwise that is done when the program ends with one.
+
+    What is communicated: a few keys in the store, and one connection to each of two neighbours, on the loopback
+    interface or on the one that leads to the store. Nothing while nothing happens, apart from one look into the store a
+    second.
+
+    Raises :class:`~lockstep.errors.PeerFailure` if another rank fails before all have met, and
+    :class:`~lockstep.errors.OptionError` if there is no group, or no store.
+
+    Example:
+        >>> with lockstep.watch(group):  # doctest: +SKIP
+        ...     train(model)
+
+    PyTorch has nothing like it: its ``monitored_barrier`` names ranks that are late, at the price of a barrier.
+    """
+    group = resolve_group(group)
+    if group is None:
+        raise OptionError("watch() needs a process group: call init_process_group() before, or pass one as group=")
+    ranks = global_ranks(group)
+    if len(ranks) == 1:
+        return Watch(None)
+    if store is None:
+        store = _store_of(group)
+    progress = Progress("watch", ranks[group.rank()], len(ranks))
+    progress.current_phase = TRAINING
+    channel = make_channel(store, group.rank(), ranks, progress, END_SECONDS)
+    attach(channel, group)
+    this = Watch(channel)
+    _at_the_end_of_the_program(this)
+    return this
+
+
+def make_channel(store: Any, rank: int, ranks: Sequence[int], progress: Progress, timeout: float) -> FailureChannel:
+    """The channel of this rank, in a part of the store of its own."""
+    host = host_identity() if sys.platform == "linux" else socket.gethostname()
+    return FailureChannel(PrefixStore("lockstep failures", store), rank, ranks, progress, host, timeout)
+
+
+def attach(channel: FailureChannel, group: Group, connections: Connections | None = None) -> None:
+    """Let waits for a group's collectives hear of failures, and end the group at the first one, so that they raise.
+
+    ``connections`` are those of the group, if it is Gloo's.
+    """
+    watch_group(group, channel)
+    channel.when_failed(lambda failure: say_at_once(failure, channel.rank))
+
+    def end(failure: Failure) -> None:
+        with contextlib.suppress(RuntimeError):
+            if isinstance(group, ProcessGroupShm):
+                group._abort(failure.summary)
+            elif connections is not None:
+                connections.shut_down()
+            elif "nccl" in backends_of(group):
+                group.abort()
+
+    channel.when_failed(end)
+
+
+def _store_of(group: Group) -> Any:
+    try:
+        return dist.distributed_c10d._world.pg_map[group][1]
+    except (KeyError, TypeError):
+        raise OptionError("watch() cannot find the store of this group; pass it as store=") from None
+
+
+def _is_orderly(error: BaseException) -> bool:
+    """Whether it is the program that ends, without an error."""
+    return isinstance(error, SystemExit) and error.code in (None, 0)
+
+
+def _at_the_end_of_the_program(this: Watch) -> None:
+    """If nothing else ends the watch, an exception that ends the program is told of, or that it ends without one."""
+    before = sys.excepthook
+
+    def told(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> Any:
+        try:
+            this.end(error)
+        except PeerFailure as failure:
+            return before(type(failure), failure, failure.__traceback__)
+        return before(kind, error, traceback)
+
+    sys.excepthook = told
+    atexit.register(this.end)

@@ -1,0 +1,196 @@
+"""The failure channel: what one rank tells, or leaves behind, is what all others raise. Ranks are threads here."""
+
+import socket
+import threading
+import time
+
+import pytest
+import torch.distributed as dist
+
+from lockstep.errors import CommunicationError, PeerFailure
+from lockstep.failures.channel import FailureChannel
+from lockstep.failures.failure import Failure, Kind, of_exception
+from lockstep.failures.progress import Progress
+from lockstep.failures.ring import Connection, Meeting
+from threaded import run_ranks
+
+SOON = 30.0  # ends what hangs
+
+
+def channel(store, rank, timeout=SOON):
+    progress = Progress(f"test {id(store)}", rank.rank, rank.world)
+    return FailureChannel(dist.PrefixStore("test", store), rank.rank, range(rank.world), progress, "here", timeout)
+
+
+def raised(this):
+    """The failure that the channel raises, when there is one."""
+    assert this._known.wait(SOON)
+    with pytest.raises(PeerFailure) as caught:
+        this.check()
+    return caught.value
+
+
+@pytest.mark.parametrize("world", [2, 3, 5])
+def test_an_exception_of_one_rank_is_raised_on_all_others_with_its_traceback(world):
+    store = dist.HashStore()
+
+    def train(rank):
+        this = channel(store, rank)
+        this.progress.step = 12
+        found = None
+        if rank.rank == 1:
+            try:
+                raise ValueError("of rank 1")
+            except ValueError as error:
+                this.report(of_exception(error, 1, 12, "forward"))
+            this.check()  # its own is not another's
+        else:
+            found = raised(this)
+        this.announce_end()
+        assert this.wait_for_others(SOON)
+        this.close()
+        return found
+
+    for rank, failure in enumerate(run_ranks(world, train)):
+        if rank != 1:
+            assert (failure.rank, failure.step, failure.phase) == (1, 12, "forward")
+            assert failure.reason == "ValueError: of rank 1"
+            assert 'raise ValueError("of rank 1")' in failure.traceback
+            assert f"rank {rank} stops, because rank 1 failed at step 12, in forward: ValueError" in str(failure)
+
+
+def test_of_two_ranks_that_fail_at_once_one_is_the_first_for_all():
+    store, both = dist.HashStore(), threading.Barrier(2)
+
+    def train(rank):
+        this = channel(store, rank)
+        if rank.rank in (1, 2):
+            both.wait()
+            this.report(Failure(rank.rank, Kind.RAISED, 1, "forward", f"of rank {rank.rank}"))
+        assert this._known.wait(SOON)
+        told = this.failure
+        this.announce_end()
+        this.wait_for_others(SOON)
+        this.close()
+        return told and told.rank, this._log.entries[0].rank
+
+    told = run_ranks(4, train)
+    first = told[0][1]
+    assert first in (1, 2)
+    assert told == [(None if rank == first else first, first) for rank in range(4)]
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_rank_whose_connections_end_without_a_word_has_ended(world):
+    store = dist.HashStore()
+
+    def train(rank):
+        this = channel(store, rank)
+        if rank.rank == 1:
+            this.progress.step, this.progress.current_phase = 3, "backward"
+            this.close()
+            return None
+        found = raised(this)
+        this.announce_end()
+        assert this.wait_for_others(SOON)
+        this.close()
+        return str(found)
+
+    for rank, message in enumerate(run_ranks(world, train)):
+        if rank != 1:
+            assert message.startswith(f"rank {rank} stops, because rank 1 has ended without a word")
+            # The page is found by the number of the process, which these ranks share.
+            assert message.endswith("at step 3, in backward")
+
+
+def test_who_leaves_in_order_fails_for_nobody_but_those_who_wait_for_it():
+    store = dist.HashStore()
+
+    def train(rank):
+        this = channel(store, rank)
+        this.progress.step = 7
+        if rank.rank == 1:
+            this.announce_end()
+            assert not this.wait_for_others(0.1)
+            this.wait_for_others(SOON)
+            this.close()
+            return this.failure is not None
+        began, found = time.monotonic(), ""
+        with pytest.raises(PeerFailure, match=f"rank {rank.rank} stops, because rank 1 has left .* after step 7"):
+            while time.monotonic() < began + SOON:
+                this.check()
+                this.check_waiting([2, 0], began)
+                this.check_waiting([0, 1, 2] if rank.rank == 0 or found else [], began)
+                time.sleep(0.01)
+        this.announce_end()
+        this.wait_for_others(SOON)
+        this.close()
+        return this.failure.kind
+
+    assert run_ranks(3, train) == [Kind.LEFT, False, Kind.LEFT]
+
+
+def test_all_leave_in_order():
+    store = dist.HashStore()
+
+    def train(rank):
+        this = channel(store, rank)
+        this.announce_end()
+        assert this.wait_for_others(SOON)
+        this.close()
+        assert not this._thread.is_alive()
+        return this.failure, this._log.entries
+
+    assert run_ranks(4, train) == [(None, [])] * 4
+
+
+def test_a_rank_that_fails_before_all_have_met_is_named():
+    store, listens = dist.HashStore(), threading.Event()
+
+    def train(rank):
+        if rank.rank == 1:
+            meeting = Meeting(dist.PrefixStore("test", store), 1, 3, "127.0.0.1", "here")
+            listens.set()
+            meeting.close()
+            return None
+        listens.wait(SOON)
+        with pytest.raises(PeerFailure) as caught:
+            channel(store, rank)
+        return caught.value.rank, caught.value.phase
+
+    assert run_ranks(3, train) == [(1, "start-up"), None, (1, "start-up")]
+
+
+def test_a_rank_that_does_not_come_is_named_after_the_time_out():
+    store = dist.HashStore()
+
+    def train(rank):
+        if rank.rank != 1:
+            with pytest.raises(CommunicationError, match=r"^rank 1 of 3 did not come within 0\.3 s"):
+                channel(store, rank, timeout=0.3)
+
+    run_ranks(3, train)
+
+
+def test_strangers_are_turned_away():
+    store = dist.PrefixStore("test", dist.HashStore())
+    meeting = Meeting(store, 0, 2, "127.0.0.1", "here")
+    other = Meeting(store, 1, 2, "127.0.0.1", "here")
+    address = (meeting.own.ip, meeting.own.port)
+    strangers = [Connection(socket.create_connection(address), 0) for _ in range(3)]
+    strangers[0].send({"rank": 1, "secret": "a guess"})
+    strangers[1]._socket.send(b"\x04\0\0\0GET ")
+    met = threading.Thread(target=lambda: found.extend(other.connect(SOON, lambda: None)))
+    found = []
+    met.start()
+    neighbours = meeting.connect(SOON, lambda: None)
+    met.join()
+    assert [each.peer for each in neighbours] == [1, 1]
+    neighbours[0].send({"kind": "hello"})
+    heard = []
+    until = time.monotonic() + SOON
+    while not heard and time.monotonic() < until:
+        heard += found[1].receive()[0]
+    assert heard == [{"kind": "hello"}]
+    for each in (meeting, other, *strangers, *neighbours, *found):
+        each.close()
