@@ -145,15 +145,15 @@ def test_all_leave_in_order():
 
 
 def test_a_rank_that_fails_before_all_have_met_is_named():
-    store, listens = dist.HashStore(), threading.Event()
+    store, has_ended = dist.HashStore(), threading.Event()
 
     def train(rank):
         if rank.rank == 1:
             meeting = Meeting(dist.PrefixStore("test", store), 1, 3, "127.0.0.1", "here")
-            listens.set()
             meeting.close()
+            has_ended.set()
             return None
-        listens.wait(SOON)
+        has_ended.wait(SOON)
         with pytest.raises(PeerFailure) as caught:
             channel(store, rank)
         return caught.value.rank, caught.value.phase
