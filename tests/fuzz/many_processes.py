@@ -287,6 +287,26 @@ class Use:
                 loss.backward(retain_graph=left > 0)
         self._train(True)
 
+    def whole(self, seed: int, steps: int) -> None:
+        """Steps that train every parameter: on accelerators, backward does not wait then for what other ranks say."""
+        frozen = [p for _, nets in self._all() for net in nets for p in net.parameters() if not p.requires_grad]
+        for p in frozen:
+            p.requires_grad_(True)
+        for step in range(steps):
+            calls = [
+                [
+                    F(seed + step + r, tuple(range(len(net.layers))), module, norm=not self.setting.mixed)
+                    for module, net in enumerate(refs)
+                ]
+                for r, refs in enumerate(self.refs)
+            ]
+            self.zero(True)
+            self.backward(calls)
+            self.step()
+        self.zero(True)
+        for p in frozen:
+            p.requires_grad_(False)
+
     def _train(self, mode: bool) -> None:
         for _, nets in self._all():
             for net in nets:
@@ -978,6 +998,7 @@ OPERATIONS: list[Draw] = [
     Programs.train,
     Programs.train,
     Programs.train,
+    _one(lambda p: f"use.whole({p.chance.randrange(10**6)}, {p.chance.randint(1, 5)})"),
     Programs.weighted,
     Programs.failing,
     Programs.local_grad,

@@ -331,3 +331,37 @@ def test_what_is_no_configuration_is_refused(config, text):
     with pytest.raises(OptionError) as caught:
         alone(nn.Linear(1, 1), mixed_precision=config)
     assert text in str(caught.value)
+
+
+class EarlyExit(nn.Module):
+    """Rank 1 leaves after the frozen layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.frozen, self.trained = nn.Linear(2, 2), nn.Linear(2, 2)
+        self.frozen.requires_grad_(False)
+
+    def forward(self, x, rank):
+        x = self.frozen(x)
+        return x if rank == 1 else self.trained(x)
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+def test_a_rank_whose_loss_reaches_no_parameter_takes_part(lazy):
+    """Also where the module got ready in its first forward."""
+
+    def call(rank):
+        with torch.device("meta" if lazy else "cpu"):
+            net = EarlyExit()
+        config = _MixedPrecision(param_dtype=LOW)
+        model = lockstep.replicate(net, process_group=rank.group, mixed_precision=config)
+        if lazy:
+            net.to_empty(device="cpu")
+        grads = []
+        for _ in range(2):
+            model.zero_grad()
+            model(torch.ones(1, 2, requires_grad=True), rank.rank).sum().backward()
+            grads.append(net.trained.bias.grad.tolist())
+        return grads
+
+    assert run_ranks(2, call) == [[[0.5, 0.5]] * 2] * 2

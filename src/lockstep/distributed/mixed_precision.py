@@ -93,7 +93,7 @@ class Casts:
             self._hooked.add(module)
             link = weakref.ref(self)
             module.register_forward_pre_hook(_Enter(link))
-            module.register_forward_hook(_Leave(link), always_call=True)
+            module.register_forward_hook(_Leave(link), always_call=True, prepend=True)  # other hooks see what it was
 
     def inputs(self, value: Any) -> Any:
         """Nested inputs with their floating tensors in the dtype of the parameters."""

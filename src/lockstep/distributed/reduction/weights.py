@@ -143,6 +143,7 @@ class Weights:
     def reduced(self) -> None:
         """The contribution has been made. A further backward in the same block counts as much as all before it."""
         self._reduced, self._passes, self._has_accumulated = True, 0, False
+        self._touched.clear()  # identities, of parameters that may be gone from now on
         self.earlier.drop()
         if self.given:
             self.earlier.note(self._all())
