@@ -3,6 +3,7 @@
 from lockstep import distributed as distributed
 from lockstep import errors as errors
 from lockstep import local as local
+from lockstep.data.global_batches import GlobalBatches as GlobalBatches
 from lockstep.distributed.accumulation import accumulate as accumulate
 from lockstep.distributed.checkpoint import load_training_state_dict as load_training_state_dict
 from lockstep.distributed.checkpoint import training_state_dict as training_state_dict
@@ -20,6 +21,7 @@ from lockstep.phases import Statistics as Statistics
 from lockstep.session.session import Session as Session
 from lockstep.session.session import session as session
 from lockstep.session.watch import watch as watch
+from lockstep.shares.fingerprint import fingerprint as fingerprint
 from lockstep.shm import register as _register_backend
 
 __version__ = "0.1.0"
@@ -30,6 +32,7 @@ __all__ = [
     "Event",
     "PeerFailure",
     "Session",
+    "GlobalBatches",
     "Statistics",
     "SyncBatchNorm",
     "__version__",
@@ -38,6 +41,7 @@ __all__ = [
     "data_parallel",
     "distributed",
     "errors",
+    "fingerprint",
     "load_training_state_dict",
     "local",
     "mean_over_ranks",

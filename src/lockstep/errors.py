@@ -19,7 +19,8 @@
     ├── CommunicationError (RuntimeError)     a collective failed or timed out
     ├── PeerError (RuntimeError)              another rank failed; this one is told
     │   └── PeerFailure                       the same, with that rank, its step and phase, and its own traceback
-    └── InspectionError (RuntimeError)        another process of this host cannot be asked what it is doing
+    ├── InspectionError (RuntimeError)        another process of this host cannot be asked what it is doing
+    └── ShareError (RuntimeError)             shares of a step, or its end, out of their order
 
 Each also derives from the built-in exception that PyTorch raises in the same place, so an ``except`` written for
 PyTorch still catches it. Every message says what was wrong, where, what was expected, what was got, and what to do.
@@ -116,3 +117,7 @@ class PeerFailure(PeerError, CommunicationError):
 
 class InspectionError(LockstepError, RuntimeError):
     """A process of this host cannot be asked for its progress or its stacks; the message says why."""
+
+
+class ShareError(LockstepError, RuntimeError):
+    """Shares out of order: a backward outside of any, or an optimizer's step before all of a step have been reduced."""

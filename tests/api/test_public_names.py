@@ -70,7 +70,7 @@ PUBLIC = {
         load_training_state_dict(module, state_dict)
         module local
         mean_over_ranks(tensors, process_group=None)
-        replicate(module, ignored_modules=None, **options)
+        replicate(module, ignored_modules=None, *, shares=None, loss='sum', **options)
         class session(backend=None, device=None, timeout=600.0, seed=0)
         statistics(module)
         training_state_dict(module)
@@ -122,7 +122,7 @@ PUBLIC = {
         check_in_sync(module, process_group=None)
         load_training_state_dict(module, state_dict)
         mean_over_ranks(tensors, process_group=None)
-        replicate(module, ignored_modules=None, **options)
+        replicate(module, ignored_modules=None, *, shares=None, loss='sum', **options)
         statistics(module)
         training_state_dict(module)
     """,  # noqa: E501

@@ -15,11 +15,15 @@ ROOMS = [
     "lockstep.shm",
     "lockstep.distributed.reduction",
     "lockstep.distributed",
+    "lockstep.shares",
+    "lockstep.data",
     "lockstep.session",
     "lockstep.cli",
 ]
 FOUNDATION = {"agreement", "buffers", "collectives", "decisions", "dtensors", "one_by_one", "values"}
 """Files of ``lockstep.distributed`` that ``lockstep.distributed.reduction`` rests on."""
+FACES = {"replicate"}
+"""Files of ``lockstep.distributed`` that rest on ``lockstep.shares``."""
 
 
 def name_of(file: Path) -> str:
@@ -45,8 +49,12 @@ def room_of(module: str) -> int:
     if module in ("lockstep", "lockstep.__main__"):
         return len(ROOMS) + 1
     package, _, file = module.rpartition(".")
+    if module == "lockstep.distributed":
+        return ROOMS.index("lockstep.shares")
     if module in ROOMS:
         return ROOMS.index(module)
+    if package == "lockstep.distributed" and file in FACES:
+        return ROOMS.index("lockstep.shares")
     if package == "lockstep.distributed" and file in FOUNDATION:
         return ROOMS.index("lockstep.shm")
     return ROOMS.index(package)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import AllgatherOptions
 
 from lockstep.buckets import Bucket, TensorSpec, plan_buckets
 from lockstep.errors import AgreementError, CommunicationError, OptionError, PeerFailure
@@ -252,6 +253,25 @@ class Collectives:
             self._begin(what, lambda: dist.all_gather(gathered, tensor, group=self.group, async_op=True)).wait()
         return gathered
 
+    def all_gather_flat(self, output: Tensor, tensor: Tensor, what: str) -> Pending:
+        """Begin to put the one-dimensional tensors of all ranks, all of one length, one after the other into one."""
+        options = AllgatherOptions()
+        options.asyncOp = True
+        with self.phases.phase("collective", f"all_gather, {what}"):
+            return self._begin(what, lambda: self.group._allgather_base(_real(output), _real(tensor), options))
+
+    def all_to_all(
+        self, output: Tensor, tensor: Tensor, received: Sequence[int], sent: Sequence[int], what: str
+    ) -> Pending:
+        """Begin to send ``sent[r]`` elements of a one-dimensional tensor to each rank ``r``, and to receive as many as
+        ``received[r]`` from it, in the order of ranks."""
+        options = dist.AllToAllOptions()
+        options.asyncOp = True
+        each = 2 if tensor.is_complex() else 1
+        sizes = [each * n for n in received], [each * n for n in sent]
+        with self.phases.phase("collective", f"all_to_all, {what}"):
+            return self._begin(what, lambda: self.group.alltoall_base(_real(output), _real(tensor), *sizes, options))
+
     def all_gather_bytes(self, data: bytes, what: str) -> list[bytes]:
         """The bytes of every rank, of any length, in rank order; two collectives."""
         size = torch.tensor([len(data)], dtype=torch.int64, device=self.device)
@@ -311,6 +331,11 @@ def _flattened(tensors: Sequence[Tensor]) -> Iterator[tuple[Bucket, Tensor]]:
         flat = torch.zeros(bucket.numel, dtype=bucket.dtype, device=bucket.device)
         torch._foreach_copy_(bucket.views(flat), bucket.take(tensors))
         yield bucket, flat
+
+
+def _real(tensor: Tensor) -> Tensor:
+    """A tensor of one dimension, complex numbers as two real ones each."""
+    return torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor
 
 
 def plain_memory(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:

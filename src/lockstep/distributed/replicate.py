@@ -17,11 +17,20 @@ from lockstep.distributed.options import Options, read_options
 from lockstep.distributed.replication import Replication, find_replication, register, replication_of
 from lockstep.distributed.selection import sharded_children
 from lockstep.errors import AlreadyManagedError, OptionError
+from lockstep.shares.module import Loss
+from lockstep.shares.replication import ShareReplication
 
 M = TypeVar("M", bound=Module)
 
 
-def replicate(module: M, ignored_modules: Iterable[Module] | None = None, **options: Any) -> M:
+def replicate(
+    module: M,
+    ignored_modules: Iterable[Module] | None = None,
+    *,
+    shares: int | None = None,
+    loss: Loss = "sum",
+    **options: Any,
+) -> M:
     """Replicate a module over a process group, in place: ``param.grad`` becomes the mean over all ranks.
 
     After every backward pass that synchronises, each rank's ``param.grad`` is the mean over the ranks of what they have
@@ -34,6 +43,10 @@ def replicate(module: M, ignored_modules: Iterable[Module] | None = None, **opti
             attributes and ``state_dict`` stay; ``copy.deepcopy`` and ``pickle`` give the plain module, not replicated.
             It gains the methods of :class:`Replicated`.
         ignored_modules: These, and all below them, are left alone.
+        shares: The number of shares into which the batch of a step is cut, the same for the whole run. Then gradients
+            have the same bits on any number of ranks up to that many: see docs/reproducibility.md. None: gradients are
+            the mean over the ranks.
+        loss: With ``shares``, what the loss of a share is: the ``"sum"`` over its rows, or their ``"mean"``.
         **options: Those of ``DistributedDataParallel``, by name; see :class:`lockstep.DistributedDataParallel`. Here,
             too: ``device_id`` (int or ``torch.device``): the accelerator to which tensors among the inputs of forward
             are moved.
@@ -75,7 +88,12 @@ def replicate(module: M, ignored_modules: Iterable[Module] | None = None, **opti
             f"applied to the following module:\n{module}"
         )
     list(sharded_children(module))
-    replication = Replication(module, chosen, list(ignored_modules or ()), taking_over=False)
+    ignored = list(ignored_modules or ())
+    replication: Replication
+    if shares is None:
+        replication = Replication(module, chosen, ignored, taking_over=False)
+    else:
+        replication = ShareReplication(module, chosen, ignored, shares, loss)
     replication.start_if_possible()
     _attach(module, replication)
     return module

@@ -136,6 +136,28 @@ class ReplicaStreams:
             torch.randint(2, (1,), generator=_generator())
 
 
+class _GivenStream(RandomStream):
+    """A stream whose generator somebody else has made."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        self._start, self._generator = generator.get_state(), generator
+
+
+@contextmanager
+def drawing_from(generator: torch.Generator) -> Iterator[None]:
+    """Inside the block, this thread draws from ``generator`` where it would draw from the process's, on the CPU."""
+    _install()
+    before = _thread.stream
+    _thread.stream = _GivenStream(generator)
+    included = torch._C._dispatch_tls_is_dispatch_key_included(_KEY)
+    torch._C._dispatch_tls_set_dispatch_key_included(_KEY, True)
+    try:
+        yield
+    finally:
+        _thread.stream = before
+        torch._C._dispatch_tls_set_dispatch_key_included(_KEY, included)
+
+
 class _DefaultGenerator:
     """Stands for the process's CPU generator in ``torch.random``: the one that the asking thread draws from."""
 

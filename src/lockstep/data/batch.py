@@ -1,0 +1,63 @@
+"""One batch of the whole world, of which this rank goes through its shares."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from lockstep.errors import ShareError
+from lockstep.shares.state import ShareWorld, Step
+from lockstep.shares.tree import shares_of
+
+
+class GlobalBatch:
+    """Iterating gives this rank's shares, loaded; ``len()`` is how many there are. When the loop has ended, gradients
+    have been put together on every rank.
+
+    Made by :class:`lockstep.GlobalBatches`.
+    """
+
+    def __init__(self, world: ShareWorld, step: Step, loaded: Iterator[Any], done: Callable[[], None]) -> None:
+        self._world, self._step, self._loaded, self._done = world, step, loaded, done
+        self._own = shares_of(world.rank, world.size, step.count)
+        self._left = len(self._own)
+        self._is_begun = False
+
+    @property
+    def epoch(self) -> int:
+        """The epoch, from 0 on."""
+        return self._step.epoch
+
+    @property
+    def number(self) -> int:
+        """The number of the batch in its epoch, from 0 on."""
+        return self._step.batch
+
+    @property
+    def rows(self) -> int:
+        """How many rows the batch has, on all ranks together."""
+        return sum(self._step.rows)
+
+    def __len__(self) -> int:
+        return len(self._own)
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._is_begun:
+            raise ShareError(f"the shares of {self._step} have been gone through already; ask for the next batch")
+        self._is_begun = True
+        return self._run()
+
+    def _run(self) -> Iterator[Any]:
+        with self._world.steps(self._step) as opened:
+            for share in opened.own:
+                rows = self._load()
+                with opened.share(share):
+                    yield rows
+        self._done()
+
+    def _load(self) -> Any:
+        self._left -= 1
+        return next(self._loaded)
+
+    def skip(self) -> None:
+        """Let shares that nobody has asked for go."""
+        while self._left:
+            self._load()

@@ -1,0 +1,34 @@
+"""PURE: which samples each share of each batch has. The world size is not asked."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Literal
+
+import torch
+
+from lockstep.seeds import derive_seed
+
+Last = Literal["drop", "smaller"]
+LASTS: tuple[Last, ...] = ("drop", "smaller")
+
+
+def order_of(samples: int, seed: int, epoch: int, shuffle: bool) -> list[int]:
+    """The order of the samples in an epoch."""
+    if not shuffle:
+        return list(range(samples))
+    generator = torch.Generator().manual_seed(derive_seed(seed, "order", epoch))
+    return torch.randperm(samples, generator=generator, device="cpu").tolist()
+
+
+def batches_in(samples: int, batch_size: int, last: Last) -> int:
+    """How many batches an epoch has."""
+    return samples // batch_size if last == "drop" else -(-samples // batch_size)
+
+
+def split(samples: Sequence[int], shares: int) -> list[Sequence[int]]:
+    """The samples of each share, in their order; sizes differ by one at most, and shares without a sample are left
+    out."""
+    each, more = divmod(len(samples), shares)
+    ends = [share * each + min(share, more) for share in range(shares + 1)]
+    parts = [samples[begin:end] for begin, end in pairwise(ends)]
+    return [part for part in parts if part]

@@ -1,0 +1,63 @@
+"""What bits depend on beside the program: settings that must be the same on all ranks, and when a run goes on."""
+
+from collections.abc import Iterable, Mapping
+
+import torch
+
+from lockstep.distributed.agreement import Line
+from lockstep.errors import AgreementError
+
+_ADVICE = {
+    "intra-op threads": "torch.set_num_threads({}), or OMP_NUM_THREADS={} in the environment",
+    "deterministic algorithms": "torch.use_deterministic_algorithms()",
+    "default dtype": "torch.set_default_dtype({})",
+    "float32 matmul precision": "torch.set_float32_matmul_precision({!r})",
+    "PyTorch": "install that version",
+    "device": "run on a device of that kind",
+    "vector instructions": "run on a processor that has them, or limit all runs with ATEN_CPU_CAPABILITY",
+}
+
+
+def settings_of(devices: Iterable[torch.device]) -> dict[str, str]:
+    """The settings of this process, by name, for a module on these devices."""
+    settings = {
+        "PyTorch": torch.__version__,
+        "intra-op threads": str(torch.get_num_threads()),
+        "deterministic algorithms": _deterministic(),
+        "default dtype": str(torch.get_default_dtype()),
+        "float32 matmul precision": torch.get_float32_matmul_precision(),
+        "vector instructions": torch.backends.cpu.get_cpu_capability(),
+        "device": ", ".join(sorted({_name_of(device) for device in devices})),
+    }
+    if torch.backends.cudnn.is_available():
+        cudnn = torch.backends.cudnn
+        settings["cuDNN"] = f"deterministic {cudnn.deterministic}, benchmark {cudnn.benchmark}"
+    return settings
+
+
+def _deterministic() -> str:
+    if not torch.are_deterministic_algorithms_enabled():
+        return "off"
+    return "warn only" if torch.is_deterministic_algorithms_warn_only_enabled() else "on"
+
+
+def _name_of(device: torch.device) -> str:
+    if device.type == "cuda":
+        return f"cuda ({torch.cuda.get_device_name(device)})"
+    return device.type
+
+
+def describe_settings(settings: Mapping[str, str]) -> list[Line]:
+    """Settings as ranks compare them."""
+    return [Line(name, value) for name, value in settings.items()]
+
+
+def check_settings(before: Mapping[str, str], now: Mapping[str, str], rank: int, since: str) -> None:
+    """Raise :class:`AgreementError` if a setting is another one than before; ``since`` says when that was."""
+    for name, value in before.items():
+        if now.get(name, value) != value:
+            advice = _ADVICE.get(name, "set it as it was").format(value, value)
+            raise AgreementError(
+                f"rank {rank}: {since} {name} was {value}, now it is {now[name]}, so that the same step gives other "
+                f"bits; {advice}"
+            )

@@ -1,0 +1,131 @@
+"""The gradients of a module's parameters, share by share, and their partial sums on this rank.
+
+While a step is under way, ``param.grad`` is the gradient of the share under way alone. What it was before the step is
+set aside, and what the step gives is added to it.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.utils.hooks import RemovableHandle
+
+from lockstep.errors import NotReplicableError
+from lockstep.shares.tree import PartialSums
+
+Values = list[Tensor | None]
+"""A value for each parameter; None where nothing was added."""
+
+
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which values are added: float32 for those of half precision."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+class ShareGradients:
+    """Takes each share's gradients from the parameters, and adds them in the tree's order.
+
+    ``arrived(number)`` is called whenever a parameter has got a gradient; it raises where none may come.
+    """
+
+    def __init__(self, named: Sequence[tuple[str, Parameter]], arrived: Callable[[int], None]) -> None:
+        self.names = [name for name, _ in named]
+        self.parameters = [parameter for _, parameter in named]
+        self._handles = [_hook(parameter, number, arrived) for number, parameter in enumerate(self.parameters)]
+        self._before: Values | None = None
+        self.sums = _new_sums()
+
+    def unhook(self) -> None:
+        """Let the parameters go."""
+        for handle in self._handles:
+            handle.remove()
+
+    def check_hooks(self) -> None:
+        """Raise for hooks of users that would see a share's gradient in place of the step's."""
+        for name, parameter in zip(self.names, self.parameters, strict=True):
+            if len(getattr(parameter, "_post_accumulate_grad_hooks", None) or ()) > 1:
+                raise NotReplicableError(
+                    f"parameter {name} has a post-accumulate-grad hook (of an optimizer in backward, say), which would "
+                    "run on the gradients of single shares; with shares, do after the step what the hook does"
+                )
+
+    def open(self) -> None:
+        """A step begins: set aside what the parameters have."""
+        self._before = self._take()
+        self.sums = _new_sums()
+
+    def _take(self) -> Values:
+        taken = [parameter.grad for parameter in self.parameters]
+        for parameter in self.parameters:
+            parameter.grad = None
+        return taken
+
+    def add(self, share: int) -> None:
+        """A share has ended: take its gradients."""
+        self.sums.add(share, self._widened(self._take()))
+
+    def _widened(self, gradients: Values) -> Values:
+        for number, gradient in enumerate(gradients):
+            if gradient is None:
+                continue
+            if gradient.layout != torch.strided:
+                raise NotReplicableError(
+                    f"parameter {self.names[number]} has a gradient of layout {gradient.layout}, which shares cannot "
+                    "add; use sparse=False"
+                )
+            detached = gradient.detach()
+            gradients[number] = detached.to(sum_dtype(detached.dtype))
+        return gradients
+
+    @property
+    def is_used(self) -> bool:
+        """Whether any share has given a gradient in the step under way."""
+        return any(value is not None for _, values in self.sums.sums for value in values)
+
+    def put_back(self) -> None:
+        """The step is broken off: parameters have what they had before."""
+        before, self._before = self._before, None
+        if before is not None:
+            for parameter, gradient in zip(self.parameters, before, strict=True):
+                parameter.grad = gradient
+        self.sums = _new_sums()
+
+    @torch.no_grad()
+    def hand_out(self, total: Values, divisor: float) -> None:
+        """The step has ended: give the parameters the sum over all shares, divided, and added to what they had."""
+        assert self._before is not None
+        before, self._before = self._before, None
+        present = [value for value in total if value is not None]
+        if present and divisor != 1:
+            torch._foreach_div_(present, divisor)
+        for parameter, value, earlier in zip(self.parameters, total, before, strict=True):
+            parameter.grad = earlier if value is None else _gradient(parameter, value, earlier)
+
+
+def _gradient(parameter: Tensor, value: Tensor, earlier: Tensor | None) -> Tensor:
+    """A gradient of the parameter's dtype and layout: the value, added to what there was, and rounded once."""
+    if earlier is not None:
+        value = value.add_(earlier.detach())
+    like = torch.empty_like(parameter)  # what a gradient's layout is, wherever it was added
+    if value.dtype == like.dtype and value.stride() == like.stride():
+        return value
+    return like.copy_(value)
+
+
+def _new_sums() -> PartialSums[Values]:
+    return PartialSums(lambda _, left, __, right: add_values(left, right))
+
+
+def _hook(parameter: Parameter, number: int, arrived: Callable[[int], None]) -> RemovableHandle:
+    handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(lambda _: arrived(number))
+    return handle
+
+
+@torch.no_grad()
+def add_values(left: Values, right: Values) -> Values:
+    """The sum of two partial sums, in the memory of the first where both have a value."""
+    both = [(a, b) for a, b in zip(left, right, strict=True) if a is not None and b is not None]
+    if both:
+        torch._foreach_add_([a for a, _ in both], [b for _, b in both])
+    return [b if a is None else a for a, b in zip(left, right, strict=True)]

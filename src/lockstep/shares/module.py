@@ -1,0 +1,206 @@
+"""One module that is replicated with shares: its gradients and buffers through the phases of a step."""
+
+from collections.abc import Sequence
+from math import nan
+from typing import Literal, NamedTuple, Protocol
+
+import torch
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from lockstep.buckets import TensorSpec, dense_stride
+from lockstep.distributed.buffers import Buffer
+from lockstep.distributed.collectives import Collectives
+from lockstep.errors import OptionError, ShareError
+from lockstep.shares.buffers import ShareBuffers
+from lockstep.shares.environment import check_settings, settings_of
+from lockstep.shares.gradients import ShareGradients, Values, add_values, sum_dtype
+from lockstep.shares.reduction import Exchange
+from lockstep.shares.report import Report, exchange_reports, number_of, weights_of_all
+from lockstep.shares.state import ShareWorld, Step
+from lockstep.shares.tree import add_in_tree_order, add_up
+
+Loss = Literal["sum", "mean"]
+LOSSES: tuple[Loss, ...] = ("sum", "mean")
+
+
+class Members(NamedTuple):
+    """What of a module is replicated."""
+
+    parameters: Sequence[tuple[str, Parameter]]
+    buffers: Sequence[Buffer]
+    description: str
+    """Tells this selection from any other."""
+
+
+class Watch(Protocol):
+    """Looks at what is replicated of a module, again and again."""
+
+    @property
+    def alive(self) -> bool:
+        """Whether the module is still there."""
+
+    def look(self) -> Members:
+        """What is replicated."""
+
+    def changed(self) -> bool:
+        """Whether other parameters or modules stand there since the last look."""
+
+
+class ShareModule:
+    """Takes part in the steps of a :class:`~lockstep.shares.state.ShareWorld`."""
+
+    def __init__(
+        self,
+        watch: Watch,
+        world: ShareWorld,
+        collectives: Collectives,
+        shares: int,
+        loss: Loss,
+    ) -> None:
+        self._watch, self._world, self._collectives = watch, world, collectives
+        self.number = world.joined
+        self.shares, self.loss = shares, loss
+        self.steps = 0
+        """How many steps have been finished."""
+        self._step: Step | None = None
+        self._weights: dict[int, float] = {}
+        self._take(watch.look())
+        self.settings = settings_of(self.devices)
+
+    def _take(self, members: Members) -> None:
+        trained = [(name, parameter) for name, parameter in members.parameters if parameter.requires_grad]
+        self._members = members
+        self._flags = [parameter.requires_grad for _, parameter in members.parameters]
+        self._gradients = ShareGradients(trained, self._arrived)
+        self._buffers = ShareBuffers(members.buffers)
+        self._own = {id(parameter) for _, parameter in members.parameters}
+        self._specs = [
+            TensorSpec(name, tuple(p.shape), dense_stride(p.shape, p.stride()), sum_dtype(p.dtype), p.device)
+            for name, p in reversed(trained)
+        ]
+
+    @property
+    def alive(self) -> bool:
+        """See :class:`Participant`."""
+        return self._watch.alive
+
+    @property
+    def is_used(self) -> bool:
+        """See :class:`Participant`."""
+        return self._step is not None and (self._gradients.is_used or self._buffers.is_used)
+
+    @property
+    def devices(self) -> set[torch.device]:
+        """See :class:`Participant`."""
+        return {parameter.device for _, parameter in self._members.parameters}
+
+    def has_parameter_of(self, optimizer: Optimizer) -> bool:
+        """See :class:`Participant`."""
+        return any(id(parameter) in self._own for group in optimizer.param_groups for parameter in group["params"])
+
+    # ------------------------------------------------------------------------- the phases of a step
+
+    def check(self, step: Step) -> None:
+        """See :class:`Participant`."""
+        if step.shares != self.shares:
+            raise OptionError(
+                f"a batch of {step.shares} shares and a module that is replicated with shares={self.shares} do not go "
+                "together; give GlobalBatches and replicate() the same number"
+            )
+        self._collectives.check_alive()
+        check_settings(
+            self.settings, settings_of(self.devices), self._collectives.global_rank, "when the module was replicated"
+        )
+
+    def open(self, step: Step, own: range) -> None:
+        """See :class:`Participant`."""
+        flags = [parameter.requires_grad for _, parameter in self._members.parameters]
+        if self._watch.changed() or flags != self._flags:
+            self._gradients.unhook()
+            self._take(self._watch.look())
+        self._gradients.check_hooks()
+        self._step, self._weights = step, {}
+        self._gradients.open()
+        self._buffers.open(step.count)
+
+    def enter(self, share: int, is_last: bool) -> None:
+        """See :class:`Participant`."""
+        self._buffers.restore()
+
+    def leave(self, share: int) -> None:
+        """See :class:`Participant`."""
+        self._gradients.add(share)
+        self._buffers.add(share)
+
+    def break_off(self) -> None:
+        """See :class:`Participant`."""
+        if self._step is not None:
+            self._step = None
+            self._gradients.put_back()
+            self._buffers.restore()
+
+    def finish(self) -> None:
+        """See :class:`Participant`."""
+        step = self._step
+        assert step is not None
+        with self._collectives.phases.phase("finish", str(step)):
+            reports = exchange_reports(self._report(step), step, self._collectives)
+            total = self._total(step, reports)
+            self._gradients.hand_out(total, self._divisor(step, reports))
+            self._buffers.finish([report.changed_buffers for report in reports], self._collectives)
+        self._step = None
+        self.steps += 1
+
+    def _report(self, step: Step) -> Report:
+        columns = zip(*(values for _, values in self._gradients.sums.sums), strict=True)
+        used = [any(value is not None for value in column) for column in columns]
+        weights = [self._weights.get(share, nan) for share in range(step.count)]
+        used = used or [False] * len(self._gradients.parameters)
+        return Report(number_of(step, self._members.description), weights, used, self._buffers.first_change)
+
+    def _total(self, step: Step, reports: Sequence[Report]) -> Values:
+        sums = self._gradients.sums.sums
+        if self._collectives.world == 1:
+            return add_up(sums, step.count, add_values) or []
+        exchange = Exchange(self._specs, step.count, self._collectives)
+        for bucket in exchange.buckets:
+            exchange.send(bucket, [values[::-1] for _, values in sums])
+        used = [any(column) for column in zip(*(report.used for report in reports), strict=True)]
+        total: Values = [None] * len(used)
+        for bucket, flat in exchange.receive():
+            for slot, view in zip(bucket.slots, bucket.views(flat), strict=True):
+                number = len(used) - 1 - slot.index
+                total[number] = view if used[number] else None
+        return total
+
+    def _divisor(self, step: Step, reports: Sequence[Report]) -> float:
+        weights = weights_of_all(reports)
+        if weights is not None:
+            return add_in_tree_order(weights) or 1.0
+        return float(sum(step.rows) if self.loss == "sum" else step.count)
+
+    # -------------------------------------------------------------------------------- in a share
+
+    def announce(self, weight: float | None) -> None:
+        """What the loss of the share under way counts, on top of what it counts already."""
+        if weight is None:
+            return
+        share = self._share("accumulate(model, weight=...)")
+        self._weights[share] = self._weights.get(share, 0.0) + weight
+
+    def _arrived(self, number: int) -> None:
+        if self._step is None or self._world.share is None:
+            name = self._gradients.names[number]
+            self._share(f"a backward pass has reached parameter {name}, which")
+
+    def _share(self, what: str) -> int:
+        share = self._world.share
+        if self._step is None or share is None:
+            raise ShareError(
+                f"{what} belongs to a share, but none is under way: this module is replicated with "
+                f"shares={self.shares}. Run forward and backward inside of `for ... in batch`, where batch comes from "
+                "lockstep.GlobalBatches on the same process group; for gradients beside training use "
+                "torch.autograd.grad, or copy.deepcopy(model)"
+            )
+        return share

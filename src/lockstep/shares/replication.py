@@ -1,0 +1,210 @@
+"""A module that is replicated with shares, as the functions of the library see it."""
+
+from collections.abc import Collection
+from typing import Any, NoReturn
+
+import torch
+from torch.nn import Module
+
+from lockstep.compiler import outside_compiler
+from lockstep.distributed.agreement import Description, Line, agree
+from lockstep.distributed.buffers import describe_buffer
+from lockstep.distributed.collectives import Collectives, Group, resolve_group
+from lockstep.distributed.inputs import input_device, move_to
+from lockstep.distributed.options import Options
+from lockstep.distributed.replication import Replication
+from lockstep.distributed.selection import Contents, Selection, describe_parameter
+from lockstep.distributed.slots import SlotWatch
+from lockstep.distributed.values import broadcast_values
+from lockstep.errors import CommunicationError, LockstepError, NotReplicableError, OptionError
+from lockstep.shares.environment import check_settings, describe_settings, settings_of
+from lockstep.shares.module import LOSSES, Loss, Members, ShareModule
+from lockstep.shares.state import check_shares, world_of
+
+
+class ShareReplication(Replication):
+    """The state of one module that is replicated with shares."""
+
+    def __init__(self, module: Module, options: Options, ignored: Collection[Module], shares: int, loss: Loss) -> None:
+        super().__init__(module, options, ignored, taking_over=False)
+        if loss not in LOSSES:
+            raise OptionError(f"loss must be one of {', '.join(LOSSES)}, got {loss!r}")
+        _check_options(options)
+        group = resolve_group(options.group)
+        self._shares = check_shares(shares, None if group is None else group.size(), "replicate()")
+        self._loss = loss
+        self._module: ShareModule | None = None
+        self._restored: dict[str, Any] | None = None
+
+    @property
+    def ready(self) -> bool:
+        """Whether gradients are synchronised already."""
+        return self._module is not None
+
+    @outside_compiler
+    @torch.inference_mode(False)
+    def start(self) -> Any:
+        """Get ready: compare, make equal, hook."""
+        group = resolve_group(self.options.group)
+        if group is None:
+            raise CommunicationError(
+                "a module that is replicated with shares was used before there is a process group; call "
+                "torch.distributed.init_process_group() first, also for one process, or pass process_group"
+            )
+        check_shares(self._shares, group.size(), "replicate()")
+        collectives, world = Collectives(group, self.phases), world_of(group)
+        contents, failure = Contents([], [], frozenset()), None
+        try:
+            contents = self._selection.contents()
+        except LockstepError as error:
+            failure = error
+        if self.options.init_sync:
+            self._compare(contents, failure, collectives, world.joined)
+        if failure is not None:
+            raise failure
+        if self.options.init_sync:
+            buffers = contents.buffers if self.options.syncs_buffers_at_start else []
+            broadcast_values([parameter for _, parameter in contents.parameters], buffers, collectives)
+        self._module = ShareModule(_Watch(self._selection), world, collectives, self._shares, self._loss)
+        world.join(self._module)
+        if self._restored is not None:
+            self.restore(self._restored)
+        return None
+
+    def _compare(
+        self, contents: Contents, failure: LockstepError | None, collectives: Collectives, others: int
+    ) -> None:
+        devices = {parameter.device for _, parameter in contents.parameters}
+        lines = [
+            Line("shares", f"{self._shares}, loss {self._loss!r}"),
+            Line("modules that are replicated with shares before", str(others)),
+            *describe_settings(settings_of(devices)),
+            *_describe(contents),
+        ]
+        try:
+            agree(Description(lines, str(failure or "")), [], collectives)
+        except LockstepError as error:
+            if failure is not None:
+                raise failure from error
+            raise
+
+    # ------------------------------------------------------------------------------------- forward
+
+    def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Get ready if need be; move inputs to the device that was asked for."""
+        if self._module is None:
+            self._start_at_forward()
+        device = input_device(self.options)
+        if device is not None:
+            args, kwargs = move_to(args, device), move_to(kwargs, device)
+        return args, kwargs
+
+    def after_forward(self, outputs: Any) -> None:
+        """Do nothing: which share a backward belongs to is known."""
+
+    # ------------------------------------------------------------------------------------- methods
+
+    def no_sync(self) -> Any:
+        """Raise: a share's gradients are always its own."""
+        self._refuse("no_sync()")
+
+    def set_requires_gradient_sync(self, required: bool) -> None:
+        """Raise if that asks for gradients that are not synchronised."""
+        if not required:
+            self._refuse("no_sync(), set_requires_gradient_sync(False) and accumulate(last=False)")
+
+    def register_comm_hook(self, state: Any, hook: Any) -> None:
+        """Raise: hooks would see partial sums."""
+        self._refuse("register_comm_hook()")
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise OptionError(
+            f"{what}: this module is replicated with shares={self._shares}, whose gradients are put together when the "
+            "loop over a batch's shares has ended. Backward passes inside of one share add up; for gradients beside "
+            "training use torch.autograd.grad"
+        )
+
+    def announce(self, weight: float | None) -> None:
+        """What the loss of the share under way counts."""
+        self._started.announce(weight)
+
+    @property
+    def group(self) -> Group:
+        """The process group, None if there is none yet."""
+        return resolve_group(self.options.group)
+
+    @property
+    def _started(self) -> ShareModule:
+        if self._module is None:
+            self.start()
+        assert self._module is not None
+        return self._module
+
+    # ----------------------------------------------------------------------------- training state
+
+    def training_state(self) -> dict[str, Any]:
+        """See :func:`lockstep.training_state_dict`."""
+        module = self._started
+        return {"steps": module.steps, "shares": module.shares, "loss": module.loss, "settings": dict(module.settings)}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """See :func:`lockstep.load_training_state_dict`."""
+        if self._module is None:
+            self._restored = state
+            return
+        if "shares" not in state:
+            raise NotReplicableError(
+                "the training state is of a module that was replicated without shares, this one has "
+                f"shares={self._shares}; replicate it in the same way"
+            )
+        if (state["shares"], state["loss"]) != (self._shares, self._loss):
+            raise OptionError(
+                f"the run was begun with shares={state['shares']} and loss={state['loss']!r}, this module has "
+                f"shares={self._shares} and loss={self._loss!r}; they are fixed for a run"
+            )
+        rank = Collectives(self.group, self.phases).global_rank
+        check_settings(state["settings"], self._module.settings, rank, "when this run was saved")
+        self._module.steps = int(state["steps"])
+
+
+_WITHOUT = {
+    "mixed_precision": None,
+    "delay_all_reduce_named_params": None,
+    "buffer_policy": "rank0",
+    "bucket_cap_mb": None,
+    "bucket_cap_mb_list": None,
+}
+
+
+def _check_options(options: Options) -> None:
+    """Raise :class:`OptionError` for options that shares have no use for."""
+    for name, usual in _WITHOUT.items():
+        if getattr(options, name) != usual:
+            raise OptionError(
+                f"replicate() got {name}={getattr(options, name)!r} beside shares, which decide it: leave it out"
+            )
+
+
+class _Watch:
+    """Looks at what is replicated of a module, again and again."""
+
+    def __init__(self, selection: Selection) -> None:
+        self._selection = selection
+        self._watch: SlotWatch | None = None
+
+    @property
+    def alive(self) -> bool:
+        return self._selection.alive
+
+    def look(self) -> Members:
+        contents = self._selection.contents()
+        self._watch = SlotWatch([owner for _, owner in self._selection.owners()])
+        return Members(contents.parameters, contents.buffers, str(_describe(contents)))
+
+    def changed(self) -> bool:
+        return self._watch is not None and self._watch.changed()
+
+
+def _describe(contents: Contents) -> list[Line]:
+    lines = [describe_parameter(name, p, contents, trained=True) for name, p in contents.parameters]
+    return lines + [describe_buffer(buffer) for buffer in contents.buffers]

@@ -1,0 +1,76 @@
+"""What ranks tell each other at the end of a step: one row of whole numbers from each."""
+
+import hashlib
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import isnan
+
+import torch
+
+from lockstep.distributed.collectives import Collectives
+from lockstep.errors import OptionError, PeerError
+from lockstep.shares.state import Step
+
+
+@dataclass(frozen=True)
+class Report:
+    """What one rank has to say of a step."""
+
+    step: int
+    """A number that tells steps apart."""
+    weights: Sequence[float]
+    """What each share counts: NaN for shares of other ranks, and where no weight was given."""
+    used: Sequence[bool]
+    """Which parameters have a gradient."""
+    changed_buffers: Sequence[int]
+    """The first share of this rank that has changed each buffer, or -1."""
+
+    def to_row(self) -> list[int]:
+        """As whole numbers."""
+        weights = struct.unpack(f"<{len(self.weights)}q", struct.pack(f"<{len(self.weights)}d", *self.weights))
+        return [self.step, *weights, *map(int, self.used), *self.changed_buffers]
+
+    @classmethod
+    def of_row(cls, row: Sequence[int], like: "Report") -> "Report":
+        """What :meth:`to_row` gave, of a rank whose report has as many entries as ``like``."""
+        ends = 1 + len(like.weights), 1 + len(like.weights) + len(like.used)
+        weights = struct.unpack(f"<{len(like.weights)}d", struct.pack(f"<{len(like.weights)}q", *row[1 : ends[0]]))
+        return cls(row[0], weights, [bool(each) for each in row[ends[0] : ends[1]]], row[ends[1] :])
+
+
+def number_of(step: Step, description: str) -> int:
+    """A number for a step of a module, which is another one for any other."""
+    digest = hashlib.blake2b(f"{step!r}\n{description}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
+
+
+def exchange_reports(report: Report, step: Step, collectives: Collectives) -> list[Report]:
+    """The reports of all ranks, in their order; raises :class:`PeerError`, on every rank, if one is of another step."""
+    if collectives.world == 1:
+        return [report]
+    row = torch.tensor(report.to_row(), dtype=torch.int64, device=collectives.device)
+    reports = [Report.of_row(each.tolist(), report) for each in collectives.all_gather(row, "reports of a step")]
+    for rank, other in zip(collectives.global_ranks, reports, strict=True):
+        if other.step != report.step:
+            raise PeerError(
+                f"rank {rank} is at the end of another step than rank {collectives.global_rank}, which is at {step}: "
+                "it has another batch, other shares, or another module; give every rank the same data set, seed and "
+                "state_dict, and change modules on all ranks alike"
+            )
+    return reports
+
+
+def weights_of_all(reports: Sequence[Report]) -> list[float] | None:
+    """What each share counts, None if no weights were given; raises :class:`OptionError` if some were."""
+    columns = zip(*(report.weights for report in reports), strict=True)
+    given = [[weight for weight in column if not isnan(weight)] for column in columns]
+    if not any(given):
+        return None
+    missing = [share for share, weights in enumerate(given) if not weights]
+    if missing:
+        raise OptionError(
+            f"accumulate(model, weight=...) was given for some shares of a step, and not for share {missing[0]}; give "
+            "a weight for every share, 0 where there is nothing, or for none"
+        )
+    return [weights[0] for weights in given]

@@ -1,0 +1,259 @@
+"""The step and the share under way on this rank.
+
+A :class:`ShareWorld` stands for one process group as this rank sees it: the modules that are replicated with shares
+over it, and the step that is under way. A step is opened, each of this rank's shares is entered and left, and the step
+ends: then gradients are put together. One that is left in between is broken off: its gradients are dropped.
+"""
+
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from lockstep.compiler import outside_compiler
+from lockstep.distributed.collectives import Collectives, Group
+from lockstep.errors import OptionError, ShareError
+from lockstep.phases import Phases
+from lockstep.seeds import derive_seed
+from lockstep.shares.streams import random_streams
+from lockstep.shares.tree import shares_of
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of the whole world."""
+
+    seed: int
+    epoch: int
+    batch: int
+    rows: tuple[int, ...]
+    """How many rows each share has; there is none without a row."""
+    shares: int
+    """How many shares a step has that is not short of rows."""
+
+    @property
+    def count(self) -> int:
+        """How many shares this step has."""
+        return len(self.rows)
+
+    def __str__(self) -> str:
+        return f"batch {self.batch} of epoch {self.epoch}"
+
+
+class Participant(Protocol):
+    """A module whose gradients a step puts together."""
+
+    number: int
+    """Its number among those of the group, the same on every rank."""
+
+    @property
+    def alive(self) -> bool:
+        """Whether the module is still there."""
+
+    @property
+    def devices(self) -> set[torch.device]:
+        """Where its parameters are."""
+
+    @property
+    def is_used(self) -> bool:
+        """Whether a share of this rank has given anything in the step under way."""
+
+    def check(self, step: Step) -> None:
+        """Raise if the module cannot take part in such a step."""
+
+    def open(self, step: Step, own: range) -> None:
+        """A step begins, of which this rank computes the shares ``own``."""
+
+    def enter(self, share: int, is_last: bool) -> None:
+        """A share begins."""
+
+    def leave(self, share: int) -> None:
+        """A share has ended."""
+
+    def finish(self) -> None:
+        """All shares of this rank have ended: put together what all ranks have."""
+
+    def break_off(self) -> None:
+        """The step will not be finished: drop what its shares gave."""
+
+    def has_parameter_of(self, optimizer: Optimizer) -> bool:
+        """Whether an optimizer changes its parameters."""
+
+
+class ShareWorld:
+    """What this rank has of one process group; None stands for a world of one rank."""
+
+    def __init__(self, group: Group | None) -> None:
+        self.group = group
+        self.rank: int = 0 if group is None else group.rank()
+        self.size: int = 1 if group is None else group.size()
+        self.step: Step | None = None
+        self.share: int | None = None
+        self._own = range(0)
+        self._broken: Step | None = None
+        self._participants: list[weakref.ref[Participant]] = []
+        self._collectives: Collectives | None = None
+        self.joined = 0
+        """How many modules have joined so far: the next one's number."""
+
+    @property
+    def participants(self) -> list[Participant]:
+        """The modules, in the order in which they were replicated."""
+        found = [(link, each) for link in self._participants if (each := link()) is not None and each.alive]
+        self._participants = [link for link, _ in found]
+        return [each for _, each in found]
+
+    def join(self, participant: Participant) -> None:
+        """A module takes part from now on, in the share that is under way, too."""
+        self._participants.append(weakref.ref(participant))
+        self.joined += 1
+        if self.step is not None:
+            participant.check(self.step)
+            participant.open(self.step, self._own)
+            if self.share is not None:
+                participant.enter(self.share, self.share == self._own[-1])
+
+    @contextmanager
+    def steps(self, step: Step) -> Iterator["OpenStep"]:
+        """A step, from its first share to the end, where it is finished; broken off if the block is left before."""
+        if self.step is not None:
+            raise ShareError(
+                f"{step} was begun while {self.step} is under way; run all shares of one batch before the next is begun"
+            )
+        for each in self.participants:
+            each.check(step)
+        self._own, self._broken = shares_of(self.rank, self.size, step.count), None
+        devices = {device for each in self.participants for device in each.devices}
+        opened: list[Participant] = []
+        try:
+            with random_streams(devices) as seed:
+                self.step = step
+                for each in self.participants:
+                    each.open(step, self._own)
+                    opened.append(each)
+                yield OpenStep(self, step, self._own, seed)
+            for each in self._used_on_any_rank():
+                each.finish()
+            for each in self.participants:
+                each.break_off()  # those that no rank has used
+        except BaseException:
+            self._broken = step
+            for each in self.participants:
+                each.break_off()
+            raise
+        finally:
+            self.step = self.share = None
+
+    @contextmanager
+    def entered(self, share: int) -> Iterator[None]:
+        """One share of the step under way."""
+        self.share = share
+        for each in self.participants:
+            each.enter(share, share == self._own[-1])
+        yield
+        for each in self.participants:
+            each.leave(share)
+        self.share = None
+
+    def _used_on_any_rank(self) -> list[Participant]:
+        """The modules whose gradients are to be put together, the same on every rank.
+
+        Where there has been one only, it is that one. Else ranks tell each other: a module that has been dropped may
+        live on for a while on some ranks.
+        """
+        if self.size == 1 or self.joined < 2:
+            return self.participants
+        by_number = {each.number: each for each in self.participants}
+        flags = torch.zeros(self.joined, dtype=torch.uint8)
+        flags[[number for number, each in by_number.items() if each.is_used]] = 1
+        self._collectives = self._collectives or Collectives(self.group, Phases())
+        rows = self._collectives.all_gather(flags.to(self._collectives.device), "modules of a step")
+        used = torch.stack(rows).amax(0).nonzero().flatten().tolist()
+        if missing := set(used) - by_number.keys():
+            raise ShareError(
+                f"rank {self._collectives.global_rank}: another rank has used a module in {self.step} that has been "
+                f"dropped here, replicated as number {min(missing)} over this group; use the same modules on every rank"
+            )
+        return [by_number[number] for number in used]
+
+    def check_before_optimizer(self, optimizer: Optimizer) -> None:
+        """Raise if an optimizer's step would use gradients of a step that is not finished."""
+        step = self.step or self._broken
+        if step is None or not any(each.has_parameter_of(optimizer) for each in self.participants):
+            return
+        if self.step is not None:
+            where = "between its shares" if self.share is None else f"inside of its share {self.share}"
+            raise ShareError(
+                f"optimizer.step() was called {where}, before all shares of {step} have been reduced; call it after "
+                "the loop over the batch's shares has ended"
+            )
+        raise ShareError(
+            f"optimizer.step() was called after {step} was left before its last share (by break, return or an "
+            "error), so its gradients are not there; run the loop over a batch's shares to its end on every rank, or "
+            "leave out the optimizer's step, too"
+        )
+
+
+class OpenStep:
+    """A step under way."""
+
+    def __init__(self, world: ShareWorld, step: Step, own: range, seed: Any) -> None:
+        self._world, self._step, self._seed = world, step, seed
+        self.own = own
+        """The shares that this rank computes."""
+
+    @contextmanager
+    def share(self, share: int) -> Iterator[None]:
+        """Inside of the block backward belongs to the share, and random numbers are the share's."""
+        step = self._step
+        self._seed(derive_seed(step.seed, "share", step.epoch, step.batch, share))
+        with self._world.entered(share):
+            yield
+
+
+# -------------------------------------------------------------------------------- which group has which
+
+_lock = threading.Lock()
+_worlds: list[weakref.ref[ShareWorld]] = []
+_watching: list[Any] = []
+
+
+def world_of(group: Group | None) -> ShareWorld:
+    """The world of a group: one in a process, for as long as somebody holds it."""
+    with _lock:
+        if not _watching:
+            _watching.append(register_optimizer_step_pre_hook(_before_step))
+        for each in _alive():
+            if each.group is group:
+                return each
+        world = ShareWorld(group)
+        _worlds[:] = [*(weakref.ref(each) for each in _alive()), weakref.ref(world)]
+        return world
+
+
+def _alive() -> list[ShareWorld]:
+    return [world for link in list(_worlds) if (world := link()) is not None]
+
+
+@outside_compiler
+def _before_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+    for world in _alive():
+        world.check_before_optimizer(optimizer)
+
+
+def check_shares(shares: Any, world: int | None, caller: str) -> int:
+    """The number of shares; raises :class:`OptionError` for one that makes no sense on so many ranks."""
+    if not isinstance(shares, int) or isinstance(shares, bool) or shares < 1:
+        raise OptionError(f"{caller}: shares is a whole number from 1 on, got {shares!r}")
+    if world is not None and world > shares:
+        raise OptionError(
+            f"{caller}: {shares} shares are too few for {world} ranks, of which {world - shares} would have nothing to "
+            "do; shares are fixed for a run, so choose as many as the most ranks that it will have"
+        )
+    return shares

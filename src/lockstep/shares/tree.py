@@ -1,0 +1,108 @@
+"""PURE: the fixed binary tree over share numbers.
+
+Eight shares are added as ``((0+1)+(2+3)) + ((4+5)+(6+7))``, on however many ranks they were computed. A *node* is
+``(level, place)``: it stands for the shares from ``place * 2**level`` to before ``(place + 1) * 2**level``, as far as
+there are so many. Where shares are no power of two, a node whose right half has no share is its left half.
+
+Ranks compute neighbouring shares, so that each can add most of them by itself (:class:`PartialSums`); what is left is
+added in the order that :func:`plan_additions` gives.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Generic, NamedTuple, TypeVar
+
+T = TypeVar("T")
+
+
+class Node(NamedTuple):
+    """A sum of neighbouring shares."""
+
+    level: int
+    place: int
+
+    @property
+    def parent(self) -> "Node":
+        """The node of which this is a half."""
+        return Node(self.level + 1, self.place // 2)
+
+    @property
+    def halves(self) -> "tuple[Node, Node]":
+        """The two nodes of which this is the sum."""
+        return Node(self.level - 1, 2 * self.place), Node(self.level - 1, 2 * self.place + 1)
+
+    @property
+    def first(self) -> int:
+        """Its first share."""
+        return self.place << self.level
+
+
+def shares_of(rank: int, world: int, shares: int) -> range:
+    """The shares that a rank computes: neighbours, as many as those of any other rank or one more (8 on three ranks: 3,
+    3 and 2)."""
+    each, more = divmod(shares, world)
+    first = rank * each + min(rank, more)
+    return range(first, first + each + (rank < more))
+
+
+def nodes_of(own: range) -> list[Node]:
+    """The partial sums that are left when these shares have been added, in the order of their shares."""
+    sums = PartialSums[None](lambda *_: None)
+    for share in own:
+        sums.add(share, None)
+    return [node for node, _ in sums.sums]
+
+
+class PartialSums(Generic[T]):
+    """Adds what shares give, in the tree's order, as it comes: a binary counter.
+
+    ``merge(left, left_value, right, right_value)`` gives the sum of two nodes. After ``n`` neighbouring shares there
+    are at most ``log2(n) + 1`` values, where the first share's number is a multiple of a power of two not below ``n``.
+    """
+
+    def __init__(self, merge: Callable[[Node, T, Node, T], T]) -> None:
+        self._merge = merge
+        self.sums: list[tuple[Node, T]] = []
+        """What is not part of a larger sum yet, in the order of shares."""
+
+    def add(self, share: int, value: T) -> None:
+        """Take what the next share gives."""
+        node = Node(0, share)
+        while node.place % 2 and self.sums and self.sums[-1][0].parent == node.parent:
+            left, left_value = self.sums.pop()
+            value = self._merge(left, left_value, node, value)
+            node = node.parent
+        self.sums.append((node, value))
+
+
+def plan_additions(nodes: Sequence[Node], shares: int) -> list[tuple[int, int]]:
+    """How to put together the ``nodes`` that the ranks have, in the order of their shares: pairs of places in the list,
+    of which the second is to be added to the first. The whole sum is at place 0 then."""
+    places = {node: place for place, node in enumerate(nodes)}
+    steps: list[tuple[int, int]] = []
+
+    def place_of(node: Node) -> int:
+        if node in places:
+            return places[node]
+        left, right = node.halves
+        place = place_of(left)
+        if right.first < shares:
+            steps.append((place, place_of(right)))
+        return place
+
+    if nodes:
+        place_of(Node(max(0, (shares - 1).bit_length()), 0))
+    return steps
+
+
+def add_up(sums: Sequence[tuple[Node, T]], shares: int, add: Callable[[T, T], T]) -> T | None:
+    """The sum over all shares, from partial sums that are all on one rank; None if there is none."""
+    values = [value for _, value in sums]
+    for into, place in plan_additions([node for node, _ in sums], shares):
+        values[into] = add(values[into], values[place])
+    return values[0] if values else None
+
+
+def add_in_tree_order(numbers: Sequence[float]) -> float:
+    """The sum of a number for each share."""
+    leaves = [(Node(0, share), number) for share, number in enumerate(numbers)]
+    return add_up(leaves, len(leaves), float.__add__) or 0.0

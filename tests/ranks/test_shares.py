@@ -1,0 +1,538 @@
+"""Training with shares: the same bits on any number of ranks, and errors where that could not be."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import IterableDataset, TensorDataset
+
+import lockstep
+from lockstep.errors import AgreementError, NotReplicableError, OptionError, PeerError, ShareError
+from share_runs import CELLS, data_of, digits, forever, train, train_all
+from threaded import run_ranks
+
+WORLDS = [1, 2, 3, 4, 8]
+ROWS = TensorDataset(torch.arange(16.0).view(16, 1))
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """The fingerprints of one rank."""
+    return run_ranks(1, train_all)[0]
+
+
+def test_cells_differ(alone):
+    assert len(set(alone)) == len(CELLS)
+
+
+@pytest.mark.parametrize("hosts", ["", "a"], ids=["gloo", "shm"])
+@pytest.mark.parametrize("world", WORLDS)
+def test_threads_come_to_the_same_bits(alone, world, hosts):
+    assert run_ranks(world, train_all, hosts=hosts * world, timeout=300) == [alone] * world
+
+
+@pytest.mark.parametrize("shares", [3, 5, 6])
+def test_shares_need_not_be_a_power_of_two(shares):
+    found = [run_ranks(world, train, CELLS[0], 2, shares, None, shares * 3) for world in (1, 2, 3)]
+    assert len(set(itertools.chain(*found))) == 1
+
+
+# ------------------------------------------------------------------------------------ gradients
+
+
+def linear(rank, shares=4, **options):
+    """y = w * x with w = 0, so that the gradient of w is the sum of the x."""
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    model = lockstep.replicate(model, shares=shares, process_group=rank.group, **options)
+    data = lockstep.GlobalBatches(ROWS, 8, shares, shuffle=False, process_group=rank.group)
+    return model, data
+
+
+def test_gradients_are_divided_by_the_rows_of_the_world():
+    def work(rank):
+        model, data = linear(rank)
+        gradients = []
+        for batch in data:
+            model.zero_grad()
+            for (x,) in batch:
+                model(x).sum().backward()
+            gradients.append(model.weight.grad.item())
+        return gradients
+
+    assert run_ranks(3, work) == [[3.5, 11.5]] * 3
+
+
+def test_a_loss_that_is_a_mean_lets_shares_count_alike():
+    def work(rank):
+        model, data = linear(rank, loss="mean")
+        for batch in data:
+            for (x,) in batch:
+                model(x).mean().backward()
+            return model.weight.grad.item()
+
+    assert run_ranks(2, work) == [3.5] * 2
+
+
+def test_weights_in_place_of_rows():
+    def work(rank):
+        model, data = linear(rank)
+        for batch in data:
+            for (x,) in batch:
+                with lockstep.accumulate(model, weight=x.sum()):
+                    model(x).sum().backward()
+            return model.weight.grad.item()
+
+    assert run_ranks(2, work) == [1.0] * 2
+
+
+def test_a_weight_that_is_missing_is_an_error_on_every_rank():
+    def work(rank):
+        model, data = linear(rank)
+        for batch in data:
+            for number, (x,) in enumerate(batch):
+                with lockstep.accumulate(model, weight=None if rank.rank == 1 and number else 1.0):
+                    model(x).sum().backward()
+
+    for error in run_ranks(2, work, errors=True):
+        assert isinstance(error, OptionError)
+        assert "share 3" in str(error)
+
+
+def test_several_backwards_of_a_share_add_up():
+    def work(rank):
+        model, data = linear(rank)
+        for batch in data:
+            for (x,) in batch:
+                model(x).sum().backward()
+                (10 * model(x)).sum().backward()
+            return model.weight.grad.item()
+
+    assert run_ranks(2, work) == [38.5] * 2
+
+
+def test_gradients_from_before_a_step_are_added_to():
+    def work(rank):
+        model, data = linear(rank)
+        for batch in data:
+            for (x,) in batch:
+                model(x).sum().backward()
+        return model.weight.grad.item()
+
+    assert run_ranks(2, work) == [15.0] * 2
+
+
+class Branches(nn.Module):
+    """Uses one of two weights by the sign of x, and a third one never."""
+
+    def __init__(self):
+        super().__init__()
+        self.small, self.large, self.idle = (nn.Parameter(torch.zeros(1)) for _ in range(3))
+
+    def forward(self, x):
+        return (x * (self.small if x.max() < 4 else self.large)).sum()
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_parameters_that_some_shares_do_not_use(world):
+    def work(rank):
+        model = lockstep.replicate(Branches(), shares=4, process_group=rank.group)
+        data = lockstep.GlobalBatches(ROWS, 8, 4, shuffle=False, process_group=rank.group)
+        found = []
+        for batch in data:
+            model.zero_grad()
+            for (x,) in batch:
+                model(x).backward()
+            found.append([None if p.grad is None else p.grad.item() for p in model.parameters()])
+        return found
+
+    assert run_ranks(world, work) == [[[6 / 8, 22 / 8, None], [None, 92 / 8, None]]] * world
+
+
+def test_a_gradient_of_minus_zero_keeps_its_sign():
+    def work(rank):
+        model = lockstep.replicate(Branches(), shares=4, process_group=rank.group)
+        data = lockstep.GlobalBatches(ROWS, 4, 4, shuffle=False, process_group=rank.group)
+        for batch in data:
+            for (x,) in batch:
+                model(x.view(1) * -0.0 if x == 2 else x.view(1) + 4).backward()
+            return model.small.grad.item() == 0 and torch.signbit(model.small.grad).item()
+
+    assert {sign for world in (1, 2, 4) for sign in run_ranks(world, work)} == {True}
+
+
+def test_half_precision_is_added_in_float32_and_rounded_once():
+    def work(rank):
+        model = lockstep.replicate(nn.Linear(1, 1, bias=False).bfloat16(), shares=4, process_group=rank.group)
+        rows = TensorDataset(torch.tensor([[256.0], [1.0], [1.0], [1.0]]))
+        data = lockstep.GlobalBatches(rows, 4, 4, shuffle=False, process_group=rank.group)
+        for batch in data:
+            for (x,) in batch:
+                model(x.bfloat16()).sum().backward()
+        return model.weight.grad.dtype, model.weight.grad.item()
+
+    rounded = torch.tensor(259 / 4).bfloat16().item()  # in bfloat16, 256 + 1 is 256
+    assert run_ranks(2, work) == [(torch.bfloat16, rounded)] * 2
+    assert rounded != 64
+
+
+def test_layouts_of_gradients_are_those_of_the_parameters():
+    def work(rank):
+        model = rank.make(digits).to(memory_format=torch.channels_last)
+        lockstep.replicate(model, shares=4, process_group=rank.group)
+        data = lockstep.GlobalBatches(data_of("digits"), 8, 4, process_group=rank.group)
+        for batch in data:
+            for x, _ in batch:
+                model(x).sum().backward()
+            return [p.grad.stride() == p.stride() for p in model.parameters()]
+
+    assert all(itertools.chain.from_iterable(found for world in (1, 2) for found in run_ranks(world, work)))
+
+
+def test_a_gradient_scaler_sees_the_reduced_gradient():
+    def work(rank):
+        model, data = linear(rank)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        weights = []
+        for batch in data:
+            optimizer.zero_grad()
+            for (x,) in batch:
+                x = x / 0 if x.max() == 1 and rank.rank == 0 else x  # an infinity in one share of one rank
+                scaler.scale(model(x).sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            weights.append(model.weight.item())
+        return weights, scaler.get_scale()
+
+    assert run_ranks(2, work) == [([0.0, -11.5], 2.0)] * 2
+
+
+def test_several_modules_take_part_in_a_step():
+    def work(rank):
+        first, data = linear(rank)
+        second, _ = linear(rank)
+        for batch in data:
+            for (x,) in batch:
+                second(first(x) + x).sum().backward()
+            return first.weight.grad.item(), second.weight.grad.item()
+
+    assert run_ranks(3, work) == [(0.0, 3.5)] * 3
+
+
+def test_a_layer_that_is_new_takes_part():
+    def work(rank):
+        model = lockstep.replicate(nn.Sequential(nn.Linear(1, 1, bias=False)), shares=4, process_group=rank.group)
+        data = lockstep.GlobalBatches(ROWS, 8, 4, shuffle=False, process_group=rank.group)
+        found = []
+        for batch in data:
+            model.zero_grad()
+            for (x,) in batch:
+                model(x).sum().backward()
+            found.append(model[0].weight.grad.item())
+            model[0] = nn.Linear(1, 1, bias=False)
+        return found
+
+    assert run_ranks(2, work) == [[3.5, 11.5]] * 2
+
+
+# ------------------------------------------------------------------------------------- buffers
+
+
+class Buffers(nn.Module):
+    """Counts, and keeps a mean of what it sees; has constants that no mean of themselves gives back."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1))
+        self.register_buffer("constant", torch.tensor([0.1]))
+        self.register_buffer("mean", torch.tensor([0.1]))
+        self.register_buffer("count", torch.tensor(0))
+        self.register_buffer("flags", torch.zeros(3, dtype=torch.bool))
+
+    def forward(self, x):
+        if x.min() >= 2:
+            self.mean.mul_(0.5).add_(0.5 * x.mean())
+            self.count += 1
+            self.flags[int(x.min()) % 3] = True
+        return (x * self.weight).sum()
+
+
+def test_buffers_begin_each_share_alike_and_are_averaged():
+    def work(rank):
+        model = lockstep.replicate(Buffers(), shares=6, process_group=rank.group)
+        data = lockstep.GlobalBatches(ROWS, 6, 6, shuffle=False, process_group=rank.group)
+        for batch in data:
+            for (x,) in batch:
+                model(x).backward()
+            return [buffer.tolist() for buffer in model.buffers()]
+
+    found = [buffers for world in (1, 2, 3, 6) for buffers in run_ranks(world, work)]
+    constant, mean, count, flags = found[0]
+    assert all(buffers == found[0] for buffers in found)
+    assert constant == torch.tensor([0.1]).tolist()
+    assert mean[0] == pytest.approx((0.1 + 0.1 + sum(0.05 + 0.5 * x for x in (2, 3, 4, 5))) / 6)
+    assert (count, flags) == (1, [False, False, True])
+
+
+# ------------------------------------------------------------------------- the order of things
+
+
+def test_a_backward_outside_of_a_share_is_an_error_by_name():
+    def work(rank):
+        model, _ = linear(rank)
+        with pytest.raises(ShareError, match=r"parameter weight.*shares=4.*for \.\.\. in batch"):
+            model(torch.ones(1, 1)).sum().backward()
+        (gradient,) = torch.autograd.grad(model(torch.ones(1, 1)).sum(), [model.weight])
+        return gradient.item()
+
+    assert run_ranks(1, work) == [1.0]
+
+
+def test_an_optimizers_step_inside_of_a_step_is_an_error():
+    def work(rank):
+        model, data = linear(rank)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        other = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1.0)
+        for batch in data:
+            for (x,) in batch:
+                other.step()
+                model(x).sum().backward()
+                with pytest.raises(ShareError, match="inside of its share"):
+                    optimizer.step()
+            optimizer.step()
+            return model.weight.item()
+
+    assert run_ranks(2, work) == [-3.5] * 2
+
+
+def test_a_step_that_was_left_has_no_gradients_and_the_next_one_has():
+    def work(rank):
+        model, data = linear(rank)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        for batch in data:
+            for (x,) in batch:
+                model(x).sum().backward()
+                if batch.number == 0:
+                    break
+            if batch.number == 0:
+                with pytest.raises(ShareError, match="batch 0 of epoch 0 was left"):
+                    optimizer.step()
+                assert model.weight.grad is None
+            else:
+                optimizer.step()
+        return model.weight.item()
+
+    assert run_ranks(2, work) == [-11.5] * 2
+
+
+def test_an_error_in_a_share_leaves_random_numbers_as_they_were():
+    def work(rank):
+        model, data = linear(rank)
+        before = random.getstate()
+        with pytest.raises(ZeroDivisionError):
+            for batch in data:
+                for (x,) in batch:
+                    model(x / random.random()).sum().backward()
+                    raise ZeroDivisionError
+        del batch
+        return random.getstate() == before
+
+    assert run_ranks(1, work) == [True]
+
+
+def test_a_batch_is_gone_through_once_and_one_at_a_time():
+    def work(rank):
+        _, data = linear(rank)
+        first = next(iter(data))
+        second = next(iter(data))
+        for number, _ in enumerate(first):
+            if number == 1:
+                with pytest.raises(ShareError, match="while batch 0 of epoch 0 is under way"):
+                    list(second)
+        with pytest.raises(ShareError, match="gone through already"):
+            iter(first)
+
+    run_ranks(1, work)
+
+
+def test_ranks_at_different_batches_are_told():
+    def work(rank):
+        model, data = linear(rank)
+        data.load_state_dict({"epoch": 0, "batch": rank.rank})
+        for batch in data:
+            for (x,) in batch:
+                model(x).sum().backward()
+
+    for error in run_ranks(2, work, errors=True):
+        assert isinstance(error, PeerError)
+        assert "another step" in str(error)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda model: model.no_sync(),
+        lambda model: model.set_requires_gradient_sync(False),
+        lambda model: model.register_comm_hook(None, lambda state, bucket: bucket.buffer()),
+        lambda model: lockstep.accumulate(model, last=False).__enter__(),
+    ],
+)
+def test_what_shares_decide_is_refused(use):
+    def work(rank):
+        model, _ = linear(rank)
+        with pytest.raises(OptionError, match="shares=4"):
+            use(model)
+
+    run_ranks(1, work)
+
+
+def test_options_that_make_no_sense():
+    def work(rank):
+        with pytest.raises(OptionError, match="2 shares are too few for 3 ranks"):
+            linear(rank, shares=2)
+        with pytest.raises(OptionError, match="whole number from 1"):
+            lockstep.replicate(nn.Linear(1, 1), shares=0, process_group=rank.group)
+        with pytest.raises(OptionError, match="loss must be one of"):
+            lockstep.replicate(nn.Linear(1, 1), shares=8, loss="max", process_group=rank.group)
+        with pytest.raises(OptionError, match="buffer_policy='mean' beside shares"):
+            lockstep.replicate(nn.Linear(1, 1), shares=8, buffer_policy="mean", process_group=rank.group)
+
+    run_ranks(3, work)
+
+
+def test_modules_and_batches_have_the_same_number_of_shares():
+    def work(rank):
+        model, _ = linear(rank)
+        data = lockstep.GlobalBatches(ROWS, 8, 8, process_group=rank.group)
+        with pytest.raises(OptionError, match=r"8 shares.*shares=4"):
+            list(next(iter(data)))
+        assert model.weight.grad is None
+
+    run_ranks(1, work)
+
+
+def test_hooks_that_would_see_the_gradients_of_a_share_are_refused():
+    def work(rank):
+        model, data = linear(rank)
+        model.weight.register_post_accumulate_grad_hook(lambda p: None)
+        with pytest.raises(NotReplicableError, match="parameter weight has a post-accumulate-grad hook"):
+            list(next(iter(data)))
+
+    run_ranks(1, work)
+
+
+def test_ranks_with_other_shares_differ():
+    def work(rank):
+        with pytest.raises(AgreementError, match="ranks differ in shares"):
+            linear(rank, shares=4 + rank.rank)
+
+    run_ranks(2, work)
+
+
+# ------------------------------------------------------------------------------------- settings
+
+
+def test_a_run_that_goes_on_with_another_setting_is_told_which():
+    def work(rank):
+        model, data = linear(rank)
+        state = lockstep.training_state_dict(model)
+        lockstep.load_training_state_dict(model, state)
+        state["settings"]["intra-op threads"] = "64"
+        with pytest.raises(AgreementError, match=r"saved intra-op threads was 64, now.*set_num_threads\(64\)"):
+            lockstep.load_training_state_dict(model, state)
+        torch.use_deterministic_algorithms(True)
+        try:
+            with pytest.raises(AgreementError, match="deterministic algorithms was off, now it is on"):
+                list(next(iter(data)))
+        finally:
+            torch.use_deterministic_algorithms(False)
+
+    run_ranks(1, work)
+
+
+def test_the_training_state_of_other_shares_is_refused():
+    def work(rank):
+        state = lockstep.training_state_dict(linear(rank)[0])
+        with pytest.raises(OptionError, match="begun with shares=4"):
+            lockstep.load_training_state_dict(linear(rank, shares=8)[0], state)
+
+    run_ranks(1, work)
+
+
+# ----------------------------------------------------------------------------------------- data
+
+
+def test_a_run_that_is_resumed_on_other_ranks_sees_every_sample_once():
+    def some(rank, state, batches):
+        data = lockstep.GlobalBatches(ROWS, 4, 4, seed=5, process_group=rank.group)
+        if state is not None:
+            data.load_state_dict(state)
+        seen = []
+        for batch in itertools.islice(data, batches):
+            seen += [x for (rows,) in batch for x in rows.flatten().tolist()]
+        return seen, data.state_dict()
+
+    def flat(found):
+        return sorted(x for seen, _ in found for x in seen)
+
+    for cut in range(1, 4):
+        first = run_ranks(3, some, None, cut)
+        rest = run_ranks(2, some, first[0][1], 99)
+        assert sorted(flat(first) + flat(rest)) == list(range(16))
+        assert rest[0][1]["epoch"] == 1
+
+
+class Noisy:
+    """Samples with a random number in them, of each kind."""
+
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, number):
+        return torch.tensor([number, torch.rand(()).item(), random.random()])
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_random_numbers_of_samples_are_the_same_in_any_worker(workers):
+    def rows(workers, batches):
+        data = lockstep.GlobalBatches(Noisy(), 4, 2, seed=3, num_workers=workers)
+        return torch.cat([x for batch in itertools.islice(forever(data), batches) for x in batch])
+
+    torch.manual_seed(0)
+    found, before = rows(workers, 6), torch.random.get_rng_state()
+    assert torch.equal(torch.random.get_rng_state(), before)
+    assert torch.equal(found, rows(0, 6))
+    first, second = found[:12], found[12:]
+    assert sorted(first[:, 0].tolist()) == sorted(second[:, 0].tolist()) == list(range(12))
+    assert not set(first[:, 1].tolist()) & set(second[:, 1].tolist())
+    assert len(set(found[:, 2].tolist())) == 24
+
+
+def test_a_batch_that_nobody_goes_through_is_left_out():
+    data = lockstep.GlobalBatches(ROWS, 4, 2, shuffle=False)
+    found = [[x for (rows,) in batch for x in rows.flatten().tolist()] for batch in data if batch.number != 1]
+    assert found == [[0, 1, 2, 3], [8, 9, 10, 11], [12, 13, 14, 15]]
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(range(8))
+
+
+def test_data_sets_that_cannot_be_cut_into_shares_are_refused():
+    with pytest.raises(OptionError, match="map-style"):
+        lockstep.GlobalBatches(Stream(), 4, 2)
+    with pytest.raises(OptionError, match="one for each of the 8 shares"):
+        lockstep.GlobalBatches(ROWS, 4, 8)
+    with pytest.raises(OptionError, match="do not fill one batch"):
+        lockstep.GlobalBatches(ROWS, 32, 8)
+    with pytest.raises(OptionError, match="sampler, which it decides"):
+        lockstep.GlobalBatches(ROWS, 8, 8, sampler=range(16))
+    with pytest.raises(OptionError, match="batch_size=8, these have batch_size=4"):
+        state = lockstep.GlobalBatches(ROWS, 8, 2).state_dict()
+        lockstep.GlobalBatches(ROWS, 4, 2).load_state_dict(state)
