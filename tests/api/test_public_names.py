@@ -49,6 +49,11 @@ PUBLIC = {
             .train(mode=True)
             .zero_grad(set_to_none=True)
         class Event(phase, replica, start, end)
+        class GlobalBatches(dataset, batch_size, shares, seed=0, *, shuffle=True, last='drop', process_group=None, collate_fn=None, **loader_options)
+            .batch
+            .epoch
+            .load_state_dict(state)
+            .state_dict()
         PeerFailure(PeerError, CommunicationError)
         class Session(options, environment)
             .agree(flag)
@@ -67,6 +72,7 @@ PUBLIC = {
         data_parallel(module, inputs, device_ids=None, output_device=None, dim=0, module_kwargs=None)
         module distributed
         module errors
+        fingerprint(model, optimizer=None)
         load_training_state_dict(module, state_dict)
         module local
         mean_over_ranks(tensors, process_group=None)
@@ -194,6 +200,7 @@ PUBLIC = {
         PeerError(LockstepError, RuntimeError)
         PeerFailure(PeerError, CommunicationError)
         ReplicaError(LockstepError, RuntimeError)
+        ShareError(LockstepError, RuntimeError)
         StructureError(LockstepError, ValueError)
         UnknownOptionError(OptionError, TypeError)
     """,
