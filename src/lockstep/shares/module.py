@@ -182,10 +182,8 @@ class ShareModule:
 
     # -------------------------------------------------------------------------------- in a share
 
-    def announce(self, weight: float | None) -> None:
-        """What the loss of the share under way counts, on top of what it counts already."""
-        if weight is None:
-            return
+    def weigh(self, weight: float) -> None:
+        """The loss of the share under way counts so much more."""
         share = self._share("accumulate(model, weight=...)")
         self._weights[share] = self._weights.get(share, 0.0) + weight
 

@@ -1,6 +1,7 @@
 """A module that is replicated with shares, as the functions of the library see it."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
@@ -124,9 +125,15 @@ class ShareReplication(Replication):
             "training use torch.autograd.grad"
         )
 
-    def announce(self, weight: float | None) -> None:
-        """What the loss of the share under way counts."""
-        self._started.announce(weight)
+    @contextmanager
+    def weighing(self, weight: float | None) -> Iterator[None]:
+        """What the loss of the share under way counts, on top of what it counts already."""
+        if weight is not None:
+            self._started.weigh(weight)
+        yield
+
+    def gradients_zeroed(self) -> None:
+        """Do nothing: weights are of the step under way."""
 
     @property
     def group(self) -> Group:
