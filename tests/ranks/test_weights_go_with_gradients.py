@@ -248,17 +248,34 @@ class Expected:
 
     def __init__(self, world):
         self.reduced, self.piled, self.weights = 0.0, [0.0] * world, [0.0] * world
+        self.empty = [True] * world
+        """By rank, whether nothing has piled up."""
 
-    def backward(self, gradients, weights, synchronised):
+    def backward(self, gradients, weights, synchronised, reaches):
         self.piled = [a + b for a, b in zip(self.piled, gradients, strict=True)]
         self.weights = [a + b for a, b in zip(self.weights, weights, strict=True)]
+        self.empty = [a and not b for a, b in zip(self.empty, reaches, strict=True)]
         if synchronised:
             total = sum(self.weights)
             self.reduced += sum(self.piled) / total if total else 0.0
             self.lose()
 
     def lose(self):
-        self.piled, self.weights = [0.0] * len(self.piled), [0.0] * len(self.piled)
+        self.piled, self.weights, self.empty = ([each] * len(self.piled) for each in (0.0, 0.0, True))
+
+    def step(self):
+        """Weights that came with no gradient go."""
+        self.weights = [0.0 if empty else each for each, empty in zip(self.weights, self.empty, strict=True)]
+
+
+class Nothing(torch.optim.Optimizer):
+    """Leaves parameters as they are."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {})
+
+    def step(self):
+        pass
 
 
 def programs(rank, seed):
@@ -266,12 +283,21 @@ def programs(rank, seed):
         draw = random.Random(f"{seed}, {number}")
         model, expected = net(rank, draw.choice([1, 3])), Expected(rank.world)
         for _ in range(8):
-            step = draw.choice(["local", "local", "round", "round", "to none", "to zero", "failure"])
+            step = draw.choice(["local"] * 3 + ["round", "round", "to none", "to zero", "failure", "step"])
             values, weights = ([draw.randrange(5) for _ in range(rank.world)] for _ in range(2))
+            reaches = [step == "round" or draw.random() < 0.6 for _ in range(rank.world)]
+            values = [value * reach for value, reach in zip(values, reaches, strict=True)]
             x = torch.full((1, 1), float(values[rank.rank]), dtype=torch.float64)
             if step in ("local", "round"):
-                backward(model, x, weights[rank.rank], last=step == "round")
-                expected.backward(values, weights, step == "round")
+                if reaches[rank.rank]:
+                    backward(model, x, weights[rank.rank], last=step == "round")
+                else:
+                    with lockstep.accumulate(model, last=False, weight=weights[rank.rank]):
+                        x.requires_grad_().sum().backward()
+                expected.backward(values, weights, step == "round", reaches)
+            elif step == "step":
+                Nothing(model.parameters()).step()
+                expected.step()
             elif step == "failure":
                 with pytest.raises(ValueError if rank.rank else PeerError), lockstep.accumulate(model, weight=7):
                     y = model(x)
