@@ -295,8 +295,9 @@ class Use:
         for step in range(steps):
             calls = [
                 [
-                    F(seed + step + r, tuple(range(len(net.layers))), module, norm=not self.setting.mixed)
+                    F(seed + step + r, (index,), module, norm=not (index or self.setting.mixed))  # on few layers: exact
                     for module, net in enumerate(refs)
+                    for index in range(len(net.layers))
                 ]
                 for r, refs in enumerate(self.refs)
             ]
