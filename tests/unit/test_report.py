@@ -226,13 +226,13 @@ def test_ranks_that_left_out_a_forward_are_told():
 
 @every_dtype
 def test_what_each_rank_says_of_its_loop(dtype):
-    loops = [LoopStatus(n, *flags) for n in range(31) for flags in itertools.product((False, True), repeat=3)]
+    loops = [LoopStatus(n, *flags) for n in range(15) for flags in itertools.product((False, True), repeat=4)]
     random.Random(2).shuffle(loops)
     said = [([0, 0, 0], [], RankStatus(5, loop=loop.encode()), 0.0) for loop in loops]
     report, _ = exchange(dtype, said)
 
     assert report.loops == loops
-    assert LoopStatus(31).encode() == LoopStatus(0).encode()
+    assert LoopStatus(15).encode() == LoopStatus(0).encode()
 
 
 def at_batches(*numbers, failed=False):
@@ -242,7 +242,7 @@ def at_batches(*numbers, failed=False):
 def test_ranks_at_different_batches_are_told():
     told(5, 0, *at_batches(7, 7, 7))
     with pytest.raises(PeerError, match=r"rank 0: rank 4 is 2 ahead of this rank in the batches of its loop, in rou"):
-        told(5, 0, *at_batches(30, 30, 32), global_ranks=[0, 2, 4])
+        told(5, 0, *at_batches(14, 14, 16), global_ranks=[0, 2, 4])
     with pytest.raises(PeerError, match="rank 1: rank 0 is 1 behind this rank"):
         told(5, 1, *at_batches(0, 1, 0))
     with pytest.raises(PeerError, match="backward failed on rank 0"):
@@ -253,7 +253,7 @@ def test_ranks_at_different_batches_are_told():
 def test_digests_are_told_apart(dtype):
     numbers = random.Random(3)
     digests = [torch.tensor([numbers.randrange(256) for _ in range(8)], dtype=torch.uint8) for _ in range(3)]
-    said = [([1, 1, 1], [], RankStatus(5, loop=8), 0.0)] * 3
+    said = [([1, 1, 1], [], RankStatus(5, loop=16), 0.0)] * 3
     report, _ = exchange(dtype, said, digests=digests)
     assert report.digests == [bytes(digest.tolist()) for digest in digests]
     assert exchange(dtype, said, digests=[digests[0], digests[0], None])[0].digests[2] == bytes(8)
@@ -287,12 +287,14 @@ def test_a_rank_without_a_weight_counts_as_zero_and_says_so(dtype):
 
 
 JOINED = RankStatus(2, joined=True)
+IS_IDLE = RankStatus(2, loop=LoopStatus(idle=True).encode())
 
 
 def factor(divisor, *given):
     """Of ranks that give a weight, none, or have run out."""
-    statuses = [each if each is JOINED else RankStatus(2, weighted=each is not None) for each in given]
-    said = [([1, 1, 1], [], status, weight) for status, weight in zip(statuses, given, strict=True)]
+    statuses = [each if each in (JOINED, IS_IDLE) else RankStatus(2, weighted=each is not None) for each in given]
+    weights = [each if isinstance(each, int) else 0 for each in given]
+    said = [([1, 1, 1], [], status, weight) for status, weight in zip(statuses, weights, strict=True)]
     return mean_factor(exchange(torch.float32, said)[0], divisor, 2, range(len(said)))
 
 
@@ -300,6 +302,9 @@ def test_weights_turn_a_mean_over_ranks_into_one_over_what_is_counted():
     assert factor(2.0, None, None) == 1.0
     assert factor(2.0, 3, 5) == 0.25
     assert factor(3.0, 4, JOINED, 2) == 0.5  # one that has run out counts nothing
+    assert factor(3.0, 4, IS_IDLE, 2) == 0.5
+    assert factor(3.0, None, IS_IDLE, None) == 1.5  # and a mean over all into one over the others
+    assert factor(3.0, IS_IDLE, IS_IDLE, IS_IDLE) == 1.0
     assert factor(2.0, 0, 0) == 0.0
     with pytest.raises(OptionError, match="rank 1 gave no weight in round 2, others did"):
         factor(3.0, 1, None, 1)

@@ -52,10 +52,5 @@ def accumulate(module: Module, last: bool = True, weight: float | torch.Tensor |
         weight = float(weight)
         if not 0 <= weight < float("inf"):
             raise OptionError(f"accumulate() got a weight of {weight}; expected a finite number, 0 or more")
-    with replication.weighing(weight):
-        before = replication.requires_sync
-        replication.set_requires_gradient_sync(last and before)
-        try:
-            yield
-        finally:
-            replication.set_requires_gradient_sync(before)
+    with replication.weighing(weight), replication.synchronising(last and replication.requires_sync):
+        yield

@@ -192,6 +192,19 @@ class BufferSet:
         )
 
 
+class KeptBuffers:
+    """What the values of buffers are now, to be given back."""
+
+    def __init__(self, buffers: Sequence[Buffer]) -> None:
+        now = [(buffer, buffer.current()) for buffer in buffers]
+        self._values = [(buffer, tensor.detach().clone()) for buffer, tensor in now if tensor is not None]
+
+    def give_back(self) -> None:
+        """Let them be what they were."""
+        for buffer, value in self._values:
+            buffer.assign(value)
+
+
 def has_overlap(tensor: Tensor) -> bool:
     """Whether two elements of a tensor may be one place in memory, as in an expanded one: it cannot be written."""
     if tensor.is_contiguous():
@@ -246,6 +259,10 @@ class BufferSync:
     def buffers(self) -> list[Buffer]:
         """The buffers that are carried."""
         return [] if self._set is None else self._set.buffers
+
+    def keep(self) -> KeptBuffers:
+        """What the module's buffers are now, by whatever policy."""
+        return KeptBuffers(self._scan().buffers)
 
     def changed(self) -> bool:
         """Whether the module has other buffers now; then nothing is carried until :meth:`renew`."""

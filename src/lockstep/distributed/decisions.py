@@ -1,13 +1,20 @@
-"""What ranks decide together without a collective: to stop, to leave a batch out; which batch they are at.
+"""What ranks decide together without a collective: to stop, to leave a batch out; which batch they are at, and who has
+run out of batches.
 
 Each rank says it of its own loop in the report of its next round (``reduction/report.py``). All ranks read the same
 report, so all know in the same step.
 """
 
-from typing import NamedTuple
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple, Protocol
 
-_STOPS, _SKIPS, _IDLE = 1, 2, 4
-_BATCHES = 31  # 8 * (batch % 31) + flags <= 247: exact even in bfloat16
+from lockstep.distributed.collectives import Group
+
+STOPS, SKIPS, IDLE, ENDS = 1, 2, 4, 8
+_BATCHES = 15  # 16 * (batch % 15) + flags <= 239: exact even in bfloat16
 
 
 class LoopStatus(NamedTuple):
@@ -21,18 +28,197 @@ class LoopStatus(NamedTuple):
     """Whether all ranks are to leave this batch out."""
     idle: bool = False
     """Whether it has run out of batches, and contributes nothing."""
+    ends: bool = False
+    """Whether it has no batch after this one."""
 
     def encode(self) -> int:
         """As it travels: a whole number below 256, with the last bits of the batch's number."""
-        return 8 * batch_code(self.batch) + self.stops * _STOPS + self.skips * _SKIPS + self.idle * _IDLE
+        flags = self.stops * STOPS + self.skips * SKIPS + self.idle * IDLE + self.ends * ENDS
+        return 16 * batch_code(self.batch) + flags
 
     @classmethod
     def decode(cls, code: int) -> "LoopStatus":
         """What :meth:`encode` gave."""
-        batch, flags = divmod(code, 8)
-        return cls(batch, bool(flags & _STOPS), bool(flags & _SKIPS), bool(flags & _IDLE))
+        batch, flags = divmod(code, 16)
+        return cls(batch, *(bool(flags & flag) for flag in (STOPS, SKIPS, IDLE, ENDS)))
 
 
 def batch_code(number: int) -> int:
     """The part of a batch's number that travels."""
     return number % _BATCHES
+
+
+class Reader(Protocol):
+    """Who has not read the report of a round yet."""
+
+    def read_for_loop(self) -> None:
+        """Read it, and tell the :class:`Decisions` of it. Raises nothing: what has failed is told where all ranks can
+        go on together."""
+
+
+class Decisions:
+    """What the loop of this rank says to those of the other ranks of a group, and what all have said."""
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self.batch = 0
+        """The number of the batch that the loop is at, counted by ``batches()``."""
+        self._ends = self._uneven = False
+        self._padding: list[object] = []
+        self._requests: list[Callable[[], object]] = []
+        self._unread: weakref.WeakSet[Reader] = weakref.WeakSet()
+        self._stops = self._skips = self._all_end = self._some_end = False
+        self._skips_next = self._failed = self._failed_locally = False
+        self._skippable: list[tuple[type[BaseException], ...]] = []
+
+    # ------------------------------------------------------------------------------ what this rank says
+
+    def say(self, idle: bool, skips: bool) -> int:
+        """What this rank says in its next report, encoded; ``idle``: it contributes nothing; ``skips``: it has just
+        decided to leave out the batch."""
+        stops = bool(self._requests) and any(asks() for asks in self._requests)
+        return LoopStatus(self.batch, stops, skips or self._skips_next, idle, self._ends).encode()
+
+    def stop_when(self, request: Callable[[], object]) -> None:
+        """Ask all ranks to stop from the first report on before which ``request()`` is something: a reason, True."""
+        if request not in self._requests:
+            self._requests.append(request)
+
+    def forget_request(self, request: Callable[[], object]) -> None:
+        """Take back :meth:`stop_when`."""
+        if request in self._requests:
+            self._requests.remove(request)
+
+    def next_batch(self, ends: bool, uneven: bool) -> None:
+        """The loop goes on with its next batch, which ``ends`` its own; ``uneven``: some rank may have run out."""
+        self.batch += 1
+        self._ends, self._uneven = ends, uneven
+        self._skips = self._failed = self._failed_locally = False
+
+    def end_epoch(self) -> None:
+        """The loop is over."""
+        self._ends = self._uneven = self._all_end = self._some_end = self._skips_next = False
+
+    @contextmanager
+    def padding(self) -> Iterator[None]:
+        """Inside, the rank has run out of batches: what it does counts nothing."""
+        token = object()
+        self._padding.append(token)
+        try:
+            yield
+        finally:
+            self._padding.remove(token)
+
+    @property
+    def is_padding(self) -> bool:
+        """Whether the batch that the loop is at counts nothing."""
+        return bool(self._padding)
+
+    def skip_in_next_round(self) -> None:
+        """The rank leaves out the batch in a round that is still to come, with other micro-batches."""
+        self._skips_next = True
+
+    def note_local_failure(self) -> None:
+        """A micro-batch that does not synchronise has failed."""
+        self._failed_locally = True
+
+    def take_local_failure(self) -> bool:
+        """Whether the last thing that has failed was such a micro-batch; asked once."""
+        found, self._failed_locally = self._failed_locally, False
+        return found
+
+    @contextmanager
+    def skipping_on(self, errors: tuple[type[BaseException], ...]) -> Iterator[None]:
+        """A backward that fails inside with one of ``errors`` leaves out the batch."""
+        self._skippable.append(errors)
+        try:
+            yield
+        finally:
+            self._skippable.remove(errors)
+
+    def leaves_out_after(self, error: BaseException | None) -> bool:
+        """Whether :meth:`skipping_on` was told that the batch is to be left out after ``error``."""
+        return any(isinstance(error, errors) for errors in self._skippable)
+
+    # ------------------------------------------------------------------------------ what all ranks have said
+
+    def hear(self, codes: Iterable[int], abandoned: bool = False) -> None:
+        """A report has been read; ``codes`` is what the ranks have said in it, once if all have said the same.
+
+        ``abandoned``: of a round in which this rank has failed, so that what becomes of the batch is known.
+        """
+        some, every = 0, ENDS | IDLE
+        for code in codes:
+            some |= code
+            every &= code
+        self._stops = bool(some & STOPS)
+        self._some_end, self._all_end = bool(some & (ENDS | IDLE)), bool(every & ENDS)
+        if not abandoned:
+            self._skips, self._failed = bool(some & SKIPS or every & IDLE), False
+
+    def note_failure(self) -> None:
+        """All ranks know that the round of this batch has failed."""
+        self._failed = True
+
+    def note_skipped(self) -> None:
+        """All ranks know that this batch is left out."""
+        self._skips, self._failed = True, False
+
+    def round_ended(self) -> None:
+        """A backward that synchronises is over."""
+        self._skips_next = False
+
+    def has_unread(self, reader: Reader) -> None:
+        """The report of a round has not been waited for."""
+        self._unread.add(reader)
+
+    def _read(self) -> None:
+        while self._unread:
+            self._unread.pop().read_for_loop()
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the round of this batch has failed, and all ranks know."""
+        return self._failed
+
+    @property
+    def may_be_idle(self) -> bool:
+        """Whether some rank may contribute nothing to the round under way. All ranks know alike."""
+        return self._uneven or self._some_end
+
+    @property
+    def should_stop(self) -> bool:
+        """Whether any rank has asked to stop before the last round ended: the same on all ranks at the same step.
+
+        Waits for the last report, where that travels over accelerators.
+        """
+        self._read()
+        return self._stops
+
+    @property
+    def skipped(self) -> bool:
+        """Whether any rank has left out this batch, so that all have, or none has one. Waits as :attr:`should_stop`
+        does."""
+        self._read()
+        return self._skips
+
+    @property
+    def all_have_ended(self) -> bool:
+        """Whether no rank has another batch after the one of the last round. Waits as :attr:`should_stop` does."""
+        self._read()
+        return self._all_end
+
+
+_known: "weakref.WeakSet[Decisions]" = weakref.WeakSet()
+_lock = threading.Lock()
+
+
+def decisions_of(group: Group) -> Decisions:
+    """The decisions of a group: one in a process, for as long as somebody holds it."""
+    with _lock:
+        for decisions in _known:
+            if decisions.group is group:
+                return decisions
+        decisions = Decisions(group)
+        _known.add(decisions)
+        return decisions

@@ -218,10 +218,20 @@ class Replication:
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Let gradients of backward passes inside pile up on this rank."""
+        with self.synchronising(False):
+            yield
+
+    @contextmanager
+    def synchronising(self, required: bool) -> Iterator[None]:
+        """Let backward passes inside synchronise, or not."""
         before = self.requires_sync
-        self.set_requires_gradient_sync(False)
+        self.set_requires_gradient_sync(required)
         try:
             yield
+        except BaseException:
+            if self.reducer is not None and not self.requires_sync:
+                self.reducer.decisions.note_local_failure()
+            raise
         finally:
             self.set_requires_gradient_sync(before)
 

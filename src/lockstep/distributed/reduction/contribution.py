@@ -14,26 +14,41 @@ from lockstep.distributed.reduction.weights import Weights
 class Contribution:
     """Grows with each backward pass, and is gone when a round has been reduced, or has failed."""
 
-    def __init__(self, parameters: Sequence[ManagedParameter], global_rank: int, joined: bool = False) -> None:
-        """``joined``: the rank has run out of batches, and contributes nothing."""
-        self._global_rank, self._joined = global_rank, joined
+    def __init__(
+        self, parameters: Sequence[ManagedParameter], global_rank: int, joined: bool = False, idle: bool = False
+    ) -> None:
+        """``joined``: the rank has run out of batches, and contributes nothing, inside of ``Join``; ``idle``: the same
+        in ``batches()``."""
+        self._global_rank, self._joined, self._idle = global_rank, joined, idle
         self.used = bytearray(len(parameters))
         """A one for each parameter that has had a gradient since the last round."""
         self.weights = Weights()
         self.drift = DriftWatch(parameters, global_rank)
         self.weights.watch(parameters)
 
-    def describe(self, number: int, failed: bool, differs: bool, backward: Code | None) -> tuple[RankStatus, Weight]:
+    def describe(
+        self, number: int, failed: bool, differs: bool, backward: Code | None, loop: int
+    ) -> tuple[RankStatus, Weight]:
         """What this rank says of round ``number``; ``differs``: it has other parameters, buffers or hooks than were
-        agreed on."""
+        agreed on; ``loop``: what it says of its loop."""
         flags = failed, self.weights.given, self._joined, differs, self.drift.suspects
         weight = Weight(self.weights.total, bool(self.weights.earlier.copies))
-        return RankStatus(round_code(number), *flags, backward), weight
+        return RankStatus(round_code(number), *flags, backward, loop), weight
+
+    @property
+    def is_something(self) -> bool:
+        """Whether there is anything to contribute: a gradient, or a weight."""
+        return 1 in self.used or self.weights.counted
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether the rank has run out of batches, and contributes nothing."""
+        return self._idle
 
     @property
     def is_usual(self) -> bool:
         """Whether it has a gradient of every parameter, and nothing else to tell."""
-        return 0 not in self.used and not (self.weights.given or self._joined or self.drift.suspects)
+        return 0 not in self.used and not (self.weights.given or self._joined or self._idle or self.drift.suspects)
 
     def accumulate(self, used: bytes) -> None:
         """A pass has ended that did not synchronise; ``used`` has a one for each parameter that it gave a gradient."""

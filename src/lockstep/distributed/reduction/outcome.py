@@ -26,10 +26,10 @@ class Outcome:
 
     def __init__(self, setup: Setup) -> None:
         self._setup = setup
-        self._collectives = setup.collectives
+        self._collectives, self._decisions = setup.collectives, setup.scheduler.decisions
         self.usage = Usage()
         self.has_failed = False
-        """Whether the last round has failed on some rank, and that was told."""
+        """Whether the last round has failed on some rank, or was left out, and that was told."""
         self._abandoned: Round | None = None  # what it has sent may not have arrived yet
 
     def abandon(self, failing: Round) -> None:
@@ -40,12 +40,20 @@ class Outcome:
         self.has_failed, self._abandoned = True, failing
         failing.abandon()
 
+    @property
+    def is_abandoned(self) -> bool:
+        """Whether the report of an abandoned round has not been read."""
+        return self._abandoned is not None
+
     def wait_for_abandoned(self) -> None:
         """Return when all that an abandoned round has sent has arrived."""
         abandoned, self._abandoned = self._abandoned, None
         if abandoned is not None:
             abandoned.wait_abandoned()
             self._setup.buffers.drop_large()
+            report = self._setup.transport.read_abandoned(abandoned.abandoned_row)
+            if report is not None:
+                self._decisions.hear([status.loop for status in report.ranks], abandoned=True)
 
     def conclude(self, ended: Round, own: Contribution, *, may_defer: bool, lists_used: bool) -> Sequence[Parameter]:
         """Read the report of a round that has been reduced, and give the parameters their gradients.
@@ -62,18 +70,20 @@ class Outcome:
         compares = report.values_changed_everywhere or (report.values_changed and not transport.deferred)
         try:
             factor = self._check(report, ended.number)
+            if report.skips:
+                self._leave_out()
+                return ()
             newcomers: Sequence[ManagedParameter] = setup.agree_anew() if renews else ()
             drift = self._find_drift(own) if compares else None
         except (PeerError, AgreementError, OptionError):
-            self.has_failed = True
-            transport.drop_deferred()  # it has been raised
-            setup.buffers.drop_large()
+            self._fail(report)
             raise
         ended.copy_out(report, factor, newcomers, own.weights.earlier.copies)
         if not transport.is_unread:
             setup.buffers.finish_large()
             if not report.module_changed:
                 transport.take_buffers(row)
+            setup.follow_active(report)
         self.usage.look(own.used)
         own.end_round()
         used = ended.parameters_in_order(report, newcomers) if lists_used else ()
@@ -84,6 +94,21 @@ class Outcome:
         warn_of_drift(drift, self._collectives.global_rank)
         return used
 
+    def _fail(self, report: Report) -> None:
+        """The round has failed on every rank, which is about to be raised."""
+        self.has_failed = True
+        self._setup.transport.drop_deferred()
+        self._setup.buffers.drop_large()
+        if any(status.failed for status in report.ranks):
+            self._decisions.note_failure()
+
+    def _leave_out(self) -> None:
+        """A report says that the batch is left out: nothing of the round counts."""
+        self.has_failed = True
+        self._setup.transport.drop_deferred()
+        self._setup.buffers.drop_large()
+        self._setup.drop_gradients()
+
     @property
     def is_unread(self) -> bool:
         """Whether nothing has been read of the report of the last round."""
@@ -91,24 +116,36 @@ class Outcome:
 
     def read_unread(self, number: int, advice: str) -> None:
         """Read the report of round ``number``, if it was not waited for: raise if the round has failed, with that
-        ``advice``, or assign the buffers that have come with it."""
-        transport = self._setup.transport
-        report = transport.look()
+        ``advice``, or assign the buffers that have come with it; a batch that is left out has no gradients."""
+        report = self._setup.transport.look()
         if report is None:
             return
         try:
             self._check(report, number, advice)
+            if report.skips and advice == KNOWN_LATE:
+                raise PeerError(
+                    f"rank {self._collectives.global_rank}: a rank has left out the batch of round {number}. {advice}; "
+                    "and ask `skipped` before weights are changed in another way than by a torch.optim.Optimizer"
+                )
         except (PeerError, OptionError):
-            self.has_failed = True
-            transport.drop_deferred()
-            self._setup.buffers.drop_large()
+            self._fail(report)
             raise
-        self._take_buffers(report)
+        self._leave_out() if report.skips else self._take_buffers(report)
 
-    def update_buffers(self, number: int) -> None:
-        """The same without an error, which has to come where all ranks can go on together."""
+    def read_quietly(self, number: int) -> None:
+        """The same, but what has failed is told later; the report of a round that was abandoned here is heard, too."""
+        self.wait_for_abandoned()
         report = self._setup.transport.look()
         if report is not None:
+            with suppress(PeerError, OptionError):
+                self._check(report, number)
+                self._leave_out() if report.skips else self._take_buffers(report)
+
+    def update_buffers(self, number: int) -> None:
+        """Assign the buffers that have come with round ``number``, if it has not failed and counts; an error has to
+        come where all ranks can go on together."""
+        report = self._setup.transport.look()
+        if report is not None and not report.skips:
             with suppress(PeerError, OptionError):
                 self._check(report, number)
                 self._take_buffers(report)
@@ -117,6 +154,7 @@ class Outcome:
         self._setup.buffers.finish_large()
         if not report.module_changed:
             self._setup.transport.take_buffers()
+        self._setup.follow_active(report)
         self._setup.transport.note_looked_at()
 
     def read_deferred(self, number: int, own: Contribution) -> None:
@@ -136,7 +174,11 @@ class Outcome:
         ``advice``: what to do, if gradients have been handed out.
         """
         ranks = self._collectives.global_ranks
+        if report.ranks:
+            self._decisions.hear([status.loop for status in report.ranks])
         check_ranks(report, number, self._collectives.rank, ranks, advice)
+        if report.skips:
+            return 1.0
         return mean_factor(report, self._setup.gradient_divide_factor, number, ranks)
 
     def _find_drift(self, own: Contribution) -> Drift | None:

@@ -26,18 +26,22 @@ Gradients live in buckets (``buckets.py``). What a rank has accumulated since th
 """
 
 import logging
+import sys
 import threading
-from collections.abc import Collection, Sequence
-from contextlib import suppress
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 
 import torch
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from lockstep.distributed.buffers import KeptBuffers
+from lockstep.distributed.decisions import Decisions
 from lockstep.distributed.reduction.backward import Reach
 from lockstep.distributed.reduction.buckets import BucketPart
 from lockstep.distributed.reduction.contribution import Contribution, gradients_set_aside
+from lockstep.distributed.reduction.idle import IdleBatch, contributing_nothing
 from lockstep.distributed.reduction.outcome import Outcome
 from lockstep.distributed.reduction.parameter import ManagedParameter
 from lockstep.distributed.reduction.parameter_hooks import listener_of, run_held_hooks, take_over_optimizers
@@ -71,6 +75,9 @@ class Reducer:
         self._contribution = Contribution(self.parameters, self.collectives.global_rank)
         self._round: Round | None = None
         self._accumulates = False  # a pass is under way that does not synchronise
+        self._idle: IdleBatch | None = None  # the loop is at a batch that counts nothing
+        self._idles = False  # a pass of such a batch is under way that is to synchronise
+        self._skips = False  # this rank leaves out the batch
         self._differs = False  # this rank has other parameters, buffers or hooks than were agreed on
         self._holds_hooks = False  # users have hooks on parameters
 
@@ -78,6 +85,11 @@ class Reducer:
     def parameters(self) -> list[ManagedParameter]:
         """The parameters that the ranks have agreed on."""
         return self._members.parameters
+
+    @property
+    def decisions(self) -> Decisions:
+        """What the loops of this and the other ranks have decided."""
+        return self.scheduler.decisions
 
     @property
     def present(self) -> list[ManagedParameter]:
@@ -89,12 +101,12 @@ class Reducer:
     @property
     def open(self) -> bool:
         """Whether a backward pass under way has reached the module."""
-        return self._round is not None or self._accumulates
+        return self._round is not None or self._accumulates or self._idles
 
     @property
     def reducing(self) -> bool:
         """Whether it synchronises."""
-        return self._round is not None
+        return self._round is not None or self._idles
 
     def look_for_changes(self) -> None:
         """A backward pass is about to reach the module: see whether it has other parameters than were agreed on."""
@@ -107,7 +119,7 @@ class Reducer:
 
     def reached(self) -> None:
         """The backward pass under way has come to outputs of the module; its gradients are as they were."""
-        if not self.open:
+        if not self.open and self._idle is None:
             self._contribution.weights.before_pass()
 
     def _open(self, new: Collection[int], compiled: bool = False) -> None:
@@ -119,11 +131,13 @@ class Reducer:
         if self.requires_sync:
             self._check_alive()
         self.scheduler.enter(self)
-        if self.requires_sync:
+        if self.requires_sync and self._idle is None:
             self._open_round()
         else:
-            self._accumulates = True
+            self._accumulates, self._idles = not self.requires_sync, self.requires_sync
             self._members.arrivals.accumulate()
+        if self._idle is not None:
+            return
         own = self._contribution
         if compiled or not self.scheduler.expects(self):
             own.weights.before_pass(new)
@@ -158,7 +172,8 @@ class Reducer:
     def mark_gradient_ready(self, index: int) -> None:
         """Autograd has accumulated the gradient of the parameter with that number, which no bucket waits for now."""
         with self._lock:
-            self._contribution.used[index] = 1
+            if self._idle is None:
+                self._contribution.used[index] = 1
             if not self.open:
                 told, before = self.parameters[index].parameter, self.parameters
                 self._open([id(told)])
@@ -186,7 +201,8 @@ class Reducer:
                     self.look_for_changes()
                 if self._differs or weights.concerned:
                     self._open([id(parameter)])
-            weights.newcomer_arrived(parameter)
+            if self._idle is None:
+                weights.newcomer_arrived(parameter)
 
     def is_marked(self) -> bool:
         """Whether compiled autograd has run hooks of the parameters."""
@@ -211,20 +227,58 @@ class Reducer:
         """
         with self._lock:
             try:
+                if self._idle is not None:
+                    return self._take_part_idle(self._idle)
                 without_gradient = not self.open  # this rank has none of the module, but another rank may have
                 if without_gradient:
                     self._open_without_gradient()
-                if self._round is None:
-                    return ()
-                with self.scheduler.failing_on_every_rank(self):
-                    self.setup.get_ready()
-                with self.collectives.phases.phase("finish", f"round {self._round.number}"):
-                    return self._finalize(self._round, without_gradient and self.passes.is_reached)
+                return self._finish(without_gradient and self.passes.is_reached)
             except Exception as error:
                 self.error = f"{type(error).__name__}: {error}"
                 raise
             finally:
                 self.end_pass()
+
+    def _finish(self, weighs: bool) -> Sequence[Parameter]:
+        if self._round is None:
+            return ()
+        with self.scheduler.failing_on_every_rank(self):
+            self.setup.get_ready()
+        with self.collectives.phases.phase("finish", f"round {self._round.number}"):
+            return self._finalize(self._round, weighs)
+
+    def _take_part_idle(self, batch: IdleBatch) -> Sequence[Parameter]:
+        """The same at a batch that counts nothing: contribute what has piled up before it, if anything has."""
+        self._idles = False
+        self._members.arrivals.end_pass()
+        batch.undo()
+        try:
+            if self._contribution.is_something:
+                self._open_without_gradient()
+                return self._finish(weighs=False)
+            with self._contributing(idle=True):
+                self._open_without_gradient()
+                return self._finish(weighs=False)
+        finally:
+            batch.round_ended(self.buffers.keep())
+
+    @contextmanager
+    def _contributing(self, joined: bool = False, idle: bool = False) -> Iterator[None]:
+        """Inside, this rank contributes nothing; what it was to contribute, it is still to contribute afterwards.
+        Parameters have the reduced gradients then, unless the rank has ``joined``."""
+        before = self.parameters
+        self.look_for_changes()
+        rank, parameters = self.collectives.global_rank, [*before, *self._members.newcomers]
+        own, self._contribution = self._contribution, Contribution(before, rank, joined, idle)
+        try:
+            counts = lambda: not self.outcome.has_failed  # noqa: E731
+            with gradients_set_aside(parameters) if joined else contributing_nothing(parameters, counts):
+                yield
+        finally:
+            self._contribution = own
+            if self.parameters is not before:  # the ranks have agreed on others meanwhile
+                own.renumber(before, self.parameters)
+            own.watch(self.parameters, self._members.newcomers, self._members.departed)
 
     def _open_without_gradient(self) -> None:
         self._check_alive()
@@ -249,14 +303,19 @@ class Reducer:
         current.wait()
         take_over_optimizers(each.parameter for each in self._members.newcomers)
         usual = self.setup.is_settled and self._contribution.is_usual and not (current.late or self._differs)
+        usual = usual and not self.decisions.may_be_idle
         used = self.outcome.conclude(current, self._contribution, may_defer=usual, lists_used=self._holds_hooks)
         if self.outcome.is_unread:
             before_next_step(self)
+            self.decisions.has_unread(self)
         return used
 
     def _describe(self, passive: bool, number: int, failed: bool) -> tuple[RankStatus, Weight]:
         """What this rank says of a round."""
-        return self._contribution.describe(number, failed, self._differs, None if passive else self.passes.summarize())
+        loop = self.decisions.say(self._contribution.is_idle, self._skips)
+        failed = failed and not self._skips
+        backward = None if passive or self._skips else self.passes.summarize()
+        return self._contribution.describe(number, failed, self._differs, backward, loop)
 
     def takes_part(self, accumulates: bool) -> bool:
         """Whether a backward pass that has gone through the module without a gradient of it is a round all the same.
@@ -286,6 +345,11 @@ class Reducer:
         with self._lock:
             self.outcome.read_unread(self.rounds, NOT_STEPPED)
 
+    def read_for_loop(self) -> None:
+        """The loop asks what the ranks have decided."""
+        with self._lock:
+            self.outcome.read_quietly(self.rounds)
+
     def update_buffers(self) -> None:
         """Assign the buffers that have come with the last round, if that has waited for its report."""
         if self.outcome.is_unread:
@@ -303,12 +367,14 @@ class Reducer:
                 self._contribution.forget()  # after a failure, too: what was to be contributed is gone
                 if ended.has_begun:  # else it may not have opened at all, for other ranks
                     self.rounds = ended.number
+            elif self._idle is not None:
+                self._idle.undo()
             elif self._accumulates:
                 self._contribution.accumulate(accumulated)
             if ended is not None or failed:
                 self.passes.end_round()
             self.passes.end_pass()
-            self._accumulates = False
+            self._accumulates = self._idles = False
 
     @torch.no_grad()
     def abandon(self) -> None:
@@ -317,8 +383,9 @@ class Reducer:
         self.error = f"round {number}: the backward pass failed on this rank"
         if self.scheduler.lost:
             return
+        self._skips = self.decisions.leaves_out_after(sys.exception())
         try:
-            if not self.open:
+            if self._round is None:
                 self._check_alive()
                 with suppress(PeerError, OptionError):  # which the others know of
                     self._open_round()
@@ -326,11 +393,13 @@ class Reducer:
                 self.setup.get_ready()
             assert self._round is not None
             self.outcome.abandon(self._round)
+            self.decisions.has_unread(self)
         except (CommunicationError, AgreementError) as error:  # the group has ended, or all raise
             logging.getLogger("lockstep").debug("the other ranks could not be told of a failure: %s", error)
         except Exception as error:
             self.scheduler.lose(f"it could not take its part in a round that had failed: {error!r}")
         finally:
+            self._skips = False
             self._contribution.forget()
 
     def is_within(self, reach: Reach, expected: bool) -> bool:
@@ -353,8 +422,49 @@ class Reducer:
         """Whether backward passes that begin from now on synchronise."""
         self.requires_sync = required
 
+    # ---------------------------------------------------------------- batches that count nothing, or are left out
+
+    def follow_rank(self, rank: int) -> None:
+        """Buffers of the next round are those of ``rank``."""
+        self.update_buffers()
+        self.setup.follow_rank(rank)
+
+    def begin_idle_batch(self) -> None:
+        """The loop is at a batch that counts nothing, until :meth:`end_idle_batch`."""
+        parameters = [member.parameter for member in (*self.parameters, *self._members.newcomers)]
+        self._idle = IdleBatch(parameters, self.keep_buffers())
+
+    def end_idle_batch(self) -> None:
+        """The loop goes on."""
+        if self._idle is not None:
+            self._idle.end()
+        self._idle = None
+
+    def leave_out(self) -> None:
+        """Take part in the round that the other ranks are in, without a gradient, and have all leave the batch out."""
+        self._skips = True
+        try:
+            with self._contributing(idle=True):
+                self.scheduler.reduce([self])
+        finally:
+            self._skips = False
+        self.drop_gradients()
+
+    def keep_buffers(self) -> KeptBuffers:
+        """What the module's buffers are now, to be given back."""
+        self.update_buffers()
+        return self.buffers.keep()
+
+    def drop_gradients(self) -> None:
+        """The batch is left out: no parameter has a gradient, and nothing is to be contributed any more."""
+        with self._lock:
+            self._contribution.forget()
+            self.setup.drop_gradients()
+
     def announce(self, weight: float | None) -> None:
         """What the loss of the next backward passes counts, on top of what has been counted since the last round."""
+        if self._idle is not None:
+            return
         if weight is not None:
             self.look_for_changes()  # what new parameters get has a weight, too
         self._contribution.weights.announce(weight)
@@ -381,14 +491,5 @@ class Reducer:
         What this rank has - gradients, what has piled up, its weights - it has afterwards, too: see
         tests/procs/test_join_gradients.py.
         """
-        before = self.parameters
-        self.look_for_changes()
-        own, self._contribution = self._contribution, Contribution(before, self.collectives.global_rank, joined=True)
-        try:
-            with gradients_set_aside([*before, *self._members.newcomers]):
-                self.scheduler.reduce([self])
-        finally:
-            self._contribution = own
-            if self.parameters is not before:  # the ranks have agreed on others meanwhile
-                own.renumber(before, self.parameters)
-            own.watch(self.parameters, self._members.newcomers, self._members.departed)
+        with self._contributing(joined=True):
+            self.scheduler.reduce([self])

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lockstep.distributed.decisions import LoopStatus, batch_code
+from lockstep.distributed.decisions import IDLE, SKIPS, LoopStatus, batch_code
 from lockstep.distributed.reduction.passes import NOT_HANDED_OUT, Code, check_passes
 from lockstep.errors import OptionError, PeerError
 
@@ -84,6 +84,16 @@ class Report:
     def loops(self) -> list[LoopStatus]:
         """What each rank says of its loop; only this rank's, if all are alike."""
         return [LoopStatus.decode(status.loop) for status in self.ranks]
+
+    @property
+    def skips(self) -> bool:
+        """Whether any rank leaves out the batch, so that all do."""
+        return any(status.loop & SKIPS for status in self.ranks)
+
+    @property
+    def idle(self) -> list[bool]:
+        """For each rank, whether it has run out of batches and contributes nothing; once, if all are alike."""
+        return [bool(status.loop & IDLE) for status in self.ranks]
 
     @property
     def module_changed(self) -> bool:
@@ -284,9 +294,11 @@ def check_ranks(report: Report, number: int, rank: int, global_ranks: Sequence[i
 
 def _check_batches(report: Report, number: int, rank: int, global_ranks: Sequence[int], advice: str) -> None:
     """Raise :class:`PeerError` if the ranks are not at the same batch."""
-    if len(report.ranks) < 2 or len({status.loop >> 3 for status in report.ranks}) == 1:
+    if len(report.ranks) < 2:
         return
     batches = [loop.batch for loop in report.loops]
+    if len(set(batches)) == 1:
+        return
     first = next(other for other, batch in enumerate(batches) if batch != batches[rank])
     ahead, behind = batch_code(batches[first] - batches[rank]), batch_code(batches[rank] - batches[first])
     distance = f"{ahead} ahead of" if ahead <= behind else f"{behind} behind"
@@ -300,14 +312,19 @@ def _check_batches(report: Report, number: int, rank: int, global_ranks: Sequenc
 
 
 def mean_factor(report: Report, divisor: float, number: int, global_ranks: Sequence[int]) -> float:
-    """What turns a mean over ``divisor`` ranks into one over weights, where they were given.
+    """What turns a mean over ``divisor`` ranks into one over weights, where they were given, or over the ranks that
+    have batches.
 
     Raises :class:`OptionError`, which names the rank by its number in ``global_ranks``, if one has given none.
     """
-    if not report.weights:
+    if len(report.ranks) < 2 and not report.weights:
         return 1.0
-    ranks = zip(global_ranks, report.ranks, strict=False)
-    if unweighted := [rank for rank, status in ranks if not (status.weighted or status.joined)]:
+    idle = report.idle
+    if not report.weights:
+        active = len(idle) - sum(idle)
+        return divisor / active if 0 < active < len(idle) else 1.0
+    ranks = zip(global_ranks, report.ranks, idle, strict=False)
+    if unweighted := [rank for rank, status, is_idle in ranks if not (status.weighted or status.joined or is_idle)]:
         raise OptionError(
             f"rank {unweighted[0]} gave no weight in round {number}, others did; give one on every rank, 0 where "
             "there is nothing to count"

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lockstep.distributed.buffers import BufferSync
 from lockstep.distributed.collectives import Collectives
+from lockstep.distributed.decisions import SKIPS
 from lockstep.distributed.reduction.report import RankStatus, Report, ReportLayout, Weight
 
 _OWN_DTYPE = torch.float32
@@ -56,7 +57,7 @@ class ReportTransport:
             try:
                 self._buffers.write(row[self._layout.packed_buffers])
             except Exception:
-                if not status.failed:
+                if not (status.failed or status.loop & SKIPS):
                     raise  # then this rank's part has failed, perhaps for this, and the others are told
 
     def read(self, row: Tensor, may_defer: bool) -> Report:
@@ -70,6 +71,14 @@ class ReportTransport:
             self.is_unread, self._packed_buffers = True, row[self._layout.packed_buffers].clone()
             return Report(used=None, late=[], ranks=[], weights=[])
         return self._layout.read(self._deferred.result())
+
+    def read_abandoned(self, row: Tensor | None) -> Report | None:
+        """What the ranks have said in a round that was abandoned here, if its report has been sent as it is laid out
+        now."""
+        if row is None or row.numel() != self._layout.numel:
+            return None
+        head = row[: self._layout.packed_buffers.start]
+        return self._layout.read(head if head.is_cpu else DeferredRow(head).result())
 
     def look(self) -> Report | None:
         """A report that was not waited for; None if it has been looked at, and :meth:`note_looked_at` called."""

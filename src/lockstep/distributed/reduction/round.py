@@ -69,6 +69,8 @@ class Round:
         """The first bucket that has not left."""
         self.late: dict[int, None] = {}
         """Parameters whose gradient came after its bucket had left, or has no bucket."""
+        self.abandoned_row: Tensor | None = None
+        """The report, if the round was abandoned before it had left."""
         self._setup, self._used, self._describe, self._creates_graph = setup, used, describe, creates_graph
         self._divide_factor, self._launches_early = setup.gradient_divide_factor, setup.is_ready
         self._graphs: list[tuple[ManagedParameter, Tensor]] = []
@@ -268,7 +270,7 @@ class Round:
         was: as the mean over the ranks that have batches."""
         collectives = self._setup.collectives
         used = [*(member for member in self._setup.parameters if report.uses(member.index)), *newcomers]
-        active = collectives.world - sum(status.joined for status in report.ranks)
+        active = collectives.world - sum(status.joined for status in report.ranks) - sum(report.idle)
         for each in reduce_again(used, earlier, collectives, active, "gradient from before"):
             each.copy_out(1 - factor * active / self._divide_factor)
 
@@ -293,13 +295,15 @@ class Round:
                 self._launch_blank_through_hooks(bucket, blank)
                 continue
             if bucket is self.buckets.report_bucket:
-                self._write_report(blank[bucket.planned.layout.numel :], failed=True)
+                self.abandoned_row = blank[bucket.planned.layout.numel :]
+                self._write_report(self.abandoned_row, failed=True)
             self._launch_abandoned(blank)
         if setup.hooks.hooks and not setup.collectives.follows_stream(setup.collectives.device):
             self.wait_abandoned()
         setup.buffers.send_large(failed=True)
         if setup.transport.own_row is not None:
-            self._write_report(setup.transport.own_row, failed=True)
+            self.abandoned_row = setup.transport.own_row
+            self._write_report(self.abandoned_row, failed=True)
             self._launch_abandoned(setup.transport.own_row)
 
     def _launch_abandoned(self, tensor: Tensor) -> None:

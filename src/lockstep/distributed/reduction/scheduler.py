@@ -18,6 +18,7 @@ reached, and what its graph says that it would have.
 """
 
 import logging
+import sys
 import threading
 import weakref
 from collections.abc import Collection, Iterator, Sequence
@@ -28,13 +29,15 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from lockstep.distributed.buffers import KeptBuffers
 from lockstep.distributed.collectives import Collectives, Group, Pending
+from lockstep.distributed.decisions import decisions_of
 from lockstep.distributed.one_by_one import OneByOne
 from lockstep.distributed.reduction.backward import BackwardPass, PassFollower, Reach
 from lockstep.errors import CommunicationError, PeerError
 from lockstep.phases import Phases
 
-_TAKES_PART, _FAILED = 1, 1 << 16
+_TAKES_PART, _FAILED, _SKIPPED = 1, 1 << 16, 1 << 32
 _lock = threading.Lock()
 _orders = 0  # the highest number of a group in this process
 
@@ -81,6 +84,28 @@ class ScheduledModule(Protocol):
     def abandon(self) -> None:
         """Send what the other ranks wait for, marked as failed, and wait for nobody."""
 
+    @property
+    def rounds(self) -> int:
+        """How many rounds there have been."""
+
+    def follow_rank(self, rank: int) -> None:
+        """Buffers of the next round are those of ``rank``: all ranks say so."""
+
+    def begin_idle_batch(self) -> None:
+        """The loop is at a batch that counts nothing, until :meth:`end_idle_batch`."""
+
+    def end_idle_batch(self) -> None:
+        """The loop goes on."""
+
+    def leave_out(self) -> None:
+        """Take part in the round of the other ranks without a gradient, and have them leave the batch out."""
+
+    def drop_gradients(self) -> None:
+        """The batch is left out: no parameter has a gradient."""
+
+    def keep_buffers(self) -> KeptBuffers:
+        """What the module's buffers are now."""
+
     def end_pass(self, failed: bool = False) -> None:
         """The backward pass is over, however it ended; ``failed`` if all ranks know that its round has failed."""
 
@@ -96,6 +121,8 @@ class GroupScheduler(PassFollower):
         """The number of the next module; ranks take the highest of theirs."""
         self.lost = ""
         """Why this rank cannot communicate over the group any more, if so."""
+        self.decisions = decisions_of(group)
+        """What the loop of this rank says to the other ranks."""
         self._order = 0
         self._modules: weakref.WeakValueDictionary[int, ScheduledModule] = weakref.WeakValueDictionary()
         self._reached: list[ScheduledModule] = []
@@ -216,6 +243,8 @@ class GroupScheduler(PassFollower):
         for module, parameters in reduced:
             with steps:
                 module.run_held_hooks(parameters)
+        if modules:
+            self.decisions.round_ended()
         steps.end()
 
     # ------------------------------------------------------------------------ a pass, as it fails
@@ -245,9 +274,12 @@ class GroupScheduler(PassFollower):
     def _abandon(self, modules: Sequence[ScheduledModule], this: BackwardPass | None) -> None:
         failing = [each for each in modules if each.reducing or not each.open]
         failing = [each for each in failing if this is None or not this.is_known_to_fail(each)]
+        if failing:
+            self.decisions.note_failure()
         try:
             if failing and not self.exclusive:
-                self._abandoned = self._exchange(failing, _FAILED)  # kept until it has arrived
+                mark = _SKIPPED if self.decisions.leaves_out_after(sys.exception()) else _FAILED
+                self._abandoned = self._exchange(failing, mark)  # kept until it has arrived
             for module in failing if self.exclusive else ():
                 module.abandon()
         except RuntimeError as error:
@@ -288,12 +320,17 @@ class GroupScheduler(PassFollower):
     def _read_who_takes_part(self, row: Tensor) -> list[ScheduledModule]:
         counts = row[self._collectives.world :].tolist()
         modules = [self._modules.get(number) for number, count in enumerate(counts) if count]
-        if any(count >= _FAILED for count in counts):
+        if any(count % _SKIPPED >= _FAILED for count in counts):
             self._end_rounds()
+            self.decisions.note_failure()
             raise PeerError(
                 f"rank {self._collectives.global_rank}: the backward pass failed on another rank before its gradients "
                 "were reduced; that rank's own error says why. No gradient has been handed out"
             )
+        if any(count >= _SKIPPED for count in counts):
+            self._end_rounds()
+            self._note_left_out()
+            return []
         return [module for module in modules if module is not None]
 
     def _end_rounds(self) -> None:
@@ -312,6 +349,72 @@ class GroupScheduler(PassFollower):
                 row[world + number] = mark
         row = row.to(self._collectives.device)
         return row, self._collectives.all_reduce(row, "which modules take part")
+
+    # ----------------------------------------------------- batches that count nothing, or are left out
+
+    @property
+    def rounds(self) -> int:
+        """How many rounds the modules have had, together."""
+        return sum(module.rounds for module in self._modules.values())
+
+    def follow_rank(self, rank: int) -> None:
+        """Buffers of the next round are those of ``rank``, in all modules."""
+        for module in self._in_order():
+            module.follow_rank(rank)
+
+    @contextmanager
+    def idle_batch(self) -> Iterator[None]:
+        """Inside, the loop is at a batch that counts nothing: the rank has run out."""
+        modules = self._in_order()
+        with self.decisions.padding():
+            for module in modules:
+                module.begin_idle_batch()
+            try:
+                yield
+            finally:
+                for module in modules:
+                    module.end_idle_batch()
+
+    @torch.no_grad()
+    def fail(self) -> None:
+        """Let the other ranks know that this one cannot go on."""
+        self._abandon([each for each in self._in_order() if each.requires_sync], None)
+
+    def leave_out(self) -> None:
+        """Have all ranks leave out the batch that they are at: take part in their round without a gradient.
+
+        Of a micro-batch that does not synchronise they hear in this rank's next round. Where the round of this batch
+        has failed, so that all ranks know, nothing is sent.
+        """
+        modules = self._in_order()
+        if self.decisions.take_local_failure() or not any(module.requires_sync for module in modules):
+            self.decisions.skip_in_next_round()
+            return
+        if not self.decisions.has_failed:
+            if not self.exclusive:
+                _, modules = self.listen()
+            try:
+                self._leave_out(modules)
+            except PeerError:
+                if not self.decisions.has_failed:  # else another rank has failed at this batch, too
+                    raise
+        self._note_left_out()
+
+    def _leave_out(self, modules: Sequence[ScheduledModule]) -> None:
+        steps = OneByOne()
+        for module in modules:
+            with steps:
+                module.leave_out()
+        steps.end()
+
+    def keep_buffers(self) -> list[KeptBuffers]:
+        """What the buffers of all modules are now, to be given back."""
+        return [module.keep_buffers() for module in self._in_order()]
+
+    def _note_left_out(self) -> None:
+        for module in self._in_order():
+            module.drop_gradients()
+        self.decisions.note_skipped()
 
     # ----------------------------------------------------------------------------- a rank that is lost
 

@@ -38,6 +38,7 @@ class Setup:
         self.gradient_divide_factor = float(collectives.world)
         """What sums are divided by: the world size, but where joined ranks do not count."""
         self._caps = tuple(caps)
+        self._follows_active = False
         self._before_next_round: list[Callable[[], object]] = []
         self._plan_anew()
 
@@ -89,6 +90,23 @@ class Setup:
         elif not self.plan.adapt(report.late):
             return
         self._make_buckets()
+
+    def drop_gradients(self) -> None:
+        """Let no parameter have a gradient, whether or not the ranks have agreed on it."""
+        for each in (*self.parameters, *self.members.newcomers):
+            each.parameter.grad = None
+
+    def follow_active(self, report: Report) -> None:
+        """Buffers of the next round are those of the first rank that has had a batch in this one."""
+        active = next((rank for rank, idle in enumerate(report.idle) if not idle), None)
+        if active is not None:
+            self.follow_rank(active)
+
+    def follow_rank(self, rank: int) -> None:
+        """Buffers of the next round are those of ``rank``, in the group."""
+        if rank or self._follows_active:  # else ``join()`` may have chosen another
+            self.buffers.set_source(rank)
+            self._follows_active = bool(rank)
 
     def restore(self, plan: str) -> None:
         """Go on with the plan of an earlier run; all ranks must."""

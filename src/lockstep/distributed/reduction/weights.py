@@ -75,6 +75,11 @@ class Weights:
         """Whether the backward pass that comes next is weighed, or one since the last round was."""
         return self._announced is not None or self.given
 
+    @property
+    def counted(self) -> bool:
+        """Whether a backward pass has been counted since the last round."""
+        return bool(self._passes) and not self._reduced
+
     def before_pass(self, new: Collection[int] = ()) -> None:
         """A backward pass is about to accumulate gradients, or has accumulated those of the parameters ``new``,
         by identity.

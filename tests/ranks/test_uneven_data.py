@@ -1,0 +1,420 @@
+"""Ranks with unequal numbers of batches, batches that are left out, and agreed stops."""
+
+from __future__ import annotations
+
+import itertools
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+import lockstep
+from lockstep.errors import OptionError, PeerError
+from small_modules import one_weight, x_of
+from threaded import count_collectives, run_ranks
+from training_loops import WHERE, BadBatchError, Plan, compare, random_plan
+
+knowing = pytest.mark.parametrize("known", [True, False], ids=["lengths", "streams"])
+
+# ---------------------------------------------------------------------------- beside one process
+
+PLANS = {
+    "streams on shm, wrapped": Plan((3, 1, 2), known=False, wrapped=True, hosts="aaa"),
+    "windows": Plan((5, 2), window=2),
+    "windows of streams": Plan((5, 2, 3), known=False, window=2),
+    "weights": Plan((4, 1), weighted=True, window=3),
+    "two modules": Plan((4, 2), modules=2, zeros=True),
+    "two groups": Plan((2, 4), modules=2, groups=2),
+    "left out": Plan((3, 2), bad=((0, 1, 0, WHERE[0]), (0, 0, 2, WHERE[1]), (1, 1, 1, WHERE[2]))),
+    "left out by hand": Plan(
+        (3, 2), context=False, bad=((0, 1, 0, WHERE[2]), (0, 0, 2, WHERE[1]), (1, 1, 1, WHERE[0]))
+    ),
+    "left out on both": Plan((2, 2), context=False, bad=((0, 0, 1, WHERE[1]), (0, 1, 1, WHERE[2]))),
+    "left out of two modules": Plan((3, 2), modules=2, bad=((0, 1, 0, WHERE[2]), (1, 0, 1, WHERE[1]))),
+    "left out of a window": Plan((4, 4), known=False, window=3, modules=2, bad=((1, 1, 3, WHERE[2]),)),
+    "left out with weights": Plan((3, 2), weighted=True, window=2, hosts="aa", bad=((0, 1, 1, WHERE[2]),)),
+    "stopped": Plan((4, 2), stop=(1, 0, 2), hosts="aa"),
+}
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_unequal_numbers_of_batches_train_as_one_process_would(name):
+    plan = PLANS[name]
+    found = compare(plan)
+
+    for length, each in zip(plan.lengths, found, strict=True):
+        if plan.stop is None:
+            assert each["padded"] == each["turns"] - plan.epochs * length
+
+
+@pytest.mark.usefixtures("sim")
+@pytest.mark.parametrize("name", ["windows", "left out", "left out by hand", "stopped"])
+def test_on_accelerators(name):
+    plan = PLANS[name]
+    compare(Plan(**{**vars(plan), "device": "sim", "hosts": ""}))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_loops(seed):
+    compare(random_plan(seed))
+
+
+@pytest.mark.soak
+def test_many_random_loops():
+    for seed in range(100, 500):
+        compare(random_plan(seed))
+
+
+# ---------------------------------------------------------------------------- batches
+
+
+def body(model, turns, optimizer=None):
+    for x in turns:
+        model.zero_grad()
+        model(x).sum().backward()
+        if optimizer is not None:
+            optimizer.step()
+
+
+def communicated(rank, known):
+    model = lockstep.replicate(one_weight(), process_group=rank.group)
+    own = [x_of(rank)] * (3 + 2 * rank.rank)
+    body(model, [x_of(rank)] * 2)
+    with count_collectives(rank) as seen:
+        body(model, lockstep.batches(own if known else iter(own), model))
+    return [each.name for each in seen]
+
+
+@knowing
+def test_nothing_is_sent_but_one_row_at_the_start(known):
+    for seen in run_ranks(2, communicated, known):
+        assert seen == ["all_gather", *["all_reduce"] * 5]
+
+
+class Stream(IterableDataset):
+    def __init__(self, n):
+        self.n = n
+
+    def __iter__(self):
+        return iter(torch.arange(float(self.n)).view(-1, 1))
+
+    def __len__(self):
+        return 100  # not what it gives
+
+
+def from_loaders(rank):
+    model = lockstep.replicate(one_weight(), process_group=rank.group)
+    seen = []
+    for dataset in (Stream(3 + 2 * rank.rank), TensorDataset(torch.arange(3.0 + 2 * rank.rank).view(-1, 1))):
+        turns = lockstep.batches(DataLoader(dataset, 2), model)
+        seen.append(0)
+        for batch in turns:
+            model(batch[0] if isinstance(batch, list) else batch).sum().backward()
+            seen[-1] += 1
+        try:
+            seen.append(len(turns))
+        except TypeError:
+            seen.append(None)
+    return seen
+
+
+def test_data_loaders():
+    assert run_ranks(2, from_loaders) == [[3, None, 3, 3]] * 2
+
+
+def spoils(rank):
+    """The batch that counts nothing is spoilt: its gradients and statistics are nowhere."""
+    model = lockstep.replicate(
+        nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 1)), process_group=rank.group
+    )
+    unused = nn.Linear(2, 1)
+    part = lockstep.replicate(rank.make(lambda: nn.ModuleList([nn.Linear(2, 1), unused])), process_group=rank.group)
+    optimizer = torch.optim.Adam([*model.parameters(), *part.parameters()], weight_decay=0.1)
+    seen = []
+    for _ in range(2):
+        turns = lockstep.batches([torch.randn(4, 2, generator=rank.generator())] * (2 + rank.rank), model, part)
+        for x in turns:
+            optimizer.zero_grad()
+            x = torch.full_like(x, torch.nan) if turns.is_padding else x
+            loss = model(x).sum() + part[0](x).sum()
+            if turns.is_padding:
+                loss = loss + part[1](x).sum()  # which no other rank uses
+            loss.backward()
+            optimizer.step()
+            seen.append((turns.weight, lockstep.mean(loss.item(), group=rank.group)))
+            assert part[1].weight.grad is None
+            assert all(rank.all_equal(buffer) for buffer in model.buffers())
+    lockstep.check_in_sync(model)
+    lockstep.check_in_sync(part)
+    finite = all(tensor.isfinite().all() for tensor in [*model.state_dict().values(), *part.state_dict().values()])
+    return finite, seen, int(model[1].num_batches_tracked)
+
+
+@pytest.mark.parametrize("hosts", ["", "aa"])
+def test_a_batch_that_counts_nothing_leaves_no_trace(hosts):
+    (finite, seen, batches), (_, others, _) = run_ranks(2, spoils, hosts=hosts)
+
+    assert finite
+    assert [weight for weight, _ in seen] == [1, 1, 0] * 2
+    assert all(torch.tensor(mean).isfinite() for _, mean in seen)
+    assert [mean for _, mean in seen] == [mean for _, mean in others]
+    assert batches == 6  # those of the first rank that has had one
+
+
+def local_statistics(rank):
+    model = lockstep.replicate(nn.BatchNorm1d(1), process_group=rank.group, buffer_policy="local")
+    for x in lockstep.batches([torch.randn(4, 1)] * (1 + rank.rank), model):
+        model(x).sum().backward()
+    return int(model.num_batches_tracked)
+
+
+def test_statistics_of_each_rank_count_its_own_batches():
+    assert run_ranks(2, local_statistics) == [1, 2]
+
+
+def takes_out(rank):
+    model = lockstep.replicate(one_weight(), process_group=rank.group)
+    for batch in lockstep.batches([{"x": x_of(rank)} for _ in range(1 + 2 * rank.rank)], model):
+        model(batch.pop("x")).sum().backward()
+    return True
+
+
+def test_the_loop_may_take_things_out_of_a_batch():
+    assert run_ranks(2, takes_out) == [True, True]
+
+
+def adds_up(rank):
+    """Gradients are never set to None: what is there counts as the mean that it was."""
+    model = lockstep.replicate(one_weight(), process_group=rank.group)
+    seen = []
+    for x in lockstep.batches([x_of(rank)] * (1 + rank.rank), model):
+        model(x).sum().backward()
+        seen.append(model.weight.grad.item())
+    return seen
+
+
+def test_gradients_that_are_kept():
+    assert run_ranks(2, adds_up) == [[1.5, 3.5]] * 2
+
+
+def empty(rank, known, padding):
+    model = lockstep.replicate(one_weight(), process_group=rank.group)
+    own = [x_of(rank)] * (2 * rank.rank)
+    grads = []
+    turns = lockstep.batches(own if known else iter(own), model, padding=torch.ones(1, 1) if padding else None)
+    for x in turns:
+        model.zero_grad()
+        model(x).sum().backward()
+        grads.append(model.weight.grad.item())
+    return grads
+
+
+@knowing
+def test_a_rank_without_any_batch(known):
+    assert run_ranks(2, empty, known, True) == [[2.0, 2.0]] * 2
+    first, second = run_ranks(2, empty, known, False, errors=True)
+    assert isinstance(first, OptionError)
+    assert "rank 0 has no batch at all" in str(first) or "the loader has given no batch" in str(first)
+    assert type(second) is (OptionError if known else PeerError)
+
+
+@knowing
+def test_no_rank_has_a_batch(known):
+    def nothing(rank):
+        model = lockstep.replicate(one_weight(), process_group=rank.group)
+        return list(lockstep.batches([] if known else iter([]), model, padding=None if known else 1))
+
+    if known:
+        assert run_ranks(2, nothing) == [[], []]
+
+
+class Lying(list):
+    def __len__(self):
+        return 3
+
+
+def lies(rank, gives):
+    model = lockstep.replicate(one_weight(), process_group=rank.group)
+    own = Lying([x_of(rank)] * gives) if rank.rank else [x_of(rank)] * 3
+    body(model, lockstep.batches(own, model))
+
+
+def test_a_loader_that_gives_another_number_than_it_says():
+    first, second = run_ranks(2, lies, 2, errors=True)
+    assert isinstance(first, PeerError)
+    assert "the loader has a length of 3, and has given 2 batches" in str(second)
+    with pytest.raises(OptionError, match="the loader has a length of 3, and has given 4 batches"):
+        run_ranks(2, lies, 4)
+
+
+def evaluates(rank):
+    model = lockstep.replicate(one_weight(), process_group=rank.group)
+    turns = lockstep.batches([1.0] * (1 + rank.rank), model)
+    with torch.no_grad():
+        return list(turns)
+
+
+def test_evaluation_neither_pads_nor_drops():
+    assert run_ranks(2, evaluates) == [[1.0], [1.0, 1.0]]
+
+
+def goes_on(rank):
+    """Rank 1 catches its own error, and goes on with the next batch."""
+    model = lockstep.replicate(one_weight(), process_group=rank.group)
+    for number, x in enumerate(lockstep.batches([x_of(rank)] * 3, model)):
+        if rank.rank == 1 and number == 1:
+            continue
+        model(x).sum().backward()
+
+
+def test_a_rank_that_leaves_out_a_batch_by_itself_is_told_by_name():
+    for rank, error in enumerate(run_ranks(2, goes_on, errors=True)):
+        assert isinstance(error, PeerError)
+        assert f"rank {rank}: rank {1 - rank} is 1 {('ahead of', 'behind')[rank]} this rank in the batch" in str(error)
+
+
+def breaks(rank):
+    model = lockstep.replicate(one_weight(), process_group=rank.group)
+    seen = []
+    for _ in range(2):
+        turns = lockstep.batches([x_of(rank)] * (4 if rank.rank else 1), model)
+        for number, x in enumerate(turns):
+            body(model, [x])
+            seen.append(model.weight.grad.item())
+            if number == 2:
+                break
+        seen.append(turns.is_padding)
+    body(model, [x_of(rank)])
+    return [*seen, model.weight.grad.item()]
+
+
+def test_the_loop_may_end_early():
+    assert run_ranks(2, breaks) == [[1.5, 2.0, 2.0, False] * 2 + [1.5]] * 2
+
+
+# ---------------------------------------------------------------------------- what is left out
+
+
+def with_statistics(rank, where):
+    model = lockstep.replicate(nn.Sequential(nn.BatchNorm1d(1), one_weight()), process_group=rank.group)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, weight_decay=0.1)
+    seen = []
+    for step in range(4):
+        optimizer.zero_grad()
+        before = [each.clone() for each in (*model.buffers(), *model.parameters())]
+        with lockstep.skip_on(BadBatchError, modules=[model]):
+            y = model(torch.randn(4, 1))
+            if rank.rank == step == 1 and where == "forward":
+                raise BadBatchError
+            if rank.rank == 0 and step == 2:
+                y.register_hook(raises)
+            y.sum().backward()
+        optimizer.step()
+        after = [*model.buffers(), *model.parameters()]
+        seen.append((lockstep.skipped(model), all(torch.equal(a, b) for a, b in zip(before, after, strict=True))))
+        assert all(rank.all_equal(each) for each in after)
+    lockstep.check_in_sync(model)
+    return seen
+
+
+def raises(grad):
+    raise BadBatchError
+
+
+def test_skip_on_leaves_buffers_and_the_optimizer_as_they_were():
+    usual, left_out = (False, False), (True, True)
+    assert run_ranks(2, with_statistics, "forward") == [[usual, left_out, left_out, usual]] * 2
+
+
+def no_skip(rank):
+    """What is raised is not what skip_on is for."""
+    model = lockstep.replicate(one_weight(), process_group=rank.group)
+    with lockstep.skip_on(BadBatchError, modules=[model]):
+        y = model(x_of(rank))
+        if rank.rank:
+            y.register_hook(lambda grad: 1 / 0)
+        y.sum().backward()
+
+
+def test_other_errors_are_told():
+    first, second = run_ranks(2, no_skip, errors=True)
+    assert isinstance(first, PeerError)
+    assert isinstance(second, ZeroDivisionError)
+
+
+def scaled(rank):
+    model = lockstep.replicate(one_weight(), process_group=rank.group)
+    optimizer, scaler = torch.optim.SGD(model.parameters(), 0.5), torch.amp.GradScaler("cpu", init_scale=8.0)
+    seen = []
+    for number in range(3):
+        optimizer.zero_grad()
+        with lockstep.skip_on(BadBatchError, modules=[model]):
+            if (number, rank.rank) == (1, 0):
+                raise BadBatchError
+            scaler.scale(model(x_of(rank)).sum()).backward()
+        if not lockstep.skipped(model):
+            scaler.step(optimizer)
+            scaler.update()
+        seen.append(model.weight.item())
+    return seen
+
+
+def test_a_gradient_scaler():
+    assert run_ranks(2, scaled) == [[0.25, 0.25, -0.5]] * 2
+
+
+def without_the_loop(rank):
+    """No batches(): forward counts are told, and the next step is as if nothing had been."""
+    model = lockstep.replicate(one_weight(), process_group=rank.group)
+    seen = []
+    for number in range(3):
+        model.zero_grad()
+        y = model(x_of(rank)).sum()
+        if rank.rank and number == 1:
+            lockstep.skip_batch(model)
+        else:
+            y.backward()
+        seen.append((lockstep.skipped(model), None if model.weight.grad is None else model.weight.grad.item()))
+    return seen
+
+
+@pytest.mark.parametrize("hosts", ["", "aa"])
+def test_a_batch_is_left_out_after_its_forward(hosts):
+    assert run_ranks(2, without_the_loop, hosts=hosts) == [[(False, 1.5), (True, None), (False, 1.5)]] * 2
+
+
+# ---------------------------------------------------------------------------- agreement
+
+
+def stops(rank):
+    model = lockstep.replicate(one_weight(), process_group=rank.group)
+    asked = SimpleNamespace(reason=None)
+    decisions = lockstep.stop_when(lambda: asked.reason, rank.group)
+    for number in itertools.count():
+        if rank.rank and number == 2:
+            asked.reason = "SIGTERM"
+        body(model, [x_of(rank)])
+        if lockstep.should_stop(rank.group):
+            assert decisions.should_stop
+            break
+    return number
+
+
+def test_all_ranks_stop_at_the_same_step():
+    assert run_ranks(3, stops) == [2, 2, 2]
+
+
+def test_a_flag_that_any_rank_has():
+    assert (
+        run_ranks(3, lambda rank: [lockstep.agree(rank.rank == n, rank.group) for n in (1, 5)]) == [[True, False]] * 3
+    )
+
+
+def test_shards_are_unequal_by_one_at_most():
+    shards = run_ranks(3, lambda rank: list(lockstep.shard(range(8), rank.group)))
+
+    assert shards == [[0, 3, 6], [1, 4, 7], [2, 5]]
+    with pytest.raises(OptionError, match=r"shard\(\) got a list_iterator without a length"):
+        run_ranks(1, lambda rank: lockstep.shard(iter([]), rank.group))
