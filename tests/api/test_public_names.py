@@ -25,6 +25,9 @@ from lockstep import local
 
 PUBLIC = {
     "lockstep": """
+        class Batches(loader, groups, padding)
+            .is_padding
+            .weight
         class DataParallel(module, device_ids=None, output_device=None, dim=0, *, split=None, gather_outputs=True)
             .forward(*inputs, **kwargs)
             .gather(outputs, output_device)
@@ -68,6 +71,8 @@ PUBLIC = {
         class SyncBatchNorm(*args, **kwargs)
             .forward(input)
         accumulate(module, last=True, weight=None)
+        agree(flag, group=None)
+        batches(loader, *modules, group=None, padding=None)
         check_in_sync(module, process_group=None)
         data_parallel(module, inputs, device_ids=None, output_device=None, dim=0, module_kwargs=None)
         module distributed
@@ -75,14 +80,24 @@ PUBLIC = {
         fingerprint(model, optimizer=None)
         load_training_state_dict(module, state_dict)
         module local
+        mean(values, weight=1.0, group=None)
         mean_over_ranks(tensors, process_group=None)
         replicate(module, ignored_modules=None, *, shares=None, loss='sum', **options)
         class session(backend=None, device=None, timeout=600.0, seed=0)
+        shard(dataset, group=None)
+        should_stop(group=None)
+        skip_batch(*modules, group=None)
+        skip_on(*errors, modules=(), group=None)
+        skipped(*modules, group=None)
         statistics(module)
+        stop_when(request, group=None)
         training_state_dict(module)
         watch(group=None, store=None)
     """,  # noqa: E501
     "lockstep.distributed": """
+        class Batches(loader, groups, padding)
+            .is_padding
+            .weight
         class DistributedDataParallel(module, device_ids=None, output_device=None, dim=0, broadcast_buffers=None, init_sync=True, process_group=None, bucket_cap_mb=None, find_unused_parameters=False, check_reduction=False, gradient_as_bucket_view=False, static_graph=False, delay_all_reduce_named_params=None, param_to_hook_all_reduce=None, mixed_precision=None, device_mesh=None, skip_all_reduce_unused_params=False, bucket_cap_mb_list=None, batched_grad_copy=False, forward_sync_buffers=None, lazy_bucket_allocation=False, *, buffer_policy='rank0', params_and_buffers_to_ignore=())
             .forward(*inputs, **kwargs)
             .join(divide_by_initial_world_size=True, enable=True, throw_on_early_termination=False)
@@ -125,11 +140,20 @@ PUBLIC = {
             .zero_grad(*args, **kwargs)
         class ShmOptions(*, host=None, between=None)
         accumulate(module, last=True, weight=None)
+        agree(flag, group=None)
+        batches(loader, *modules, group=None, padding=None)
         check_in_sync(module, process_group=None)
         load_training_state_dict(module, state_dict)
+        mean(values, weight=1.0, group=None)
         mean_over_ranks(tensors, process_group=None)
         replicate(module, ignored_modules=None, *, shares=None, loss='sum', **options)
+        shard(dataset, group=None)
+        should_stop(group=None)
+        skip_batch(*modules, group=None)
+        skip_on(*errors, modules=(), group=None)
+        skipped(*modules, group=None)
         statistics(module)
+        stop_when(request, group=None)
         training_state_dict(module)
     """,  # noqa: E501
     "lockstep.local": """

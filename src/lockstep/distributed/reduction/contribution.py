@@ -67,6 +67,11 @@ class Contribution:
         self.drift.forget()
         self.weights.give_up()
 
+    def leave_out(self) -> None:
+        """The batch is left out."""
+        self.forget()
+        self.weights.leave_out()
+
     def renumber(self, before: Sequence[ManagedParameter], parameters: Sequence[ManagedParameter]) -> None:
         """Go on with other parameters: what has had a gradient under its old number has it under the new one."""
         used = {id(each.parameter) for each, is_used in zip(before, self.used, strict=True) if is_used}

@@ -72,6 +72,7 @@ class Outcome:
             factor = self._check(report, ended.number)
             if report.skips:
                 self._leave_out()
+                own.leave_out()
                 return ()
             newcomers: Sequence[ManagedParameter] = setup.agree_anew() if renews else ()
             drift = self._find_drift(own) if compares else None

@@ -458,7 +458,7 @@ class Reducer:
     def drop_gradients(self) -> None:
         """The batch is left out: no parameter has a gradient, and nothing is to be contributed any more."""
         with self._lock:
-            self._contribution.forget()
+            self._contribution.leave_out()
             self.setup.drop_gradients()
 
     def announce(self, weight: float | None) -> None:

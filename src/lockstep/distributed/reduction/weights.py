@@ -159,6 +159,12 @@ class Weights:
             self._start_again()
             self.earlier.drop()
 
+    def leave_out(self) -> None:
+        """The batch is left out: what is announced counts no more, either."""
+        self._start_again()
+        self.earlier.drop()
+        self._announced = None
+
     def _start_again(self) -> None:
         """Nothing has been counted; what is announced is still to be."""
         self.total, self.given, self._passes, self._reduced = 0.0, False, 0, False
