@@ -108,6 +108,17 @@ def run_processes(
     raise first.error
 
 
+def start(function: Callable[..., Any], *args: Any) -> Any:
+    """A process that calls a module-level function, forked off the server; for the caller to end."""
+    process = _context.Process(target=_call, args=(_source(function), pickle.dumps(args)), name=function.__qualname__)
+    process.start()
+    return process
+
+
+def _call(source: tuple[str, str, str], args: bytes) -> None:
+    _find(source)(*pickle.loads(args))
+
+
 def _run(world: int, job: tuple, folder: str, deadline: float) -> tuple[list[int], dict[int, bytes]]:
     """Runs the processes to their end, at the latest to the deadline. Their exit codes, and messages by rank."""
     messages: dict[int, bytes] = {}

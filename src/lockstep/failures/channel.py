@@ -61,6 +61,7 @@ class FailureChannel:
         self._said = 0
         self._left_at = 0.0
         self._to_send: list[dict[str, Any]] = []
+        self._sending = False
         self._closing = False
         self._process = os.getpid()
         self._neighbours = self._meet(store, rank, host, timeout)
@@ -155,8 +156,19 @@ class FailureChannel:
         self._said += 1
         message = {"kind": kind, "id": [self.rank, self._said], **fields}
         self._heard.add((self.rank, self._said))
-        self._to_send.append(message)
+        with self._news:
+            self._to_send.append(message)
         self._wake_up()
+
+    def wait_until_told(self, seconds: float = GRACE_SECONDS) -> None:
+        """Return when what this rank has to tell has left, or after some seconds.
+
+        Before anything that may hold the interpreter for long, as a garbage collection does.
+        """
+        until = time.monotonic() + seconds
+        with self._news:
+            while (self._to_send or self._sending) and (left := until - time.monotonic()) > 0:
+                self._news.wait(left)
 
     def on(self, kind: str, handler: Callable[[dict[str, Any]], object]) -> None:
         """Call a handler with news of a kind, from the channel's thread."""
@@ -207,10 +219,16 @@ class FailureChannel:
         self._hang_up()
 
     def _send_news(self) -> None:
-        news, self._to_send = self._to_send, []
+        with self._news:
+            news, self._to_send = self._to_send, []
+            self._sending = bool(news)
         for message in news:
             for each in self._neighbours:
                 each.send(message)
+        if news:
+            with self._news:
+                self._sending = False
+                self._news.notify_all()
 
     def _wait_for_news(self) -> None:
         poll = select.poll()

@@ -27,12 +27,16 @@ class Connections:
         finally:
             self._sockets |= _sockets() - before
 
-    def shut_down(self) -> None:
-        """End those that are connected and still the same; who waits for them raises. They stay their owner's."""
+    def shut_down(self, except_port: int = 0) -> None:
+        """End those that are connected and still the same; who waits for them raises. They stay their owner's.
+
+        Those that others have made to ``except_port`` of this process are left alone.
+        """
         for fd, _ in self._sockets & _sockets():
             with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as each:
                 each.getpeername()  # not one that listens: Gloo would end the process
-                each.shutdown(socket.SHUT_RDWR)
+                if each.family == socket.AF_UNIX or each.getsockname()[1] != except_port:
+                    each.shutdown(socket.SHUT_RDWR)
 
 
 def _sockets() -> set[tuple[int, str]]:

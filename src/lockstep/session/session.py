@@ -6,8 +6,9 @@ import os
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
@@ -19,7 +20,7 @@ from torch._C._distributed_c10d import HashStore, TCPStore
 
 from lockstep.devices import accelerator
 from lockstep.distributed.collectives import Collectives, Group, backends_of
-from lockstep.errors import DeviceError, OptionError
+from lockstep.errors import CommunicationError, DeviceError, OptionError
 from lockstep.failures.channel import FailureChannel
 from lockstep.failures.connections import Connections
 from lockstep.failures.progress import Phase, Progress
@@ -30,6 +31,11 @@ from lockstep.session.seeds import generator, seed_this_rank
 from lockstep.session.watch import Watch, attach, make_channel
 
 T = TypeVar("T")
+
+GIVE_UP_SECONDS = 1.0
+"""How long the making of a group is waited for that another rank's failure has made useless."""
+CONNECT_SECONDS = 0.1
+"""How often a rank looks whether the store is there."""
 
 
 @dataclass(frozen=True)
@@ -239,12 +245,19 @@ def _join(options: SessionOptions, environment: Environment, this: Session) -> W
         return Watch(None)
     _stay_on_loopback(environment)
     store = _meeting_place(environment, limit)
+    connections, waits_for_store = Connections(), Connections()
+    # The group gets a connection of its own to the store: the only way to call back who waits for it is to end that.
+    with waits_for_store.recording():
+        own_store = store.clone()
     channel = make_channel(store, environment.rank, range(environment.world_size), this.progress, options.timeout)
-    connections = Connections()
     watch = Watch(channel, options.timeout, connections)
     try:
         with connections.recording():
-            _while_nobody_fails(channel, lambda: _make_group(this.backend, store, environment, limit))
+            _while_nobody_fails(
+                channel,
+                lambda: _make_group(this.backend, own_store, environment, limit),
+                lambda: waits_for_store.shut_down(except_port=environment.port),
+            )
     except BaseException as error:
         watch.end(error)
         raise
@@ -261,6 +274,8 @@ def _make_group(backend: str, store: Any, environment: Environment, timeout: tim
 
 def _meeting_place(environment: Environment, timeout: timedelta) -> Any:
     """The store; where no launcher has one, rank 0 does, and waits for nobody here."""
+    if environment.launcher_has_store or environment.rank:
+        _wait_for_store(environment, timeout.total_seconds())
     if environment.launcher_has_store:
         found = dist.rendezvous(  # type: ignore[attr-defined]
             "env://", environment.rank, environment.world_size, timeout=timeout
@@ -277,9 +292,31 @@ def _meeting_place(environment: Environment, timeout: timedelta) -> Any:
     )
 
 
-def _while_nobody_fails(channel: FailureChannel, make: Callable[[], object]) -> None:
-    """Run what waits for other ranks in C++, on another thread, and raise if one of them fails meanwhile."""
+def _wait_for_store(environment: Environment, timeout: float) -> None:
+    """Return when somebody listens where the store should be."""
+    deadline, where = time.monotonic() + timeout, (environment.address, environment.port)
+    while True:
+        try:
+            socket.create_connection(where, timeout=max(CONNECT_SECONDS, deadline - time.monotonic())).close()
+            return
+        except OSError as error:
+            if time.monotonic() > deadline:
+                host = "the launcher" if environment.launcher_has_store else f"rank 0 of {environment.world_size}"
+                raise CommunicationError(
+                    f"rank {environment.rank}: {host}, at whose store {where[0]}:{where[1]} the ranks meet, did not "
+                    f"come within {timeout:g} s ({error}); look at the errors of that process, and whether "
+                    "MASTER_ADDR and MASTER_PORT are right"
+                ) from error
+        time.sleep(CONNECT_SECONDS)
+
+
+def _while_nobody_fails(channel: FailureChannel, make: Callable[[], object], give_up: Callable[[], object]) -> None:
+    """Make the group on another thread, since that waits for other ranks in C++; raise if one of them fails meanwhile.
+
+    Then ``give_up`` ends the wait, and what is made nevertheless is destroyed.
+    """
     made: Future[None] = Future()
+    lock, given_up = threading.Lock(), False
     current = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
 
     def work() -> None:
@@ -287,16 +324,23 @@ def _while_nobody_fails(channel: FailureChannel, make: Callable[[], object]) -> 
             if current is not None:
                 torch.accelerator.set_device_index(current)
             make()
-            made.set_result(None)
+            with lock:
+                if given_up:
+                    dist.destroy_process_group()
+                made.set_result(None)
         except BaseException as error:
             made.set_exception(error)
 
-    channel.when_failed(lambda _: awake.set())
     awake = threading.Event()
+    channel.when_failed(lambda _: awake.set())
     made.add_done_callback(lambda _: awake.set())
     threading.Thread(target=work, name="lockstep makes the group", daemon=True).start()
     awake.wait()
-    if not made.done():
+    with lock:
+        given_up = not made.done()
+    if given_up:
+        give_up()
+        wait([made], GIVE_UP_SECONDS)
         channel.check()
     made.result()
 

@@ -64,6 +64,7 @@ class Watch:
         told = self._tell(channel, error)
         try:
             channel.announce_end()
+            channel.wait_until_told()
             release()
             if not channel.wait_for_others(LEFT_SECONDS):
                 self._connections.shut_down()  # others may wait for this rank, which does not come any more
