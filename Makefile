@@ -6,11 +6,12 @@ READY := .venv/.installed
 TORCHES := 2.11 2.13 2.15
 MATRIX := tests/unit tests/ranks tests/procs tests/shm tests/tools
 CLIENTS := .venv-clients
+DOCS := .venv/.docs-installed
 
 # Two workers share the tests, as tests/conftest.py says.
 PYTEST := -m pytest -m "not soak" -n 2
 
-.PHONY: train test test-matrix test-clients check format bench soak dist clean
+.PHONY: train test test-matrix test-clients check format docs bench soak dist clean
 
 train: $(READY)  ## the main job: a network on real handwritten digits, in two processes of torchrun
 	$(BIN)/python examples/launch.py --nproc-per-node 2 examples/digits.py $(ARGS)
@@ -26,7 +27,7 @@ test-torch-%: .venv-torch-%/.installed
 	.venv-torch-$*/bin/python $(PYTEST) $(MATRIX) $(ARGS)
 
 test-clients: $(CLIENTS)/.installed  ## programs that people run, in an environment of their own: 6 minutes
-	$(CLIENTS)/bin/python -m pytest -m "not soak" tests/clients $(ARGS)
+	$(CLIENTS)/bin/python -m pytest -m "not soak" tests/clients tests/docs $(ARGS)
 
 check: $(READY)
 	$(BIN)/ruff format --check .
@@ -36,6 +37,10 @@ check: $(READY)
 format: $(READY)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+docs: $(DOCS)  ## the documentation, in build/docs; a warning is an error
+	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet docs build/docs
+	@echo build/docs/index.html
 
 bench: $(READY)
 	for script in benchmarks/bench_*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
@@ -48,13 +53,17 @@ dist: $(READY)  ## what goes to PyPI: a wheel, and the source archive
 	$(BIN)/python -m hatchling build
 
 clean:
-	rm -rf dist .venv .venv-torch-* $(CLIENTS) runs .pytest_cache .mypy_cache .ruff_cache
+	rm -rf dist build .venv .venv-torch-* $(CLIENTS) runs .pytest_cache .mypy_cache .ruff_cache
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "lockstep needs Python 3.11 or newer"'
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --upgrade 'pip>=25.1'
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group dev --editable .
+	touch $@
+
+$(DOCS): $(READY)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group docs
 	touch $@
 
 .PRECIOUS: .venv-torch-%/.installed

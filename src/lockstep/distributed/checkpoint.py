@@ -14,7 +14,7 @@ def training_state_dict(module: Module) -> dict[str, Any]:
         module: A module from :func:`lockstep.replicate`, or a :class:`lockstep.DistributedDataParallel`.
 
     Returns:
-        The round's number, the bucket plan as JSON, and for each communication hook the state it was registered with:
+        The round's number, the bucket plan as JSON, and for each communication hook the state it was registered with -
         its ``state_dict()`` if it has one, else its attributes, process groups left out. Hook states may be this
         rank's own (error feedback of PowerSGD), so save one for each rank. ``torch.save`` and distributed checkpoints
         take it.

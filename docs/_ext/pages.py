@@ -1,0 +1,112 @@
+"""What the pages have beyond what is written in them: the reference, and the texts of all error messages.
+
+``<!-- reference: lockstep.local -->`` stands for the docstrings of every public name that is defined in there, or in
+one of several packages, separated by spaces; ``<!-- messages: OptionError -->`` for the messages of an error, read from
+the sources; ``<!-- other pages -->`` for the names of all pages that are not named before or after it. Links to files
+of the repository that are no pages lead to the repository.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import lockstep
+from lockstep import errors, local
+
+if TYPE_CHECKING:
+    from sphinx.application import Sphinx
+
+REPOSITORY = "https://github.com/torch-lockstep/lockstep/blob/main/"
+SOURCE = Path(lockstep.__file__).parent
+PAGES = Path(__file__).parents[1]
+PUBLIC = [lockstep, lockstep.distributed, lockstep.shm, local, local.comm]
+
+
+def expand(text: str) -> str:
+    """A page's text with all of this in it."""
+    text = re.sub(r"<!-- reference: (.+?) -->", lambda found: reference(found[1].split()), text)
+    text = text.replace("<!-- other pages -->", "\n".join(_not_named_in(text)))
+    text = re.sub(r"<!-- messages: (\w+) -->", lambda found: "\n".join(_listed(found[1])), text)
+    return re.sub(r"\]\(\.\./([^)]+)\)", rf"]({REPOSITORY}\1)", text)
+
+
+def _not_named_in(text: str) -> list[str]:
+    pages = sorted(file.stem for file in PAGES.glob("*.md") if file.stem != "index")
+    return [page for page in pages if not re.search(rf"^{page}$", text, re.MULTILINE)]
+
+
+# -------------------------------------------------------------------------------------- reference
+
+
+def reference(packages: list[str]) -> str:
+    """Directives for every public name that is defined in one of the packages."""
+    entries = sorted(entry for name, value in _public() if (entry := _entry(name, value, packages)))
+    return "\n".join(["```{eval-rst}", *(f"{directive}\n" for _, directive in entries), "```"])
+
+
+def _public() -> Iterator[tuple[str, Any]]:
+    """Each public object once, under the first of its names."""
+    seen: set[int] = set()
+    for module in PUBLIC:
+        for name in getattr(module, "__all__", None) or sorted(vars(module)):
+            value = getattr(module, name)
+            ours = getattr(value, "__module__", module.__name__).startswith(
+                module.__name__.rpartition(".")[0] or "lockstep"
+            )
+            if ours and not name.startswith("_") and id(value) not in seen:
+                seen.add(id(value))
+                yield f"{module.__name__}.{name}", value
+
+
+def _entry(name: str, value: Any, packages: list[str]) -> tuple[str, str] | None:
+    defined = getattr(value, "__module__", "")
+    if not any(defined == package or defined.startswith(f"{package}.") for package in packages):
+        return None
+    if inspect.isclass(value):
+        return name.lower(), f".. autoclass:: {name}\n   :members:"
+    return (name.lower(), f".. autofunction:: {name}") if callable(value) else None
+
+
+# --------------------------------------------------------------------------------------- messages
+
+
+def messages() -> dict[str, list[str]]:
+    """By name of an error class: the messages with which the library raises it, ``...`` where a value is put in."""
+    found: dict[str, list[str]] = {name: [] for name, value in vars(errors).items() if inspect.isclass(value)}
+    for file in sorted(SOURCE.rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in found and node.args:
+                text = re.sub(r"\.\.\.(\s*\.\.\.)+", "...", _template(node.args[0])).strip()
+                if len(re.findall(r"[a-z]{2,}", text)) >= 3 and text not in found[node.func.id]:
+                    found[node.func.id].append(text)
+    return found
+
+
+def _template(node: ast.expr) -> str:
+    if isinstance(node, ast.Constant):
+        return str(node.value)
+    if isinstance(node, ast.JoinedStr):
+        return "".join(_template(part) for part in node.values)
+    if isinstance(node, ast.BinOp):
+        return _template(node.left) + _template(node.right)
+    return "..."
+
+
+def _listed(name: str) -> Iterator[str]:
+    for text in sorted(messages()[name], key=str.lower):
+        yield "- " + re.sub(r"([\\`*_{}\[\]<>#|~$])", r"\\\1", " ".join(text.split()))
+
+
+def _read(app: Sphinx, page: str, source: list[str]) -> None:
+    source[0] = expand(source[0])
+
+
+def setup(app: Sphinx) -> dict[str, bool]:
+    """Register with Sphinx."""
+    app.connect("source-read", _read)
+    return {"parallel_read_safe": True}

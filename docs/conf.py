@@ -1,0 +1,34 @@
+"""How Sphinx builds the documentation: ``make docs``. Nothing is fetched."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent / "_ext"))
+
+project = "lockstep"
+author = "The lockstep developers"
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinxcontrib.mermaid", "pages", "links"]
+exclude_patterns = ["_ext", "_static", "pictures"]
+nitpicky = True  # every name that a page refers to is there
+
+html_theme = "furo"
+html_title = "lockstep"
+html_show_copyright = False  # LICENSE has it
+html_static_path = ["_static"]
+html_css_files = ["lockstep.css"]
+html_theme_options = {
+    "source_repository": "https://github.com/torch-lockstep/lockstep/",
+    "source_branch": "main",
+    "source_directory": "docs/",
+}
+
+myst_enable_extensions = ["colon_fence"]
+myst_fence_as_directive = ["mermaid"]
+myst_heading_anchors = 3
+nitpick_ignore = [("py:class", "BatchNorm"), ("py:attr", "uses")]  # in docstrings of PyTorch's, and in prose
+
+autodoc_typehints = "none"  # the text says what arguments are; signatures stay short
+autodoc_member_order = "bysource"
+autodoc_inherit_docstrings = False
+napoleon_google_docstring = True
+napoleon_numpy_docstring = False

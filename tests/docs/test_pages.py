@@ -1,0 +1,73 @@
+"""What the documentation says of the library is so: classes of errors, pictures, commands."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+
+from lockstep import errors
+from lockstep.cli import main
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
+
+
+def load(file: Path):
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_class_of_errors_is_in_the_index():
+    classes = {name for name, value in vars(errors).items() if inspect.isclass(value)} - {"LockstepError"}
+    headings = re.findall(r"^## (\w+)$\n", (DOCS / "errors.md").read_text(), re.M)
+    listed = re.findall(r"^<!-- messages: (\w+) -->$", (DOCS / "errors.md").read_text(), re.M)
+    assert set(listed) == classes == set(headings)
+
+
+def test_pictures_are_as_they_are_drawn():
+    for name, draw in load(DOCS / "pictures" / "draw.py").PICTURES.items():
+        assert (DOCS / name).read_text() == draw(), "run docs/pictures/draw.py"
+
+
+def commands() -> list[str]:
+    """What readers are told to type: lines of blocks of commands, after the prompt or at the beginning."""
+    blocks = [
+        block
+        for page in PAGES
+        for block in re.findall(r"^```(?:console|sh)?\n(.*?)^```$", page.read_text(), re.M | re.S)
+    ]
+    lines = [line.removeprefix("$ ").partition(" #")[0].strip() for block in blocks for line in block.splitlines()]
+    return sorted({line for line in lines if re.match(r"(make|lockstep|python|torchrun|\.venv/bin/python) ", line)})
+
+
+def test_there_are_commands():
+    assert "make test" in commands()
+
+
+@pytest.mark.parametrize("command", commands())
+def test_a_command_that_a_page_shows_is_there(command, capsys):
+    program, *arguments = command.split()
+    if program == "make":
+        targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M)
+        assert arguments[0] in targets
+    elif program == "lockstep":
+        with pytest.raises(SystemExit) as ended:
+            main.main([arguments[0], "--help"])
+        assert ended.value.code == 0
+        options = [argument.partition("=")[0] for argument in arguments if argument.startswith("--")]
+        assert all(option in capsys.readouterr().out for option in options[:1])
+    else:
+        files = [each for each in arguments if "/" in each and each.endswith(".py")]
+        assert all((ROOT / file).exists() for file in files)
+
+
+def test_messages_are_found_with_their_values_left_out():
+    pages = load(DOCS / "_ext" / "pages.py")
+    assert any("build the same module on every rank" in text for text in pages.messages()["AgreementError"])
