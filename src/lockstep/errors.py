@@ -19,6 +19,7 @@
     ├── CommunicationError (RuntimeError)     a collective failed or timed out
     ├── PeerError (RuntimeError)              another rank failed; this one is told
     │   └── PeerFailure                       the same, with that rank, its step and phase, and its own traceback
+    │       └── StalledError                  this rank itself made no progress, and the others have given it up
     ├── InspectionError (RuntimeError)        another process of this host cannot be asked what it is doing
     └── ShareError (RuntimeError)             shares of a step, or its end, out of their order
 
@@ -113,6 +114,10 @@ class PeerFailure(PeerError, CommunicationError):
         super().__init__(message)
         self.rank, self.step, self.phase = rank, step, phase
         self.reason, self.traceback, self.stacks = reason, traceback, stacks
+
+
+class StalledError(PeerFailure):
+    """The others have given this rank up, because it made no progress for too long; raised when it goes on."""
 
 
 class InspectionError(LockstepError, RuntimeError):

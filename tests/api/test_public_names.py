@@ -83,7 +83,7 @@ PUBLIC = {
         mean(values, weight=1.0, group=None)
         mean_over_ranks(tensors, process_group=None)
         replicate(module, ignored_modules=None, *, shares=None, loss='sum', **options)
-        class session(backend=None, device=None, timeout=600.0, seed=0)
+        class session(backend=None, device=None, timeout=600.0, seed=0, stall_factor=20.0, stall_minimum=60.0)
         shard(dataset, group=None)
         should_stop(group=None)
         skip_batch(*modules, group=None)
@@ -92,7 +92,7 @@ PUBLIC = {
         statistics(module)
         stop_when(request, group=None)
         training_state_dict(module)
-        watch(group=None, store=None)
+        watch(group=None, store=None, *, stall_factor=20.0, stall_minimum=60.0)
     """,  # noqa: E501
     "lockstep.distributed": """
         class Batches(loader, groups, padding)
@@ -225,6 +225,7 @@ PUBLIC = {
         PeerFailure(PeerError, CommunicationError)
         ReplicaError(LockstepError, RuntimeError)
         ShareError(LockstepError, RuntimeError)
+        StalledError(PeerFailure)
         StructureError(LockstepError, ValueError)
         UnknownOptionError(OptionError, TypeError)
     """,

@@ -42,8 +42,8 @@ def test_this_process_is_shown_with_rank_step_and_phase(capsys):
     with in_a_session("letters", 1, 4) as progress:
         progress.step = 12
         progress.current_phase = Phase.BACKWARD
-        progress.wait_begins("all_reduce, bucket 3")
-        code, out, err = shown(capsys, os.getpid())
+        with progress.waiting("all_reduce, bucket 3"):
+            code, out, err = shown(capsys, os.getpid())
     assert (code, err) == (0, "")
     assert f"run letters, rank 1 of 4, process {os.getpid()}\n  step 12, backward, for 0.0 s; running for" in out
     assert "waiting for all_reduce, bucket 3, for 0.0 s" in out

@@ -25,12 +25,12 @@ def progress():
 
 
 def read(pid=0):
-    """What the pages of a process say, by default of this one, as others would read them."""
+    """What the pages of a process say, by default of this one, as others would read them; other tests' are left out."""
     snapshots = []
     for page in pages_of(pid or os.getpid()):
         with page:
             snapshots.append(page.read())
-    return snapshots
+    return [seen for seen in snapshots if seen.run == "digits"]
 
 
 def test_what_is_written_can_be_read(progress):
@@ -45,11 +45,10 @@ def test_what_is_written_can_be_read(progress):
 
 
 def test_a_rank_that_waits_says_what_for(progress):
-    progress.wait_begins("all_reduce, bucket 3")
-    [seen] = read()
+    with progress.waiting("all_reduce, bucket 3"):
+        [seen] = read()
     assert seen.waits_for == "all_reduce, bucket 3"
     assert seen.describe() == "rank 1, before its first step, in start-up, waiting for all_reduce, bucket 3"
-    progress.wait_ends()
     assert read()[0].waits_for == ""
 
 

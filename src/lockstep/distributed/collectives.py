@@ -102,7 +102,8 @@ class Pending:
             if channel is None:
                 self._work.wait(_GROUPS_OWN_TIMEOUT)
             else:
-                self._owner.wait_watched(self._work, channel)
+                with channel.progress.waiting(self._what):
+                    self._owner.wait_watched(self._work, channel)
         except PeerFailure:
             raise
         except RuntimeError as error:

@@ -48,7 +48,7 @@ class FailureChannel:
     ) -> None:
         self.rank, self.global_ranks, self.progress = global_ranks[rank], list(global_ranks), progress
         self.failure: Failure | None = None
-        """The first failure, if it is another rank's."""
+        """The first failure, if it is another rank's; or this one's, if others have given it up."""
         self.left: dict[int, int] = {}
         """Ranks that have left, in good order or after a failure; and the step after which."""
         self.ended: set[int] = set()
@@ -312,7 +312,7 @@ class FailureChannel:
             if self._known.is_set():
                 return
             self._known.set()
-            if first.rank != self.rank:
+            if first.rank != self.rank or first.kind is Kind.STALLED:  # others say this of a rank that is alive
                 self.failure = first
             callbacks, self._callbacks = self._callbacks, []
             self._news.notify_all()

@@ -7,8 +7,8 @@ from enum import StrEnum
 from traceback import format_exception, format_exception_only
 from typing import Any
 
-from lockstep.errors import CommunicationError, PeerError, PeerFailure
-from lockstep.failures.where import phase_of
+from lockstep.errors import CommunicationError, PeerError, PeerFailure, StalledError
+from lockstep.failures.where import TRAINING, phase_of
 
 LONGEST_TRACEBACK = 48 * 1024
 """Characters of a traceback that travel; of a longer one, the last."""
@@ -69,25 +69,31 @@ class Failure:
     def _place(self) -> str:
         if self.kind is Kind.LEFT:
             return f"after step {self.step}"
+        if not self.step and self.phase == TRAINING:  # steps are not counted
+            return f"in {self.phase}"
         where = f"at step {self.step}" if self.step else "before its first step"
         return f"{where}, in {self.phase}" if self.phase else where
 
     def error(self, here: int) -> PeerFailure:
-        """The error to raise on rank ``here``."""
+        """The error to raise on rank ``here``: on the rank itself only if it has stalled, and goes on after that."""
+        if here == self.rank:
+            return StalledError(
+                f"rank {here} was given up by the others, because it made no progress {self._place}: {self.what}. They "
+                "have ended, so it cannot go on",
+                **self._fields(),
+            )
         parts = [f"rank {here} stops, because {self.summary}"]
         if self.traceback:
             parts.append(f"What rank {self.rank} raised:\n{_indented(self.traceback)}")
         if self.stacks:
             parts.append(f"What rank {self.rank} was doing:\n{_indented(self.stacks)}")
-        return PeerFailure(
-            "\n\n".join(parts),
-            rank=self.rank,
-            step=self.step,
-            phase=self.phase,
-            reason=self.what or _VERBS[self.kind],
-            traceback=self.traceback,
-            stacks=self.stacks,
-        )
+        return PeerFailure("\n\n".join(parts), **self._fields())
+
+    def _fields(self) -> dict[str, Any]:
+        """What an error has for programs."""
+        reason = self.what or _VERBS[self.kind]
+        same = ("rank", "step", "phase", "traceback", "stacks")
+        return {"reason": reason, **{name: getattr(self, name) for name in same}}
 
 
 _VERBS = {

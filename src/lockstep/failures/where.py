@@ -1,5 +1,6 @@
 """In which phase of its training an exception was raised: read off its traceback, so that a step costs nothing."""
 
+from collections.abc import Iterable
 from traceback import walk_tb
 from types import TracebackType
 
@@ -25,7 +26,12 @@ def phase_of(traceback: TracebackType | None, otherwise: str) -> str:
 
     A phase that the program has named itself, such as ``evaluation``, is given as ``otherwise`` and is kept in front.
     """
-    found = next((phase for frame, _ in walk_tb(traceback) if (phase := _phase_of_file(frame.f_code))), None)
+    return phase_of_files((frame.f_code.co_filename for frame, _ in walk_tb(traceback)), otherwise)
+
+
+def phase_of_files(files: Iterable[str], otherwise: str) -> str:
+    """The same, from the files of the frames, from the outermost to the innermost."""
+    found = next((phase for file in files if (phase := _phase_of_file(file))), None)
     if found is None or found == otherwise:
         return otherwise
     return found if otherwise in _KNOWN else f"{otherwise}, in {found}"
@@ -34,6 +40,6 @@ def phase_of(traceback: TracebackType | None, otherwise: str) -> str:
 _KNOWN = {"start-up", "data", "forward", "backward", "optimizer", "checkpoint", TRAINING}
 
 
-def _phase_of_file(code: object) -> str | None:
-    name = getattr(code, "co_filename", "").replace("\\", "/")
+def _phase_of_file(file: str) -> str | None:
+    name = file.replace("\\", "/")
     return next((phase for part, phase in _FILES if part in name), None)

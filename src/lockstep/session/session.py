@@ -23,12 +23,14 @@ from lockstep.distributed.collectives import Collectives, Group, backends_of
 from lockstep.errors import CommunicationError, DeviceError, OptionError
 from lockstep.failures.channel import FailureChannel
 from lockstep.failures.connections import Connections
+from lockstep.failures.deadline import StallLimits
 from lockstep.failures.progress import Phase, Progress
+from lockstep.failures.stacks import answering
 from lockstep.failures.where import TRAINING
 from lockstep.phases import Phases
 from lockstep.session.environment import Environment, read_environment
 from lockstep.session.seeds import generator, seed_this_rank
-from lockstep.session.watch import Watch, attach, make_channel
+from lockstep.session.watch import Watch, attach, make_channel, run_name
 
 T = TypeVar("T")
 
@@ -46,6 +48,8 @@ class SessionOptions:
     device: str | torch.device | None = None
     timeout: float = 600.0
     seed: int = 0
+    stall_factor: float | None = 20.0
+    stall_minimum: float = 60.0
 
 
 class Session:
@@ -62,14 +66,17 @@ class Session:
         """Where this rank's model and batches belong."""
         self.backend: str = options.backend or _choose_backend(self.device, environment)
         """The name of the group's backend."""
-        self.progress = Progress(environment.run, self.rank, self.world_size)
+        self.progress = Progress(_run_name(environment), self.rank, self.world_size)
         """What others can read of how far this rank has come."""
         self.generator: torch.Generator = generator(options.seed, f"generator of rank {self.rank}")
         """Random numbers that are others on each rank, on the CPU."""
         self.shared_generator: torch.Generator = generator(options.seed, "shared")
         """Random numbers that are the same on all ranks, on the CPU, if all draw the same of them."""
         seed_this_rank(options.seed, self.rank)
-        self._watch = _join(options, environment, self)
+        with contextlib.ExitStack() as resources:
+            resources.callback(self.progress.close)
+            resources.enter_context(answering())
+            self._watch = _join(options, environment, self, resources)
         self.group: Group = dist.group.WORLD
         """The process group: the default one."""
         self._collectives = Collectives(self.group, Phases())
@@ -157,6 +164,10 @@ class session:
             rank**, so that dropout and augmentation differ; use ``run.shared_generator`` for what has to be the same,
             such as an order of samples that all ranks split. (Weights need not be equal before
             :func:`lockstep.replicate`, which gives rank 0's to all.)
+        stall_factor: a rank that keeps another one waiting for this many times the median step makes no progress, and
+            is a failure, too: all ranks raise, and show where it is. None for no such limit. During the start, the
+            first steps and whatever ``run.phase()`` names, and while something is compiled, the limit is ``timeout``.
+        stall_minimum: seconds below which that limit never is.
 
     What is communicated: what making a process group takes, and what :func:`lockstep.watch` says.
 
@@ -182,10 +193,12 @@ class session:
         device: str | torch.device | None = None,
         timeout: float = 600.0,
         seed: int = 0,
+        stall_factor: float | None = 20.0,
+        stall_minimum: float = 60.0,
     ) -> None:
         if not timeout > 0:
             raise OptionError(f"session(): timeout is {timeout!r}, expected a number of seconds above 0")
-        self._options = SessionOptions(backend, device, timeout, seed)
+        self._options = SessionOptions(backend, device, timeout, seed, stall_factor, stall_minimum)
         self._session: Session | None = None
 
     def __enter__(self) -> Session:
@@ -237,12 +250,12 @@ def _choose_backend(device: torch.device, environment: Environment) -> str:
     return "nccl" if device.type == "cuda" and dist.is_nccl_available() else "gloo"
 
 
-def _join(options: SessionOptions, environment: Environment, this: Session) -> Watch:
+def _join(options: SessionOptions, environment: Environment, this: Session, resources: contextlib.ExitStack) -> Watch:
     """Meet the other ranks, first those that tell of failures, then the group; nothing is left if that fails."""
     limit = timedelta(seconds=options.timeout)
     if environment.world_size == 1:
         _make_group(this.backend, HashStore(), environment, limit)
-        return Watch(None)
+        return Watch(None, resources=resources.pop_all())
     _stay_on_loopback(environment)
     store = _meeting_place(environment, limit)
     connections, waits_for_store = Connections(), Connections()
@@ -250,7 +263,7 @@ def _join(options: SessionOptions, environment: Environment, this: Session) -> W
     with waits_for_store.recording():
         own_store = store.clone()
     channel = make_channel(store, environment.rank, range(environment.world_size), this.progress, options.timeout)
-    watch = Watch(channel, options.timeout, connections)
+    watch = Watch(channel, options.timeout, connections, resources.pop_all())
     try:
         with connections.recording():
             _while_nobody_fails(
@@ -263,7 +276,17 @@ def _join(options: SessionOptions, environment: Environment, this: Session) -> W
         raise
     gloo = "gloo" in backends_of(dist.group.WORLD)
     attach(channel, dist.group.WORLD, connections if gloo else None)
+    if options.stall_factor is not None:
+        limits = StallLimits(options.stall_factor, options.stall_minimum, options.timeout)
+        watch.look_for_stalls(store, dist.group.WORLD, limits)
     return watch
+
+
+def _run_name(environment: Environment) -> str:
+    """By the program, and by the launcher's name of the run, the port at which ranks meet, or the only process."""
+    if environment.alone:
+        return run_name(str(os.getpid()))
+    return run_name(str(environment.port) if environment.run in ("", "none") else environment.run[:8])
 
 
 def _make_group(backend: str, store: Any, environment: Environment, timeout: timedelta) -> None:

@@ -5,7 +5,9 @@ import contextlib
 import os
 import socket
 import sys
+import weakref
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -16,8 +18,11 @@ from lockstep.distributed.collectives import Group, backends_of, global_ranks, r
 from lockstep.errors import OptionError, PeerFailure
 from lockstep.failures.channel import LEFT_SECONDS, FailureChannel, forget, watch_group
 from lockstep.failures.connections import Connections
+from lockstep.failures.deadline import StallLimits
 from lockstep.failures.failure import Failure, follows_from_another, of_exception, peer_failure_in
 from lockstep.failures.progress import Progress
+from lockstep.failures.stacks import answering
+from lockstep.failures.stall import StallWatch
 from lockstep.failures.where import TRAINING
 from lockstep.session.last_words import LastWords, say_at_once
 from lockstep.shm import ProcessGroupShm
@@ -35,9 +40,15 @@ class Watch:
         channel: FailureChannel | None,
         timeout: float = END_SECONDS,
         connections: Connections | None = None,
+        resources: contextlib.ExitStack | None = None,
     ) -> None:
-        """No channel is for a rank that is alone; ``connections`` are those of Gloo, if they are known."""
+        """No channel is for a rank that is alone; ``connections`` are those of Gloo, if they are known.
+
+        ``resources`` are closed at the end.
+        """
         self.channel, self._timeout = channel, timeout
+        self._resources = resources or contextlib.ExitStack()
+        self._stalls: StallWatch | None = None
         self._connections = connections or Connections()
         self._process, self._ended = os.getpid(), False
 
@@ -45,6 +56,11 @@ class Watch:
         """Raise :class:`PeerFailure` if another rank has failed; a look at an attribute, nothing is sent."""
         if self.channel is not None:
             self.channel.check()
+
+    def look_for_stalls(self, store: Any, group: Group, limits: StallLimits) -> None:
+        """From now on, a rank of the group that makes no progress is found; every rank has to call it."""
+        assert self.channel is not None
+        self._stalls = StallWatch(self.channel, PrefixStore("lockstep stalls", store), _host(), limits, _counter(group))
 
     def end(self, error: BaseException | None = None, release: Callable[[], object] = lambda: None) -> None:
         """Tell the others how this rank ends, let the group go by ``release``, wait for the others, and close.
@@ -56,6 +72,12 @@ class Watch:
             return
         self._ended = True
         atexit.unregister(self.end)
+        if self._stalls is not None:
+            self._stalls.close()
+        with self._resources:
+            self._leave(error, release)
+
+    def _leave(self, error: BaseException | None, release: Callable[[], object]) -> None:
         channel = self.channel
         if channel is None:
             release()
@@ -72,7 +94,6 @@ class Watch:
         finally:
             forget(channel)
             channel.close()
-            channel.progress.close()
         if told is None and channel.failure is not None and (error is None or peer_failure_in(error) is not None):
             told = channel.error()
         if told is not None:
@@ -95,7 +116,13 @@ class Watch:
         self.end(error)
 
 
-def watch(group: Group | None = None, store: Any = None) -> Watch:
+def watch(
+    group: Group | None = None,
+    store: Any = None,
+    *,
+    stall_factor: float | None = 20.0,
+    stall_minimum: float = 60.0,
+) -> Watch:
     """Let every failure of a rank of a group be known on all its ranks at once, and by name.
 
     Every rank of the group has to call it at the same time. From then on, when one of them raises, is killed, or
@@ -105,6 +132,10 @@ def watch(group: Group | None = None, store: Any = None) -> Watch:
     Args:
         group: the process group; the default group if None.
         store: where the ranks meet; the group's own if None. A bare backend has none.
+        stall_factor: a rank that keeps another one waiting for this many times the median step makes no progress, and
+            is a failure, too; None for no such limit. During the first steps and while something is compiled the limit
+            is ten minutes.
+        stall_minimum: seconds below which the limit never is.
 
     Use it as a context manager around the training: an exception that passes through it is told to the others, with
     its traceback. Otherwise that is done when the program ends with one.
@@ -130,19 +161,47 @@ def watch(group: Group | None = None, store: Any = None) -> Watch:
         return Watch(None)
     if store is None:
         store = _store_of(group)
-    progress = Progress("watch", ranks[group.rank()], len(ranks))
+    resources = contextlib.ExitStack()
+    progress = Progress(run_name("watch"), ranks[group.rank()], len(ranks))
+    resources.callback(progress.close)
+    resources.enter_context(answering())
     progress.current_phase = TRAINING
-    channel = make_channel(store, group.rank(), ranks, progress, END_SECONDS)
-    attach(channel, group)
-    this = Watch(channel)
+    with resources:
+        channel = make_channel(store, group.rank(), ranks, progress, END_SECONDS)
+        attach(channel, group)
+        this = Watch(channel, resources=resources.pop_all())
+    if stall_factor is not None:
+        this.look_for_stalls(store, group, StallLimits(stall_factor, stall_minimum, END_SECONDS))
     _at_the_end_of_the_program(this)
     return this
 
 
 def make_channel(store: Any, rank: int, ranks: Sequence[int], progress: Progress, timeout: float) -> FailureChannel:
     """The channel of this rank, in a part of the store of its own."""
-    host = host_identity() if sys.platform == "linux" else socket.gethostname()
-    return FailureChannel(PrefixStore("lockstep failures", store), rank, ranks, progress, host, timeout)
+    return FailureChannel(PrefixStore("lockstep failures", store), rank, ranks, progress, _host(), timeout)
+
+
+def run_name(of_run: str) -> str:
+    """What a run is called on its host: by its program, and by what tells it from others of the same program."""
+    return f"{Path(sys.argv[0]).stem or 'python'}-{of_run}"
+
+
+def _host() -> str:
+    return host_identity() if sys.platform == "linux" else socket.gethostname()
+
+
+def _counter(group: Group) -> Callable[[], int | None]:
+    """How many collectives this rank has begun on a group, for as long as that is there."""
+    known = weakref.ref(group)
+
+    def count() -> int | None:
+        group = known()
+        try:
+            return None if group is None else int(group._get_sequence_number_for_group())
+        except (RuntimeError, AttributeError):  # not counted, or destroyed
+            return None
+
+    return count
 
 
 def attach(channel: FailureChannel, group: Group, connections: Connections | None = None) -> None:

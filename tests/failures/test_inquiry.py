@@ -1,0 +1,135 @@
+"""Which rank is late, and after how long: decided from what ranks say of themselves."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+
+import pytest
+import torch
+
+from lockstep.errors import OptionError
+from lockstep.failures.deadline import FIRST_STEPS, Deadline, StallLimits
+from lockstep.failures.failure import Kind
+from lockstep.failures.inquiry import Answer, late, stalled
+from lockstep.failures.places import collective_of, compiles, program_frame
+from lockstep.failures.stacks import Frame, Thread, own_stack
+
+TORCH = torch.__path__[0]
+WAITS = Answer(0, 100, step=7, phase="backward", idle=61, waits_for="all_reduce, bucket 0", begun=20)
+BUSY = Answer(1, 101, step=7, phase="data", idle=61, begun=20)
+
+
+def answer(rank, **changes):
+    return dataclasses.replace(BUSY if "waits_for" not in changes else WAITS, rank=rank, **changes)
+
+
+CASES = {
+    "one that does not wait": ([WAITS, BUSY, answer(2, waits_for="x")], 1),
+    "one that cannot answer before one that can": ([WAITS, BUSY, answer(2, answers=False, idle=0)], 2),
+    "one that is stopped in a collective": ([WAITS, BUSY, answer(2, waits_for="x", stopped=True)], 2),
+    "the one with fewer collectives": ([WAITS, answer(1), answer(2, begun=19)], 2),
+    "the one at the earlier step": ([WAITS, answer(1, begun=None), answer(2, begun=None, step=6)], 2),
+    "the one that has been there longer": ([WAITS, answer(1, idle=62), answer(2, idle=63)], 2),
+    "none that goes on meanwhile": ([WAITS, answer(1, idle=0.1)], None),
+    "of all that wait, the one behind": ([WAITS, answer(1, waits_for="x", begun=19)], 1),
+    "of all that are equally far, the odd one": ([WAITS, answer(1, waits_for="x"), answer(2, waits_for="x")], 0),
+    "none if all wait in the same": ([WAITS, answer(1, waits_for=WAITS.waits_for)], None),
+}
+
+
+@pytest.mark.parametrize(("answers", "rank"), CASES.values(), ids=CASES)
+def test_the_late_rank_is(answers, rank):
+    for ordered in (answers, answers[::-1]):
+        found = late(ordered, waited=61.0)
+        assert (found.rank if found is not None else None) == rank
+
+
+def test_what_is_told_of_it():
+    failure = stalled(BUSY, [WAITS, BUSY], WAITS, 61.2, "20 times the median step of 0.1 s, at least 60 s")
+    assert (failure.kind, failure.rank, failure.step, failure.phase) == (Kind.STALLED, 1, 7, "data")
+    assert failure.summary == (
+        "rank 1 makes no progress at step 7, in data: rank 0 has waited 61 s for it, longer than the limit (20 times "
+        "the median step of 0.1 s, at least 60 s). Its process 101 is alive, and has been in data for 61 s"
+    )
+    assert "rank 0: step 7, waits in all_reduce, bucket 0" in failure.stacks
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"stopped": True}, "Its process 101 is stopped (SIGSTOP, Ctrl-Z or a debugger)"),
+        ({"answers": False, "stack": "  File x"}, "a call into C code holds its interpreter"),
+        ({"answers": False, "pid": 0}, "Its process does not answer"),
+        ({"waits_for": "barrier"}, "waits in another collective: barrier"),
+    ],
+)
+def test_its_condition_is_told(changes, said):
+    found = answer(1, **changes)
+    assert said in stalled(found, [WAITS, found], WAITS, 61.2, "60 s").what
+
+
+def observed(deadline, steps, length):
+    for step in range(steps):
+        deadline.observe(step, step * length)
+
+
+def test_the_limit_is_a_multiple_of_the_median_step_and_at_least_the_minimum():
+    deadline = Deadline(StallLimits(factor=20, minimum=60, patience=600))
+    observed(deadline, 10, 0.1)
+    assert deadline.seconds("forward") == 60
+    assert deadline.explain("forward") == "20 times the median step of 0.1 s, at least 60 s"
+    slow = Deadline(StallLimits(factor=20, minimum=60, patience=600))
+    observed(slow, 10, 7.0)
+    slow.observe(10, 9 * 7.0 + 500)  # one long step changes nothing
+    assert slow.seconds("data") == pytest.approx(140)
+
+
+def test_several_steps_between_two_looks_count_with_their_mean():
+    deadline = Deadline(StallLimits(factor=2, minimum=0.1, patience=600))
+    for look in range(10):
+        deadline.observe(5 * look, 10.0 * look)
+        deadline.observe(5 * look, 10.0 * look + 5)  # a look at which nothing has happened
+    assert deadline.seconds("forward") == pytest.approx(4)
+
+
+def test_the_limit_is_longer_at_the_start_and_in_phases_that_are_no_part_of_a_step():
+    deadline = Deadline(StallLimits(factor=20, minimum=60, patience=600))
+    observed(deadline, FIRST_STEPS, 0.1)
+    assert deadline.seconds("forward") == 600
+    assert deadline.explain("forward") == "the limit in the first steps"
+    observed(deadline, 20, 0.1)
+    for phase in ("start-up", "checkpoint", "evaluation", "what the program calls it"):
+        assert deadline.seconds(phase) == 600
+        assert deadline.explain(phase) == f"the limit in {phase}"
+
+
+@pytest.mark.parametrize("wrong", [{"factor": 0.0}, {"minimum": -1.0}, {"patience": float("nan")}])
+def test_limits_that_make_no_sense_are_refused(wrong):
+    with pytest.raises(OptionError, match=next(iter(wrong))):
+        StallLimits(**wrong)
+
+
+def test_a_thread_that_waits_for_other_ranks_is_told_from_one_that_does_not():
+    begun, go_on = threading.Event(), threading.Event()
+
+    def waits(where):
+        begun.set()
+        where()
+
+    thread = threading.Thread(target=waits, args=(go_on.wait,))
+    thread.start()
+    begun.wait()
+    stack = own_stack(thread.ident)
+    go_on.set()
+    thread.join()
+    assert collective_of(stack) == ""
+    assert program_frame(stack).function == "waits"
+    assert not compiles(stack)
+    inner = [
+        Frame(f"{TORCH}/distributed/c10d_logger.py", 1, "wrapper"),
+        Frame(f"{TORCH}/distributed/x.py", 1, "barrier"),
+    ]
+    assert collective_of(Thread(1, "", (*stack.frames[:1], *inner))) == "barrier"
+    compiling = Frame(f"{TORCH}/_dynamo/convert_frame.py", 1, "compile")
+    assert compiles(Thread(1, "", (*stack.frames, compiling)))

@@ -1,0 +1,176 @@
+"""A rank that makes no progress, in whatever way, is named on every rank, with the place at which it is."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import lockstep
+from lockstep.errors import PeerFailure, StalledError
+from lockstep.failures import proc
+from processes import run_processes
+
+pytestmark = pytest.mark.skipif(not proc.available(), reason="needs Linux")
+
+# Each comes back when the file, which is a pipe, is written to.
+
+
+def is_stopped(release):
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def runs_for_ever(release):
+    pipe = os.open(release, os.O_RDONLY | os.O_NONBLOCK)
+    while True:
+        with contextlib.suppress(BlockingIOError):
+            if os.read(pipe, 1):
+                return
+
+
+def holds_the_interpreter(release):
+    pipe = os.open(release, os.O_RDWR)
+    ctypes.PyDLL(None).read(pipe, ctypes.create_string_buffer(1), 1)
+
+
+def waits_for_a_lock(release):
+    lock = threading.Lock()
+    lock.acquire()
+    pipe = os.open(release, os.O_RDWR)
+    threading.Thread(target=lambda: os.read(pipe, 1) and lock.release(), daemon=True).start()
+    lock.acquire()
+
+
+def loads_slowly(release):
+    class Slow(torch.utils.data.Dataset):
+        def __len__(self):
+            return 1
+
+        def __getitem__(self, index):
+            os.read(os.open(release, os.O_RDWR), 1)
+            return index
+
+    next(iter(torch.utils.data.DataLoader(Slow())))
+
+
+def is_in_another_collective(release):
+    dist.barrier(async_op=False, group=OTHER[0])
+
+
+OTHER = []
+
+
+def train(rank, stuck, release, whose):
+    """Rank 1 gets stuck in a step; what each rank is told."""
+    pids = [int(each) for each in rank.gather(torch.tensor([os.getpid()]))]
+    OTHER.append(dist.new_group(backend="gloo"))
+    model = lockstep.replicate(nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    try:
+        with lockstep.watch(stall_factor=2, stall_minimum=1.0):
+            for step in range(1000):
+                time.sleep(0.01)
+                if step == 60 and rank.rank == 1:
+                    stuck(release)
+                if whose == "lockstep":
+                    model(torch.ones(1, 2)).sum().backward()
+                    optimizer.step()
+                else:
+                    dist.all_reduce(torch.ones(1))
+    except PeerFailure as failure:
+        if rank.rank == 0:
+            release_rank_1(release, pids[1])
+        return type(failure), str(failure), failure.rank, failure.stacks
+    return None
+
+
+def release_rank_1(release, pid):
+    os.kill(pid, signal.SIGCONT)
+    dist.destroy_process_group(OTHER.pop())  # as the end of a program does
+    with contextlib.suppress(OSError):  # nobody reads it
+        os.write(os.open(release, os.O_WRONLY | os.O_NONBLOCK), b"x")
+
+
+def told(stuck, tmp_path, backend, whose):
+    """What both ranks are told."""
+    release = tmp_path / "release"
+    os.mkfifo(release)
+    outcomes = run_processes(2, train, stuck, str(release), whose, backend=backend, errors=True)
+    assert outcomes[0].result, outcomes[0].error.__cause__
+    kind, message, rank, stacks = outcomes[0].result
+    assert (kind, rank) == (PeerFailure, 1)
+    assert "rank 0 stops, because rank 1 makes no progress" in message
+    assert "rank 0 has waited" in message
+    assert "longer than the limit (2 times the median step of" in message
+    assert "rank 0: " in stacks
+    assert f"line {line_of('.sum().backward()' if whose == 'lockstep' else 'dist.all_reduce')} of {__file__}" in stacks
+    assert outcomes[1].result, outcomes[1].error.__cause__
+    kind, own, rank, _ = outcomes[1].result
+    assert (kind, rank) == (StalledError, 1)
+    assert "rank 1 was given up by the others, because it made no progress" in own
+    return message
+
+
+def line_of(text):
+    lines = Path(__file__).read_text().splitlines()
+    return next(number for number, line in enumerate(lines, 1) if text in line)
+
+
+CASES = [
+    (is_stopped, "is stopped (SIGSTOP, Ctrl-Z or a debugger)", ""),
+    (runs_for_ever, "is alive, and has been in training for", "os.read(pipe, 1)"),
+    (holds_the_interpreter, "a call into C code holds its interpreter", "PyDLL(None).read"),
+    (waits_for_a_lock, "is alive, and has been in training for", "lock.acquire()"),
+    (loads_slowly, "is alive, and has been in data for", "os.read(os.open(release"),
+]
+
+
+@pytest.mark.parametrize(
+    ("stuck", "condition", "line", "backend"), [(*case, "shm") for case in CASES] + [(*CASES[0], "gloo")]
+)
+def test_a_rank_that_makes_no_progress_is_named_with_its_place(stuck, condition, line, backend, tmp_path):
+    message = told(stuck, tmp_path, backend, "lockstep")
+    assert condition in message
+    assert line in message
+    assert stuck is is_stopped or f"in {stuck.__name__}" in message or stuck is loads_slowly
+
+
+def test_a_rank_that_waits_in_another_collective_is_named(tmp_path):
+    message = told(is_in_another_collective, tmp_path, "gloo", "lockstep")
+    assert "waits in another collective: barrier" in message
+    assert "in is_in_another_collective" in message
+
+
+def test_it_is_found_in_waits_that_are_the_programs_own(tmp_path):
+    assert "in runs_for_ever" in told(runs_for_ever, tmp_path, "shm", "its own")
+
+
+def evaluates(rank, name):
+    """Rank 1 does something that takes long, in a phase with a name; rank 0 waits for it."""
+    model = lockstep.replicate(nn.Linear(2, 2))
+    with lockstep.watch(stall_factor=2, stall_minimum=0.3) as watch:
+        for step in range(100):
+            time.sleep(0.01)
+            if step == 60 and rank.rank == 1:
+                with watch.channel.progress.phase(name):
+                    time.sleep(2)
+            model(torch.ones(1, 2)).sum().backward()
+    return True
+
+
+def test_a_phase_with_a_name_may_take_longer():
+    assert run_processes(2, evaluates, "evaluation", backend="shm") == [True, True]
+
+
+def test_a_phase_of_a_step_may_not():
+    outcomes = run_processes(2, evaluates, "data", backend="shm", errors=True)
+    assert "rank 1 makes no progress" in str(outcomes[0].error)
