@@ -5,10 +5,11 @@ public statistics, and is listed, with its replica, for whoever asks for a timel
 """
 
 import threading
-import time
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from time import perf_counter
 from types import TracebackType
 from typing import NamedTuple
 
@@ -38,7 +39,7 @@ class Phases:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._statistics = Statistics()
+        self._tallies: dict[str, _Tally] = defaultdict(_Tally)
         self._timelines: list[list[Event]] = []
 
     def phase(self, name: str, detail: str = "", replica: int | None = None) -> "_Phase":
@@ -48,7 +49,8 @@ class Phases:
     def statistics(self) -> Statistics:
         """A copy of what has been counted so far."""
         with self._lock:
-            return Statistics(dict(self._statistics.calls), dict(self._statistics.seconds))
+            calls = {name: tally.calls for name, tally in self._tallies.items()}
+            return Statistics(calls, {name: tally.seconds for name, tally in self._tallies.items()})
 
     @contextmanager
     def timeline(self) -> Iterator[list[Event]]:
@@ -62,13 +64,22 @@ class Phases:
             with self._lock:
                 self._timelines = [other for other in self._timelines if other is not events]
 
-    def _ended(self, event: Event) -> None:
+    def _ended(self, name: str, replica: int | None, start: float, end: float) -> None:
         with self._lock:
-            calls, seconds = self._statistics.calls, self._statistics.seconds
-            calls[event.phase] = calls.get(event.phase, 0) + 1
-            seconds[event.phase] = seconds.get(event.phase, 0.0) + event.end - event.start
+            tally = self._tallies[name]
+            tally.calls += 1
+            tally.seconds += end - start
             for events in self._timelines:
-                events.append(event)
+                events.append(Event(name, replica, start, end))
+
+
+class _Tally:
+    """How often a phase has run, and for how many seconds."""
+
+    __slots__ = ("calls", "seconds")
+
+    def __init__(self) -> None:
+        self.calls, self.seconds = 0, 0.0
 
 
 class _Phase:
@@ -82,15 +93,15 @@ class _Phase:
     def __enter__(self) -> None:
         if self._label is not None:
             self._label.__enter__()
-        self._start = time.perf_counter()
+        self._start = perf_counter()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        end = time.perf_counter()
+        end = perf_counter()
         if self._label is not None:
             self._label.__exit__(kind, error, trace)
-        self._owner._ended(Event(self._name, self._replica, self._start, end))
+        self._owner._ended(self._name, self._replica, self._start, end)
 
 
 def _label(name: str, detail: str, replica: int | None) -> record_function:

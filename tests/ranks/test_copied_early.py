@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import lockstep
-from lockstep.distributed.reduction import buckets
+from lockstep.distributed.reduction import flat_bucket
 from threaded import run_ranks
 
 WIDTH = 192  # one weight's gradient is a part
@@ -48,7 +48,7 @@ def test_gradients_leave_their_memory_while_backward_runs():
 @pytest.mark.parametrize("world", [1, 3])
 def test_parts_of_any_size_give_the_same_means(monkeypatch, world, part_bytes):
     """Of layers that are not used on one rank, or on any; with gradients from before, in place or not."""
-    monkeypatch.setattr(buckets, "PART_BYTES", part_bytes)
+    monkeypatch.setattr(flat_bucket, "PART_BYTES", part_bytes)
     steps = [((), "none"), ((), "none"), ((1,), "keep"), ((), "keep"), ((), "none"), ((2,), "zero"), ((), "none")]
 
     def losses(net, number, rank):

@@ -73,7 +73,7 @@ class Buffer:
         """Whether the places in which it was registered hold different tensors now."""
         return len({id(owner._buffers.get(key)) for slot, key in self._slots if (owner := slot()) is not None}) > 1
 
-    def blank(self) -> Tensor:
+    def zeros(self) -> Tensor:
         """What is sent where there is no such tensor."""
         return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
 
@@ -128,13 +128,13 @@ class BufferGroup:
             return None
         return tensors
 
-    def joined(self, blank: bool = False) -> Tensor:
+    def joined(self, zeros: bool = False) -> Tensor:
         """The values, of one dtype and device, one after the other; zeros for one that is not there any more, or for
-        all (``blank``)."""
-        tensors = None if blank else self._all_there()
+        all (``zeros``)."""
+        tensors = None if zeros else self._all_there()
         if tensors is None:
-            found = [None if blank else buffer.current() for buffer in self.buffers]
-            tensors = [b.blank() if t is None else t for b, t in zip(self.buffers, found, strict=True)]
+            found = [None if zeros else buffer.current() for buffer in self.buffers]
+            tensors = [b.zeros() if t is None else t for b, t in zip(self.buffers, found, strict=True)]
         return torch.cat([t if flat else t.reshape(-1) for t, flat in zip(tensors, self._is_flat, strict=True)])
 
     def assign(self, values: Tensor) -> None:
@@ -183,6 +183,8 @@ class BufferSet:
         """
         if list(map(len, self._registries)) != self._sizes:
             return True
+        if not (self.buffers or self._vacant):
+            return False
         now = self._group.current()
         return (
             any(tensor is None for tensor in now)
@@ -329,6 +331,11 @@ class BufferSync:
                     values = values.to(torch.uint8).view(packed.group.dtype)
                 packed.group.assign(values)
 
+    @property
+    def has_large(self) -> bool:
+        """Whether there are any that are not packed."""
+        return bool(self._large)
+
     def prepare_large(self) -> None:
         """Put together those that are not packed; what fails here is told in the report, which has not left."""
         self._flats = self._put_together(self._large) if self._large else []
@@ -339,7 +346,7 @@ class BufferSync:
         ``failed``: the round has failed here, perhaps in this; send all that has not been sent, zeros if need be.
         """
         if failed and not self._flats:
-            self._flats = self._put_together(self._large, blank=True)
+            self._flats = self._put_together(self._large, zeros=True)
         for flat, alike in self._flats[len(self._sent) :]:
             if self._averaged(alike[0][0]):
                 pending = self._collectives.all_reduce(flat, "buffers")
@@ -349,7 +356,7 @@ class BufferSync:
         self._flats = []
 
     @torch.no_grad()
-    def _put_together(self, buffers: Sequence[Buffer], blank: bool = False) -> list[tuple[Tensor, list[list[Buffer]]]]:
+    def _put_together(self, buffers: Sequence[Buffer], zeros: bool = False) -> list[tuple[Tensor, list[list[Buffer]]]]:
         groups: dict[tuple[torch.device, torch.dtype | None], dict[torch.dtype, list[Buffer]]] = {}
         for buffer in buffers:
             kind = buffer.dtype if self._averaged(buffer) else None
@@ -358,9 +365,9 @@ class BufferSync:
         for (_, averaged), by_dtype in groups.items():
             alike = list(by_dtype.values())
             if averaged is not None:
-                flat = BufferGroup(alike[0]).joined(blank).div_(self._collectives.world)
+                flat = BufferGroup(alike[0]).joined(zeros).div_(self._collectives.world)
             else:
-                flat = torch.cat([BufferGroup(each).joined(blank).view(torch.uint8) for each in alike])
+                flat = torch.cat([BufferGroup(each).joined(zeros).view(torch.uint8) for each in alike])
             flats.append((flat, alike))
         return flats
 

@@ -9,7 +9,7 @@ import atexit
 import os
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions
 
-from lockstep.buckets import Bucket, TensorSpec, plan_buckets
+from lockstep.buckets import TensorSpec, plan_buckets
 from lockstep.errors import AgreementError, CommunicationError, OptionError, PeerFailure
 from lockstep.failures.channel import FailureChannel, channel_of
 from lockstep.phases import Phases
@@ -126,8 +126,9 @@ class Collectives:
         self.device = control_device(group)
         self._registered = _is_registered(group)
         self._process = _process.owner_of(group)
-        self._begin_only = dist.AllreduceOptions()
-        self._begin_only.asyncOp = True
+        self._shm: ProcessGroupShm | None = group if isinstance(group, ProcessGroupShm) else None
+        self._begin_only, self._waited_for = dist.AllreduceOptions(), dist.AllreduceOptions()
+        self._begin_only.asyncOp, self._waited_for.asyncOp = True, False
         self._in_slices = "gloo" in backends_of(group)
         _known.add(self)
 
@@ -177,8 +178,8 @@ class Collectives:
 
     def end(self, reason: str) -> None:
         """End the group on all ranks, if it can do that."""
-        if isinstance(self.group, ProcessGroupShm):
-            self.group._abort(reason)
+        if self._shm is not None:
+            self._shm._abort(reason)
 
     def _check_process(self) -> None:
         if self._process != _process.number:
@@ -190,8 +191,8 @@ class Collectives:
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Uninitialised memory for what is sent often: shared with the other ranks, if the group can do that."""
-        if isinstance(self.group, ProcessGroupShm) and device.type == "cpu":
-            return self.group.allocate(numel, dtype)
+        if self._shm is not None and device.type == "cpu":
+            return self._shm.allocate(numel, dtype)
         return plain_memory(numel, dtype, device)
 
     def follows_stream(self, device: torch.device) -> bool:
@@ -208,22 +209,25 @@ class Collectives:
             backend = self.group
         return backend.name() not in ("gloo", "mpi")
 
-    def all_reduce(self, tensor: Tensor, what: str, factor: float = 1.0) -> Pending:
-        """Begin to sum a tensor, times each rank's ``factor``, over the ranks, in place."""
+    def all_reduce(self, tensor: Tensor, what: str, factor: float = 1.0, *, wait_follows: bool = False) -> Pending:
+        """Begin to sum a tensor, times each rank's ``factor``, over the ranks, in place.
+
+        ``wait_follows``: it is waited for at once, so no other thread has to see to it until then.
+        """
+        options = self._waited_for if wait_follows else self._begin_only
         with self.phases.phase("collective", f"all_reduce, {what}"):
-            if isinstance(self.group, ProcessGroupShm):  # multiplies on the way
-                group = self.group
-                return self._begin(what, lambda: group.allreduce([tensor], self._begin_only, factor=factor))
+            if self._shm is not None:  # multiplies on the way
+                return self._begin(what, self._shm.allreduce, [tensor], options, factor=factor)
             if factor != 1:
                 tensor.mul_(factor)
             real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
             # What dist.all_reduce calls: its own checks take longer than the collective of a small tensor.
-            return self._begin(what, lambda: self.group.allreduce([real], self._begin_only))
+            return self._begin(what, self.group.allreduce, [real], options)
 
     def broadcast(self, tensor: Tensor, what: str, source: int = 0) -> Pending:
         """Begin to give every rank the values of rank ``source``, in place."""
         with self.phases.phase("collective", f"broadcast, {what}"):
-            return self._begin(what, lambda: dist.broadcast(tensor, group=self.group, group_src=source, async_op=True))
+            return self._begin(what, dist.broadcast, tensor, group=self.group, group_src=source, async_op=True)
 
     def all_reduce_coalesced(
         self, tensors: Sequence[Tensor], what: str, factor: float = 1.0
@@ -232,9 +236,7 @@ class Collectives:
 
         Yields each tensor's number and its sum, contiguous, as they come; strides may differ by rank.
         """
-        for bucket, flat in _flattened(tensors):
-            self.all_reduce(flat, what, factor).wait()
-            yield from zip((slot.index for slot in bucket.slots), bucket.views(flat), strict=True)
+        return _in_flat_copies(tensors, lambda flat: self.all_reduce(flat, what, factor, wait_follows=True))
 
     def broadcast_coalesced(
         self, tensors: Sequence[Tensor], what: str, source: int = 0
@@ -243,15 +245,13 @@ class Collectives:
 
         Yields each tensor's number and those values, contiguous, as they come; strides may differ by rank.
         """
-        for bucket, flat in _flattened(tensors):
-            self.broadcast(flat, what, source).wait()
-            yield from zip((slot.index for slot in bucket.slots), bucket.views(flat), strict=True)
+        return _in_flat_copies(tensors, lambda flat: self.broadcast(flat, what, source))
 
     def all_gather(self, tensor: Tensor, what: str) -> list[Tensor]:
         """The tensor of every rank, all of one shape, in rank order."""
         gathered = [torch.empty_like(tensor) for _ in range(self.world)]
         with self.phases.phase("collective", f"all_gather, {what}"):
-            self._begin(what, lambda: dist.all_gather(gathered, tensor, group=self.group, async_op=True)).wait()
+            self._begin(what, dist.all_gather, gathered, tensor, group=self.group, async_op=True).wait()
         return gathered
 
     def all_gather_flat(self, output: Tensor, tensor: Tensor, what: str) -> Pending:
@@ -283,10 +283,10 @@ class Collectives:
         rows = self.all_gather(padded.to(self.device), what)
         return [to_bytes(row[:length]) for row, length in zip(rows, sizes, strict=True)]
 
-    def _begin(self, what: str, call: Any) -> Pending:
+    def _begin(self, what: str, collective: Callable[..., Any], *args: Any, **options: Any) -> Pending:
         self._check_process()
         try:
-            work = call()
+            work = collective(*args, **options)
         except (RuntimeError, ValueError) as error:
             raise self.failure(what, error) from error
         if work is None:
@@ -325,13 +325,17 @@ def _is_over(work: Any) -> bool:
     return True
 
 
-def _flattened(tensors: Sequence[Tensor]) -> Iterator[tuple[Bucket, Tensor]]:
-    """Copies of tensors, one after the other in a few flat tensors of 10 MiB, each made when it is asked for."""
+def _in_flat_copies(tensors: Sequence[Tensor], begin: Callable[[Tensor], Pending]) -> Iterator[tuple[int, Tensor]]:
+    """Copy tensors side by side into a few flat tensors of 10 MiB, and run one collective on each, one after the other.
+
+    Yields each tensor's number and what its copy holds then.
+    """
     tensors = [tensor.detach() for tensor in tensors]
     for bucket in plan_buckets([TensorSpec.of(tensor).contiguous() for tensor in tensors]).buckets:
         flat = torch.zeros(bucket.numel, dtype=bucket.dtype, device=bucket.device)
         torch._foreach_copy_(bucket.views(flat), bucket.take(tensors))
-        yield bucket, flat
+        begin(flat).wait()
+        yield from zip((slot.index for slot in bucket.slots), bucket.views(flat), strict=True)
 
 
 def _real(tensor: Tensor) -> Tensor:

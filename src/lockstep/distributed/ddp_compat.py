@@ -9,6 +9,7 @@ the calls that are harmless (``ddp_compat_reducer.py``). All others are refused,
 """
 
 import warnings
+from abc import abstractmethod
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -243,8 +244,9 @@ class CompatibleNames(_OptionNames):
         raise AttributeError(refused, name=name, obj=self)
 
     @property
+    @abstractmethod
     def _replication(self) -> Replication:
-        raise NotImplementedError  # the wrapper's own
+        """The wrapper's."""
 
     @property
     def reducer(self) -> CompatibleReducer:

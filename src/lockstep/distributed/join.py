@@ -78,7 +78,7 @@ class ShadowHook(JoinHook):
         for member in members:
             with steps:
                 if member in hooks:
-                    hooks[member]._shadow()
+                    hooks[member]._reduce_without_batch()
                 else:
                     scheduler.reduce([member])
         steps.end()
@@ -88,11 +88,11 @@ class ShadowHook(JoinHook):
         self.count_only_active(marks)
         self._awaits_round = _SYNCHRONISES in marks
         if self._awaits_round and self.reducer.scheduler.exclusive:
-            self._shadow()
+            self._reduce_without_batch()
 
-    def _shadow(self) -> None:
+    def _reduce_without_batch(self) -> None:
         self._awaits_round = False
-        self.reducer.shadow()
+        self.reducer.reduce_without_batch()
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Take over the values of a rank that ended last."""

@@ -21,9 +21,10 @@ from torch.nn import Module, Parameter
 from lockstep.distributed.agreement import Description, agree
 from lockstep.distributed.collectives import Collectives
 from lockstep.distributed.keeping import keep
+from lockstep.distributed.reduction.arrivals import Arrivals
 from lockstep.distributed.reduction.parameter import ManagedParameter
 from lockstep.distributed.reduction.parameter_hooks import (
-    Arrivals,
+    HookDictionary,
     NewcomerHook,
     ParameterHook,
     attach,
@@ -69,8 +70,8 @@ class Membership:
         self.parameters = _managed(contents)
         self.trained = [each.index for each in self.parameters if each.parameter.requires_grad]
         """The parameters, by number, that were trained on any rank when ranks agreed on them."""
-        self.arrivals = Arrivals(len(self.parameters))
-        """What their hooks share."""
+        self.arrivals = Arrivals()
+        """Which of their gradients come in a pass."""
         self._last_slot: tuple[dict[str, Any], str, Any] = {}, "", None
         self._watch = self._watched()
 
@@ -89,8 +90,7 @@ class Membership:
         """Let gradients of all parameters tell the reducer, which every module of theirs keeps from now on."""
         self._reducer = ref(reducer)
         watch_registrations()
-        for each in self.parameters:
-            attach(each.parameter, ParameterHook(each.index, each.name, reducer, self.arrivals), reducer)
+        self.arrivals.set_hooks(_hook(each, reducer) for each in self.parameters)
         self._attached = [_Attached.of(each.parameter) for each in self.parameters]
         self._last_slot = _last_slot([owner for _, owner in self._selection.owners()])
         for _, owner in self._selection.owners():
@@ -153,7 +153,7 @@ class Membership:
         for index in idle:
             if self._attached[index].parameter.grad is not None and self._attached[index].lost:
                 each = self.parameters[index]
-                attach(each.parameter, ParameterHook(index, each.name, reducer, self.arrivals), reducer)
+                self.arrivals.replace_hook(index, _hook(each, reducer))
                 self._attached[index] = _Attached.of(each.parameter)
                 found.append(index)
         return found
@@ -186,9 +186,13 @@ class Membership:
         if told or [(each.name, id(each.parameter)) for each in managed] != self._named():
             for old in self.parameters:
                 detach(old.parameter, reducer)
-            self.parameters, self.trained, self.arrivals = managed, trained, Arrivals(len(managed))
+            self.parameters, self.trained, self.arrivals = managed, trained, Arrivals()
             self.attach(reducer)
         return [self.parameters[i] for i in sorted({number // 2 for number in told if number % 2})]
+
+
+def _hook(each: ManagedParameter, reducer: Reducer) -> HookDictionary:
+    return attach(each.parameter, ParameterHook(each.index, each.name, reducer), reducer)
 
 
 def _last_slot(owners: Sequence[Module]) -> tuple[dict[str, Any], str, Any]:

@@ -11,6 +11,7 @@ Modules do not carry their replication, so that their copies and pickles are pla
 import weakref
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -39,6 +40,8 @@ from lockstep.distributed.values import broadcast_values
 from lockstep.errors import CommunicationError, LockstepError, NotReplicableError
 from lockstep.phases import Phases, Statistics
 
+_parameter_of = attrgetter("parameter")
+
 
 class Replication:
     """The state of one replicated module."""
@@ -52,6 +55,7 @@ class Replication:
         self.hooks: list[tuple[Any, Any]] = []
         """Communication hooks, each with its state."""
         self._casts: Casts | None = None
+        self._moves_inputs = options.device_id is not None or bool(options.device_ids)
         self._restored: dict[str, Any] | None = None
         self._module_id = self._order = 0
         self._others: set[int] = set()
@@ -180,16 +184,16 @@ class Replication:
         """Get ready if need be; move inputs to the device that was asked for."""
         if self.reducer is None:
             self._start_at_forward()
-        elif not torch.compiler.is_compiling() and not self.reducer.retired:
-            take_over_optimizers(each.parameter for each in self.reducer.parameters)
-        if self.reducer is not None:
+        reducer = self.reducer
+        if reducer is not None:
             if torch.compiler.is_compiling():
-                note_compiled(self.reducer.passes.name)
+                note_compiled(reducer.passes.name)
             else:
-                self.reducer.update_buffers()
-                self.reducer.passes.enter_forward(self._counts())
-        device = input_device(self.options)
-        if device is not None:
+                if not reducer.retired:
+                    take_over_optimizers(map(_parameter_of, reducer.parameters))
+                reducer.update_buffers()
+                reducer.passes.enter_forward(self._counts())
+        if self._moves_inputs and (device := input_device(self.options)) is not None:
             args, kwargs = move_to(args, device), move_to(kwargs, device)
         if self._casts is not None:
             args, kwargs = self._casts.inputs(args), self._casts.inputs(kwargs)
@@ -198,20 +202,22 @@ class Replication:
     def after_forward(self, outputs: Any) -> None:
         """Mark the outputs, so that a backward through them is known to go through this forward, and is closed when it
         ends as a whole, however it nests others."""
-        if self.reducer is None or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        reducer = self.reducer
+        if reducer is None or not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return
-        tensors = [tensor for tensor in outputs_in(outputs) if tensor.requires_grad and not tensor.is_leaf]
-        sample, training = self.reducer.setup.members.sample(), self._selection.module.training
-        mark = self.reducer.passes.leave_forward(self._counts(), training, bool(tensors), sample)
+        found = (outputs,) if isinstance(outputs, Tensor) else outputs_in(outputs)
+        tensors = [tensor for tensor in found if tensor.requires_grad and not tensor.is_leaf]
+        sample, training = reducer.setup.members.sample(), self._selection.module.training
+        mark = reducer.passes.leave_forward(self._counts(), training, bool(tensors), sample)
         if mark is not None:
-            reached = _Reached(self.reducer, mark)
+            reached = _Reached(reducer, mark)
             for tensor in tensors:
                 tensor.register_hook(reached)
-                mark_output(tensor, self.reducer, sample)
+                mark_output(tensor, reducer, sample)
 
     def _counts(self) -> bool:
         """Whether a synchronising backward is to go through a forward that runs now."""
-        return torch.is_grad_enabled() and self.requires_sync and self._selection.module.training and not in_backward()
+        return self.requires_sync and torch.is_grad_enabled() and self._selection.module.training and not in_backward()
 
     # ------------------------------------------------------------------------------------- methods
 

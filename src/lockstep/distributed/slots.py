@@ -8,7 +8,7 @@ about 50 ns for each parameter, and as much for each module; values do not count
 
 from collections.abc import Iterable
 from itertools import chain
-from operator import attrgetter, is_
+from operator import attrgetter, call, is_
 from typing import Any
 from weakref import ref
 
@@ -28,9 +28,11 @@ class SlotWatch:
 
     def changed(self) -> bool:
         """Whether anything else stands there now than at first."""
-        return not all(map(is_, self._now(), self._known))
+        try:
+            return not all(map(is_, self._now(), self._known))
+        except AttributeError:  # of None: a module is gone
+            return True
 
     def _now(self) -> Iterable[Any]:
-        there = [module for each in self._modules if (module := each()) is not None]
-        dictionaries = chain.from_iterable(map(_SLOTS, there))
+        dictionaries = chain.from_iterable(map(_SLOTS, map(call, self._modules)))
         return chain(chain.from_iterable(map(dict.values, dictionaries)), (_END,))

@@ -124,7 +124,7 @@ class ShareBuffers:
         """Give buffers the values that a rank has kept of them."""
         buffers = [self.buffers[number] for number in numbers]
         own = collectives.rank == rank
-        values = [self._kept[n] if own else b.blank() for n, b in zip(numbers, buffers, strict=True)]
+        values = [self._kept[n] if own else b.zeros() for n, b in zip(numbers, buffers, strict=True)]
         flat = torch.cat([value.contiguous().view(-1).view(torch.uint8) for value in values])
         if collectives.world > 1:
             collectives.broadcast(flat, "buffers", rank).wait()

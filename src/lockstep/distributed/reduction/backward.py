@@ -33,6 +33,10 @@ _KEY = "lockstep.backward"
 _lock = threading.Lock()
 
 
+Arguments = tuple[Sequence[Any], dict[str, Any]]
+"""What the engine's entry is given, by position and by name."""
+
+
 @dataclass(frozen=True)
 class Reach:
     """Which leaves a pass accumulates gradients into."""
@@ -46,27 +50,32 @@ class Reach:
     owner."""
 
 
-@dataclass(eq=False)
 class BackwardPass:
     """One call of the engine."""
 
-    outer: "BackwardPass | None"
-    """The pass in which this one was begun."""
-    accumulates: bool = False
-    """Whether it adds gradients to whatever leaves it reaches: ``backward()``, but not with ``inputs``."""
-    is_step: bool = False
-    """Whether a function's backward has begun it, as reentrant checkpointing does: a step of the pass around it."""
-    over: bool = False
-    """Whether it has left the engine. With several devices, threads of the engine may not know of a failure yet."""
-    followers: "list[PassFollower]" = field(default_factory=list)
-    """Those that wait for its end."""
-    told: "set[PassFollower]" = field(default_factory=set)
-    """Those that know already that it has ended."""
-    _failed: set[int] = field(default_factory=set)
+    __slots__ = ("_arguments", "_failed", "followers", "is_step", "outer", "over", "told")
 
-    def __post_init__(self) -> None:
-        if self.outer is not None:
-            self._failed = self.outer._failed  # common to all passes inside of one another
+    def __init__(self, outer: "BackwardPass | None", is_step: bool, arguments: "Arguments") -> None:
+        self.outer = outer
+        """The pass in which this one was begun."""
+        self.is_step = is_step
+        """Whether a function's backward has begun it, as reentrant checkpointing does: a step of the pass around it."""
+        self.over = False
+        """Whether it has left the engine. With several devices, threads of the engine may not know of a failure yet."""
+        self.followers: list[PassFollower] = []
+        """Those that wait for its end."""
+        self.told: set[PassFollower] = set()
+        """Those that know already that it has ended."""
+        self._arguments: Arguments | None = arguments
+        self._failed: set[int] = outer._failed if outer is not None else set()  # common to passes inside of one another
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether it adds gradients to whatever leaves it reaches: ``backward()``, but not with ``inputs``."""
+        if self._arguments is None:
+            return False
+        given = _named(*self._arguments)
+        return bool(given.get("accumulate_grad")) and not given.get("inputs")
 
     @property
     def whole(self) -> "BackwardPass":
@@ -108,7 +117,7 @@ class BackwardPass:
         lets go of it: a group whose last reference that was would wait for its own thread
         (``test_a_pass_that_is_over_keeps_no_group``).
         """
-        self.over = True
+        self.over, self._arguments = True, None
         self.followers.clear()
         self.told.clear()
 
@@ -165,7 +174,7 @@ class PassFollower(ABC):
     def _follow(self) -> bool:
         with self._starting:
             current = current_pass()
-            this = None if current is None else current.whole
+            this = current if current is None or not current.is_step else current.whole
             if this is not None and this.over:
                 return False
             if not self.is_following:
@@ -179,9 +188,10 @@ class PassFollower(ABC):
 
     def unfollow(self) -> None:
         """Follow no pass any more."""
-        if self.followed is not None and self in self.followed.followers:
-            self.followed.followers.remove(self)
-        self.followed, self.is_following = None, False
+        followed, self.followed = self.followed, None
+        self.is_following = False
+        if followed is not None and self in followed.followers:
+            followed.followers.remove(self)
 
 
 _followers: list[weakref.ref[PassFollower]] = []
@@ -206,7 +216,10 @@ class _AtEnd:
         follower, self._follower = self._follower, None
         this, self._pass = self._pass, None
         if this is not None:
-            for each in sorted(this.followers, key=lambda each: each.order):
+            followers = list(this.followers)  # which stop following now
+            if len(followers) > 1:
+                followers.sort(key=lambda each: each.order)
+            for each in followers:
                 each.pass_ended()
         elif follower is not None:
             follower.pass_ended()
@@ -230,20 +243,19 @@ class _Engine(torch._C._ImperativeEngine):
     def run_backward(self, *args: Any, **kwargs: Any) -> Any:
         """Run a backward pass."""
         outer = current_pass()
-        given = _named(args, kwargs)
-        accumulates = bool(given.get("accumulate_grad")) and not given.get("inputs")
-        this = BackwardPass(outer, accumulates, outer is not None and _is_in_function())
+        this = BackwardPass(outer, outer is not None and _is_in_function(), (args, kwargs))
         handed_on.put(_KEY, this)
         try:
             result = super().run_backward(*args, **kwargs)
             if this.followers or _is_compiled():
                 this.end()
         except BaseException:
-            this.fail(_reach(given) if outer is None else Reach())
+            this.fail(_reach(_named(args, kwargs)) if outer is None else Reach())
             raise
         else:
-            if accumulates and outer is None:
-                _tell_listeners()
+            if outer is None and (listeners := getattr(_listeners, "all", ())) and this.accumulates:
+                for listener in tuple(listeners):
+                    listener()
             return result
         finally:
             this.close()
@@ -265,11 +277,6 @@ def listening(listener: Callable[[], None]) -> Iterator[None]:
         yield
     finally:
         listeners.remove(listener)
-
-
-def _tell_listeners() -> None:
-    for listener in tuple(getattr(_listeners, "all", ())):
-        listener()
 
 
 def _is_in_function() -> bool:

@@ -22,7 +22,7 @@ from torch.futures import Future
 
 from lockstep.distributed.agreement import Description, Line, agree
 from lockstep.distributed.collectives import Collectives
-from lockstep.distributed.reduction.buckets import GradientBucket
+from lockstep.distributed.reduction.bucket import GradientBucket
 from lockstep.errors import HookError
 
 

@@ -1,14 +1,18 @@
 """What this rank contributes to the next round: which parameters have had gradients, what those count, and whether
 parameters were changed on them."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+
+from torch.nn import Parameter
 
 from lockstep.distributed.reduction.drift import DriftWatch
 from lockstep.distributed.reduction.parameter import ManagedParameter
 from lockstep.distributed.reduction.passes import Code
 from lockstep.distributed.reduction.report import RankStatus, Weight, round_code
 from lockstep.distributed.reduction.weights import Weights
+
+_NO_WEIGHT = Weight(0.0)
 
 
 class Contribution:
@@ -19,7 +23,7 @@ class Contribution:
     ) -> None:
         """``joined``: the rank has run out of batches, and contributes nothing, inside of ``Join``; ``idle``: the same
         in ``batches()``."""
-        self._global_rank, self._joined, self._idle = global_rank, joined, idle
+        self._parameters, self._global_rank, self._joined, self._idle = parameters, global_rank, joined, idle
         self.used = bytearray(len(parameters))
         """A one for each parameter that has had a gradient since the last round."""
         self.weights = Weights()
@@ -31,9 +35,9 @@ class Contribution:
     ) -> tuple[RankStatus, Weight]:
         """What this rank says of round ``number``; ``differs``: it has other parameters, buffers or hooks than were
         agreed on; ``loop``: what it says of its loop."""
-        flags = failed, self.weights.given, self._joined, differs, self.drift.suspects
-        weight = Weight(self.weights.total, bool(self.weights.earlier.copies))
-        return RankStatus(round_code(number), *flags, backward, loop), weight
+        weights, code = self.weights, round_code(number)
+        status = RankStatus(code, failed, weights.given, self._joined, differs, self.drift.suspects, backward, loop)
+        return status, Weight(weights.total, bool(weights.earlier.copies)) if weights.given else _NO_WEIGHT
 
     @property
     def is_something(self) -> bool:
@@ -50,16 +54,20 @@ class Contribution:
         """Whether it has a gradient of every parameter, and nothing else to tell."""
         return 0 not in self.used and not (self.weights.given or self._joined or self._idle or self.drift.suspects)
 
-    def accumulate(self, used: bytes) -> None:
-        """A pass has ended that did not synchronise; ``used`` has a one for each parameter that it gave a gradient."""
-        both = int.from_bytes(self.used, "little") | int.from_bytes(used, "little")
-        self.used[:] = both.to_bytes(len(used), "little")
+    def accumulate(self, arrived: Iterable[Parameter]) -> None:
+        """A pass has ended that did not synchronise, and has given these parameters gradients."""
+        came = set(map(id, arrived))
+        if len(came) == len(self.used):
+            self.used[:] = bytes((1,)) * len(self.used)
+        else:
+            for member in self._parameters:
+                if id(member.parameter) in came:
+                    self.used[member.index] = 1
         self.weights.pass_ended(self.used)
 
     def end_round(self) -> None:
-        """All of it has been reduced."""
+        """All of it has been reduced; :meth:`forget` follows."""
         self.weights.reduced()
-        self.forget()
 
     def forget(self) -> None:
         """What has been contributed is not this rank's alone any more; after a failure it is gone."""
@@ -76,17 +84,9 @@ class Contribution:
         """Go on with other parameters: what has had a gradient under its old number has it under the new one."""
         used = {id(each.parameter) for each, is_used in zip(before, self.used, strict=True) if is_used}
         self.used = bytearray(id(each.parameter) in used for each in parameters)
+        self._parameters = parameters
         self.drift = DriftWatch(parameters, self._global_rank)
         self.weights.watch(parameters)
-
-    def watch(
-        self,
-        parameters: Sequence[ManagedParameter],
-        newcomers: Sequence[ManagedParameter] = (),
-        departed: Collection[int] = (),
-    ) -> None:
-        """See :meth:`Weights.watch`."""
-        self.weights.watch(parameters, newcomers, departed)
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Sequence
 from ctypes import string_at
+from operator import attrgetter
 from typing import NamedTuple
 
 from torch.nn import Parameter
@@ -12,6 +13,7 @@ from lockstep.distributed.dtensors import is_dtensor
 from lockstep.distributed.reduction.parameter import ManagedParameter
 from lockstep.distributed.values import find_difference
 
+_version_of = attrgetter("parameter._version")
 _PARAMETERS, _BYTES = 3, 64  # of so many parameters so many bytes are compared
 
 
@@ -52,7 +54,7 @@ class DriftWatch:
         before = self._versions
         if before is None and synchronises:
             return
-        versions = [member.parameter._version for member in self._parameters]
+        versions = list(map(_version_of, self._parameters))
         first_bytes = _first_bytes([member.parameter for member in self._some])
         changed = None if before is None else self._changed(before, versions, first_bytes)
         self._versions, self._first_bytes = (None, []) if synchronises else (versions, first_bytes)

@@ -69,7 +69,7 @@ def reduce_again(
         for member in members:
             if member.sparse:
                 grad = grads.get(id(member.parameter))
-                value = member.blank() if grad is None else member.take(grad).coalesce() / divisor
+                value = member.zeros() if grad is None else member.take(grad).coalesce() / divisor
                 flats.append((value, f"{what} of {member.name}"))
                 results.append(LateGradient(member, value))
     except Exception as error:

@@ -6,9 +6,10 @@ from typing import Protocol
 
 from lockstep.distributed.agreement import Description, agree
 from lockstep.distributed.collectives import Collectives
+from lockstep.distributed.reduction.arrivals import Arrivals
 from lockstep.distributed.reduction.backward import Reach
 from lockstep.distributed.reduction.parameter import ManagedParameter
-from lockstep.distributed.reduction.parameter_hooks import Arrivals, is_marked, take_mark
+from lockstep.distributed.reduction.parameter_hooks import is_marked, take_mark
 
 
 class Membership(Protocol):
@@ -24,7 +25,7 @@ class Membership(Protocol):
 
     @property
     def arrivals(self) -> Arrivals:
-        """What their hooks share."""
+        """Which of their gradients come in a pass."""
 
     @property
     def last(self) -> list[int]:

@@ -7,6 +7,7 @@ next round opens.
 
 from collections.abc import Sequence
 from contextlib import suppress
+from typing import NamedTuple
 
 from torch.nn import Parameter
 
@@ -21,6 +22,21 @@ from lockstep.distributed.reduction.usage import Usage
 from lockstep.errors import AgreementError, OptionError, PeerError
 
 
+class _Findings(NamedTuple):
+    """What follows from a report."""
+
+    factor: float = 1.0
+    """What the mean is to be multiplied by."""
+    renews: bool = False
+    """Whether all ranks have agreed anew on what is replicated."""
+    newcomers: Sequence[ManagedParameter] = ()
+    """Parameters that are new, and that some rank has a gradient of."""
+    drift: Drift | None = None
+
+
+_USUAL = _Findings()
+
+
 class Outcome:
     """Draws the consequences of a module's reports."""
 
@@ -31,6 +47,7 @@ class Outcome:
         self.has_failed = False
         """Whether the last round has failed on some rank, or was left out, and that was told."""
         self._abandoned: Round | None = None  # what it has sent may not have arrived yet
+        self._is_in_loop = False  # some rank has said something of its loop in the last report
 
     def abandon(self, failing: Round) -> None:
         """Abandon a round, because this rank's part in it has failed.
@@ -54,6 +71,7 @@ class Outcome:
             report = self._setup.transport.read_abandoned(abandoned.abandoned_row)
             if report is not None:
                 self._decisions.hear([status.loop for status in report.ranks], abandoned=True)
+                self._is_in_loop = True  # so that the next report is heard, whatever it says
 
     def conclude(self, ended: Round, own: Contribution, *, may_defer: bool, lists_used: bool) -> Sequence[Parameter]:
         """Read the report of a round that has been reduced, and give the parameters their gradients.
@@ -66,34 +84,45 @@ class Outcome:
         row = ended.report_row  # which its bucket may give up, with the gradients
         report = transport.read(row, may_defer and not self.has_failed)
         self.has_failed = False
-        renews = report.module_changed_everywhere or (report.module_changed and not transport.deferred)
-        compares = report.values_changed_everywhere or (report.values_changed and not transport.deferred)
-        try:
-            factor = self._check(report, ended.number)
-            if report.skips:
-                self._leave_out()
-                own.leave_out()
-                return ()
-            newcomers: Sequence[ManagedParameter] = setup.agree_anew() if renews else ()
-            drift = self._find_drift(own) if compares else None
-        except (PeerError, AgreementError, OptionError):
-            self._fail(report)
-            raise
-        ended.copy_out(report, factor, newcomers, own.weights.earlier.copies)
+        found = _USUAL if report.is_usual and not self._is_in_loop else self._find(report, ended.number, own)
+        if found is None:
+            own.leave_out()
+            return ()
+        ended.copy_out(report, found.factor, found.newcomers, own.weights.earlier.copies)
         if not transport.is_unread:
             setup.buffers.finish_large()
             if not report.module_changed:
                 transport.take_buffers(row)
-            setup.follow_active(report)
+            if not report.is_usual:
+                setup.follow_active(report)
         self.usage.look(own.used)
         own.end_round()
-        used = ended.parameters_in_order(report, newcomers) if lists_used else ()
-        if renews:
+        used = ended.parameters_in_order(report, found.newcomers) if lists_used else ()
+        if found.renews:
             self._renew(own)
         else:
             setup.adapt(report)
-        warn_of_drift(drift, self._collectives.global_rank)
+        warn_of_drift(found.drift, self._collectives.global_rank)
         return used
+
+    def _find(self, report: Report, number: int, own: Contribution) -> "_Findings | None":
+        """What follows from a report, and what takes an agreement of all ranks to know; None if the batch is left out.
+
+        Raises as :meth:`conclude` does.
+        """
+        setup, transport = self._setup, self._setup.transport
+        renews = report.module_changed_everywhere or (report.module_changed and not transport.deferred)
+        compares = report.values_changed_everywhere or (report.values_changed and not transport.deferred)
+        try:
+            factor = self._check(report, number)
+            if report.skips:
+                self._leave_out()
+                return None
+            newcomers: Sequence[ManagedParameter] = setup.agree_anew() if renews else ()
+            return _Findings(factor, renews, newcomers, self._find_drift(own) if compares else None)
+        except (PeerError, AgreementError, OptionError):
+            self._fail(report)
+            raise
 
     def _fail(self, report: Report) -> None:
         """The round has failed on every rank, which is about to be raised."""
@@ -176,7 +205,9 @@ class Outcome:
         """
         ranks = self._collectives.global_ranks
         if report.ranks:
-            self._decisions.hear([status.loop for status in report.ranks])
+            loops = [status.loop for status in report.ranks]
+            self._decisions.hear(loops)
+            self._is_in_loop = any(loops)
         check_ranks(report, number, self._collectives.rank, ranks, advice)
         if report.skips:
             return 1.0

@@ -46,7 +46,7 @@ class ManagedParameter:
                 "replicating it"
             )
 
-    def blank(self) -> Tensor:
+    def zeros(self) -> Tensor:
         """No gradient: zeros of the planned dtype and shape, without any entry if gradients are sparse."""
         spec = self.spec
         if self.sparse:

@@ -12,15 +12,14 @@ The garbage collector does not see through hooks, so they refer to their reducer
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol, cast
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Protocol
 
 from torch.compiler import is_compiling, is_dynamo_compiling
 from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
 from lockstep.compiler import is_in_compiled_backward, outside_compiler
-from lockstep.distributed.reduction.buckets import BucketPart
 from lockstep.distributed.reduction.optimizers_in_backward import StepOptimizers, any_applied, take_over
 from lockstep.errors import NotReplicableError
 
@@ -29,10 +28,7 @@ class GradientListener(Protocol):
     """What synchronises the gradients of parameters, as their hooks know it."""
 
     def mark_gradient_ready(self, index: int) -> None:
-        """Autograd has accumulated the gradient of the parameter with that number, which no bucket waits for now."""
-
-    def part_has_come(self, part: BucketPart) -> None:
-        """The last gradient of a part of a bucket has come."""
+        """Autograd has accumulated the gradient of the parameter with that number."""
 
     def newcomer_arrived(self, parameter: Parameter) -> None:
         """Autograd has accumulated the gradient of a parameter that the ranks have not agreed on yet."""
@@ -41,76 +37,30 @@ class GradientListener(Protocol):
         """Some parameter has users' hooks, to be run when its gradient is reduced."""
 
 
-ASK, EXPECTED, ACCUMULATING, ACCUMULATED = range(4)
-"""What a hook finds under its number: that the reducer has to be asked; that a bucket waits for the gradient; that the
-backward pass under way does not synchronise; and that this gradient has come in such a pass."""
-_USED = bytes(state == ACCUMULATED for state in range(256))
-
-
-class Arrivals:
-    """What the hooks of a module's parameters share: what to do with the next gradient of each.
-
-    Opening and ending a backward pass changes it for all of them at once. Between passes it leads to no bucket and no
-    parameter.
-    """
-
-    __slots__ = ("parts", "states")
-
-    def __init__(self, parameters: int) -> None:
-        self.states = bytearray(parameters)
-        self.parts: Sequence[BucketPart] = ()
-        """The part of a bucket to which each parameter belongs; None for one that is not expected."""
-
-    def expect(self, parts: Sequence[BucketPart | None], expected: bytes) -> bytearray:
-        """A pass that synchronises has opened; returns what hooks clear when a gradient has come in time."""
-        self.parts = cast("Sequence[BucketPart]", parts)
-        self.states[:] = expected
-        return self.states
-
-    def accumulate(self) -> None:
-        """A pass that does not synchronise has opened."""
-        self.states[:] = bytes((ACCUMULATING,)) * len(self.states)
-
-    def end_pass(self) -> bytes:
-        """The pass is over; returns a one for each parameter that has had a gradient, if it did not synchronise."""
-        accumulated = bytes(self.states.translate(_USED))
-        self.states[:] = bytes(len(self.states))
-        self.parts = ()
-        return accumulated
+OUR_KEY = -1
+"""Under which our hook stands among those of a parameter; PyTorch's own numbers begin with 0."""
 
 
 class ParameterHook:
-    """Counts a gradient that has come, or has the reducer look at it."""
+    """Tells the reducer of a gradient that has come, unless something cheaper stands in its place
+    (``arrivals.py``)."""
 
-    __slots__ = ("_arrivals", "_index", "_name", "_reducer", "marked")
+    __slots__ = ("_index", "_name", "_reducer", "marked")
 
-    def __init__(self, index: int, name: str, reducer: GradientListener, arrivals: Arrivals) -> None:
+    def __init__(self, index: int, name: str, reducer: GradientListener) -> None:
         self._index, self._name, self._reducer = index, name, weakref.ref(reducer)
-        self._arrivals = arrivals
         self.marked = False
         """Whether a gradient has arrived in a function that compiled autograd has made of a backward pass."""
 
     def __call__(self, parameter: Parameter) -> None:
-        """The gradient of ``parameter`` is there. Runs for every parameter in every backward pass: a lock, a call or a
-        weak reference more would be most of its cost.
-
-        Gradients of one bucket are made by one thread of the engine, that of their device, so counting needs no lock.
-        """
+        """The gradient of ``parameter`` is there."""
         if is_dynamo_compiling():  # a third of is_compiling's time; only the compiler's tracing gets here
             self._compiled(parameter)
-            return
-        arrivals, index = self._arrivals, self._index
-        state = arrivals.states[index]
-        if state == EXPECTED:
-            arrivals.states[index] = ASK
-            part = arrivals.parts[index]
-            part.missing -= 1
-            if not part.missing:
-                self._listener().part_has_come(part)
-        elif state:
-            arrivals.states[index] = ACCUMULATED
         else:
-            self._listener().mark_gradient_ready(index)
+            self._tell(parameter)
+
+    def _tell(self, parameter: Parameter) -> None:
+        self._listener().mark_gradient_ready(self._index)
 
     def _compiled(self, parameter: Parameter) -> None:
         if is_in_compiled_backward():
@@ -140,14 +90,10 @@ class NewcomerHook(ParameterHook):
     __slots__ = ()
 
     def __init__(self, name: str, reducer: GradientListener) -> None:
-        super().__init__(-1, name, reducer, Arrivals(0))
+        super().__init__(-1, name, reducer)
 
-    def __call__(self, parameter: Parameter) -> None:
-        """The gradient of ``parameter`` is there."""
-        if is_compiling():
-            self._compiled(parameter)
-        else:
-            self._listener().newcomer_arrived(parameter)
+    def _tell(self, parameter: Parameter) -> None:
+        self._listener().newcomer_arrived(parameter)
 
 
 class HeldHook:
@@ -191,39 +137,41 @@ def _run_outside(hook: ParameterHook | HeldHook, parameter: Parameter) -> None:
 
 def is_marked(parameter: Parameter) -> bool:
     """Whether a compiled backward pass has run the parameter's hook."""
-    return any(hook.marked for hook in _ours(parameter))
+    ours = _ours(parameter)
+    return ours is not None and ours.marked
 
 
 def take_mark(parameter: Parameter) -> bool:
     """Whether a compiled backward pass has run the parameter's hook since this was last asked."""
-    marked = [hook for hook in _ours(parameter) if hook.marked]
-    for hook in marked:
-        hook.marked = False
-    return bool(marked)
+    ours = _ours(parameter)
+    if ours is None or not ours.marked:
+        return False
+    ours.marked = False
+    return True
 
 
-def _ours(parameter: Parameter) -> list[ParameterHook]:
-    hooks = parameter._post_accumulate_grad_hooks or {}
-    return [hook for hook in hooks.values() if isinstance(hook, ParameterHook)]
+def _ours(parameter: Parameter) -> ParameterHook | None:
+    hooks = parameter._post_accumulate_grad_hooks
+    return hooks.ours if isinstance(hooks, HookDictionary) else None
 
 
-class _Hooks(OrderedDict[int, Any]):
+class HookDictionary(OrderedDict[int, Any]):
     """A parameter's post-accumulate hooks: ours first, all others held."""
 
-    def __init__(self, reducer: GradientListener) -> None:
+    def __init__(self, ours: ParameterHook, reducer: GradientListener) -> None:
         super().__init__()
+        self.ours = ours
         self._reducer = weakref.ref(reducer)
+        super().__setitem__(OUR_KEY, ours)
 
     def __setitem__(self, key: int, hook: Any) -> None:
-        if not isinstance(hook, ParameterHook):
-            hook = HeldHook(hook, self._reducer)
-            self._tell()
-        super().__setitem__(key, hook)
+        super().__setitem__(key, HeldHook(hook, self._reducer))
+        self._tell()
 
     def take_over(self, earlier: Mapping[int, Any]) -> None:
         """Hold the users' hooks of a dictionary that autograd has used so far; their handles go on working."""
         for key, hook in earlier.items():
-            if not isinstance(hook, ParameterHook):
+            if key != OUR_KEY:
                 held = hook if isinstance(hook, HeldHook) else HeldHook(hook, self._reducer)
                 super().__setitem__(key, held.moved_to(self._reducer, key, earlier))
                 self._tell()
@@ -248,27 +196,22 @@ class _Hooks(OrderedDict[int, Any]):
             reducer.hold_hooks()
 
 
-def attach(tensor: Parameter, ours: ParameterHook, reducer: GradientListener) -> None:
+def attach(tensor: Parameter, ours: ParameterHook, reducer: GradientListener) -> HookDictionary:
     """Hook a parameter, also a frozen one, for it may be unfrozen; an earlier reducer's hook gives way."""
     earlier = tensor._post_accumulate_grad_hooks
-    frozen = not tensor.requires_grad
-    if frozen:
-        tensor.requires_grad_(True)
-    hooks = _Hooks(reducer)
+    hooks = HookDictionary(ours, reducer)
     tensor._post_accumulate_grad_hooks = hooks
-    tensor.register_post_accumulate_grad_hook(ours)
     if earlier:
         hooks.take_over(earlier)
     hooks.take_over_optimizers(tensor)
-    if frozen:
-        tensor.requires_grad_(False)
+    return hooks
 
 
 def detach(tensor: Parameter, reducer: GradientListener) -> None:
     """Take the hook of ``reducer`` off a parameter that it does not synchronise any more; users' hooks stay."""
     hooks = tensor._post_accumulate_grad_hooks
     if listener_of(tensor) is reducer:
-        held = [(key, hook) for key, hook in hooks.items() if isinstance(hook, HeldHook)]
+        held = [(key, hook) for key, hook in hooks.items() if key != OUR_KEY]
         tensor._post_accumulate_grad_hooks = OrderedDict((k, h.moved_to(_nobody, k, hooks)) for k, h in held)
 
 
@@ -281,7 +224,7 @@ def take_over_optimizers(parameters: Iterable[Parameter]) -> None:
     if any_applied():
         for parameter in parameters:
             hooks = parameter._post_accumulate_grad_hooks
-            if isinstance(hooks, _Hooks):
+            if isinstance(hooks, HookDictionary):
                 hooks.take_over_optimizers(parameter)
 
 
@@ -289,7 +232,7 @@ def run_held_hooks(parameters: Iterable[Parameter], reducer: GradientListener) -
     """Run users' hooks of parameters whose gradients ``reducer`` has reduced."""
     for parameter in parameters:
         hooks = parameter._post_accumulate_grad_hooks
-        for hook in hooks.held(reducer) if isinstance(hooks, _Hooks) else ():
+        for hook in hooks.held(reducer) if isinstance(hooks, HookDictionary) else ():
             hook.run(parameter)
 
 
@@ -300,5 +243,5 @@ def can_have_gradient(tensor: Parameter) -> bool:
 
 def listener_of(tensor: Parameter) -> GradientListener | None:
     """What synchronises the parameter's gradient, if anything does."""
-    hooks = tensor._post_accumulate_grad_hooks or {}
-    return next((hook.reducer for hook in hooks.values() if isinstance(hook, ParameterHook)), None)
+    ours = _ours(tensor)
+    return None if ours is None else ours.reducer

@@ -112,11 +112,13 @@ class PassLog:
     def reach(self, mark: ForwardMark, own: bool) -> None:
         """The backward pass under way goes through a forward, on the module's ``own`` parameters or on others."""
         self._called |= mark.called
-        self._own = self._own or own
+        if own:
+            self._own = True
         if mark.round == self._round:
             mark.round = None
             self._through += 1
-            self._left_out = max(0, self._left_out - 1)
+            if self._left_out:
+                self._left_out -= 1
 
     @property
     def is_reached(self) -> bool:

@@ -20,6 +20,7 @@ import json
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 
 import torch
 
@@ -48,7 +49,7 @@ class PlannedBucket:
     kind: Kind
     layout: Bucket
 
-    @property
+    @cached_property
     def indices(self) -> tuple[int, ...]:
         """The parameters, by their place in the list of all."""
         return tuple(slot.index for slot in self.layout.slots)
@@ -67,7 +68,7 @@ class ReductionPlan:
     specs: tuple[TensorSpec, ...]
     buckets: tuple[PlannedBucket, ...]
 
-    @property
+    @cached_property
     def members(self) -> frozenset[int]:
         """The parameters that have a place."""
         return frozenset(index for bucket in self.buckets for index in bucket.indices)
@@ -173,7 +174,7 @@ class AdaptivePlan:
     ) -> None:
         self._specs, self._caps = list(specs), tuple(caps)
         self._sparse, self._delayed = frozenset(sparse), frozenset(delayed)
-        self._held: frozenset[int] = frozenset()
+        self._waiting: frozenset[int] = frozenset()
         self._arrivals: dict[int, None] = {}
         self.observes = True
         """Whether it still has to be made of what the first round shows."""
@@ -184,9 +185,9 @@ class AdaptivePlan:
         """Whether every parameter has a place."""
         return len(self.current.members) == len(self._specs)
 
-    def holds(self, bucket: PlannedBucket) -> bool:
+    def waits_for_end(self, bucket: PlannedBucket) -> bool:
         """Whether a bucket has to wait for the end of backward."""
-        return not self._held.isdisjoint(bucket.indices)
+        return not self._waiting.isdisjoint(bucket.indices)
 
     def restore(self, text: str) -> None:
         """Go on with the plan of an earlier run."""
@@ -216,7 +217,7 @@ class AdaptivePlan:
         if not late:
             return False
         members, gone = self.current.members, set(late)
-        self._held |= gone & members
+        self._waiting |= gone & members
         kept = [i for bucket in self.current.buckets for i in bucket.indices if i not in gone]
         self.current = self._plan([*kept, *sorted(gone - members), *sorted(gone & members)])
         return True

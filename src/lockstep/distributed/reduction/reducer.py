@@ -31,6 +31,7 @@ import threading
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
+from operator import attrgetter
 
 import torch
 from torch.nn import Parameter
@@ -39,7 +40,6 @@ from torch.optim import Optimizer
 from lockstep.distributed.buffers import KeptBuffers
 from lockstep.distributed.decisions import Decisions
 from lockstep.distributed.reduction.backward import Reach
-from lockstep.distributed.reduction.buckets import BucketPart
 from lockstep.distributed.reduction.contribution import Contribution, gradients_set_aside
 from lockstep.distributed.reduction.idle import IdleBatch, contributing_nothing
 from lockstep.distributed.reduction.outcome import Outcome
@@ -52,6 +52,8 @@ from lockstep.distributed.reduction.setup import Setup
 from lockstep.distributed.reduction.unread_reports import before_next_step
 from lockstep.distributed.reduction.weights import give_up_after_next_step
 from lockstep.errors import AgreementError, CommunicationError, OptionError, PeerError
+
+_parameter_of = attrgetter("parameter")
 
 
 class Reducer:
@@ -73,8 +75,8 @@ class Reducer:
         self._lock = threading.RLock()
         self._members = setup.members
         self._contribution = Contribution(self.parameters, self.collectives.global_rank)
-        self._round: Round | None = None
-        self._accumulates = False  # a pass is under way that does not synchronise
+        self.open = False  # a backward pass under way has reached the module
+        self._round: Round | None = None  # if that pass synchronises
         self._idle: IdleBatch | None = None  # the loop is at a batch that counts nothing
         self._idles = False  # a pass of such a batch is under way that is to synchronise
         self._skips = False  # this rank leaves out the batch
@@ -99,13 +101,8 @@ class Reducer:
     # ------------------------------------------------------------------------------------ open
 
     @property
-    def open(self) -> bool:
-        """Whether a backward pass under way has reached the module."""
-        return self._round is not None or self._accumulates or self._idles
-
-    @property
     def reducing(self) -> bool:
-        """Whether it synchronises."""
+        """Whether the backward pass under way has reached the module, and synchronises."""
         return self._round is not None or self._idles
 
     def look_for_changes(self) -> None:
@@ -115,7 +112,7 @@ class Reducer:
         found = self._round is not None and self._differs  # in this pass, which goes past forward, too
         self._differs = found or (self.requires_sync and changed)
         if changed or known:
-            self._contribution.watch(self.parameters, self._members.newcomers, self._members.departed)
+            self._contribution.weights.watch(self.parameters, self._members.newcomers, self._members.departed)
 
     def reached(self) -> None:
         """The backward pass under way has come to outputs of the module; its gradients are as they were."""
@@ -127,14 +124,14 @@ class Reducer:
         come; ``compiled``: all that it has."""
         if not self.scheduler.follow():
             return  # of a pass that has failed in another thread: nobody waits for it any more
-        take_over_optimizers(each.parameter for each in self.parameters)
+        take_over_optimizers(map(_parameter_of, self.parameters))
         if self.requires_sync:
             self._check_alive()
         self.scheduler.enter(self)
         if self.requires_sync and self._idle is None:
             self._open_round()
         else:
-            self._accumulates, self._idles = not self.requires_sync, self.requires_sync
+            self.open, self._idles = True, self.requires_sync
             self._members.arrivals.accumulate()
         if self._idle is not None:
             return
@@ -145,9 +142,12 @@ class Reducer:
         own.drift.look(self.reducing)
 
     def _check_alive(self) -> None:
-        with self.scheduler.failing_on_every_rank(self):
+        try:
             self.collectives.check_alive()
             self.scheduler.check()
+        except CommunicationError:
+            self.scheduler.note_failure(self)
+            raise
 
     def _open_round(self, passive: bool = False) -> None:
         """Open the round, also if the report of the last one says only now that it has failed on some rank.
@@ -164,29 +164,27 @@ class Reducer:
         if not self.scheduler.expects(self):
             self.look_for_changes()
         self._differs = self._differs or self.setup.differs()
-        describe, creates_graph = partial(self._describe, passive), torch.is_grad_enabled()
-        self._round = Round(self.rounds + 1, self.setup, self._contribution.used, describe, creates_graph)
+        describe, create_graph = partial(self._describe, passive), torch.is_grad_enabled()
+        self._round = Round(self.rounds + 1, self.setup, self._contribution.used, describe, create_graph)
+        self.open = True
 
     # ------------------------------------------------------------------------------------ fill
 
     def mark_gradient_ready(self, index: int) -> None:
-        """Autograd has accumulated the gradient of the parameter with that number, which no bucket waits for now."""
+        """Autograd has accumulated the gradient of the parameter with that number."""
         with self._lock:
             if self._idle is None:
                 self._contribution.used[index] = 1
+            before = self._members.parameters
+            told = before[index].parameter
             if not self.open:
-                told, before = self.parameters[index].parameter, self.parameters
                 self._open([id(told)])
-                if before is not self.parameters:  # the ranks have just agreed on others, with other numbers
+                if before is not self._members.parameters:  # the ranks have just agreed on others, with other numbers
                     index = next((each.index for each in self.parameters if each.parameter is told), -1)
-            if self._round is not None and index >= 0:
+            if self._round is None:
+                self._members.arrivals.accumulated.append(told)
+            elif index >= 0:
                 self._round.mark_gradient_ready(index)
-
-    def part_has_come(self, part: BucketPart) -> None:
-        """The last gradient of a part of a bucket has come."""
-        with self._lock:
-            if self._round is not None:
-                self._round.part_has_come(part)
 
     def newcomer_arrived(self, parameter: Parameter) -> None:
         """Autograd has accumulated the gradient of a parameter that the ranks have not agreed on yet.
@@ -219,13 +217,12 @@ class Reducer:
 
     # -------------------------------------------------------------------------------- finalize
 
-    @torch.no_grad()
     def finalize_backward(self) -> Sequence[Parameter]:
         """Reduce what is left; returns the parameters whose hooks have waited for this.
 
         Raises :class:`PeerError` if another rank failed or is in another round.
         """
-        with self._lock:
+        with self._lock, torch.no_grad():
             try:
                 if self._idle is not None:
                     return self._take_part_idle(self._idle)
@@ -242,8 +239,7 @@ class Reducer:
     def _finish(self, weighs: bool) -> Sequence[Parameter]:
         if self._round is None:
             return ()
-        with self.scheduler.failing_on_every_rank(self):
-            self.setup.get_ready()
+        self.setup.get_ready()
         with self.collectives.phases.phase("finish", f"round {self._round.number}"):
             return self._finalize(self._round, weighs)
 
@@ -278,7 +274,7 @@ class Reducer:
             self._contribution = own
             if self.parameters is not before:  # the ranks have agreed on others meanwhile
                 own.renumber(before, self.parameters)
-            own.watch(self.parameters, self._members.newcomers, self._members.departed)
+            own.weights.watch(self.parameters, self._members.newcomers, self._members.departed)
 
     def _open_without_gradient(self) -> None:
         self._check_alive()
@@ -295,13 +291,15 @@ class Reducer:
         try:
             if weighs:
                 self._contribution.weights.use()
-            current.mark_unhooked(self._members.find_swapped(self._contribution.used))
+            if 0 in self._contribution.used:
+                current.mark_unhooked(self._members.find_swapped(self._contribution.used))
             current.launch_rest()
         except BaseException:  # of this rank alone: the others wait for what is not sent
             self.abandon()
             raise
         current.wait()
-        take_over_optimizers(each.parameter for each in self._members.newcomers)
+        if self._members.newcomers:
+            take_over_optimizers(map(_parameter_of, self._members.newcomers))
         usual = self.setup.is_settled and self._contribution.is_usual and not (current.late or self._differs)
         usual = usual and not self.decisions.may_be_idle
         used = self.outcome.conclude(current, self._contribution, may_defer=usual, lists_used=self._holds_hooks)
@@ -361,20 +359,20 @@ class Reducer:
     def end_pass(self, failed: bool = False) -> None:
         """The backward pass is over, however it ended; ``failed`` if all ranks know that its round has failed."""
         with self._lock:
-            ended, self._round = self._round, None
             accumulated = self._members.arrivals.end_pass()
+            ended, self._round = self._round, None
             if ended is not None:
                 self._contribution.forget()  # after a failure, too: what was to be contributed is gone
                 if ended.has_begun:  # else it may not have opened at all, for other ranks
                     self.rounds = ended.number
             elif self._idle is not None:
                 self._idle.undo()
-            elif self._accumulates:
+            elif self.open:
                 self._contribution.accumulate(accumulated)
             if ended is not None or failed:
                 self.passes.end_round()
             self.passes.end_pass()
-            self._accumulates = self._idles = False
+            self.open = self._idles = False
 
     @torch.no_grad()
     def abandon(self) -> None:
@@ -389,8 +387,11 @@ class Reducer:
                 self._check_alive()
                 with suppress(PeerError, OptionError):  # which the others know of
                     self._open_round()
-            with self.scheduler.failing_on_every_rank(self):
+            try:
                 self.setup.get_ready()
+            except BaseException:
+                self.scheduler.note_failure(self)
+                raise
             assert self._round is not None
             self.outcome.abandon(self._round)
             self.decisions.has_unread(self)
@@ -485,7 +486,7 @@ class Reducer:
         self.retired = True
         self.scheduler.unregister(self)
 
-    def shadow(self) -> None:
+    def reduce_without_batch(self) -> None:
         """Take part in a round of the other ranks, outside of any backward and without gradients.
 
         What this rank has - gradients, what has piled up, its weights - it has afterwards, too: see

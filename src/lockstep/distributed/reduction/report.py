@@ -17,7 +17,7 @@ own, or whole numbers so small that their sum is exact, or is at least not zero,
 
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -37,7 +37,7 @@ DIGEST_BYTES = 8
 """Places of each rank's digest."""
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True, unsafe_hash=True)  # frozen ones take five times as long to make, in every round
 class RankStatus:
     """What one rank says of its round."""
 
@@ -64,7 +64,7 @@ class Weight(NamedTuple):
     """Whether it comes on top of gradients that have been reduced before."""
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Report:
     """What all ranks have said."""
 
@@ -79,6 +79,8 @@ class Report:
     """Whether any rank adds a weighted contribution to gradients from before."""
     digests: Sequence[bytes] = ()
     """Each rank's digest of its values, zeros if it has given none; empty if no rank has, or all are alike."""
+    is_usual: bool = field(default=False, compare=False, repr=False)
+    """Whether all ranks say what this one does, and that has no consequences: gradients are the mean, and no more."""
 
     @property
     def loops(self) -> list[LoopStatus]:
@@ -131,7 +133,7 @@ class ReportLayout:
         self._digest = self._weight + _WEIGHT.size * world
         start = self._digest + DIGEST_BYTES * world
         self.packed_buffers = slice(start, start + packed_buffers)
-        self.numel = self.packed_buffers.stop
+        self.numel, self.has_buffers = self.packed_buffers.stop, packed_buffers > 0
         self._head = bytearray(self.packed_buffers.start)
         """What this rank has written last."""
         self._numbers = torch.frombuffer(self._head, dtype=torch.uint8)
@@ -172,17 +174,19 @@ class ReportLayout:
         self._is_clean = not (late or flags or status.values_changed or digest is not None)
         self._said = status if status.round < _ROUNDS else replace(status, round=round_code(status.round))
         numbers = self._numbers if row.is_cpu else self._numbers.pin_memory()  # a copy: this one is written again
-        row[: self.packed_buffers.start].copy_(numbers, non_blocking=True)
+        (row[: self.packed_buffers.start] if self.has_buffers else row).copy_(numbers, non_blocking=True)
         if digest is not None:
             row[self._own_digest] = digest.to(row.dtype)
-        if self.packed_buffers.start < self.numel:
+        if self.has_buffers:
             row[self.packed_buffers].zero_()
 
     def read(self, row: Tensor) -> Report:
         """What the sum over all ranks says. A rank that says nothing at all, as on a ``fake`` backend, agrees."""
-        head = row[: self.packed_buffers.start].cpu()
+        head = row if row.numel() == self.packed_buffers.start else row[: self.packed_buffers.start]
+        head = head if head.is_cpu else head.cpu()
         if self._said is not None and self._is_clean and self._alike.is_in(head, self._head):
-            return Report(used=self._alike.used, late=[], ranks=[self._said], weights=[])
+            said = self._said
+            return Report(used=self._alike.used, late=[], ranks=[said], weights=[], is_usual=not said.loop)
         return self._read_each(head)
 
     def _read_each(self, head: Tensor) -> Report:

@@ -53,7 +53,7 @@ class ReportTransport:
     def write(self, row: Tensor, used: bytearray, late: list[int], status: RankStatus, weight: Weight) -> None:
         """What this rank has to say, and its buffers."""
         self._layout.write(row, used, late, status, weight)
-        if not status.module_changed:
+        if self._layout.has_buffers and not status.module_changed:
             try:
                 self._buffers.write(row[self._layout.packed_buffers])
             except Exception:
@@ -63,8 +63,8 @@ class ReportTransport:
     def read(self, row: Tensor, may_defer: bool) -> Report:
         """What all ranks have said; an empty report, if nothing unusual is to be expected (``may_defer``) and reading
         takes waiting: see :meth:`look`."""
-        head = row[: self._layout.packed_buffers.start]
-        if head.device.type == "cpu":
+        head = row[: self._layout.packed_buffers.start] if self._layout.has_buffers else row
+        if head.is_cpu:
             return self._layout.read(head)
         self._deferred = DeferredRow(head)
         if may_defer:
@@ -102,6 +102,8 @@ class ReportTransport:
 
     def take_buffers(self, row: Tensor | None = None) -> None:
         """Assign the buffers that a row has brought; by default that of the report that has been looked at."""
+        if not self._layout.has_buffers:
+            return
         packed_buffers = self._packed_buffers if row is None else row[self._layout.packed_buffers]
         if packed_buffers is not None:
             self._buffers.read(packed_buffers)

@@ -7,25 +7,23 @@ so. An abandoned round is kept until what it has sent has arrived; nobody waits 
 have to be ordered by waiting.
 """
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
-from enum import Enum, auto
+from enum import IntEnum, auto
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lockstep.distributed.reduction.buckets import BlankBucket, BucketPart, GradientBucket
-from lockstep.distributed.reduction.comm_hooks import Waitable
+from lockstep.distributed.reduction.bucket import BucketPart, GradientBucket
+from lockstep.distributed.reduction.in_flight import InFlight
 from lockstep.distributed.reduction.late import graphs_of, reduce_again, reduce_late
 from lockstep.distributed.reduction.parameter import ManagedParameter
 from lockstep.distributed.reduction.report import RankStatus, Report, Weight
 from lockstep.distributed.reduction.second_order import with_graphs
 from lockstep.distributed.reduction.setup import Setup
-from lockstep.errors import CommunicationError
 
 
-class RoundPhase(Enum):
+class RoundPhase(IntEnum):
     """Where a round is."""
 
     FILLING = auto()
@@ -59,7 +57,7 @@ class Round:
         setup: Setup,
         used: bytearray,
         describe: Callable[[int, bool], tuple[RankStatus, Weight]],
-        creates_graph: bool,
+        create_graph: bool,
     ) -> None:
         """``used`` has a one for each parameter that has had a gradient on this rank since the last round; ``describe``
         says what this rank has to report of a round of that number, failed or not."""
@@ -71,16 +69,14 @@ class Round:
         """Parameters whose gradient came after its bucket had left, or has no bucket."""
         self.abandoned_row: Tensor | None = None
         """The report, if the round was abandoned before it had left."""
-        self._setup, self._used, self._describe, self._creates_graph = setup, used, describe, creates_graph
+        self._setup, self._used, self._describe, self._create_graph = setup, used, describe, create_graph
         self._divide_factor, self._launches_early = setup.gradient_divide_factor, setup.is_ready
         self._graphs: list[tuple[ManagedParameter, Tensor]] = []
         self._undefined: list[int] = []
-        self._pending: list[Waitable] = []
-        self._expected = setup.buckets.expected
-        self._awaited = bytearray(self._expected)  # what has not come of those
+        self._in_flight = InFlight(number, setup)
         scale = 1.0 if setup.hooks.hooks else 1.0 / self._divide_factor
-        for bucket in self.buckets:
-            bucket.open(scale, copies_early=not creates_graph)
+        for bucket in self.buckets.in_order:
+            bucket.open(scale, copies_early=not create_graph)
         self._expect_gradients()
 
     @property
@@ -98,9 +94,10 @@ class Round:
     def _expect_gradients(self) -> None:
         plan, arrivals = self._setup.plan, self._setup.members.arrivals
         if plan.observes:
-            plan.begin_round()  # no gradient is expected by its hook: each is looked at, to note the order
+            plan.begin_round()  # each gradient is looked at, to note the order
         else:
-            self._awaited = arrivals.expect(self.buckets.part_of, self._expected)
+            for part in self.buckets.parts:
+                arrivals.note_in(part.arrived, part.noted)
         # What has piled up without a place in the plan may not come again before the end of this backward.
         for index in self.buckets.unbucketed:
             if self._setup.parameters[index].parameter.grad is None:
@@ -109,22 +106,25 @@ class Round:
                 self.late[index] = None
 
     def mark_gradient_ready(self, index: int) -> None:
-        """Count a gradient that the hooks have not counted: the first of a pass, or one that may be late."""
+        """A gradient has come that is looked at: the first of a pass, the last of a part, or one that may be late."""
         self._used[index] = 1
         if self._setup.plan.observes:
             self._setup.plan.observe(index)
         part = self.buckets.part_of[index]
         if part is None or part.bucket.index < self.next_bucket:
             self.late[index] = None
-        elif self._awaited[index]:
-            self._awaited[index] = 0
-            part.missing -= 1
-            if not part.missing:
-                self.part_has_come(part)
+        elif not part.is_complete:
+            part.arrived.append(self._setup.parameters[index].parameter)
+            if part.is_looked_at and part.look():
+                self._part_is_complete(part)
+            elif index == part.awaited:
+                self._setup.members.arrivals.ask_for(part.noted)  # another one is the last
 
-    def part_has_come(self, part: BucketPart) -> None:
-        """All gradients of a part of a bucket have come."""
-        if part.bucket.part_has_come(part):
+    def _part_is_complete(self, part: BucketPart) -> None:
+        bucket = part.bucket
+        if not bucket.waits_for_end:  # what comes from now on comes again, and late: test_checkpointing.py
+            self._setup.members.arrivals.ask_for(part.noted)
+        if bucket.part_is_complete(part):
             self.launch_ready_buckets()
 
     def mark_unhooked(self, indices: Sequence[int]) -> None:
@@ -137,25 +137,23 @@ class Round:
     def launch_ready_buckets(self) -> None:
         """Launch every bucket whose turn has come, without waiting for anything: another rank may be at another module.
 
-        A bucket that is held, as the one with the report is, waits for the end.
+        A bucket that is to wait for the end, as the one with the report is, does.
         """
-        while self.next_bucket < len(self.buckets):
-            bucket = self.buckets[self.next_bucket]
-            if bucket.missing or bucket.held or not self._may_launch(bucket):
+        while self.next_bucket < len(self.buckets.in_order):
+            bucket = self.buckets.in_order[self.next_bucket]
+            if bucket.missing or bucket.waits_for_end or not self._may_launch(bucket):
                 return
             with torch.no_grad():
                 self._launch_bucket(bucket)
 
     def _may_launch(self, bucket: GradientBucket) -> bool:
-        """Whether a bucket may leave while backward runs: no call of its hooks may wait for other ranks."""
-        hooks = self._setup.hooks
+        """Whether a bucket may leave while backward runs."""
         if not (self._launches_early and self._setup.scheduler.exclusive):
             return False
-        if not hooks.hooks or self._setup.collectives.follows_stream(bucket.members[0].spec.device):
-            return True
-        return not hooks.may_wait and all(pending.done() for pending in self._pending)
+        return not self._setup.hooks.hooks or self._in_flight.may_call_hooks(bucket.members[0].spec.device)
 
-    def _launch_bucket(self, bucket: GradientBucket) -> None:
+    def _launch_bucket(self, bucket: GradientBucket, wait_follows: bool = False) -> None:
+        """``wait_follows``: nothing else is launched."""
         setup = self._setup
         with setup.collectives.phases.phase("collect"):
             copied = bucket.copy_in(self._used if bucket.missing else None)
@@ -163,56 +161,46 @@ class Round:
             self._undefined += copied.undefined
             if bucket is self.buckets.report_bucket:
                 self._write_report(bucket.row)
-        what = f"bucket {bucket.index + 1} of {len(self.buckets)}, round {self.number}"
+        what = self.buckets.labels[bucket.index]
         if setup.hooks.hooks:
-            pending = self._launch_through_hooks(bucket, copied.flat, what)
+            self._in_flight.send_through_hooks(bucket, copied.flat, what)
         else:
-            pending = setup.collectives.all_reduce(copied.flat, what, copied.factor)
-        self._pending.append(pending)
+            self._in_flight.all_reduce(copied.flat, what, copied.factor, wait_follows=wait_follows)
         self.next_bucket += 1
-
-    def _launch_through_hooks(self, bucket: GradientBucket, flat: Tensor, what: str) -> Waitable:
-        setup, collectives = self._setup, self._setup.collectives
-        self._wait_for_hooks(flat.device)
-        begun = collectives.begun()
-        try:
-            with collectives.phases.phase("hook", what):
-                last = bucket.index == len(self.buckets) - 1
-                return setup.hooks.send(bucket, flat, last, collectives, self._divide_factor, setup.is_planned)
-        except BaseException as error:
-            if begun is None or collectives.begun() != begun:
-                gist = f"{type(error).__name__}: {error}"
-                setup.scheduler.lose(f"a communication hook raised {gist}, after it had begun to communicate")
-            raise
-
-    def _wait_for_hooks(self, device: torch.device) -> None:
-        """Where hooks are not ordered by a stream, what one sends from a callback must not meet what comes next."""
-        if not self._setup.collectives.follows_stream(device):
-            while self._pending:
-                self._pending.pop(0).wait()
 
     # ------------------------------------------------------------- finalizing: backward has ended
 
     def end_filling(self) -> None:
         """Backward has ended: what has not come counts as zero."""
         self._become(RoundPhase.FINALIZING)
-        # Bytes that differ are of gradients that have come; as whole numbers, all of them at once.
-        came = int.from_bytes(self._expected, "little") ^ int.from_bytes(self._awaited, "little")
-        self._used[:] = (int.from_bytes(self._used, "little") | came).to_bytes(len(self._used), "little")
+        incomplete: list[BucketPart] = []
+        for part in self.buckets.parts:
+            if not part.is_complete:
+                if part.look():
+                    part.bucket.missing -= 1
+                else:
+                    incomplete.append(part)
+        if incomplete or self.buckets.unbucketed:
+            for part in self.buckets.parts:
+                for index in part.indices if part.is_complete else part.came():
+                    self._used[index] = 1
+        else:
+            self._used[:] = self.buckets.all_used
 
     def launch_rest(self) -> None:
         """Launch all that is left: buckets, buffers that do not ride in the report, and the report."""
         setup = self._setup
         setup.buffers.prepare_large()
-        while self.next_bucket < len(self.buckets):
-            self._launch_bucket(self.buckets[self.next_bucket])
+        for bucket in self.buckets.in_order[self.next_bucket :]:
+            is_last = bucket is self.buckets.report_bucket and not setup.buffers.has_large
+            self._launch_bucket(bucket, wait_follows=is_last)
         if setup.hooks.hooks:
-            self._wait_for_hooks(setup.collectives.device)
+            self._in_flight.order_hooks(setup.collectives.device)
         setup.buffers.send_large()
         row = setup.transport.own_row
         if row is not None:
             self._write_report(row)
-            self._pending.append(setup.collectives.all_reduce(row, f"report, round {self.number}"))
+            self._in_flight.all_reduce(row, "report", wait_follows=True)
 
     def _write_report(self, row: Tensor, failed: bool = False) -> None:
         for index in self._undefined:  # hooks have run, but there was no gradient
@@ -222,9 +210,7 @@ class Round:
 
     def wait(self) -> None:
         """Return when all has arrived."""
-        with self._setup.collectives.phases.phase("wait"):
-            for pending in self._pending:
-                pending.wait()
+        self._in_flight.wait()
         self._become(RoundPhase.REDUCED)
 
     @property
@@ -248,18 +234,22 @@ class Round:
         The ranks have just agreed on ``newcomers``, which have no bucket yet. If the report says that weighted
         contributions come on top of gradients from before, this rank's are in ``earlier``, by identity.
         """
+        if report.is_usual and not (self._graphs or self._create_graph):
+            for bucket in self.buckets.in_order:
+                bucket.copy_out(report)
+            return
         overdue = [*(self._setup.parameters[index] for index in report.late), *newcomers]
         graphs = [*self._graphs, *graphs_of(overdue)]
         late = reduce_late(overdue, self._setup.collectives, self._divide_factor) if overdue else []
-        for bucket in self.buckets:
+        for bucket in self.buckets.in_order:
             if factor != 1:
-                bucket.rescale(factor)
+                bucket.multiply(factor)
             bucket.copy_out(report)
         for each in late:
             each.copy_out(factor)
         if report.adds:
             self._add_earlier(report, factor, newcomers, earlier)
-        if graphs or self._creates_graph:
+        if graphs or self._create_graph:
             reduced = [member for member in self._setup.parameters if report.uses(member.index)]
             with_graphs(graphs, reduced, factor, self._setup.collectives)
 
@@ -276,7 +266,7 @@ class Round:
 
     def parameters_in_order(self, report: Report, newcomers: Sequence[ManagedParameter]) -> list[Parameter]:
         """The parameters that any rank has used, in an order that is the same on all ranks: the plan's."""
-        placed = [index for bucket in self.buckets for index in bucket.planned.indices]
+        placed = [index for bucket in self.buckets.in_order for index in bucket.planned.indices]
         used = [self._setup.parameters[i] for i in (*placed, *self.buckets.unbucketed) if report.uses(i)]
         return [each.parameter for each in (*used, *newcomers)]
 
@@ -288,51 +278,24 @@ class Round:
         Communication hooks run, too, on buckets of zeros: what they send is what the other ranks' hooks wait for.
         """
         self._become(RoundPhase.ABANDONED)
-        setup, rest = self._setup, list(self.buckets)[self.next_bucket :]
-        for bucket in rest:
-            blank = self._make(bucket.blank)
+        setup, sent = self._setup, self._in_flight
+        for bucket in self.buckets.in_order[self.next_bucket :]:
+            zeros = sent.make(bucket.zeros)
             if setup.hooks.hooks:
-                self._launch_blank_through_hooks(bucket, blank)
+                sent.send_zeros_through_hooks(bucket, zeros)
                 continue
             if bucket is self.buckets.report_bucket:
-                self.abandoned_row = blank[bucket.planned.layout.numel :]
+                self.abandoned_row = zeros[bucket.planned.layout.numel :]
                 self._write_report(self.abandoned_row, failed=True)
-            self._launch_abandoned(blank)
+            sent.all_reduce(zeros, "abandoned bucket")
         if setup.hooks.hooks and not setup.collectives.follows_stream(setup.collectives.device):
-            self.wait_abandoned()
+            sent.wait_abandoned()
         setup.buffers.send_large(failed=True)
         if setup.transport.own_row is not None:
             self.abandoned_row = setup.transport.own_row
             self._write_report(self.abandoned_row, failed=True)
-            self._launch_abandoned(setup.transport.own_row)
-
-    def _launch_abandoned(self, tensor: Tensor) -> None:
-        self._pending.append(self._setup.collectives.all_reduce(tensor, f"round {self.number}, abandoned"))
-
-    def _launch_blank_through_hooks(self, bucket: GradientBucket, blank: Tensor) -> None:
-        setup = self._setup
-        if not setup.collectives.follows_stream(blank.device):  # see _wait_for_hooks
-            self.wait_abandoned()
-        last = bucket.index == len(self.buckets) - 1
-        pending = setup.hooks.send(
-            BlankBucket(bucket), blank, last, setup.collectives, self._divide_factor, setup.is_planned
-        )
-        self._pending.append(pending)
+            sent.all_reduce(self.abandoned_row, "abandoned report")
 
     def wait_abandoned(self) -> None:
         """Return when all that an abandoned round has sent has arrived."""
-        while self._pending:
-            try:
-                self._pending.pop(0).wait()
-            except CommunicationError:
-                raise
-            except Exception as error:  # of a communication hook: its round has failed already
-                logging.getLogger("lockstep").debug("round %d, abandoned: %r", self.number, error)
-
-    def _make(self, make: Callable[[], Tensor]) -> Tensor:
-        """New memory; where there is none left, what has been sent is waited for first, and given back."""
-        try:
-            return make()
-        except (RuntimeError, MemoryError, OSError):
-            self.wait_abandoned()
-            return make()
+        self._in_flight.wait_abandoned()

@@ -47,14 +47,12 @@ class ScheduledModule(Protocol):
 
     requires_sync: bool
     """Whether backward passes synchronise."""
+    open: bool
+    """Whether the backward pass under way has reached the module."""
 
     @property
     def retired(self) -> bool:
         """Whether another replication has taken its place."""
-
-    @property
-    def open(self) -> bool:
-        """Whether the backward pass under way has reached the module."""
 
     @property
     def reducing(self) -> bool:
@@ -176,27 +174,22 @@ class GroupScheduler(PassFollower):
 
     def expects(self, module: ScheduledModule) -> bool:
         """Whether :meth:`expect_backward` has told of a module in the backward pass under way."""
-        return any(each is module for each in self._expected)
+        return module in self._expected
 
     def enter(self, module: ScheduledModule) -> None:
         """The backward pass under way has reached a parameter of a module."""
         self._reached.append(module)
 
-    @contextmanager
-    def failing_on_every_rank(self, module: ScheduledModule) -> Iterator[None]:
-        """What fails inside fails the module's round on all ranks, in the pass under way: none has to be told."""
-        try:
-            yield
-        except BaseException:
-            if self.followed is not None:
-                self.followed.note_failure(module)
-            raise
+    def note_failure(self, module: ScheduledModule) -> None:
+        """All ranks know that the round of a module has failed, in the pass under way: none has to be told."""
+        if self.followed is not None:
+            self.followed.note_failure(module)
 
     def _leave_pass(self) -> tuple[list[ScheduledModule], list[ScheduledModule]]:
         """Follow the pass no more; returns the modules that it has reached, and those that it was to go through."""
         self.unfollow()
-        reached, expected = self._reached, self._expected
-        self._reached, self._expected = [], []
+        reached, self._reached = self._reached, []
+        expected, self._expected = self._expected, []
         return reached, expected
 
     # ------------------------------------------------------------------------- a pass, as it ends
@@ -208,9 +201,10 @@ class GroupScheduler(PassFollower):
             this.told.add(self)
         reached, expected = self._leave_pass()
         reducing = [module for module in reached if module.reducing]
-        silent = (each for each in expected if not any(each is other for other in reached))
-        accumulates = this is not None and this.accumulates
-        reducing += [each for each in silent if each.requires_sync and each.takes_part(accumulates)]
+        silent = [each for each in expected if each not in reached]
+        if silent:
+            accumulates = this is not None and this.accumulates
+            reducing += [each for each in silent if each.requires_sync and each.takes_part(accumulates)]
         try:
             self.reduce(reducing if self.exclusive or not reducing else self._agree_who_takes_part(reducing))
         except BaseException:
@@ -219,7 +213,7 @@ class GroupScheduler(PassFollower):
                     this.note_failure(module)
             raise
         finally:
-            for module in (*reached, *(each for each in expected if each not in reached)):
+            for module in (*reached, *silent):
                 module.end_pass()
 
     @torch.no_grad()  # as it is in a pass; compiled autograd refuses create_graph=True
@@ -241,8 +235,9 @@ class GroupScheduler(PassFollower):
             with steps:
                 reduced.append((module, module.finalize_backward()))
         for module, parameters in reduced:
-            with steps:
-                module.run_held_hooks(parameters)
+            if parameters:
+                with steps:
+                    module.run_held_hooks(parameters)
         if modules:
             self.decisions.round_ended()
         steps.end()

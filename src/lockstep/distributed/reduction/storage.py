@@ -27,6 +27,7 @@ Empty = Callable[[int, torch.dtype, torch.device], Tensor]
 """Makes a tensor of one dimension, uninitialised."""
 
 _is_set_to = Tensor.is_set_to
+_NOTHING = torch.empty(0, device="cpu")
 
 
 KEPT_BELOW_BYTES = 16 * 1024
@@ -42,25 +43,35 @@ class GradientMemory:
     def __init__(self, layout: Bucket, parameters: Sequence[Parameter], extra: int, empty: Empty) -> None:
         self._layout, self._parameters, self._extra, self._empty = layout, parameters, extra, empty
         self._kept = layout.nbytes < KEPT_BELOW_BYTES * len(layout.slots)
-        self.flat: Tensor | None = None
+        self._flat: Tensor | None = None
+        self.gradients = self.row = _NOTHING
+        """The two parts of it: in which gradients lie, and what follows them."""
         self.views: list[Tensor] = []
         """Nobody else's while the memory is kept: what others do to the tensors they hold does not change these."""
         self.grads: list[Tensor] = []
         """What parameters get: other tensors in the places of the views, or DTensors around such."""
-        self._pointers: list[int] = []  # where the views begin
         self._alone: tuple[int, list[int]] = 0, []  # users and references while nobody else has any
+        self._none_inside = [False] * len(layout.slots)
         self._handed: tuple[StorageWeakRef, int] | None = None  # memory that was left to the gradients, and its offset
 
-    def claim(self, current: list[Tensor | None]) -> list[bool]:
+    @property
+    def flat(self) -> Tensor:
+        """All of it; there is some from :meth:`claim` to :meth:`release`."""
+        assert self._flat is not None
+        return self._flat
+
+    def claim(self, current: list[Tensor | None]) -> Sequence[bool]:
         """Make ready to write the next gradients; returns which of ``current`` are in this memory, and stay in it.
 
         If they have to move, ``current`` is changed to what they are now.
         """
-        if self.flat is None and self._handed is not None:
+        if self._flat is None and self._handed is not None:
             self._take_up(current)
-        if self.flat is None:
+        if self._flat is None:
             self._allocate()
-            return [False] * len(current)
+            return self._none_inside
+        if self._is_unused(current):
+            return self._none_inside
         inside = self.in_place(current)
         whole = False not in inside
         if whole and all(map(operator.is_, current, self.grads)):
@@ -76,10 +87,21 @@ class GradientMemory:
             self.grads = self._gradients()  # tests/ranks/test_gradient_memory.py
         return inside
 
+    def _is_unused(self, current: Sequence[Tensor | None]) -> bool:
+        """Whether nobody has a tensor in this memory but this object: a gradient of ``current`` that is, is one of
+        those that were handed out, or makes one user more."""
+        users, counts = self._alone
+        return (
+            True not in map(operator.is_, current, self.grads)
+            and storage_users(self.flat) == users
+            and references(self.grads) == counts
+            and self._are_grads_in_place()
+        )
+
     def claim_early(self, current: Sequence[Tensor | None]) -> bool:
         """Make ready to write while gradients still come; False if that has to wait, as one of ``current`` is in this
         memory, or was, and more may be added to it there."""
-        if self.flat is None:
+        if self._flat is None:
             left, _ = self._handed or (None, 0)
             dense = [local_part(grad) for grad in current if grad is not None and not grad.is_sparse]
             if left is not None and any(grad.untyped_storage()._cdata == left.cdata for grad in dense):
@@ -91,23 +113,15 @@ class GradientMemory:
 
     def in_place(self, current: Sequence[Tensor | None]) -> list[bool]:
         """Which of the gradients are in this memory, each in its own place."""
-        if dtensor_class() is None:
-            try:
-                pointers = [0 if grad is None else grad.data_ptr() for grad in current]
-            except RuntimeError:  # sparse ones have none
-                pointers = self._pointers
-            if True not in map(operator.eq, pointers, self._pointers):
-                return [False] * len(current)
         return in_place(current, self.views)
 
     def release(self) -> None:
         """The gradients have been handed out."""
         if not self._kept:
-            assert self.flat is not None
             self._handed = StorageWeakRef(self.flat.untyped_storage()), int(self.flat.storage_offset())
-            self.flat, self.views, self.grads = None, [], []
+            self._lie_in(None, [], [])
 
-    def blank(self) -> Tensor:
+    def zeros(self) -> Tensor:
         """Other memory of the same size, all zero."""
         layout = self._layout
         return torch.zeros(layout.numel + self._extra, dtype=layout.dtype, device=layout.device)
@@ -115,10 +129,16 @@ class GradientMemory:
     def _allocate(self) -> None:
         layout = self._layout
         flat = self._empty(layout.numel + self._extra, layout.dtype, layout.device)
-        self.flat, self.views = flat, self._layout.views(flat)
-        self._pointers = [view.data_ptr() for view in self.views]
+        self._lie_in(flat, layout.views(flat), [])
         self.grads = self._gradients()
         self._alone = storage_users(flat), references(self.grads)
+
+    def _lie_in(self, flat: Tensor | None, views: list[Tensor], grads: list[Tensor]) -> None:
+        self._flat, self.views, self.grads = flat, views, grads
+        if flat is None:
+            self.gradients = self.row = _NOTHING
+        else:
+            self.gradients, self.row = flat[: self._layout.numel], flat[self._layout.numel :]
 
     def _gradients(self) -> list[Tensor]:
         """Tensors to hand out. Where views are given up when they are, those themselves."""
@@ -137,8 +157,7 @@ class GradientMemory:
             flat = first.as_strided((self._layout.numel + self._extra,), (1,), start)
             views = self._layout.views(flat)
             if False not in in_place(grads, views):
-                self.flat, self.views, self.grads = flat, views, grads
-                self._pointers = [view.data_ptr() for view in views]
+                self._lie_in(flat, views, grads)
 
     def _are_grads_in_place(self) -> bool:
         """Whether those that are handed out are what they were, whatever those did with them who had them."""
@@ -148,7 +167,6 @@ class GradientMemory:
 
     def _held(self, inside: Sequence[bool]) -> bool:
         """Whether anything but this bucket and its parameters still sees gradients of an earlier round."""
-        assert self.flat is not None
         users, counts = self._alone
         if storage_users(self.flat) > users:
             return True

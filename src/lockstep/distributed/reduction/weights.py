@@ -10,7 +10,8 @@ give it up.
 """
 
 from collections.abc import Collection, Sequence
-from itertools import compress
+from itertools import compress, repeat
+from operator import attrgetter, is_not
 from typing import Protocol
 
 from torch.nn import Parameter
@@ -21,6 +22,8 @@ from lockstep.distributed.reduction.accumulated import AccumulatedGradients, Ear
 from lockstep.distributed.reduction.optimizer_steps import NextStep
 from lockstep.distributed.reduction.parameter import ManagedParameter
 from lockstep.errors import OptionError
+
+_grad_of = attrgetter("parameter.grad")
 
 
 class Weights:
@@ -141,7 +144,8 @@ class Weights:
 
     def pass_ended(self, touched: bytearray) -> None:
         """A backward pass has ended that did not synchronise."""
-        left = [m for m in compress(self._parameters, touched) if m.parameter.grad is not None]
+        came = list(compress(self._parameters, touched))
+        left = list(compress(came, map(is_not, map(_grad_of, came), repeat(None))))  # no Python for each
         left += [m for m in self._newcomers if id(m.parameter) in self._touched and m.parameter.grad is not None]
         self._accumulated.note(left, closely=self.given)
 

@@ -1,0 +1,301 @@
+"""A bucket: gradients that are taken from their parameters, sent as one tensor, and copied out again.
+
+A gradient lives in its bucket. Between rounds ``parameter.grad`` is a view of the bucket's flat tensor, so an
+accumulation or ``zero_grad(set_to_none=False)`` works in place and nothing has to be copied in; a gradient that
+autograd made anew, after ``zero_grad()``, is copied in once. While a bucket is on its way its parameters have no
+gradient, so that a late one cannot be added to memory that is being sent.
+
+Here are the buckets of one gradient; ``flat_bucket.py`` has those of many.
+"""
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Iterable, Sequence
+from itertools import repeat
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from lockstep.distributed.dtensors import is_dtensor, like_parameter, local_part
+from lockstep.distributed.reduction.parameter import ManagedParameter
+from lockstep.distributed.reduction.plan import PlannedBucket
+from lockstep.distributed.reduction.report import Report
+
+_dtype_of, _device_of = attrgetter("dtype"), attrgetter("device")
+
+
+class CopiedIn(NamedTuple):
+    """What a bucket has taken from its parameters."""
+
+    flat: Tensor
+    """What is to be summed."""
+    factor: float = 1.0
+    """What it is to be multiplied by before that."""
+    undefined: Sequence[int] = ()
+    """Parameters, by number, that have no gradient, whether or not their hooks have run."""
+    graphs: Sequence[tuple[ManagedParameter, Tensor]] = ()
+    """Gradients that backward made with ``create_graph=True``."""
+
+
+class BucketPart:
+    """Gradients of a bucket that are waited for, and copied, together."""
+
+    __slots__ = (
+        "arrived",
+        "awaited",
+        "bucket",
+        "indices",
+        "is_complete",
+        "is_copied",
+        "is_looked_at",
+        "noted",
+        "positions",
+    )
+
+    def __init__(self, bucket: "GradientBucket", positions: range, is_looked_at: bool) -> None:
+        self.bucket, self.positions = bucket, positions
+        self.indices = bucket.planned.indices[positions.start : positions.stop]
+        """The parameters, by number."""
+        self.is_looked_at = is_looked_at
+        """Whether anything is done when all have come, before the end of backward."""
+        self.awaited = self.indices[-1] if is_looked_at else -1
+        """The parameter whose gradient is expected to be the last one, then."""
+        self.noted = self.indices[:-1] if is_looked_at else self.indices
+        """The others: nothing is done when their gradients come."""
+        self.arrived: list[Parameter] = []
+        """Parameters whose gradients have come; one whose gradient has come twice may be there twice."""
+        self.is_complete = False
+        """Whether all have come, and that has been noticed."""
+        self.is_copied = False
+        """Whether they are in the bucket's memory already, and not in the parameters' ``.grad``."""
+
+    def open(self) -> None:
+        """A round begins."""
+        self.arrived.clear()
+        self.is_complete = self.is_copied = False
+
+    def look(self) -> bool:
+        """Notice whether all have come."""
+        count = len(self.indices)
+        self.is_complete = len(self.arrived) >= count and len(set(map(id, self.arrived))) == count
+        return self.is_complete
+
+    def came(self) -> list[int]:
+        """The parameters, by number, whose gradients have come."""
+        came = set(map(id, self.arrived))
+        members = self.bucket.members[self.positions.start : self.positions.stop]
+        return [member.index for member in members if id(member.parameter) in came]
+
+
+class GradientBucket(ABC):
+    """One bucket of the plan, in use; subclasses differ in where the gradients lie while they are sent."""
+
+    def __init__(self, index: int, planned: PlannedBucket, members: Sequence[ManagedParameter], waits: bool) -> None:
+        self.index, self.planned = index, planned
+        self.members = list(members)
+        self.waits_for_end = waits
+        """Whether it waits for the end of backward."""
+        self._parameters = [member.parameter for member in members]
+        self._kinds = self._kinds_now()
+        cut = self._cut()
+        self.parts = [BucketPart(self, positions, len(cut) > 1 or not waits) for positions in cut]
+        self.missing = len(self.parts)
+        """How many parts are not complete."""
+        self._scale = 1.0
+        self._spared: list[tuple[ManagedParameter, Tensor, Tensor | None]] = []
+
+    def _kinds_now(self) -> list[torch.dtype | torch.device]:
+        found: list[Any] = list(map(_dtype_of, self._parameters))
+        if torch.accelerator.is_available():
+            found += map(_device_of, self._parameters)
+        return found
+
+    def _check_unchanged(self) -> None:
+        """Raise :class:`LayoutError` if a parameter has been retyped or moved: only this rank would find out, when it
+        is too late to tell the others, that it cannot have the gradient."""
+        if self._kinds_now() != self._kinds:
+            for member in self.members:
+                member.check_parameter()
+
+    def _cut(self) -> list[range]:
+        """Which members, by position, are waited for together."""
+        return [range(len(self.members))]
+
+    def open(self, scale: float, copies_early: bool) -> None:
+        """A round begins, in which gradients are multiplied by ``scale`` before they are summed; ``copies_early``:
+        and may be taken from the parameters while backward runs."""
+        self._scale = scale
+        self.missing = len(self.parts)
+        for part in self.parts:
+            part.open()
+        self._spared.clear()
+
+    def part_is_complete(self, part: BucketPart) -> bool:
+        """All gradients of a part have come; returns whether all of the bucket have."""
+        self.missing -= 1
+        return not self.missing
+
+    @abstractmethod
+    def copy_in(self, used: Sequence[int] | None) -> CopiedIn:
+        """Take the gradients from the parameters, those aside that have been taken early.
+
+        ``used`` tells of every parameter whether it has had a gradient since the last round; None: all have. What the
+        others hold counts, too, but is given back unless another rank has had one.
+        """
+
+    @abstractmethod
+    def accept(self, summed: Tensor) -> None:
+        """Put back what a communication hook made of the tensor that :meth:`copy_in` returned."""
+
+    @abstractmethod
+    def multiply(self, factor: float) -> None:
+        """Multiply all reduced gradients."""
+
+    def copy_out(self, report: Report) -> None:
+        """Give the parameters their reduced gradients; one that no rank used gets back what it had."""
+        for position, member in enumerate(self.members):
+            if report.uses(member.index):
+                member.parameter.grad = self._gradient(position)
+        for member, grad, values in self._spared:
+            if not report.uses(member.index):
+                if values is not None:
+                    local_part(grad).copy_(values)
+                member.parameter.grad = grad
+        self._spared.clear()
+
+    @abstractmethod
+    def _gradient(self, position: int) -> Tensor:
+        """What the member at that position gets."""
+
+    def _spare(self, member: ManagedParameter, grad: Tensor, inside: bool) -> None:
+        """Keep the gradient of a parameter that this rank did not use: perhaps no rank did."""
+        self._spared.append((member, grad, local_part(grad).clone() if inside else None))
+
+    @property
+    def row(self) -> Tensor:
+        """The report's place; empty unless there is one."""
+        return torch.empty(0)
+
+    def zeros(self) -> Tensor:
+        """A tensor to send in place of what :meth:`copy_in` returns, without any gradient."""
+        return self.members[0].zeros().flatten()
+
+
+class SingleBucket(GradientBucket):
+    """One large gradient, reduced where it is."""
+
+    def copy_in(self, used: Sequence[int] | None) -> CopiedIn:
+        """See :meth:`GradientBucket.copy_in`."""
+        self._check_unchanged()
+        (member,) = self.members
+        (slot,) = self.planned.layout.slots
+        grad = member.parameter.grad
+        self._own: Tensor | None = None
+        if grad is None:
+            taken = member.zeros()
+        else:
+            taken = member.take(grad)
+            spared = used is not None and not used[member.index]
+            if spared:
+                self._spare(member, grad, inside=False)
+            if spared or grad.requires_grad or taken.is_sparse or taken.stride() != slot.stride:
+                taken = member.zeros().copy_(taken.to_dense() if taken.is_sparse else taken)
+            elif not is_dtensor(grad):
+                self._own = grad
+        self._result = taken
+        member.parameter.grad = None
+        flat = flattened(taken)
+        return _copied_alone(member, grad, flat)._replace(factor=self._scale)
+
+    def accept(self, summed: Tensor) -> None:
+        """See :meth:`GradientBucket.accept`."""
+        accept_into(flattened(self._result), summed)
+
+    def multiply(self, factor: float) -> None:
+        """See :meth:`GradientBucket.multiply`."""
+        self._result.mul_(factor)
+
+    def copy_out(self, report: Report) -> None:
+        """See :meth:`GradientBucket.copy_out`; the gradient is the parameter's alone again."""
+        super().copy_out(report)
+        del self._result, self._own
+
+    def _gradient(self, position: int) -> Tensor:
+        return self._own if self._own is not None else like_parameter(self._result, self.members[0].parameter)
+
+
+class SparseBucket(GradientBucket):
+    """One sparse gradient; ranks may have different rows."""
+
+    def copy_in(self, used: Sequence[int] | None) -> CopiedIn:
+        """See :meth:`GradientBucket.copy_in`."""
+        self._check_unchanged()
+        (member,) = self.members
+        grad = member.parameter.grad
+        taken = member.zeros() if grad is None else member.take(grad)
+        if grad is not None and used is not None and not used[member.index]:
+            self._spare(member, grad, inside=False)
+        member.parameter.grad = None
+        self._result = (taken if taken.is_sparse else taken.to_sparse(1)).coalesce() * self._scale
+        return _copied_alone(member, grad, self._result)
+
+    def zeros(self) -> Tensor:
+        """See :meth:`GradientBucket.zeros`."""
+        return self.members[0].zeros()
+
+    def accept(self, summed: Tensor) -> None:
+        """See :meth:`GradientBucket.accept`."""
+        self._result = summed
+
+    def multiply(self, factor: float) -> None:
+        """See :meth:`GradientBucket.multiply`."""
+        self._result = self._result * factor
+
+    def _gradient(self, position: int) -> Tensor:
+        return self._result
+
+
+def _copied_alone(member: ManagedParameter, grad: Tensor | None, flat: Tensor) -> CopiedIn:
+    """What a bucket has taken from its only parameter."""
+    if grad is None:
+        return CopiedIn(flat, 1.0, [member.index])
+    return CopiedIn(flat, 1.0, (), [(member, grad)] if grad.requires_grad else ())
+
+
+class ZeroBucket(GradientBucket):
+    """What communication hooks see of a bucket whose round has failed: zeros. Its gradients stay as they are."""
+
+    def __init__(self, bucket: GradientBucket) -> None:
+        super().__init__(bucket.index, bucket.planned, bucket.members, waits=True)
+
+    def copy_in(self, used: Sequence[int] | None) -> CopiedIn:
+        """See :meth:`GradientBucket.zeros`."""
+        return CopiedIn(self.zeros())
+
+    def accept(self, summed: Tensor) -> None:
+        """Nothing is taken."""
+
+    def multiply(self, factor: float) -> None:
+        """Nothing is there."""
+
+    def _gradient(self, position: int) -> Tensor:
+        return torch.empty(0)
+
+
+def flattened(tensor: Tensor) -> Tensor:
+    """All elements of a tensor without gaps, in the order in which they lie in memory; a view."""
+    return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+
+
+def accept_into(gradients: Tensor, summed: Tensor) -> None:
+    """Copy what a hook returned, unless it is what it was given."""
+    if summed.data_ptr() != gradients.data_ptr() or summed.dtype != gradients.dtype:
+        gradients.copy_(summed.view_as(gradients))
+
+
+def set_grads(parameters: Iterable[Parameter], grads: Iterable[Tensor | None]) -> None:
+    """Give parameters their gradients; without any Python for each."""
+    deque(map(setattr, parameters, repeat("grad"), grads), maxlen=0)
