@@ -12,7 +12,7 @@ import lockstep
 from lockstep.distributed.reduction import flat_bucket
 from threaded import run_ranks
 
-WIDTH = 192  # one weight's gradient is a part
+WIDTH = 384  # one weight's gradient is a part
 
 
 class Layers(nn.Module):
