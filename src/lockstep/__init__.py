@@ -3,6 +3,11 @@
 from lockstep import distributed as distributed
 from lockstep import errors as errors
 from lockstep import local as local
+from lockstep.checkpoints import ResumableSampler as ResumableSampler
+from lockstep.checkpoints import Resumed as Resumed
+from lockstep.checkpoints import per_rank as per_rank
+from lockstep.checkpoints import resume as resume
+from lockstep.checkpoints import save as save
 from lockstep.data.global_batches import GlobalBatches as GlobalBatches
 from lockstep.distributed.accumulation import accumulate as accumulate
 from lockstep.distributed.checkpoint import load_training_state_dict as load_training_state_dict
@@ -43,6 +48,8 @@ __all__ = [
     "Event",
     "GlobalBatches",
     "PeerFailure",
+    "ResumableSampler",
+    "Resumed",
     "Session",
     "Statistics",
     "SyncBatchNorm",
@@ -59,7 +66,10 @@ __all__ = [
     "local",
     "mean",
     "mean_over_ranks",
+    "per_rank",
     "replicate",
+    "resume",
+    "save",
     "session",
     "shard",
     "should_stop",

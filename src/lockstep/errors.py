@@ -16,6 +16,7 @@
     ├── HookError (RuntimeError, TypeError, ValueError) a communication hook that is none, or returns the wrong thing
     ├── AgreementError (RuntimeError, ValueError) ranks that differ in what must be the same on all
     │   └── OutOfSyncError                    parameters or buffers that have other values on other ranks
+    ├── CheckpointError (RuntimeError)        a checkpoint that cannot be saved, or from which nothing can go on
     ├── CommunicationError (RuntimeError)     a collective failed or timed out
     ├── PeerError (RuntimeError)              another rank failed; this one is told
     │   └── PeerFailure                       the same, with that rank, its step and phase, and its own traceback
@@ -82,6 +83,10 @@ class AgreementError(LockstepError, RuntimeError, ValueError):
 
 class OutOfSyncError(AgreementError):
     """A parameter or buffer has other values on another rank; raised on every rank, by name."""
+
+
+class CheckpointError(LockstepError, RuntimeError):
+    """A checkpoint could not be written, or nothing can go on from it; raised on every rank, with rank and reason."""
 
 
 class CommunicationError(LockstepError, RuntimeError):

@@ -17,6 +17,7 @@ ROOMS = [
     "lockstep.distributed",
     "lockstep.shares",
     "lockstep.data",
+    "lockstep.checkpoints",
     "lockstep.session",
     "lockstep.cli",
 ]

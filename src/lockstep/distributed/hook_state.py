@@ -1,5 +1,6 @@
 """State of communication hooks, saved and loaded: error feedback, iteration counts, random numbers."""
 
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,7 +10,11 @@ from lockstep.errors import HookError
 
 
 def hook_state(state: Any) -> Any:
-    """What of a hook's state is worth keeping: its own ``state_dict``, or its attributes without process groups."""
+    """What of a hook's state is worth keeping: its own ``state_dict``, or its attributes without process groups.
+
+    Of NumPy's random numbers, which PowerSGD draws, the state is kept, so that ``torch.load(weights_only=True)`` takes
+    it.
+    """
     if state is None or _is_group(state):
         return None
     if callable(getattr(state, "state_dict", None)):
@@ -20,7 +25,7 @@ def hook_state(state: Any) -> Any:
     if attributes is None:
         names = [name for kind in type(state).__mro__ for name in getattr(kind, "__slots__", ())]
         attributes = {name: getattr(state, name) for name in names if hasattr(state, name)}
-    return {name: value for name, value in attributes.items() if not _is_group(value)}
+    return {name: _plain(value) for name, value in attributes.items() if not _is_group(value)}
 
 
 def restore_hook_state(state: Any, saved: Any) -> None:
@@ -38,7 +43,23 @@ def restore_hook_state(state: Any, saved: Any) -> None:
         )
     else:
         for name, value in saved.items():
-            setattr(state, name, value)
+            numbers: Any = getattr(state, name, None)
+            if _is_numpys_numbers(numbers) and isinstance(value, Mapping):
+                numbers.set_state(value)
+            else:
+                setattr(state, name, value)
+
+
+def _plain(value: Any) -> Any:
+    if not _is_numpys_numbers(value):
+        return value
+    state = value.get_state(legacy=False)
+    return {**state, "state": {**state["state"], "key": state["state"]["key"].tolist()}}
+
+
+def _is_numpys_numbers(value: Any) -> bool:
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, numpy.random.RandomState)
 
 
 def _is_group(value: Any) -> bool:

@@ -290,6 +290,15 @@ class Replication:
         """Calls and seconds of every phase so far."""
         return self.phases.statistics()
 
+    def own_and_replicated(self) -> tuple[list[Tensor], list[Tensor]]:
+        """The parameters and buffers of the module that each rank has for itself, and those that are made equal."""
+        replicated = [tensor for _, tensor in self._selection.named_tensors()]
+        if self.options.policy != "local":
+            return self._selection.left_alone(), replicated
+        buffers = {id(tensor) for tensor in self._selection.module.buffers()}
+        local = [tensor for tensor in replicated if id(tensor) in buffers]
+        return [*self._selection.left_alone(), *local], [each for each in replicated if id(each) not in buffers]
+
     # ----------------------------------------------------------------------------- training state
 
     def training_state(self) -> dict[str, Any]:

@@ -1,0 +1,70 @@
+"""Which checkpoints in a folder are this run's: so that others' are not removed, and a second writer is noticed."""
+
+import secrets
+import warnings
+from pathlib import Path
+from typing import NamedTuple
+
+from lockstep.checkpoints.layout import Manifest, Saved, TornError, list_saved, read_manifest
+from lockstep.errors import CheckpointError
+
+
+class Lineage(NamedTuple):
+    """What this process knows of a folder."""
+
+    run: str
+    """The run that writes there: a new one, or the one that this process goes on with."""
+    highest: int
+    """The highest number there when it last looked."""
+
+
+_lineages: dict[Path, Lineage] = {}  # by folder; of the ranks of a group the first one asks
+
+
+def remember(path: Path, run: str, highest: int) -> None:
+    """Note that this process has saved there, or goes on from what is there."""
+    _lineages[path.resolve()] = Lineage(run, highest)
+
+
+def lineage_of(path: Path) -> Lineage:
+    """What is known of a folder before saving to it.
+
+    Raises :class:`CheckpointError` if another run has saved there since this one last did, or resumed.
+    """
+    key, saved = path.resolve(), [each for each in list_saved(path) if each.is_finished]
+    if key not in _lineages:
+        if saved:
+            warnings.warn(
+                f"{path} holds checkpoints of an earlier run, the newest is {saved[-1].folder.name}, and this run has "
+                "not resumed from it. They are kept, beside those of this run, which are newer for resume(); call "
+                "resume() first to go on with a run, or give each run a folder",
+                stacklevel=2,
+            )
+        _lineages[key] = Lineage(secrets.token_hex(8), saved[-1].number if saved else 0)
+    known = _lineages[key]
+    if saved and saved[-1].number > known.highest:
+        raise CheckpointError(
+            f"another run writes to {path}: {_author(saved[-1])} is newer than all that this run has written or "
+            "resumed from. Two runs would go on from each other's checkpoints: end one of them, or give each a folder"
+        )
+    return known
+
+
+def of_run(saved: Saved, run: str) -> bool:
+    """Whether a checkpoint is of a run; what cannot be told is not."""
+    manifest = _manifest(saved)
+    return manifest is not None and manifest.run == run
+
+
+def _author(saved: Saved) -> str:
+    manifest = _manifest(saved)
+    if manifest is None:
+        return saved.folder.name
+    return f"{saved.folder.name}, saved by host {manifest.hosts[0]} at {manifest.time},"
+
+
+def _manifest(saved: Saved) -> Manifest | None:
+    try:
+        return read_manifest(saved.folder)
+    except TornError:
+        return None

@@ -1,0 +1,80 @@
+"""The ranks that save or resume together: each step is taken by all, and what fails on one is an error on every one."""
+
+import contextlib
+import json
+import socket
+from collections.abc import Callable
+from typing import Any
+
+from lockstep.distributed.collectives import Collectives, Group, resolve_group
+from lockstep.errors import AgreementError, CheckpointError
+from lockstep.phases import Phases
+
+
+class Ranks:
+    """The ranks of a group; this process alone where there is none."""
+
+    def __init__(self, group: Group | None) -> None:
+        group = resolve_group(group)
+        self._collectives = None if group is None or group.size() == 1 else Collectives(group, Phases())
+        self.rank = 0 if group is None else group.rank()
+        self.size = 1 if group is None else group.size()
+        self.host = socket.gethostname()
+        self.names = range(self.size) if self._collectives is None else self._collectives.global_ranks
+        """The ranks as messages name them."""
+
+    def together(self, what: str, step: Callable[[], Any]) -> list[Any]:
+        """Take a step on every rank; what it returns on each, in rank order: values that JSON has.
+
+        Raises :class:`CheckpointError` on every rank if the step has failed on some, with what it raised there.
+        """
+        problem: BaseException | None = None
+        result = None
+        try:
+            result = step()
+        except BaseException as error:
+            problem = error
+        answer = {"host": self.host, "result": result, "error": "" if problem is None else _describe(problem)}
+        try:
+            answers = self.tell(answer, what)
+        except Exception as error:
+            if problem is not None:
+                raise problem from error
+            raise
+        failed = [(name, each) for name, each in zip(self.names, answers, strict=True) if each["error"]]
+        if problem is not None and not isinstance(problem, Exception):
+            raise problem
+        if failed:
+            raise CheckpointError(f"{what} failed{self._where(failed)}") from problem
+        return [each["result"] for each in answers]
+
+    def _where(self, failed: list[tuple[int, dict[str, Any]]]) -> str:
+        errors = {each["error"] for _, each in failed}
+        if len(errors) == 1 and len(failed) == self.size:
+            return (" on every rank" if self.size > 1 else "") + f": {errors.pop()}"
+        return " on " + "; ".join(f"rank {name} (host {each['host']}): {each['error']}" for name, each in failed)
+
+    def tell(self, value: Any, what: str) -> list[Any]:
+        """Everybody's value, in rank order."""
+        if self._collectives is None:
+            return [value]
+        gathered = self._collectives.all_gather_bytes(json.dumps(value).encode(), what)
+        return [json.loads(each) for each in gathered]
+
+    def check_equal(self, what: str, values: list[dict[str, Any]]) -> None:
+        """Raise :class:`AgreementError`, on every rank, unless all ranks have the same values."""
+        for name, theirs in zip(self.names, values, strict=True):
+            for key in {**values[0], **theirs}:
+                mine, other = values[0].get(key, "nothing"), theirs.get(key, "nothing")
+                if mine != other:
+                    raise AgreementError(
+                        f"{what}: ranks differ in {key}: {mine} on rank {self.names[0]}, {other} on rank {name}; call "
+                        "it with the same on all ranks"
+                    )
+
+
+def _describe(error: BaseException) -> str:
+    text = str(error) or type(error).__name__
+    with contextlib.suppress(AttributeError):
+        text = "\n".join([text, *error.__notes__])
+    return text if isinstance(error, CheckpointError) else f"{type(error).__name__}: {text}"

@@ -1,0 +1,148 @@
+"""The position within an epoch: what training has consumed, not what a loader has fetched ahead."""
+
+import hashlib
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, Sampler
+
+from lockstep.errors import CheckpointError, OptionError
+
+
+class ResumableSampler(Sampler[Any]):
+    """A sampler around another that knows how far training has come, and goes on from there.
+
+    It counts the epochs itself (``set_epoch`` is called for you), and the samples of the batches that
+    :meth:`batches` has handed out, whatever the loader's workers have fetched ahead. The order of an epoch depends on
+    ``seed`` and the epoch alone, so a run that goes on within an epoch gets the rest of it.
+
+    Args:
+        sampler: ``DistributedSampler``, ``RandomSampler``, or any that is given no generator of its own. It is asked
+            for its order once an epoch, and draws it from PyTorch's random numbers, if from any.
+        seed: For the order, where the sampler draws it, and for the workers of the loader.
+
+    Attributes:
+        epoch: The epoch under way, from 0; ``for epoch in range(sampler.epoch, epochs)`` goes on where it was.
+        consumed: Samples of this rank that the epoch's batches had so far.
+
+    What a loader's *workers* draw at random starts anew after a resume within an epoch; what is drawn where there are
+    no workers goes on. Resumed on another number of ranks, a ``DistributedSampler`` goes on with what no rank has had;
+    fewer samples than there are ranks may come twice.
+
+    Example:
+        >>> from torch.utils.data import DataLoader, SequentialSampler
+        >>> numbers = list(range(6))
+        >>> sampler = ResumableSampler(SequentialSampler(numbers))
+        >>> batches = sampler.batches(DataLoader(numbers, batch_size=2, sampler=sampler))
+        >>> next(batches)
+        tensor([0, 1])
+        >>> resumed = ResumableSampler(SequentialSampler(numbers))
+        >>> resumed.load_state_dict(sampler.state_dict())
+        >>> next(resumed.batches(DataLoader(numbers, batch_size=2, sampler=resumed)))
+        tensor([2, 3])
+
+    Stands for: ``DistributedSampler.set_epoch`` at the top of every epoch, and skipping batches by hand.
+    """
+
+    def __init__(self, sampler: Sampler[Any], *, seed: int = 0) -> None:
+        if getattr(sampler, "generator", None) is not None:
+            raise OptionError(
+                f"the {type(sampler).__name__} has a generator of its own, of which nothing tells where it was at the "
+                "start of the epoch; leave it out: ResumableSampler(seed=) decides on the order"
+            )
+        self.sampler, self.seed = sampler, seed
+        self.epoch = 0
+        self.consumed = 0
+        self._open = False
+
+    @property
+    def same_on_all_ranks(self) -> bool:
+        """Whether the position is that of all ranks together, as it is with a ``DistributedSampler``."""
+        return hasattr(self.sampler, "num_replicas")
+
+    def __len__(self) -> int:
+        """Samples of a whole epoch on this rank."""
+        return len(self.sampler)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[Any]:
+        """What is left of the epoch; for a loader that :meth:`batches` goes through."""
+        if not self._open:
+            raise OptionError(
+                "a loader with a ResumableSampler is gone through by `for batch in sampler.batches(loader)`, so that "
+                "the batches that training has had are counted"
+            )
+        with _drawing_from(self._seed("order")):
+            order = list(self.sampler)
+        return iter(order[self.consumed :])
+
+    def batches(self, loader: DataLoader[Any]) -> Iterator[Any]:
+        """The batches that are left of the epoch; after the last one, the next epoch is next.
+
+        A batch counts as consumed once it is handed out: save at the end of the loop's body. A loop that is left by
+        ``break`` leaves the epoch where it is.
+        """
+        if loader.sampler is not self:
+            raise OptionError("the loader has another sampler; pass DataLoader(..., sampler=) this one")
+        if hasattr(self.sampler, "set_epoch"):
+            self.sampler.set_epoch(self.epoch)
+        self._open = True
+        try:
+            with _drawing_from(self._seed(f"workers of rank {_rank()}")):
+                remaining = iter(loader)
+            for batch in remaining:
+                self.consumed = min(self.consumed + (loader.batch_size or 1), len(self))
+                yield batch
+        finally:
+            self._open = False
+        self.epoch, self.consumed = self.epoch + 1, 0
+
+    def state_dict(self) -> dict[str, int]:
+        """The position, and what it is a position in."""
+        return {
+            "epoch": self.epoch,
+            "consumed": self.consumed,
+            "length": len(self),
+            "ranks": getattr(self.sampler, "num_replicas", 1),
+            "seed": self.seed,
+        }
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go on from a position, perhaps of another number of ranks."""
+        ranks = getattr(self.sampler, "num_replicas", 1)
+        if state["length"] != len(self) and state["ranks"] == ranks:
+            raise CheckpointError(
+                f"the position was saved for {state['length']} samples an epoch on this rank, and the sampler has "
+                f"{len(self)}; resume with the same data"
+            )
+        if state["seed"] != self.seed:
+            warnings.warn(
+                f"the position was saved with seed {state['seed']}, and the sampler has {self.seed}: it goes on "
+                "in another order, in which some samples come twice in this epoch and others not at all",
+                stacklevel=2,
+            )
+        self.epoch = state["epoch"]
+        self.consumed = min(state["consumed"] * state["ranks"] // ranks, len(self))
+
+    def _seed(self, purpose: str) -> int:
+        digest = hashlib.sha256(f"{self.seed} {self.epoch} {purpose}".encode()).digest()
+        return int.from_bytes(digest[:8], "little")
+
+
+@contextmanager
+def _drawing_from(seed: int) -> Iterator[None]:
+    """PyTorch's random numbers on the CPU begin with a seed inside the block, and go on after it as if it had not
+    been."""
+    state = torch.get_rng_state()
+    torch.default_generator.manual_seed(seed)
+    try:
+        yield
+    finally:
+        torch.set_rng_state(state)
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0

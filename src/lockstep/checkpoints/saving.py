@@ -1,0 +1,243 @@
+"""save(): a checkpoint is written whole, or it is as if nobody had tried."""
+
+import operator
+import os
+import secrets
+import time
+import warnings
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lockstep.checkpoints import loadable
+from lockstep.checkpoints.files import FileSystem, make_folders, write_whole
+from lockstep.checkpoints.layout import (
+    MANIFEST,
+    MARKER,
+    UNFINISHED,
+    Manifest,
+    StoredFile,
+    entry_file,
+    folder_name,
+    list_saved,
+    rank_file,
+    seal,
+)
+from lockstep.checkpoints.lineage import lineage_of, remember
+from lockstep.checkpoints.ranks import Ranks
+from lockstep.checkpoints.removal import discard, remove_old
+from lockstep.checkpoints.state import OWN, Parts, entries_of, read
+from lockstep.checkpoints.streams import Streams, read_streams
+from lockstep.distributed.collectives import Group
+from lockstep.errors import CheckpointError, OptionError
+
+
+def save(
+    path: str | os.PathLike[str], *, keep: int = 3, step: int | None = None, group: Group | None = None, **state: Any
+) -> Path:
+    """Save a training run, so that :func:`lockstep.resume` goes on with it bit for bit; call it on every rank.
+
+    Replicas are equal, so the first rank writes what is the same on all, each name to a file of its own
+    (``model.pt``, which plain ``torch.load`` reads). Each rank writes what is its own beside it: the state of its
+    random numbers (Python's, NumPy's, PyTorch's on the CPU and the accelerators), random generators, loaders and
+    samplers, what :func:`lockstep.per_rank` marks, local buffers and ignored parameters of a replicated module, and
+    the state of its communication hooks. Gradients are not saved: call it between steps.
+
+    Args:
+        path: The folder that holds the checkpoints of this run; made if it is not there.
+        keep: Of this run's checkpoints, how many of the newest stay. Those of other runs are left alone.
+        step: Where the run is; :func:`lockstep.resume` tells it.
+        group: The ranks; the default group if None, this process alone if there is none.
+        **state: Modules (wrapped, compiled or plain), optimizers, schedulers, scalers, samplers and all else that has
+            ``state_dict()`` and ``load_state_dict()``; generators; tensors, numbers, strings, and dicts, lists and
+            tuples of these. The names are those of the files.
+
+    Returns:
+        The folder of the new checkpoint.
+
+    A checkpoint is written under another name, each file is on the disk (``fsync``) before it is renamed, and a marker
+    with the digest of the digests of all files comes last. A save that fails on one rank (a full disk, no permission)
+    is an error on every rank, and older checkpoints stay whole, as they do if a process is killed or the machine
+    goes down at any moment.
+
+    Where all ranks see one file system there is one folder; where hosts have disks of their own, each host has
+    one with what is the same on all ranks and with what its ranks have of their own.
+
+    Raises:
+        CheckpointError: It could not be written on some rank, or could not be read back: says where, and why. Or
+            another run has written to ``path`` meanwhile.
+        AgreementError: Ranks save other things, or at other steps.
+        CommunicationError: A rank does not answer. The others wait for those that write, so the group's time-out has
+            to be longer than a save takes.
+
+    Communicates eight small all-gathers.
+
+    Example:
+        >>> import tempfile, torch
+        >>> model = torch.nn.Linear(2, 1)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     save(folder, model=model, step=120).name
+        'save-000001-step-00000120'
+
+    Stands for: ``if rank == 0: torch.save(...)``, and all that this leaves to chance.
+    """
+    return Saving(Path(path), FileSystem(), Ranks(group)).save(state, keep, step)
+
+
+class Saving:
+    """One save, on one rank."""
+
+    def __init__(self, path: Path, files: FileSystem, ranks: Ranks) -> None:
+        self._path, self._files, self._ranks = path, files, ranks
+        self._parts: dict[str, Parts] = {}
+        self._kinds: dict[str, str] = {}
+        self._is_renamed = False
+
+    def save(self, state: Mapping[str, Any], keep: int, step: int | None) -> Path:
+        """See :func:`lockstep.save`."""
+        ranks, streams, token = self._ranks, read_streams(), secrets.token_hex(8)
+        unfinished: Path | None = self._path / (UNFINISHED + token) if ranks.rank == 0 else None
+        folder: Path | None = None
+        try:
+            answers = ranks.together("save()", lambda: self._prepare(state, keep, step, unfinished))
+            ranks.check_equal("save()", [answer["same"] for answer in answers])
+            first, number = answers[0], 1 + max(answer["highest"] for answer in answers)
+            unfinished, folder = self._path / first["unfinished"], self._path / folder_name(number, step)
+            leaders = self._find_leaders(unfinished)
+            written = ranks.together("save()", lambda: self._write(unfinished, streams, leaders))
+            ours = [
+                each if leader == leaders[ranks.rank] else {} for each, leader in zip(written, leaders, strict=True)
+            ]
+            manifest = self._describe(number, step, first, [answer["host"] for answer in answers], ours)
+            leads = leaders[ranks.rank] == ranks.rank
+            ranks.together("save()", lambda: self._finish(unfinished, folder, manifest) if leads else None)
+        except BaseException as error:
+            self._give_up(unfinished, folder, error)
+            raise
+        if ranks.rank == 0:
+            remember(self._path, first["run"], number)
+        if leads:
+            self._remove_old(first["run"], number, keep)
+        return folder
+
+    def _prepare(
+        self, state: Mapping[str, Any], keep: int, step: int | None, unfinished: Path | None
+    ) -> dict[str, Any]:
+        """Look at what is to be saved; on the first rank, begin."""
+        if operator.index(keep) < 1 or (step is not None and operator.index(step) < 0):
+            raise OptionError(f"keep={keep} and step={step}: at least one checkpoint is kept, and steps count from 0")
+        entries = entries_of(state)
+        self._kinds = {entry.name: entry.kind for entry in entries}
+        self._parts = {entry.name: read(entry) for entry in entries}
+        self._check_loadable()
+        same = {"keep": keep, "step": step} | {f"what is saved as {name!r}": kind for name, kind in self._kinds.items()}
+        answer = {"same": same, "host": self._ranks.host}
+        if unfinished is not None:
+            make_folders(self._files, self._path)
+            answer |= {"run": lineage_of(self._path).run, "unfinished": unfinished.name}
+            self._files.make_folder(unfinished)
+        return answer | {"highest": max((each.number for each in list_saved(self._path)), default=0)}
+
+    def _check_loadable(self) -> None:
+        """Raise :class:`CheckpointError` for what could be saved, but not be loaded."""
+        found = []
+        for name, parts in self._parts.items():
+            if self._ranks.rank == 0:
+                found += loadable.problems(parts.shared, name, whole=True)
+            for part, value in parts.own.items():
+                what = name if part == "state" else f"{name}, {part}"
+                found += loadable.problems(value, what, whole=False)
+        if found:
+            raise CheckpointError(
+                f"{'; '.join(found)}. Save tensors, numbers, strings, and dicts, lists and tuples of these (an array "
+                "as torch.from_numpy(array), one of NumPy's numbers as number.item(), an object as its state_dict()); "
+                "or allow a type by torch.serialization.add_safe_globals()"
+            )
+
+    def _find_leaders(self, unfinished: Path) -> list[int]:
+        """For each rank, the one that writes what all share on the file system that it sees.
+
+        That is the first rank, for all that see what it has begun; else the first of the rank's host.
+        """
+        answers = self._ranks.tell([unfinished.is_dir(), self._ranks.host], "who sees the first rank's folder")
+        apart = [host for _, host in answers]
+        first = {host: rank for rank, (sees, host) in reversed(list(enumerate(answers))) if not sees}
+        return [0 if sees else first[host] for (sees, _), host in zip(answers, apart, strict=True)]
+
+    def _write(self, unfinished: Path, streams: Streams, leaders: list[int]) -> dict[str, Any]:
+        """Write this rank's files; returns what the manifest says of them."""
+        rank = self._ranks.rank
+        if leaders[rank] != 0:  # on another file system than the first rank's
+            make_folders(self._files, unfinished)
+        values: dict[str, Any] = {}
+        if leaders[rank] == rank:
+            shared = {name: kind for name, kind in self._kinds.items() if not kind.endswith(OWN)}
+            values = {entry_file(name): self._parts[name].shared for name in shared}
+        own = {name: parts.own for name, parts in self._parts.items() if parts.own}
+        values[rank_file(rank)] = {"rank": rank, "streams": streams, "own": own}
+        return {name: asdict(self._write_file(unfinished / name, value)) for name, value in values.items()}
+
+    def _write_file(self, path: Path, value: Any) -> StoredFile:
+        file: Any = self._files.create(path)
+        try:
+            torch.save(value, file)
+            file.sync()
+        except RuntimeError as error:
+            raise (file.error or error) from error
+        finally:
+            file.close()
+        return StoredFile(file.bytes, file.sha256, self._ranks.rank, self._ranks.host)
+
+    def _describe(
+        self, number: int, step: int | None, first: dict[str, Any], hosts: list[str], written: list[dict[str, Any]]
+    ) -> Manifest:
+        """The manifest of what the ranks have written on this rank's file system."""
+        return Manifest(
+            number=number,
+            step=step,
+            id=first["unfinished"].removeprefix(UNFINISHED),
+            run=first["run"],
+            world_size=self._ranks.size,
+            hosts=hosts,
+            entries=self._kinds,
+            files={name: StoredFile(**fields) for each in written for name, fields in each.items()},
+            versions={"torch": torch.__version__},
+            time=time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
+        )
+
+    def _finish(self, unfinished: Path, folder: Path, manifest: Manifest) -> None:
+        """Everything is written: make it count, or leave nothing."""
+        try:
+            self._commit(unfinished, folder, manifest.to_bytes())
+        except BaseException:
+            discard(self._files, folder if self._is_renamed else unfinished)
+            raise
+
+    def _commit(self, unfinished: Path, folder: Path, data: bytes) -> None:
+        files = self._files
+        write_whole(files, unfinished / MANIFEST, data)
+        files.sync_folder(unfinished)
+        files.rename(unfinished, folder)
+        self._is_renamed = True
+        files.sync_folder(self._path)
+        write_whole(files, folder / MARKER, seal(data))
+        files.sync_folder(folder)
+
+    def _give_up(self, unfinished: Path | None, folder: Path | None, error: BaseException) -> None:
+        """Leave nothing that is not finished, nor anything of a save that has failed on some rank.
+
+        Only what was finished here stays where another rank does not answer any more: it may be whole everywhere.
+        """
+        if unfinished is not None:
+            discard(self._files, unfinished)
+        if folder is not None and self._is_renamed and isinstance(error, CheckpointError):
+            discard(self._files, folder)
+
+    def _remove_old(self, run: str, number: int, keep: int) -> None:
+        try:
+            remove_old(self._files, self._path, run, number, keep)
+        except OSError as error:
+            warnings.warn(f"{self._path}: an old checkpoint could not be removed: {error}", stacklevel=4)

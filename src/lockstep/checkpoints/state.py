@@ -1,0 +1,216 @@
+"""What is saved under one name: where it goes, how it is read out of an object, and how it is put back into one.
+
+What is the same on all ranks is written once. A rank's own is written by each: its random generators, samplers and
+loaders, what :func:`per_rank` marks, what a replicated module keeps for each rank, and its communication hooks' state.
+"""
+
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Sampler
+
+from lockstep.checkpoints.sampler import ResumableSampler
+from lockstep.distributed.own_state import own_names
+from lockstep.distributed.replication import Replication, find_replication
+from lockstep.errors import CheckpointError, OptionError
+
+MODULE, STATE_DICT, VALUE, GENERATOR = "module", "state_dict", "value", "generator"
+OWN = ", of each rank"
+"""Ends the kind of an entry that each rank has for itself."""
+
+
+class PerRank(NamedTuple):
+    """Something that each rank has for itself: see :func:`per_rank`."""
+
+    value: Any
+
+
+def per_rank(value: Any) -> PerRank:
+    """Mark what each rank has for itself, in the arguments of :func:`lockstep.save` and :func:`lockstep.resume`.
+
+    What is not marked is taken to be the same on all ranks, and the first rank's is saved. Random generators, loaders
+    and samplers need no mark.
+
+    Args:
+        value: Anything that :func:`lockstep.save` takes.
+
+    Returns:
+        The value, marked.
+
+    Example:
+        >>> per_rank({"seen": 3}).value
+        {'seen': 3}
+
+    Stands for: a file name with the rank in it.
+    """
+    return value if isinstance(value, PerRank) else PerRank(value)
+
+
+class Entry(NamedTuple):
+    """A name and what is saved or resumed under it."""
+
+    name: str
+    target: Any
+    """The object, without what is around it."""
+    kind: str
+    given: Any
+    """The object with the wrappers in which it was given."""
+
+    @property
+    def is_own(self) -> bool:
+        """Whether each rank has its own."""
+        return self.kind.endswith(OWN)
+
+
+class Parts(NamedTuple):
+    """What is written of an entry: by the first rank, and by each."""
+
+    shared: Any
+    own: dict[str, Any]
+
+
+def entries_of(state: Mapping[str, Any]) -> list[Entry]:
+    """The entries of keyword arguments, in order of their names; raises :class:`OptionError` for what is none."""
+    lower = [name.lower() for name in state]
+    for name in state:
+        if not name.isidentifier() or lower.count(name.lower()) > 1:
+            raise OptionError(
+                f"{name!r} cannot be the name of something saved: it becomes the name of a file, so it is an "
+                "identifier, and differs from the other names by more than upper and lower case"
+            )
+    return [_entry(name, state[name]) for name in sorted(state)]
+
+
+def _entry(name: str, value: Any) -> Entry:
+    given = value.value if isinstance(value, PerRank) else value
+    target = _unwrapped(given)
+    kind = _kind_of(name, target)
+    own = isinstance(value, PerRank) or kind == GENERATOR
+    if isinstance(target, ResumableSampler):
+        own = own or not target.same_on_all_ranks
+    else:
+        own = own or isinstance(target, DataLoader | Sampler)
+    return Entry(name, target, kind + OWN if own else kind, given)
+
+
+def _unwrapped(value: Any) -> Any:
+    """The module inside of wrappers that put a prefix before its names."""
+    while True:
+        if isinstance(value, nn.parallel.DistributedDataParallel | nn.DataParallel):
+            value = value.module
+        elif isinstance(value, nn.Module) and isinstance(getattr(value, "_orig_mod", None), nn.Module):
+            value = value._orig_mod
+        else:
+            return value
+
+
+def _kind_of(name: str, target: Any) -> str:
+    if isinstance(target, torch.Generator):
+        return GENERATOR
+    if isinstance(target, nn.Module):
+        return MODULE
+    if callable(getattr(target, "state_dict", None)) and callable(getattr(target, "load_state_dict", None)):
+        return STATE_DICT
+    if isinstance(target, DataLoader | Sampler):
+        raise OptionError(
+            f"{name} is a {type(target).__name__} without state_dict() and load_state_dict(): where it is in its epoch "
+            "cannot be saved; give the loader a lockstep.ResumableSampler around its sampler, and save that"
+        )
+    return VALUE
+
+
+# ------------------------------------------------------------------------------------------ reading
+
+
+def read(entry: Entry) -> Parts:
+    """What is to be written of an entry."""
+    target = entry.target
+    if entry.kind.startswith(GENERATOR):
+        return Parts(None, {"state": target.get_state()})
+    if not entry.kind.startswith(MODULE):
+        state = target if entry.kind.startswith(VALUE) else target.state_dict()
+        return Parts(None, {"state": state}) if entry.is_own else Parts(state, {})
+    state = target.state_dict()
+    own: dict[str, Any] = {}
+    if entry.is_own:
+        return Parts(None, {"state": state})
+    names = own_names(entry.given, target)
+    if names:
+        own["tensors"] = {name: tensor for name, tensor in state.items() if name in names}
+    training = {name: each.training_state() for name, each in _replications(entry) if each.ready}
+    if training:
+        own["training"] = training
+    return Parts(state, own)
+
+
+def _replications(entry: Entry) -> Iterator[tuple[str, Replication]]:
+    """The replications in a module, by the name of the module inside of it that has each; "" is the whole."""
+    whole = find_replication(entry.given)
+    for name, module in entry.target.named_modules():
+        found = (whole if not name else None) or find_replication(module)
+        if found is not None:
+            yield name, found
+
+
+# ------------------------------------------------------------------------------------------ putting back
+
+
+def check_target(entry: Entry, saved: str) -> None:
+    """Raise :class:`CheckpointError` unless what was saved, of the kind ``saved``, can be put into an entry."""
+    if entry.kind.removesuffix(OWN) != saved.removesuffix(OWN):
+        raise CheckpointError(
+            f"{entry.name} was saved as a {saved.removesuffix(OWN)}, and is to be resumed into a "
+            f"{type(entry.target).__name__}; give resume() what save() was given"
+        )
+    if entry.kind.startswith(VALUE) and not isinstance(entry.target, dict | list | Tensor):
+        raise CheckpointError(
+            f"{entry.name} is a {type(entry.target).__name__}, which cannot be filled in place; leave it out of "
+            f"resume() and take it from the result: .values[{entry.name!r}]"
+        )
+
+
+def put_back(entry: Entry, parts: Parts) -> None:
+    """Give an object the state that was saved; ``parts.own`` is empty if this rank's is not there."""
+    target = entry.target
+    state: Any = parts.own.get("state") if parts.shared is None else parts.shared
+    if entry.kind.startswith(GENERATOR):
+        target.set_state(state)
+    elif entry.kind.startswith(VALUE):
+        _fill(entry.name, target, state)
+    elif entry.kind.startswith(MODULE):
+        target.load_state_dict({**state, **parts.own.get("tensors", {})})
+        _restore_training(entry, parts.own.get("training", {}))
+    else:
+        target.load_state_dict(state)
+
+
+def _restore_training(entry: Entry, training: Mapping[str, Any]) -> None:
+    found = dict(_replications(entry))
+    for name, state in training.items():
+        if name in found:
+            found[name].restore(state)
+        else:
+            warnings.warn(
+                f"{entry.name} was replicated when it was saved, and is not now; call resume() after replicate(), or "
+                "what its communication hooks have kept is lost",
+                stacklevel=2,
+            )
+
+
+def _fill(name: str, target: Any, value: Any) -> None:
+    if isinstance(target, Tensor):
+        if target.shape != value.shape or target.dtype != value.dtype:
+            raise CheckpointError(
+                f"{name} was saved with shape {tuple(value.shape)} and dtype {value.dtype}, and is to be resumed into "
+                f"a tensor of shape {tuple(target.shape)} and dtype {target.dtype}"
+            )
+        with torch.no_grad():
+            target.copy_(value)
+    elif isinstance(target, dict):
+        target.clear()
+        target.update(value)
+    else:
+        target[:] = value

@@ -1,0 +1,65 @@
+"""Random numbers of the process: Python's, NumPy's, and PyTorch's on the CPU and on accelerators."""
+
+import random
+import sys
+from typing import Any
+
+import torch
+
+Streams = dict[str, Any]
+
+
+def read_streams() -> Streams:
+    """The state of every stream that is in use, as plain values."""
+    version, numbers, gauss = random.getstate()
+    streams: Streams = {"python": [version, list(numbers), gauss], "torch": torch.get_rng_state()}
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        streams["numpy"] = plain(numpy.random.get_state(legacy=False))
+    module = _accelerator_module()
+    if module is not None:
+        streams["accelerator"] = _read_accelerator(module)
+    return streams
+
+
+def set_streams(streams: Streams) -> None:
+    """Go on from states that :func:`read_streams` has returned; those of accelerators that are not here are left."""
+    version, numbers, gauss = streams["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    torch.set_rng_state(streams["torch"])
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and "numpy" in streams:
+        numpy.random.set_state(streams["numpy"])
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    saved = streams.get("accelerator")
+    if saved is not None and accelerator is not None and saved["type"] == accelerator.type:
+        module: Any = torch.get_device_module(accelerator.type)
+        for index, state in list(enumerate(saved["states"]))[: torch.accelerator.device_count()]:
+            module.set_rng_state(state, *([index] if len(saved["states"]) > 1 else []))
+
+
+def plain(value: Any) -> Any:
+    """A value in which arrays of NumPy are lists, and its numbers Python's."""
+    if isinstance(value, dict):
+        return {key: plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(each) for each in value]
+    return value.tolist() if hasattr(value, "tolist") and not isinstance(value, torch.Tensor) else value
+
+
+def _accelerator_module() -> Any:
+    """The module of the accelerator that this process uses; None if it has not used one yet."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
+        return None
+    module = torch.get_device_module(accelerator.type)
+    return module if getattr(module, "is_initialized", lambda: True)() and hasattr(module, "get_rng_state") else None
+
+
+def _read_accelerator(module: Any) -> dict[str, Any]:
+    """The states of all devices, where there are several: replicas may use more than the current one."""
+    count = torch.accelerator.device_count()
+    states = [module.get_rng_state(index) for index in range(count)] if count > 1 else [module.get_rng_state()]
+    accelerator = torch.accelerator.current_accelerator()
+    assert accelerator is not None
+    return {"type": accelerator.type, "states": states}

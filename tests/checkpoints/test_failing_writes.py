@@ -1,0 +1,163 @@
+"""A save that fails on one rank is an error on every rank that names it, and costs no older checkpoint."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import resource
+import signal
+import warnings
+
+import pytest
+import torch
+
+import lockstep
+from checkpoints.disk import FailingFileSystem
+from lockstep.checkpoints.layout import list_saved
+from lockstep.checkpoints.ranks import Ranks
+from lockstep.checkpoints.saving import Saving
+from lockstep.errors import CheckpointError
+from processes import run_processes
+from threaded import run_ranks
+
+
+def names_in(folder):
+    return sorted(each.name for each in folder.iterdir())
+
+
+def fail_at_each_call(rank, path, failing):
+    """Saves of which one rank's calls fail, the first, the second, and so on, until there are no more."""
+    ranks, kinds = Ranks(rank.group), set()
+    for last in (1, 2):
+        lockstep.save(path, step=last, keep=2, group=rank.group, x=torch.tensor(last))
+    for at in itertools.count(1):
+        before = names_in(path)
+        rank.gather(torch.zeros(1))
+        files = FailingFileSystem(at if rank.rank == failing else 0)
+        try:
+            Saving(path, files, ranks).save({"x": torch.tensor(last + 1)}, 2, last + 1)
+            error, last = "", last + 1
+        except CheckpointError as raised:
+            error = str(raised)
+        found = lockstep.resume(path, group=rank.group)
+        assert (found.step, found.values["x"].item()) == (last, last)
+        failed = "".join(ranks.tell(files.failed, "what failed"))
+        kinds.add(failed.split()[0] if failed else "")
+        if error:
+            assert f"save() failed on rank {failing} (host " in error
+            assert "No space left on device" in error
+            assert names_in(path) == before
+        elif failed:  # the new checkpoint was there, and an old one could not be removed
+            assert failed.split()[0] in ("remove", "remove_folder", "sync_folder")
+            last += 1
+            lockstep.save(path, step=last, keep=2, group=rank.group, x=torch.tensor(last))
+        else:
+            return at - 1, kinds, [each.number for each in list_saved(path)]
+        rank.gather(torch.zeros(1))
+    return None
+
+
+@pytest.mark.filterwarnings("ignore:.*an old checkpoint could not be removed")
+@pytest.mark.parametrize(("failing", "least", "kinds"), [(0, 20, {"make_folder", "rename", "remove"}), (1, 3, set())])
+def test_every_call_that_can_fail(failing, least, kinds, tmp_path):
+    for calls, seen, left in run_ranks(2, fail_at_each_call, tmp_path / "run", failing):
+        assert calls >= least
+        assert seen >= kinds | {"create", "write", "sync", ""}
+        assert len(left) == 2
+
+
+def fill_the_disk(rank, folder):
+    """A real limit, of the second rank's process alone."""
+    own = lockstep.per_rank(torch.zeros(100_000))
+    lockstep.save(folder, step=1, own=own)
+    if rank.rank == 1:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, resource.RLIM_INFINITY))
+    with pytest.raises(CheckpointError) as caught:
+        lockstep.save(folder, step=2, own=own)
+    if rank.rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    assert lockstep.resume(folder).step == 1
+    lockstep.save(folder, step=3, own=own)
+    return str(caught.value), names_in(folder)
+
+
+def test_a_file_that_cannot_grow(tmp_path):
+    for message, names in run_processes(2, fill_the_disk, tmp_path / "run", backend="shm"):
+        assert "save() failed on rank 1 (host" in message
+        assert "File too large" in message
+        assert names == ["save-000001-step-00000001", "save-000002-step-00000003"]
+
+
+def test_a_path_that_is_a_file(tmp_path):
+    (tmp_path / "run").write_text("")
+    with pytest.raises(CheckpointError, match=r"save\(\) failed: (FileExists|NotADirectory)Error.*run'"):
+        lockstep.save(tmp_path / "run", x=1)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_folder_without_permission(tmp_path):
+    tmp_path.chmod(0o500)
+    with pytest.raises(CheckpointError, match="Permission denied"):
+        lockstep.save(tmp_path / "run", x=1)
+
+
+class Raising:
+    """State that one rank cannot read."""
+
+    def __init__(self, rank):
+        self.rank = rank
+
+    def state_dict(self):
+        if self.rank.rank == 1:
+            raise KeyError("momentum")
+        return {"x": 1}
+
+    def load_state_dict(self, state):
+        if self.rank.rank == 0:
+            raise ValueError("state of another model")
+
+
+def raise_in_state_dict(rank, folder):
+    with pytest.raises(CheckpointError, match=r"save\(\) failed on rank 1 \(host .*\): KeyError: 'momentum'"):
+        lockstep.save(folder, group=rank.group, part=Raising(rank))
+    assert names_in(folder) == []
+    lockstep.save(folder, group=rank.group, part=Raising(type(rank)(0, 2, None)))
+    with pytest.raises(CheckpointError, match=r"resume\(\) failed on rank 0 .*: ValueError: state of another model"):
+        lockstep.resume(folder, group=rank.group, part=Raising(rank))
+
+
+def test_state_that_raises_on_one_rank(tmp_path):
+    run_ranks(2, raise_in_state_dict, tmp_path)
+
+
+def interrupt(rank, folder):
+    """Ctrl-C reaches one rank's thread while it writes."""
+    lockstep.save(folder, step=1, group=rank.group)
+    files = FailingFileSystem(0)
+    if rank.rank == 1:
+        files.create = lambda path: (_ for _ in ()).throw(KeyboardInterrupt("stop"))
+    with pytest.raises(
+        KeyboardInterrupt if rank.rank == 1 else CheckpointError, match="." if rank.rank else "Keyboard"
+    ):
+        Saving(folder, files, Ranks(rank.group)).save({}, 3, 2)
+    assert lockstep.resume(folder, group=rank.group).step == 1
+    return names_in(folder)
+
+
+def test_an_interrupt_while_a_rank_writes(tmp_path):
+    assert run_ranks(2, interrupt, tmp_path) == [["save-000001-step-00000001"]] * 2
+
+
+def test_an_old_checkpoint_that_cannot_be_removed_is_a_warning(tmp_path):
+    lockstep.save(tmp_path, keep=1)
+    files = FailingFileSystem(0)
+
+    def refuse(path):
+        raise PermissionError(13, "Permission denied")
+
+    files.remove = refuse
+    with pytest.warns(UserWarning, match="an old checkpoint could not be removed: .*Permission denied"):
+        Saving(tmp_path, files, Ranks(None)).save({}, 1, 7)
+    with warnings.catch_warnings():
+        assert lockstep.resume(tmp_path).step == 7

@@ -1,0 +1,107 @@
+"""A run that is stopped and resumed has the bits of one that never was."""
+
+from __future__ import annotations
+
+import random
+import shutil
+
+import numpy
+import pytest
+import torch
+import torch.distributed as dist
+
+from checkpoints.runs import LAST, STEPS_PER_EPOCH, Kind, Run
+from processes import run_processes
+
+KINDS = {
+    "adamw": {},
+    "momentum, accumulation": {"optimizer": "sgd", "accumulate": True},
+    "PowerSGD": {"optimizer": "sgd", "power_sgd": True},
+    "local buffers, a wrapper": {"buffer_policy": "local", "wrapper": True},
+}
+
+
+def lose_all_numbers():
+    """Random numbers as they may be when a process has started anew."""
+    torch.manual_seed(0)
+    random.seed(0)
+    numpy.random.seed(0)
+
+
+def stopped_at(rank, folder, number):
+    """A folder in which the run ended after one of its saves."""
+    to = folder.with_name(f"{folder.name}-{number}")
+    if rank.rank == 0:
+        (save,) = folder.glob(f"save-{number:06d}-*")
+        shutil.copytree(save, to / save.name)
+    dist.barrier(rank.group)
+    return to
+
+
+def saved_and_not(rank, kind, folder):
+    """What an uninterrupted run ends with: one that saves after every step, and one that never does."""
+    plain = Run(rank, Kind(**kind))
+    plain.train()
+    wanted = plain.digests()
+    saving = Run(rank, Kind(**kind))
+    saving.train(save_to=folder)
+    got = saving.digests()
+    assert got == wanted, [(name, got[name], wanted[name]) for name in wanted if got[name] != wanted[name]]
+    assert LAST == plain.step == saving.step
+    return wanted, plain
+
+
+def stop_and_go_on(rank, kind, folder):
+    wanted, plain = saved_and_not(rank, kind, folder)
+    # within an epoch, after its last batch, after the first batch of the next
+    for number in (1, 3, STEPS_PER_EPOCH, STEPS_PER_EPOCH + 1, LAST - 1):
+        lose_all_numbers()
+        run = Run(rank, Kind(**kind))
+        run.resume(stopped_at(rank, folder, number))
+        assert run.step == number
+        run.train()
+        assert run.seen == plain.seen[number:], number
+        got = run.digests()
+        assert got == wanted, (number, [name for name in wanted if got[name] != wanted[name]])
+    return wanted
+
+
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_resumed_run_has_the_same_bits(kind, backend, tmp_path):
+    one, other = run_processes(2, stop_and_go_on, KINDS[kind], tmp_path / "run", backend=backend)
+    same = [name for name in one if one[name] == other[name]]
+    own = {name for name in one if name.startswith("model 1.running")} if "local" in kind else set()
+    assert {*one} - {*same} == {"random numbers", "rest", *own}  # losses are each rank's
+
+
+def first_part(rank, kind, folder):
+    run = Run(rank, Kind(**kind))
+    run.train(save_to=folder, until=5)
+
+
+def second_part(rank, kind, folder):
+    run = Run(rank, Kind(**kind))
+    run.resume(folder)
+    run.train(save_to=folder, until=9)
+
+
+def third_part(rank, kind, folder):
+    lose_all_numbers()
+    run = Run(rank, Kind(**kind))
+    run.resume(folder)
+    run.train()
+    return run.digests()
+
+
+def test_two_stops_each_with_new_processes(tmp_path):
+    kind: dict = {}
+    run_processes(2, first_part, kind, tmp_path / "run")
+    run_processes(2, second_part, kind, tmp_path / "run", backend="shm")
+    got = run_processes(2, third_part, kind, tmp_path / "run")
+    wanted = run_processes(2, whole, kind, tmp_path / "other")
+    assert got == wanted
+
+
+def whole(rank, kind, folder):
+    return saved_and_not(rank, kind, folder)[0]

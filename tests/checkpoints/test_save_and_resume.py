@@ -1,0 +1,403 @@
+"""What is saved and how it comes back; which checkpoint is taken; what is refused, and in which words."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import enum
+import io
+import json
+import os
+import random
+import shutil
+
+import numpy
+import pytest
+import torch
+from torch import nn
+
+import lockstep
+from lockstep.checkpoints import lineage, loadable
+from lockstep.checkpoints.ranks import Ranks
+from lockstep.checkpoints.removal import ABANDONED_AFTER
+from lockstep.checkpoints.resuming import Resuming
+from lockstep.checkpoints.saving import Saving
+from lockstep.checkpoints.streams import read_streams, set_streams
+from lockstep.errors import AgreementError, CheckpointError
+from threaded import run_ranks
+
+
+def names_in(folder):
+    return sorted(each.name for each in folder.iterdir())
+
+
+# ------------------------------------------------------------------------------------------- values
+
+
+def test_values_are_filled_in_place_or_come_with_the_result(tmp_path):
+    tensor, history, best = torch.arange(3.0), [1, 2], {"loss": 0.5}
+    lockstep.save(tmp_path, step=7, tensor=tensor, history=history, best=best, epoch=3, nothing=None)
+    tensor.zero_()
+    history.append(3)
+    best.clear()
+    found = lockstep.resume(tmp_path, tensor=tensor, history=history, best=best)
+    assert (tensor.tolist(), history, best) == ([0.0, 1.0, 2.0], [1, 2], {"loss": 0.5})
+    assert found == lockstep.Resumed(7, tmp_path / "save-000001-step-00000007", 1, {"epoch": 3, "nothing": None})
+
+
+def test_nothing_is_there(tmp_path):
+    model = nn.Linear(2, 1)
+    assert lockstep.resume(tmp_path / "none", model=model) is None
+    assert lockstep.resume(tmp_path, model=model) is None
+
+
+def test_a_file_of_its_own_for_each_name(tmp_path):
+    model = nn.Linear(2, 1)
+    folder = lockstep.save(tmp_path / "a" / "b", model=lockstep.DataParallel(model, ["cpu", "cpu"]))
+    assert folder == tmp_path / "a" / "b" / "save-000001"
+    assert names_in(folder) == ["COMPLETE", "manifest.json", "model.pt", "rank-0000.pt"]
+    nn.Linear(2, 1).load_state_dict(torch.load(folder / "model.pt", weights_only=True))
+    manifest = json.loads((folder / "manifest.json").read_text())
+    assert manifest["files"]["model.pt"]["bytes"] == (folder / "model.pt").stat().st_size
+    assert lockstep.resume(tmp_path / "a" / "b").step is None
+
+
+def test_compiled_and_plain_modules_are_interchangeable(tmp_path):
+    one, other = nn.Linear(2, 1), nn.Linear(2, 1)
+    lockstep.save(tmp_path, model=torch.compile(one, backend="eager"))
+    lockstep.resume(tmp_path, model=other)
+    assert torch.equal(one.weight, other.weight)
+
+
+def test_every_stream_of_random_numbers_goes_on(tmp_path):
+    def numbers():
+        return [torch.rand(1).item(), random.random(), random.gauss(0, 1), numpy.random.rand(), numpy.random.randn()]
+
+    generator = torch.Generator().manual_seed(5)
+    random.gauss(0, 1)  # keeps a second number for the next call, as NumPy does
+    numpy.random.randn()
+    lockstep.save(tmp_path, generator=generator)
+    wanted = [*numbers(), torch.rand(1, generator=generator).item()]
+    other = torch.Generator()
+    lockstep.resume(tmp_path, generator=other)
+    assert [*numbers(), torch.rand(1, generator=other).item()] == wanted
+
+
+def test_streams_of_accelerators(sim):
+    for index in range(torch.accelerator.device_count()):
+        torch.sim.manual_seed_all(index)
+    streams = read_streams()
+    assert len(streams["accelerator"]["states"]) == torch.accelerator.device_count() > 1
+    wanted = [torch.rand(2, device=f"sim:{index}").tolist() for index in (0, 1)]
+    set_streams(streams)
+    assert [torch.rand(2, device=f"sim:{index}").tolist() for index in (0, 1)] == wanted
+    streams["accelerator"]["states"] = streams["accelerator"]["states"][:1]  # of a machine with one
+    set_streams(streams)
+
+
+# -------------------------------------------------------------------------------------- ownership
+
+
+def keep_own(rank, folder):
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    model.own = nn.Parameter(torch.tensor(float(rank.rank)))
+    options = {"buffer_policy": "local", "params_and_buffers_to_ignore": ["own"], "process_group": rank.group}
+    ddp = lockstep.DistributedDataParallel(model, **options)
+    nn.init.constant_(model[1].running_mean, rank.rank)
+    given = {"model": ddp, "mine": lockstep.per_rank([rank.rank]), "generator": rank.generator()}
+    lockstep.save(folder, group=rank.group, **given)
+
+    with torch.no_grad():
+        for tensor in (model.own, model[1].running_mean, model[0].weight):
+            tensor.fill_(9.0)
+    mine = []
+    found = lockstep.resume(folder, group=rank.group, model=ddp, mine=mine)
+    values = model.own.item(), model[1].running_mean[0].item(), mine, (model[0].weight != 9).all().item()
+    return values, found.world_size, sorted(json.loads((found.folder / "manifest.json").read_text())["files"])
+
+
+def test_what_is_a_ranks_own_comes_back_to_it(tmp_path):
+    files = ["model.pt", "rank-0000.pt", "rank-0001.pt"]
+    results = run_ranks(2, keep_own, tmp_path)
+    assert results == [((float(n), float(n), [n], True), 2, files) for n in (0, 1)]
+
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    model.own = nn.Parameter(torch.tensor(5.0))
+    mine, state = [7], torch.get_rng_state()
+    with pytest.warns(UserWarning, match=r"saved by 2 rank\(s\) and resumed by 1, so that .* hooks, generator, mine"):
+        found = lockstep.resume(tmp_path, model=model, mine=mine)
+    assert (model.own.item(), mine, found.world_size, found.values) == (0.0, [7], 2, {})
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+# -------------------------------------------------------------------------- which one, and which stay
+
+
+def test_the_newest_stay_and_the_last_saved_is_the_newest(tmp_path):
+    for step in (10, 20, 15, 15):
+        lockstep.save(tmp_path, step=step, keep=2, x=step)
+    assert names_in(tmp_path) == ["save-000003-step-00000015", "save-000004-step-00000015"]
+    assert lockstep.resume(tmp_path).folder.name == "save-000004-step-00000015"
+
+
+DAMAGE = {
+    "no marker": (lambda f: (f / "COMPLETE").unlink(), "writing it was not finished: it has no file COMPLETE"),
+    "half a marker": (lambda f: (f / "COMPLETE").write_text("1f"), "its file COMPLETE is not whole"),
+    "no manifest": (lambda f: (f / "manifest.json").unlink(), "manifest.json cannot be read: .*No such file"),
+    "another manifest": (lambda f: (f / "manifest.json").write_text("{}"), "its SHA-256 is another than COMPLETE says"),
+    "a file less": (lambda f: (f / "x.pt").unlink(), r"x.pt, written by rank 0 on .*, is missing"),
+    "half a file": (lambda f: (f / "x.pt").write_bytes(b"x"), r"x.pt, written by rank 0 on .*, has 1 bytes, not \d+"),
+    "a flipped bit": (
+        lambda f: (f / "x.pt").write_bytes(bytes([(data := (f / "x.pt").read_bytes())[0] ^ 1]) + data[1:]),
+        "x.pt is not what rank 0 on .* wrote: it has another SHA-256",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_torn_one_is_skipped_with_the_reason(damage, tmp_path):
+    for step in (1, 2):
+        lockstep.save(tmp_path, step=step, x=torch.ones(9))
+    break_it, reason = DAMAGE[damage]
+    break_it(tmp_path / "save-000002-step-00000002")
+    with pytest.warns(UserWarning, match=f"skipped save-000002-step-00000002: .*{reason}"):
+        assert lockstep.resume(tmp_path).step == 1
+    lockstep.save(tmp_path, step=3, keep=9, x=1)  # and the number of the torn one is not used again
+    assert lockstep.resume(tmp_path).folder.name == "save-000003-step-00000003"
+
+
+def test_a_folder_in_which_nothing_is_whole(tmp_path):
+    folder = lockstep.save(tmp_path, x=torch.ones(9))
+    (folder / "x.pt").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"none is whole on every rank: save-000001: x.pt, .* has 0 bytes"):
+        lockstep.resume(tmp_path)
+    (folder / "COMPLETE").unlink()  # it never was
+    with pytest.warns(UserWarning, match="skipped save-000001: writing it was not finished"):
+        assert lockstep.resume(tmp_path) is None
+
+
+def test_what_a_dead_process_has_left_is_removed(tmp_path):
+    for name in (".unfinished-old", ".unfinished-new"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "x.pt").write_text("")
+    long_ago = (tmp_path.stat().st_mtime - 2 * ABANDONED_AFTER,) * 2
+    for path in (tmp_path / ".unfinished-old" / "x.pt", tmp_path / ".unfinished-old"):
+        os.utime(path, long_ago)
+    lockstep.save(tmp_path)
+    assert names_in(tmp_path) == [".unfinished-new", "save-000001"]
+
+
+# ------------------------------------------------------------------------------------ several runs
+
+
+def another_process(path):
+    """What this process knows of a path is forgotten, as in one that has just begun."""
+    return lineage._lineages.pop(path.resolve())
+
+
+def test_another_runs_checkpoints_are_kept(tmp_path):
+    lockstep.save(tmp_path, step=100, keep=1)
+    another_process(tmp_path)
+    with pytest.warns(UserWarning, match=r"holds checkpoints of an earlier run, the newest is save-000001-step-0"):
+        lockstep.save(tmp_path, step=1, keep=1)
+    lockstep.save(tmp_path, step=2, keep=1)
+    assert names_in(tmp_path) == ["save-000001-step-00000100", "save-000003-step-00000002"]
+    another_process(tmp_path)
+    assert lockstep.resume(tmp_path).step == 2
+    lockstep.save(tmp_path, step=3, keep=1)
+    assert names_in(tmp_path) == ["save-000001-step-00000100", "save-000004-step-00000003"]
+
+
+def test_two_runs_that_write_to_one_path_are_noticed(tmp_path):
+    lockstep.save(tmp_path, step=1)
+    first = another_process(tmp_path)
+    lockstep.resume(tmp_path)  # the same run, started once more while the first is still there
+    lockstep.save(tmp_path, step=2)
+    lineage._lineages[tmp_path.resolve()] = first
+    with pytest.raises(CheckpointError, match=r"another run writes to .*: save-000002-step-00000002, saved by host"):
+        lockstep.save(tmp_path, step=2)
+    assert names_in(tmp_path) == ["save-000001-step-00000001", "save-000002-step-00000002"]
+
+
+def test_two_runs_that_save_at_the_same_moment(tmp_path):
+    lockstep.save(tmp_path, step=1)
+
+    files = lockstep.checkpoints.files.FileSystem()
+    rename = files.rename
+
+    def late_rename(path, new):
+        shutil.copytree(tmp_path / "save-000001-step-00000001", new)
+        rename(path, new)
+
+    files.rename = late_rename
+    with pytest.raises(CheckpointError, match=r"(?s)not empty|exists"):
+        Saving(tmp_path, files, Ranks(None)).save({}, 3, 2)
+    assert names_in(tmp_path) == ["save-000001-step-00000001", "save-000002-step-00000002"]
+    assert (tmp_path / "save-000002-step-00000002" / "COMPLETE").exists()
+
+
+# --------------------------------------------------------------------------- hosts with their own disks
+
+
+def on_own_disks(rank, folder, hosts, damaged):
+    path = folder / hosts[rank.rank]
+
+    def ranks():
+        made = Ranks(rank.group)
+        made.host = hosts[rank.rank]
+        return made
+
+    for number in (1, 2):
+        state = {"x": torch.full((9,), float(number)), "own": lockstep.per_rank(rank.rank)}
+        Saving(path, lockstep.checkpoints.files.FileSystem(), ranks()).save(state, 3, number)
+    files = {name: names_in(path / name) for name in names_in(path)}
+    rank.gather(torch.zeros(1))
+    if damaged and rank.rank == len(hosts) - 1:
+        damaged(path)
+    rank.gather(torch.zeros(1))
+    found = Resuming(path, ranks()).resume({})
+    return found.step, found.values["x"][0].item(), found.values["own"], files
+
+
+def test_hosts_with_disks_of_their_own_each_have_a_whole_checkpoint(tmp_path):
+    results = run_ranks(3, on_own_disks, tmp_path, "abb", None)
+    names = ["COMPLETE", "manifest.json"]
+    assert [result[:3] for result in results] == [(2, 2.0, n) for n in range(3)]
+    for result, own in zip(results, (["rank-0000.pt"], *[["rank-0001.pt", "rank-0002.pt"]] * 2), strict=True):
+        assert list(result[3]) == ["save-000001-step-00000001", "save-000002-step-00000002"]
+        assert all(files == [*names, *own, "x.pt"] for files in result[3].values())
+
+
+@pytest.mark.filterwarnings("ignore:.*skipped save-000002.*rank 1 .host b.* is missing")
+def test_one_that_is_torn_on_one_host_is_skipped_on_all(tmp_path):
+    def damage(path):
+        (path / "save-000002-step-00000002" / "x.pt").unlink()
+
+    assert [result[:3] for result in run_ranks(2, on_own_disks, tmp_path, "ab", damage)] == [(1, 1.0, 0), (1, 1.0, 1)]
+
+
+def test_a_host_on_which_there_is_nothing(tmp_path):
+    with pytest.raises(
+        CheckpointError,
+        match=r"none is whole on every rank: save-000002-step-\d+: rank 1 \(host b\): it is not there; save-000001",
+    ):
+        run_ranks(2, on_own_disks, tmp_path, "ab", shutil.rmtree)
+
+
+def swap_ranks(rank, folder):
+    """The hosts' disks are the other way round."""
+    path = folder / "ba"[rank.rank]
+    with pytest.raises(CheckpointError, match=r"rank-0001.pt is not on this host: it was written on host b, to a disk"):
+        Resuming(path, Ranks(rank.group)).resume({})
+
+
+def test_ranks_that_have_changed_places(tmp_path):
+    run_ranks(2, on_own_disks, tmp_path, "ab", None)
+    run_ranks(2, swap_ranks, tmp_path)
+
+
+# ----------------------------------------------------------------------------------------- refused
+
+
+@dataclasses.dataclass
+class History:
+    losses: list
+
+
+class Color(enum.Enum):
+    RED = 1
+
+
+Point = collections.namedtuple("Point", "x y")
+
+UNLOADABLE = {
+    "an object": (lambda: {"a": [History([])]}, r"state\['a'\]\[0\] is a .*History, which torch.load"),
+    "one of NumPy's numbers": (lambda: {"lr": numpy.float64(1)}, r"state\['lr'\] is a numpy.float64"),
+    "an array": (lambda: (1, numpy.ones(2)), r"state\[1\] is a numpy.ndarray"),
+    "an enum": (lambda: {Color.RED: 1}, r"the key <Color.RED: 1> of state is a .*Color"),
+    "a function": (lambda: [lambda: 1], r"state\[0\] is a function, which cannot be pickled: "),
+    "a defaultdict": (lambda: collections.defaultdict(int), r"state is a collections.defaultdict"),
+    "a named tuple": (lambda: Point(1, 2), r"state is a .*Point"),
+    "an attribute": (lambda: torch.nn.Parameter(torch.ones(1)), r"state.note is a .*History"),
+}
+
+
+@pytest.mark.parametrize("kind", UNLOADABLE)
+def test_what_could_not_be_loaded_is_refused_by_key_and_type_when_it_is_saved(kind, tmp_path):
+    make, message = UNLOADABLE[kind]
+    state = make()
+    if isinstance(state, torch.Tensor):
+        state.note = History([])
+    lockstep.save(tmp_path, step=1)
+    with pytest.raises(CheckpointError, match=f"(?s){message}.*Save tensors, numbers, strings"):
+        lockstep.save(tmp_path, step=2, state=state)
+    assert names_in(tmp_path) == ["save-000001-step-00000001"]
+
+
+LOADABLE = [
+    None, True, 2**200, 1.5, 1j, "x", b"x", bytearray(b"x"), {1, 2}, (1, [2]), {"a": {1: torch.ones(2)}},
+    collections.OrderedDict(a=1), collections.Counter("ab"), torch.Size([1]), torch.float16, torch.device("cpu"),
+    torch.ones(2, dtype=torch.bfloat16), torch.nn.Parameter(torch.ones(1)), torch.ones(2).to_sparse(),
+    nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)).state_dict(),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("value", LOADABLE, ids=lambda value: type(value).__name__)
+def test_what_is_allowed_can_be_loaded(value):
+    assert loadable.problems(value, "x", whole=True) == []
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    torch.load(file, weights_only=True)
+
+
+def test_a_type_that_the_program_allows(tmp_path):
+    with torch.serialization.safe_globals([History]):
+        lockstep.save(tmp_path, history=History([1]))
+        assert lockstep.resume(tmp_path).values == {"history": History([1])}
+
+
+REFUSED = {
+    "a name that is no file's": (lambda p: lockstep.save(p, **{"a/b": 1}), "'a/b' cannot be the name of something"),
+    "two names of one file": (lambda p: lockstep.save(p, a=1, A=2), "differs from the other names by more than"),
+    "no state of a loader": (
+        lambda p: lockstep.save(p, data=torch.utils.data.DataLoader([1])),
+        "data is a DataLoader without .* give the loader a lockstep.ResumableSampler",
+    ),
+    "keep": (lambda p: lockstep.save(p, keep=0), "keep=0 and step=None: at least one checkpoint"),
+    "step": (lambda p: lockstep.save(p, step=-1), "steps count from 0"),
+    "a name that is not there": (lambda p: lockstep.resume(p, other={}), r"has no 'other'; it has epoch, model"),
+    "what cannot be filled": (lambda p: lockstep.resume(p, epoch=1), r"take it from the result: .values\['epoch'\]"),
+    "another kind": (
+        lambda p: lockstep.resume(p, model={}),
+        r"model was saved as a module, and is to be resumed into a dict",
+    ),
+    "another shape": (lambda p: lockstep.resume(p, t=torch.ones(3)), r"t was saved with shape \(2,\) and dtype torch."),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_makes_no_sense_is_refused(what, tmp_path):
+    call, message = REFUSED[what]
+    lockstep.save(tmp_path, model=nn.Linear(2, 1), epoch=2, t=torch.ones(2))
+    with pytest.raises(CheckpointError, match=f"(?s){message}"):
+        call(tmp_path)
+
+
+def differ(rank, folder):
+    with pytest.raises(AgreementError, match=r"save\(\): ranks differ in step: 0 on rank 0, 1 on rank 1"):
+        lockstep.save(folder, group=rank.group, step=rank.rank)
+    names = {"a": 1} if rank.rank else {"b": 1}
+    with pytest.raises(AgreementError, match=r"differ in what is saved as 'b': value on rank 0, nothing on rank 1"):
+        lockstep.save(folder, group=rank.group, **names)
+    with pytest.raises(CheckpointError, match=r"save\(\) failed on rank 1 .*steps count from 0"):
+        lockstep.save(folder, group=rank.group, step=-rank.rank)
+    lockstep.save(folder, group=rank.group, x=[1])
+    with pytest.raises(AgreementError, match=r"resume\(\): ranks differ in the names to be filled"):
+        lockstep.resume(folder, group=rank.group, **({"x": []} if rank.rank else {}))
+    rank.gather(torch.zeros(1))
+    return names_in(folder)
+
+
+def test_ranks_that_save_other_things(tmp_path):
+    assert run_ranks(2, differ, tmp_path) == [["save-000001"]] * 2
