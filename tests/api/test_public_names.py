@@ -58,6 +58,12 @@ PUBLIC = {
             .load_state_dict(state)
             .state_dict()
         PeerFailure(PeerError, CommunicationError)
+        class ResumableSampler(sampler, *, seed=0)
+            .batches(loader)
+            .load_state_dict(state)
+            .same_on_all_ranks
+            .state_dict()
+        class Resumed(step, folder, world_size, values=<factory>)
         class Session(options, environment)
             .agree(flag)
             .batches(loader)
@@ -65,6 +71,8 @@ PUBLIC = {
             .end(error)
             .is_main
             .phase(name)
+            .resume(path, **state)
+            .save(path, *, keep=3, step=None, **state)
             .shard(dataset)
             .step
         class Statistics(calls=<factory>, seconds=<factory>)
@@ -82,7 +90,10 @@ PUBLIC = {
         module local
         mean(values, weight=1.0, group=None)
         mean_over_ranks(tensors, process_group=None)
+        per_rank(value)
         replicate(module, ignored_modules=None, *, shares=None, loss='sum', **options)
+        resume(path, *, group=None, **state)
+        save(path, *, keep=3, step=None, group=None, **state)
         class session(backend=None, device=None, timeout=600.0, seed=0, stall_factor=20.0, stall_minimum=60.0)
         shard(dataset, group=None)
         should_stop(group=None)
@@ -210,6 +221,7 @@ PUBLIC = {
     "lockstep.errors": """
         AgreementError(LockstepError, RuntimeError, ValueError)
         AlreadyManagedError(NotReplicableError, AssertionError)
+        CheckpointError(LockstepError, RuntimeError)
         CommunicationError(LockstepError, RuntimeError)
         DeviceError(LockstepError, RuntimeError)
         GradientError(LockstepError, NotImplementedError)

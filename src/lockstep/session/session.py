@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -18,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, TCPStore
 
+from lockstep.checkpoints import Resumed, resume, save
 from lockstep.devices import accelerator
 from lockstep.distributed.collectives import Collectives, Group, backends_of
 from lockstep.errors import CommunicationError, DeviceError, OptionError
@@ -133,6 +135,23 @@ class Session:
         before, self.progress.current_phase = self.progress.current_phase, name
         yield
         self.progress.current_phase = before  # an exception leaves it as it is, for who is told of it
+
+    def save(self, path: "str | os.PathLike[str]", *, keep: int = 3, step: int | None = None, **state: Any) -> Path:
+        """:func:`lockstep.save` with the session's group, its two generators, and :attr:`step` if none is given."""
+        step = self.step if step is None else step
+        with self.phase(Phase.CHECKPOINT):
+            return save(path, keep=keep, step=step, group=self.group, **self._generators(), **state)
+
+    def resume(self, path: "str | os.PathLike[str]", **state: Any) -> Resumed | None:
+        """:func:`lockstep.resume` of what :meth:`save` has saved; :attr:`step` goes on from there, too."""
+        with self.phase(Phase.CHECKPOINT):
+            found = resume(path, group=self.group, **self._generators(), **state)
+        if found is not None and found.step is not None:
+            self.progress.step = found.step
+        return found
+
+    def _generators(self) -> dict[str, torch.Generator]:
+        return {"session_generator": self.generator, "session_shared_generator": self.shared_generator}
 
     def end(self, error: BaseException | None) -> None:
         """Take everything down, in order."""
