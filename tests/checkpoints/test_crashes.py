@@ -69,6 +69,7 @@ def check_resumed(rank, path, completed):
     whole = whole_ones(path)
     assert {*range(max(1, number - KEEP + 1), completed + 1)} <= whole
     assert max(whole, default=0) == number
+    assert {saved.number for saved in list_saved(path) if saved.is_finished} == whole
 
 
 def states_after_crashes(calls, root, at_random):
