@@ -1,6 +1,5 @@
 """The position within an epoch: what training has consumed, not what a loader has fetched ahead."""
 
-import hashlib
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +10,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Sampler
 
 from lockstep.errors import CheckpointError, OptionError
+from lockstep.seeds import derive_seed
 
 
 class ResumableSampler(Sampler[Any]):
@@ -75,7 +75,7 @@ class ResumableSampler(Sampler[Any]):
                 "a loader with a ResumableSampler is gone through by `for batch in sampler.batches(loader)`, so that "
                 "the batches that training has had are counted"
             )
-        with _drawing_from(self._seed("order")):
+        with _drawing_from(derive_seed("order", self.seed, self.epoch)):
             order = list(self.sampler)
         return iter(order[self.consumed :])
 
@@ -91,7 +91,7 @@ class ResumableSampler(Sampler[Any]):
             self.sampler.set_epoch(self.epoch)
         self._open = True
         try:
-            with _drawing_from(self._seed(f"workers of rank {_rank()}")):
+            with _drawing_from(derive_seed("workers", _rank(), self.seed, self.epoch)):
                 remaining = iter(loader)
             for batch in remaining:
                 self.consumed = min(self.consumed + (loader.batch_size or 1), len(self))
@@ -126,10 +126,6 @@ class ResumableSampler(Sampler[Any]):
             )
         self.epoch = state["epoch"]
         self.consumed = min(state["consumed"] * state["ranks"] // ranks, len(self))
-
-    def _seed(self, purpose: str) -> int:
-        digest = hashlib.sha256(f"{self.seed} {self.epoch} {purpose}".encode()).digest()
-        return int.from_bytes(digest[:8], "little")
 
 
 @contextmanager
