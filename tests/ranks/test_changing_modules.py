@@ -406,13 +406,14 @@ def test_parameters_lent_by_functional_call_are_no_change():
     assert run_ranks(2, call) == [(0, [None, None], [2.0 * n, 2.0 * n]) for n in (1, 2)]
 
 
-def test_a_parameter_that_was_in_the_module_for_a_moment():
+@pytest.mark.parametrize("weight", [None, 1.0])
+def test_a_parameter_that_was_in_the_module_for_a_moment(weight):
     def call(rank):
         net = lockstep.replicate(two_layers(), process_group=rank.group)
         layer = linear()
         net.append(layer)
         del net[2]
-        with count_collectives(rank) as sent:
+        with count_collectives(rank) as sent, lockstep.accumulate(net, weight=weight):
             layer(rows(rank)).sum().backward()
         return len(sent), layer.weight.grad.item()
 

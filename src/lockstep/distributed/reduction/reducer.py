@@ -197,7 +197,8 @@ class Reducer:
             if not self.open:
                 if not self.scheduler.expects(self):
                     self.look_for_changes()
-                if self._differs or weights.concerned:
+                is_new = any(each.parameter is parameter for each in self._members.newcomers)
+                if self._differs or (is_new and weights.concerned):
                     self._open([id(parameter)])
             if self._idle is None:
                 weights.newcomer_arrived(parameter)
