@@ -470,7 +470,7 @@ class Use:
         index = layer % len(net.layers)
         old = net.layers[index]
         weight = None if hasattr(old, "parametrizations") else old.weight
-        values = copy.deepcopy(old.state_dict())
+        data = [(p, p.data) for p in old.parameters()]
         if how == "retyped":
             if self.setting.mixed or any(p is q for p in old.parameters() for q in self._others(net, old)):
                 return  # it would be cast anyway; another layer could not be called
@@ -489,7 +489,8 @@ class Use:
         if self.number in ranks and how == "added":
             del net.layers[-1]
         elif self.number in ranks and how == "retyped":
-            old.double().load_state_dict(values)
+            for p, before in data:
+                p.data = before  # a layer that was tied and parametrized may share it
         elif self.number in ranks:
             net.layers[index] = old
             if weight is not None:

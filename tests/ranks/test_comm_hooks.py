@@ -5,6 +5,7 @@ Annotations of hooks are looked at, so they may not all be strings in this file.
 
 import copy
 import functools
+import gc
 import inspect
 from types import SimpleNamespace
 
@@ -25,6 +26,7 @@ from torch.futures import Future
 import lockstep
 from lockstep.distributed.reduction.comm_hooks import GradBucket
 from lockstep.errors import HookError
+from small_modules import x_of
 from threaded import count_collectives, run_ranks
 
 
@@ -671,3 +673,78 @@ def test_two_modules_on_one_group_have_hooks_of_their_own():
         return one.weight.grad.item(), other.weight.grad.item()
 
     assert run_ranks(2, call) == [(3.0, 2.5)] * 2
+
+
+def test_the_number_of_a_bucket_is_not_that_of_a_parameter_which_had_the_same_address():
+    def call(rank):
+        seen = []
+
+        def look(state, bucket):
+            seen.append(bucket.index())
+            return bucket.buffer()
+
+        model = prepared(rank, (None, look), make=lambda: nn.Sequential(one_weight()))
+        for _ in range(2):
+            model(x_of(rank)).sum().backward()
+        address = id(model[0].weight)
+        kept = []
+        for put_in in (lambda: nn.Parameter(torch.ones(1, 1)), lambda: _parameter_at(address, kept)):
+            model[0].weight = put_in()
+            for _ in range(3):
+                model(x_of(rank)).sum().backward()
+            gc.collect()
+        return seen[1], seen[-1]
+
+    ((first, last),) = run_ranks(1, call)
+    assert first != last
+
+
+def _parameter_at(address, kept):
+    """A parameter where there has been another; skips if there is none in a while."""
+    while len(kept) < 100_000:
+        kept.append(nn.Parameter(torch.ones(1, 1)))
+        if id(kept[-1]) == address:
+            return kept[-1]
+    return pytest.skip("the memory was not used again")
+
+
+def test_the_number_of_a_bucket_in_the_first_round_of_a_new_plan():
+    """All that a layer had which was replaced is no new one's, in any round."""
+
+    def call(rank):
+        seen = []
+
+        def look(state, bucket):
+            seen.append((bucket.index(), [p is model[1].weight for p in bucket.parameters()]))
+            return bucket.buffer()
+
+        model = prepared(rank, (None, look), make=lambda: nn.Sequential(one_weight(), one_weight()), bucket_cap_mb=1e-6)
+        for _ in range(3):
+            model(x_of(rank)).sum().backward()
+        before = {number for number, _ in seen}
+        model[1] = rank.make(one_weight)
+        seen.clear()
+        for _ in range(4):
+            model(x_of(rank)).sum().backward()
+        return before & {number for number, is_new in seen if True in is_new}, any(True in is_new for _, is_new in seen)
+
+    assert run_ranks(1, call) == [(set(), True)]
+
+
+def test_power_sgd_after_a_layer_was_replaced_by_one_of_another_shape():
+    def call(rank):
+        state = powerSGD_hook.PowerSGDState(
+            rank.group, matrix_approximation_rank=1, start_powerSGD_iter=3, min_compression_rate=0.5
+        )
+        layers = rank.make(lambda: nn.Sequential(nn.Linear(16, 16, bias=False), nn.Linear(16, 8, bias=False)))
+        model = lockstep.replicate(layers, process_group=rank.group, bucket_cap_mb=1e-6)
+        model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+        for step in range(10):
+            if step == 6:
+                model[1] = rank.make(lambda: nn.Linear(16, 32, bias=False))
+            model.zero_grad()
+            model(torch.full((1, 16), rank.rank + 1.0)).sum().backward()
+        return [p.grad.tolist() for p in model.parameters()]
+
+    first, second = run_ranks(2, call)
+    assert first == second

@@ -144,3 +144,28 @@ def ways(rank, ways, power):
 @pytest.mark.parametrize(("way", "power"), WAYS.values(), ids=WAYS)
 def test_ranks_may_use_other_parameters(way, power):
     run_ranks(2, ways, way, power)
+
+
+def with_new_layers(rank, change):
+    """A layer is put in before the round, in which the ranks agree on it."""
+    module = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2)).double()
+    lockstep.replicate(module, process_group=rank.group)
+    x = torch.linspace(-1, 1, 4, dtype=torch.float64).view(2, 2)
+    module(x).square().sum().backward()
+    module.zero_grad()
+    layer = rank.make(lambda: nn.Linear(2, 2).double())
+    if change == "replaced":
+        module[0] = layer
+    else:
+        module.insert(0, layer)  # its parameters have the numbers that others have had
+    reference = copy.deepcopy(module)
+    parts = [x + r for r in range(rank.world)]
+    got = second_order(module, [module(parts[rank.rank]).square().sum()], module.zero_grad)
+    wanted = second_order(reference, [reference(part).square().sum() for part in parts], reference.zero_grad)
+    for a, b in zip(got, wanted, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("change", ["replaced", "inserted"])
+def test_gradients_of_new_parameters_have_graphs_in_their_first_round(change):
+    run_ranks(2, with_new_layers, change)

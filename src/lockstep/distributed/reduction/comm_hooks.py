@@ -14,11 +14,13 @@ Several hooks make a chain: each one gets the buffer that the one before has lef
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
+from weakref import ref
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
+from torch.nn import Parameter
 
 from lockstep.distributed.agreement import Description, Line, agree
 from lockstep.distributed.collectives import Collectives
@@ -109,7 +111,7 @@ class HookChain:
         """Whether the ranks have compared them."""
         self._offered: list[Hook] = []  # registered since, and not in use yet
         self._waits: bool | None = None  # whether one that is not the last communicates; not known yet
-        self._numbered: dict[int, tuple[int, ...]] = {}  # the parameters of each bucket that hooks have seen
+        self._numbered: dict[int, _References] = {}  # the parameters of each bucket that hooks have seen
 
     @property
     def may_wait(self) -> bool:
@@ -140,13 +142,16 @@ class HookChain:
         self.hooks, self._offered, self.are_agreed = chain, [], True
 
     def _number(self, bucket: GradientBucket) -> int:
-        members = tuple(id(member.parameter) for member in bucket.members)
-        if self._numbered.setdefault(bucket.index, members) == members:
+        parameters = [member.parameter for member in bucket.members]
+        if bucket.index not in self._numbered:
+            self._numbered[bucket.index] = _references(parameters)
+        if _are_to(self._numbered[bucket.index], parameters):
             return bucket.index
-        found = next((number for number, known in self._numbered.items() if known == members), None)
-        number = 1 + max(self._numbered) if found is None else found
-        self._numbered[number] = members
-        return number
+        found = next((number for number, known in self._numbered.items() if _are_to(known, parameters)), None)
+        if found is None:
+            found = 1 + max(self._numbered)
+            self._numbered[found] = _references(parameters)
+        return found
 
     def send(
         self,
@@ -159,9 +164,11 @@ class HookChain:
     ) -> Waitable:
         """Call the hooks for a bucket; the result is in the bucket when the returned object has been waited for.
 
-        ``planned``: the buckets are not those of the first backward, which hooks must not keep anything for.
+        ``planned``: the buckets are not those of a first backward. Those of the very first have their places as
+        numbers, as in PyTorch: hooks must not keep anything for them.
         """
-        seen = _Numbered(bucket, buffer, last, self._number(bucket) if planned else bucket.index)
+        index = self._number(bucket) if planned or self._numbered else bucket.index
+        seen = _Numbered(bucket, buffer, last, index)
         averaged = False
         for number, hook in enumerate(self.hooks):
             outcome = hook.call(hook.state, seen)
@@ -186,6 +193,20 @@ class HookChain:
         outgoing = seen.buffer().clone() if seen.buffer() is not buffer else buffer
         outgoing = outgoing.div_(divisor)
         return _Averaged(bucket, outgoing, collectives.all_reduce(outgoing, f"bucket {bucket.index}"))
+
+
+_References = Sequence["ref[Parameter]"]
+
+
+def _references(parameters: Sequence[Parameter]) -> _References:
+    """What does not keep them, and tells them from later ones at their addresses."""
+    return [ref(parameter) for parameter in parameters]
+
+
+def _are_to(references: _References, parameters: Sequence[Parameter]) -> bool:
+    """Whether the references are to just these parameters."""
+    same_length = len(references) == len(parameters)
+    return same_length and all(link() is parameter for link, parameter in zip(references, parameters, strict=True))
 
 
 class _Reduced:

@@ -250,8 +250,11 @@ class Round:
         if report.adds:
             self._add_earlier(report, factor, newcomers, earlier)
         if graphs or self._create_graph:
-            reduced = [member for member in self._setup.parameters if report.uses(member.index)]
-            with_graphs(graphs, reduced, factor, self._setup.collectives)
+            with_graphs(graphs, self._used_anywhere(report, newcomers), factor, self._setup.collectives)
+
+    def _used_anywhere(self, report: Report, newcomers: Sequence[ManagedParameter]) -> list[ManagedParameter]:
+        """The parameters that any rank has used: the same ones, in the same order, on every rank."""
+        return [*(member for member in self._setup.parameters if report.uses(member.index)), *newcomers]
 
     def _add_earlier(
         self, report: Report, factor: float, newcomers: Sequence[ManagedParameter], earlier: Mapping[int, Tensor]
@@ -259,7 +262,7 @@ class Round:
         """What was there before the weighted contributions, and has been scaled with them by ``factor``, counts as it
         was: as the mean over the ranks that have batches."""
         collectives = self._setup.collectives
-        used = [*(member for member in self._setup.parameters if report.uses(member.index)), *newcomers]
+        used = self._used_anywhere(report, newcomers)
         active = collectives.world - sum(status.joined for status in report.ranks) - sum(report.idle)
         for each in reduce_again(used, earlier, collectives, active, "gradient from before"):
             each.copy_out(1 - factor * active / self._divide_factor)

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.nn import Parameter
 
 from lockstep.distributed.collectives import Collectives
 from lockstep.distributed.dtensors import like_parameter, local_part
@@ -51,12 +52,12 @@ def with_graphs(
     ``reduced`` are the parameters that any rank has used, the same ones on every rank. Those that this rank has no
     graph of, perhaps all, are joined as well: other ranks may have one, and going back through them takes all ranks.
     """
-    own: dict[int, Tensor] = {}
+    own: dict[Parameter, Tensor] = {}  # not by number: one that is new has that of another
     values = [member.parameter.grad for member in reduced]
     with torch.enable_grad():
         for member, graph in graphs:  # one that came in two pieces, in time and late, has two
-            own[member.index] = own[member.index] + graph if member.index in own else graph
-        inputs = [own.get(member.index, value) for member, value in zip(reduced, values, strict=True)]
+            own[member.parameter] = own[member.parameter] + graph if member.parameter in own else graph
+        inputs = [own.get(member.parameter, value) for member, value in zip(reduced, values, strict=True)]
         joined = torch.empty(0, device=collectives.device, requires_grad=True)  # so that all of them have a graph
         grads = _Reduced.apply(collectives, factor, values, joined, *inputs)
     for member, grad in zip(reduced, grads, strict=True):
