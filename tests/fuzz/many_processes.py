@@ -472,8 +472,10 @@ class Use:
         weight = None if hasattr(old, "parametrizations") else old.weight
         data = [(p, p.data) for p in old.parameters()]
         if how == "retyped":
-            if self.setting.mixed or any(p is q for p in old.parameters() for q in self._others(net, old)):
-                return  # it would be cast anyway; another layer could not be called
+            frozen = not any(p.requires_grad for refs in self.refs for p in refs[module].layers[index].parameters())
+            tied = any(p is q for p in old.parameters() for q in self._others(net, old))
+            if self.setting.mixed or frozen or tied:
+                return  # it would be cast anyway; has no gradient; is another's, too, which could not be called
             calls = [[*each, F(1, (index,), module)] for each in calls]
         if self.number in ranks:
             match how:

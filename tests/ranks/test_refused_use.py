@@ -177,7 +177,7 @@ def test_parameters_keep_shape_and_dtype(change, hooked):
         assert message.startswith("parameter ")
         assert "torch.float32" in message
         assert ("is torch.float64" if change is retyped else "shape (3,)") in message
-        assert "dtype and device of a module before replicating it" in message
+        assert "change shape, dtype and device of a module before replicating it" in message
 
 
 def test_a_parameter_that_changes_on_one_rank_is_told_to_the_others():
@@ -234,3 +234,44 @@ def test_a_module_that_is_gone_cannot_be_used():
     state = lockstep.replicate.state(model)
     del model
     assert state.options.dim == 0
+
+
+def test_a_frozen_layer_that_is_retyped_on_one_rank_and_trained_on_another():
+    """It had no place among the gradients yet."""
+
+    def call(rank):
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        model[1].requires_grad_(False)
+        lockstep.replicate(model, process_group=rank.group)
+        for _ in range(2):
+            model(torch.ones(1, 2)).sum().backward()
+        if rank.rank == 1:
+            model[1].double()
+        else:
+            model[1].requires_grad_(True)
+        model.zero_grad()
+        with pytest.raises(LayoutError if rank.rank == 1 else PeerError):
+            model[1](model[0](torch.ones(1, 2)).to(model[1].weight.dtype)).sum().backward()
+        return [p.grad for p in model[1].parameters()]
+
+    assert run_ranks(2, call) == [[None, None]] * 2
+
+
+@pytest.mark.parametrize("change", [reshaped, retyped])
+@pytest.mark.parametrize("size", [2, 1100], ids=["side by side", "alone"])
+@pytest.mark.parametrize("clears", [False, True])
+def test_a_layer_that_changes_on_a_rank_that_does_not_use_it(change, size, clears):
+    def call(rank):
+        model = nn.ModuleList([nn.Linear(2, 2), nn.Linear(size, size)])
+        model[1].weight.data.fill_(1.0)
+        lockstep.replicate(model, process_group=rank.group)
+        for _ in range(2):
+            sum(each(torch.ones(1, each.in_features)).sum() for each in model).backward()
+            model.zero_grad(set_to_none=clears)
+        if rank.rank == 1:
+            change(model[1])
+        with pytest.raises(LayoutError if rank.rank == 1 else PeerError):
+            each = model[1 - rank.rank]
+            each(torch.ones(1, each.in_features)).sum().backward()
+
+    run_ranks(2, call)

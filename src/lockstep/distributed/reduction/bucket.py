@@ -172,6 +172,7 @@ class GradientBucket(ABC):
 
     def _spare(self, member: ManagedParameter, grad: Tensor, inside: bool) -> None:
         """Keep the gradient of a parameter that this rank did not use: perhaps no rank did."""
+        member.check_parameter()  # or another rank's would not fit, when it is too late to tell
         self._spared.append((member, grad, local_part(grad).clone() if inside else None))
 
     @property
@@ -195,6 +196,7 @@ class SingleBucket(GradientBucket):
         grad = member.parameter.grad
         self._own: Tensor | None = None
         if grad is None:
+            member.check_parameter()
             taken = member.zeros()
         else:
             taken = member.take(grad)
@@ -232,8 +234,8 @@ class SparseBucket(GradientBucket):
 
     def copy_in(self, used: Sequence[int] | None) -> CopiedIn:
         """See :meth:`GradientBucket.copy_in`."""
-        self._check_unchanged()
         (member,) = self.members
+        member.check_parameter()
         grad = member.parameter.grad
         taken = member.zeros() if grad is None else member.take(grad)
         if grad is not None and used is not None and not used[member.index]:

@@ -151,6 +151,8 @@ class FlatBucket(GradientBucket):
         graphs = self._copy([views[i] for i, _ in given], [grad for _, grad in given], [i for i, _ in given])
         empty = [i for i in positions if grads[i] is None]
         if empty:
+            for i in empty:
+                self.members[i].check_parameter()  # there is no gradient that would show it
             torch._foreach_zero_([views[i] for i in empty])
         return graphs, [self._indices[i] for i in empty]
 

@@ -63,6 +63,8 @@ def reduce_again(
     results: list[LateGradient] = []
     failure: Exception | None = None
     try:
+        for member in members:
+            member.check_parameter()  # without a gradient of its own, too: it is to have one
         for flat, parts in _dense(members, grads):
             flats.append((flat.div_(divisor), f"{what}s"))
             results += parts

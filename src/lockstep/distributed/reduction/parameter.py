@@ -19,7 +19,7 @@ class ManagedParameter:
         dtype = getattr(parameter, "grad_dtype", None) or parameter.dtype
         spec = TensorSpec.of(local_part(parameter), name)
         self.spec = TensorSpec(name, spec.shape, spec.stride, dtype, spec.device)
-        self._kind = parameter.dtype, parameter.device
+        self._kind = _kind_of(parameter)
 
     def take(self, grad: Tensor) -> Tensor:
         """The gradient of this rank as a plain tensor; raises if it is not of the planned dtype and shape."""
@@ -38,12 +38,12 @@ class ManagedParameter:
             )
 
     def check_parameter(self) -> None:
-        """Raise :class:`LayoutError` if the parameter is not of the dtype and on the device that it had."""
-        if (self.parameter.dtype, self.parameter.device) != self._kind:
+        """Raise :class:`LayoutError` if the parameter is not of the dtype, shape and device that it had."""
+        kind = _kind_of(self.parameter)
+        if kind != self._kind:
             raise LayoutError(
-                f"parameter {self.name} was {self._kind[0]} on {self._kind[1]} when its module was replicated, and is "
-                f"{self.parameter.dtype} on {self.parameter.device} now; change dtype and device of a module before "
-                "replicating it"
+                f"parameter {self.name} was {_describe(*self._kind)} when its module was replicated, and is "
+                f"{_describe(*kind)} now; change shape, dtype and device of a module before replicating it"
             )
 
     def zeros(self) -> Tensor:
@@ -55,3 +55,11 @@ class ManagedParameter:
             values = torch.empty(size[1], dtype=spec.dtype, device=spec.device)
             return torch.sparse_coo_tensor(indices, values, spec.shape, check_invariants=True).coalesce()
         return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=spec.device).zero_()
+
+
+def _kind_of(parameter: Parameter) -> tuple[torch.dtype, torch.Size, torch.device]:
+    return parameter.dtype, parameter.shape, parameter.device
+
+
+def _describe(dtype: torch.dtype, shape: torch.Size, device: torch.device) -> str:
+    return f"{dtype}, shape {tuple(shape)}, on {device}"
