@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import multiprocessing
 import os
 import signal
 import socket
@@ -14,8 +15,9 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
+import lockstep
+from lockstep.loader_workers import workers_spared
 from lockstep.session import taken_signals
-from lockstep.session.loader_workers import workers_spared
 from lockstep.session.stop_requests import StopRequests
 from processes import run_processes
 
@@ -252,16 +254,14 @@ def loads_on(rank, method):
     os.setpgid(0, 0)  # the signal is for this process and its workers alone
     requests = StopRequests()
     loader = DataLoader(Numbers(), batch_size=4, num_workers=2, multiprocessing_context=method)
-    with workers_spared():
-        batches = iter(loader)
-    requests.take_over()
+    batches = iter(lockstep.batches(loader))
     seen = next(batches).tolist()
+    requests.take_over()  # as run.should_stop does, inside of the loop
+    pids = [worker.pid for worker in multiprocessing.active_children()]
     for number in BOTH:
         os.killpg(0, number)
     wait_until(lambda: requests.requested)
     seen += torch.cat(list(batches)).tolist()
-    pids = [worker.pid for worker in batches._workers]
-    del batches
     requests.end()
     return seen == list(range(200)), [os.path.exists(f"/proc/{pid}") for pid in pids]
 

@@ -22,6 +22,7 @@ from lockstep.distributed.collectives import Collectives, Group
 from lockstep.distributed.loop import groups_of, known_group
 from lockstep.distributed.reduction.scheduler import scheduler_of
 from lockstep.errors import OptionError, StructureError
+from lockstep.loader_workers import workers_spared
 from lockstep.phases import Phases
 from lockstep.tree import tree_map
 
@@ -104,9 +105,14 @@ class Batches(Generic[B]):
 
     def __iter__(self) -> Iterator[B]:
         if not torch.is_grad_enabled():
-            return iter(self._loader)
+            return self._start()
         given = self._of_known_lengths() if min(self._lengths) >= 0 else self._looking_ahead()
         return self._in_turn(given)
+
+    def _start(self) -> Iterator[B]:
+        """Go through the loader; workers that it starts outlive a signal that asks all processes to stop."""
+        with workers_spared():
+            return iter(self._loader)
 
     def _in_turn(self, given: Iterator[tuple[B, bool, bool, bool]]) -> Iterator[B]:
         try:
@@ -128,7 +134,7 @@ class Batches(Generic[B]):
 
     def _of_known_lengths(self) -> Iterator[tuple[B, bool, bool, bool]]:
         """Each batch; whether it counts nothing, is the rank's last, and whether some rank has run out."""
-        iterator: Iterator[B] = iter(self._loader)
+        iterator = self._start()
         batch: Any = self._padding
         shortest, longest = min(self._lengths), max(self._lengths)
         for number in range(longest):
@@ -158,7 +164,7 @@ class Batches(Generic[B]):
 
     def _looking_ahead(self) -> Iterator[tuple[B, bool, bool, bool]]:
         """The same where some rank does not know how many it will have."""
-        iterator, decisions = iter(self._loader), self._schedulers[0].decisions
+        iterator, decisions = self._start(), self._schedulers[0].decisions
         upcoming = next(iterator, _NOTHING)
         batch: Any = self._padding
         if upcoming is _NOTHING and batch is None:
