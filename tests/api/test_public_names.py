@@ -66,7 +66,7 @@ PUBLIC = {
         class Resumed(step, folder, world_size, values=<factory>)
         class Session(options, environment)
             .agree(flag)
-            .batches(loader)
+            .batches(loader, *modules, padding=None)
             .check()
             .end(error)
             .is_main
@@ -74,6 +74,9 @@ PUBLIC = {
             .resume(path, **state)
             .save(path, *, keep=3, step=None, **state)
             .shard(dataset)
+            .should_stop
+            .skip_batch(*modules)
+            .skipped
             .step
         class Statistics(calls=<factory>, seconds=<factory>)
         class SyncBatchNorm(*args, **kwargs)
@@ -94,7 +97,7 @@ PUBLIC = {
         replicate(module, ignored_modules=None, *, shares=None, loss='sum', **options)
         resume(path, *, group=None, **state)
         save(path, *, keep=3, step=None, group=None, **state)
-        class session(backend=None, device=None, timeout=600.0, seed=0, stall_factor=20.0, stall_minimum=60.0)
+        class session(backend=None, device=None, timeout=600.0, seed=0, stall_factor=20.0, stall_minimum=60.0, time_limit=None)
         shard(dataset, group=None)
         should_stop(group=None)
         skip_batch(*modules, group=None)

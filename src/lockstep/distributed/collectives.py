@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import AllgatherOptions
 
 from lockstep.buckets import TensorSpec, plan_buckets
 from lockstep.errors import AgreementError, CommunicationError, OptionError, PeerFailure
-from lockstep.failures.channel import FailureChannel, channel_of
+from lockstep.failures.channel import FailureChannel, channel_of, watched_groups
 from lockstep.phases import Phases
 from lockstep.shm import ProcessGroupShm
 
@@ -135,7 +135,14 @@ class Collectives:
     @property
     def channel(self) -> FailureChannel | None:
         """What tells of failures of the group's ranks, if somebody watches them."""
+        if not watched_groups:
+            return None
         return channel_of(self.group, self.global_ranks if self._registered else ())
+
+    def enter(self, phase: str) -> None:
+        """Note the phase of its step in which this rank is from now on; others name it if it fails."""
+        if watched_groups and (channel := self.channel) is not None:
+            channel.enter(phase)
 
     def wait_watched(self, work: Any, channel: FailureChannel) -> None:
         """Wait for what a group does; raises :class:`PeerFailure` if the channel knows of one.

@@ -38,6 +38,7 @@ from lockstep.distributed.reduction.setup import Setup
 from lockstep.distributed.selection import Contents, Selection, describe_parameter, note_replicated
 from lockstep.distributed.values import broadcast_values
 from lockstep.errors import CommunicationError, LockstepError, NotReplicableError
+from lockstep.failures.progress import Phase
 from lockstep.phases import Phases, Statistics
 
 _parameter_of = attrgetter("parameter")
@@ -191,6 +192,7 @@ class Replication:
             else:
                 if not reducer.retired:
                     take_over_optimizers(map(_parameter_of, reducer.parameters))
+                reducer.collectives.enter(Phase.FORWARD)
                 reducer.update_buffers()
                 reducer.passes.enter_forward(self._counts())
         if self._moves_inputs and (device := input_device(self.options)) is not None:
@@ -341,6 +343,7 @@ class _Reached:
             return
         reducer = self._reducer()
         if reducer is not None:
+            reducer.collectives.enter(Phase.BACKWARD)
             reducer.scheduler.expect_backward(reducer)
             reducer.passes.reach(self._mark, reducer.setup.members.is_own(self._mark.sample))
             reducer.reached()

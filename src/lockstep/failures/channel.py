@@ -20,6 +20,7 @@ from lockstep.failures.failure import Failure, Kind, follows_from_another, of_ex
 from lockstep.failures.log import FailureLog
 from lockstep.failures.progress import Page, Progress, page_of
 from lockstep.failures.ring import Connection, Meeting, NeighbourHasEndedError, ip_for
+from lockstep.failures.where import OF_A_STEP
 
 GRACE_SECONDS = 1.0
 """How long a rank that has lost its group waits for news of who failed."""
@@ -90,6 +91,11 @@ class FailureChannel:
                 with contextlib.suppress(InspectionError):  # it may have ended meanwhile
                     self._pages[each.peer] = page_of(address.pid, self.progress.read().run, each.peer)
         return neighbours
+
+    def enter(self, phase: str) -> None:
+        """Note the phase of its step in which this rank is from now on; what the program has named itself stays."""
+        if self.progress.current_phase in OF_A_STEP:
+            self.progress.current_phase = phase
 
     # ------------------------------------------------------------------------------- what is known
 
@@ -366,7 +372,7 @@ def _close_in_child() -> None:
     for channel in list(_channels):
         channel.close_connections()
     _channels.clear()
-    _of_groups.clear()
+    watched_groups.clear()
 
 
 os.register_at_fork(after_in_child=_close_in_child)
@@ -374,26 +380,27 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 # ------------------------------------------------------------------------------------ channels of groups
 
-_of_groups: list[tuple["weakref.ref[Any]", FailureChannel]] = []
+watched_groups: list[tuple["weakref.ref[Any]", FailureChannel]] = []
+"""Groups and their channels: empty where nobody watches, which is all that a step has to look at then."""
 
 
 def watch_group(group: Any, channel: FailureChannel) -> None:
     """From now on, waits for this group's collectives hear of failures from this channel."""
-    _of_groups.append((weakref.ref(group), channel))
+    watched_groups.append((weakref.ref(group), channel))
 
 
 def forget(channel: FailureChannel) -> None:
     """Its groups have no channel any more."""
-    _of_groups[:] = [(group, each) for group, each in _of_groups if each is not channel and group() is not None]
+    watched_groups[:] = [(group, each) for group, each in watched_groups if each is not channel and group() is not None]
 
 
 def channel_of(group: Any, ranks: Sequence[int] = ()) -> FailureChannel | None:
     """The channel of a group, or one that has all its ``ranks`` (of the default group); None if there is none."""
-    for watched, channel in _of_groups:
+    for watched, channel in watched_groups:
         if watched() is group:
             return channel
     if ranks:
-        for _, channel in _of_groups:
+        for _, channel in watched_groups:
             if set(ranks) <= set(channel.global_ranks):
                 return channel
     return None

@@ -5,11 +5,8 @@ from collections import deque
 from dataclasses import dataclass
 
 from lockstep.errors import OptionError
-from lockstep.failures.progress import Phase
-from lockstep.failures.where import TRAINING
+from lockstep.failures.where import OF_A_STEP
 
-IN_A_STEP = frozenset({TRAINING, Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER})
-"""Phases whose length that of the steps before says something about."""
 FIRST_STEPS = 5
 """Steps that are given the patience of the start: kernels are chosen, caches are filled, modules are compiled."""
 
@@ -55,13 +52,13 @@ class Deadline:
 
     def seconds(self, phase: str) -> float:
         """How long others may wait for a rank that is in a phase."""
-        if phase not in IN_A_STEP or self._count <= FIRST_STEPS or not self._lengths:
+        if phase not in OF_A_STEP or self._count <= FIRST_STEPS or not self._lengths:
             return max(self._limits.patience, self._limits.minimum)
         return max(self._limits.minimum, self._limits.factor * statistics.median(self._lengths))
 
     def explain(self, phase: str) -> str:
         """Where :meth:`seconds` comes from, for a message."""
-        if phase not in IN_A_STEP:
+        if phase not in OF_A_STEP:
             return f"the limit in {phase}"
         if self._count <= FIRST_STEPS or not self._lengths:
             return "the limit in the first steps"

@@ -16,12 +16,13 @@ from typing import Any
 from lockstep.errors import InspectionError
 from lockstep.failures import proc
 from lockstep.failures.channel import FailureChannel
-from lockstep.failures.deadline import IN_A_STEP, Deadline, StallLimits
+from lockstep.failures.deadline import Deadline, StallLimits
 from lockstep.failures.inquiry import Answer, late, stalled
 from lockstep.failures.log import own_connection
 from lockstep.failures.places import collective_of
 from lockstep.failures.progress import Snapshot, page_of
 from lockstep.failures.stacks import Thread, ask, own_stack
+from lockstep.failures.where import OF_A_STEP
 
 
 class StallWatch:
@@ -82,7 +83,7 @@ class StallWatch:
         self._channel.report(stalled(found, answers, own, waited, self._deadline.explain(found.phase)))
 
     def _is_too_late(self, found: Answer, waited: float) -> bool:
-        if found.compiles or found.phase not in IN_A_STEP:
+        if found.compiles or found.phase not in OF_A_STEP:
             return waited > self._limits.patience
         return True
 

@@ -37,7 +37,9 @@ def phase_of_files(files: Iterable[str], otherwise: str) -> str:
     return found if otherwise in _KNOWN else f"{otherwise}, in {found}"
 
 
-_KNOWN = {"start-up", "data", "forward", "backward", "optimizer", "checkpoint", TRAINING}
+OF_A_STEP = frozenset({"data", "forward", "backward", "optimizer", TRAINING})
+"""The phases of a step; each other one has been named as such."""
+_KNOWN = OF_A_STEP | {"start-up", "checkpoint"}
 
 
 def _phase_of_file(file: str) -> str | None:

@@ -18,10 +18,14 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, TCPStore
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.data import Dataset, Subset
 
 from lockstep.checkpoints import Resumed, resume, save
 from lockstep.devices import accelerator
-from lockstep.distributed.collectives import Collectives, Group, backends_of
+from lockstep.distributed import loop, uneven
+from lockstep.distributed.collectives import Group, backends_of
+from lockstep.distributed.decisions import Decisions
 from lockstep.errors import CommunicationError, DeviceError, OptionError
 from lockstep.failures.channel import FailureChannel
 from lockstep.failures.connections import Connections
@@ -29,10 +33,11 @@ from lockstep.failures.deadline import StallLimits
 from lockstep.failures.progress import Phase, Progress
 from lockstep.failures.stacks import answering
 from lockstep.failures.where import TRAINING
-from lockstep.phases import Phases
+from lockstep.session.counted import CountedBatches
 from lockstep.session.environment import Environment, read_environment
 from lockstep.session.seeds import generator, seed_this_rank
-from lockstep.session.watch import Watch, attach, make_channel, run_name
+from lockstep.session.stop_requests import StopRequests
+from lockstep.session.watch import Watch, attach, make_channel, run_name, unused_part
 
 T = TypeVar("T")
 
@@ -52,6 +57,7 @@ class SessionOptions:
     seed: int = 0
     stall_factor: float | None = 20.0
     stall_minimum: float = 60.0
+    time_limit: float | None = None
 
 
 class Session:
@@ -81,7 +87,13 @@ class Session:
             self._watch = _join(options, environment, self, resources)
         self.group: Group = dist.group.WORLD
         """The process group: the default one."""
-        self._collectives = Collectives(self.group, Phases())
+        self._requests = StopRequests(options.time_limit, f"rank {self.rank}")
+        self._decisions: Decisions | None = None
+        enter = self._watch.enter
+        self._hooks = (
+            register_optimizer_step_pre_hook(lambda *_: enter(Phase.OPTIMIZER)),
+            register_optimizer_step_post_hook(lambda *_: enter(TRAINING)),
+        )
         self.progress.current_phase = TRAINING
 
     @property
@@ -98,43 +110,49 @@ class Session:
         """Raise :class:`~lockstep.errors.PeerFailure` if another rank has failed; nothing is communicated."""
         self._watch.check()
 
-    def batches(self, loader: Iterable[T]) -> Iterator[T]:
-        """The batches of a loader, counted: messages of this and other ranks name the step, and what it is doing.
+    def batches(self, loader: Iterable[T], *modules: torch.nn.Module, padding: T | None = None) -> CountedBatches[T]:
+        """:func:`lockstep.batches` over the session's group: equally many on all ranks, and counted by :attr:`step`.
 
-        Nothing is communicated. Raises :class:`~lockstep.errors.PeerFailure` if another rank has failed.
+        Evaluation, under ``torch.no_grad()``, is neither padded nor counted. Raises
+        :class:`~lockstep.errors.PeerFailure` if another rank has failed.
         """
-        progress, batches = self.progress, iter(loader)
-        while True:
-            self.check()
-            progress.current_phase = Phase.DATA
-            try:
-                batch = next(batches)
-            except StopIteration:
-                progress.current_phase = TRAINING
-                return
-            progress.step += 1
-            progress.current_phase = TRAINING
-            yield batch
+        batches = uneven.batches(loader, *modules, group=self.group, padding=padding)
+        return CountedBatches(batches, self.progress, self.check)
 
-    def agree(self, flag: bool) -> bool:
-        """Whether the flag is true on any rank; every rank has to call it. One all-reduce of one number."""
-        row = torch.tensor([bool(flag)], dtype=torch.int64, device=self._collectives.device)
-        self._collectives.all_reduce(row, "flag of agree()").wait()
-        return bool(row.item())
+    def agree(self, flag: object) -> bool:
+        """:func:`lockstep.agree` over the session's group: whether the flag is true on any rank."""
+        return loop.agree(flag, self.group)
 
-    def shard(self, dataset: Any) -> "torch.utils.data.Subset[Any]":
-        """The part of a dataset that is this rank's: every ``world_size``-th sample, from sample ``rank`` on.
+    def shard(self, dataset: "Dataset[T]") -> "Subset[T]":
+        """:func:`lockstep.shard` over the session's group: this rank's part of a data set."""
+        return uneven.shard(dataset, self.group)
 
-        Parts differ in length by at most one: nothing is padded, nothing dropped, and nothing communicated.
+    @property
+    def should_stop(self) -> bool:
+        """Whether any rank has been asked to stop, by SIGTERM, SIGINT or ``time_limit``: the same on all ranks.
+
+        Ask after ``backward()``, with whose report it travels. When it is asked for the first time, the session takes
+        SIGTERM and SIGINT over; before, they do what they always do. A second SIGINT raises ``KeyboardInterrupt``.
         """
-        return torch.utils.data.Subset(dataset, range(self.rank, len(dataset), self.world_size))
+        if self._decisions is None:
+            self._requests.take_over()
+            self._decisions = loop.stop_when(lambda: self._requests.requested, self.group)
+        return self._decisions.should_stop
+
+    def skip_batch(self, *modules: torch.nn.Module) -> None:
+        """:func:`lockstep.skip_batch` over the session's group: leave out this batch, on all ranks."""
+        loop.skip_batch(*modules, group=self.group)
+
+    @property
+    def skipped(self) -> bool:
+        """Whether any rank has left out this batch, so that all have: :func:`lockstep.skipped`."""
+        return loop.skipped(group=self.group)
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Within: what this rank does has a name, such as ``evaluation``, which messages on other ranks give."""
-        before, self.progress.current_phase = self.progress.current_phase, name
-        yield
-        self.progress.current_phase = before  # an exception leaves it as it is, for who is told of it
+        with self.progress.phase(name):
+            yield
 
     def save(self, path: "str | os.PathLike[str]", *, keep: int = 3, step: int | None = None, **state: Any) -> Path:
         """:func:`lockstep.save` with the session's group, its two generators, and :attr:`step` if none is given."""
@@ -157,10 +175,13 @@ class Session:
         """Take everything down, in order."""
         if error is None:
             self.progress.current_phase = Phase.TEAR_DOWN
+        self._requests.end()
+        for hook in self._hooks:
+            hook.remove()
         self._watch.end(error, self._release)
 
     def _release(self) -> None:
-        del self._collectives
+        self._decisions = None
         gc.collect()  # a replicated model that is still there keeps the group's threads alive, while the program ends
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -187,6 +208,7 @@ class session:
             is a failure, too: all ranks raise, and show where it is. None for no such limit. During the start, the
             first steps and whatever ``run.phase()`` names, and while something is compiled, the limit is ``timeout``.
         stall_minimum: seconds below which that limit never is.
+        time_limit: seconds from the start after which ``run.should_stop`` is true. None for no limit.
 
     What is communicated: what making a process group takes, and what :func:`lockstep.watch` says.
 
@@ -214,10 +236,11 @@ class session:
         seed: int = 0,
         stall_factor: float | None = 20.0,
         stall_minimum: float = 60.0,
+        time_limit: float | None = None,
     ) -> None:
         if not timeout > 0:
             raise OptionError(f"session(): timeout is {timeout!r}, expected a number of seconds above 0")
-        self._options = SessionOptions(backend, device, timeout, seed, stall_factor, stall_minimum)
+        self._options = SessionOptions(backend, device, timeout, seed, stall_factor, stall_minimum, time_limit)
         self._session: Session | None = None
 
     def __enter__(self) -> Session:
@@ -276,7 +299,7 @@ def _join(options: SessionOptions, environment: Environment, this: Session, reso
         _make_group(this.backend, HashStore(), environment, limit)
         return Watch(None, resources=resources.pop_all())
     _stay_on_loopback(environment)
-    store = _meeting_place(environment, limit)
+    store = unused_part(_meeting_place(environment, limit), "session", environment.rank)
     connections, waits_for_store = Connections(), Connections()
     # The group gets a connection of its own to the store: the only way to call back who waits for it is to end that.
     with waits_for_store.recording():

@@ -57,6 +57,11 @@ class Watch:
         if self.channel is not None:
             self.channel.check()
 
+    def enter(self, phase: str) -> None:
+        """Note the phase of its step in which this rank is from now on; others name it if it fails."""
+        if self.channel is not None:
+            self.channel.enter(phase)
+
     def look_for_stalls(self, store: Any, group: Group, limits: StallLimits) -> None:
         """From now on, a rank of the group that makes no progress is found; every rank has to call it."""
         assert self.channel is not None
@@ -98,7 +103,8 @@ class Watch:
             told = channel.error()
         if told is not None:
             (last_words or LastWords()).wait_for_launcher()
-            raise told from None  # where this rank waited for the other is of no interest; it is the __context__
+            # Where this rank waited for the other one is of no interest; it is the __context__.
+            raise told from None
 
     def _tell(self, channel: FailureChannel, error: BaseException | None) -> PeerFailure | None:
         """Tell of an error of this rank. What follows from another rank's failure is returned as that."""
@@ -162,6 +168,7 @@ def watch(
     if store is None:
         store = _store_of(group)
     resources = contextlib.ExitStack()
+    store = unused_part(store, f"watch over {_name_of(group)}", group.rank())
     progress = Progress(run_name("watch"), ranks[group.rank()], len(ranks))
     resources.callback(progress.close)
     resources.enter_context(answering())
@@ -177,8 +184,8 @@ def watch(
 
 
 def make_channel(store: Any, rank: int, ranks: Sequence[int], progress: Progress, timeout: float) -> FailureChannel:
-    """The channel of this rank, in a part of the store of its own."""
-    return FailureChannel(PrefixStore("lockstep failures", store), rank, ranks, progress, _host(), timeout)
+    """The channel of this rank, in a part of the store that no other one has had."""
+    return FailureChannel(PrefixStore("failures", store), rank, ranks, progress, _host(), timeout)
 
 
 def run_name(of_run: str) -> str:
@@ -222,6 +229,19 @@ def attach(channel: FailureChannel, group: Group, connections: Connections | Non
                 group.abort()
 
     channel.when_failed(end)
+
+
+_used: dict[tuple[str, int], int] = {}
+
+
+def unused_part(store: Any, name: str, rank: int) -> Any:
+    """A part of a store that nobody has used before: the next one of this name, as it is on all ranks."""
+    number = _used[name, rank] = _used.get((name, rank), 0) + 1
+    return PrefixStore(f"lockstep {name} {number}", store)
+
+
+def _name_of(group: Group) -> str:
+    return str(getattr(group, "group_name", "")) if dist.is_initialized() else ""
 
 
 def _store_of(group: Group) -> Any:

@@ -35,6 +35,7 @@ from lockstep.distributed.decisions import decisions_of
 from lockstep.distributed.one_by_one import OneByOne
 from lockstep.distributed.reduction.backward import BackwardPass, PassFollower, Reach
 from lockstep.errors import CommunicationError, PeerError
+from lockstep.failures.where import TRAINING
 from lockstep.phases import Phases
 
 _TAKES_PART, _FAILED, _SKIPPED = 1, 1 << 16, 1 << 32
@@ -207,6 +208,7 @@ class GroupScheduler(PassFollower):
             reducing += [each for each in silent if each.requires_sync and each.takes_part(accumulates)]
         try:
             self.reduce(reducing if self.exclusive or not reducing else self._agree_who_takes_part(reducing))
+            self._collectives.enter(TRAINING)
         except BaseException:
             if this is not None:
                 for module in reducing:
