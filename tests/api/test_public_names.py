@@ -84,7 +84,7 @@ PUBLIC = {
         accumulate(module, last=True, weight=None)
         agree(flag, group=None)
         batches(loader, *modules, group=None, padding=None)
-        check_in_sync(module, process_group=None)
+        check_in_sync(module, process_group=None, *, every=None)
         data_parallel(module, inputs, device_ids=None, output_device=None, dim=0, module_kwargs=None)
         module distributed
         module errors
@@ -156,7 +156,7 @@ PUBLIC = {
         accumulate(module, last=True, weight=None)
         agree(flag, group=None)
         batches(loader, *modules, group=None, padding=None)
-        check_in_sync(module, process_group=None)
+        check_in_sync(module, process_group=None, *, every=None)
         load_training_state_dict(module, state_dict)
         mean(values, weight=1.0, group=None)
         mean_over_ranks(tensors, process_group=None)

@@ -33,7 +33,7 @@ def exchange(dtype, said, parameters=3, packed_buffers=0, digests=()):
     digests = digests or [None] * world
     for layout, (used, late, status, weight, *load), digest in zip(layouts, said, digests, strict=True):
         row = torch.full((layout.numel,), math.nan, dtype=dtype)  # as if it had never been written
-        other = torch.full((8,), 3, dtype=torch.uint8)
+        other = torch.full((9,), 3, dtype=torch.uint8)
         layout.write(row, bytearray(parameters), [*range(parameters)], SOMETHING_ELSE, Weight(7.0, True), other)
         layout.write(row, bytearray(used), late, status, Weight(weight), digest)
         for values in load:
@@ -252,11 +252,11 @@ def test_ranks_at_different_batches_are_told():
 @every_dtype
 def test_digests_are_told_apart(dtype):
     numbers = random.Random(3)
-    digests = [torch.tensor([numbers.randrange(256) for _ in range(8)], dtype=torch.uint8) for _ in range(3)]
+    digests = [torch.tensor([numbers.randrange(256) for _ in range(9)], dtype=torch.uint8) for _ in range(3)]
     said = [([1, 1, 1], [], RankStatus(5, loop=16), 0.0)] * 3
     report, _ = exchange(dtype, said, digests=digests)
     assert report.digests == [bytes(digest.tolist()) for digest in digests]
-    assert exchange(dtype, said, digests=[digests[0], digests[0], None])[0].digests[2] == bytes(8)
+    assert exchange(dtype, said, digests=[digests[0], digests[0], None])[0].digests[2] == bytes(9)
     assert exchange(dtype, said, digests=[digests[1]] * 3)[0].digests == ()
     assert exchange(dtype, said)[0].digests == ()
 

@@ -248,6 +248,8 @@ class BufferSync:
         self._flats: list[tuple[Tensor, list[list[Buffer]]]] = []  # put together, and not yet on their way
         self._sent: list[tuple[Pending, Tensor, list[list[Buffer]]]] = []
         self._left = False
+        self.are_equal = False
+        """Whether the last round has made them equal on all ranks."""
 
     def set_source(self, rank: int) -> None:
         """From now on the values of ``rank`` are what the others get."""
@@ -373,12 +375,14 @@ class BufferSync:
 
     def drop_large(self) -> None:
         """Wait for them, and leave the buffers as they are: the round has failed somewhere."""
+        self.are_equal = False
         sent, self._sent = self._sent, []
         for pending, _, _ in sent:
             pending.wait()
 
     def finish_large(self) -> None:
         """Wait for them, and hand them out."""
+        self.are_equal = not (self._left or self.policy == "local")
         if self._left:
             self.drop_large()
         sent, self._sent = self._sent, []

@@ -10,15 +10,20 @@ from torch.nn import Module
 from lockstep.distributed.agreement import Description, Line, agree, describe_tensor
 from lockstep.distributed.collectives import Collectives, Group, resolve_group, to_bytes
 from lockstep.distributed.dtensors import local_part
-from lockstep.distributed.replication import find_replication
-from lockstep.errors import CommunicationError, OutOfSyncError
+from lockstep.distributed.replication import find_replication, replication_of
+from lockstep.errors import CommunicationError, OptionError, OutOfSyncError
 from lockstep.phases import Phases
 
 _DIGEST_BYTES = 16
 
 
-def check_in_sync(module: Module, process_group: Group | None = None) -> None:
+def check_in_sync(module: Module, process_group: Group | None = None, *, every: int | None = None) -> None:
     """Raise, on every rank, if a parameter or buffer of ``module`` has other values on some rank.
+
+    With ``every=100`` that is also done from now on, in each hundredth backward that synchronises: parameters as they
+    are then, and buffers, unless each rank has its own, as they were when forward began. A digest is computed on the
+    device, in one pass over the values, and travels in the report of the round; a single bit that has flipped changes
+    it with certainty. ``backward()`` raises, on every rank.
 
     Values are compared bit by bit, by digest (BLAKE2b of the bytes, which are copied to the CPU first), so it costs
     one pass over the module's memory; run it every few hundred steps, or before saving.
@@ -27,14 +32,18 @@ def check_in_sync(module: Module, process_group: Group | None = None) -> None:
         module: A module that has the same names, shapes and dtypes on every rank; replicated or not. Of a ``DTensor``
             each rank compares the part that it holds.
         process_group: The ranks; the group that the module is replicated over if None, or the default group.
+        every: In which rounds of a replicated module values are compared from now on, the same on all ranks; 0 ends
+            it.
 
     Raises:
         OutOfSyncError: Something differs; names the first, the ranks and both digests.
-        AgreementError: The module has other parameters or buffers on another rank.
+        AgreementError: The module has other parameters or buffers on another rank, or ``every`` is another number.
+        OptionError: ``every`` is negative, or comes with a group.
+        NotReplicableError: ``every`` comes with a module that is not replicated.
         CommunicationError: There is no group, or a rank does not answer.
 
     Communicates one all-gather of 16 bytes, after one of 24 for names and layouts, and more only if there is a
-    difference.
+    difference. In later rounds nothing, but one all-gather if there is.
 
     Example:
         >>> import torch, torch.distributed as dist
@@ -44,6 +53,13 @@ def check_in_sync(module: Module, process_group: Group | None = None) -> None:
     Stands for: nothing in PyTorch, where replicas drift unnoticed.
     """
     replication = find_replication(module)
+    if every is not None:
+        replication = replication_of(module, "check_in_sync")
+        if every < 0 or process_group is not None:
+            raise OptionError(
+                f"check_in_sync() got every={every}{', and a group' if process_group is not None else ''}; expected a "
+                "number of rounds, 0 or more, and no group: the module has one"
+            )
     group = replication.group if process_group is None and replication is not None else resolve_group(process_group)
     if group is None:
         raise CommunicationError("there is no process group yet; call torch.distributed.init_process_group() first")
@@ -51,7 +67,10 @@ def check_in_sync(module: Module, process_group: Group | None = None) -> None:
         replication.reducer.update_buffers()
     collectives = Collectives(group, Phases())
     named = [*module.named_parameters(), *module.named_buffers()]
-    agree(Description([Line(name, describe_tensor(tensor, layout=False)) for name, tensor in named]), [], collectives)
+    lines = [Line(name, describe_tensor(tensor, layout=False)) for name, tensor in named]
+    agree(Description([*lines, Line("check_in_sync(every=...)", str(every))]), [], collectives)
+    if every is not None and replication is not None:
+        replication.started_reducer.setup.watch_values(every)
     digests = [digest_of(tensor) for _, tensor in named]
     whole = hashlib.blake2b(b"".join(digests), digest_size=_DIGEST_BYTES).digest()
     rows = collectives.all_gather(_bytes(whole, collectives), "digest of all values")

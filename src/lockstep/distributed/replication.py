@@ -193,7 +193,7 @@ class Replication:
                 if not reducer.retired:
                     take_over_optimizers(map(_parameter_of, reducer.parameters))
                 reducer.collectives.enter(Phase.FORWARD)
-                reducer.update_buffers()
+                reducer.forward_begins()
                 reducer.passes.enter_forward(self._counts())
         if self._moves_inputs and (device := input_device(self.options)) is not None:
             args, kwargs = move_to(args, device), move_to(kwargs, device)

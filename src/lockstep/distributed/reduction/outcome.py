@@ -19,6 +19,7 @@ from lockstep.distributed.reduction.report import Report, check_ranks, mean_fact
 from lockstep.distributed.reduction.round import Round
 from lockstep.distributed.reduction.setup import Setup
 from lockstep.distributed.reduction.usage import Usage
+from lockstep.distributed.reduction.watch import ValueWatch
 from lockstep.errors import AgreementError, OptionError, PeerError
 
 
@@ -82,9 +83,11 @@ class Outcome:
         """
         setup, transport = self._setup, self._setup.transport
         row = ended.report_row  # which its bucket may give up, with the gradients
-        report = transport.read(row, may_defer and not self.has_failed)
+        watch = None if setup.watch is None or not setup.watch.is_due(ended.number) else setup.watch
+        report = transport.read(row, may_defer and not self.has_failed and watch is None)
         self.has_failed = False
-        found = _USUAL if report.is_usual and not self._is_in_loop else self._find(report, ended.number, own)
+        usual = report.is_usual and not self._is_in_loop
+        found = _USUAL if usual else self._find(report, ended.number, own, watch)
         if found is None:
             own.leave_out()
             return ()
@@ -105,7 +108,7 @@ class Outcome:
         warn_of_drift(found.drift, self._collectives.global_rank)
         return used
 
-    def _find(self, report: Report, number: int, own: Contribution) -> "_Findings | None":
+    def _find(self, report: Report, number: int, own: Contribution, watch: ValueWatch | None) -> "_Findings | None":
         """What follows from a report, and what takes an agreement of all ranks to know; None if the batch is left out.
 
         Raises as :meth:`conclude` does.
@@ -118,6 +121,8 @@ class Outcome:
             if report.skips:
                 self._leave_out()
                 return None
+            if watch is not None:
+                watch.check(report, self._collectives)
             newcomers: Sequence[ManagedParameter] = setup.agree_anew() if renews else ()
             return _Findings(factor, renews, newcomers, self._find_drift(own) if compares else None)
         except (PeerError, AgreementError, OptionError):

@@ -349,6 +349,12 @@ class Reducer:
         with self._lock:
             self.outcome.read_quietly(self.rounds)
 
+    def forward_begins(self) -> None:
+        """The module's forward begins: it has the buffers that have come with the last round."""
+        self.update_buffers()
+        if self.setup.watch is not None:
+            self.setup.watch.forward_begins(self.rounds + 1)
+
     def update_buffers(self) -> None:
         """Assign the buffers that have come with the last round, if that has waited for its report."""
         if self.outcome.is_unread:
@@ -363,6 +369,8 @@ class Reducer:
             accumulated = self._members.arrivals.end_pass()
             ended, self._round = self._round, None
             if ended is not None:
+                if self.setup.watch is not None:
+                    self.setup.watch.forget()
                 self._contribution.forget()  # after a failure, too: what was to be contributed is gone
                 if ended.has_begun:  # else it may not have opened at all, for other ranks
                     self.rounds = ended.number

@@ -11,7 +11,8 @@ own, or whole numbers so small that their sum is exact, or is at least not zero,
                                        loop (``decisions.py``)
     weight   nine for each rank        the bytes of a float64: what this rank's contribution counts; and whether it
                                        adds to gradients from before
-    digest   eight for each rank       the bytes of a digest of its values, in the rounds in which they are compared
+    digest   nine for each rank        in the rounds in which values are compared: of what there is a digest, and its
+                                       bytes (``watch.py``)
     buffers  the rest                  small ones (``buffers.py``)
 """
 
@@ -33,7 +34,7 @@ _VALUES_CHANGED = 128  # beside how the module was called, at most 16
 _WEIGHT = struct.Struct("<d?")
 _STATUS = 4
 """Places of each rank's status."""
-DIGEST_BYTES = 8
+DIGEST_BYTES = 9
 """Places of each rank's digest."""
 
 

@@ -32,6 +32,8 @@ class ReportTransport:
         dtype = behind or _OWN_DTYPE
         world, rank = self._collectives.world, self._collectives.rank
         self._layout = ReportLayout(self._parameters, rank, world, self._buffers.plan_packing(dtype))
+        self.row_device = device
+        """Where the row lies."""
         self.own_row = torch.zeros(self.numel, dtype=dtype, device=device) if behind is None else None
         """The row that travels on its own."""
 
@@ -50,9 +52,17 @@ class ReportTransport:
         """Whether a report has not been read as a whole yet."""
         return self._deferred is not None
 
-    def write(self, row: Tensor, used: bytearray, late: list[int], status: RankStatus, weight: Weight) -> None:
+    def write(
+        self,
+        row: Tensor,
+        used: bytearray,
+        late: list[int],
+        status: RankStatus,
+        weight: Weight,
+        digest: Tensor | None = None,
+    ) -> None:
         """What this rank has to say, and its buffers."""
-        self._layout.write(row, used, late, status, weight)
+        self._layout.write(row, used, late, status, weight, digest)
         if self._layout.has_buffers and not status.module_changed:
             try:
                 self._buffers.write(row[self._layout.packed_buffers])

@@ -206,7 +206,8 @@ class Round:
         for index in self._undefined:  # hooks have run, but there was no gradient
             self._used[index] = 0
         status, weight = self._describe(self.number, failed)
-        self._setup.transport.write(row, self._used, list(self.late), status, weight)
+        digest = None if failed or status.backward is None else self._setup.look(self.number)
+        self._setup.transport.write(row, self._used, list(self.late), status, weight, digest)
 
     def wait(self) -> None:
         """Return when all has arrived."""

@@ -7,6 +7,7 @@ compared what they have.
 from collections.abc import Callable, Sequence
 
 import torch
+from torch import Tensor
 
 from lockstep.distributed.agreement import Description, Line, agree
 from lockstep.distributed.buffers import BufferSync
@@ -19,6 +20,7 @@ from lockstep.distributed.reduction.plan import AdaptivePlan
 from lockstep.distributed.reduction.report import Report
 from lockstep.distributed.reduction.report_transport import ReportTransport
 from lockstep.distributed.reduction.scheduler import GroupScheduler
+from lockstep.distributed.reduction.watch import ValueWatch
 
 
 class Setup:
@@ -39,6 +41,8 @@ class Setup:
         """What sums are divided by: the world size, but where joined ranks do not count."""
         self._caps = tuple(caps)
         self._follows_active = False
+        self.watch: ValueWatch | None = None
+        """What compares values in every N-th round, if anything does."""
         self._before_next_round: list[Callable[[], object]] = []
         self._plan_anew()
 
@@ -95,6 +99,16 @@ class Setup:
         """Let no parameter have a gradient, whether or not the ranks have agreed on it."""
         for each in (*self.parameters, *self.members.newcomers):
             each.parameter.grad = None
+
+    def watch_values(self, every: int) -> None:
+        """Compare values in every ``every``-th round from now on, or in none if it is 0; all ranks must."""
+        self.watch = ValueWatch(every, self.buffers) if every else None
+
+    def look(self, number: int) -> Tensor | None:
+        """What round ``number`` reports of the module's values, if they are compared in it."""
+        if self.watch is None or not self.watch.is_due(number):
+            return None
+        return self.watch.look(self.parameters, self.transport.row_device)
 
     def follow_active(self, report: Report) -> None:
         """Buffers of the next round are those of the first rank that has had a batch in this one."""
