@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from types import SimpleNamespace
 
@@ -383,6 +384,29 @@ def without_the_loop(rank):
 @pytest.mark.parametrize("hosts", ["", "aa"])
 def test_a_batch_is_left_out_after_its_forward(hosts):
     assert run_ranks(2, without_the_loop, hosts=hosts) == [[(False, 1.5), (True, None), (False, 1.5)]] * 2
+
+
+def after_a_failure(rank):
+    """A failed backward that all ranks went on from has nothing to do with a batch that is left out later."""
+    model = lockstep.replicate(one_weight(), process_group=rank.group)
+    seen = []
+    for number in range(4):
+        model.zero_grad()
+        y = model(x_of(rank))
+        with contextlib.suppress(BadBatchError, PeerError):
+            if rank.rank and number == 0:
+                y.register_hook(raises)
+            if rank.rank and number == 2:
+                lockstep.skip_batch(model)
+            else:
+                y.sum().backward()
+        seen.append((lockstep.skipped(model), None if model.weight.grad is None else model.weight.grad.item()))
+    return seen
+
+
+def test_a_batch_is_left_out_after_an_earlier_failure():
+    usual = False, 1.5
+    assert run_ranks(2, after_a_failure) == [[(False, None), usual, (True, None), usual]] * 2
 
 
 # ---------------------------------------------------------------------------- agreement

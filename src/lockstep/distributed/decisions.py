@@ -48,6 +48,11 @@ def batch_code(number: int) -> int:
     return number % _BATCHES
 
 
+def says_more(code: int) -> bool:
+    """Whether an encoded :class:`LoopStatus` says more than which batch it is."""
+    return code % 16 != 0
+
+
 class Reader(Protocol):
     """Who has not read the report of a round yet."""
 
@@ -175,6 +180,11 @@ class Decisions:
     def _read(self) -> None:
         while self._unread:
             self._unread.pop().read_for_loop()
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether a report in which no rank says more than its batch changes nothing."""
+        return not (self._stops or self._skips or self._failed or self._some_end or self._all_end)
 
     @property
     def has_failed(self) -> bool:

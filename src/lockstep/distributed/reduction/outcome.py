@@ -48,7 +48,6 @@ class Outcome:
         self.has_failed = False
         """Whether the last round has failed on some rank, or was left out, and that was told."""
         self._abandoned: Round | None = None  # what it has sent may not have arrived yet
-        self._is_in_loop = False  # some rank has said something of its loop in the last report
 
     def abandon(self, failing: Round) -> None:
         """Abandon a round, because this rank's part in it has failed.
@@ -72,7 +71,6 @@ class Outcome:
             report = self._setup.transport.read_abandoned(abandoned.abandoned_row)
             if report is not None:
                 self._decisions.hear([status.loop for status in report.ranks], abandoned=True)
-                self._is_in_loop = True  # so that the next report is heard, whatever it says
 
     def conclude(self, ended: Round, own: Contribution, *, may_defer: bool, lists_used: bool) -> Sequence[Parameter]:
         """Read the report of a round that has been reduced, and give the parameters their gradients.
@@ -86,7 +84,7 @@ class Outcome:
         watch = None if setup.watch is None or not setup.watch.is_due(ended.number) else setup.watch
         report = transport.read(row, may_defer and not self.has_failed and watch is None)
         self.has_failed = False
-        usual = report.is_usual and not self._is_in_loop
+        usual = report.is_usual and self._decisions.is_quiet
         found = _USUAL if usual else self._find(report, ended.number, own, watch)
         if found is None:
             own.leave_out()
@@ -210,9 +208,7 @@ class Outcome:
         """
         ranks = self._collectives.global_ranks
         if report.ranks:
-            loops = [status.loop for status in report.ranks]
-            self._decisions.hear(loops)
-            self._is_in_loop = any(loops)
+            self._decisions.hear([status.loop for status in report.ranks])
         check_ranks(report, number, self._collectives.rank, ranks, advice)
         if report.skips:
             return 1.0

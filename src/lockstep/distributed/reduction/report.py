@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lockstep.distributed.decisions import IDLE, SKIPS, LoopStatus, batch_code
+from lockstep.distributed.decisions import IDLE, SKIPS, LoopStatus, batch_code, says_more
 from lockstep.distributed.reduction.passes import NOT_HANDED_OUT, Code, check_passes
 from lockstep.errors import OptionError, PeerError
 
@@ -187,7 +187,7 @@ class ReportLayout:
         head = head if head.is_cpu else head.cpu()
         if self._said is not None and self._is_clean and self._alike.is_in(head, self._head):
             said = self._said
-            return Report(used=self._alike.used, late=[], ranks=[said], weights=[], is_usual=not said.loop)
+            return Report(used=self._alike.used, late=[], ranks=[said], weights=[], is_usual=not says_more(said.loop))
         return self._read_each(head)
 
     def _read_each(self, head: Tensor) -> Report:
