@@ -11,9 +11,11 @@ from torch import nn
 from torch.utils.data import IterableDataset, TensorDataset
 
 import lockstep
+import threaded
 from lockstep.errors import AgreementError, NotReplicableError, OptionError, PeerError, ShareError
+from lockstep.shares import reduction
 from share_runs import CELLS, data_of, digits, forever, train, train_all
-from threaded import run_ranks
+from threaded import count_collectives, run_ranks
 
 WORLDS = [1, 2, 3, 4, 8]
 ROWS = TensorDataset(torch.arange(16.0).view(16, 1))
@@ -277,6 +279,81 @@ def test_buffers_begin_each_share_alike_and_are_averaged():
     assert constant == torch.tensor([0.1]).tolist()
     assert mean[0] == pytest.approx((0.1 + 0.1 + sum(0.05 + 0.5 * x for x in (2, 3, 4, 5))) / 6)
     assert (count, flags) == (1, [False, False, True])
+
+
+# ------------------------------------------------------- buckets that leave in the last backward
+
+
+def two_layers(rank):
+    model = rank.make(lambda: nn.Sequential(nn.Linear(1, 3), nn.Linear(3, 1)))
+    return lockstep.replicate(model, shares=4, process_group=rank.group)
+
+
+@pytest.mark.parametrize(("hosts", "name"), [("", "all_to_all_single"), ("aa", "add_in_order")], ids=["gloo", "shm"])
+def test_buckets_leave_while_the_last_share_runs_backward(hosts, name, monkeypatch):
+    """Seen by what has been sent when backward comes to the first of two layers; from the second step on."""
+    monkeypatch.setattr(reduction, "CAP_BYTES", 1)
+    monkeypatch.setitem(threaded._NAMES, "add_in_order", "add_in_order")
+
+    def work(rank):
+        model, sent = two_layers(rank), []
+        data = lockstep.GlobalBatches(ROWS, 4, 4, process_group=rank.group)
+        with count_collectives(rank) as seen:
+
+            def note(*_):
+                sent.append(sum(each.name == name for each in seen))
+
+            for batch in itertools.islice(data, 2):
+                for (x,) in batch:
+                    hidden = model[0](x)
+                    hidden.register_hook(note)
+                    model[1](hidden).sum().backward()
+            note()
+        return sent
+
+    assert run_ranks(2, work, hosts=hosts) == [[0, 0, 4, 6, 8]] * 2
+
+
+@pytest.mark.parametrize("hosts", ["", "aa"], ids=["gloo", "shm"])
+def test_a_second_backward_that_comes_after_buckets_have_left_counts(hosts):
+    def work(rank):
+        model, data = linear(rank)
+        found = []
+        for batch in itertools.islice(forever(data), 4):
+            model.zero_grad()
+            for (x,) in batch:
+                model(x).sum().backward()
+                if batch.epoch == 1:
+                    (10 * model(x)).sum().backward()
+            found.append(model.weight.grad.item())
+        return found
+
+    assert run_ranks(2, work, hosts=hosts) == [[3.5, 11.5, 38.5, 126.5]] * 2
+
+
+@pytest.mark.parametrize("modules", [1, 2])
+@pytest.mark.parametrize("hosts", ["", "aa"], ids=["gloo", "shm"])
+def test_a_rank_that_leaves_a_step_is_told_to_the_others_and_all_can_go_on(hosts, modules):
+    def work(rank):
+        model, data = linear(rank)
+        others = [linear(rank)[0] for _ in range(modules - 1)]
+        found = []
+        for batch in itertools.islice(forever(data), 4):
+            model.zero_grad()
+            try:
+                for number, (x,) in enumerate(batch):
+                    sum(each(x).sum() for each in (model, *others)).backward()
+                    if batch.epoch == 1 and batch.number == 0 and rank.rank == 1 and number == 1:
+                        raise ZeroDivisionError("a bad share")
+            except (ZeroDivisionError, PeerError) as error:
+                found.append(str(error)[:39])
+            else:
+                found.append(model.weight.grad.item())
+        return found
+
+    first, second = run_ranks(2, work, hosts=hosts)
+    assert first == [3.5, 11.5, "rank 1 has left the loop over the shares"[:39], 11.5]
+    assert second == [3.5, 11.5, "a bad share", 11.5]
 
 
 # ------------------------------------------------------------------------- the order of things

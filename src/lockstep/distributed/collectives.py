@@ -23,6 +23,7 @@ from lockstep.errors import AgreementError, CommunicationError, OptionError, Pee
 from lockstep.failures.channel import FailureChannel, channel_of, watched_groups
 from lockstep.phases import Phases
 from lockstep.shm import ProcessGroupShm
+from lockstep.shm.algorithm import Addition
 
 Group = Any
 """A ``dist.ProcessGroup`` or a bare backend: both have ``rank()`` and ``size()``."""
@@ -279,6 +280,16 @@ class Collectives:
         sizes = [each * n for n in received], [each * n for n in sent]
         with self.phases.phase("collective", f"all_to_all, {what}"):
             return self._begin(what, lambda: self.group.alltoall_base(_real(output), _real(tensor), *sizes, options))
+
+    def can_add_in_order(self, device: torch.device) -> bool:
+        """Whether :meth:`add_in_order` works for tensors from :meth:`empty` on a device."""
+        return device.type == "cpu" and isinstance(self.group, ProcessGroupShm) and self.group.is_on_one_host
+
+    def add_in_order(self, tensor: Tensor, numel: int, additions: Sequence[Addition], what: str) -> Pending:
+        """Begin to add parts of tensors in memory that ranks share: see :meth:`ProcessGroupShm.add_in_order`."""
+        each = 2 if tensor.is_complex() else 1
+        with self.phases.phase("collective", f"add_in_order, {what}"):
+            return self._begin(what, lambda: self.group.add_in_order(_real(tensor), each * numel, additions))
 
     def all_gather_bytes(self, data: bytes, what: str) -> list[bytes]:
         """The bytes of every rank, of any length, in rank order; two collectives."""

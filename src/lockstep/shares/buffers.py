@@ -138,8 +138,8 @@ def _put_together(
     if collectives.world == 1:
         return add_up(sums, shares, lambda a, b: [x.add_(y) for x, y in zip(a, b, strict=True)]) or []
     exchange = Exchange(specs, shares, collectives)
-    for bucket in exchange.buckets:
-        exchange.send(bucket, [values for _, values in sums])
+    for number in range(len(exchange.buckets)):
+        exchange.send(number, [[values] for _, values in sums])
     total: list[Tensor] = [torch.empty(0)] * len(specs)
     for bucket, flat in exchange.receive():
         for slot, view in zip(bucket.slots, bucket.views(flat), strict=True):

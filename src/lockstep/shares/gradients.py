@@ -65,6 +65,19 @@ class ShareGradients:
         """A share has ended: take its gradients."""
         self.sums.add(share, self._widened(self._take()))
 
+    def terms(self) -> list[list[Values]]:
+        """The partial sums as they are sent: the last parameter's value comes first."""
+        return [[values[::-1]] for _, values in self.sums.sums]
+
+    def terms_with(self, share: int) -> list[list[Values]]:
+        """The same while a share is under way, with the gradients that it has so far."""
+        now = [parameter.grad for parameter in self.parameters]
+        return [[term[::-1] for term in terms] for terms in self.sums.terms_with(share, now)]
+
+    def drop_sums(self) -> None:
+        """The partial sums have been sent, and will not be asked for again."""
+        self.sums = _new_sums()
+
     def _widened(self, gradients: Values) -> Values:
         for number, gradient in enumerate(gradients):
             if gradient is None:

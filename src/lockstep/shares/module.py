@@ -1,6 +1,8 @@
 """One module that is replicated with shares: its gradients and buffers through the phases of a step."""
 
+import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from math import nan
 from typing import Literal, NamedTuple, Protocol
 
@@ -11,12 +13,13 @@ from torch.optim import Optimizer
 from lockstep.buckets import TensorSpec, dense_stride
 from lockstep.distributed.buffers import Buffer
 from lockstep.distributed.collectives import Collectives
-from lockstep.errors import OptionError, ShareError
+from lockstep.errors import CommunicationError, OptionError, ShareError
 from lockstep.shares.buffers import ShareBuffers
+from lockstep.shares.early import EarlyBuckets
 from lockstep.shares.environment import check_settings, settings_of
 from lockstep.shares.gradients import ShareGradients, Values, add_values, sum_dtype
-from lockstep.shares.reduction import Exchange
-from lockstep.shares.report import Report, exchange_reports, number_of, weights_of_all
+from lockstep.shares.reduction import Exchange, Terms
+from lockstep.shares.report import Report, exchange_reports, number_of, send_failure, weights_of_all
 from lockstep.shares.state import ShareWorld, Step
 from lockstep.shares.tree import add_in_tree_order, add_up
 
@@ -64,6 +67,11 @@ class ShareModule:
         self.steps = 0
         """How many steps have been finished."""
         self._step: Step | None = None
+        self._has_told = False
+        self._used_before: list[int] | None = None
+        self._may_overlap = True
+        self._exchange: Exchange | None = None
+        self._early: EarlyBuckets | None = None
         self._weights: dict[int, float] = {}
         self._take(watch.look())
         self.settings = settings_of(self.devices)
@@ -119,14 +127,25 @@ class ShareModule:
         if self._watch.changed() or flags != self._flags:
             self._gradients.unhook()
             self._take(self._watch.look())
+            self._used_before = None
         self._gradients.check_hooks()
-        self._step, self._weights = step, {}
+        self._step, self._weights, self._has_told, self._early = step, {}, False, None
+        self._exchange = None
+        if self._collectives.world > 1:
+            self._exchange = Exchange(self._specs, step.count, self._collectives)
         self._gradients.open()
         self._buffers.open(step.count)
 
     def enter(self, share: int, is_last: bool) -> None:
         """See :class:`Participant`."""
         self._buffers.restore()
+        if is_last and self._exchange is not None and self._overlaps and self._used_before is not None:
+            self._early = EarlyBuckets(self._exchange, self._gradients, share, self._used_before)
+
+    @property
+    def _overlaps(self) -> bool:
+        """Whether buckets leave before the ranks' reports do: the same on every rank."""
+        return self._may_overlap and self._used_before is not None and self._world.joined == 1
 
     def leave(self, share: int) -> None:
         """See :class:`Participant`."""
@@ -134,9 +153,19 @@ class ShareModule:
         self._buffers.add(share)
 
     def break_off(self) -> None:
-        """See :class:`Participant`."""
-        if self._step is not None:
-            self._step = None
+        """See :class:`Participant`. The other ranks are told, who may be at the step's end, and are not waited for."""
+        step, self._step = self._step, None
+        if step is None:
+            return
+        try:
+            if self._exchange is not None and self._world.joined == 1 and not self._has_told:
+                if self._overlaps:
+                    self._send_rest(self._exchange, [])
+                send_failure(replace(self._report(step), has_failed=True), self._collectives)
+        except CommunicationError as error:
+            logging.getLogger("lockstep").debug("the other ranks could not be told of a failure: %s", error)
+        finally:
+            self._exchange = self._early = None
             self._gradients.put_back()
             self._buffers.restore()
 
@@ -145,30 +174,43 @@ class ShareModule:
         step = self._step
         assert step is not None
         with self._collectives.phases.phase("finish", str(step)):
-            reports = exchange_reports(self._report(step), step, self._collectives)
-            total = self._total(step, reports)
+            if self._exchange is not None and self._overlaps:
+                self._send_rest(self._exchange, self._gradients.terms())
+            report, self._has_told = self._report(step), True
+            reports = exchange_reports(report, step, self._collectives)
+            used = [any(column) for column in zip(*(report.used for report in reports), strict=True)]
+            total = self._total(step, reports, used)
             self._gradients.hand_out(total, self._divisor(step, reports))
             self._buffers.finish([report.changed_buffers for report in reports], self._collectives)
-        self._step = None
+        self._step = self._exchange = self._early = None
+        self._used_before = [number for number, is_used in enumerate(used) if is_used]
         self.steps += 1
+
+    def _send_rest(self, exchange: Exchange, terms: Sequence[Terms]) -> None:
+        """Send the buckets that have not left; without ``terms`` anything, since the step has failed."""
+        for number in range(self._early.sent if self._early is not None else 0, len(exchange.buckets)):
+            exchange.send(number, terms)
 
     def _report(self, step: Step) -> Report:
         columns = zip(*(values for _, values in self._gradients.sums.sums), strict=True)
         used = [any(value is not None for value in column) for column in columns]
         weights = [self._weights.get(share, nan) for share in range(step.count)]
         used = used or [False] * len(self._gradients.parameters)
-        return Report(number_of(step, self._members.description), weights, used, self._buffers.first_change)
+        buckets = () if self._exchange is None else self._exchange.buckets
+        late = [self._early is not None and number in self._early.late for number in range(len(buckets))]
+        return Report(number_of(step, self._members.description), weights, used, self._buffers.first_change, late)
 
-    def _total(self, step: Step, reports: Sequence[Report]) -> Values:
-        sums = self._gradients.sums.sums
-        if self._collectives.world == 1:
-            return add_up(sums, step.count, add_values) or []
-        exchange = Exchange(self._specs, step.count, self._collectives)
-        for bucket in exchange.buckets:
-            exchange.send(bucket, [values[::-1] for _, values in sums])
-        used = [any(column) for column in zip(*(report.used for report in reports), strict=True)]
+    def _total(self, step: Step, reports: Sequence[Report], used: Sequence[bool]) -> Values:
+        if self._exchange is None:
+            return add_up(self._gradients.sums.sums, step.count, add_values) or []
+        late = [any(column) for column in zip(*(report.late for report in reports), strict=True)]
+        for number, is_late in enumerate(late):
+            if is_late or not self._overlaps:
+                self._exchange.send(number, self._gradients.terms())
+        self._may_overlap = self._may_overlap and not any(late)
+        self._gradients.drop_sums()
         total: Values = [None] * len(used)
-        for bucket, flat in exchange.receive():
+        for bucket, flat in self._exchange.receive():
             for slot, view in zip(bucket.slots, bucket.views(flat), strict=True):
                 number = len(used) - 1 - slot.index
                 total[number] = view if used[number] else None
@@ -191,6 +233,8 @@ class ShareModule:
         if self._step is None or self._world.share is None:
             name = self._gradients.names[number]
             self._share(f"a backward pass has reached parameter {name}, which")
+        if self._early is not None:
+            self._early.arrived(number)
 
     def _share(self, what: str) -> int:
         share = self._world.share

@@ -4,6 +4,7 @@ import hashlib
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from math import isnan
 
 import torch
@@ -25,18 +26,26 @@ class Report:
     """Which parameters have a gradient."""
     changed_buffers: Sequence[int]
     """The first share of this rank that has changed each buffer, or -1."""
+    late: Sequence[bool] = ()
+    """For which buckets another gradient has come after they had left."""
+    has_failed: bool = False
+    """Whether this rank has left the step before its end."""
 
     def to_row(self) -> list[int]:
         """As whole numbers."""
         weights = struct.unpack(f"<{len(self.weights)}q", struct.pack(f"<{len(self.weights)}d", *self.weights))
-        return [self.step, *weights, *map(int, self.used), *self.changed_buffers]
+        return [self.step, self.has_failed, *weights, *self.used, *self.changed_buffers, *self.late]
 
     @classmethod
     def of_row(cls, row: Sequence[int], like: "Report") -> "Report":
         """What :meth:`to_row` gave, of a rank whose report has as many entries as ``like``."""
-        ends = 1 + len(like.weights), 1 + len(like.weights) + len(like.used)
-        weights = struct.unpack(f"<{len(like.weights)}d", struct.pack(f"<{len(like.weights)}q", *row[1 : ends[0]]))
-        return cls(row[0], weights, [bool(each) for each in row[ends[0] : ends[1]]], row[ends[1] :])
+        entries = iter(row)
+        step, has_failed = next(entries), bool(next(entries))
+        bits = struct.pack(f"<{len(like.weights)}q", *islice(entries, len(like.weights)))
+        weights = struct.unpack(f"<{len(like.weights)}d", bits)
+        used = [bool(each) for each in islice(entries, len(like.used))]
+        changed = list(islice(entries, len(like.changed_buffers)))
+        return cls(step, weights, used, changed, [bool(each) for each in entries], has_failed)
 
 
 def number_of(step: Step, description: str) -> int:
@@ -45,13 +54,27 @@ def number_of(step: Step, description: str) -> int:
     return int.from_bytes(digest, "little", signed=True)
 
 
+def send_failure(report: Report, collectives: Collectives) -> None:
+    """Tell the other ranks, which are at the end of the step or will be, and do not wait for them."""
+    row = torch.tensor(report.to_row(), dtype=torch.int64, device=collectives.device)
+    collectives.all_gather_flat(row.new_empty(collectives.world * len(row)), row, "reports of a step")
+
+
 def exchange_reports(report: Report, step: Step, collectives: Collectives) -> list[Report]:
-    """The reports of all ranks, in their order; raises :class:`PeerError`, on every rank, if one is of another step."""
+    """The reports of all ranks, in their order; raises :class:`PeerError`, on every rank, if one has failed, or is at
+    the end of another step."""
     if collectives.world == 1:
         return [report]
     row = torch.tensor(report.to_row(), dtype=torch.int64, device=collectives.device)
-    reports = [Report.of_row(each.tolist(), report) for each in collectives.all_gather(row, "reports of a step")]
+    rows = row.new_empty(collectives.world * len(row))
+    collectives.all_gather_flat(rows, row, "reports of a step").wait()
+    reports = [Report.of_row(each, report) for each in rows.view(collectives.world, -1).tolist()]
     for rank, other in zip(collectives.global_ranks, reports, strict=True):
+        if other.has_failed:
+            raise PeerError(
+                f"rank {rank} has left the loop over the shares of a batch before its end, by an error (see there), "
+                f"break or return, while rank {collectives.global_rank} was at {step}; its gradients are not there"
+            )
         if other.step != report.step:
             raise PeerError(
                 f"rank {rank} is at the end of another step than rank {collectives.global_rank}, which is at {step}: "

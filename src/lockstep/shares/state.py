@@ -7,22 +7,25 @@ ends: then gradients are put together. One that is left in between is broken off
 
 import threading
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lockstep.compiler import outside_compiler
-from lockstep.distributed.collectives import Collectives, Group
-from lockstep.errors import OptionError, ShareError
+from lockstep.distributed.collectives import Collectives, Group, Pending
+from lockstep.errors import CommunicationError, OptionError, PeerError, ShareError
 from lockstep.phases import Phases
 from lockstep.seeds import derive_seed
 from lockstep.shares.streams import random_streams
 from lockstep.shares.tree import shares_of
+
+_USED, _FAILED = 1, 2
 
 
 @dataclass(frozen=True)
@@ -97,6 +100,7 @@ class ShareWorld:
         self.share: int | None = None
         self._own = range(0)
         self._broken: Step | None = None
+        self._has_told = False
         self._participants: list[weakref.ref[Participant]] = []
         self._collectives: Collectives | None = None
         self.joined = 0
@@ -128,7 +132,7 @@ class ShareWorld:
             )
         for each in self.participants:
             each.check(step)
-        self._own, self._broken = shares_of(self.rank, self.size, step.count), None
+        self._own, self._broken, self._has_told = shares_of(self.rank, self.size, step.count), None, False
         devices = {device for each in self.participants for device in each.devices}
         opened: list[Participant] = []
         try:
@@ -144,6 +148,7 @@ class ShareWorld:
                 each.break_off()  # those that no rank has used
         except BaseException:
             self._broken = step
+            self._tell_failure()
             for each in self.participants:
                 each.break_off()
             raise
@@ -170,17 +175,38 @@ class ShareWorld:
         if self.size == 1 or self.joined < 2:
             return self.participants
         by_number = {each.number: each for each in self.participants}
-        flags = torch.zeros(self.joined, dtype=torch.uint8)
-        flags[[number for number, each in by_number.items() if each.is_used]] = 1
-        self._collectives = self._collectives or Collectives(self.group, Phases())
-        rows = self._collectives.all_gather(flags.to(self._collectives.device), "modules of a step")
-        used = torch.stack(rows).amax(0).nonzero().flatten().tolist()
+        collectives, gathered, pending = self._send_flags([n for n, each in by_number.items() if each.is_used], _USED)
+        self._has_told = True
+        pending.wait()
+        rows = gathered.view(self.size, self.joined).tolist()
+        for rank, row in zip(collectives.global_ranks, rows, strict=True):
+            if _FAILED in row:
+                raise PeerError(
+                    f"rank {rank} has left the loop over the shares of a batch before its end, by an error (see "
+                    f"there), break or return, while this rank was at {self.step}; its gradients are not there"
+                )
+        used = [number for number, column in enumerate(zip(*rows, strict=True)) if any(column)]
         if missing := set(used) - by_number.keys():
             raise ShareError(
-                f"rank {self._collectives.global_rank}: another rank has used a module in {self.step} that has been "
+                f"rank {collectives.global_rank}: another rank has used a module in {self.step} that has been "
                 f"dropped here, replicated as number {min(missing)} over this group; use the same modules on every rank"
             )
         return [by_number[number] for number in used]
+
+    def _send_flags(self, numbers: Iterable[int], flag: int) -> tuple[Collectives, Tensor, Pending]:
+        """Begin to tell the other ranks something of these modules; returns where what they tell will be, too."""
+        self._collectives = self._collectives or Collectives(self.group, Phases())
+        row = torch.zeros(self.joined, dtype=torch.uint8, device=self._collectives.device)
+        for number in numbers:
+            row[number] = flag
+        gathered = row.new_empty(self.size * self.joined)
+        return self._collectives, gathered, self._collectives.all_gather_flat(gathered, row, "modules of a step")
+
+    def _tell_failure(self) -> None:
+        """Where ranks begin the end of a step with their flags: the others may be there, and are not waited for."""
+        if self.size > 1 and self.joined > 1 and not self._has_told:
+            with suppress(CommunicationError):
+                self._send_flags(range(self.joined), _FAILED)
 
     def check_before_optimizer(self, optimizer: Optimizer) -> None:
         """Raise if an optimizer's step would use gradients of a step that is not finished."""

@@ -73,6 +73,15 @@ class PartialSums(Generic[T]):
             node = node.parent
         self.sums.append((node, value))
 
+    def terms_with(self, share: int, value: T) -> list[list[T]]:
+        """What :attr:`sums` would be after :meth:`add`, each as its terms, of which each is to be added to the sum of
+        all behind it. Nothing is added."""
+        node, rest, terms = Node(0, share), list(self.sums), [value]
+        while node.place % 2 and rest and rest[-1][0].parent == node.parent:
+            terms.insert(0, rest.pop()[1])
+            node = node.parent
+        return [*([each] for _, each in rest), terms]
+
 
 def plan_additions(nodes: Sequence[Node], shares: int) -> list[tuple[int, int]]:
     """How to put together the ``nodes`` that the ranks have, in the order of their shares: pairs of places in the list,

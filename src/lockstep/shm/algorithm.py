@@ -1,11 +1,25 @@
 """What an algorithm for collectives has to have; ``one_host.py`` and ``many_hosts.py`` have one each."""
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
 from lockstep.shm.messages import Descriptor, Op
+
+
+class Place(NamedTuple):
+    """Where a part of a tensor is."""
+
+    rank: int
+    part: int
+
+
+class Addition(NamedTuple):
+    """The part at ``place`` is added to the one at ``into``."""
+
+    into: Place
+    place: Place
 
 
 class Algorithm(Protocol):
@@ -35,6 +49,10 @@ class Algorithm(Protocol):
 
     def all_gather(self, outputs: Sequence[Tensor], x: Tensor, tensors: int = 1) -> None:
         """Give every rank the tensors of all, in rank order."""
+
+    def add_in_order(self, x: Tensor, numel: int, additions: Sequence[Addition]) -> None:
+        """Add parts of ``numel`` elements, of which the tensor of each rank is made up, in the order given; the result
+        is at the beginning of every rank's tensor then. Raises :class:`OptionError` where that cannot be done."""
 
     def reduce_scatter(self, output: Tensor, inputs: Sequence[Tensor], op: Op, tensors: int = 1) -> None:
         """Reduce the tensors that all ranks have for a rank, for every rank; one for each is in ``inputs``."""

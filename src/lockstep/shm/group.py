@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 
 from lockstep.errors import AgreementError, CommunicationError, OptionError
-from lockstep.shm.algorithm import Algorithm
+from lockstep.shm.algorithm import Addition, Algorithm
 from lockstep.shm.gloo import CollectivesOfGloo
 from lockstep.shm.native import NativeCollectives
 from lockstep.shm.runtime import Runtime, ShmOptions
@@ -68,6 +68,20 @@ class ProcessGroupShm(NativeCollectives, CollectivesOfGloo, _ProcessGroup):
             torch.Size([1024])
         """
         return self._runtime.staging.pool.allocate(numel, dtype)
+
+    @property
+    def is_on_one_host(self) -> bool:
+        """Whether all ranks have memory in common, as :meth:`add_in_order` needs."""
+        return self._runtime.inter_host is None
+
+    def add_in_order(self, tensor: Tensor, numel: int, additions: Sequence[Addition]) -> ShmWork:
+        """Begin to add parts of ``numel`` elements, of which every rank's tensor is made up, in the order given.
+
+        All give the same additions. The result, which is in the part that the last addition adds to, is at the
+        beginning of every rank's tensor then; what else is in the tensors is used up. They come from :meth:`allocate`,
+        and nothing is copied but the result.
+        """
+        return self._begin("add_in_order", lambda a: a.add_in_order(tensor, numel, additions), [tensor], None)
 
     # -------------------------------------------------------------------------- what PyTorch asks
 

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lockstep.shm.algorithm import Algorithm
+from lockstep.errors import OptionError
+from lockstep.shm.algorithm import Addition, Algorithm
 from lockstep.shm.arithmetic import Reduction, divide
 from lockstep.shm.constants import GRACE_SECONDS
 from lockstep.shm.inter_host import InterHost
@@ -88,6 +89,10 @@ class ManyHosts(Algorithm):
         for host, row in zip(between.hosts, rows, strict=True):
             for rank, given in zip(host, row, strict=False):
                 outputs[rank].copy_(given)
+
+    def add_in_order(self, x: Tensor, numel: int, additions: Sequence[Addition]) -> None:
+        """See :class:`Algorithm`: not over several hosts."""
+        raise OptionError("add_in_order: the ranks are on several hosts, and have no memory in common; use all-to-all")
 
     def reduce_scatter(self, output: Tensor, inputs: Sequence[Tensor], op: Op, tensors: int = 1) -> None:
         """See :class:`Algorithm`; each host sends the sum of all inputs once."""

@@ -42,6 +42,7 @@ class Kind(IntEnum):
     GATHER = 6
     SCATTER = 7
     ALL_TO_ALL = 8
+    ADD_IN_ORDER = 9
 
 
 class Op(IntEnum):

@@ -14,7 +14,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from lockstep.shm.algorithm import Algorithm
+from lockstep.errors import LayoutError
+from lockstep.shm.algorithm import Addition, Algorithm, Place
 from lockstep.shm.arithmetic import Reduction
 from lockstep.shm.messages import Descriptor, Kind, Op, factor_of
 from lockstep.shm.staging import CHUNK_BYTES, Staging, shard_numel
@@ -185,6 +186,25 @@ class OneHost(Algorithm):
 
         staging.move_chunks(len(ranges), self.timeout, put, use)
 
+    # ------------------------------------------------------------------------------ partial sums
+
+    def add_in_order(self, x: Tensor, numel: int, additions: Sequence[Addition]) -> None:
+        """See :class:`Algorithm`; ``x`` is from ``group.allocate``. Each rank adds its shard of the elements."""
+        descriptor = Descriptor(Kind.ADD_IN_ORDER, x.dtype, x.numel(), tensors=len(additions))
+        _, messages = self.staging.agree(descriptor, self.timeout, x)
+        tensors = self.staging.allocated_tensors(messages, x)
+        if tensors is None:
+            raise LayoutError("add_in_order: expected tensors in memory from group.allocate on every rank")
+        first = additions[-1].into if additions else Place(0, 0)
+        for begin, end in blocks(*self._shard(self.rank, 0, numel, x), x.itemsize):
+            self.staging.peers.check_alive()  # as in _reduce_in_place
+            for into, place in additions:
+                _block(tensors, into, numel, begin, end).add_(_block(tensors, place, numel, begin, end))
+            result = _block(tensors, first, numel, begin, end)
+            for tensor in tensors:
+                copy(tensor[begin:end], result)
+        self.staging.step(self.timeout)
+
     # ----------------------------------------------------------------------------------- gather
 
     def all_gather(self, outputs: Sequence[Tensor], x: Tensor, tensors: int = 1) -> None:
@@ -248,6 +268,11 @@ class OneHost(Algorithm):
             reduction(sources, output[begin:end])
 
         staging.move_chunks(len(ranges), self.timeout, put, use)
+
+
+def _block(tensors: Sequence[Tensor], place: Place, numel: int, begin: int, end: int) -> Tensor:
+    start = place.part * numel
+    return tensors[place.rank][start + begin : start + end]
 
 
 def copy(to: Tensor, source: Tensor) -> None:
