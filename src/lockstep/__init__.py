@@ -36,6 +36,7 @@ from lockstep.phases import Statistics as Statistics
 from lockstep.session.session import Session as Session
 from lockstep.session.session import session as session
 from lockstep.session.watch import watch as watch
+from lockstep.shares.audit import audit as audit
 from lockstep.shares.fingerprint import fingerprint as fingerprint
 from lockstep.shm import register as _register_backend
 
@@ -56,6 +57,7 @@ __all__ = [
     "__version__",
     "accumulate",
     "agree",
+    "audit",
     "batches",
     "check_in_sync",
     "data_parallel",

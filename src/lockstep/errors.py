@@ -23,6 +23,7 @@
     │       └── StalledError                  this rank itself made no progress, and the others have given it up
     ├── InspectionError (RuntimeError)        another process of this host cannot be asked what it is doing
     └── ShareError (RuntimeError)             shares of a step, or its end, out of their order
+        └── AuditError                        a share that gives other bits when it is computed again
 
 Each also derives from the built-in exception that PyTorch raises in the same place, so an ``except`` written for
 PyTorch still catches it. Every message says what was wrong, where, what was expected, what was got, and what to do.
@@ -131,3 +132,7 @@ class InspectionError(LockstepError, RuntimeError):
 
 class ShareError(LockstepError, RuntimeError):
     """Shares out of order: a backward outside of any, or an optimizer's step before all of a step have been reduced."""
+
+
+class AuditError(ShareError):
+    """A share gave other bits when it was computed again; names the ranks, the share and the first tensor."""

@@ -12,7 +12,7 @@ from torch.utils.data import IterableDataset, TensorDataset
 
 import lockstep
 import threaded
-from lockstep.errors import AgreementError, NotReplicableError, OptionError, PeerError, ShareError
+from lockstep.errors import AgreementError, AuditError, NotReplicableError, OptionError, PeerError, ShareError
 from lockstep.shares import reduction
 from share_runs import CELLS, data_of, digits, forever, train, train_all
 from threaded import count_collectives, run_ranks
@@ -293,7 +293,7 @@ def two_layers(rank):
 def test_buckets_leave_while_the_last_share_runs_backward(hosts, name, monkeypatch):
     """Seen by what has been sent when backward comes to the first of two layers; from the second step on."""
     monkeypatch.setattr(reduction, "CAP_BYTES", 1)
-    monkeypatch.setitem(threaded._NAMES, "add_in_order", "add_in_order")
+    monkeypatch.setitem(threaded._NAMES, "_add_in_order", "add_in_order")
 
     def work(rank):
         model, sent = two_layers(rank), []
@@ -613,3 +613,95 @@ def test_data_sets_that_cannot_be_cut_into_shares_are_refused():
     with pytest.raises(OptionError, match="batch_size=8, these have batch_size=4"):
         state = lockstep.GlobalBatches(ROWS, 8, 2).state_dict()
         lockstep.GlobalBatches(ROWS, 4, 2).load_state_dict(state)
+
+
+# --------------------------------------------------------------------------------------- audits
+
+
+def flip(gradient, element, bit):
+    """The gradient with one bit of one element turned over."""
+    flipped = gradient.clone()
+    flipped.view(-1).view(torch.int32)[element] ^= torch.tensor(1 << bit if bit < 31 else -(1 << 31), dtype=torch.int32)
+    return flipped
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_audits_of_what_is_computed_rightly_change_nothing(world):
+    def work(rank, every):
+        data = lockstep.GlobalBatches(data_of("digits"), 32, 8, last="smaller", process_group=rank.group)
+        model = lockstep.replicate(rank.make(digits), shares=8, process_group=rank.group)
+        lockstep.audit(model, every=every)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        audited = 0
+        for batch in itertools.islice(forever(data), 4):
+            optimizer.zero_grad()
+            for x, y in batch:
+                audited += batch.is_auditing
+                with lockstep.accumulate(model, weight=len(x)):
+                    nn.functional.cross_entropy(model(x), y, reduction="sum").backward()
+            optimizer.step()
+        return lockstep.fingerprint(model), audited
+
+    found = run_ranks(world, work, 1)
+    assert sum(audited for _, audited in found) == 4
+    assert {print_ for print_, _ in found} == {run_ranks(1, work, None)[0][0]}
+
+
+def flips_until_found(rank, seed, every, broken=1):
+    """A rank turns over a bit of one gradient of every share. What the audit says, and after how many steps."""
+    generator = torch.Generator().manual_seed(seed)
+    model = two_layers(rank)
+    lockstep.audit(model, every=every)
+    name, parameter = list(model.named_parameters())[seed % 4]
+    element, bit = (int(torch.randint(n, (1,), generator=generator)) for n in (parameter.numel(), 32))
+    if rank.rank == broken:
+        parameter.register_hook(lambda gradient: flip(gradient, element, bit))
+    data = lockstep.GlobalBatches(ROWS, 4, 4, seed=seed, process_group=rank.group)
+    for steps, batch in enumerate(forever(data), 1):
+        try:
+            for (x,) in batch:
+                model(x).sum().backward()
+        except AuditError as error:
+            return steps, str(error), f"the gradient of {name} is the first of 1 tensors that differ, of 4"
+    raise AssertionError
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_bit_that_a_rank_turns_over_is_found_by_name(seed):
+    for steps, message, expected in run_ranks(2, flips_until_found, seed, 1):
+        assert steps == 1
+        assert expected in message
+        assert "rank 0" in message
+        assert "rank 1" in message
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1200)
+def test_a_hundred_bits_are_found_within_the_expected_number_of_steps():
+    """Rank 1 of 3 has a part in two of three audits, and one of four steps is audited: 6 steps on average."""
+    steps = [run_ranks(3, flips_until_found, seed, 4)[0][0] for seed in range(100)]
+    assert len(steps) == 100
+    assert 4 < sum(steps) / 100 < 8
+
+
+def test_a_kernel_that_is_not_deterministic_is_found_by_one_rank():
+    def work(rank):
+        model, data = linear(rank)
+        lockstep.audit(model, every=1)
+        calls = itertools.count()
+        model.weight.register_hook(lambda gradient: gradient + 1e-6 * next(calls))
+        with pytest.raises(AuditError, match=r"share \d of batch 0 of epoch 0, which rank 0 has computed"):
+            for (x,) in next(iter(data)):
+                model(x).sum().backward()
+
+    run_ranks(1, work)
+
+
+def test_audits_that_make_no_sense():
+    def work(rank):
+        with pytest.raises(OptionError, match="without shares"):
+            lockstep.audit(lockstep.replicate(nn.Linear(1, 1), process_group=rank.group))
+        with pytest.raises(OptionError, match="whole number above 0"):
+            lockstep.audit(linear(rank)[0], every=0)
+
+    run_ranks(1, work)

@@ -18,7 +18,9 @@ class GlobalBatch:
     def __init__(self, world: ShareWorld, step: Step, loaded: Iterator[Any], done: Callable[[], None]) -> None:
         self._world, self._step, self._loaded, self._done = world, step, loaded, done
         self._own = shares_of(world.rank, world.size, step.count)
-        self._left = len(self._own)
+        audit = step.audit
+        self._again = audit.share if audit is not None and audit.auditor == world.rank else None
+        self._left = len(self._own) + (self._again is not None)
         self._is_begun = False
 
     @property
@@ -36,12 +38,20 @@ class GlobalBatch:
         """How many rows the batch has, on all ranks together."""
         return sum(self._step.rows)
 
+    @property
+    def is_auditing(self) -> bool:
+        """Whether the share under way is computed for comparison only: see :func:`lockstep.audit`."""
+        return self._world.is_auditing
+
     def __len__(self) -> int:
         return len(self._own)
 
     def __iter__(self) -> Iterator[Any]:
         if self._is_begun:
-            raise ShareError(f"the shares of {self._step} have been gone through already; ask for the next batch")
+            raise ShareError(
+                f"the shares of {self._step} have been gone through already, or left out when the next batch was asked "
+                "for; go through them once, before the next batch"
+            )
         self._is_begun = True
         return self._run()
 
@@ -51,6 +61,10 @@ class GlobalBatch:
                 rows = self._load()
                 with opened.share(share):
                     yield rows
+            if self._again is not None:
+                rows = self._load()
+                with opened.share_again(self._again):
+                    yield rows
         self._done()
 
     def _load(self) -> Any:
@@ -59,5 +73,6 @@ class GlobalBatch:
 
     def skip(self) -> None:
         """Let shares that nobody has asked for go."""
+        self._is_begun = True
         while self._left:
             self._load()

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from lockstep.data.plan import LASTS, Last, batches_in, order_of, split
 from lockstep.data.samples import SeededCollate, SeededSamples, ShareKey
 from lockstep.distributed.collectives import Group, resolve_group
 from lockstep.errors import OptionError
+from lockstep.shares.audit_plan import plan_audit
 from lockstep.shares.state import ShareWorld, Step, check_shares, world_of
 from lockstep.shares.tree import shares_of
 
@@ -89,6 +91,7 @@ class GlobalBatches:
             **loader_options,
         )
         self._epoch = self._batch = 0
+        self._audits_every: int | None = None
 
     @property
     def epoch(self) -> int:
@@ -106,6 +109,7 @@ class GlobalBatches:
 
     def __iter__(self) -> Iterator[GlobalBatch]:
         world = self._world()
+        self._audits_every = world.audits_every
         epoch, loaded = self._epoch, None
         for step in self._steps(epoch, self._batch):
             if loaded is None:
@@ -121,9 +125,11 @@ class GlobalBatches:
         return world
 
     def _steps(self, epoch: int, first: int) -> Iterator[Step]:
+        """The steps from the batch ``first`` to the end of an epoch."""
         for number, parts in enumerate(self._parts(epoch)):
             if number >= first:
-                yield Step(self.seed, epoch, number, tuple(map(len, parts)), self.shares)
+                audit = plan_audit(self._audits_every, self.seed, epoch, number, len(parts), self._world().size)
+                yield Step(self.seed, epoch, number, tuple(map(len, parts)), self.shares, audit)
 
     def _parts(self, epoch: int) -> Iterator[list[Sequence[int]]]:
         """The samples of the shares of each batch of an epoch."""
@@ -140,9 +146,13 @@ class GlobalBatches:
     def _keys(self) -> Iterator[list[ShareKey]]:
         """What this rank loads from the next batch to the end of its epoch, share by share."""
         world, epoch, first = self._world(), self._epoch, self._batch
-        for number, parts in enumerate(self._parts(epoch)):
-            for share in shares_of(world.rank, world.size, len(parts)) if number >= first else ():
-                yield [ShareKey(self.seed, epoch, number, share, tuple(parts[share]))]
+        parts_of = enumerate(self._parts(epoch))
+        for step, (_, parts) in zip(self._steps(epoch, first), islice(parts_of, first, None), strict=True):
+            own = list(shares_of(world.rank, world.size, step.count))
+            if step.audit is not None and step.audit.auditor == world.rank:
+                own.append(step.audit.share)
+            for share in own:
+                yield [ShareKey(self.seed, epoch, step.batch, share, tuple(parts[share]))]
 
     # ------------------------------------------------------------------------------------ progress
 

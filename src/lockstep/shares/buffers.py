@@ -54,6 +54,15 @@ class ShareBuffers:
                     buffer.assign(start)
             self._dirty = False
 
+    def now(self) -> list[Tensor | None]:
+        """What the share under way has made of them so far."""
+        return [None if (tensor := buffer.current()) is None else tensor.detach() for buffer in self.buffers]
+
+    def forget(self) -> None:
+        """Give the buffers the values of the step again, whatever a share has made of them."""
+        self._dirty = True
+        self.restore()
+
     @torch.no_grad()
     def add(self, share: int) -> None:
         """A share has ended: take what it has made of the buffers."""

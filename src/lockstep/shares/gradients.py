@@ -74,6 +74,14 @@ class ShareGradients:
         now = [parameter.grad for parameter in self.parameters]
         return [[term[::-1] for term in terms] for terms in self.sums.terms_with(share, now)]
 
+    def now(self) -> Values:
+        """What the share under way has given so far."""
+        return [None if (grad := parameter.grad) is None else grad.detach() for parameter in self.parameters]
+
+    def drop(self) -> None:
+        """Forget what the share under way has given."""
+        self._take()
+
     def drop_sums(self) -> None:
         """The partial sums have been sent, and will not be asked for again."""
         self.sums = _new_sums()

@@ -14,6 +14,7 @@ from lockstep.buckets import TensorSpec, dense_stride
 from lockstep.distributed.buffers import Buffer
 from lockstep.distributed.collectives import Collectives
 from lockstep.errors import CommunicationError, OptionError, ShareError
+from lockstep.shares.audit_plan import Audit, Evidence
 from lockstep.shares.buffers import ShareBuffers
 from lockstep.shares.early import EarlyBuckets
 from lockstep.shares.environment import check_settings, settings_of
@@ -61,7 +62,7 @@ class ShareModule:
         shares: int,
         loss: Loss,
     ) -> None:
-        self._watch, self._world, self._collectives = watch, world, collectives
+        self._watch, self.world, self._collectives = watch, world, collectives
         self.number = world.joined
         self.shares, self.loss = shares, loss
         self.steps = 0
@@ -72,6 +73,8 @@ class ShareModule:
         self._may_overlap = True
         self._exchange: Exchange | None = None
         self._early: EarlyBuckets | None = None
+        self._audit: Audit | None = None
+        self._evidence: Evidence | None = None
         self._weights: dict[int, float] = {}
         self._take(watch.look())
         self.settings = settings_of(self.devices)
@@ -133,6 +136,10 @@ class ShareModule:
         self._exchange = None
         if self._collectives.world > 1:
             self._exchange = Exchange(self._specs, step.count, self._collectives)
+        self._audit, self._evidence = step.audit, None
+        if self._audit is not None:
+            names = [f"the gradient of {name}" for name in self._gradients.names]
+            self._evidence = Evidence([*names, *(f"buffer {buffer.name}" for buffer in self._members.buffers)])
         self._gradients.open()
         self._buffers.open(step.count)
 
@@ -145,12 +152,28 @@ class ShareModule:
     @property
     def _overlaps(self) -> bool:
         """Whether buckets leave before the ranks' reports do: the same on every rank."""
-        return self._may_overlap and self._used_before is not None and self._world.joined == 1
+        return self._may_overlap and self._used_before is not None and self.world.joined == 1
 
     def leave(self, share: int) -> None:
         """See :class:`Participant`."""
+        if self._audit is not None and share == self._audit.share:
+            self._note(again=False)
         self._gradients.add(share)
         self._buffers.add(share)
+
+    def enter_again(self, share: int) -> None:
+        """See :class:`Participant`."""
+        self._buffers.restore()
+
+    def leave_again(self, share: int) -> None:
+        """See :class:`Participant`."""
+        self._note(again=True)
+        self._gradients.drop()
+        self._buffers.forget()
+
+    def _note(self, again: bool) -> None:
+        assert self._evidence is not None
+        self._evidence.note([*self._gradients.now(), *self._buffers.now()], again)
 
     def break_off(self) -> None:
         """See :class:`Participant`. The other ranks are told, who may be at the step's end, and are not waited for."""
@@ -158,7 +181,7 @@ class ShareModule:
         if step is None:
             return
         try:
-            if self._exchange is not None and self._world.joined == 1 and not self._has_told:
+            if self._exchange is not None and self.world.joined == 1 and not self._has_told:
                 if self._overlaps:
                     self._send_rest(self._exchange, [])
                 send_failure(replace(self._report(step), has_failed=True), self._collectives)
@@ -178,6 +201,8 @@ class ShareModule:
                 self._send_rest(self._exchange, self._gradients.terms())
             report, self._has_told = self._report(step), True
             reports = exchange_reports(report, step, self._collectives)
+            if self._audit is not None and self._evidence is not None:
+                self._evidence.compare(self._audit, str(step), self._collectives)
             used = [any(column) for column in zip(*(report.used for report in reports), strict=True)]
             total = self._total(step, reports, used)
             self._gradients.hand_out(total, self._divisor(step, reports))
@@ -227,17 +252,19 @@ class ShareModule:
     def weigh(self, weight: float) -> None:
         """The loss of the share under way counts so much more."""
         share = self._share("accumulate(model, weight=...)")
+        if self.world.is_auditing:
+            return
         self._weights[share] = self._weights.get(share, 0.0) + weight
 
     def _arrived(self, number: int) -> None:
-        if self._step is None or self._world.share is None:
+        if self._step is None or self.world.share is None:
             name = self._gradients.names[number]
             self._share(f"a backward pass has reached parameter {name}, which")
-        if self._early is not None:
+        if self._early is not None and not self.world.is_auditing:
             self._early.arrived(number)
 
     def _share(self, what: str) -> int:
-        share = self._world.share
+        share = self.world.share
         if self._step is None or share is None:
             raise ShareError(
                 f"{what} belongs to a share, but none is under way: this module is replicated with "

@@ -135,6 +135,10 @@ class ShareReplication(Replication):
     def gradients_zeroed(self) -> None:
         """Do nothing: weights are of the step under way."""
 
+    def audit(self, every: int | None) -> None:
+        """See :func:`lockstep.audit`."""
+        self._started.world.audit(every)
+
     @property
     def group(self) -> Group:
         """The process group, None if there is none yet."""

@@ -22,6 +22,7 @@ from lockstep.distributed.collectives import Collectives, Group, Pending
 from lockstep.errors import CommunicationError, OptionError, PeerError, ShareError
 from lockstep.phases import Phases
 from lockstep.seeds import derive_seed
+from lockstep.shares.audit_plan import Audit
 from lockstep.shares.streams import random_streams
 from lockstep.shares.tree import shares_of
 
@@ -39,6 +40,8 @@ class Step:
     """How many rows each share has; there is none without a row."""
     shares: int
     """How many shares a step has that is not short of rows."""
+    audit: Audit | None = None
+    """What is computed a second time."""
 
     @property
     def count(self) -> int:
@@ -82,6 +85,12 @@ class Participant(Protocol):
     def finish(self) -> None:
         """All shares of this rank have ended: put together what all ranks have."""
 
+    def enter_again(self, share: int) -> None:
+        """A share begins that is computed for comparison only."""
+
+    def leave_again(self, share: int) -> None:
+        """It has ended."""
+
     def break_off(self) -> None:
         """The step will not be finished: drop what its shares gave."""
 
@@ -98,6 +107,9 @@ class ShareWorld:
         self.size: int = 1 if group is None else group.size()
         self.step: Step | None = None
         self.share: int | None = None
+        self.is_auditing = False
+        """Whether the share under way is computed for comparison only."""
+        self.audits_every: int | None = None
         self._own = range(0)
         self._broken: Step | None = None
         self._has_told = False
@@ -154,6 +166,7 @@ class ShareWorld:
             raise
         finally:
             self.step = self.share = None
+            self.is_auditing = False
 
     @contextmanager
     def entered(self, share: int) -> Iterator[None]:
@@ -165,6 +178,21 @@ class ShareWorld:
         for each in self.participants:
             each.leave(share)
         self.share = None
+
+    @contextmanager
+    def entered_again(self, share: int) -> Iterator[None]:
+        """One share of the step under way that this rank computes for comparison only."""
+        self.share, self.is_auditing = share, True
+        for each in self.participants:
+            each.enter_again(share)
+        yield
+        for each in self.participants:
+            each.leave_again(share)
+        self.share, self.is_auditing = None, False
+
+    def audit(self, every: int | None) -> None:
+        """In how many steps a share is computed again in one; None: in none."""
+        self.audits_every = every
 
     def _used_on_any_rank(self) -> list[Participant]:
         """The modules whose gradients are to be put together, the same on every rank.
@@ -237,10 +265,20 @@ class OpenStep:
     @contextmanager
     def share(self, share: int) -> Iterator[None]:
         """Inside of the block backward belongs to the share, and random numbers are the share's."""
-        step = self._step
-        self._seed(derive_seed(step.seed, "share", step.epoch, step.batch, share))
+        self._seed_for(share)
         with self._world.entered(share):
             yield
+
+    @contextmanager
+    def share_again(self, share: int) -> Iterator[None]:
+        """The same for a share that is computed for comparison only."""
+        self._seed_for(share)
+        with self._world.entered_again(share):
+            yield
+
+    def _seed_for(self, share: int) -> None:
+        step = self._step
+        self._seed(derive_seed(step.seed, "share", step.epoch, step.batch, share))
 
 
 # -------------------------------------------------------------------------------- which group has which

@@ -70,11 +70,11 @@ class ProcessGroupShm(NativeCollectives, CollectivesOfGloo, _ProcessGroup):
         return self._runtime.staging.pool.allocate(numel, dtype)
 
     @property
-    def is_on_one_host(self) -> bool:
-        """Whether all ranks have memory in common, as :meth:`add_in_order` needs."""
+    def _is_on_one_host(self) -> bool:
+        """Whether all ranks have memory in common, as :meth:`_add_in_order` needs."""
         return self._runtime.inter_host is None
 
-    def add_in_order(self, tensor: Tensor, numel: int, additions: Sequence[Addition]) -> ShmWork:
+    def _add_in_order(self, tensor: Tensor, numel: int, additions: Sequence[Addition]) -> ShmWork:
         """Begin to add parts of ``numel`` elements, of which every rank's tensor is made up, in the order given.
 
         All give the same additions. The result, which is in the part that the last addition adds to, is at the

@@ -1,0 +1,160 @@
+"""Claim: eight shares take at most 1.10 times as long as plain accumulation over as many micro-batches, and memory for
+at most log2(8) + 1 gradients.
+
+Measured: one, two and three ranks, processes of one intra-op thread each, over Gloo on loopback and over `shm`;
+``replicate(model, shares=8)`` with ``GlobalBatches``, and ``replicate(model)`` with ``accumulate(last=...)`` over the
+same rows, which a ``DataLoader`` cuts into the same micro-batches. Both live in the same processes, each with a model
+and a process group of its own, and take turns. A step is loading, ``zero_grad``, forward and backward of each share or
+micro-batch, and SGD. With more ranks than cores, ranks wait for each other's processor time: those ratios say less.
+
+Memory is the peak of resident memory (``VmHWM``, Linux) in three steps after three others, beyond what there was
+before the model was replicated, in gradients of the whole model; each way in processes of its own, the larger of the
+ranks. Inputs and activations are next to nothing there. The C library is told to give large blocks back at once.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from bench_ddp import give_back_at_once, memory
+from ddp_models import ConvNet, encoder, wide_layers
+from harness import arguments
+from rank_processes import Turn, launch, slowest, take_turns
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import lockstep
+
+SHARES = 8
+PLAIN, OURS = "plain accumulation", "shares"
+
+
+def digits() -> nn.Module:
+    """The network of the digits example, with dropout."""
+
+    def convolution(inputs: int, outputs: int) -> list[nn.Module]:
+        return [nn.Conv2d(inputs, outputs, 3, padding=1, bias=False), nn.BatchNorm2d(outputs), nn.ReLU()]
+
+    first = [*convolution(1, 48), *convolution(48, 48), nn.MaxPool2d(2)]
+    second = [*convolution(48, 96), *convolution(96, 96), nn.MaxPool2d(2)]
+    return nn.Sequential(*first, *second, nn.Flatten(), nn.Dropout(0.2), nn.Linear(96 * 4, 10))
+
+
+TASKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "digits": (digits, (128, 1, 8, 8)),
+    "encoder": (lambda: encoder(6, 256), (32, 64, 256)),
+    "conv-BN": (lambda: ConvNet(20, 64), (32, 3, 8, 8)),
+    "wide": (lambda: wide_layers(3, 2048), (16, 2048)),
+}
+QUICK: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {"wide": (lambda: wide_layers(3, 64), (16, 64))}
+
+
+def shares_step(module: nn.Module, rows: TensorDataset, group: Any) -> Callable[[], None]:
+    """A step with shares; batches have all rows."""
+    model = lockstep.replicate(module, shares=SHARES, process_group=group)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    data = lockstep.GlobalBatches(rows, len(rows), SHARES, shuffle=False, process_group=group)
+    batches = _forever(data)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        for (x,) in next(batches):
+            model(x).square().sum().backward()
+        optimizer.step()
+
+    return step
+
+
+def plain_step(module: nn.Module, rows: TensorDataset, group: Any) -> Callable[[], None]:
+    """A step of this rank's part of the same micro-batches."""
+    model = lockstep.replicate(module, process_group=group)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    parts = list(torch.arange(len(rows)).view(SHARES, -1).tensor_split(group.size())[group.rank()].tolist())
+    loader: DataLoader[Any] = DataLoader(rows, batch_sampler=parts)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        for number, (x,) in enumerate(loader):
+            with lockstep.accumulate(model, last=number == len(parts) - 1, weight=len(x)):
+                model(x).square().sum().backward()
+        optimizer.step()
+
+    return step
+
+
+WAYS = {PLAIN: plain_step, OURS: shares_step}
+
+
+def _forever(data: Any) -> Iterator[Any]:
+    while True:
+        yield from data
+
+
+def _task(name: str, quick: bool) -> tuple[nn.Module, TensorDataset]:
+    make, shape = (QUICK if quick else TASKS)[name]
+    torch.manual_seed(0)
+    return make(), TensorDataset(torch.randn(shape))
+
+
+def time_ways(rank: int, name: str, backend: str, quick: bool, rounds: int, inner: int) -> dict[str, list[Turn]]:
+    """On one rank: the turns of both ways."""
+    steps = {way: make(*_task(name, quick), dist.new_group(backend=backend)) for way, make in WAYS.items()}
+    return take_turns(steps, rounds, inner)
+
+
+def peak_of_way(rank: int, name: str, way: str, backend: str, quick: bool) -> float:
+    """On one rank: the memory that stepping adds at its peak, in gradients of the whole model."""
+    give_back_at_once()
+    group = dist.new_group(backend=backend)
+    WAYS[way](nn.Linear(2, 2), TensorDataset(torch.ones(SHARES, 2)), group)()  # code and threads are there
+    module, rows = _task(name, quick)
+    gc.collect()
+    before = memory("VmRSS")
+    step = WAYS[way](module, rows, group)
+    for _ in range(3):
+        step()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    for _ in range(3):
+        step()
+    return (memory("VmHWM") - before) / sum(p.numel() * p.itemsize for p in module.parameters())
+
+
+def main() -> None:
+    """Print both tables."""
+    args = arguments(
+        __doc__,
+        5,
+        ("--worlds", {"type": int, "nargs": "*", "default": [1, 2, 3]}),
+        ("--tasks", {"nargs": "*"}),
+        ("--no-memory", {"action": "store_true"}),
+    )
+    names = args.tasks or list(QUICK if args.quick else TASKS)
+    worlds, backends = ([2], ["shm"]) if args.quick else (args.worlds, ["gloo", "shm"])
+    for name in names:
+        print(f"\n{name}: milliseconds of a step, on so many ranks")
+        for world in worlds:
+            for backend in backends:
+                inner = 1 if args.quick else 4
+                turns = launch(time_ways, name, backend, args.quick, args.rounds, inner, world=world)
+                times = {way: whole for way, (_, whole) in slowest(turns).items()}
+                print(f"  {world} over {backend:5}" + "".join(f"  {w} {1e3 * t:8.2f}" for w, t in times.items()))
+                ratio = times[OURS] / times[PLAIN]
+                print(f"ratio {name}, {world} over {backend}, shares to plain accumulation: {ratio:.2f}")
+    if sys.platform != "linux" or args.no_memory:
+        return
+    name = names[-1]
+    print(f"\n{name}: peak of memory on a rank, in gradients of the model (its parameters are there before)")
+    for world in worlds:
+        for backend in ["gloo"]:
+            peaks = {way: max(launch(peak_of_way, name, way, backend, args.quick, world=world)) for way in WAYS}
+            print(f"  {world} over {backend:5}" + "".join(f"  {way} {peak:5.2f}" for way, peak in peaks.items()))
+
+
+if __name__ == "__main__":
+    main()

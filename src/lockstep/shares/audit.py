@@ -1,0 +1,49 @@
+"""``audit()``: shares are computed again on other ranks, and their bits compared."""
+
+from torch.nn import Module
+
+from lockstep.distributed.replication import replication_of
+from lockstep.errors import OptionError
+from lockstep.shares.replication import ShareReplication
+
+
+def audit(model: Module, every: int | None = 100) -> None:
+    """From the next iteration over batches on, have a random share computed again, in one of ``every`` steps.
+
+    Another rank computes it, and the gradients and buffers that it gives are compared, bit by bit. So silent corruption
+    of data, a processor that computes wrongly, and kernels that are not deterministic are found while training. With
+    one rank, that rank computes it again, and kernels that are not deterministic are found.
+
+    On the rank that computes a share again, the loop over the batch's shares runs once more, with that share's rows:
+    what the loop counts by itself, such as losses, it counts twice there, unless it asks ``batch.is_auditing``. Which
+    steps, shares and ranks these are depends on the seed of the batches. It costs one share's time in such a step.
+
+    Args:
+        model: A module from ``lockstep.replicate(model, shares=...)``; all modules of a step are audited together.
+        every: In how many steps one is audited, on average; None: none any more. The same on every rank.
+
+    Communicates, in such a step, one all-gather of 16 bytes for each parameter and buffer.
+
+    Raises:
+        OptionError: ``every`` is no whole number above 0, or the module is replicated without shares.
+        AuditError: At the end of a loop over shares, on every rank: bits differ. Names the ranks, the share, and the
+            first parameter or buffer.
+
+    Example:
+        >>> import torch, torch.distributed as dist, lockstep
+        >>> group = dist.ProcessGroupGloo(dist.HashStore(), 0, 1)
+        >>> model = lockstep.replicate(torch.nn.Linear(1, 1), shares=2, process_group=group)
+        >>> lockstep.audit(model, every=1)
+        >>> rows = torch.utils.data.TensorDataset(torch.ones(4, 1))
+        >>> batch = next(iter(lockstep.GlobalBatches(rows, batch_size=4, shares=2, process_group=group)))
+        >>> [batch.is_auditing for (x,) in batch if model(x).sum().backward() is None]
+        [False, False, True]
+
+    Stands for: nothing in PyTorch.
+    """
+    if every is not None and (not isinstance(every, int) or isinstance(every, bool) or every < 1):
+        raise OptionError(f"audit(): every is a whole number above 0, or None, got {every!r}")
+    replication = replication_of(model, "audit")
+    if not isinstance(replication, ShareReplication):
+        raise OptionError("audit() got a module that is replicated without shares; use replicate(model, shares=...)")
+    replication.audit(every)

@@ -1,0 +1,70 @@
+"""Which share is computed again, by which rank, and what it has to give."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lockstep.distributed.collectives import Collectives
+from lockstep.errors import AuditError
+from lockstep.local.checksums import checksum
+from lockstep.seeds import derive_seed
+from lockstep.shares.tree import shares_of
+
+_NONE = 0
+"""Stands for no tensor."""
+
+
+class Audit(NamedTuple):
+    """A share that is computed a second time."""
+
+    share: int
+    owner: int
+    """The rank that computes it for the step."""
+    auditor: int
+    """The rank that computes it again: another one, where there is one."""
+
+
+def plan_audit(every: int | None, seed: int, epoch: int, batch: int, count: int, world: int) -> Audit | None:
+    """What is computed again in a step of ``count`` shares, if anything is: in one of ``every`` steps, at random."""
+    if every is None or derive_seed(seed, "audit", epoch, batch) % every:
+        return None
+    share = derive_seed(seed, "audited share", epoch, batch) % count
+    owner = next(rank for rank in range(world) if share in shares_of(rank, world, count))
+    other = derive_seed(seed, "auditor", epoch, batch) % max(1, world - 1)
+    return Audit(share, owner, (owner + 1 + other) % world)
+
+
+class Evidence:
+    """What a module's tensors were after a share, on the rank that has computed it, and on the one that has again."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = names
+        self._rows: dict[bool, list[int]] = {}
+
+    def note(self, tensors: Sequence[Tensor | None], again: bool) -> None:
+        """Keep what the share has given on this rank, which has computed it, perhaps ``again``."""
+        self._rows[again] = [_NONE if each is None else int(checksum([each.contiguous()])) for each in tensors]
+
+    @torch.no_grad()
+    def compare(self, audit: Audit, step: str, collectives: Collectives) -> None:
+        """Raise :class:`AuditError`, on every rank, if the two have other bits."""
+        empty = [_NONE] * len(self._names)
+        both = [*self._rows.get(False, empty), *self._rows.get(True, empty)]
+        rows = [both]
+        if collectives.world > 1:
+            row = torch.tensor(both, dtype=torch.int64, device=collectives.device)
+            rows = [each.tolist() for each in collectives.all_gather(row, "checksums of a share")]
+        first, second = rows[audit.owner][: len(empty)], rows[audit.auditor][len(empty) :]
+        differing = [name for name, a, b in zip(self._names, first, second, strict=True) if a != b]
+        if differing:
+            ranks = [collectives.global_ranks[rank] for rank in (audit.owner, audit.auditor)]
+            raise AuditError(
+                f"share {audit.share} of {step}, which rank {ranks[0]} has computed, gave other bits when rank "
+                f"{ranks[1]} computed it again: {differing[0]} is the first of {len(differing)} tensors that differ, "
+                f"of {len(self._names)}. One of the two computes wrongly (memory, a processor), or what the share "
+                "computes is not deterministic (a kernel with atomics, a generator of random numbers of the program's "
+                "own, data that differ by rank). No gradient has been handed out. Load the last checkpoint; leave "
+                "out a rank that is named again and again"
+            )
