@@ -225,8 +225,8 @@ PUBLIC = {
     "lockstep.errors": """
         AgreementError(LockstepError, RuntimeError, ValueError)
         AlreadyManagedError(NotReplicableError, AssertionError)
-        CheckpointError(LockstepError, RuntimeError)
         AuditError(ShareError)
+        CheckpointError(LockstepError, RuntimeError)
         CommunicationError(LockstepError, RuntimeError)
         DeviceError(LockstepError, RuntimeError)
         GradientError(LockstepError, NotImplementedError)
