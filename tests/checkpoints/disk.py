@@ -196,7 +196,8 @@ class Disk:
             for subset in ([each], others):
                 yield self._tree(self._top, subset, rng.choice(("lost", "whole", "torn")), rng)
         for _ in range(at_random):
-            yield self._tree(self._top, [each for each in everything if rng.random() < 0.5], "any", rng)
+            share = rng.choice((0.3, 0.95))
+            yield self._tree(self._top, [each for each in everything if rng.random() < share], "any", rng)
 
     def _folders(self, folder: _Folder) -> Iterator[_Folder]:
         """All that may be reached from a folder."""

@@ -133,4 +133,4 @@ def test_a_crash_at_any_moment_loses_no_whole_checkpoint(world, at_random, every
 @pytest.mark.timeout(3000)
 @pytest.mark.parametrize(("world", "at_random"), [(1, 100), (2, 10)])
 def test_a_crash_at_any_moment_in_many_ways(world, at_random, tmp_path, capsys):
-    assert crash(capsys, world, tmp_path, at_random, 1, timeout=2900.0) > 1000
+    assert crash(capsys, world, tmp_path, at_random, 1, timeout=2900.0) > 300
