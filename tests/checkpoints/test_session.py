@@ -22,7 +22,7 @@ def test_a_session_saves_its_step_and_generators(tmp_path):
         found = run.resume(tmp_path)
         assert (run.step, found.step, found.values) == (3, 3, {"history": [1]})
         assert numbers(run) == wanted
-        next(run.batches([0]))
+        next(iter(run.batches([0])))
         assert run.step == 4
         run.save(tmp_path, step=10)
     assert lockstep.resume(tmp_path).step == 10
