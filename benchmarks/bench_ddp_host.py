@@ -4,8 +4,14 @@ Measured: processor time (``time.process_time``: of all threads, and without the
 one process of one intra-op thread on a Gloo group of one rank, on which collectives are begun and waited for and move
 nothing; batches of one row or a few, so that little is computed. "over plain" is what forward and backward take beyond
 the plain module's, divided by the number of parameter tensors; DDP sends buffers in forward, we do in backward, so both
-are counted. All ways take turns. "hook" is the plain module with a hook on each parameter that does nothing: no way in
-Python can be cheaper. "ours again" is ``replicate`` once more: how far it is from the first is the noise of the run.
+are counted. All ways take turns; all but ours enter PyTorch's own engine, as they do where nothing is replicated.
+"ours again" is ``replicate`` once more: how far it is from the first is the noise of the run.
+
+Two ways are no product, and show what there is to gain. "hook" is the plain module with a hook on each parameter that
+does nothing. "floor" is what a reducer in Python does at least: such a hook, written in C (``list.append``), on each
+parameter, a hook on the output that queues a callback, and in that callback one copy of all gradients side by side, one
+all-reduce, one comparison of a row of numbers, and views handed out. It has one bucket, checks nothing, and notices no
+difference between ranks.
 """
 
 from __future__ import annotations
@@ -23,6 +29,7 @@ from ddp_models import Branches, ConvNet, SmallGPT, encoder, small_layers, tiny_
 from harness import arguments, ratio, table
 from rank_processes import loopback
 from torch import nn
+from torch.autograd import Variable
 
 Task = tuple[Callable[[], nn.Module], tuple[int, ...] | None, bool]  # model, its batch if it takes one, partly unused
 AIM_NO_SYNC = 0.6  # microseconds a tensor
@@ -57,7 +64,11 @@ def ways(task: Task) -> dict[str, tuple[nn.Module, Callable]]:
     hooked = make()
     for parameter in hooked.parameters():
         parameter.register_post_accumulate_grad_hook(nothing)
-    found: dict[str, tuple[nn.Module, Callable]] = {"plain": (make(), nullcontext), "hook": (hooked, nullcontext)}
+    found: dict[str, tuple[nn.Module, Callable]] = {
+        "plain": (make(), nullcontext),
+        "hook": (hooked, nullcontext),
+        "floor": (floor(make(), dist.new_group()), nullcontext),
+    }
     modules = {
         "torch": ddp(False),
         "torch, view": ddp(True),
@@ -72,9 +83,39 @@ def nothing(parameter: nn.Parameter) -> None:
     """A hook on a parameter."""
 
 
+def floor(module: nn.Module, group: dist.ProcessGroup) -> nn.Module:
+    """Reduce the gradients of ``module`` in the least that takes."""
+    members, arrived, said = list(module.parameters()), [], torch.zeros(8)
+    flat = torch.zeros(sum(p.numel() for p in members) + said.numel())
+    pieces = flat.split([*(p.numel() for p in members), said.numel()])
+    views, row = [piece.view_as(p) for piece, p in zip(pieces, members, strict=False)], pieces[-1]
+    options = dist.AllreduceOptions()
+    options.asyncOp = True
+
+    def end() -> None:
+        grads = [p.grad for p in members]
+        used = [(p, view, grad) for p, view, grad in zip(members, views, grads, strict=True) if grad is not None]
+        torch._foreach_copy_([view for _, view, _ in used], [grad for _, _, grad in used])
+        row.copy_(said)
+        group.allreduce([flat], options).wait()
+        torch.equal(row, said)
+        for p, view, _ in used:
+            p.grad = view
+        arrived.clear()
+
+    def reached(grad: torch.Tensor) -> None:
+        Variable._execution_engine.queue_callback(end)
+
+    for p in members:
+        p.register_post_accumulate_grad_hook(arrived.append)
+    module.register_forward_hook(lambda module, inputs, output: output.register_hook(reached) and None)
+    return module
+
+
 def processor_times(task: Task, rounds: int, inner: int) -> dict[str, list[tuple[float, float]]]:
     """For each way and round: the seconds of forward and backward, and of backward alone."""
     cases = ways(task)
+    watched, engine = Variable._execution_engine, torch._C._ImperativeEngine()
     taken: dict[str, list[tuple[float, float]]] = {name: [] for name in cases}
     x = [torch.randn(task[1])] if task[1] else []
 
@@ -94,12 +135,14 @@ def processor_times(task: Task, rounds: int, inner: int) -> dict[str, list[tuple
         for number in range(-2, rounds):
             names = list(cases) if number % 2 == 0 else list(cases)[::-1]
             for name in names:
+                Variable._execution_engine = watched if name.startswith("ours") else engine
                 step(*cases[name])  # brings caches back
                 times = [step(*cases[name]) for _ in range(inner)]
                 if number >= 0:
                     taken[name].append(tuple(sum(part) / inner for part in zip(*times, strict=True)))
             gc.collect(0)
     finally:
+        Variable._execution_engine = watched
         gc.enable()
     return taken
 
@@ -122,6 +165,8 @@ def compare(name: str, task: Task, rounds: int, inner: int) -> None:
         for part, title in enumerate(PARTS):
             aim = 1.0 if part == 0 else None
             ratio(f"{name}: {title}, over plain, ours / {reference}", over["ours"][part], over[reference][part], aim)
+        ratio(f"{name}: forward and backward, over plain, floor / {reference}", over["floor"][0], over[reference][0])
+    ratio(f"{name}: forward and backward, over plain, ours / floor", over["ours"][0], over["floor"][0])
     ratio(f"{name}: over plain, ours again / ours (noise)", over["ours again"][0], over["ours"][0])
     ratio(f"{name}: no_sync, over plain, us a tensor", over["ours, no_sync"][0], 1.0, AIM_NO_SYNC)
 
