@@ -81,6 +81,8 @@ class Decisions:
     def say(self, idle: bool, skips: bool) -> int:
         """What this rank says in its next report, encoded; ``idle``: it contributes nothing; ``skips``: it has just
         decided to leave out the batch."""
+        if not (self.batch or self._requests or self._skips_next or self._ends or idle or skips):
+            return 0
         stops = bool(self._requests) and any(asks() for asks in self._requests)
         return LoopStatus(self.batch, stops, skips or self._skips_next, idle, self._ends).encode()
 

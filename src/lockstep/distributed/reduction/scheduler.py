@@ -210,13 +210,15 @@ class GroupScheduler(PassFollower):
             self.reduce(reducing if self.exclusive or not reducing else self._agree_who_takes_part(reducing))
             self._collectives.enter(TRAINING)
         except BaseException:
-            if this is not None:
-                for module in reducing:
+            for module in reducing:
+                if this is not None:
                     this.note_failure(module)
+                module.end_pass()
             raise
         finally:
             for module in (*reached, *silent):
-                module.end_pass()
+                if module not in reducing:
+                    module.end_pass()
 
     @torch.no_grad()  # as it is in a pass; compiled autograd refuses create_graph=True
     def compiled_pass_ended(self, this: BackwardPass) -> None:
