@@ -44,6 +44,42 @@ def test_gradients_leave_their_memory_while_backward_runs():
     assert run_ranks(2, call) == [([True] * 3, True)] * 2
 
 
+class Branches(nn.Module):
+    """Layers beside one another; backward comes to the last one that forward has called first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(5, 5) for _ in range(4))
+
+    def forward(self, x, order):
+        return sum(torch.tanh(self.layers[number](x)) for number in order)
+
+
+def test_gradients_in_another_order_than_was_planned_are_copied_early_too(monkeypatch):
+    monkeypatch.setattr(flat_bucket, "PART_BYTES", 2 * 30 * 4)  # two layers
+    x, planned = torch.ones(2, 5), (0, 1, 2, 3)
+
+    def call(rank):
+        torch.manual_seed(0)
+        net = Branches()
+        plain = copy.deepcopy(net)
+        lockstep.replicate(net, process_group=rank.group)
+        for _ in range(2):
+            net.zero_grad()
+            net(x, planned).sum().backward()
+        net.zero_grad()
+        left: list[bool] = []
+        net.layers[3].weight.register_hook(
+            lambda grad: left.extend(each.weight.grad is None for each in net.layers[:2])
+        )
+        net(x, planned[::-1]).sum().backward()
+        plain(x, planned).sum().backward()
+        pairs = zip(net.parameters(), plain.parameters(), strict=True)
+        return left, all(torch.allclose(a.grad, b.grad) for a, b in pairs)
+
+    assert run_ranks(2, call) == [([True, True], True)] * 2
+
+
 @pytest.mark.parametrize("part_bytes", [1, 100, 10**9])
 @pytest.mark.parametrize("world", [1, 3])
 def test_parts_of_any_size_give_the_same_means(monkeypatch, world, part_bytes):

@@ -118,7 +118,8 @@ class Round:
             if part.is_looked_at and part.look():
                 self._part_is_complete(part)
             elif index == part.awaited:
-                self._setup.members.arrivals.ask_for(part.noted)  # another one is the last
+                # Another one is the last: test_gradients_in_another_order_than_was_planned_are_copied_early_too.
+                self._setup.members.arrivals.ask_for(part.noted)
 
     def _part_is_complete(self, part: BucketPart) -> None:
         bucket = part.bucket
