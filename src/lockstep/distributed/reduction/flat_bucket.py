@@ -23,9 +23,11 @@ from lockstep.distributed.reduction.storage import Empty, GradientMemory
 _grad_of = attrgetter("grad")
 _has_graph = attrgetter("requires_grad")  # of a gradient: under create_graph=True
 
-PART_BYTES = 512 * 1024
+PART_BYTES = 128 * 1024
 """So many bytes of gradients are copied into their bucket together, as they come: they are in the processor's cache
 then, and the memory that they leave is what backward makes the next ones in."""
+WHOLE_BYTES = 512 * 1024
+"""A bucket of no more is copied as a whole: it is in a cache all the same."""
 
 
 class FlatBucket(GradientBucket):
@@ -50,7 +52,8 @@ class FlatBucket(GradientBucket):
 
     def _cut(self) -> list[range]:
         """Parts of ``PART_BYTES`` and little more. An accelerator works off what it is given: there one is best."""
-        if self.members[0].spec.device.type != "cpu" or not self._plain:
+        on_cpu = self.members[0].spec.device.type == "cpu"
+        if not (on_cpu and self._plain) or self.planned.layout.nbytes <= WHOLE_BYTES:
             return super()._cut()
         parts: list[range] = []
         begin = nbytes = 0
