@@ -4,15 +4,17 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from lockstep.cli import stacks
+from lockstep.cli import bench, doctor, stacks, trace
 from lockstep.errors import LockstepError
 
-SUBCOMMANDS = (stacks,)
+SUBCOMMANDS = (doctor, bench, trace, stacks)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit code: 0, 1 if it could not do all of it, 2 if it was called wrongly."""
-    parser = argparse.ArgumentParser(prog="lockstep", description="What can be asked of a training run from outside.")
+    parser = argparse.ArgumentParser(
+        prog="lockstep", description="What can be asked of a host, and of a training run from outside."
+    )
     subparsers = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for subcommand in SUBCOMMANDS:
         subcommand.add_to(subparsers)

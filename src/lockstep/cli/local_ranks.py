@@ -1,0 +1,84 @@
+"""Ranks that a subcommand starts on this host to measure something: processes that each return one JSON value."""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from torch._C._distributed_c10d import TCPStore
+
+from lockstep.errors import CommunicationError
+
+_RESULT = "LOCKSTEP_RESULT_FILE"
+
+
+def run_ranks(module: str, options: dict[str, Any], ranks: int, timeout: float) -> list[Any]:
+    """Run ``python -m module`` in this many processes; returns what each has given to :func:`as_rank`, by rank.
+
+    The processes meet over the loopback interface and find their places in the environment, as under ``torchrun``. If
+    one fails the others are ended. Raises :class:`~lockstep.errors.CommunicationError` with the end of what it said.
+    """
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with tempfile.TemporaryDirectory(prefix="lockstep-") as folder, contextlib.ExitStack() as stack:
+        processes = [
+            stack.enter_context(_started(module, options, rank, ranks, store.port, Path(folder)))
+            for rank in range(ranks)
+        ]
+        _wait(processes, Path(folder), time.monotonic() + timeout)
+        return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(ranks)]
+
+
+def as_rank(measure: Callable[[dict[str, Any]], Any]) -> None:
+    """In such a process: call with the options, and hand back what is returned."""
+    result = measure(json.loads(sys.argv[1]))
+    Path(os.environ[_RESULT]).write_text(json.dumps(result))
+
+
+@contextlib.contextmanager
+def _started(
+    module: str, options: dict[str, Any], rank: int, ranks: int, port: int, folder: Path
+) -> Iterator[subprocess.Popen[bytes]]:
+    threads = max(1, len(os.sched_getaffinity(0)) // ranks) if hasattr(os, "sched_getaffinity") else 1
+    environment = {
+        "OMP_NUM_THREADS": str(threads),
+        **os.environ,
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        _RESULT: str(folder / f"{rank}.json"),
+    }
+    command = [sys.executable, "-m", module, json.dumps(options)]
+    with open(folder / f"{rank}.log", "wb") as log:
+        process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.wait()
+
+
+def _wait(processes: list[subprocess.Popen[bytes]], folder: Path, deadline: float) -> None:
+    """Until all have ended; raises as soon as one has failed, or it is late."""
+    running = dict(enumerate(processes))
+    while running:
+        for rank, process in list(running.items()):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                status = process.wait(0.05)
+                del running[rank]
+                if status:
+                    said = (folder / f"{rank}.log").read_text(errors="replace").strip()[-2000:]
+                    raise CommunicationError(f"rank {rank} of {len(processes)} ended with exit status {status}: {said}")
+        if running and time.monotonic() > deadline:
+            late = ", ".join(map(str, running))
+            raise CommunicationError(f"rank(s) {late} of {len(processes)} have not ended in time; see --timeout")

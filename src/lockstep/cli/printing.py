@@ -1,0 +1,62 @@
+"""What a subcommand prints: tables of plain text, or of ``rich`` where that is installed and a person looks."""
+
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+_FACTORS = ((1e-6, "us", 1e6), (1e-3, "us", 1e6), (1.0, "ms", 1e3), (float("inf"), "s", 1.0))
+
+
+def print_table(title: str, headers: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """A table whose first column is aligned to the left and all others to the right."""
+    if sys.stdout.isatty() and _print_rich(title, headers, rows):
+        return
+    cells = [list(headers), *[list(row) for row in rows]]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(headers))]
+    print(f"\n{title}" if title else "")
+    for number, row in enumerate(cells):
+        padded = [each.rjust(width) if i else each.ljust(width) for i, (each, width) in enumerate(_pairs(row, widths))]
+        print("  ".join(padded).rstrip())
+        if number == 0:
+            print("  ".join("-" * width for width in widths))
+
+
+def print_json(value: Any) -> None:
+    """One JSON document, for machines."""
+    print(json.dumps(value, indent=2))
+
+
+def seconds(value: float) -> str:
+    """A duration with three digits that matter: ``1.23 ms``."""
+    _, unit, factor = next(each for each in _FACTORS if abs(value) < each[0])
+    return f"{value * factor:.3g} {unit}" if abs(value * factor) < 1000 else f"{value * factor:.0f} {unit}"
+
+
+def size(count: float) -> str:
+    """A number of bytes: ``64 MB``."""
+    for unit in ("B", "KB", "MB", "GB"):
+        if abs(count) < 1024:
+            return f"{count:.3g} {unit}"
+        count /= 1024
+    return f"{count:.3g} TB"
+
+
+def _pairs(row: Sequence[str], widths: Sequence[int]) -> "zip[tuple[str, int]]":
+    return zip(row, widths, strict=True)
+
+
+def _print_rich(title: str, headers: Sequence[str], rows: Sequence[Sequence[str]]) -> bool:
+    """Whether ``rich`` was there to print it."""
+    try:
+        from rich.console import Console
+        from rich.table import Table
+    except ImportError:
+        return False
+    table = Table(title=title, title_justify="left")
+    for number, header in enumerate(headers):
+        table.add_column(header, justify="right" if number else "left")
+    for row in rows:
+        table.add_row(*row)
+    Console().print(table)
+    return True
