@@ -76,6 +76,7 @@ PUBLIC = {
             .shard(dataset)
             .should_stop
             .skip_batch(*modules)
+            .skip_on(*errors)
             .skipped
             .step
         class Statistics(calls=<factory>, seconds=<factory>)

@@ -143,6 +143,10 @@ class Session:
         """:func:`lockstep.skip_batch` over the session's group: leave out this batch, on all ranks."""
         loop.skip_batch(*modules, group=self.group)
 
+    def skip_on(self, *errors: type[BaseException]) -> contextlib.AbstractContextManager[None]:
+        """:func:`lockstep.skip_on` over the session's group: leave out a batch that raises one of ``errors``."""
+        return loop.skip_on(*errors, group=self.group)
+
     @property
     def skipped(self) -> bool:
         """Whether any rank has left out this batch, so that all have: :func:`lockstep.skipped`."""
