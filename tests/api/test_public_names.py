@@ -60,6 +60,7 @@ PUBLIC = {
         PeerFailure(PeerError, CommunicationError)
         class ResumableSampler(sampler, *, seed=0)
             .batches(loader)
+            .go_through(loader)
             .load_state_dict(state)
             .same_on_all_ranks
             .state_dict()

@@ -123,7 +123,7 @@ def test_what_is_refused():
     with pytest.raises(OptionError, match=r"is gone through by `for batch in sampler.batches\(loader\)`"):
         next(iter(DataLoader(ROWS, sampler=sampler)))
     with pytest.raises(OptionError, match="the loader has another sampler"):
-        next(sampler.batches(DataLoader(ROWS)))
+        sampler.batches(DataLoader(ROWS))
     state = sampler.state_dict()
     with pytest.raises(CheckpointError, match="saved for 23 samples an epoch on this rank, and the sampler has 5"):
         lockstep.ResumableSampler(SequentialSampler(ROWS[:5])).load_state_dict(state)

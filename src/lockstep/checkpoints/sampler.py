@@ -37,12 +37,12 @@ class ResumableSampler(Sampler[Any]):
         >>> from torch.utils.data import DataLoader, SequentialSampler
         >>> numbers = list(range(6))
         >>> sampler = ResumableSampler(SequentialSampler(numbers))
-        >>> batches = sampler.batches(DataLoader(numbers, batch_size=2, sampler=sampler))
+        >>> batches = iter(sampler.batches(DataLoader(numbers, batch_size=2, sampler=sampler)))
         >>> next(batches)
         tensor([0, 1])
         >>> resumed = ResumableSampler(SequentialSampler(numbers))
         >>> resumed.load_state_dict(sampler.state_dict())
-        >>> next(resumed.batches(DataLoader(numbers, batch_size=2, sampler=resumed)))
+        >>> next(iter(resumed.batches(DataLoader(numbers, batch_size=2, sampler=resumed))))
         tensor([2, 3])
 
     Stands for: ``DistributedSampler.set_epoch`` at the top of every epoch, and skipping batches by hand.
@@ -79,22 +79,29 @@ class ResumableSampler(Sampler[Any]):
             order = list(self.sampler)
         return iter(order[self.consumed :])
 
-    def batches(self, loader: DataLoader[Any]) -> Iterator[Any]:
+    def batches(self, loader: DataLoader[Any]) -> "EpochBatches":
         """The batches that are left of the epoch; after the last one, the next epoch is next.
 
         A batch counts as consumed once it is handed out: save at the end of the loop's body. A loop that is left by
-        ``break`` leaves the epoch where it is.
+        ``break`` leaves the epoch where it is. What is returned has a length, so that ``run.batches`` need not look
+        ahead, for which a batch would count that training has not had.
         """
         if loader.sampler is not self:
             raise OptionError("the loader has another sampler; pass DataLoader(..., sampler=) this one")
+        return EpochBatches(self, loader)
+
+    def go_through(self, loader: DataLoader[Any]) -> Iterator[Any]:
+        """What iterating over :meth:`batches` does; workers of the loader start at once."""
         if hasattr(self.sampler, "set_epoch"):
             self.sampler.set_epoch(self.epoch)
         self._open = True
+        with _drawing_from(derive_seed("workers", _rank(), self.seed, self.epoch)):
+            return self._counted(iter(loader), loader.batch_size or 1)
+
+    def _counted(self, batches: Iterator[Any], size: int) -> Iterator[Any]:
         try:
-            with _drawing_from(derive_seed("workers", _rank(), self.seed, self.epoch)):
-                remaining = iter(loader)
-            for batch in remaining:
-                self.consumed = min(self.consumed + (loader.batch_size or 1), len(self))
+            for batch in batches:
+                self.consumed = min(self.consumed + size, len(self))
                 yield batch
         finally:
             self._open = False
@@ -126,6 +133,22 @@ class ResumableSampler(Sampler[Any]):
             )
         self.epoch = state["epoch"]
         self.consumed = min(state["consumed"] * state["ranks"] // ranks, len(self))
+
+
+class EpochBatches:
+    """What :meth:`ResumableSampler.batches` returns."""
+
+    def __init__(self, sampler: ResumableSampler, loader: DataLoader[Any]) -> None:
+        self._sampler, self._loader = sampler, loader
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._sampler.go_through(self._loader)
+
+    def __len__(self) -> int:
+        """How many are left."""
+        size = self._loader.batch_size or 1
+        left = len(self._sampler) - self._sampler.consumed
+        return left // size if self._loader.drop_last else -(-left // size)
 
 
 @contextmanager
