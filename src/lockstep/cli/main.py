@@ -4,16 +4,16 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from lockstep.cli import bench, doctor, stacks, trace
+from lockstep.cli import bench, doctor, run, stacks, trace
 from lockstep.errors import LockstepError
 
-SUBCOMMANDS = (doctor, bench, trace, stacks)
+SUBCOMMANDS = (run, doctor, bench, trace, stacks)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit code: 0, 1 if it could not do all of it, 2 if it was called wrongly."""
     parser = argparse.ArgumentParser(
-        prog="lockstep", description="What can be asked of a host, and of a training run from outside."
+        prog="lockstep", description="Training runs: start one, look at the host and at a run."
     )
     subparsers = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for subcommand in SUBCOMMANDS:

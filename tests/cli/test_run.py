@@ -1,0 +1,97 @@
+"""`lockstep run`, and `import lockstep.patch`: a program that knows nothing of the library, in two processes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import types
+
+import pytest
+import torch
+
+import lockstep
+from lockstep.cli.main import main
+
+PROGRAM = """
+import sys
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+if not dist.is_initialized():
+    dist.init_process_group("gloo")
+model = DistributedDataParallel(torch.nn.Linear(4, 2))
+model(torch.ones(3, 4) * dist.get_rank()).sum().backward()
+if dist.get_rank() == 0:
+    library = type(model).__module__.partition(".")[0]
+    print(library, dist.get_backend(), model.module.weight.grad[0, 0].item(), *sys.argv[1:])
+sys.exit(int(sys.argv[-1]))
+"""
+
+
+@pytest.fixture
+def program(tmp_path):
+    (tmp_path / "program.py").write_text(PROGRAM)
+    return str(tmp_path / "program.py")
+
+
+def started(*arguments):
+    return subprocess.run(
+        [sys.executable, "-m", "lockstep", "run", *arguments], capture_output=True, text=True, timeout=250
+    )
+
+
+def test_a_program_gets_our_wrapper_and_the_group_that_was_asked_for(program):
+    done = started("--ranks", "2", "--patch", "--backend", "shm", program, "--its", "own", "0")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["lockstep shm 1.5 --its own 0"]
+
+
+def test_the_exit_status_is_the_program_s(program):
+    done = started("--ranks", "1", program, "7")
+    assert done.returncode == 7
+    assert done.stdout.splitlines() == ["torch gloo 0.0 7"]
+    assert done.stderr.splitlines()[-1] == "lockstep: rank 0 failed with exit status 7"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"), [(["nothing.py"], "no such file"), (["--ranks", "0", __file__], "--ranks 0")]
+)
+def test_what_cannot_be_run_is_told(arguments, told, capsys):
+    assert main(["run", *arguments]) == 1
+    assert told in capsys.readouterr().err
+
+
+@pytest.fixture
+def patch():
+    from lockstep import patch
+
+    patch.apply()
+    yield patch
+    patch.undo()
+
+
+def test_the_classes_are_ours_wherever_they_are_found_and_can_be_put_back(monkeypatch):
+    imported_before = types.ModuleType("imported_before")
+    imported_before.Wrapper = torchs = torch.nn.parallel.DistributedDataParallel
+    monkeypatch.setitem(sys.modules, "imported_before", imported_before)
+    from lockstep import patch
+
+    try:
+        patch.apply()
+        assert imported_before.Wrapper is lockstep.DistributedDataParallel
+        assert torch.nn.parallel.DistributedDataParallel is lockstep.DistributedDataParallel
+        assert torch.nn.parallel.distributed.DistributedDataParallel is lockstep.DistributedDataParallel
+        assert torch.nn.DataParallel is torch.nn.parallel.DataParallel is lockstep.DataParallel
+    finally:
+        patch.undo()
+    assert imported_before.Wrapper is torch.nn.parallel.DistributedDataParallel is torchs
+    assert torch.nn.DataParallel is not lockstep.DataParallel
+
+
+def test_our_own_wrappers_work_while_the_classes_are_replaced(patch):
+    network = torch.nn.Linear(4, 2)
+    parallel = torch.nn.DataParallel(network, ["cpu", "cpu"])
+    parallel.step(torch.nn.functional.mse_loss, torch.ones(4, 4), torch.zeros(4, 2))
+    assert isinstance(parallel, lockstep.DataParallel)
+    assert network.weight.grad is not None
