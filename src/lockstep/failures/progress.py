@@ -50,12 +50,10 @@ class Snapshot:
     world: int
     step: int
     """Batches that have been begun; 0 before the first."""
-    round: int
-    """Rounds of gradients that have been begun."""
     phase: str
     started: float
     changed: float
-    """When step, round or phase were last written."""
+    """When step or phase were last written."""
     waits_for: str
     """The collective of ours in which the rank waits for others; empty if it does not wait."""
     waits_since: float
@@ -69,11 +67,11 @@ class Snapshot:
 _PAGE = mmap.PAGESIZE
 _MAGIC = int.from_bytes(b"lockstep", "little")
 _VERSION = 1
-_NUMBERS = struct.Struct("<8Q4d")  # all places of eight bytes, in the order below
+_NUMBERS = struct.Struct("<7Q3d")  # all places of eight bytes, in the order below
 _RUN, _PHASE, _WAITS_FOR, _END = 128, 192, 224, 384  # texts, ended by zeros
 # Places in words of eight bytes, each written by one store.
-_MAGIC_AT, _VERSION_AT, _PID_AT, _THREAD_AT, _RANK_AT, _WORLD_AT, _STEP_AT, _ROUND_AT = range(8)
-_STARTED_AT, _CHANGED_AT, _WAITS_SINCE_AT = range(8, 11)
+_MAGIC_AT, _VERSION_AT, _PID_AT, _THREAD_AT, _RANK_AT, _WORLD_AT, _STEP_AT = range(7)
+_STARTED_AT, _CHANGED_AT, _WAITS_SINCE_AT = range(7, 10)
 
 
 class Progress:
@@ -95,7 +93,7 @@ class Progress:
         self._use(memoryview(bytearray(_PAGE)))
         now = time.monotonic()
         _NUMBERS.pack_into(
-            self._bytes, 0, _MAGIC, _VERSION, os.getpid(), threading.get_ident(), rank, world, 0, 0, now, now, 0.0, 0.0
+            self._bytes, 0, _MAGIC, _VERSION, os.getpid(), threading.get_ident(), rank, world, 0, now, now, 0.0
         )
         self._bytes[_RUN:_PHASE] = _padded(run, _PHASE - _RUN)
         self.current_phase = Phase.START_UP
@@ -113,16 +111,6 @@ class Progress:
     @step.setter
     def step(self, step: int) -> None:
         self._words[_STEP_AT] = step
-        self._times[_CHANGED_AT] = time.monotonic()
-
-    @property
-    def round(self) -> int:
-        """Rounds of gradients that have been begun."""
-        return self._words[_ROUND_AT]
-
-    @round.setter
-    def round(self, number: int) -> None:
-        self._words[_ROUND_AT] = number
         self._times[_CHANGED_AT] = time.monotonic()
 
     @property
@@ -270,9 +258,7 @@ def _is_own(page: Page, pid: int) -> bool:
 def _read(page: bytes) -> Snapshot:
     if len(page) < _END:
         raise InspectionError("this page of a process's progress is not written yet")
-    magic, version, pid, thread, rank, world, step, number, started, changed, waits_since, _ = _NUMBERS.unpack_from(
-        page
-    )
+    magic, version, pid, thread, rank, world, step, started, changed, waits_since = _NUMBERS.unpack_from(page)
     if (magic, version) != (_MAGIC, _VERSION):
         raise InspectionError(
             f"this page of a process's progress is of format {version}, and this lockstep reads format {_VERSION}; "
@@ -280,7 +266,7 @@ def _read(page: bytes) -> Snapshot:
         )
     waits_for = _text(page[_WAITS_FOR:_END]) if waits_since else ""
     run, phase = _text(page[_RUN:_PHASE]), _text(page[_PHASE:_WAITS_FOR])
-    return Snapshot(run, pid, thread, rank, world, step, number, phase, started, changed, waits_for, waits_since)
+    return Snapshot(run, pid, thread, rank, world, step, phase, started, changed, waits_for, waits_since)
 
 
 def _padded(text: str, size: int) -> bytes:
