@@ -24,8 +24,8 @@ from torch.utils.data import Dataset, TensorDataset
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from share_runs import CELLS, train  # noqa: E402
-from threaded import Rank, run_ranks  # noqa: E402
+from share_runs import CELLS, train
+from threaded import Rank, run_ranks
 
 
 def data_of(model: str) -> Dataset[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import random
 
@@ -14,7 +15,7 @@ import lockstep
 import threaded
 from lockstep.errors import AgreementError, AuditError, NotReplicableError, OptionError, PeerError, ShareError
 from lockstep.shares import reduction
-from share_runs import CELLS, data_of, digits, forever, train, train_all
+from share_runs import CELLS, MODELS, data_of, digits, forever, make_optimizer, train, train_all
 from threaded import count_collectives, run_ranks
 
 WORLDS = [1, 2, 3, 4, 8]
@@ -532,6 +533,28 @@ def test_a_run_that_goes_on_with_another_setting_is_told_which():
     run_ranks(1, work)
 
 
+def steps_under_autocast(rank, state, enabled):
+    model, data = linear(rank)
+    if state is not None:
+        lockstep.load_training_state_dict(model, state)
+    for batch in itertools.islice(data, 1):
+        for (x,) in batch:
+            with torch.autocast("cpu", enabled=enabled(rank)):
+                model(x).sum().backward()
+    return lockstep.training_state_dict(model)
+
+
+def test_autocast_is_part_of_the_agreement():
+    state = run_ranks(2, steps_under_autocast, None, lambda rank: True)[0]
+    assert run_ranks(1, steps_under_autocast, state, lambda rank: True)[0]["settings"] == state["settings"]
+    for error in run_ranks(2, steps_under_autocast, state, lambda rank: False, errors=True):
+        assert isinstance(error, AgreementError)
+        assert "saved autocast was autocast to torch.bfloat16, now it is no autocast" in str(error)
+    for error in run_ranks(2, steps_under_autocast, None, lambda rank: rank.rank == 0, errors=True):
+        assert isinstance(error, AgreementError)
+        assert "ranks differ in autocast" in str(error)
+
+
 def test_the_training_state_of_other_shares_is_refused():
     def work(rank):
         state = lockstep.training_state_dict(linear(rank)[0])
@@ -562,6 +585,46 @@ def test_a_run_that_is_resumed_on_other_ranks_sees_every_sample_once():
         rest = run_ranks(2, some, first[0][1], 99)
         assert sorted(flat(first) + flat(rest)) == list(range(16))
         assert rest[0][1]["epoch"] == 1
+
+
+def resumed(rank, cell, state, steps):
+    """Trains to so many steps in all, from a state or from the beginning; gives the state, and the fingerprint."""
+    model = lockstep.replicate(rank.make(MODELS[cell.model]), shares=8, process_group=rank.group)
+    optimizer = make_optimizer(cell.optimizer, model)
+    data = lockstep.GlobalBatches(data_of(cell.model), 32, 8, last="smaller", process_group=rank.group)
+    if state is not None:
+        state = copy.deepcopy(state)  # ranks are threads
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        data.load_state_dict(state["data"])
+        lockstep.load_training_state_dict(model, state["training"])
+    done = lockstep.training_state_dict(model)["steps"]
+    for batch in itertools.islice(forever(data), steps - done):
+        optimizer.zero_grad()
+        for x, y in batch:
+            nn.functional.cross_entropy(model(x), y, reduction="sum").backward()
+        optimizer.step()
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "data": data.state_dict()}
+    return {**state, "training": lockstep.training_state_dict(model)}, lockstep.fingerprint(model, optimizer)
+
+
+def check_resuming(cell, cuts, steps):
+    (_, expected), *_ = run_ranks(1, resumed, cell, None, steps)
+    for number, cut in enumerate(cuts):
+        (state, _), *_ = run_ranks(1 + number % 4, resumed, cell, None, cut)
+        assert {found for _, found in run_ranks(1 + (number + 1) % 3, resumed, cell, state, steps)} == {expected}
+
+
+def test_a_run_that_is_resumed_on_other_ranks_comes_to_the_same_bits():
+    check_resuming(CELLS[1], [2, 5], 8)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("cell", [CELLS[1], CELLS[4]], ids=["digits", "characters"])
+def test_runs_that_are_stopped_at_random_steps(cell):
+    cuts = torch.randint(1, 40, (20,), generator=torch.Generator().manual_seed(0)).tolist()
+    check_resuming(cell, cuts, 40)
 
 
 class Noisy:

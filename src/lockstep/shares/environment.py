@@ -35,6 +35,13 @@ def settings_of(devices: Iterable[torch.device]) -> dict[str, str]:
     return settings
 
 
+def precision_on(device_type: str) -> str:
+    """The precision in which operations would run now."""
+    if not torch.is_autocast_enabled(device_type):
+        return "no autocast"
+    return f"autocast to {torch.get_autocast_dtype(device_type)}"
+
+
 def _deterministic() -> str:
     if not torch.are_deterministic_algorithms_enabled():
         return "off"
@@ -59,5 +66,5 @@ def check_settings(before: Mapping[str, str], now: Mapping[str, str], rank: int,
             advice = _ADVICE.get(name, "set it as it was").format(value, value)
             raise AgreementError(
                 f"rank {rank}: {since} {name} was {value}, now it is {now[name]}, so that the same step gives other "
-                f"bits; {advice}"
+                f"bits; {advice}, or begin another run"
             )

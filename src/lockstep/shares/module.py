@@ -17,10 +17,17 @@ from lockstep.errors import CommunicationError, OptionError, ShareError
 from lockstep.shares.audit_plan import Audit, Evidence
 from lockstep.shares.buffers import ShareBuffers
 from lockstep.shares.early import EarlyBuckets
-from lockstep.shares.environment import check_settings, settings_of
+from lockstep.shares.environment import check_settings, precision_on, settings_of
 from lockstep.shares.gradients import ShareGradients, Values, add_values, sum_dtype
 from lockstep.shares.reduction import Exchange, Terms
-from lockstep.shares.report import Report, exchange_reports, number_of, send_failure, weights_of_all
+from lockstep.shares.report import (
+    Report,
+    check_precision,
+    exchange_reports,
+    number_of,
+    send_failure,
+    weights_of_all,
+)
 from lockstep.shares.state import ShareWorld, Step
 from lockstep.shares.tree import add_in_tree_order, add_up
 
@@ -76,6 +83,8 @@ class ShareModule:
         self._audit: Audit | None = None
         self._evidence: Evidence | None = None
         self._weights: dict[int, float] = {}
+        self._precisions: set[str] = set()
+        self._expected_precision: str | None = None
         self._take(watch.look())
         self.settings = settings_of(self.devices)
 
@@ -132,6 +141,7 @@ class ShareModule:
             self._take(self._watch.look())
             self._used_before = None
         self._gradients.check_hooks()
+        self._precisions = set()
         self._step, self._weights, self._has_told, self._early = step, {}, False, None
         self._exchange = None
         if self._collectives.world > 1:
@@ -201,6 +211,7 @@ class ShareModule:
                 self._send_rest(self._exchange, self._gradients.terms())
             report, self._has_told = self._report(step), True
             reports = exchange_reports(report, step, self._collectives)
+            self._check_precision(reports)
             if self._audit is not None and self._evidence is not None:
                 self._evidence.compare(self._audit, str(step), self._collectives)
             used = [any(column) for column in zip(*(report.used for report in reports), strict=True)]
@@ -210,6 +221,14 @@ class ShareModule:
         self._step = self._exchange = self._early = None
         self._used_before = [number for number, is_used in enumerate(used) if is_used]
         self.steps += 1
+
+    def _check_precision(self, reports: Sequence[Report]) -> None:
+        own = self.precision
+        check_precision(reports, own, self._collectives)
+        expected, self._expected_precision = self._expected_precision, None
+        if expected and own:
+            rank = self._collectives.global_rank
+            check_settings({"autocast": expected}, {"autocast": own}, rank, "when this run was saved")
 
     def _send_rest(self, exchange: Exchange, terms: Sequence[Terms]) -> None:
         """Send the buckets that have not left; without ``terms`` anything, since the step has failed."""
@@ -223,7 +242,9 @@ class ShareModule:
         used = used or [False] * len(self._gradients.parameters)
         buckets = () if self._exchange is None else self._exchange.buckets
         late = [self._early is not None and number in self._early.late for number in range(len(buckets))]
-        return Report(number_of(step, self._members.description), weights, used, self._buffers.first_change, late)
+        number, precision = number_of(step, self._members.description), self.precision
+        changed = self._buffers.first_change
+        return Report(number, weights, used, changed, number_of(precision) if precision else 0, late)
 
     def _total(self, step: Step, reports: Sequence[Report], used: Sequence[bool]) -> Values:
         if self._exchange is None:
@@ -255,6 +276,20 @@ class ShareModule:
         if self.world.is_auditing:
             return
         self._weights[share] = self._weights.get(share, 0.0) + weight
+
+    @property
+    def precision(self) -> str:
+        """In which precisions forward has run in the shares of the last step on this rank."""
+        return " and ".join(sorted(self._precisions))
+
+    def note_forward(self) -> None:
+        """A forward begins."""
+        if self._step is not None and self.world.share is not None and torch.is_grad_enabled():
+            self._precisions.update(precision_on(device.type) for device in self.devices)
+
+    def expect(self, precision: str | None, steps: int) -> None:
+        """Go on after so many steps, whose forwards have run in that precision."""
+        self._expected_precision, self.steps = precision, steps
 
     def _arrived(self, number: int) -> None:
         if self._step is None or self.world.share is None:

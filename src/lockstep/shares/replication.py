@@ -95,6 +95,8 @@ class ShareReplication(Replication):
         """Get ready if need be; move inputs to the device that was asked for."""
         if self._module is None:
             self._start_at_forward()
+        if self._module is not None and not torch.compiler.is_compiling():
+            self._module.note_forward()
         device = input_device(self.options)
         if device is not None:
             args, kwargs = move_to(args, device), move_to(kwargs, device)
@@ -156,7 +158,10 @@ class ShareReplication(Replication):
     def training_state(self) -> dict[str, Any]:
         """See :func:`lockstep.training_state_dict`."""
         module = self._started
-        return {"steps": module.steps, "shares": module.shares, "loss": module.loss, "settings": dict(module.settings)}
+        settings = dict(module.settings)
+        if module.precision:
+            settings["autocast"] = module.precision
+        return {"steps": module.steps, "shares": module.shares, "loss": module.loss, "settings": settings}
 
     def restore(self, state: dict[str, Any]) -> None:
         """See :func:`lockstep.load_training_state_dict`."""
@@ -175,7 +180,7 @@ class ShareReplication(Replication):
             )
         rank = Collectives(self.group, self.phases).global_rank
         check_settings(state["settings"], self._module.settings, rank, "when this run was saved")
-        self._module.steps = int(state["steps"])
+        self._module.expect(state["settings"].get("autocast"), int(state["steps"]))
 
 
 _WITHOUT = {

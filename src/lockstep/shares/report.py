@@ -10,7 +10,7 @@ from math import isnan
 import torch
 
 from lockstep.distributed.collectives import Collectives
-from lockstep.errors import OptionError, PeerError
+from lockstep.errors import AgreementError, OptionError, PeerError
 from lockstep.shares.state import Step
 
 
@@ -26,6 +26,8 @@ class Report:
     """Which parameters have a gradient."""
     changed_buffers: Sequence[int]
     """The first share of this rank that has changed each buffer, or -1."""
+    precision: int = 0
+    """A number that tells the precisions of forward apart; 0 if there was none."""
     late: Sequence[bool] = ()
     """For which buckets another gradient has come after they had left."""
     has_failed: bool = False
@@ -34,23 +36,23 @@ class Report:
     def to_row(self) -> list[int]:
         """As whole numbers."""
         weights = struct.unpack(f"<{len(self.weights)}q", struct.pack(f"<{len(self.weights)}d", *self.weights))
-        return [self.step, self.has_failed, *weights, *self.used, *self.changed_buffers, *self.late]
+        return [self.step, self.has_failed, self.precision, *weights, *self.used, *self.changed_buffers, *self.late]
 
     @classmethod
     def of_row(cls, row: Sequence[int], like: "Report") -> "Report":
         """What :meth:`to_row` gave, of a rank whose report has as many entries as ``like``."""
         entries = iter(row)
-        step, has_failed = next(entries), bool(next(entries))
+        step, has_failed, precision = next(entries), bool(next(entries)), next(entries)
         bits = struct.pack(f"<{len(like.weights)}q", *islice(entries, len(like.weights)))
         weights = struct.unpack(f"<{len(like.weights)}d", bits)
         used = [bool(each) for each in islice(entries, len(like.used))]
         changed = list(islice(entries, len(like.changed_buffers)))
-        return cls(step, weights, used, changed, [bool(each) for each in entries], has_failed)
+        return cls(step, weights, used, changed, precision, [bool(each) for each in entries], has_failed)
 
 
-def number_of(step: Step, description: str) -> int:
-    """A number for a step of a module, which is another one for any other."""
-    digest = hashlib.blake2b(f"{step!r}\n{description}".encode(), digest_size=8).digest()
+def number_of(*parts: object) -> int:
+    """A number that is another one for other parts."""
+    digest = hashlib.blake2b("\n".join(map(repr, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
 
 
@@ -82,6 +84,17 @@ def exchange_reports(report: Report, step: Step, collectives: Collectives) -> li
                 "state_dict, and change modules on all ranks alike"
             )
     return reports
+
+
+def check_precision(reports: Sequence[Report], own: str, collectives: Collectives) -> None:
+    """Raise :class:`AgreementError`, on every rank, if forward has run in another precision on some rank."""
+    given = [(r.precision, rank) for r, rank in zip(reports, collectives.global_ranks, strict=True) if r.precision]
+    for number, rank in given:
+        if number != given[0][0]:
+            raise AgreementError(
+                f"ranks differ in autocast: forward has not run in the same precisions on rank {rank} as on rank "
+                f"{given[0][1]} (on rank {collectives.global_rank}: {own or 'there was none'}); make it the same on all"
+            )
 
 
 def weights_of_all(reports: Sequence[Report]) -> list[float] | None:
