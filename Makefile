@@ -1,4 +1,5 @@
 PYTHON ?= python3
+PROCESSES ?= 2
 BIN := .venv/bin
 READY := .venv/.installed
 
@@ -13,8 +14,8 @@ PYTEST := -m pytest -m "not soak" -n 2
 
 .PHONY: train test test-matrix test-clients check format docs bench soak dist clean
 
-train: $(READY)  ## the main job: a network on real handwritten digits, in two processes of torchrun
-	$(BIN)/python examples/launch.py --nproc-per-node 2 examples/digits.py $(ARGS)
+train: $(READY)  ## the main job: a network on real handwritten digits, in two processes of torchrun (PROCESSES=2)
+	$(BIN)/python examples/launch.py --nproc-per-node $(PROCESSES) examples/digits.py $(ARGS)
 
 test: $(READY)
 	$(BIN)/python $(PYTEST) $(ARGS)

@@ -26,6 +26,8 @@ class Settings:
     lr: float
     seed: int
     replicas: int
+    """Any number, written as 0, if there are shares."""
+    shares: int
 
 
 @dataclass

@@ -5,7 +5,8 @@
 
 The 1,797 images come with scikit-learn, so nothing is downloaded. Ctrl-C stops the run, and `--resume`
 goes on with it, to the very weights that it would have reached unstopped: the order of the images depends
-on the seed and the epoch alone, and the checkpoint holds all the rest.
+on the seed and the epoch alone, and the checkpoint holds all the rest. With `--shares 8` the weights do not depend
+on the number of processes either, up to eight, and a run may go on with another number.
 
 Three lines make the training data-parallel, and `runner.py` has them for both ways: one that takes the model (called
 in `carry_out`), one in place of forward, loss and backward (in `train_step`), and one in place of `model(...)` (in
@@ -17,20 +18,22 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from types import FrameType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from torch.utils.data import TensorDataset
 
 import checkpoint
+import lockstep
 from checkpoint import Settings, Training
 from options import make_parser, resuming
 from progress import Progress, Status
@@ -88,10 +91,10 @@ def make_model(width: int = 48) -> nn.Module:
     )
 
 
-def train_step(runner: Threads | Ranks, training: Training, batch: Data) -> tuple[float, list[Span]]:
+def train_step(runner: Threads | Ranks, training: Training, batch: Any) -> tuple[float, list[Span]]:
     """One step of all replicas together: the mean loss, and who did what when."""
     training.optimizer.zero_grad()
-    loss, timeline = runner.backward(batch.images, batch.labels)
+    loss, timeline = runner.backward(batch)
     training.optimizer.step()
     training.scheduler.step()
     return loss, timeline
@@ -154,13 +157,11 @@ class Run:
     def _train_epoch(self) -> None:
         """The steps that are left of this epoch, then its validation."""
         training, history, settings = self.training, self.training.history, self.settings
-        batches = epoch_batches(len(self.data.images), settings.batch_size, settings.seed, training.epoch)
         timelines, speed, begin = [], 0.0, time.perf_counter()
-        for done, rows in enumerate(batches[training.step :], start=1):
+        for done, batch in enumerate(self._batches(), start=1):
             self.stopped_by = self.runner.agree(self.stop.signal)  # all replicas stop before the same step
             if self.stopped_by:
                 return
-            batch = Data(self.data.images[rows], self.data.labels[rows])
             loss, timeline = train_step(self.runner, training, batch)
             training.step += 1
             history.losses.append(loss)
@@ -173,6 +174,17 @@ class Run:
         history.timeline = median_step(self.runner.complete(timelines))
         self.progress.after_epoch(self._status(speed))
         training.epoch, training.step = training.epoch + 1, 0
+
+    def _batches(self) -> Iterable[Any]:
+        """What is left of this epoch: whole batches, or batches that each process goes through share by share."""
+        settings, epoch, step = self.settings, self.training.epoch, self.training.step
+        if settings.shares:
+            rows = TensorDataset(*self.data)
+            batches = lockstep.GlobalBatches(rows, settings.batch_size, settings.shares, settings.seed)
+            batches.load_state_dict({"epoch": epoch, "batch": step})
+            return batches
+        order = epoch_batches(len(self.data.images), settings.batch_size, settings.seed, epoch)
+        return (Data(self.data.images[rows], self.data.labels[rows]) for rows in order[step:])
 
     def _status(self, images_per_second: float) -> Status:
         """Where the epoch under way stands; its loss is the mean of its steps."""
@@ -192,7 +204,8 @@ def prepare(options: argparse.Namespace, runner: Threads | Ranks, stop: StopRequ
     if options.batch_size > len(data.images):
         raise ValueError(f"--batch-size is at most {len(data.images)}, the number of training images")
     device = runner.place(options)
-    settings = Settings(options.epochs, options.batch_size, options.lr, options.seed, runner.replicas)
+    replicas, shares = (0, options.shares) if options.shares else (runner.replicas, 0)
+    settings = Settings(options.epochs, options.batch_size, options.lr, options.seed, replicas, shares)
     torch.manual_seed(settings.seed)
     torch.set_num_threads(1)  # a network so small is not split further: one thread is enough for each replica
     model = make_model().to(device)
@@ -236,6 +249,8 @@ def carry_out(arguments: Sequence[str], runner: Threads | Ranks, stop: StopReque
     accuracy, seconds = training.history.accuracies[-1], time.perf_counter() - begin
     print(f"validation accuracy {accuracy:.2%} after {seconds:.1f} s")
     print(f"wrote {run.checkpoint} and {run.report}")
+    if options.shares:
+        print(f"fingerprint {lockstep.fingerprint(training.model, training.optimizer)}")
     return 0
 
 

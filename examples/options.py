@@ -29,6 +29,7 @@ def make_parser() -> Parser:
     parser.add_argument("--batch-size", type=positive_int, default=96, help="rows of all replicas together")
     parser.add_argument("--lr", type=positive_float, default=3e-3, help="highest learning rate of the cycle")
     parser.add_argument("--seed", type=seed, default=0, help="for the first weights and the order of images")
+    parser.add_argument("--shares", type=positive_int, help="of a batch: the same bits on up to as many processes")
     parser.add_argument("--devices", type=devices, default=default_devices(), help="one replica on each")
     parser.add_argument("--out", type=Path, default=Path("runs/digits"), help="folder for what is written")
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in that folder")

@@ -30,6 +30,8 @@ class Threads:
 
     def place(self, options: Namespace) -> str:
         """The device on which the model is made."""
+        if options.shares:
+            raise ValueError("--shares is for processes: start it by torchrun, one process is enough")
         self.devices, self.replicas = options.devices, len(options.devices)
         return options.devices[0]
 
@@ -37,8 +39,9 @@ class Threads:
         """Train this model from now on."""
         self.dp = lockstep.DataParallel(model, device_ids=self.devices)
 
-    def backward(self, images: Tensor, labels: Tensor) -> tuple[float, list[Span]]:
+    def backward(self, batch: Any) -> tuple[float, list[Span]]:
         """The mean loss, whose gradients are left on the model, and who did what when."""
+        images, labels = batch
         with self.dp.timeline() as events:
             loss = self.dp.step(cross_entropy, images, labels)
         return loss.item(), [(event.phase, event.replica, event.start, event.end) for event in events]
@@ -82,6 +85,9 @@ class Ranks:
             raise ValueError(f"--devices names {len(options.devices)}, but {here} processes need one each")
         if options.batch_size < self.replicas:
             raise ValueError(f"--batch-size is at least {self.replicas}, the number of processes")
+        self.shares = options.shares
+        if self.shares and not self.replicas <= self.shares <= options.batch_size:
+            raise ValueError(f"--shares is from {self.replicas}, the number of processes, to --batch-size")
         self.device = torch.device(options.devices[int(os.environ["LOCAL_RANK"])])
         if self.device.index is not None:
             torch.accelerator.set_device_index(self.device.index)
@@ -89,11 +95,13 @@ class Ranks:
 
     def replicate(self, model: nn.Module) -> None:
         """Train this model from now on, like those of the other processes."""
-        self.model = lockstep.replicate(model)
+        self.model = lockstep.replicate(model, shares=self.shares)
 
-    def backward(self, images: Tensor, labels: Tensor) -> tuple[float, list[Span]]:
+    def backward(self, batch: Any) -> tuple[float, list[Span]]:
         """The mean loss, whose gradients are left on the model, and what this process did when."""
-        images, labels = self._share(images), self._share(labels)
+        if self.shares:
+            return self._backward_of_shares(batch)
+        images, labels = map(self._share, batch)
         times = [time.perf_counter()]
         outputs = self.model(images)
         times.append(time.perf_counter())
@@ -102,9 +110,26 @@ class Ranks:
         with lockstep.accumulate(self.model, weight=len(labels)):  # one share may have a row more: all rows count alike
             loss.backward()
         times.append(time.perf_counter())
-        sums = torch.tensor([loss.item(), len(labels)], dtype=torch.float64)
+        return self._mean(loss.item(), len(labels)), spans(self.rank, ("forward", "loss", "backward"), times)
+
+    def _backward_of_shares(self, batch: Any) -> tuple[float, list[Span]]:
+        """The same for the shares of this process: when the loop is over, the gradients of all are there."""
+        total, rows, times = 0.0, 0, [time.perf_counter()]
+        for images, labels in batch:
+            outputs = self.model(images.to(self.device))
+            times.append(time.perf_counter())
+            loss = cross_entropy(outputs, labels.to(self.device), reduction="sum")
+            times.append(time.perf_counter())
+            loss.backward()
+            times.append(time.perf_counter())
+            total, rows = total + loss.item(), rows + len(labels)
+        return self._mean(total, rows), spans(self.rank, ("forward", "loss", "backward") * len(batch), times)
+
+    def _mean(self, total: float, rows: int) -> float:
+        """The mean over the rows of all processes."""
+        sums = torch.tensor([total, rows], dtype=torch.float64)
         dist.all_reduce(sums)
-        return (sums[0] / sums[1]).item(), spans(self.rank, ("forward", "loss", "backward"), times)
+        return (sums[0] / sums[1]).item()
 
     def predict(self, images: Tensor) -> Tensor:
         """The model's outputs for all rows, without gradients: each process computes its share, all get the whole."""

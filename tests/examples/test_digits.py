@@ -415,3 +415,21 @@ def test_the_launcher_names_the_process_that_failed_unless_it_has_told_why(statu
     script = tmp_path / "fails.py"
     script.write_text(f"import os, sys, signal\nif os.environ['RANK'] == '1': sys.exit({status})\nsignal.pause()\n")
     assert run(*TORCHRUN, str(script), status=status) == ("", told)
+
+
+def test_with_shares_the_number_of_processes_changes_nothing(tmp_path):
+    options = ("--shares", "3", "--epochs", "1", "--batch-size", "479", "--out")
+    prints = set()
+    for world in (2, 3):
+        ((first, *others),) = run_in_ranks(world, "digits", [*options, str(tmp_path / str(world))])
+        assert first[0] == 0, first[2]
+        assert not any(output for _, output, _ in others)
+        prints |= set(re.findall(r"^fingerprint (\w{64})$", first[1], re.M))
+    assert len(prints) == 1
+
+
+def test_shares_need_processes_and_enough_of_them(tmp_path):
+    _, error = run(DIGITS, "--shares", "3", "--out", str(tmp_path), status=2)
+    assert "--shares is for processes" in error
+    ((_, _, told), _), *_ = run_in_ranks(2, "digits", ["--shares", "1", "--out", str(tmp_path)])
+    assert "--shares is from 2" in told
