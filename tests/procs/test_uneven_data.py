@@ -1,0 +1,48 @@
+"""Uneven data, batches that are left out and values that are compared, where ranks are processes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.join import Join
+
+import lockstep
+from processes import run_processes
+from training_loops import WHERE, Plan, alone, train
+
+PLANS = {
+    "streams": Plan((3, 1), known=False, wrapped=True),
+    "left out": Plan((3, 2), window=2, weighted=True, bad=((0, 1, 0, WHERE[0]), (0, 0, 2, WHERE[2]))),
+    "left out by hand": Plan((2, 2), modules=2, context=False, bad=((0, 1, 0, WHERE[2]), (1, 0, 1, WHERE[1]))),
+}
+
+
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
+@pytest.mark.parametrize("name", PLANS)
+def test_processes_train_as_one_would(name, backend):
+    wanted = alone(PLANS[name])
+    for found in run_processes(2, train, PLANS[name], None, backend=backend):
+        assert found["steps"] == wanted["steps"]
+        torch.testing.assert_close(found["values"], wanted["values"], rtol=1e-9, atol=1e-12)
+
+
+def joins(rank):
+    """A rank that has run out in `join` has not looked at buffers: it is not compared with those that have."""
+    net = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
+    model = lockstep.DistributedDataParallel(net, process_group=dist.group.WORLD)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    lockstep.check_in_sync(model, every=1)
+    with Join([model]):
+        for _ in range(2 + 2 * rank.rank):
+            optimizer.zero_grad()
+            model(torch.randn(4, 2)).sum().backward()
+            optimizer.step()
+    optimizer.zero_grad()
+    model(torch.randn(4, 2)).sum().backward()
+    return True
+
+
+def test_values_that_join_makes_equal_at_its_end_only():
+    assert run_processes(2, joins) == [True, True]
