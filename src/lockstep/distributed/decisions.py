@@ -83,7 +83,9 @@ class Decisions:
         decided to leave out the batch."""
         if not (self.batch or self._requests or self._skips_next or self._ends or idle or skips):
             return 0
-        stops = bool(self._requests) and any(asks() for asks in self._requests)
+        if not (idle or skips or self._skips_next or self._ends or self._requests):
+            return 16 * batch_code(self.batch)
+        stops = any(asks() for asks in self._requests)
         return LoopStatus(self.batch, stops, skips or self._skips_next, idle, self._ends).encode()
 
     def stop_when(self, request: Callable[[], object]) -> None:
