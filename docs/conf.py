@@ -32,3 +32,4 @@ autodoc_member_order = "bysource"
 autodoc_inherit_docstrings = False
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
+napoleon_custom_sections = ["Returns"]  # sentences: what is before a colon is no type

@@ -36,6 +36,11 @@ def test_pictures_are_as_they_are_drawn():
         assert (DOCS / name).read_text() == draw(), "run docs/pictures/draw.py"
 
 
+def test_the_chart_shows_what_was_measured():
+    chart = load(ROOT / "benchmarks" / "chart.py")
+    assert chart.PICTURE.read_text() == chart.draw(), "run benchmarks/chart.py"
+
+
 def commands() -> list[str]:
     """What readers are told to type: lines of blocks of commands, after the prompt or at the beginning."""
     blocks = [

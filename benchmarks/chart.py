@@ -1,0 +1,95 @@
+"""Draws docs/ratios.svg from the ratios in benchmarks/results: ``python benchmarks/chart.py``."""
+
+import re
+from collections.abc import Iterator
+from html import escape
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+PICTURE = ROOT / "docs" / "ratios.svg"
+INK, GOOD, BAD, LINE = "#123", "#5b8def", "#f2a65a", "#889"
+
+# (what a group of bars shows, the file, by bar: its label and the name of the ratio in the file)
+GROUPS = [
+    (
+        "A training step, lockstep / DistributedDataParallel: Gloo, two ranks",
+        "cpu-2-cores-distributed.txt",
+        [
+            ("400 small tensors", "many small, two ranks: step, ours / torch"),
+            ("25 M parameters in three layers", "wide, two ranks: step, ours / torch"),
+            ("6-layer encoder", "encoder, two ranks: step, ours / torch"),
+            ("53-layer conv-BN, with buffers", "conv-BN, two ranks: step, ours / torch"),
+            ("a third of the parameters unused", "unused, two ranks: step, ours / torch"),
+        ],
+    ),
+    (
+        "All-reduce, shm / Gloo: two ranks",
+        "cpu-2-cores-shm.txt",
+        [
+            ("4 KB", "4 KB: shm / gloo"),
+            ("1 MB", "1 MB: shm / gloo"),
+            ("64 MB", "64 MB: shm / gloo"),
+            ("64 MB, where gradients lie", "64 MB: shm, in place / gloo"),
+        ],
+    ),
+    (
+        "Preparing two replicas in one process, lockstep / torch.nn.parallel.replicate",
+        "cpu-2-cores.txt",
+        [
+            ("24-layer encoder", "training, encoder, 24 layers, 768 wide, 2 replicas, ours / rebuilt"),
+            ("30 residual blocks", "training, residual, 30 blocks, 2 replicas, ours / rebuilt"),
+        ],
+    ),
+]
+LEFT, WIDTH, HEIGHT, MOST = 260, 560, 24, 1.25
+
+
+def read(file: str, name: str) -> float:
+    """A ratio from a file of results; a name that is not there is an error."""
+    found = re.search(rf"^ratio  {re.escape(name)}: ([\d.]+)", (RESULTS / file).read_text(), re.MULTILINE)
+    assert found, f"{file} has no ratio {name!r}"
+    return float(found[1])
+
+
+def draw() -> str:
+    """The picture: bars that end left of the line took less time than PyTorch's way."""
+    rows = sum(len(bars) for _, _, bars in GROUPS)
+    bottom = 58 + rows * HEIGHT + len(GROUPS) * 36
+    one = LEFT + WIDTH / MOST
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 900 {bottom + 34}" font-size="13" fill="{INK}" '
+            'font-family="Helvetica, Arial, sans-serif" role="img" aria-label="Ratios of times: ours to PyTorch\'s">',
+            f'<rect width="900" height="{bottom + 34}" fill="#fff"/>',
+            '<text x="20" y="28" font-size="16" font-weight="bold">Time, ours / PyTorch\'s (less is better)</text>',
+            f'<line x1="{one}" y1="44" x2="{one}" y2="{bottom}" stroke="{LINE}" stroke-dasharray="5 4"/>',
+            *_groups(),
+            f'<text x="{one}" y="{bottom + 18}" text-anchor="middle">1: as long as PyTorch\'s</text>',
+            "</svg>\n",
+        ]
+    )
+
+
+def _groups() -> Iterator[str]:
+    y = 44.0
+    for title, file, bars in GROUPS:
+        y += 26
+        yield f'<text x="20" y="{y}" font-weight="bold">{escape(title)}</text>'
+        y += 10
+        for label, name in bars:
+            yield from _bar(y, label, read(file, name))
+            y += HEIGHT
+
+
+def _bar(y: float, label: str, ratio: float) -> Iterator[str]:
+    width = min(ratio, MOST) / MOST * WIDTH
+    yield f'<text x="{LEFT - 10}" y="{y + 15}" text-anchor="end">{escape(label)}</text>'
+    colour = GOOD if ratio <= 1 else BAD
+    yield f'<rect x="{LEFT}" y="{y + 3}" width="{width:.1f}" height="{HEIGHT - 7}" rx="2" fill="{colour}"/>'
+    ground = 'paint-order="stroke" stroke="#fff" stroke-width="4"'
+    yield f'<text x="{LEFT + width + 8:.1f}" y="{y + 16}" {ground}>{ratio:.2f}</text>'
+
+
+if __name__ == "__main__":
+    PICTURE.write_text(draw())
