@@ -56,6 +56,7 @@ def random_plan(seed: int) -> Plan:
     epochs, modules = 2, numbers.choice([1, 1, 2])
     batches = [(e, r, b) for e in range(epochs) for r in range(world) for b in range(lengths[r])]
     bad = numbers.sample(batches, numbers.choice([0, 0, 1, 2, 3]))
+    stops = not bad and numbers.random() < 0.4  # one that a failed backward keeps from being told is told a step later
     return Plan(
         lengths,
         known=numbers.random() < 0.6,
@@ -67,9 +68,7 @@ def random_plan(seed: int) -> Plan:
         hosts=numbers.choice(["", "a" * world]),
         context=numbers.random() < 0.5,
         bad=tuple((*each, numbers.choice(WHERE)) for each in bad),
-        stop=(numbers.randrange(epochs), numbers.randrange(world), numbers.randrange(6))
-        if numbers.random() < 0.2
-        else None,
+        stop=(numbers.randrange(epochs), numbers.randrange(world), numbers.randrange(6)) if stops else None,
         zeros=numbers.random() < 0.2,
     )
 
@@ -217,7 +216,8 @@ def alone(plan: Plan) -> dict[str, Any]:
                 optimizer.step()
                 scheduler.step()
                 steps += 1
-            if plan.stop is not None and plan.stop[0] == epoch and plan.stop[2] in turns:
+            gone_through = turns if plan.known else range(begin, begin + plan.window)
+            if plan.stop is not None and plan.stop[0] == epoch and plan.stop[2] in gone_through:
                 stopped = True
             if stopped:
                 break

@@ -167,11 +167,11 @@ class Decisions:
 
     def note_failure(self) -> None:
         """All ranks know that the round of this batch has failed."""
-        self._failed = True
+        self._failed, self._skips_next = True, False
 
     def note_skipped(self) -> None:
         """All ranks know that this batch is left out."""
-        self._skips, self._failed = True, False
+        self._skips, self._failed, self._skips_next = True, False, False
 
     def round_ended(self) -> None:
         """A backward that synchronises is over."""
