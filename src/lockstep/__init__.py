@@ -23,6 +23,7 @@ from lockstep.distributed.loop import stop_when as stop_when
 from lockstep.distributed.mean import mean_over_ranks as mean_over_ranks
 from lockstep.distributed.metrics import mean as mean
 from lockstep.distributed.replicate import replicate as replicate
+from lockstep.distributed.statistics import TrainingStatistics as TrainingStatistics
 from lockstep.distributed.statistics import statistics as statistics
 from lockstep.distributed.uneven import Batches as Batches
 from lockstep.distributed.uneven import batches as batches
@@ -54,6 +55,7 @@ __all__ = [
     "Session",
     "Statistics",
     "SyncBatchNorm",
+    "TrainingStatistics",
     "__version__",
     "accumulate",
     "agree",

@@ -83,6 +83,10 @@ PUBLIC = {
         class Statistics(calls=<factory>, seconds=<factory>)
         class SyncBatchNorm(*args, **kwargs)
             .forward(input)
+        class TrainingStatistics(calls=<factory>, seconds=<factory>, rounds=0, bytes_reduced=0, exposed_seconds=0.0, hidden_seconds=0.0, unused=<factory>, plan_changes=<factory>, waited=<factory>)
+            .as_dict()
+            .as_json()
+            .late_rank
         accumulate(module, last=True, weight=None)
         agree(flag, group=None)
         audit(model, every=100)
@@ -106,7 +110,7 @@ PUBLIC = {
         skip_batch(*modules, group=None)
         skip_on(*errors, modules=(), group=None)
         skipped(*modules, group=None)
-        statistics(module)
+        statistics(module, *, all_ranks=False)
         stop_when(request, group=None)
         training_state_dict(module)
         watch(group=None, store=None, *, stall_factor=20.0, stall_minimum=60.0)
@@ -169,7 +173,7 @@ PUBLIC = {
         skip_batch(*modules, group=None)
         skip_on(*errors, modules=(), group=None)
         skipped(*modules, group=None)
-        statistics(module)
+        statistics(module, *, all_ranks=False)
         stop_when(request, group=None)
         training_state_dict(module)
     """,  # noqa: E501

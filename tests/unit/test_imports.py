@@ -21,7 +21,17 @@ ROOMS = [
     "lockstep.session",
     "lockstep.cli",
 ]
-FOUNDATION = {"agreement", "buffers", "collectives", "decisions", "digests", "dtensors", "one_by_one", "values"}
+FOUNDATION = {
+    "agreement",
+    "buffers",
+    "collectives",
+    "decisions",
+    "digests",
+    "dtensors",
+    "one_by_one",
+    "traffic",
+    "values",
+}
 """Files of ``lockstep.distributed`` that ``lockstep.distributed.reduction`` rests on."""
 FACES = {"replicate"}
 """Files of ``lockstep.distributed`` that rest on ``lockstep.shares``."""

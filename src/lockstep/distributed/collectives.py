@@ -19,6 +19,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions
 
 from lockstep.buckets import TensorSpec, plan_buckets
+from lockstep.distributed.traffic import Traffic
 from lockstep.errors import AgreementError, CommunicationError, OptionError, PeerFailure
 from lockstep.failures.channel import FailureChannel, channel_of, watched_groups
 from lockstep.phases import Phases
@@ -120,7 +121,7 @@ class Collectives:
     """What one owner sends over one group; ``phases`` counts it as ``collective`` and times the waiting as ``wait``."""
 
     def __init__(self, group: Group, phases: Phases) -> None:
-        self.group, self.phases = group, phases
+        self.group, self.phases, self.traffic = group, phases, Traffic()
         self.rank: int = group.rank()
         self.world: int = group.size()
         self.global_ranks = global_ranks(group)
@@ -223,6 +224,7 @@ class Collectives:
         ``wait_follows``: it is waited for at once, so no other thread has to see to it until then.
         """
         options = self._waited_for if wait_follows else self._begin_only
+        self.traffic.reduces(tensor.nbytes)
         with self.phases.phase("collective", f"all_reduce, {what}"):
             if self._shm is not None:  # multiplies on the way
                 return self._begin(what, self._shm.allreduce, [tensor], options, factor=factor)

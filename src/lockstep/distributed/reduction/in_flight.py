@@ -1,6 +1,7 @@
 """What a round has sent, and not waited for yet: collectives, and communication hooks that are at work."""
 
 import logging
+import time
 from collections.abc import Callable
 
 import torch
@@ -18,11 +19,14 @@ class InFlight:
     def __init__(self, number: int, setup: Setup) -> None:
         self._number, self._setup, self._collectives = number, setup, setup.collectives
         self._pending: list[Waitable] = []
+        self._begun = 0.0  # when the first collective has begun
         self._last = len(setup.buckets.in_order) - 1
         self._divide_factor = setup.gradient_divide_factor
 
     def all_reduce(self, tensor: Tensor, what: str, factor: float = 1.0, *, wait_follows: bool = False) -> None:
         """Begin to sum a tensor; ``wait_follows``: nothing else is sent."""
+        if not self._pending:
+            self._begun = time.perf_counter()
         what = f"{what}, round {self._number}"
         self._pending.append(self._collectives.all_reduce(tensor, what, factor, wait_follows=wait_follows))
 
@@ -58,6 +62,8 @@ class InFlight:
 
     def wait(self) -> None:
         """Return when all has arrived."""
+        if self._begun:
+            self._collectives.traffic.was_hidden(time.perf_counter() - self._begun)
         with self._collectives.phases.phase("wait"):
             for pending in self._pending:
                 pending.wait()

@@ -4,6 +4,7 @@ Whatever changes here changes on every rank in the same round: because all have 
 compared what they have.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 import torch
@@ -44,6 +45,8 @@ class Setup:
         self.watch: ValueWatch | None = None
         """What compares values in every N-th round, if anything does."""
         self._before_next_round: list[Callable[[], object]] = []
+        self.plan_changes: Counter[str] = Counter()
+        """Why buckets were made anew, and how often."""
         self._plan_anew()
 
     @property
@@ -91,7 +94,10 @@ class Setup:
             told = torch.tensor(self.plan.observed_order, dtype=torch.int64, device=self.collectives.device)
             self.collectives.broadcast(told, "order of gradients").wait()
             self.plan.rebuild(index for index in told.tolist() if report.uses(index))
-        elif not self.plan.adapt(report.late):
+            self.plan_changes["the order of gradients is known"] += 1
+        elif self.plan.adapt(report.late):
+            self.plan_changes["gradients came that no bucket waited for"] += 1
+        else:
             return
         self._make_buckets()
 
@@ -179,6 +185,7 @@ class Setup:
         is_new = self.members.take_over()
         if is_new:
             self._plan_anew()
+            self.plan_changes["the module has changed"] += 1
         self.buffers.renew()
         self._make_buckets()
         return before if is_new else None
