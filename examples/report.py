@@ -113,7 +113,7 @@ def draw_each_epoch(axes: Axes, values: Sequence[float], colour: str, **options:
 
 
 def draw_timeline(axes: Axes, timeline: Sequence[Span]) -> None:
-    """One row for the caller and one for each replica; time runs to the right."""
+    """One row for the caller and one for each replica, or one for each process; time runs to the right."""
     begin = min(start for _, _, start, _ in timeline)
     length = duration(timeline)
     spans = innermost(timeline)
@@ -126,7 +126,8 @@ def draw_timeline(axes: Axes, timeline: Sequence[Span]) -> None:
             if end - start > NAMED_SHARE * duration(timeline):
                 middle = (span[0] + span[1] / 2, row)
                 axes.annotate(f"{span[1]:.1f} ms", middle, ha="center", va="center", color="white")
-    axes.set_yticks(range(len(replicas)), [row_name(replica) for replica in replicas])
+    kind = "replica" if None in replicas else "process"  # processes have no caller beside them
+    axes.set_yticks(range(len(replicas)), [row_name(replica, kind) for replica in replicas])
     axes.set_ylim(len(replicas) - 0.5, -0.5)
     axes.set_xlim(0, 1000 * length)
     axes.set_xlabel("milliseconds")
@@ -174,5 +175,5 @@ def colour_of(phase: str) -> str:
     return PHASE_COLOURS.get(phase, OTHER_PHASE)
 
 
-def row_name(replica: int | None) -> str:
-    return "caller" if replica is None else f"replica {replica}"
+def row_name(replica: int | None, kind: str) -> str:
+    return "caller" if replica is None else f"{kind} {replica}"
