@@ -58,13 +58,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--worlds", type=int, nargs="*", default=[1, 2, 3, 4, 8])
+    parser.add_argument("--ways", nargs="*", default=["gloo", "shm", "threads"])
     args = parser.parse_args()
     torch.set_num_threads(1)
     print(__doc__)
     print(machine(), f"\n{args.steps} steps\n", flush=True)
     found: list[set[str]] = [set() for _ in CELLS]
     for world in args.worlds:
-        for way in ("gloo", "shm", "threads"):
+        for way in args.ways:
             start = time.perf_counter()
             if way == "threads":
                 rows = run_ranks(world, cells_on, args.steps, timeout=7200, group_timeout=1800)

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import get_worker_info
+from torch.utils.data import TensorDataset, get_worker_info
 
 from lockstep.seeds import derive_seed
 
@@ -37,6 +37,7 @@ class SeededSamples:
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
+        self._draws = type(dataset) is not TensorDataset  # which only indexes; seeding takes longer than that
 
     def __getitems__(self, keys: Sequence[ShareKey]) -> _Loaded:
         (key,) = keys
@@ -47,7 +48,8 @@ class SeededSamples:
             return _Loaded(key, [self._load(key, sample) for sample in key.samples])
 
     def _load(self, key: ShareKey, sample: int) -> Any:
-        _seed_all(derive_seed(key.seed, "sample", key.epoch, sample))
+        if self._draws:
+            _seed_all(derive_seed(key.seed, "sample", key.epoch, sample))
         return self._dataset[sample]
 
     def __len__(self) -> int:

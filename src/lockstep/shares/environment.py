@@ -1,11 +1,15 @@
 """What bits depend on beside the program: settings that must be the same on all ranks, and when a run goes on."""
 
+import os
 from collections.abc import Iterable, Mapping
 
 import torch
 
 from lockstep.distributed.agreement import Line
 from lockstep.errors import AgreementError
+
+_LIBRARIES = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS")
+"""Variables of the environment by which other kernels are chosen."""
 
 _ADVICE = {
     "intra-op threads": "torch.set_num_threads({}), or OMP_NUM_THREADS={} in the environment",
@@ -29,6 +33,8 @@ def settings_of(devices: Iterable[torch.device]) -> dict[str, str]:
         "vector instructions": torch.backends.cpu.get_cpu_capability(),
         "device": ", ".join(sorted({_name_of(device) for device in devices})),
     }
+    variables = [f"{name}={os.environ[name]}" for name in _LIBRARIES if name in os.environ]
+    settings["oneDNN and MKL"] = ", ".join([f"oneDNN {'on' if torch.backends.mkldnn.enabled else 'off'}", *variables])
     if torch.backends.cudnn.is_available():
         cudnn = torch.backends.cudnn
         settings["cuDNN"] = f"deterministic {cudnn.deterministic}, benchmark {cudnn.benchmark}"
