@@ -9,7 +9,6 @@ however the batch is shared out. Only the last micro-batch of a step communicate
 """
 
 import argparse
-import os
 import signal
 import sys
 import sysconfig
@@ -25,8 +24,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.nn.utils.rnn import pad_sequence
 
 import lockstep
-from group import process_group
-from options import Parser, default_devices, positive_float, positive_int, seed
+from options import Parser, positive_float, positive_int, seed
 
 SOURCES = ("argparse", "enum", "functools", "heapq", "pickle", "random", "statistics", "subprocess")
 ALPHABET = "\n" + "".join(map(chr, range(32, 127)))  # anything else counts as its last one
@@ -144,12 +142,9 @@ def make_parser() -> Parser:
     return parser
 
 
-def train(options: argparse.Namespace) -> None:
+def train(options: argparse.Namespace, run: lockstep.Session) -> None:
     """Print the loss as it falls, and at the end what the model has learnt to write."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    device = torch.device(default_devices().split(",")[int(os.environ.get("LOCAL_RANK", 0))])
-    if device.index is not None:
-        torch.accelerator.set_device_index(device.index)
+    rank, world, device = run.rank, run.world_size, run.device
     torch.set_num_threads(1)  # matrices so small are not split further
     passages = load_passages()
     torch.manual_seed(options.seed)
@@ -161,7 +156,7 @@ def train(options: argparse.Namespace) -> None:
     if rank == 0:
         characters = sum(map(len, passages))
         print(f"{characters:,} characters in {len(passages):,} passages; ranks: {world}, on {device.type}")
-    for step in range(1, options.steps + 1):
+    for step in run.batches(range(1, options.steps + 1)):
         batch = torch.randint(len(passages), (options.batch_size,), generator=order).tolist()
         share = [passages[index] for index in batch[rank::world]]
         optimizer.zero_grad()
@@ -183,17 +178,17 @@ def train(options: argparse.Namespace) -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    with process_group():
+    with lockstep.session() as run:
         parser = make_parser()
         try:
             options = parser.parse_args(arguments)
             if options.quick:
                 options.steps, options.batch_size, options.micro_batch_size = 20, 16, 3
-            if options.batch_size < dist.get_world_size():
-                raise ValueError(f"--batch-size is at least {dist.get_world_size()}, the number of processes")
+            if options.batch_size < run.world_size:
+                raise ValueError(f"--batch-size is at least {run.world_size}, the number of processes")
         except ValueError as error:
-            parser.exit(2, f"{parser.prog}: error: {error}\n" if dist.get_rank() == 0 else None)
-        train(options)
+            parser.exit(2, f"{parser.prog}: error: {error}\n" if run.is_main else None)
+        train(options, run)
     return 0
 
 

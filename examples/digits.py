@@ -184,7 +184,7 @@ class Run:
             batches.load_state_dict({"epoch": epoch, "batch": step})
             return batches
         order = epoch_batches(len(self.data.images), settings.batch_size, settings.seed, epoch)
-        return (Data(self.data.images[rows], self.data.labels[rows]) for rows in order[step:])
+        return self.runner.batches([Data(self.data.images[rows], self.data.labels[rows]) for rows in order[step:]])
 
     def _status(self, images_per_second: float) -> Status:
         """Where the epoch under way stands; its loss is the mean of its steps."""

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import lockstep
-from group import process_group
 from report import Span
 
 
@@ -27,6 +26,7 @@ class Threads:
     """One process: each replica is a thread, on a device of its own or on a core."""
 
     name, speaks = "replicas", True
+    batches = staticmethod(iter)
 
     def place(self, options: Namespace) -> str:
         """The device on which the model is made."""
@@ -73,9 +73,9 @@ class Ranks:
 
     name = "processes"
 
-    def __init__(self) -> None:
-        self.rank, self.replicas = dist.get_rank(), dist.get_world_size()
-        self.speaks = self.rank == 0
+    def __init__(self, run: lockstep.Session) -> None:
+        self.rank, self.replicas, self.speaks = run.rank, run.world_size, run.is_main
+        self.batches = run.batches  # counts steps, so that messages about a process that fails can name its step
         self.model: nn.Module | None = None
 
     def place(self, options: Namespace) -> str:
@@ -179,8 +179,8 @@ def running() -> Iterator[Threads | Ranks]:
     if "RANK" not in os.environ:
         yield Threads()
         return
-    with process_group():
-        runner = Ranks()
+    with lockstep.session() as run:
+        runner = Ranks(run)
         yield runner
         runner.agree(0)  # torchrun ends all processes with the first that was stopped: wait for the one that writes
         runner.model = None

@@ -55,7 +55,7 @@ def test_the_gradient_is_the_mean_over_all_characters_of_all_processes():
         patch.setattr(sys, "path", [str(EXAMPLES), *sys.path])
         before = set(sys.modules)
         characters = importlib.import_module("characters")
-    for name in ("characters", "options", "group"):
+    for name in ("characters", "options"):
         if name not in before:
             del sys.modules[name]
     torch.manual_seed(0)

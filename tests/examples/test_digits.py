@@ -21,7 +21,7 @@ from processes import run_processes
 
 pytestmark = pytest.mark.timeout(300)  # a run of torchrun imports torch three times
 
-MODULES = ("digits", "checkpoint", "options", "progress", "report", "runner", "group")
+MODULES = ("digits", "checkpoint", "options", "progress", "report", "runner")
 DEVICES = ("--devices", "cpu,cpu")
 LENGTH = ("--epochs", "3", "--batch-size", "33")  # in two processes, shares of 17 and 16 rows
 IN_ONE, IN_TWO = (DIGITS, *DEVICES, *LENGTH), (*TORCHRUN, DIGITS, *LENGTH)

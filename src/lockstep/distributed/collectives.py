@@ -131,7 +131,7 @@ class Collectives:
         self._shm: ProcessGroupShm | None = group if isinstance(group, ProcessGroupShm) else None
         self._begin_only, self._waited_for = dist.AllreduceOptions(), dist.AllreduceOptions()
         self._begin_only.asyncOp, self._waited_for.asyncOp = True, False
-        self._in_slices = "gloo" in backends_of(group)
+        self._in_slices = {each.rpartition(":")[2] for each in backends_of(group).split(",")} == {"gloo"}
         _known.add(self)
 
     @property

@@ -201,7 +201,7 @@ class session:
 
     Args:
         backend: of the process group. If None: ``shm`` where all ranks share a host and train on the CPU, ``nccl``
-            for CUDA, else ``gloo``.
+            for CUDA (with ``gloo`` for tensors on the CPU), else ``gloo``.
         device: of this rank. If None: the accelerator of this rank's number on its host, or the CPU.
         timeout: seconds that ranks wait for each other at the start, in one collective, and at the end.
         seed: of all random streams. PyTorch's own generators, Python's and NumPy's are seeded **otherwise on each
@@ -293,7 +293,7 @@ def _device_of(local_rank: int) -> torch.device:
 def _choose_backend(device: torch.device, environment: Environment) -> str:
     if device.type == "cpu":
         return "shm" if sys.platform == "linux" and (environment.is_one_host or environment.alone) else "gloo"
-    return "nccl" if device.type == "cuda" and dist.is_nccl_available() else "gloo"
+    return "cpu:gloo,cuda:nccl" if device.type == "cuda" and dist.is_nccl_available() else "gloo"
 
 
 def _join(options: SessionOptions, environment: Environment, this: Session, resources: contextlib.ExitStack) -> Watch:

@@ -223,10 +223,11 @@ def attach(channel: FailureChannel, group: Group, connections: Connections | Non
         with contextlib.suppress(RuntimeError):
             if isinstance(group, ProcessGroupShm):
                 group._abort(failure.summary)
-            elif connections is not None:
-                connections.shut_down()
-            elif "nccl" in backends_of(group):
-                group.abort()
+            else:
+                if connections is not None:
+                    connections.shut_down()
+                if "nccl" in backends_of(group):
+                    group.abort()
 
     channel.when_failed(end)
 
