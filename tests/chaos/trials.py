@@ -113,7 +113,8 @@ def _judge_other(plan: Plan, rank: int, told: dict) -> list[str]:
     if told["type"] is None and (plan.place == "tear-down" or (plan.place, plan.action) == _DONE):
         return problems  # it was done
     if told["type"] == "CommunicationError" and plan.place in ("", "meeting", "group"):  # before it had come
-        late = plan.place and not plan.launcher_has_store and "rank 0 of" in told["message"]  # it has left since
+        late = not plan.launcher_has_store and told["message"]  # it has left since
+        late = late and ("rank 0 of" in late or "hosts it has ended" in late)
         return problems if late or f"rank {plan.victim} of" in told["message"] else [*problems, told["message"]]
     if told["type"] != "PeerFailure":
         return [*problems, f"rank {rank} raised {told['type']}: {told['message']}"]

@@ -97,6 +97,11 @@ class FailureChannel:
         if self.progress.current_phase in OF_A_STEP:
             self.progress.current_phase = phase
 
+    @property
+    def store(self) -> Any:
+        """Where the ranks have met, through a connection of this channel's own, for what takes no time."""
+        return self._log.store
+
     # ------------------------------------------------------------------------------- what is known
 
     def check(self) -> None:
@@ -300,8 +305,9 @@ class FailureChannel:
         """While the ranks meet: raise if one of them has failed already."""
         entries = self._log.read()
         if entries:
-            self._settle_alone(entries[0])
-            self.check()
+            self.failure = entries[0]
+            self._known.set()
+            raise self.error()
 
     def _learn(self, told: Failure) -> None:
         """Note the first failure: what the log says; if it is lost, what was told."""
@@ -331,8 +337,9 @@ class FailureChannel:
     def _settle_alone(self, failure: Failure) -> None:
         """Before there is a ring: write down what another rank is found to have done; that is what this one raises."""
         self._log.append(failure)
-        self.failure = self._log.entries[0]
+        self.failure = (self._log.entries or [failure])[0]
         self._known.set()
+        time.sleep(GRACE_SECONDS)  # the store may be this rank's: others still have to read that there
 
     def _wake_up(self) -> None:
         with contextlib.suppress(OSError):

@@ -31,7 +31,8 @@ class FailureLog:
     """The failures of a run, in the order that is the same for all ranks. Not for use by two threads at once."""
 
     def __init__(self, store: Any) -> None:
-        self._store = own_connection(store)
+        self.store = own_connection(store)
+        """The store, through a connection that nobody waits on for long."""
         self.entries: list[Failure] = []
         """What has been read so far."""
         self.lost = False
@@ -42,7 +43,7 @@ class FailureLog:
         text = failure.pack()
         try:
             while not self.lost:
-                there = self._store.compare_set(f"failure {len(self.entries)}", "", text)
+                there = self.store.compare_set(f"failure {len(self.entries)}", "", text)
                 self.entries.append(Failure.unpack(there))
                 if there.decode() == text:
                     return
@@ -52,8 +53,8 @@ class FailureLog:
     def read(self) -> list[Failure]:
         """Read what has been written since; returns all entries."""
         try:
-            while not self.lost and self._store.check([key := f"failure {len(self.entries)}"]):
-                self.entries.append(Failure.unpack(self._store.get(key)))
+            while not self.lost and self.store.check([key := f"failure {len(self.entries)}"]):
+                self.entries.append(Failure.unpack(self.store.get(key)))
         except RuntimeError:
             self.lost = True
         return self.entries

@@ -167,10 +167,15 @@ class Meeting:
                         raise CommunicationError(self._missing(timeout))
             self._look_for_addresses()  # who has connected has one
             return following, preceding
-        except BaseException:
+        except BaseException as error:
             for each in (following, preceding):
                 if each is not None:
                     each.close()
+            if isinstance(error, RuntimeError) and not isinstance(error, CommunicationError):  # of the store
+                raise CommunicationError(
+                    f"rank {self._rank}: the store was lost before all {self._world} ranks had met: the process that "
+                    f"hosts it has ended, rank 0 unless a launcher does; look at its errors ({_gist(error)})"
+                ) from error
             raise
 
     def close(self) -> None:
@@ -251,6 +256,10 @@ def ip_for(store: Any) -> str:
             probe.connect(where)  # sends nothing
             return str(probe.getsockname()[0])
     return "127.0.0.1"
+
+
+def _gist(error: BaseException) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0]
 
 
 def _innermost(store: Any) -> Any:

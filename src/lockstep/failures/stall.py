@@ -18,7 +18,6 @@ from lockstep.failures import proc
 from lockstep.failures.channel import FailureChannel
 from lockstep.failures.deadline import Deadline, StallLimits
 from lockstep.failures.inquiry import Answer, late, stalled
-from lockstep.failures.log import own_connection
 from lockstep.failures.places import collective_of
 from lockstep.failures.progress import Snapshot, page_of
 from lockstep.failures.stacks import Thread, ask, own_stack
@@ -151,7 +150,7 @@ class _Processes:
     def __init__(self, store: Any, rank: int, host: str) -> None:
         self._host = host
         store.set(f"process {rank}", json.dumps([host, os.getpid()]))
-        self._store = own_connection(store)
+        self._store = store
 
     def stopped(self, rank: int) -> bool:
         """Whether a rank is known to be stopped."""

@@ -303,18 +303,17 @@ def _join(options: SessionOptions, environment: Environment, this: Session, reso
         _make_group(this.backend, HashStore(), environment, limit)
         return Watch(None, resources=resources.pop_all())
     _stay_on_loopback(environment)
-    store = unused_part(_meeting_place(environment, limit), "session", environment.rank)
     connections, waits_for_store = Connections(), Connections()
-    # The group gets a connection of its own to the store: the only way to call back who waits for it is to end that.
+    # The channel makes a connection of its own. This one is the group's: to end it is to call back who waits there.
     with waits_for_store.recording():
-        own_store = store.clone()
+        store = unused_part(_meeting_place(environment, limit), "session", environment.rank)
     channel = make_channel(store, environment.rank, range(environment.world_size), this.progress, options.timeout)
     watch = Watch(channel, options.timeout, connections, resources.pop_all())
     try:
         with connections.recording():
             _while_nobody_fails(
                 channel,
-                lambda: _make_group(this.backend, own_store, environment, limit),
+                lambda: _make_group(this.backend, store, environment, limit),
                 lambda: waits_for_store.shut_down(except_port=environment.port),
             )
     except BaseException as error:
@@ -324,7 +323,7 @@ def _join(options: SessionOptions, environment: Environment, this: Session, reso
     attach(channel, dist.group.WORLD, connections if gloo else None)
     if options.stall_factor is not None:
         limits = StallLimits(options.stall_factor, options.stall_minimum, options.timeout)
-        watch.look_for_stalls(store, dist.group.WORLD, limits)
+        watch.look_for_stalls(dist.group.WORLD, limits)
     return watch
 
 

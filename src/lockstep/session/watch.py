@@ -62,10 +62,12 @@ class Watch:
         if self.channel is not None:
             self.channel.enter(phase)
 
-    def look_for_stalls(self, store: Any, group: Group, limits: StallLimits) -> None:
+    def look_for_stalls(self, group: Group, limits: StallLimits) -> None:
         """From now on, a rank of the group that makes no progress is found; every rank has to call it."""
         assert self.channel is not None
-        self._stalls = StallWatch(self.channel, PrefixStore("lockstep stalls", store), _host(), limits, _counter(group))
+        self._stalls = StallWatch(
+            self.channel, PrefixStore("stalls", self.channel.store), _host(), limits, _counter(group)
+        )
 
     def end(self, error: BaseException | None = None, release: Callable[[], object] = lambda: None) -> None:
         """Tell the others how this rank ends, let the group go by ``release``, wait for the others, and close.
@@ -178,7 +180,7 @@ def watch(
         attach(channel, group)
         this = Watch(channel, resources=resources.pop_all())
     if stall_factor is not None:
-        this.look_for_stalls(store, group, StallLimits(stall_factor, stall_minimum, END_SECONDS))
+        this.look_for_stalls(group, StallLimits(stall_factor, stall_minimum, END_SECONDS))
     _at_the_end_of_the_program(this)
     return this
 
