@@ -114,7 +114,7 @@ def _judge_other(plan: Plan, rank: int, told: dict) -> list[str]:
         return problems  # it was done
     if told["type"] == "CommunicationError" and plan.place in ("", "meeting", "group"):  # before it had come
         late = not plan.launcher_has_store and told["message"]  # it has left since
-        late = late and ("rank 0 of" in late or "hosts it has ended" in late)
+        late = late and ("rank 0 of" in late or "hosts the store has ended" in late)
         return problems if late or f"rank {plan.victim} of" in told["message"] else [*problems, told["message"]]
     if told["type"] != "PeerFailure":
         return [*problems, f"rank {rank} raised {told['type']}: {told['message']}"]
@@ -152,7 +152,9 @@ def _processes_of(folder: Path) -> list[int]:
 
 
 def _shared_memory() -> set[str]:
-    return set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
+    """Names of shared memory; semaphores of `multiprocessing` are other programs' that run here: ours have no name."""
+    names = os.listdir("/dev/shm") if os.path.isdir("/dev/shm") else []
+    return {name for name in names if not name.startswith("sem.mp-")}
 
 
 def _free_port() -> int:

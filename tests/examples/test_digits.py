@@ -12,6 +12,7 @@ import subprocess
 import sys
 from argparse import Namespace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -390,7 +391,9 @@ def test_a_bad_option_is_one_line_of_one_process(tmp_path):
 
 def refusals(rank, folder):
     sys.path.insert(0, folder)
-    runner = importlib.import_module("runner").Ranks()
+    runner = importlib.import_module("runner").Ranks(
+        SimpleNamespace(rank=rank.rank, world_size=rank.world, is_main=rank.rank == 0, batches=iter)
+    )
     os.environ["LOCAL_WORLD_SIZE"] = "2"
     messages = []
     for devices, batch_size in (["cpu"], 8), (["cpu", "cpu"], 1):

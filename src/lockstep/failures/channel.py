@@ -19,7 +19,7 @@ from lockstep.errors import InspectionError, PeerFailure
 from lockstep.failures.failure import Failure, Kind, follows_from_another, of_exception, peer_failure_in
 from lockstep.failures.log import FailureLog
 from lockstep.failures.progress import Page, Progress, page_of
-from lockstep.failures.ring import Connection, Meeting, NeighbourHasEndedError, ip_for
+from lockstep.failures.ring import Connection, Meeting, NeighbourHasEndedError, ip_for, store_lost
 from lockstep.failures.where import OF_A_STEP
 
 GRACE_SECONDS = 1.0
@@ -55,7 +55,10 @@ class FailureChannel:
         self.ended: set[int] = set()
         """Ranks whose process has ended without a word."""
         self._known, self._news = threading.Event(), threading.Condition()
-        self._log, self._lock = FailureLog(store), threading.Lock()
+        try:
+            self._log, self._lock = FailureLog(store), threading.Lock()
+        except RuntimeError as error:
+            raise store_lost(rank, len(global_ranks), error) from error
         self._callbacks: list[Callable[[Failure], object]] = []
         self._handlers: dict[str, Callable[[dict[str, Any]], object]] = {}
         self._heard: set[tuple[int, int]] = set()

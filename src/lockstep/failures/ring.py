@@ -172,10 +172,7 @@ class Meeting:
                 if each is not None:
                     each.close()
             if isinstance(error, RuntimeError) and not isinstance(error, CommunicationError):  # of the store
-                raise CommunicationError(
-                    f"rank {self._rank}: the store was lost before all {self._world} ranks had met: the process that "
-                    f"hosts it has ended, rank 0 unless a launcher does; look at its errors ({_gist(error)})"
-                ) from error
+                raise store_lost(self._rank, self._world, error) from error
             raise
 
     def close(self) -> None:
@@ -258,8 +255,13 @@ def ip_for(store: Any) -> str:
     return "127.0.0.1"
 
 
-def _gist(error: BaseException) -> str:
-    return (str(error) or type(error).__name__).splitlines()[0]
+def store_lost(rank: int, world: int, error: BaseException) -> CommunicationError:
+    """What to raise where the store is gone at which ranks meet."""
+    gist = (str(error) or type(error).__name__).splitlines()[0]
+    return CommunicationError(
+        f"rank {rank}: the process that hosts the store has ended before all {world} ranks had met: that is rank 0, "
+        f"unless a launcher hosts it. Look at its errors ({gist})"
+    )
 
 
 def _innermost(store: Any) -> Any:
