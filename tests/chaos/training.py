@@ -269,6 +269,9 @@ def main(plan: Plan, rank: int, folder: Path, port: int) -> None:
     _drop(error)
     del error
     told["threads"] = [each.name for each in threading.enumerate() if each.name.startswith("lockstep")]
+    until = time.monotonic() + 5.0
+    while _sockets() - before and time.monotonic() < until:  # threads in C++ close some
+        time.sleep(0.05)
     told["sockets"] = len(_sockets() - before)
     (folder / f"result of {rank}").write_text(json.dumps(told))
     faulthandler.cancel_dump_traceback_later()

@@ -20,6 +20,7 @@ import processes
 from chaos.training import ACTIONS, LIMIT, PLACES, STEPS, Plan, main
 
 ENDED_AFTER = 10.0  # seconds that what a killed rank has started may live on: a loader's worker looks every 5 s
+START = 1.5  # seconds in which the ranks start, more or less
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,17 +187,25 @@ def _step_of(place: str, numbers: random.Random) -> int:
 
 
 def table(trials: list[Trial]) -> str:
-    """Median and maximum of the seconds, by backend and action."""
-    lines = [f"{'backend':8}{'what happens':26}{'trials':>7}{'median s':>10}{'maximum s':>11}"]
+    """Median and maximum of the seconds, by backend, action and where the victim was."""
+    lines = [f"{'backend':8}{'what happens':18}{'where':14}{'trials':>7}{'median s':>10}{'maximum s':>11}"]
     for backend in ("shm", "gloo"):
         for action in ACTIONS:
-            measured = [
-                t.seconds for t in trials if t.plan.backend == backend and t.plan.action == action and t.seconds
-            ]
-            if measured:
-                row = f"{len(measured):7}{median(measured):10.3f}{max(measured):11.3f}"
-                lines.append(f"{backend:8}{_WORDS[action]:26}{row}")
+            for where in ("in training", "start-up", "at the end"):
+                plans = [
+                    t for t in trials if (t.plan.backend, t.plan.action, _where(t.plan)) == (backend, action, where)
+                ]
+                measured = [t.seconds for t in plans if t.seconds is not None]
+                if measured:
+                    row = f"{len(measured):7}{median(measured):10.3f}{max(measured):11.3f}"
+                    lines.append(f"{backend:8}{_WORDS[action]:18}{where:14}{row}")
     return "\n".join(lines)
+
+
+def _where(plan: Plan) -> str:
+    if plan.place in ("meeting", "group") or (not plan.place and plan.delay < START):
+        return "start-up"
+    return "at the end" if plan.place in ("after the last batch", "tear-down") else "in training"
 
 
 _WORDS = {"kill": "SIGKILL", "exit": "os._exit()", "raise": "an exception", "leave": "sys.exit(0)"}

@@ -32,10 +32,11 @@ def raised(this):
 
 @pytest.mark.parametrize("world", [2, 3, 5])
 def test_an_exception_of_one_rank_is_raised_on_all_others_with_its_traceback(world):
-    store = dist.HashStore()
+    store, have_met = dist.HashStore(), threading.Barrier(world)
 
     def train(rank):
         this = channel(store, rank)
+        have_met.wait(SOON)
         this.progress.step = 12
         found = None
         if rank.rank == 1:
@@ -60,12 +61,12 @@ def test_an_exception_of_one_rank_is_raised_on_all_others_with_its_traceback(wor
 
 
 def test_of_two_ranks_that_fail_at_once_one_is_the_first_for_all():
-    store, both = dist.HashStore(), threading.Barrier(2)
+    store, have_met = dist.HashStore(), threading.Barrier(4)
 
     def train(rank):
         this = channel(store, rank)
+        have_met.wait(SOON)
         if rank.rank in (1, 2):
-            both.wait()
             this.report(Failure(rank.rank, Kind.RAISED, 1, "forward", f"of rank {rank.rank}"))
         assert this._known.wait(SOON)
         told = this.failure
@@ -82,10 +83,11 @@ def test_of_two_ranks_that_fail_at_once_one_is_the_first_for_all():
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_a_rank_whose_connections_end_without_a_word_has_ended(world):
-    store = dist.HashStore()
+    store, have_met = dist.HashStore(), threading.Barrier(world)
 
     def train(rank):
         this = channel(store, rank)
+        have_met.wait(SOON)
         if rank.rank == 1:
             this.progress.step, this.progress.current_phase = 3, "backward"
             this.close()

@@ -20,7 +20,7 @@ from lockstep.failures.channel import LEFT_SECONDS, FailureChannel, forget, watc
 from lockstep.failures.connections import Connections
 from lockstep.failures.deadline import StallLimits
 from lockstep.failures.failure import Failure, follows_from_another, of_exception, peer_failure_in
-from lockstep.failures.progress import Progress
+from lockstep.failures.progress import Phase, Progress
 from lockstep.failures.stacks import answering
 from lockstep.failures.stall import StallWatch
 from lockstep.failures.where import TRAINING
@@ -110,7 +110,9 @@ class Watch:
 
     def _tell(self, channel: FailureChannel, error: BaseException | None) -> PeerFailure | None:
         """Tell of an error of this rank. What follows from another rank's failure is returned as that."""
-        if error is None or peer_failure_in(error) is not None or _is_orderly(error):
+        if error is None or peer_failure_in(error) is not None:
+            return None
+        if _is_orderly(error) and channel.progress.current_phase != Phase.START_UP:  # there, all need this rank
             return None
         if follows_from_another(error) and (known := channel.explain(error)) is not None:
             return known
