@@ -68,7 +68,7 @@ def check_in_sync(module: Module, process_group: Group | None = None, *, every: 
     collectives = Collectives(group, Phases())
     named = [*module.named_parameters(), *module.named_buffers()]
     lines = [Line(name, describe_tensor(tensor, layout=False)) for name, tensor in named]
-    agree(Description([*lines, Line("check_in_sync(every=...)", str(every))]), [], collectives)
+    agree(Description([Line("check_in_sync(every=...)", str(every)), *lines]), [], collectives)
     if every is not None and replication is not None:
         replication.started_reducer.setup.watch_values(every)
     digests = [digest_of(tensor) for _, tensor in named]
