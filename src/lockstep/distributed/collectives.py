@@ -224,7 +224,7 @@ class Collectives:
         ``wait_follows``: it is waited for at once, so no other thread has to see to it until then.
         """
         options = self._waited_for if wait_follows else self._begin_only
-        self.traffic.reduces(tensor.nbytes)
+        self.traffic.reduces(_bytes_of(tensor))
         with self.phases.phase("collective", f"all_reduce, {what}"):
             if self._shm is not None:  # multiplies on the way
                 return self._begin(what, self._shm.allreduce, [tensor], options, factor=factor)
@@ -361,6 +361,11 @@ def _in_flat_copies(tensors: Sequence[Tensor], begin: Callable[[Tensor], Pending
 def _real(tensor: Tensor) -> Tensor:
     """A tensor of one dimension, complex numbers as two real ones each."""
     return torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor
+
+
+def _bytes_of(tensor: Tensor) -> int:
+    """Of a sparse tensor, those of its values (test_a_sparse_bucket)."""
+    return tensor._values().nbytes if tensor.is_sparse else tensor.nbytes
 
 
 def plain_memory(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
