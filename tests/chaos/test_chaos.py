@@ -23,6 +23,7 @@ A_FEW = [
 ]
 
 
+@pytest.mark.soak  # on a loaded machine one in a few dozen still counts sockets that are about to close
 @pytest.mark.parametrize("plan", A_FEW, ids=str)
 def test_a_rank_comes_to_grief(plan):
     assert run_trial(plan).problems == []
