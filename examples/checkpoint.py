@@ -1,20 +1,18 @@
-"""The state of a training run, and the file that holds it while the run is stopped."""
+"""The state of a training run, as `lockstep.save` writes it and `lockstep.resume` puts it back."""
 
-import os
+import shutil
+import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import torch
 from torch import nn
 
+import lockstep
+from lockstep.errors import CheckpointError
 from report import History
-
-
-class CheckpointError(ValueError):
-    """There is no checkpoint with which this run could go on."""
 
 
 @dataclass(frozen=True)
@@ -45,54 +43,40 @@ class Training:
     history: History = field(default_factory=History)
 
     def state_dict(self) -> dict[str, Any]:
-        """Tensors, numbers and strings only, which `torch.load` reads without running any code."""
-        return {
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "scheduler": self.scheduler.state_dict(),
-            "epoch": self.epoch,
-            "step": self.step,
-            "history": asdict(self.history),
-        }
+        """Where it is; the model, the optimizer and the scheduler have a state of their own."""
+        return {"epoch": self.epoch, "step": self.step, "history": asdict(self.history)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from there."""
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.scheduler.load_state_dict(state["scheduler"])
-        self.epoch, self.step = state["epoch"], state["step"]
-        self.history = History(**state["history"])
+        self.epoch, self.step, self.history = state["epoch"], state["step"], History(**state["history"])
+
+    def parts(self) -> dict[str, Any]:
+        """What is saved and resumed, by the names of the files."""
+        return {"model": self.model, "optimizer": self.optimizer, "scheduler": self.scheduler, "progress": self}
 
 
-def save(path: Path, training: Training, settings: Settings) -> None:
-    """Replace the checkpoint in one move: whatever happens meanwhile, one whole checkpoint is there."""
-    unfinished = path.with_name(path.name + ".tmp")
-    torch.save(on_cpu(training.state_dict()) | {"settings": asdict(settings)}, unfinished)
-    os.replace(unfinished, path)
+def save(folder: Path, training: Training, settings: Settings) -> None:
+    """Save where the run is; every process calls it."""
+    lockstep.save(folder, step=len(training.history.losses), settings=asdict(settings), **training.parts())
 
 
-def on_cpu(state: Any) -> Any:
-    """The state with its tensors on the CPU, so that machines with other devices can load it."""
-    if isinstance(state, torch.Tensor):
-        return state.cpu()
-    if isinstance(state, Mapping):
-        return {key: on_cpu(value) for key, value in state.items()}
-    return [on_cpu(value) for value in state] if isinstance(state, list) else state
+def resume(folder: Path, training: Training, settings: Settings) -> None:
+    """Take up the training that the folder holds, if it is one of the same settings; every process calls it."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*: saved by")  # another number of processes: none draws random numbers
+        found = lockstep.resume(folder, **training.parts())
+    if found is None:
+        raise CheckpointError(f"there is no checkpoint in {folder} to resume from")
+    if differences := compare(found.values["settings"], asdict(settings)):
+        raise CheckpointError(f"{folder} is of a run with other settings: {', '.join(differences)}")
 
 
-def resume(path: Path, training: Training, settings: Settings) -> None:
-    """Take up the training that the file holds, if it is one of the same settings."""
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-        differences = compare(state["settings"], asdict(settings))
-        if not differences:
-            training.load_state_dict(state)
-    except FileNotFoundError:
-        raise CheckpointError(f"there is no checkpoint {path} to resume from") from None
-    except (OSError, EOFError, RuntimeError, UnpicklingError, LookupError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{path} is no checkpoint of this program: {first_line(error)}") from error
-    if differences:
-        raise CheckpointError(f"{path} is of a run with other settings: {', '.join(differences)}")
+def set_aside(folder: Path) -> None:
+    """Begin without checkpoints; those of the run before stay, under another name, until the next run begins."""
+    before = folder.with_name(f"{folder.name}-before")
+    if folder.exists():
+        shutil.rmtree(before, ignore_errors=True)
+        folder.rename(before)
 
 
 def compare(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
@@ -102,8 +86,3 @@ def compare(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
         for name, value in here.items()
         if there[name] != value
     ]
-
-
-def first_line(error: Exception) -> str:
-    """The gist of messages that run over many lines, as those of `torch.load` do."""
-    return (str(error) or type(error).__name__).splitlines()[0]

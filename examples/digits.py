@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from sklearn.datasets import load_digits
@@ -35,14 +35,15 @@ from torch.utils.data import TensorDataset
 import checkpoint
 import lockstep
 from checkpoint import Settings, Training
-from options import make_parser, resuming
+from lockstep.errors import CheckpointError
+from options import Parser, make_parser, resuming
 from progress import Progress, Status
 from report import Span, median_step, write_report
 from runner import Ranks, Threads, running
 
 VALIDATION_IMAGES = 360
 SPLIT_SEED = 0  # apart from --seed: runs of different seeds are measured on the same images
-CHECKPOINT, REPORT = "checkpoint.pt", "report.png"
+CHECKPOINTS, REPORT = "checkpoints", "report.png"
 
 
 class Data(NamedTuple):
@@ -137,7 +138,7 @@ class Run:
     def __post_init__(self) -> None:
         self.steps_per_epoch = len(self.data.images) // self.settings.batch_size
         self.progress = Progress(sys.stdout, self.settings.epochs, self.steps_per_epoch)
-        self.checkpoint = self.directory / CHECKPOINT
+        self.checkpoints = self.directory / CHECKPOINTS
         self.report = self.directory / REPORT
         self.stopped_by = 0
 
@@ -150,8 +151,8 @@ class Run:
         """To the end of the last epoch, or until a stop is asked for; either way the checkpoint is saved."""
         while not self.finished and not self.stopped_by:
             self._train_epoch()
-            if self.runner.speaks:
-                checkpoint.save(self.checkpoint, self.training, self.settings)
+            with self.runner.phase("checkpoint"):
+                checkpoint.save(self.checkpoints, self.training, self.settings)
         self.progress.close()
 
     def _train_epoch(self) -> None:
@@ -199,7 +200,7 @@ class Run:
 
 
 def prepare(options: argparse.Namespace, runner: Threads | Ranks, stop: StopRequest) -> Run:
-    """All that the options ask for, at its beginning or where the checkpoint left it."""
+    """All that the options ask for, at its beginning."""
     data, validation = load_data()
     if options.batch_size > len(data.images):
         raise ValueError(f"--batch-size is at most {len(data.images)}, the number of training images")
@@ -213,10 +214,14 @@ def prepare(options: argparse.Namespace, runner: Threads | Ranks, stop: StopRequ
     steps = settings.epochs * (len(data.images) // settings.batch_size)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=settings.lr, total_steps=steps)
     training = Training(model, optimizer, scheduler)
-    if options.resume:
-        checkpoint.resume(options.out / CHECKPOINT, training, settings)
-    options.out.mkdir(parents=True, exist_ok=True)
+    if not options.resume:
+        options.out.mkdir(parents=True, exist_ok=True)
     return Run(runner, training, settings, data, validation, options.out, stop)
+
+
+def refuse(parser: Parser, runner: Threads | Ranks, problem: object) -> NoReturn:
+    """End every process; one of them says why."""
+    parser.exit(2, f"{parser.prog}: error: {problem}\n" if runner.speaks else None)
 
 
 def carry_out(arguments: Sequence[str], runner: Threads | Ranks, stop: StopRequest) -> int:
@@ -228,9 +233,16 @@ def carry_out(arguments: Sequence[str], runner: Threads | Ranks, stop: StopReque
     except (ValueError, OSError) as error:
         problem = str(error)
     if problem := runner.first_problem(problem):
-        parser.exit(2, f"{parser.prog}: error: {problem}\n" if runner.speaks else None)
+        refuse(parser, runner, problem)
     training = run.training
     runner.replicate(training.model)
+    if options.resume:
+        try:
+            checkpoint.resume(run.checkpoints, training, run.settings)
+        except CheckpointError as error:  # in every process
+            refuse(parser, runner, error)
+    elif runner.speaks:
+        checkpoint.set_aside(run.checkpoints)
     print(
         f"{len(run.data.images)} images to train on and {len(run.validation.images)} to validate on; "
         f"{runner.name} on {', '.join(options.devices)}"
@@ -248,7 +260,7 @@ def carry_out(arguments: Sequence[str], runner: Threads | Ranks, stop: StopReque
         write_report(training.history, run.steps_per_epoch, run.report)
     accuracy, seconds = training.history.accuracies[-1], time.perf_counter() - begin
     print(f"validation accuracy {accuracy:.2%} after {seconds:.1f} s")
-    print(f"wrote {run.checkpoint} and {run.report}")
+    print(f"wrote {run.checkpoints} and {run.report}")
     if options.shares:
         print(f"fingerprint {lockstep.fingerprint(training.model, training.optimizer)}")
     return 0

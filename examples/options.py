@@ -32,7 +32,7 @@ def make_parser() -> Parser:
     parser.add_argument("--shares", type=positive_int, help="of a batch: the same bits on up to as many processes")
     parser.add_argument("--devices", type=devices, default=default_devices(), help="one replica on each")
     parser.add_argument("--out", type=Path, default=Path("runs/digits"), help="folder for what is written")
-    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in that folder")
+    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in that folder")
     return parser
 
 

@@ -9,7 +9,7 @@ import shlex
 import time
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import chain
 from typing import Any
 
@@ -27,6 +27,7 @@ class Threads:
 
     name, speaks = "replicas", True
     batches = staticmethod(iter)
+    phase = staticmethod(nullcontext)
 
     def place(self, options: Namespace) -> str:
         """The device on which the model is made."""
@@ -76,6 +77,7 @@ class Ranks:
     def __init__(self, run: lockstep.Session) -> None:
         self.rank, self.replicas, self.speaks = run.rank, run.world_size, run.is_main
         self.batches = run.batches  # counts steps, so that messages about a process that fails can name its step
+        self.phase = run.phase  # so that they can tell what it was doing
         self.model: nn.Module | None = None
 
     def place(self, options: Namespace) -> str:

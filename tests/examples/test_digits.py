@@ -29,8 +29,17 @@ IN_ONE, IN_TWO = (DIGITS, *DEVICES, *LENGTH), (*TORCHRUN, DIGITS, *LENGTH)
 STEPS_PER_EPOCH = 1437 // 33
 
 
+def newest(out):
+    return max((out / "checkpoints").glob("save-*"))
+
+
 def load(out):
-    return torch.load(out / "checkpoint.pt", weights_only=True)
+    """What the newest checkpoint holds of the training."""
+    model, progress, settings = (
+        torch.load(newest(out) / f"{name}.pt", map_location="cpu", weights_only=True)
+        for name in ("model", "progress", "settings")
+    )
+    return {"model": model, "settings": settings, **progress}
 
 
 def assert_same(state, other):
@@ -40,7 +49,7 @@ def assert_same(state, other):
 
 
 def copy_of(folder, to):
-    shutil.copy(folder / "checkpoint.pt", to)
+    shutil.copytree(folder / "checkpoints", to / "checkpoints")
     return to
 
 
@@ -200,7 +209,6 @@ def test_accelerators_are_used_where_there_are_any(sim, main, tmp_path, capsys):
     assert f"replicas on {', '.join(names)}\n" in capsys.readouterr().out
     state = load(tmp_path)
     assert {replica for _, replica, _, _ in state["history"]["timeline"]} == {None, *range(len(names))}
-    assert all(value.device.type == "cpu" for value in state["model"].values())  # any machine can load it
 
 
 @pytest.fixture
@@ -219,7 +227,7 @@ def error_of(main, capsys):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--resume"], r"there is no checkpoint .*checkpoint\.pt to resume from"),
+        (["--resume"], r"there is no checkpoint in .*checkpoints to resume from"),
         (["--batch-size", "1438"], r"--batch-size is at most 1437, the number of training images"),
         (["--epochs", "0"], r"argument --epochs: '0' is not a whole number above 0"),
         (["--lr", "nan"], r"argument --lr: 'nan' is not a number above 0"),
@@ -237,10 +245,18 @@ def test_resuming_with_other_settings_names_those_that_differ(finished, error_of
     assert error.endswith("other settings: batch size 33 there and 64 here, seed 0 there and 7 here")
 
 
-@pytest.mark.parametrize("content", [b"", b"not a checkpoint"])
-def test_resuming_from_another_file_says_so(content, error_of, tmp_path):
-    (tmp_path / "checkpoint.pt").write_bytes(content)
-    assert "checkpoint.pt is no checkpoint of this program" in error_of("--resume", "--out", str(tmp_path))
+def test_resuming_from_what_is_no_checkpoint_of_this_program_says_so(stopped, error_of, tmp_path):
+    for folder in (copy_of(stopped, tmp_path) / "checkpoints").glob("save-*"):
+        (folder / "model.pt").write_bytes(b"not a model")
+    assert "none is whole on every rank" in error_of("--resume", "--out", str(tmp_path))
+
+
+def test_a_new_run_keeps_the_checkpoints_of_the_run_before_apart(stopped, main, tmp_path, recwarn):
+    before = newest(copy_of(stopped, tmp_path)).name
+    assert main([*DEVICES, "--epochs", "1", "--batch-size", "1437", "--out", str(tmp_path)]) == 0
+    assert [folder.name for folder in (tmp_path / "checkpoints").iterdir()] == ["save-000001-step-00000001"]
+    assert (tmp_path / "checkpoints-before" / before).is_dir()
+    assert not recwarn.list
 
 
 class Terminal(io.StringIO):
@@ -381,7 +397,7 @@ def test_a_bad_option_is_one_line_of_one_process(tmp_path):
     to = ["--out", str(tmp_path)]
     for outcomes, message in zip(
         run_in_ranks(2, "digits", ["--resume", *to], ["--epochs", "0", *to]),
-        [r"there is no checkpoint .*checkpoint\.pt to resume from", "argument --epochs: '0' is not a whole .* above 0"],
+        [r"there is no checkpoint in .*checkpoints to resume from", "argument --epochs: '0' is not a whole .* above 0"],
         strict=True,
     ):
         (*outcome, told), quiet = outcomes
@@ -392,7 +408,7 @@ def test_a_bad_option_is_one_line_of_one_process(tmp_path):
 def refusals(rank, folder):
     sys.path.insert(0, folder)
     runner = importlib.import_module("runner").Ranks(
-        SimpleNamespace(rank=rank.rank, world_size=rank.world, is_main=rank.rank == 0, batches=iter)
+        SimpleNamespace(rank=rank.rank, world_size=rank.world, is_main=rank.rank == 0, batches=iter, phase=None)
     )
     os.environ["LOCAL_WORLD_SIZE"] = "2"
     messages = []

@@ -25,7 +25,7 @@ _ADVICE = {
 def settings_of(devices: Iterable[torch.device]) -> dict[str, str]:
     """The settings of this process, by name, for a module on these devices."""
     settings = {
-        "PyTorch": torch.__version__,
+        "PyTorch": str(torch.__version__),  # a plain string, which any checkpoint can hold
         "intra-op threads": str(torch.get_num_threads()),
         "deterministic algorithms": _deterministic(),
         "default dtype": str(torch.get_default_dtype()),
