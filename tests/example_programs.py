@@ -32,28 +32,39 @@ def run(*command: str, status: int = 0) -> tuple[str, str]:
     return process.stdout, process.stderr
 
 
-def run_in_ranks(world: int, program: str, *runs: list[str], timeout: float = 150.0) -> list[list[tuple]]:
+def run_in_ranks(
+    world: int, program: str, *runs: list[str], timeout: float = 150.0, torchrun: bool | None = None
+) -> list[list[tuple]]:
     """(status, stdout, stderr) by rank of each run of an example's `main`, one after the other in the same processes.
 
-    They find each other as torchrun's processes do. With `world=1` it is a program that was started alone.
+    They find each other as torchrun's processes do. With `world=1` it is a program that was started alone, unless
+    `torchrun` says that it is the only process of torchrun's.
     """
+    by_torchrun = world > 1 if torchrun is None else torchrun
     stores = [dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in runs]
     by_rank = run_processes(
-        world, _run_each, program, [(s.port, r) for s, r in zip(stores, runs, strict=True)], timeout=timeout
+        world,
+        _run_each,
+        program,
+        [(s.port, r) for s, r in zip(stores, runs, strict=True)],
+        by_torchrun,
+        timeout=timeout,
     )
     return [list(ranks) for ranks in zip(*by_rank, strict=True)]
 
 
-def _run_each(rank: Any, program: str, runs: list[tuple[int, list[str]]]) -> list[tuple[int, str, str]]:
+def _run_each(
+    rank: Any, program: str, runs: list[tuple[int, list[str]]], by_torchrun: bool
+) -> list[tuple[int, str, str]]:
     dist.destroy_process_group()  # a program makes its own
     sys.path.insert(0, str(EXAMPLES))
     main = importlib.import_module(program).main
     sys.argv[0] = f"{program}.py"
-    return [_run_one(rank, main, port, arguments) for port, arguments in runs]
+    return [_run_one(rank, main, port if by_torchrun else None, arguments) for port, arguments in runs]
 
 
-def _run_one(rank: Any, main: Any, port: int, arguments: list[str]) -> tuple[int, str, str]:
-    if rank.world > 1:
+def _run_one(rank: Any, main: Any, port: int | None, arguments: list[str]) -> tuple[int, str, str]:
+    if port is not None:
         number, world = str(rank.rank), str(rank.world)
         os.environ.update(RANK=number, LOCAL_RANK=number, WORLD_SIZE=world, LOCAL_WORLD_SIZE=world)
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")

@@ -438,13 +438,14 @@ def test_the_launcher_names_the_process_that_failed_unless_it_has_told_why(statu
 
 def test_with_shares_the_number_of_processes_changes_nothing(tmp_path):
     options = ("--shares", "3", "--epochs", "1", "--batch-size", "479", "--out")
-    prints = set()
-    for world in (2, 3):
-        ((first, *others),) = run_in_ranks(world, "digits", [*options, str(tmp_path / str(world))])
+    prints = []
+    for world in (1, 2):
+        ((first, *others),) = run_in_ranks(world, "digits", [*options, str(tmp_path / str(world))], torchrun=True)
         assert first[0] == 0, first[2]
         assert not any(output for _, output, _ in others)
-        prints |= set(re.findall(r"^fingerprint (\w{64})$", first[1], re.M))
-    assert len(prints) == 1
+        prints += re.findall(r"^fingerprint (\w{64})$", first[1], re.M)
+    one, two = prints
+    assert one == two
 
 
 def test_shares_need_processes_and_enough_of_them(tmp_path):

@@ -20,6 +20,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from torch.utils.data import TensorDataset
 
 import lockstep
 from lockstep.errors import OutOfSyncError
@@ -185,6 +186,43 @@ def drift(mesh, model: nn.Module) -> None:
 @pytest.mark.parametrize("way", WAYS)
 def test_replicas_of_tensor_parallel_networks_train_as_one_process(way, tmp_path):
     run_processes(4, train_beside, way, str(tmp_path / "checkpoint"))
+
+
+# ------------------------------------------------------------------------------------------- shares
+
+
+def train_with_shares(rank, replicas: int) -> str:
+    """The fingerprint of this rank's part, after steps over so many replicas of two ranks; audited, clipped."""
+    mesh = dist.init_device_mesh("cpu", (replicas, 2), mesh_dim_names=("dp", "tp"))
+    local = rank.make(Network).double()
+    model = lockstep.replicate(sharded(mesh, seed=0), device_mesh=mesh["dp"], shares=4)
+    local.load_state_dict({name: whole(value) for name, value in model.state_dict().items()})
+    lockstep.audit(model, every=2)
+    rows = torch.randn(24, 2, 8, dtype=torch.double, generator=torch.Generator().manual_seed(0))
+    data = lockstep.GlobalBatches(TensorDataset(rows), 8, 4, shuffle=False, process_group=mesh["dp"].get_group())
+    update = torch.optim.AdamW(model.parameters(), 0.01)
+    for batch in data:
+        update.zero_grad()
+        for (x,) in batch:
+            model(x, extra=batch.number == 1).square().sum().backward()
+            if batch.number == 1:
+                model(x).square().sum().backward()  # a second backward, after buckets have left
+        if batch.number == 0:
+            (local(rows[:8]).square().sum() / 8).backward()
+            for (name, wanted), got in zip(local.named_parameters(), model.parameters(), strict=True):
+                assert_same(whole(got.grad), wanted.grad, f"gradient of {name}")
+                assert got.grad is None or isinstance(got.grad, DTensor) == isinstance(got, DTensor)
+        for block in model.blocks:
+            nn.utils.clip_grad_norm_(block.parameters(), 0.1)
+        update.step()
+    lockstep.check_in_sync(model)
+    return lockstep.fingerprint(model, update)
+
+
+def test_with_shares_the_number_of_replicas_changes_no_bit():
+    alone = run_processes(2, train_with_shares, 1)
+    assert alone[0] != alone[1]
+    assert run_processes(4, train_with_shares, 2) == alone * 2
 
 
 # -------------------------------------------------------------------------------------- fully_shard

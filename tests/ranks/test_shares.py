@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import random
@@ -280,6 +281,29 @@ def test_buffers_begin_each_share_alike_and_are_averaged():
     assert constant == torch.tensor([0.1]).tolist()
     assert mean[0] == pytest.approx((0.1 + 0.1 + sum(0.05 + 0.5 * x for x in (2, 3, 4, 5))) / 6)
     assert (count, flags) == (1, [False, False, True])
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_step_that_was_left_leaves_buffers_as_they_were(failing):
+    """In the first share, and in a later one; the next step begins from the values before."""
+
+    def work(rank):
+        model = lockstep.replicate(Buffers(), shares=4, process_group=rank.group)
+        data = lockstep.GlobalBatches(TensorDataset(ROWS[4:][0]), 4, 4, shuffle=False, process_group=rank.group)
+        before = [buffer.clone() for buffer in model.buffers()]
+        for batch in itertools.islice(data, 2):
+            with contextlib.suppress(ZeroDivisionError, PeerError):
+                for number, (x,) in enumerate(batch):
+                    model(x).backward()
+                    if batch.number == 0 and rank.rank == 0 and number == failing:
+                        raise ZeroDivisionError
+            if batch.number == 0:
+                assert all(map(torch.equal, before, model.buffers()))
+        return [buffer.tolist() for buffer in model.buffers()]
+
+    first, second = run_ranks(2, work)
+    assert first == second
+    assert first[1:] == [[pytest.approx(0.05 + 0.5 * 9.5)], 1, [False, False, True]]
 
 
 # ------------------------------------------------------- buckets that leave in the last backward

@@ -297,6 +297,16 @@ def test_the_callers_stream_moves_only_if_a_replica_draws():
     assert torch.equal(parallel_apply([only_the_second] * 2, [0, 1])[1], one)
 
 
+def test_replicas_on_the_cpu_draw_while_tensors_are_made_on_accelerators(sim):
+    draw = lambda _: torch.rand(4, device="cpu")  # noqa: E731
+    expected = [parallel_apply([draw] * 2, [0, 1]) for _ in range(2)]
+    torch.manual_seed(0)  # as before each test
+    with torch.device("sim:0"):
+        found = [parallel_apply([draw] * 2, [0, 1]) for _ in range(2)]
+    pairs = zip(itertools.chain(*found), itertools.chain(*expected), strict=True)
+    assert all(torch.equal(one, other) for one, other in pairs)
+
+
 def test_seeding_in_a_replica():
     """Each seeds its own stream, whatever the others draw meanwhile."""
 

@@ -113,7 +113,8 @@ class GlobalBatches:
         epoch, loaded = self._epoch, None
         for step in self._steps(epoch, self._batch):
             if loaded is None:
-                loaded = iter(self._loader)
+                with torch.device("cpu"):  # where the loader's generator is, whatever the default device is
+                    loaded = iter(self._loader)
             batch = GlobalBatch(world, step, loaded, partial(self._advance, epoch, step.batch))
             yield batch
             batch.skip()

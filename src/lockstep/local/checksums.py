@@ -34,5 +34,5 @@ def checksum(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 def _weights(device: torch.device) -> torch.Tensor:
     """Odd numbers of 63 bits, one for each place."""
     generator = torch.Generator().manual_seed(_SEED)
-    numbers = torch.randint(-(2**62), 2**62, (_CHUNK,), generator=generator, dtype=torch.int64)
+    numbers = torch.randint(-(2**62), 2**62, (_CHUNK,), generator=generator, dtype=torch.int64, device="cpu")
     return (numbers * 2 + 1).to(device)

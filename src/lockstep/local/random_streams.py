@@ -42,7 +42,7 @@ class RandomStream:
         if self._start is None:
             seeds = torch.Generator()
             seeds.set_state(self._origin)
-            seed = int(torch.randint(1 << 62, (self._number,), generator=seeds)[-1])
+            seed = int(torch.randint(1 << 62, (self._number,), generator=seeds, device="cpu")[-1])
             self._generator = torch.Generator().manual_seed(seed + self._depth)
             self._start = self._generator.get_state()
         return self._generator
@@ -133,7 +133,7 @@ class ReplicaStreams:
     def end(self) -> None:
         """Let the caller's stream differ from what it was before, if replicas have drawn from theirs."""
         if any(stream is not None and stream.moved() for stream in self._streams[1:]):
-            torch.randint(2, (1,), generator=_generator())
+            torch.randint(2, (1,), generator=_generator(), device="cpu")
 
 
 class _GivenStream(RandomStream):

@@ -2,6 +2,8 @@
 
 While a step is under way, ``param.grad`` is the gradient of the share under way alone. What it was before the step is
 set aside, and what the step gives is added to it.
+
+Of a ``DTensor`` the part is added that this rank holds: other dimensions of the mesh have their parts for themselves.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,6 +13,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
+from lockstep.distributed.dtensors import is_dtensor, like_parameter, local_part, matching_gradient
 from lockstep.errors import NotReplicableError
 from lockstep.shares.tree import PartialSums
 
@@ -71,12 +74,13 @@ class ShareGradients:
 
     def terms_with(self, share: int) -> list[list[Values]]:
         """The same while a share is under way, with the gradients that it has so far."""
-        now = [parameter.grad for parameter in self.parameters]
-        return [[term[::-1] for term in terms] for terms in self.sums.terms_with(share, now)]
+        return [[term[::-1] for term in terms] for terms in self.sums.terms_with(share, self.now())]
 
     def now(self) -> Values:
         """What the share under way has given so far."""
-        return [None if (grad := parameter.grad) is None else grad.detach() for parameter in self.parameters]
+        return [
+            None if (grad := parameter.grad) is None else local_part(grad.detach()) for parameter in self.parameters
+        ]
 
     def drop(self) -> None:
         """Forget what the share under way has given."""
@@ -95,7 +99,7 @@ class ShareGradients:
                     f"parameter {self.names[number]} has a gradient of layout {gradient.layout}, which shares cannot "
                     "add; use sparse=False"
                 )
-            detached = gradient.detach()
+            detached = local_part(gradient.detach())
             gradients[number] = detached.to(sum_dtype(detached.dtype))
         return gradients
 
@@ -127,11 +131,11 @@ class ShareGradients:
 def _gradient(parameter: Tensor, value: Tensor, earlier: Tensor | None) -> Tensor:
     """A gradient of the parameter's dtype and layout: the value, added to what there was, and rounded once."""
     if earlier is not None:
-        value = value.add_(earlier.detach())
-    like = torch.empty_like(parameter)  # what a gradient's layout is, wherever it was added
-    if value.dtype == like.dtype and value.stride() == like.stride():
-        return value
-    return like.copy_(value)
+        value = value.add_(local_part(earlier.detach()))
+    like = torch.empty_like(local_part(parameter))  # what a gradient's layout is, wherever it was added
+    if value.dtype != like.dtype or value.stride() != like.stride():
+        value = like.copy_(value)
+    return like_parameter(value, parameter)
 
 
 def _new_sums() -> PartialSums[Values]:
@@ -139,8 +143,20 @@ def _new_sums() -> PartialSums[Values]:
 
 
 def _hook(parameter: Parameter, number: int, arrived: Callable[[int], None]) -> RemovableHandle:
-    handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(lambda _: arrived(number))
+    def hook(parameter: Tensor) -> None:
+        if is_dtensor(parameter):
+            _lay_out(parameter)
+        arrived(number)
+
+    handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(hook)
     return handle
+
+
+def _lay_out(parameter: Tensor) -> None:
+    """Lay out the gradient of a ``DTensor`` over the mesh as the parameter is: parts that backward left are summed."""
+    assert parameter.grad is not None
+    with torch.no_grad():
+        parameter.grad = like_parameter(matching_gradient(parameter.grad, parameter), parameter)
 
 
 @torch.no_grad()

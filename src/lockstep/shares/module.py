@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from lockstep.buckets import TensorSpec, dense_stride
 from lockstep.distributed.buffers import Buffer
 from lockstep.distributed.collectives import Collectives
+from lockstep.distributed.dtensors import local_part
 from lockstep.errors import CommunicationError, OptionError, ShareError
 from lockstep.shares.audit_plan import Audit, Evidence
 from lockstep.shares.buffers import ShareBuffers
@@ -95,9 +96,10 @@ class ShareModule:
         self._gradients = ShareGradients(trained, self._arrived)
         self._buffers = ShareBuffers(members.buffers)
         self._own = {id(parameter) for _, parameter in members.parameters}
+        local = [(name, local_part(parameter)) for name, parameter in reversed(trained)]
         self._specs = [
             TensorSpec(name, tuple(p.shape), dense_stride(p.shape, p.stride()), sum_dtype(p.dtype), p.device)
-            for name, p in reversed(trained)
+            for name, p in local
         ]
 
     @property
@@ -200,7 +202,7 @@ class ShareModule:
         finally:
             self._exchange = self._early = None
             self._gradients.put_back()
-            self._buffers.restore()
+            self._buffers.forget()
 
     def finish(self) -> None:
         """See :class:`Participant`."""

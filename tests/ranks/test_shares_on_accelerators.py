@@ -1,0 +1,63 @@
+"""Shares on ranks with an accelerator each, simulated: random numbers, buffers and gradients are the accelerator's."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+import lockstep
+from lockstep.errors import AuditError
+from share_runs import MODELS, data_of, forever, make_optimizer
+from threaded import run_ranks
+
+pytestmark = pytest.mark.usefixtures("sim")
+
+
+def train(rank, model, steps=3, audits=True):
+    """The fingerprint after so many steps, and whether the accelerator's random numbers go on as without shares."""
+    replicated = lockstep.replicate(rank.make(MODELS[model]), shares=8, process_group=rank.group)
+    assert {p.device for p in replicated.parameters()} == {rank.device}
+    lockstep.audit(replicated, every=2 if audits else None)
+    optimizer = make_optimizer("SGD", replicated)
+    torch.sim.manual_seed(rank.rank)
+    before = torch.sim.get_rng_state(rank.device)
+    with torch.device("cpu"):
+        data = data_of(model)
+    batches = lockstep.GlobalBatches(data, 32, 8, seed=1, last="smaller", process_group=rank.group)
+    for batch in itertools.islice(forever(batches), steps):
+        optimizer.zero_grad()
+        for x, y in batch:
+            loss = cross_entropy(replicated(x.to(rank.device)), y.to(rank.device), reduction="sum")
+            loss.backward()
+        nn.utils.clip_grad_norm_(replicated.parameters(), 1.0)
+        optimizer.step()
+    kept = torch.equal(torch.sim.get_rng_state(rank.device), before)
+    return lockstep.fingerprint(replicated, optimizer), kept
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_the_same_bits_on_any_number_of_accelerators(model):
+    alone = run_ranks(1, train, model, device="sim")
+    assert alone[0][1]
+    for world in (2, 3, 8):
+        assert run_ranks(world, train, model, device="sim") == alone * world
+
+
+def test_a_bit_that_is_turned_over_on_an_accelerator_is_found():
+    def work(rank):
+        model = lockstep.replicate(nn.Linear(1, 1, bias=False), shares=4, process_group=rank.group)
+        lockstep.audit(model, every=1)
+        if rank.rank == 1:
+            model.weight.register_hook(lambda gradient: gradient + 1)
+        with torch.device("cpu"):
+            rows = torch.utils.data.TensorDataset(torch.ones(4, 1))
+        for (x,) in next(iter(lockstep.GlobalBatches(rows, 4, 4, process_group=rank.group))):
+            model(x.to(rank.device)).sum().backward()
+
+    for error in run_ranks(2, work, device="sim", errors=True):
+        assert isinstance(error, AuditError)
+        assert "gradient of weight" in str(error)
