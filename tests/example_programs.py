@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import io
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -53,6 +54,29 @@ def run_in_ranks(
     return [list(ranks) for ranks in zip(*by_rank, strict=True)]
 
 
+def run_script_in_ranks(world: int, script: str, *arguments: str, timeout: float = 150.0) -> list[str]:
+    """What each rank prints of an example that these ranks run as torchrun's processes would."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    return run_processes(world, _run_script, script, store.port, arguments, timeout=timeout)
+
+
+def _run_script(rank: Any, script: str, port: int, arguments: list[str]) -> str:
+    dist.destroy_process_group()  # a program makes its own
+    _be_started(rank, port)
+    sys.path.insert(0, str(EXAMPLES))
+    sys.argv[:] = [script, *arguments]
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        runpy.run_path(str(EXAMPLES / script), run_name="__main__")
+    return output.getvalue()
+
+
+def _be_started(rank: Any, port: int) -> None:
+    """The environment that torchrun gives to its processes."""
+    number, world = str(rank.rank), str(rank.world)
+    os.environ.update(RANK=number, LOCAL_RANK=number, WORLD_SIZE=world, LOCAL_WORLD_SIZE=world)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
+
+
 def _run_each(
     rank: Any, program: str, runs: list[tuple[int, list[str]]], by_torchrun: bool
 ) -> list[tuple[int, str, str]]:
@@ -65,9 +89,7 @@ def _run_each(
 
 def _run_one(rank: Any, main: Any, port: int | None, arguments: list[str]) -> tuple[int, str, str]:
     if port is not None:
-        number, world = str(rank.rank), str(rank.world)
-        os.environ.update(RANK=number, LOCAL_RANK=number, WORLD_SIZE=world, LOCAL_WORLD_SIZE=world)
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
+        _be_started(rank, port)
     with contextlib.redirect_stdout(io.StringIO()) as output, contextlib.redirect_stderr(io.StringIO()) as error:
         try:
             status = main(arguments)
