@@ -1,14 +1,12 @@
 """The failure channel of one rank: what happens to any rank is known on all, at once and by name.
 
-One thread a rank sleeps until a neighbour in the ring has news, or has gone. Failures are written to the log, which
-says which of them was the first, and are told around the ring. Nothing is sent while nothing happens, apart from one
-look into the log a second, in case the ring is broken in two places. ``check()`` is a look at an attribute.
+Failures are written to the log, which says which of them was the first, and are told around the ring
+(``messenger.py``). Nothing is sent while nothing happens, apart from one look into the log a second, in case the ring
+is broken in two places. ``check()`` is a look at an attribute.
 """
 
 import contextlib
 import os
-import select
-import socket
 import threading
 import time
 import weakref
@@ -18,18 +16,17 @@ from typing import Any
 from lockstep.errors import InspectionError, PeerFailure
 from lockstep.failures.failure import Failure, Kind, follows_from_another, of_exception, peer_failure_in
 from lockstep.failures.log import FailureLog
+from lockstep.failures.messenger import LOOK_SECONDS, Messenger
 from lockstep.failures.progress import Page, Progress, page_of
 from lockstep.failures.ring import Connection, Meeting, NeighbourHasEndedError, ip_for, store_lost
 from lockstep.failures.where import OF_A_STEP
 
 GRACE_SECONDS = 1.0
-"""How long a rank that has lost its group waits for news of who failed."""
+"""How long a rank that has lost its group waits to hear who failed."""
 LEFT_SECONDS = 1.0
 """How long a rank waits for one that has left in good order, before that is an error."""
 FAREWELL_SECONDS = 2.0
 """How long ranks wait for each other when one has failed, so that each can say why before a launcher ends it."""
-LOOK_SECONDS = 1.0
-"""How often the log is looked into, though nobody has said that there is something in it."""
 
 
 class FailureChannel:
@@ -54,25 +51,18 @@ class FailureChannel:
         """Ranks that have left, in good order or after a failure; and the step after which."""
         self.ended: set[int] = set()
         """Ranks whose process has ended without a word."""
-        self._known, self._news = threading.Event(), threading.Condition()
+        self._known, self._changed = threading.Event(), threading.Condition()
         try:
             self._log, self._lock = FailureLog(store), threading.Lock()
         except RuntimeError as error:
             raise store_lost(rank, len(global_ranks), error) from error
         self._callbacks: list[Callable[[Failure], object]] = []
         self._handlers: dict[str, Callable[[dict[str, Any]], object]] = {}
-        self._heard: set[tuple[int, int]] = set()
-        self._said = 0
         self._left_at = 0.0
-        self._to_send: list[dict[str, Any]] = []
-        self._sending = False
-        self._closing = False
         self._process = os.getpid()
-        self._neighbours = self._meet(store, rank, host, timeout)
-        self._wake, self._woken = socket.socketpair()
-        self._woken.setblocking(False)
-        self._thread = threading.Thread(target=self._run, name="lockstep failures", daemon=True)
-        self._thread.start()
+        neighbours = self._meet(store, rank, host, timeout)
+        self._messenger = Messenger(self.rank, neighbours, self._hear, self._neighbour_has_gone, self._look)
+        self._messenger.start()
         _channels.add(self)
 
     def _meet(self, store: Any, rank: int, host: str, timeout: float) -> list[Connection]:
@@ -128,16 +118,17 @@ class FailureChannel:
         return self.failure.error(self.rank)
 
     def explain(self, error: BaseException, grace: float = GRACE_SECONDS) -> PeerFailure | None:
-        """The failure of another rank from which an error of a group follows, if there is or soon will be news of one.
+        """The failure of another rank from which an error of a group follows, if there is one, or soon
+        will be.
 
-        A rank that has left in good order is such news, too: the group has lost it.
+        A rank that has left in good order is one, too: the group has lost it.
         """
         if (known := peer_failure_in(error)) is not None:
             return known
         until = time.monotonic() + grace
-        with self._news:
+        with self._changed:
             while self.failure is None and not self.left and (left := until - time.monotonic()) > 0:
-                self._news.wait(left)
+                self._changed.wait(left)
         if self.failure is None and self.left and not isinstance(error, PeerFailure):
             gone = min(self.left)
             self.report(Failure(gone, Kind.LEFT, self.left[gone], "tear-down"))
@@ -145,7 +136,7 @@ class FailureChannel:
 
     def when_failed(self, callback: Callable[[Failure], object]) -> None:
         """Call when another rank has failed, from the channel's thread; at once if one has failed already."""
-        with self._news:
+        with self._changed:
             if self.failure is None:
                 self._callbacks.append(callback)
                 return
@@ -166,26 +157,18 @@ class FailureChannel:
             self.report(of_exception(error, self.rank, self.progress.step, self.progress.current_phase))
 
     def tell(self, kind: str, **fields: Any) -> None:
-        """Send news around the ring; ranks that have set :meth:`on` for that kind are called with its fields."""
-        self._said += 1
-        message = {"kind": kind, "id": [self.rank, self._said], **fields}
-        self._heard.add((self.rank, self._said))
-        with self._news:
-            self._to_send.append(message)
-        self._wake_up()
+        """Send a message around the ring; ranks that have set :meth:`on` for that kind are called with its fields."""
+        self._messenger.send(kind, **fields)
 
     def wait_until_told(self, seconds: float = GRACE_SECONDS) -> None:
         """Return when what this rank has to tell has left, or after some seconds.
 
         Before anything that may hold the interpreter for long, as a garbage collection does.
         """
-        until = time.monotonic() + seconds
-        with self._news:
-            while (self._to_send or self._sending) and (left := until - time.monotonic()) > 0:
-                self._news.wait(left)
+        self._messenger.wait_until_sent(seconds)
 
     def on(self, kind: str, handler: Callable[[dict[str, Any]], object]) -> None:
-        """Call a handler with news of a kind, from the channel's thread."""
+        """Call a handler with each message of a kind, from the channel's thread."""
         self._handlers[kind] = handler
 
     # ------------------------------------------------------------------------------------------ the end
@@ -203,95 +186,43 @@ class FailureChannel:
         ends.
         """
         begin = time.monotonic()
-        with self._news:
+        with self._changed:
             while not self._all_are_gone():
                 limit = min(timeout, FAREWELL_SECONDS) if self._known.is_set() else timeout
                 if (left := begin + limit - time.monotonic()) <= 0:
                     return False
-                self._news.wait(min(left, LOOK_SECONDS))
+                self._changed.wait(min(left, LOOK_SECONDS))
         return True
 
     def close(self) -> None:
         """End the thread, and close the connections; without :meth:`announce_end` before, that is a death to others."""
         if self._process != os.getpid():
             return
-        self._closing = True
-        self._wake_up()
-        if threading.current_thread() is not self._thread:
-            self._thread.join(FAREWELL_SECONDS)
+        if self._messenger.close():
+            self._close_pages()
 
     def _all_are_gone(self) -> bool:
         return len(self.left.keys() | self.ended) == len(self.global_ranks)
 
     # ------------------------------------------------------------------------------ the channel's thread
 
-    def _run(self) -> None:
-        while not self._closing:
-            self._send_news()
-            self._wait_for_news()
-        self._send_news()
-        self._hang_up()
-
-    def _send_news(self) -> None:
-        with self._news:
-            news, self._to_send = self._to_send, []
-            self._sending = bool(news)
-        for message in news:
-            for each in self._neighbours:
-                each.send(message)
-        if news:
-            with self._news:
-                self._sending = False
-                self._news.notify_all()
-
-    def _wait_for_news(self) -> None:
-        poll = select.poll()
-        poll.register(self._woken, select.POLLIN)
-        for each in self._neighbours:
-            if each.is_open:
-                poll.register(each, select.POLLIN | (0 if each.flush() else select.POLLOUT))
-        ready = {fd for fd, _ in poll.poll(LOOK_SECONDS * 1e3)}
-        if self._woken.fileno() in ready:
-            with contextlib.suppress(BlockingIOError):
-                self._woken.recv(4096)
-        for each in self._neighbours:
-            if each.fileno() in ready:
-                self._receive(each)
-        if not ready:
-            self._look()
-
-    def _receive(self, neighbour: Connection) -> None:
-        messages, gone = neighbour.receive()
-        for message in messages:
-            self._hear(message, neighbour)
-        if gone:
-            neighbour.close()
-            self._neighbour_has_gone(neighbour.peer)
-
-    def _hear(self, message: dict[str, Any], source: Connection) -> None:
-        number = tuple(message["id"])
-        if number in self._heard:
-            return
-        self._heard.add(number)
-        for each in self._neighbours:
-            if each is not source and each.is_open:
-                each.send(message)
+    def _hear(self, message: dict[str, Any]) -> None:
         kind = message["kind"]
         if kind == "failure":
             self._learn(Failure.from_json(message["failure"]))
         elif kind == "left":
-            with self._news:
+            with self._changed:
                 self.left[message["rank"]] = message["step"]
                 self._left_at = time.monotonic()
-                self._news.notify_all()
+                self._changed.notify_all()
         elif kind in self._handlers:
             self._handlers[kind](message)
 
     def _neighbour_has_gone(self, rank: int) -> None:
-        with self._news:
+        with self._changed:
             told = rank in self.left or rank in self.ended
             self.ended.add(rank)
-            self._news.notify_all()
+            self._changed.notify_all()
         if not told:
             page = self._pages.get(rank)
             snapshot = page.read() if page is not None else None
@@ -315,25 +246,24 @@ class FailureChannel:
     def _learn(self, told: Failure) -> None:
         """Note the first failure: what the log says; if it is lost, what was told."""
         if told.kind is Kind.ENDED:
-            with self._news:
+            with self._changed:
                 self.ended.add(told.rank)
-                self._news.notify_all()
+                self._changed.notify_all()
         if self._known.is_set():
             return
         with self._lock:
             entries = self._log.read()
         first = entries[0] if entries else told
-        with self._news:
+        with self._changed:
             if self._known.is_set():
                 return
             self._known.set()
             if first.rank != self.rank or first.kind is Kind.STALLED:  # others say this of a rank that is alive
                 self.failure = first
             callbacks, self._callbacks = self._callbacks, []
-            self._news.notify_all()
+            self._changed.notify_all()
         if self.failure is not None:
-            if threading.current_thread() is self._thread:
-                self._send_news()  # before anything that may take long
+            self._messenger.send_first()
             for callback in callbacks:
                 callback(self.failure)
 
@@ -344,31 +274,12 @@ class FailureChannel:
         self._known.set()
         time.sleep(GRACE_SECONDS)  # the store may be this rank's: others still have to read that there
 
-    def _wake_up(self) -> None:
-        with contextlib.suppress(OSError):
-            self._wake.send(b"\0")
-
-    def _hang_up(self) -> None:
-        """Close the connections so that nothing that was sent is lost: both sides read to the end."""
-        for each in self._neighbours:
-            if each.is_open:
-                each.end_sending()
-        until = time.monotonic() + 0.2
-        while time.monotonic() < until and (waiting := [each for each in self._neighbours if each.is_open]):
-            for each in select.select(waiting, [], [], 0.02)[0]:
-                messages, gone = each.receive()
-                for message in messages:
-                    self._hear(message, each)
-                if gone:
-                    each.close()
-        self.close_connections()
-
     def close_connections(self) -> None:
         """Close all, as a forked process does with its copies of its parent's."""
-        for each in self._neighbours:
-            each.close()
-        self._wake.close()
-        self._woken.close()
+        self._messenger.close_connections()
+        self._close_pages()
+
+    def _close_pages(self) -> None:
         for page in self._pages.values():
             if page is not None:
                 page.close()

@@ -42,7 +42,7 @@ class StallWatch:
         self._ask_again = 0.0
         self._answers: dict[int, Answer] = {}
         self._inquiry = ""
-        self._news = threading.Condition()
+        self._changed = threading.Condition()
         self._over = threading.Event()
         channel.on("asked", self._asked)
         channel.on("answer", self._answered)
@@ -89,15 +89,15 @@ class StallWatch:
     def _inquire(self, now: float) -> list[Answer]:
         """What every rank is doing."""
         own = self._own_answer()
-        with self._news:
+        with self._changed:
             self._inquiry = f"{self._channel.rank} {now}"
             self._answers = {own.rank: own}
         self._channel.tell("asked", inquiry=self._inquiry)
         until = time.monotonic() + self._answer_seconds
         stopped: dict[int, Answer] = {}
-        with self._news:
+        with self._changed:
             while (missing := self._missing() - stopped.keys()) and (left := until - time.monotonic()) > 0:
-                self._news.wait(min(left, 0.2))
+                self._changed.wait(min(left, 0.2))
                 stopped |= {rank: Answer(rank, stopped=True) for rank in missing if self._processes.stopped(rank)}
             missing = self._missing()
             answers = list(self._answers.values())
@@ -120,10 +120,10 @@ class StallWatch:
 
     def _answered(self, message: dict[str, Any]) -> None:
         answer = Answer(**message["answer"])
-        with self._news:
+        with self._changed:
             if message["inquiry"] == self._inquiry:
                 self._answers[answer.rank] = answer
-                self._news.notify_all()
+                self._changed.notify_all()
 
 
 class _Wait:

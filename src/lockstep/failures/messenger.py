@@ -1,0 +1,153 @@
+"""Messages around the ring of ranks: whoever hears of something passes it on, so that each rank hears it, once.
+
+One thread a rank sleeps until a neighbour has sent something or has gone, or until there is something to send.
+"""
+
+import contextlib
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from lockstep.failures.ring import Connection
+
+LOOK_SECONDS = 1.0
+"""After so long without a message ``look`` is called."""
+END_SECONDS = 2.0
+"""How long :meth:`Messenger.close` waits for the thread."""
+_READ_SECONDS = 0.2  # for which a neighbour that ends, too, is read to its end
+
+Message = dict[str, Any]
+
+
+class Messenger:
+    """What one rank sends to all others, and hears from them, through its neighbours in the ring."""
+
+    def __init__(
+        self,
+        rank: int,
+        neighbours: Sequence[Connection],
+        hear: Callable[[Message], object],
+        has_gone: Callable[[int], object],
+        look: Callable[[], object],
+    ) -> None:
+        """From a thread of its own, ``hear`` is called with each message of another rank, ``has_gone`` with a neighbour
+        whose connection has ended, and ``look`` while nothing happens. ``rank`` is no other one's in the ring."""
+        self._rank, self._neighbours = rank, neighbours
+        self._hear, self._has_gone, self._look = hear, has_gone, look
+        self._changed = threading.Condition()
+        self._heard: set[tuple[int, int]] = set()
+        self._said = 0
+        self._to_send: list[Message] = []
+        self._sending = self._closing = False
+        self._wake, self._woken = socket.socketpair()
+        self._woken.setblocking(False)
+        self._thread = threading.Thread(target=self._run, name="lockstep failures", daemon=True)
+
+    def start(self) -> None:
+        """Begin to hear, and to send."""
+        self._thread.start()
+
+    def send(self, kind: str, **fields: Any) -> None:
+        """Send a message to all ranks; does not wait."""
+        with self._changed:
+            self._said += 1
+            self._heard.add((self._rank, self._said))
+            self._to_send.append({"kind": kind, "id": [self._rank, self._said], **fields})
+        self._wake_up()
+
+    def send_first(self) -> None:
+        """Where the thread is what calls this: send what waits, before anything that may take long."""
+        if threading.current_thread() is self._thread:
+            self._send_what_waits()
+
+    def wait_until_sent(self, seconds: float) -> None:
+        """Return when nothing waits to be sent, or after some seconds."""
+        until = time.monotonic() + seconds
+        with self._changed:
+            while (self._to_send or self._sending) and (left := until - time.monotonic()) > 0:
+                self._changed.wait(left)
+
+    def close(self) -> bool:
+        """Send what waits, close the connections, and end the thread; whether it has ended, and calls nobody more."""
+        self._closing = True
+        self._wake_up()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(END_SECONDS)
+        return not self._thread.is_alive()
+
+    def close_connections(self) -> None:
+        """Close all, as a forked process does with its copies of its parent's."""
+        for each in self._neighbours:
+            each.close()
+        self._wake.close()
+        self._woken.close()
+
+    def _wake_up(self) -> None:
+        with contextlib.suppress(OSError):
+            self._wake.send(b"\0")
+
+    # ------------------------------------------------------------------------------------ its thread
+
+    def _run(self) -> None:
+        while not self._closing:
+            self._send_what_waits()
+            self._wait()
+        self._send_what_waits()
+        self._hang_up()
+
+    def _send_what_waits(self) -> None:
+        with self._changed:
+            messages, self._to_send = self._to_send, []
+            self._sending = bool(messages)
+        for message in messages:
+            for each in self._neighbours:
+                each.send(message)
+        if messages:
+            with self._changed:
+                self._sending = False
+                self._changed.notify_all()
+
+    def _wait(self) -> None:
+        poll = select.poll()
+        poll.register(self._woken, select.POLLIN)
+        for each in self._neighbours:
+            if each.is_open:
+                poll.register(each, select.POLLIN | (0 if each.flush() else select.POLLOUT))
+        ready = {fd for fd, _ in poll.poll(LOOK_SECONDS * 1e3)}
+        if self._woken.fileno() in ready:
+            with contextlib.suppress(BlockingIOError):
+                self._woken.recv(4096)
+        for each in self._neighbours:
+            if each.fileno() in ready and self._receive(each):
+                self._has_gone(each.peer)
+        if not ready:
+            self._look()
+
+    def _receive(self, neighbour: Connection) -> bool:
+        """Hear what a neighbour has sent, and pass it on; whether the neighbour has gone."""
+        messages, gone = neighbour.receive()
+        for message in messages:
+            number = tuple(message["id"])
+            if number not in self._heard:
+                self._heard.add(number)
+                for each in self._neighbours:
+                    if each is not neighbour and each.is_open:
+                        each.send(message)
+                self._hear(message)
+        if gone:
+            neighbour.close()
+        return gone
+
+    def _hang_up(self) -> None:
+        """Close the connections so that nothing that was sent is lost: both sides read to the end."""
+        for each in self._neighbours:
+            if each.is_open:
+                each.end_sending()
+        until = time.monotonic() + _READ_SECONDS
+        while time.monotonic() < until and (waiting := [each for each in self._neighbours if each.is_open]):
+            for each in select.select(waiting, [], [], 0.02)[0]:
+                self._receive(each)
+        self.close_connections()
