@@ -426,7 +426,7 @@ def load_between(rank, kind, load, passes, ranks):
 def read_later(self, row, may_defer):
     """`ReportTransport.read`, as it is on an accelerator."""
     self._deferred = ReadLater(row[: self._layout.packed_buffers.start].clone())
-    return Report(None, [], [], []) if may_defer else self._layout.read(self._deferred.result())
+    return Report(None, [], [], []) if may_defer() else self._layout.read(self._deferred.result())
 
 
 class ReadLater(NamedTuple):

@@ -150,7 +150,7 @@ class ReadLater(NamedTuple):
 def read_later(self, row, may_defer):
     """`ReportTransport.read`, as it is on an accelerator."""
     self._deferred = ReadLater(row[: self._layout.packed_buffers.start].clone())
-    if not may_defer:
+    if not may_defer():
         return self._layout.read(self._deferred.result())
     self.is_unread, self._packed_buffers = True, row[self._layout.packed_buffers].clone()
     return Report(None, [], [], [])

@@ -297,7 +297,7 @@ class CompatibleNames(_OptionNames):
     def will_sync_module_buffers(self) -> bool:
         """Whether buffers will be made equal at the end of the next backward that synchronises."""
         reducer = self._replication.reducer
-        return reducer is not None and reducer.requires_sync and bool(reducer.buffers.buffers)
+        return reducer is not None and reducer.participation.requires_sync and bool(reducer.buffers.buffers)
 
     def _check_reducer_finalized(self) -> None:
         self.reducer._check_reducer_finalized()

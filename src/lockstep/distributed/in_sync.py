@@ -64,7 +64,7 @@ def check_in_sync(module: Module, process_group: Group | None = None, *, every: 
     if group is None:
         raise CommunicationError("there is no process group yet; call torch.distributed.init_process_group() first")
     if replication is not None and replication.reducer is not None:
-        replication.reducer.update_buffers()
+        replication.reducer.outcome.update_buffers()
     collectives = Collectives(group, Phases())
     named = [*module.named_parameters(), *module.named_buffers()]
     lines = [Line(name, describe_tensor(tensor, layout=False)) for name, tensor in named]

@@ -87,7 +87,7 @@ class ShadowHook(JoinHook):
         self._has_begun = True
         self.count_only_active(marks)
         self._awaits_round = _SYNCHRONISES in marks
-        if self._awaits_round and self.reducer.scheduler.exclusive:
+        if self._awaits_round and self.reducer.scheduler.modules.exclusive:
             self._reduce_without_batch()
 
     def _reduce_without_batch(self) -> None:

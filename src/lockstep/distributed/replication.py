@@ -115,7 +115,8 @@ class Replication:
         lines += [describe_parameter(name, p, contents, trained=True) for name, p in contents.parameters]
         lines += [describe_buffer(buffer) for buffer in contents.buffers]
         leaving = self._selection.superseded(contents)
-        numbers = [scheduler.next_module_id, scheduler.propose_order(), *scheduler.module_ids(leaving)]
+        modules = scheduler.modules
+        numbers = [modules.next_id, modules.propose_order(), *modules.ids(leaving)]
         try:
             rows = agree(Description(lines, str(failure or "")), numbers, collectives)
         except LockstepError as error:
@@ -139,10 +140,10 @@ class Replication:
         for earlier in self._selection.superseded(contents):
             earlier.retire()
         if options.init_sync:
-            scheduler.register(reducer, self._module_id, self._others, self._order)
+            scheduler.modules.register(reducer, self._module_id, self._others, self._order)
         else:  # nothing has been sent yet: the ranks agree when they first have to
             reducer.setup.do_before_next_round(self._late_agreement(contents, collectives, scheduler, reducer))
-        reducer.set_requires_sync(self.requires_sync)
+        reducer.participation.set_requires_sync(self.requires_sync)
         members.attach(reducer)
         if options.mixed_precision is not None:
             self._start_casts(reducer)
@@ -165,9 +166,10 @@ class Replication:
     ) -> Callable[[], None]:
         def settle() -> None:
             self._agree(contents, None, collectives, scheduler)
-            scheduler.register(reducer, self._module_id, self._others, self._order)
+            modules.register(reducer, self._module_id, self._others, self._order)
 
-        scheduler.register(reducer, scheduler.next_module_id, scheduler.module_ids(), scheduler.propose_order())
+        modules = scheduler.modules
+        modules.register(reducer, modules.next_id, modules.ids(), modules.propose_order())
         return settle
 
     def _scan(self) -> Callable[[], BufferSet]:
@@ -238,7 +240,7 @@ class Replication:
             yield
         except BaseException:
             if self.reducer is not None and not self.requires_sync:
-                self.reducer.decisions.note_local_failure()
+                self.reducer.scheduler.decisions.note_local_failure()
             raise
         finally:
             self.set_requires_gradient_sync(before)
@@ -248,24 +250,24 @@ class Replication:
         self._check_in_charge("set_requires_gradient_sync() and no_sync()")
         self.requires_sync = bool(required)
         if self.reducer is not None:
-            self.reducer.set_requires_sync(self.requires_sync)
+            self.reducer.participation.set_requires_sync(self.requires_sync)
 
     @contextmanager
     def weighing(self, weight: float | None) -> Iterator[None]:
         """What the loss of the backward passes inside counts, of all together; None if they are not weighed."""
-        reducer = self.started_reducer
+        own = self.started_reducer.participation
         self._check_in_charge("accumulate()")
-        reducer.announce(weight)
+        own.announce(weight)
         try:
-            with nullcontext() if weight is None else listening(reducer.count_without_gradient):
+            with nullcontext() if weight is None else listening(own.count_without_gradient):
                 yield
         finally:
-            reducer.announce(None)
+            own.announce(None)
 
     def gradients_zeroed(self) -> None:
         """``zero_grad()`` of the module has given up what had accumulated."""
         if self.reducer is not None and not torch.compiler.is_compiling():
-            self.reducer.give_up_without_gradients()
+            self.reducer.participation.give_up_without_gradients()
 
     @torch.inference_mode(False)
     def register_comm_hook(self, state: Any, hook: Any) -> None:
@@ -317,7 +319,7 @@ class Replication:
         if self.reducer is None:
             self._restored = state
             return
-        self.reducer.restore(state["round"], state["plan"])
+        self.reducer.setup.restore(state["round"], state["plan"])
         if len(state["hooks"]) != len(self.hooks):
             raise NotReplicableError(
                 f"the training state is of {len(state['hooks'])} communication hook(s), {len(self.hooks)} are "

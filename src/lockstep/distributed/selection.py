@@ -151,7 +151,7 @@ class Selection:
 
 def _is_covered(reducer: Reducer, found: Collection[int]) -> bool:
     """Whether all parameters of a reducer are found; what its module does not have any more is nobody's."""
-    return all(id(each.parameter) in found for each in reducer.present)
+    return all(id(each.parameter) in found for each in reducer.setup.members.present)
 
 
 def _reducer_of(parameter: Parameter) -> Reducer | None:

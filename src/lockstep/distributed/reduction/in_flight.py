@@ -14,7 +14,7 @@ from lockstep.errors import CommunicationError
 
 
 class InFlight:
-    """Sends the buckets of round ``number``, through communication hooks if there are any, and waits for them."""
+    """Waits for what round ``number`` has sent; sends buckets through communication hooks, if there are any."""
 
     def __init__(self, number: int, setup: Setup) -> None:
         self._number, self._setup, self._collectives = number, setup, setup.collectives
@@ -23,12 +23,11 @@ class InFlight:
         self._last = len(setup.buckets.in_order) - 1
         self._divide_factor = setup.gradient_divide_factor
 
-    def all_reduce(self, tensor: Tensor, what: str, factor: float = 1.0, *, wait_follows: bool = False) -> None:
-        """Begin to sum a tensor; ``wait_follows``: nothing else is sent."""
+    def add(self, pending: Waitable, begun: float) -> None:
+        """A collective is on its way, since ``begun`` of ``time.perf_counter()``."""
         if not self._pending:
-            self._begun = time.perf_counter()
-        what = f"{what}, round {self._number}"
-        self._pending.append(self._collectives.all_reduce(tensor, what, factor, wait_follows=wait_follows))
+            self._begun = begun
+        self._pending.append(pending)
 
     def send_through_hooks(self, bucket: GradientBucket, flat: Tensor, what: str) -> None:
         """Let communication hooks reduce a bucket, whose gradients are in ``flat``."""

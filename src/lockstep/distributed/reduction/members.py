@@ -4,6 +4,8 @@ import weakref
 from collections.abc import Collection, Sequence
 from typing import Protocol
 
+from torch.optim import Optimizer
+
 from lockstep.distributed.agreement import Description, agree
 from lockstep.distributed.collectives import Collectives
 from lockstep.distributed.reduction.arrivals import Arrivals
@@ -113,6 +115,11 @@ class Members:
         for index in found:
             used[index] = 1
         return found
+
+    def has_parameter_of(self, optimizer: Optimizer) -> bool:
+        """Whether an optimizer uses the gradient of any of the parameters."""
+        known = {id(member.parameter) for member in (*self.parameters, *self.newcomers)}
+        return any(id(each) in known for group in optimizer.param_groups for each in group["params"])
 
     def are_marked(self) -> bool:
         """Whether compiled autograd has run hooks of the parameters."""

@@ -5,19 +5,21 @@ or the next round opens. All ranks read the same, so each consequence that takes
 next round opens.
 """
 
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, suppress
 from typing import NamedTuple
 
 from torch.nn import Parameter
+from torch.optim import Optimizer
 
 from lockstep.distributed.reduction.contribution import Contribution
 from lockstep.distributed.reduction.drift import Drift, warn_of_drift
 from lockstep.distributed.reduction.parameter import ManagedParameter
-from lockstep.distributed.reduction.passes import KNOWN_LATE
+from lockstep.distributed.reduction.passes import KNOWN_LATE, NOT_STEPPED
 from lockstep.distributed.reduction.report import Report, check_ranks, mean_factor
 from lockstep.distributed.reduction.round import Round
 from lockstep.distributed.reduction.setup import Setup
+from lockstep.distributed.reduction.unread_reports import before_next_step
 from lockstep.distributed.reduction.usage import Usage
 from lockstep.distributed.reduction.watch import ValueWatch
 from lockstep.errors import AgreementError, OptionError, PeerError
@@ -41,8 +43,9 @@ _USUAL = _Findings()
 class Outcome:
     """Draws the consequences of a module's reports."""
 
-    def __init__(self, setup: Setup) -> None:
-        self._setup = setup
+    def __init__(self, setup: Setup, lock: AbstractContextManager[object]) -> None:
+        """``lock`` is held by whoever reduces; a report that backward has not waited for is read under it, too."""
+        self._setup, self._lock = setup, lock
         self._collectives, self._decisions = setup.collectives, setup.scheduler.decisions
         self.usage = Usage()
         self.has_failed = False
@@ -56,11 +59,7 @@ class Outcome:
         """
         self.has_failed, self._abandoned = True, failing
         failing.abandon()
-
-    @property
-    def is_abandoned(self) -> bool:
-        """Whether the report of an abandoned round has not been read."""
-        return self._abandoned is not None
+        self._decisions.has_unread(self)
 
     def wait_for_abandoned(self) -> None:
         """Return when all that an abandoned round has sent has arrived."""
@@ -72,17 +71,20 @@ class Outcome:
             if report is not None:
                 self._decisions.hear([status.loop for status in report.ranks], abandoned=True)
 
-    def conclude(self, ended: Round, own: Contribution, *, may_defer: bool, lists_used: bool) -> Sequence[Parameter]:
+    def conclude(
+        self, ended: Round, own: Contribution, may_defer: Callable[[Round], bool], *, lists_used: bool
+    ) -> Sequence[Parameter]:
         """Read the report of a round that has been reduced, and give the parameters their gradients.
 
-        ``may_defer``: this rank has nothing unusual to know or to tell. Returns the parameters that any rank has used,
-        in an order that is the same on all, if ``lists_used``. Raises on every rank if the ranks were not in the same
-        round.
+        Where reading takes waiting, ``may_defer`` says whether it can be done later. Returns the parameters that any
+        rank has used, in an order that is the same on all, if ``lists_used``. Raises on every rank if the ranks were
+        not in the same round.
         """
         setup, transport = self._setup, self._setup.transport
         row = ended.report_row  # which its bucket may give up, with the gradients
         watch = None if setup.watch is None or not setup.watch.is_due(ended.number) else setup.watch
-        report = transport.read(row, may_defer and not self.has_failed and watch is None)
+        has_failed = self.has_failed
+        report = transport.read(row, lambda: watch is None and not has_failed and may_defer(ended))
         self.has_failed = False
         usual = report.is_usual and self._decisions.is_quiet
         found = _USUAL if usual else self._find(report, ended.number, own, watch)
@@ -104,6 +106,9 @@ class Outcome:
         else:
             setup.adapt(report)
         warn_of_drift(found.drift, self._collectives.global_rank)
+        if transport.is_unread:
+            before_next_step(self)
+            self._decisions.has_unread(self)
         return used
 
     def _find(self, report: Report, number: int, own: Contribution, watch: ValueWatch | None) -> "_Findings | None":
@@ -142,17 +147,46 @@ class Outcome:
         self._setup.buffers.drop_large()
         self._setup.drop_gradients()
 
-    @property
-    def is_unread(self) -> bool:
-        """Whether nothing has been read of the report of the last round."""
-        return self._setup.transport.is_unread
+    # ------------------------------------------------------- a report that backward has not waited for
 
-    def read_unread(self, number: int, advice: str) -> None:
-        """Read the report of round ``number``, if it was not waited for: raise if the round has failed, with that
+    def has_parameter_of(self, optimizer: Optimizer) -> bool:
+        """Whether an optimizer uses the gradients of the module."""
+        return self._setup.members.has_parameter_of(optimizer)
+
+    def read_before_step(self) -> None:
+        """An optimizer is about to use the gradients; raises if their round has failed on some rank."""
+        with self._lock:
+            self._read_unread(NOT_STEPPED)
+
+    def read_for_loop(self) -> None:
+        """The loop asks what the ranks have decided. What has failed is told later; the report of a round that was
+        abandoned here is heard, too."""
+        with self._lock:
+            self.wait_for_abandoned()
+            report = self._setup.transport.look()
+            if report is not None:
+                with suppress(PeerError, OptionError):
+                    self._check(report, self._setup.rounds)
+                    self._leave_out() if report.skips else self._take_buffers(report)
+
+    def update_buffers(self) -> None:
+        """Assign the buffers that have come with the last round, if that has waited for its report, has not failed, and
+        counts; an error has to come where all ranks can go on together."""
+        if self._setup.transport.is_unread:
+            with self._lock:
+                report = self._setup.transport.look()
+                if report is not None and not report.skips:
+                    with suppress(PeerError, OptionError):
+                        self._check(report, self._setup.rounds)
+                        self._take_buffers(report)
+
+    def _read_unread(self, advice: str) -> None:
+        """Read the report of the last round, if it was not waited for: raise if the round has failed, with that
         ``advice``, or assign the buffers that have come with it; a batch that is left out has no gradients."""
         report = self._setup.transport.look()
         if report is None:
             return
+        number = self._setup.rounds
         try:
             self._check(report, number, advice)
             if report.skips and advice == KNOWN_LATE:
@@ -165,24 +199,6 @@ class Outcome:
             raise
         self._leave_out() if report.skips else self._take_buffers(report)
 
-    def read_quietly(self, number: int) -> None:
-        """The same, but what has failed is told later; the report of a round that was abandoned here is heard, too."""
-        self.wait_for_abandoned()
-        report = self._setup.transport.look()
-        if report is not None:
-            with suppress(PeerError, OptionError):
-                self._check(report, number)
-                self._leave_out() if report.skips else self._take_buffers(report)
-
-    def update_buffers(self, number: int) -> None:
-        """Assign the buffers that have come with round ``number``, if it has not failed and counts; an error has to
-        come where all ranks can go on together."""
-        report = self._setup.transport.look()
-        if report is not None and not report.skips:
-            with suppress(PeerError, OptionError):
-                self._check(report, number)
-                self._take_buffers(report)
-
     def _take_buffers(self, report: Report) -> None:
         self._setup.buffers.finish_large()
         if not report.module_changed:
@@ -190,9 +206,9 @@ class Outcome:
         self._setup.follow_active(report)
         self._setup.transport.note_looked_at()
 
-    def read_deferred(self, number: int, own: Contribution) -> None:
-        """Draw what consequences are left of round ``number``: all ranks do, before they send anything of the next."""
-        self.read_unread(number, KNOWN_LATE)
+    def read_deferred(self, own: Contribution) -> None:
+        """Draw what consequences are left of the last round: all ranks do, before they send anything of the next."""
+        self._read_unread(KNOWN_LATE)
         report = self._setup.transport.read_deferred()
         if report is not None:
             if report.module_changed and not report.module_changed_everywhere:  # else all have waited for the report

@@ -6,6 +6,8 @@ or to say; else before the next step of an optimizer (``unread_reports.py``), or
 the buffers that have come with it are not assigned.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -70,14 +72,14 @@ class ReportTransport:
                 if not (status.failed or status.loop & SKIPS):
                     raise  # then this rank's part has failed, perhaps for this, and the others are told
 
-    def read(self, row: Tensor, may_defer: bool) -> Report:
-        """What all ranks have said; an empty report, if nothing unusual is to be expected (``may_defer``) and reading
-        takes waiting: see :meth:`look`."""
+    def read(self, row: Tensor, may_defer: Callable[[], bool]) -> Report:
+        """What all ranks have said; an empty report, if reading takes waiting and nothing unusual is to be expected
+        (``may_defer``): see :meth:`look`."""
         head = row[: self._layout.packed_buffers.start] if self._layout.has_buffers else row
         if head.is_cpu:
             return self._layout.read(head)
         self._deferred = DeferredRow(head)
-        if may_defer:
+        if may_defer():
             self.is_unread, self._packed_buffers = True, row[self._layout.packed_buffers].clone()
             return Report(used=None, late=[], ranks=[], weights=[])
         return self._layout.read(self._deferred.result())

@@ -7,6 +7,7 @@ so. An abandoned round is kept until what it has sent has arrived; nobody waits 
 have to be ordered by waiting.
 """
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from enum import IntEnum, auto
 
@@ -149,7 +150,7 @@ class Round:
 
     def _may_launch(self, bucket: GradientBucket) -> bool:
         """Whether a bucket may leave while backward runs."""
-        if not (self._launches_early and self._setup.scheduler.exclusive):
+        if not (self._launches_early and self._setup.scheduler.modules.exclusive):
             return False
         return not self._setup.hooks.hooks or self._in_flight.may_call_hooks(bucket.members[0].spec.device)
 
@@ -166,8 +167,14 @@ class Round:
         if setup.hooks.hooks:
             self._in_flight.send_through_hooks(bucket, copied.flat, what)
         else:
-            self._in_flight.all_reduce(copied.flat, what, copied.factor, wait_follows=wait_follows)
+            self._all_reduce(copied.flat, what, copied.factor, wait_follows)
         self.next_bucket += 1
+
+    def _all_reduce(self, tensor: Tensor, what: str, factor: float = 1.0, wait_follows: bool = False) -> None:
+        """Begin to sum a tensor, times ``factor``, over the ranks."""
+        begun, collectives = time.perf_counter(), self._setup.collectives
+        what = f"{what}, round {self.number}"
+        self._in_flight.add(collectives.all_reduce(tensor, what, factor, wait_follows=wait_follows), begun)
 
     # ------------------------------------------------------------- finalizing: backward has ended
 
@@ -201,7 +208,7 @@ class Round:
         row = setup.transport.own_row
         if row is not None:
             self._write_report(row)
-            self._in_flight.all_reduce(row, "report", wait_follows=True)
+            self._all_reduce(row, "report", wait_follows=True)
 
     def _write_report(self, row: Tensor, failed: bool = False) -> None:
         for index in self._undefined:  # hooks have run, but there was no gradient
@@ -292,14 +299,14 @@ class Round:
             if bucket is self.buckets.report_bucket:
                 self.abandoned_row = zeros[bucket.planned.layout.numel :]
                 self._write_report(self.abandoned_row, failed=True)
-            sent.all_reduce(zeros, "abandoned bucket")
+            self._all_reduce(zeros, "abandoned bucket")
         if setup.hooks.hooks and not setup.collectives.follows_stream(setup.collectives.device):
             sent.wait_abandoned()
         setup.buffers.send_large(failed=True)
         if setup.transport.own_row is not None:
             self.abandoned_row = setup.transport.own_row
             self._write_report(self.abandoned_row, failed=True)
-            sent.all_reduce(self.abandoned_row, "abandoned report")
+            self._all_reduce(self.abandoned_row, "abandoned report")
 
     def wait_abandoned(self) -> None:
         """Return when all that an abandoned round has sent has arrived."""

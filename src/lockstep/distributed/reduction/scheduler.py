@@ -21,9 +21,8 @@ import logging
 import sys
 import threading
 import weakref
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -34,79 +33,12 @@ from lockstep.distributed.collectives import Collectives, Group, Pending
 from lockstep.distributed.decisions import decisions_of
 from lockstep.distributed.one_by_one import OneByOne
 from lockstep.distributed.reduction.backward import BackwardPass, PassFollower, Reach
+from lockstep.distributed.reduction.modules import FAILED, SKIPPED, Attendance, ReplicatedModules, ScheduledModule
 from lockstep.errors import CommunicationError, PeerError
 from lockstep.failures.where import TRAINING
 from lockstep.phases import Phases
 
-_TAKES_PART, _FAILED, _SKIPPED = 1, 1 << 16, 1 << 32
 _lock = threading.Lock()
-_orders = 0  # the highest number of a group in this process
-
-
-class ScheduledModule(Protocol):
-    """What synchronises the gradients of one replicated module, as its scheduler knows it."""
-
-    requires_sync: bool
-    """Whether backward passes synchronise."""
-    open: bool
-    """Whether the backward pass under way has reached the module."""
-
-    @property
-    def retired(self) -> bool:
-        """Whether another replication has taken its place."""
-
-    @property
-    def reducing(self) -> bool:
-        """Whether that pass synchronises its gradients."""
-
-    def look_for_changes(self) -> None:
-        """A backward pass is about to reach the module."""
-
-    def is_marked(self) -> bool:
-        """Whether compiled autograd has run hooks of its parameters."""
-
-    def take_marked(self) -> None:
-        """Take what those hooks have left as if they ran now."""
-
-    def takes_part(self, accumulates: bool) -> bool:
-        """Whether a pass that has gone through the module without any gradient of it is a round all the same."""
-
-    def is_within(self, reach: Reach, expected: bool) -> bool:
-        """Whether a pass of that reach is a round of the module; ``expected``: it goes through the module."""
-
-    def finalize_backward(self) -> Sequence[Parameter]:
-        """Reduce what is left; returns the parameters whose users' hooks have waited for this."""
-
-    def run_held_hooks(self, parameters: Sequence[Parameter]) -> None:
-        """Run users' hooks of parameters whose gradients are reduced."""
-
-    def abandon(self) -> None:
-        """Send what the other ranks wait for, marked as failed, and wait for nobody."""
-
-    @property
-    def rounds(self) -> int:
-        """How many rounds there have been."""
-
-    def follow_rank(self, rank: int) -> None:
-        """Buffers of the next round are those of ``rank``: all ranks say so."""
-
-    def begin_idle_batch(self) -> None:
-        """The loop is at a batch that counts nothing, until :meth:`end_idle_batch`."""
-
-    def end_idle_batch(self) -> None:
-        """The loop goes on."""
-
-    def leave_out(self) -> None:
-        """Take part in the round of the other ranks without a gradient, and have them leave the batch out."""
-
-    def drop_gradients(self) -> None:
-        """The batch is left out: no parameter has a gradient."""
-
-    def keep_buffers(self) -> KeptBuffers:
-        """What the module's buffers are now."""
-
-    def end_pass(self, failed: bool = False) -> None:
-        """The backward pass is over, however it ended; ``failed`` if all ranks know that its round has failed."""
 
 
 class GroupScheduler(PassFollower):
@@ -114,56 +46,22 @@ class GroupScheduler(PassFollower):
 
     def __init__(self, group: Group) -> None:
         self.group = group
-        self.exclusive = True
-        """Whether at most one module is replicated over the group, on all ranks: agreed, see :meth:`register`."""
-        self.next_module_id = 0
-        """The number of the next module; ranks take the highest of theirs."""
         self.lost = ""
         """Why this rank cannot communicate over the group any more, if so."""
         self.decisions = decisions_of(group)
         """What the loop of this rank says to the other ranks."""
-        self._order = 0
-        self._modules: weakref.WeakValueDictionary[int, ScheduledModule] = weakref.WeakValueDictionary()
         self._reached: list[ScheduledModule] = []
         self._expected: list[ScheduledModule] = []
         self._abandoned: tuple[Tensor, Pending] | None = None
         self._collectives = Collectives(group, Phases())
+        self.modules = ReplicatedModules(self._collectives)
+        """Those that are replicated over the group."""
         super().__init__()
-
-    # ------------------------------------------------------------------------------- the modules
 
     @property
     def order(self) -> int:
         """The group's number among those of this process, the same on all of its ranks."""
-        return self._order
-
-    def propose_order(self) -> int:
-        """The number that this rank wants for the group; ranks take the highest of theirs."""
-        return self._order or _orders + 1
-
-    def module_ids(self, leaving: Collection[ScheduledModule] = ()) -> list[int]:
-        """The modules that are still there on this rank, and not about to be replaced by another."""
-        return sorted(n for n, module in self._modules.items() if not any(module is each for each in leaving))
-
-    def register(self, module: ScheduledModule, module_id: int, others: Collection[int], order: int) -> None:
-        """Add a module under a number that all ranks agree on; ``others`` are those that any rank has besides,
-        ``order`` is the group's number."""
-        global _orders
-        with _lock:
-            self._order, _orders = order, max(order, _orders)
-        self.unregister(module)
-        self._modules[module_id] = module
-        self.next_module_id = module_id + 1
-        self.exclusive = not others
-
-    def unregister(self, module: ScheduledModule) -> None:
-        """Forget a module that reduces no more."""
-        for known in [number for number, each in self._modules.items() if each is module]:
-            del self._modules[known]
-
-    def _in_order(self) -> list[ScheduledModule]:
-        """The modules, in the order of their creation."""
-        return [module for _, module in sorted(self._modules.items())]
+        return self.modules.order
 
     # ----------------------------------------------------------------------- a pass, as it comes
 
@@ -171,7 +69,7 @@ class GroupScheduler(PassFollower):
         """The backward pass under way is about to go through a module."""
         if not module.retired and self.follow() and not self.expects(module):
             self._expected.append(module)
-            module.look_for_changes()
+            module.participation.look_for_changes()
 
     def expects(self, module: ScheduledModule) -> bool:
         """Whether :meth:`expect_backward` has told of a module in the backward pass under way."""
@@ -205,9 +103,11 @@ class GroupScheduler(PassFollower):
         silent = [each for each in expected if each not in reached]
         if silent:
             accumulates = this is not None and this.accumulates
-            reducing += [each for each in silent if each.requires_sync and each.takes_part(accumulates)]
+            parts = [(each, each.participation) for each in silent]
+            reducing += [each for each, own in parts if own.requires_sync and own.takes_part(accumulates)]
         try:
-            self.reduce(reducing if self.exclusive or not reducing else self._agree_who_takes_part(reducing))
+            if reducing:
+                self.reduce(reducing if self.modules.exclusive else self._agree_who_takes_part(reducing))
             self._collectives.enter(TRAINING)
         except BaseException:
             for module in reducing:
@@ -224,7 +124,7 @@ class GroupScheduler(PassFollower):
     def compiled_pass_ended(self, this: BackwardPass) -> None:
         """Compiled autograd has run a backward pass, as one function: its callbacks are dropped, and hooks that it has
         compiled have only left a mark."""
-        if not self.is_following and (marked := [each for each in self._in_order() if each.is_marked()]):
+        if not self.is_following and (marked := [each for each in self.modules if each.is_marked()]):
             self.followed, self.is_following = this, True
             for module in marked:
                 module.take_marked()
@@ -253,8 +153,8 @@ class GroupScheduler(PassFollower):
         if self in this.told or (self.is_following and self.followed is not this):
             return  # nothing is left to tell, or all that is known of another pass is that it goes on
         reached, expected = self._leave_pass() if self.is_following else ([], [])
-        for each in self._in_order():
-            if each not in reached and each.requires_sync and each.is_within(reach, each in expected):
+        for each in self.modules:
+            if each not in reached and each.participation.requires_sync and each.is_within(reach, each in expected):
                 reached.append(each)
         self._abandon(reached, this)
         for each in expected:
@@ -265,7 +165,7 @@ class GroupScheduler(PassFollower):
         """A backward pass that C++ has begun has failed: as above, but nothing is known of its graph."""
         reached, expected = self._leave_pass()
         silent = [each for each in expected if each not in reached]
-        self._abandon(reached + [each for each in silent if each.requires_sync], None)
+        self._abandon(reached + [each for each in silent if each.participation.requires_sync], None)
         for each in silent:
             each.end_pass()
 
@@ -276,10 +176,10 @@ class GroupScheduler(PassFollower):
         if failing:
             self.decisions.note_failure()
         try:
-            if failing and not self.exclusive:
-                mark = _SKIPPED if self.decisions.leaves_out_after(sys.exception()) else _FAILED
-                self._abandoned = self._exchange(failing, mark)  # kept until it has arrived
-            for module in failing if self.exclusive else ():
+            if failing and not self.modules.exclusive:
+                mark = SKIPPED if self.decisions.leaves_out_after(sys.exception()) else FAILED
+                self._abandoned = self.modules.tell(failing, mark)  # kept until it has arrived
+            for module in failing if self.modules.exclusive else ():
                 module.abandon()
         except RuntimeError as error:
             logging.getLogger("lockstep").debug("the other ranks could not be told of a failure: %s", error)
@@ -288,16 +188,14 @@ class GroupScheduler(PassFollower):
                 if this is not None:
                     this.note_failure(module)
                 module.end_pass(failed=any(module is each for each in failing))
-            if failing and not self.exclusive:
+            if failing and not self.modules.exclusive:
                 self._end_rounds()
 
     # --------------------------------------------------------------------- what ranks tell each other
 
     def announce_forward(self, module: ScheduledModule, mark: int) -> list[int]:
         """Inside ``join()``: a module's forward begins. Returns every rank's ``mark``, 0 of those that listen."""
-        row, pending = self._exchange([module], _TAKES_PART, mark)
-        pending.wait()
-        return [int(each) for each in row[: self._collectives.world].tolist()]
+        return self.modules.ask([module], mark).marks
 
     def listen(self) -> tuple[list[int], list[ScheduledModule]]:
         """Inside ``join()``, for a rank that has run out: what the others do next, and with which modules.
@@ -305,79 +203,62 @@ class GroupScheduler(PassFollower):
         Either a module's forward begins, with a mark of each rank that is not listening, or no rank has a mark, and
         the modules are reduced.
         """
-        row, pending = self._exchange([], _TAKES_PART)
-        pending.wait()
-        marks = [int(each) for each in row[: self._collectives.world].tolist()]
-        return marks, self._read_who_takes_part(row)
+        told = self.modules.ask([])
+        return told.marks, self._that_take_part(told)
 
     def _agree_who_takes_part(self, modules: Sequence[ScheduledModule]) -> list[ScheduledModule]:
         """The modules that take part on any rank, in the order of their creation."""
-        row, pending = self._exchange(modules, _TAKES_PART)
-        pending.wait()
-        return self._read_who_takes_part(row)
+        return self._that_take_part(self.modules.ask(modules))
 
-    def _read_who_takes_part(self, row: Tensor) -> list[ScheduledModule]:
-        counts = row[self._collectives.world :].tolist()
-        modules = [self._modules.get(number) for number, count in enumerate(counts) if count]
-        if any(count % _SKIPPED >= _FAILED for count in counts):
+    def _that_take_part(self, told: Attendance) -> list[ScheduledModule]:
+        if told.failed:
             self._end_rounds()
             self.decisions.note_failure()
             raise PeerError(
                 f"rank {self._collectives.global_rank}: the backward pass failed on another rank before its gradients "
                 "were reduced; that rank's own error says why. No gradient has been handed out"
             )
-        if any(count >= _SKIPPED for count in counts):
+        if told.skipped:
             self._end_rounds()
             self._note_left_out()
             return []
-        return [module for module in modules if module is not None]
+        return told.modules
 
     def _end_rounds(self) -> None:
         """All ranks know that the pass has failed, but not which of the modules each of them would have gone through:
         end the rounds of all. See tests/ranks/test_several_modules.py."""
-        for module in self._in_order():
+        for module in self.modules:
             module.end_pass(failed=True)
-
-    def _exchange(self, modules: Sequence[ScheduledModule], mark: int, own: int = 0) -> tuple[Tensor, Pending]:
-        """One number for each rank, and one for each module."""
-        world = self._collectives.world
-        row = torch.zeros(world + self.next_module_id, dtype=torch.int64)
-        row[self._collectives.rank] = own
-        for number, module in self._modules.items():
-            if any(module is each for each in modules):
-                row[world + number] = mark
-        row = row.to(self._collectives.device)
-        return row, self._collectives.all_reduce(row, "which modules take part")
 
     # ----------------------------------------------------- batches that count nothing, or are left out
 
     @property
     def rounds(self) -> int:
         """How many rounds the modules have had, together."""
-        return sum(module.rounds for module in self._modules.values())
+        return sum(module.rounds for module in self.modules)
 
     def follow_rank(self, rank: int) -> None:
         """Buffers of the next round are those of ``rank``, in all modules."""
-        for module in self._in_order():
-            module.follow_rank(rank)
+        for module in self.modules:
+            module.participation.follow_rank(rank)
 
     @contextmanager
     def idle_batch(self) -> Iterator[None]:
         """Inside, the loop is at a batch that counts nothing: the rank has run out."""
-        modules = self._in_order()
+        parts = [module.participation for module in self.modules]
         with self.decisions.padding():
-            for module in modules:
-                module.begin_idle_batch()
+            for each in parts:
+                each.begin_idle_batch()
             try:
                 yield
             finally:
-                for module in modules:
-                    module.end_idle_batch()
+                for each in parts:
+                    each.end_idle_batch()
 
     @torch.no_grad()
     def fail(self) -> None:
         """Let the other ranks know that this one cannot go on."""
-        self._abandon([each for each in self._in_order() if each.requires_sync], None)
+        self._abandon(self._synchronising(), None)
 
     def leave_out(self) -> None:
         """Have all ranks leave out the batch that they are at: take part in their round without a gradient.
@@ -385,12 +266,12 @@ class GroupScheduler(PassFollower):
         Of a micro-batch that does not synchronise they hear in this rank's next round. Where the round of this batch
         has failed, so that all ranks know, nothing is sent.
         """
-        modules = self._in_order()
-        if self.decisions.take_local_failure() or not any(module.requires_sync for module in modules):
+        modules = list(self.modules)
+        if self.decisions.take_local_failure() or not self._synchronising():
             self.decisions.skip_in_next_round()
             return
         if not self.decisions.has_failed:
-            if not self.exclusive:
+            if not self.modules.exclusive:
                 _, modules = self.listen()
             try:
                 self._leave_out(modules)
@@ -408,11 +289,14 @@ class GroupScheduler(PassFollower):
 
     def keep_buffers(self) -> list[KeptBuffers]:
         """What the buffers of all modules are now, to be given back."""
-        return [module.keep_buffers() for module in self._in_order()]
+        return [module.participation.keep_buffers() for module in self.modules]
+
+    def _synchronising(self) -> list[ScheduledModule]:
+        return [module for module in self.modules if module.participation.requires_sync]
 
     def _note_left_out(self) -> None:
-        for module in self._in_order():
-            module.drop_gradients()
+        for module in self.modules:
+            module.participation.drop_gradients()
         self.decisions.note_skipped()
 
     # ----------------------------------------------------------------------------- a rank that is lost

@@ -38,6 +38,8 @@ class Setup:
         self.collectives, self.scheduler, self.buffers = collectives, scheduler, buffers
         self.hooks = HookChain()
         self.members = Members(membership)
+        self.rounds = 0
+        """The number of the last round of which anything was sent."""
         self.gradient_divide_factor = float(collectives.world)
         """What sums are divided by: the world size, but where joined ranks do not count."""
         self._caps = tuple(caps)
@@ -128,8 +130,13 @@ class Setup:
             self.buffers.set_source(rank)
             self._follows_active = bool(rank)
 
-    def restore(self, plan: str) -> None:
-        """Go on with the plan of an earlier run; all ranks must."""
+    def count_round(self, number: int) -> None:
+        """The round of that number is over, and other ranks may have had something of it."""
+        self.rounds = number
+
+    def restore(self, rounds: int, plan: str) -> None:
+        """Go on where an earlier run was, after so many rounds and with its plan; all ranks must."""
+        self.rounds = rounds
         before = self.plan.current
         self.plan.restore(plan)
         if self.plan.current != before:

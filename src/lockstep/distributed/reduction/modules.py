@@ -1,0 +1,180 @@
+"""The modules that are replicated over one group, and which of them take part.
+
+They have numbers, on which all ranks agree. Where a pass may go through several modules, ranks tell each other in one
+tiny collective which of them it has reached: one number for each rank, and one for each module.
+"""
+
+import threading
+import weakref
+from collections.abc import Collection, Iterator, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from lockstep.distributed.buffers import KeptBuffers
+from lockstep.distributed.collectives import Collectives, Pending
+from lockstep.distributed.reduction.backward import Reach
+
+TAKES_PART, FAILED, SKIPPED = 1, 1 << 16, 1 << 32
+"""What a rank says of a module: it takes part, its backward pass has failed, or it leaves out the batch."""
+_lock = threading.Lock()
+_orders = 0  # the highest number of a group in this process
+
+
+class RankParticipation(Protocol):
+    """How this rank takes part in the rounds of a module, as its scheduler knows it."""
+
+    requires_sync: bool
+    """Whether backward passes synchronise."""
+
+    def look_for_changes(self) -> None:
+        """A backward pass is about to reach the module."""
+
+    def takes_part(self, accumulates: bool) -> bool:
+        """Whether a pass that has gone through the module without any gradient of it is a round all the same."""
+
+    def begin_idle_batch(self) -> None:
+        """The loop is at a batch that counts nothing, until :meth:`end_idle_batch`."""
+
+    def end_idle_batch(self) -> None:
+        """The loop goes on."""
+
+    def drop_gradients(self) -> None:
+        """The batch is left out: no parameter has a gradient."""
+
+    def keep_buffers(self) -> KeptBuffers:
+        """What the module's buffers are now."""
+
+    def follow_rank(self, rank: int) -> None:
+        """Buffers of the next round are those of ``rank``: all ranks say so."""
+
+
+class ScheduledModule(Protocol):
+    """What synchronises the gradients of one replicated module, as its scheduler knows it."""
+
+    open: bool
+    """Whether the backward pass under way has reached the module."""
+
+    @property
+    def participation(self) -> RankParticipation:
+        """How this rank takes part in its rounds."""
+
+    @property
+    def retired(self) -> bool:
+        """Whether another replication has taken its place."""
+
+    @property
+    def reducing(self) -> bool:
+        """Whether that pass synchronises its gradients."""
+
+    @property
+    def rounds(self) -> int:
+        """How many rounds there have been."""
+
+    def is_marked(self) -> bool:
+        """Whether compiled autograd has run hooks of its parameters."""
+
+    def take_marked(self) -> None:
+        """Take what those hooks have left as if they ran now."""
+
+    def is_within(self, reach: Reach, expected: bool) -> bool:
+        """Whether a pass of that reach is a round of the module; ``expected``: it goes through the module."""
+
+    def finalize_backward(self) -> Sequence[Parameter]:
+        """Reduce what is left; returns the parameters whose users' hooks have waited for this."""
+
+    def run_held_hooks(self, parameters: Sequence[Parameter]) -> None:
+        """Run users' hooks of parameters whose gradients are reduced."""
+
+    def leave_out(self) -> None:
+        """Take part in the round of the other ranks without a gradient, and have them leave the batch out."""
+
+    def abandon(self) -> None:
+        """Send what the other ranks wait for, marked as failed, and wait for nobody."""
+
+    def end_pass(self, failed: bool = False) -> None:
+        """The backward pass is over, however it ended; ``failed`` if all ranks know that its round has failed."""
+
+
+class Attendance(NamedTuple):
+    """What all ranks have said."""
+
+    marks: list[int]
+    """Each rank's own number."""
+    modules: list[ScheduledModule]
+    """Those that take part on any rank, and are still there on this one, in the order of their creation."""
+    failed: bool
+    """Whether the backward pass has failed on some rank."""
+    skipped: bool
+    """Whether some rank leaves out the batch."""
+
+
+class ReplicatedModules:
+    """Those of one group, in this process."""
+
+    def __init__(self, collectives: Collectives) -> None:
+        self.exclusive = True
+        """Whether there is at most one, on all ranks: agreed, see :meth:`register`."""
+        self.next_id = 0
+        """The number of the next module; ranks take the highest of theirs."""
+        self.order = 0
+        """The group's number among those of this process, the same on all of its ranks."""
+        self._collectives = collectives
+        self._modules: weakref.WeakValueDictionary[int, ScheduledModule] = weakref.WeakValueDictionary()
+
+    def __iter__(self) -> Iterator[ScheduledModule]:
+        """In the order of their creation."""
+        return iter([module for _, module in sorted(self._modules.items())])
+
+    def propose_order(self) -> int:
+        """The number that this rank wants for the group; ranks take the highest of theirs."""
+        return self.order or _orders + 1
+
+    def ids(self, leaving: Collection[ScheduledModule] = ()) -> list[int]:
+        """The numbers of those that are still there on this rank, and not about to be replaced by another."""
+        return sorted(n for n, module in self._modules.items() if not any(module is each for each in leaving))
+
+    def register(self, module: ScheduledModule, module_id: int, others: Collection[int], order: int) -> None:
+        """Add a module under a number that all ranks agree on; ``others`` are those that any rank has besides,
+        ``order`` is the group's number."""
+        global _orders
+        with _lock:
+            self.order, _orders = order, max(order, _orders)
+        self.unregister(module)
+        self._modules[module_id] = module
+        self.next_id = module_id + 1
+        self.exclusive = not others
+
+    def unregister(self, module: ScheduledModule) -> None:
+        """Forget a module that reduces no more."""
+        for known in [number for number, each in self._modules.items() if each is module]:
+            del self._modules[known]
+
+    # --------------------------------------------------------------------- what ranks tell each other
+
+    def tell(self, modules: Sequence[ScheduledModule], mark: int, own: int = 0) -> tuple[Tensor, Pending]:
+        """Say ``mark`` of some modules, and ``own`` of this rank; returns what :meth:`read` takes when all have come,
+        and what to wait for, or to keep until then."""
+        world = self._collectives.world
+        row = torch.zeros(world + self.next_id, dtype=torch.int64)
+        row[self._collectives.rank] = own
+        for number, module in self._modules.items():
+            if any(module is each for each in modules):
+                row[world + number] = mark
+        row = row.to(self._collectives.device)
+        return row, self._collectives.all_reduce(row, "which modules take part")
+
+    def ask(self, modules: Sequence[ScheduledModule], own: int = 0) -> Attendance:
+        """Say that some modules take part, and ``own`` of this rank; wait for what all ranks say."""
+        row, pending = self.tell(modules, TAKES_PART, own)
+        pending.wait()
+        marks, counts = row[: self._collectives.world].tolist(), row[self._collectives.world :].tolist()
+        found = [self._modules.get(number) for number, count in enumerate(counts) if count]
+        return Attendance(
+            [int(each) for each in marks],
+            [module for module in found if module is not None],
+            any(count % SKIPPED >= FAILED for count in counts),
+            any(count >= SKIPPED for count in counts),
+        )

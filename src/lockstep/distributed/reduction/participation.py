@@ -1,0 +1,210 @@
+"""How this rank takes part in the rounds of one module.
+
+Most of the time it contributes what its backward passes have left (``contribution.py``). But it may have run out of
+batches, and contribute nothing (``idle.py``, ``Join``); it may leave out its batch, which all ranks do then; its passes
+may be ones that do not synchronise; and it may have other parameters, buffers or hooks than the ranks have agreed on,
+which it has to say.
+"""
+
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from lockstep.distributed.buffers import KeptBuffers
+from lockstep.distributed.reduction.contribution import Contribution, gradients_set_aside
+from lockstep.distributed.reduction.idle import IdleBatch, contributing_nothing
+from lockstep.distributed.reduction.outcome import Outcome
+from lockstep.distributed.reduction.passes import PassLog
+from lockstep.distributed.reduction.report import RankStatus, Weight
+from lockstep.distributed.reduction.round import Round
+from lockstep.distributed.reduction.setup import Setup
+from lockstep.distributed.reduction.weights import give_up_after_next_step
+
+
+class Participation:
+    """What one rank brings to the rounds of a module, and what it says of itself in their reports."""
+
+    def __init__(self, setup: Setup, outcome: Outcome, lock: AbstractContextManager[object]) -> None:
+        """``lock`` is held by whoever changes anything here: hooks run in threads of the engine."""
+        self.requires_sync = True
+        """Whether backward passes that begin from now on synchronise."""
+        self.passes = PassLog()
+        """What tells this rank's backward passes from those of others."""
+        self.contribution = Contribution(setup.parameters, setup.collectives.global_rank)
+        """What it contributes to the next round."""
+        self.idle_batch: IdleBatch | None = None
+        """The batch that counts nothing, if the loop is at one."""
+        self.differs = False
+        """Whether it has other parameters, buffers or hooks than the ranks have agreed on."""
+        self._setup, self._members, self._outcome, self._lock = setup, setup.members, outcome, lock
+        self._decisions = setup.scheduler.decisions
+        self._in_round = False
+        self._skips = False  # it leaves out its batch
+
+    def set_requires_sync(self, required: bool) -> None:
+        """Whether backward passes that begin from now on synchronise."""
+        self.requires_sync = required
+
+    # ------------------------------------------------------------------------------------- passes and rounds
+
+    def look_for_changes(self) -> None:
+        """A backward pass is about to reach the module: see whether it has other parameters than were agreed on."""
+        known = bool(self._members.newcomers or self._members.departed)
+        changed = self._members.look()
+        found = self._in_round and self.differs  # in this pass, which goes past forward, too
+        self.differs = found or (self.requires_sync and changed)
+        if changed or known:
+            self._watch_weights(self.contribution)
+
+    def _watch_weights(self, contribution: Contribution) -> None:
+        members = self._members
+        contribution.weights.watch(members.parameters, members.newcomers, members.departed)
+
+    def before_pass(self, new: Collection[int] = ()) -> None:
+        """A backward pass is about to accumulate gradients, or has accumulated those of the parameters ``new``, by
+        identity; raises as :meth:`Weights.before_pass` does."""
+        if self.idle_batch is None:
+            self.contribution.weights.before_pass(new)
+
+    def begin_pass(self) -> None:
+        """A backward pass has reached the module; raises, on this rank alone, as :meth:`Weights.use` does."""
+        self.contribution.weights.use()
+        self.contribution.drift.look(self.requires_sync)
+
+    def begin_round(self, expected: bool) -> None:
+        """A round opens; ``expected``: its pass was to go through the module, which has been looked at."""
+        if not expected:
+            self.look_for_changes()
+        self.differs = self.differs or self._setup.differs()
+        self._in_round = True
+
+    def end_pass(self, was_round: bool, accumulated: Sequence[Parameter] | None, failed: bool) -> None:
+        """A backward pass is over that ``was_round``, or has given the ``accumulated`` parameters gradients, if it has
+        reached the module at all; ``failed`` if all ranks know that its round has failed."""
+        self._in_round = False
+        if was_round:
+            self.contribution.forget()  # after a failure, too: what was to be contributed is gone
+        elif self.idle_batch is not None:
+            self.idle_batch.undo()
+        elif accumulated is not None:
+            self.contribution.accumulate(accumulated)
+        if was_round or failed:
+            self.passes.end_round()
+        self.passes.end_pass()
+
+    def opens_for(self, parameter: Parameter) -> bool:
+        """Whether the gradient of a parameter that the ranks have not agreed on shows that a pass has reached the
+        module: this rank has to say that it differs, or the gradient has a weight."""
+        is_new = any(each.parameter is parameter for each in self._members.newcomers)
+        return self.differs or (is_new and self.contribution.weights.concerned)
+
+    def takes_part(self, accumulates: bool) -> bool:
+        """Whether a backward pass that has gone through the module without a gradient of it is a round all the same.
+
+        It is if other ranks may have gradients: a loss that, on this rank, reaches only what is frozen.
+        """
+        members = self._members
+        trained = any(each.parameter.requires_grad for each in (*members.parameters, *members.newcomers))
+        swapped = members.find_swapped(self.contribution.used)
+        return bool(swapped) or (accumulates and self.passes.is_reached and trained)
+
+    # ------------------------------------------------------------------------------- what it says of a round
+
+    def may_defer(self, ended: Round) -> bool:
+        """Whether the report of a round can be read later: this rank has nothing unusual to know or to tell."""
+        usual = self._setup.is_settled and self.contribution.is_usual and not (ended.late or self.differs)
+        return usual and not self._decisions.may_be_idle
+
+    def describe(self, passive: bool, number: int, failed: bool) -> tuple[RankStatus, Weight]:
+        """What this rank says of round ``number``; ``passive``: it takes part without a backward pass of its own."""
+        loop = self._decisions.say(self.contribution.is_idle, self._skips)
+        failed = failed and not self._skips
+        backward = None if passive or self._skips else self.passes.summarize()
+        return self.contribution.describe(number, failed, self.differs, backward, loop)
+
+    # ----------------------------------------------------------------- batches that count nothing, or are left out
+
+    @contextmanager
+    def contributing_nothing(self, joined: bool = False, idle: bool = False) -> Iterator[None]:
+        """Inside, this rank contributes nothing; what it was to contribute, it is still to contribute afterwards.
+
+        Parameters have the reduced gradients then, unless the rank has ``joined``, in ``Join``; ``idle``: the same in
+        ``batches()``.
+        """
+        before = self._setup.parameters
+        self.look_for_changes()
+        parameters = [*before, *self._members.newcomers]
+        own = self.contribution
+        self.contribution = Contribution(before, self._setup.collectives.global_rank, joined, idle)
+        try:
+            counts = lambda: not self._outcome.has_failed  # noqa: E731
+            with gradients_set_aside(parameters) if joined else contributing_nothing(parameters, counts):
+                yield
+        finally:
+            self.contribution = own
+            if self._setup.parameters is not before:  # the ranks have agreed on others meanwhile
+                own.renumber(before, self._setup.parameters)
+            self._watch_weights(own)
+
+    @contextmanager
+    def leaving_out(self, leaves_out: bool = True) -> Iterator[None]:
+        """Inside, this rank has all ranks leave out the batch, if it ``leaves_out``."""
+        self._skips = leaves_out
+        try:
+            yield
+        finally:
+            self._skips = False
+
+    def begin_idle_batch(self) -> None:
+        """The loop is at a batch that counts nothing, until :meth:`end_idle_batch`."""
+        parameters = [member.parameter for member in (*self._setup.parameters, *self._members.newcomers)]
+        self.idle_batch = IdleBatch(parameters, self.keep_buffers())
+
+    def end_idle_batch(self) -> None:
+        """The loop goes on."""
+        if self.idle_batch is not None:
+            self.idle_batch.end()
+        self.idle_batch = None
+
+    def follow_rank(self, rank: int) -> None:
+        """Buffers of the next round are those of ``rank``."""
+        self._outcome.update_buffers()
+        self._setup.follow_rank(rank)
+
+    def keep_buffers(self) -> KeptBuffers:
+        """What the module's buffers are now, to be given back."""
+        self._outcome.update_buffers()
+        return self._setup.buffers.keep()
+
+    def drop_gradients(self) -> None:
+        """The batch is left out: no parameter has a gradient, and nothing is to be contributed any more."""
+        with self._lock:
+            self.contribution.leave_out()
+            self._setup.drop_gradients()
+
+    # ----------------------------------------------------------------------------------------- weights
+
+    def announce(self, weight: float | None) -> None:
+        """What the loss of the next backward passes counts, on top of what has been counted since the last round."""
+        if self.idle_batch is not None:
+            return
+        if weight is not None:
+            self.look_for_changes()  # what new parameters get has a weight, too
+        self.contribution.weights.announce(weight)
+
+    def count_without_gradient(self) -> None:
+        """A ``backward()`` has ended, perhaps without a gradient of the module: its loss counts all the same."""
+        with self._lock:
+            if self.contribution.weights.use_without_gradient():
+                give_up_after_next_step(self)
+
+    def give_up_without_gradients(self) -> None:
+        """The batch has been given up, as gradients show, where there are any."""
+        with self._lock:
+            self.contribution.weights.give_up_without_gradients()
+
+    def has_parameter_of(self, optimizer: Optimizer) -> bool:
+        """Whether an optimizer uses the gradients of the module."""
+        return self._members.has_parameter_of(optimizer)
