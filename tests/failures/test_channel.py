@@ -140,7 +140,7 @@ def test_all_leave_in_order():
         this.announce_end()
         assert this.wait_for_others(SOON)
         this.close()
-        assert not this._thread.is_alive()
+        assert this._messenger.close()  # its thread has ended
         return this.failure, this._log.entries
 
     assert run_ranks(4, train) == [(None, [])] * 4

@@ -118,8 +118,7 @@ class FailureChannel:
         return self.failure.error(self.rank)
 
     def explain(self, error: BaseException, grace: float = GRACE_SECONDS) -> PeerFailure | None:
-        """The failure of another rank from which an error of a group follows, if there is one, or soon
-        will be.
+        """The failure of another rank from which an error of a group follows, if there is one, or soon will be.
 
         A rank that has left in good order is one, too: the group has lost it.
         """
