@@ -83,10 +83,12 @@ PUBLIC = {
         class Statistics(calls=<factory>, seconds=<factory>)
         class SyncBatchNorm(*args, **kwargs)
             .forward(input)
-        class TrainingStatistics(calls=<factory>, seconds=<factory>, rounds=0, bytes_reduced=0, exposed_seconds=0.0, hidden_seconds=0.0, unused=<factory>, plan_changes=<factory>, waited=<factory>)
+        class TrainingStatistics(calls=<factory>, seconds=<factory>, rounds=0, bytes_reduced=0, exposed_seconds=0.0, hidden_seconds=0.0, unused=<factory>, plan_changes=<factory>, waited=<factory>, own_seconds=<factory>, own_seconds_before=<factory>)
             .as_dict()
             .as_json()
             .late_rank
+            .slower_than_before
+            .slower_than_others
         accumulate(module, last=True, weight=None)
         agree(flag, group=None)
         audit(model, every=100)

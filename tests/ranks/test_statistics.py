@@ -64,10 +64,10 @@ def test_why_buckets_were_made_anew():
 
 def be_late(rank):
     model = lockstep.replicate(nn.Linear(4, 4), process_group=rank.group)
-    for _ in range(2):
+    for _ in range(3):
         loss = model(torch.ones(2, 4)).sum()
         if rank.rank == 1:
-            time.sleep(0.3)  # what is measured: rank 1 is late
+            time.sleep(0.2)  # what is measured: rank 1 is late
         loss.backward()
     return lockstep.statistics(model, all_ranks=True)
 
@@ -77,6 +77,10 @@ def test_the_rank_for_which_the_others_wait_is_known_on_all():
     assert first.waited == second.waited
     assert first.late_rank == second.late_rank == 1
     assert first.waited[0] == first.exposed_seconds
+    assert first.own_seconds == second.own_seconds
+    assert first.own_seconds[1] >= 0.2
+    assert first.slower_than_others[1] > 1 > first.slower_than_others[0]
+    assert first.own_seconds_before == [None, None]
     told = json.loads(first.as_json())
     assert told == first.as_dict()
     assert told["late_rank"] == 1

@@ -29,6 +29,7 @@ FOUNDATION = {
     "digests",
     "dtensors",
     "one_by_one",
+    "pace",
     "traffic",
     "values",
 }

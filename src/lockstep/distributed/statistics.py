@@ -1,12 +1,16 @@
 """What a replicated module has done so far."""
 
 import json
+import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from statistics import median
 from typing import Any
 
 import torch
 from torch.nn import Module
 
+from lockstep.distributed.collectives import Collectives
 from lockstep.distributed.replication import replication_of
 from lockstep.phases import Statistics
 
@@ -33,15 +37,40 @@ class TrainingStatistics(Statistics):
     """Why gradients were put into other buckets, and how often."""
     waited: list[float] = field(default_factory=list)
     """By rank, if all ranks were asked: their ``exposed_seconds``."""
+    own_seconds: list[float | None] = field(default_factory=list)
+    """By rank, if all ranks were asked: what the rank takes by itself for a round, from the end of one wait to the
+    beginning of the next, the median of its last 16 rounds. None before its second round."""
+    own_seconds_before: list[float | None] = field(default_factory=list)
+    """The same in the rounds before those, up to 240; None if there were none."""
 
     @property
     def late_rank(self) -> int | None:
         """The rank that has waited least, for which the others have waited; None if ranks were not asked."""
         return min(range(len(self.waited)), key=self.waited.__getitem__) if self.waited else None
 
+    @property
+    def slower_than_others(self) -> list[float | None]:
+        """By rank: ``own_seconds`` over the median of the other ranks'; 2.0 for a rank that takes twice as long."""
+        return [
+            _ratio(own, [other for each, other in enumerate(self.own_seconds) if each != rank and other is not None])
+            for rank, own in enumerate(self.own_seconds)
+        ]
+
+    @property
+    def slower_than_before(self) -> list[float | None]:
+        """By rank: ``own_seconds`` over ``own_seconds_before``; 2.0 for a rank that now takes twice as long."""
+        return [
+            _ratio(own, [] if before is None else [before])
+            for own, before in zip(self.own_seconds, self.own_seconds_before, strict=True)
+        ]
+
     def as_dict(self) -> dict[str, Any]:
         """Everything as one dictionary, for a logger."""
-        return asdict(self) | {"late_rank": self.late_rank}
+        return asdict(self) | {
+            "late_rank": self.late_rank,
+            "slower_than_others": self.slower_than_others,
+            "slower_than_before": self.slower_than_before,
+        }
 
     def as_json(self) -> str:
         """Everything as one line of JSON."""
@@ -55,11 +84,11 @@ def statistics(module: Module, *, all_ranks: bool = False) -> TrainingStatistics
 
     Args:
         module: A module from :func:`lockstep.replicate`, or a :class:`lockstep.DistributedDataParallel`.
-        all_ranks: Whether to ask all ranks how long they have waited; then every rank has to call this. The rank that
-            has waited least is the one for which the others have waited. Compare two calls for what has happened
-            between them.
+        all_ranks: Whether to ask all ranks how long they have waited, and how long they take by themselves; then every
+            rank has to call this. The rank that has waited least is the one for which the others have waited, since the
+            beginning; ``slower_than_others`` and ``slower_than_before`` are of the last 16 rounds.
 
-    Communicates nothing; with ``all_ranks`` one all-gather of one number.
+    Communicates nothing; with ``all_ranks`` one all-gather of three numbers.
 
     Raises :class:`~lockstep.errors.NotReplicableError` for a module that is not replicated.
 
@@ -86,6 +115,23 @@ def statistics(module: Module, *, all_ranks: bool = False) -> TrainingStatistics
     used = reducer.outcome.usage.latest
     found.unused = [each.name for each in reducer.parameters if each.index < len(used) and not used[each.index]]
     if all_ranks:
-        own = torch.tensor([found.exposed_seconds], dtype=torch.float64, device=reducer.collectives.device)
-        found.waited = [float(each) for each in reducer.collectives.all_gather(own, "waiting of the ranks")]
+        rows = _of_all_ranks(found.exposed_seconds, reducer.collectives)
+        found.waited = [waited or 0.0 for waited, _, _ in rows]
+        found.own_seconds = [own for _, own, _ in rows]
+        found.own_seconds_before = [before for _, _, before in rows]
     return found
+
+
+def _of_all_ranks(waited: float, collectives: Collectives) -> list[list[float | None]]:
+    """By rank: how long it has waited, its pace, and its pace before."""
+    pace = collectives.traffic.pace
+    numbers = [math.nan if each is None else each for each in (waited, pace.recent, pace.before)]
+    own = torch.tensor(numbers, dtype=torch.float64, device=collectives.device)
+    rows = [row.tolist() for row in collectives.all_gather(own, "waiting of the ranks")]
+    return [[None if math.isnan(each) else each for each in row] for row in rows]
+
+
+def _ratio(own: float | None, others: Sequence[float]) -> float | None:
+    """A time over the median of others; None where either is not known."""
+    reference = median(others) if others else 0.0
+    return own / reference if own is not None and reference else None

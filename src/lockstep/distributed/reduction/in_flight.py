@@ -61,11 +61,14 @@ class InFlight:
 
     def wait(self) -> None:
         """Return when all has arrived."""
+        now, traffic = time.perf_counter(), self._collectives.traffic
+        traffic.pace.waits(now)
         if self._begun:
-            self._collectives.traffic.was_hidden(time.perf_counter() - self._begun)
+            traffic.was_hidden(now - self._begun)
         with self._collectives.phases.phase("wait"):
             for pending in self._pending:
                 pending.wait()
+        traffic.pace.has_waited(time.perf_counter())
 
     # --------------------------------------------------------------------------- of a round that is abandoned
 

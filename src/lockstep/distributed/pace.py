@@ -1,0 +1,43 @@
+"""How long a rank works by itself in each round: what tells a rank that is late from those that wait for it."""
+
+from collections import deque
+from itertools import islice
+from statistics import median
+
+RECENT = 16
+"""Rounds whose median is the pace now."""
+KEPT = 256
+"""Rounds that are remembered, the recent ones included."""
+
+
+class Pace:
+    """Notes, for one module on this rank, how long it takes from the end of one wait to the beginning of the next.
+
+    That is the rank's own work: data, forward, backward and optimizer. Medians, so that a validation or a checkpoint
+    now and then does not count.
+    """
+
+    __slots__ = ("_ended", "_own")
+
+    def __init__(self) -> None:
+        self._own: deque[float] = deque(maxlen=KEPT)
+        self._ended: float | None = None
+
+    def waits(self, now: float) -> None:
+        """Note that this rank begins to wait for a round, at a moment in seconds."""
+        if self._ended is not None:
+            self._own.append(now - self._ended)
+
+    def has_waited(self, now: float) -> None:
+        """Note that the round is over."""
+        self._ended = now
+
+    @property
+    def recent(self) -> float | None:
+        """Seconds a round, the median of the last 16; None before the second round."""
+        return median(islice(reversed(self._own), RECENT)) if self._own else None
+
+    @property
+    def before(self) -> float | None:
+        """Seconds a round, the median of those before the last 16; None if there are none."""
+        return median(islice(self._own, len(self._own) - RECENT)) if len(self._own) > RECENT else None
