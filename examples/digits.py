@@ -38,8 +38,9 @@ from checkpoint import Settings, Training
 from lockstep.errors import CheckpointError
 from options import Parser, make_parser, resuming
 from progress import Progress, Status
-from report import Span, median_step, write_report
+from report import write_report
 from runner import Ranks, Threads, running
+from timeline import Span, median_step
 
 VALIDATION_IMAGES = 360
 SPLIT_SEED = 0  # apart from --seed: runs of different seeds are measured on the same images

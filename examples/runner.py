@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import lockstep
-from report import Span
+from timeline import COMMUNICATION, WORK, Span
 
 
 class Threads:
@@ -104,7 +104,7 @@ class Ranks:
         if self.shares:
             return self._backward_of_shares(batch)
         images, labels = map(self._share, batch)
-        times = [time.perf_counter()]
+        before, times = lockstep.statistics(self.model), [time.perf_counter()]
         outputs = self.model(images)
         times.append(time.perf_counter())
         loss = cross_entropy(outputs, labels, reduction="sum")
@@ -112,7 +112,14 @@ class Ranks:
         with lockstep.accumulate(self.model, weight=len(labels)):  # one share may have a row more: all rows count alike
             loss.backward()
         times.append(time.perf_counter())
-        return self._mean(loss.item(), len(labels)), spans(self.rank, ("forward", "loss", "backward"), times)
+        after, begin = lockstep.statistics(self.model), times[0]
+        arrived = times.pop()
+        times.append(
+            arrived - (after.exposed_seconds - before.exposed_seconds)
+        )  # backward has only waited from here on
+        sent = times[-1] - (after.hidden_seconds - before.hidden_seconds)
+        sending = (COMMUNICATION, self.rank, sent - begin, arrived - begin)
+        return self._mean(loss.item(), len(labels)), [*spans(self.rank, WORK, times), sending]
 
     def _backward_of_shares(self, batch: Any) -> tuple[float, list[Span]]:
         """The same for the shares of this process: when the loop is over, the gradients of all are there."""
@@ -125,7 +132,8 @@ class Ranks:
             loss.backward()
             times.append(time.perf_counter())
             total, rows = total + loss.item(), rows + len(labels)
-        return self._mean(total, rows), spans(self.rank, ("forward", "loss", "backward") * len(batch), times)
+        times.append(time.perf_counter())
+        return self._mean(total, rows), spans(self.rank, (*WORK * len(batch), COMMUNICATION), times)
 
     def _mean(self, total: float, rows: int) -> float:
         """The mean over the rows of all processes."""

@@ -22,7 +22,7 @@ from processes import run_processes
 
 pytestmark = pytest.mark.timeout(300)  # a run of torchrun imports torch three times
 
-MODULES = ("digits", "checkpoint", "options", "progress", "report", "runner")
+MODULES = ("digits", "checkpoint", "options", "progress", "report", "runner", "timeline")
 DEVICES = ("--devices", "cpu,cpu")
 LENGTH = ("--epochs", "3", "--batch-size", "33")  # in two processes, shares of 17 and 16 rows
 IN_ONE, IN_TWO = (DIGITS, *DEVICES, *LENGTH), (*TORCHRUN, DIGITS, *LENGTH)
@@ -164,6 +164,21 @@ def test_the_report_is_a_picture_with_a_timeline_of_both_replicas(finished):
     spans = {(phase, replica) for phase, replica, _, _ in timeline}
     assert spans >= {(phase, replica) for phase in ("forward", "loss", "backward") for replica in (0, 1)}
     assert all(start <= end for _, _, start, end in timeline)
+
+
+def test_the_picture_tells_waiting_for_a_process_from_communication(modules):
+    timeline = modules["timeline"]
+    early = [("forward", 0, 0.0, 1.0), ("backward", 0, 1.0, 3.0), ("communication", 0, 2.0, 6.0)]
+    late = [("forward", 1, 0.0, 1.5), ("backward", 1, 1.5, 5.0), ("communication", 1, 4.0, 6.0)]
+    by_the_clock_of_another_host = [(phase, row, start + 70.0, end + 70.0) for phase, row, start, end in late]
+    spans = timeline.with_waiting(timeline.on_one_clock([*early, *by_the_clock_of_another_host]))
+    drawn = {(phase, row): (start, end) for phase, row, start, end in spans}
+    assert drawn[timeline.WAITS, 0] == (-3.0, -1.0)  # all have the last gradient at 0
+    assert (timeline.WAITS, 1) not in drawn
+    assert drawn[timeline.HIDDEN, 0] == (-4.0, -3.0)
+    assert drawn[timeline.HIDDEN, 1] == (-2.0, -1.0)
+    assert drawn[timeline.EXPOSED, 0] == drawn[timeline.EXPOSED, 1] == (-1.0, 0.0)
+    assert "process 1 came last" in timeline.describe([*early, *late])
 
 
 def test_a_run_interrupted_within_an_epoch_resumes_to_the_same_weights(finished, main, tmp_path, capsys):
@@ -352,8 +367,10 @@ def test_the_report_has_a_timeline_of_both_processes(in_two):
     assert (out / "report.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     timeline = load(out)["history"]["timeline"]
     phases = {(phase, rank) for phase, rank, _, _ in timeline}
-    assert phases == {(phase, rank) for phase in ("forward", "loss", "backward") for rank in (0, 1)}
+    assert phases == {(phase, rank) for phase in ("forward", "loss", "backward", "communication") for rank in (0, 1)}
     assert all(start <= end for _, _, start, end in timeline)
+    ends = {(phase, rank): end for phase, rank, _, end in timeline}
+    assert all(ends["backward", rank] < ends["communication", rank] for rank in (0, 1))
 
 
 def test_stopped_in_two_processes_and_resumed_in_two_it_comes_to_the_same_weights(in_two, stopped_in_two, tmp_path):
