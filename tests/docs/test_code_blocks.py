@@ -3,7 +3,7 @@
 A page is one namespace. What its readers do not need to see is in comments, ``<!-- python ... -->``, and
 ``<!-- ranks: 4 -->`` says in how many ranks it runs. A block that makes the default process group gets a place of its
 own to meet, as torchrun would give it. Blocks that import what is not installed (accelerate, ...) are only compiled
-here; `make test-clients` has it.
+here; `make test-clients` has it. Where ``<!-- each block is a program -->`` stands, tests/clients runs them.
 """
 
 from __future__ import annotations
@@ -73,9 +73,8 @@ def _side(diff: str, sign: str) -> str:
 
 
 def pages() -> list[Path]:
-    return [
-        page for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))] if blocks_of(page.read_text())
-    ]
+    found = [(page, page.read_text()) for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]]
+    return [page for page, text in found if blocks_of(text) and "<!-- each block is a program -->" not in text]
 
 
 PAGES = [str(page.relative_to(ROOT)) for page in pages()]
