@@ -677,6 +677,26 @@ def test_random_numbers_of_samples_are_the_same_in_any_worker(workers):
     assert len(set(found[:, 2].tolist())) == 24
 
 
+@pytest.mark.parametrize("world", [1, 2])
+def test_all_ranks_stop_at_the_same_step_if_one_is_asked_to(world):
+    def work(rank):
+        model, data = linear(rank)
+        reasons, done = [], 0
+        decisions = lockstep.stop_when(lambda: reasons, rank.group)
+        for _ in range(4):
+            for batch in lockstep.batches(data, group=rank.group):
+                for (x,) in batch:
+                    model(x).sum().backward()
+                done += 1
+                if decisions.should_stop:
+                    return done
+                if done == 3 and rank.rank == world - 1:
+                    reasons.append("asked")
+        return None
+
+    assert run_ranks(world, work) == [4] * world
+
+
 def test_a_batch_that_nobody_goes_through_is_left_out():
     data = lockstep.GlobalBatches(ROWS, 4, 2, shuffle=False)
     found = [[x for (rows,) in batch for x in rows.flatten().tolist()] for batch in data if batch.number != 1]

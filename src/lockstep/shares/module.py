@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from lockstep.buckets import TensorSpec, dense_stride
 from lockstep.distributed.buffers import Buffer
 from lockstep.distributed.collectives import Collectives
+from lockstep.distributed.decisions import decisions_of
 from lockstep.distributed.dtensors import local_part
 from lockstep.errors import CommunicationError, OptionError, ShareError
 from lockstep.shares.audit_plan import Audit, Evidence
@@ -71,6 +72,7 @@ class ShareModule:
         loss: Loss,
     ) -> None:
         self._watch, self.world, self._collectives = watch, world, collectives
+        self._decisions = decisions_of(collectives.group)
         self.number = world.joined
         self.shares, self.loss = shares, loss
         self.steps = 0
@@ -213,6 +215,7 @@ class ShareModule:
                 self._send_rest(self._exchange, self._gradients.terms())
             report, self._has_told = self._report(step), True
             reports = exchange_reports(report, step, self._collectives)
+            self._decisions.hear(each.loop for each in reports)
             self._check_precision(reports)
             if self._audit is not None and self._evidence is not None:
                 self._evidence.compare(self._audit, str(step), self._collectives)
@@ -246,7 +249,8 @@ class ShareModule:
         late = [self._early is not None and number in self._early.late for number in range(len(buckets))]
         number, precision = number_of(step, self._members.description), self.precision
         changed = self._buffers.first_change
-        return Report(number, weights, used, changed, number_of(precision) if precision else 0, late)
+        loop = self._decisions.say(idle=False, skips=False)
+        return Report(number, weights, used, changed, number_of(precision) if precision else 0, late, loop=loop)
 
     def _total(self, step: Step, reports: Sequence[Report], used: Sequence[bool]) -> Values:
         if self._exchange is None:

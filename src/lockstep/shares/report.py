@@ -32,22 +32,25 @@ class Report:
     """For which buckets another gradient has come after they had left."""
     has_failed: bool = False
     """Whether this rank has left the step before its end."""
+    loop: int = 0
+    """What this rank says of its loop: an encoded :class:`~lockstep.distributed.decisions.LoopStatus`."""
 
     def to_row(self) -> list[int]:
         """As whole numbers."""
         weights = struct.unpack(f"<{len(self.weights)}q", struct.pack(f"<{len(self.weights)}d", *self.weights))
-        return [self.step, self.has_failed, self.precision, *weights, *self.used, *self.changed_buffers, *self.late]
+        head = self.step, self.has_failed, self.loop, self.precision
+        return [*head, *weights, *self.used, *self.changed_buffers, *self.late]
 
     @classmethod
     def of_row(cls, row: Sequence[int], like: "Report") -> "Report":
         """What :meth:`to_row` gave, of a rank whose report has as many entries as ``like``."""
         entries = iter(row)
-        step, has_failed, precision = next(entries), bool(next(entries)), next(entries)
+        step, has_failed, loop, precision = next(entries), bool(next(entries)), next(entries), next(entries)
         bits = struct.pack(f"<{len(like.weights)}q", *islice(entries, len(like.weights)))
         weights = struct.unpack(f"<{len(like.weights)}d", bits)
         used = [bool(each) for each in islice(entries, len(like.used))]
         changed = list(islice(entries, len(like.changed_buffers)))
-        return cls(step, weights, used, changed, precision, [bool(each) for each in entries], has_failed)
+        return cls(step, weights, used, changed, precision, [bool(each) for each in entries], has_failed, loop)
 
 
 def number_of(*parts: object) -> int:
