@@ -42,6 +42,8 @@ def output_of(program: str, folder: Path, *options: str) -> str:
 
 def test_each_recipe_is_tested():
     assert PROGRAMS.keys() == CLIENTS.keys()
+    for recipe, program in PROGRAMS.items():
+        compile(program, recipe, "exec")
 
 
 @pytest.mark.parametrize("recipe", CLIENTS)
@@ -54,7 +56,6 @@ def test_a_recipe_of_the_documentation(recipe, tmp_path):
 # -------------------------------------------------------------------------- programs that know nothing of the library
 
 TRAINER = """
-import sys
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
