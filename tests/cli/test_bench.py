@@ -1,14 +1,24 @@
-"""`lockstep bench`: the user's own model in every way, the picture, and what it refuses."""
+"""`lockstep bench`: the user's own model in every way, in several processes and in one; what it refuses."""
 
 from __future__ import annotations
 
 import json
+import os
+import runpy
+import sys
 from xml.etree import ElementTree
 
 import pytest
+import torch
+import torch.distributed as dist
 
+from lockstep.cli import bench
 from lockstep.cli.findings import usable_backends
+from lockstep.cli.local_ranks import run_ranks
 from lockstep.cli.main import main
+from lockstep.cli.training_times import find_builder
+from lockstep.errors import CommunicationError, OptionError
+from processes import run_processes
 
 MODEL = """
 import torch
@@ -16,29 +26,63 @@ import torch
 def build():
     model = torch.nn.Linear(8, 4)
     return model, lambda model: model(torch.ones(2, 8)).sum()
-
-def broken():
-    raise ValueError("no such data set")
 """
 
 
 @pytest.fixture
 def model(tmp_path, monkeypatch):
+    """A user's module, in the working directory. Ranks are forked off the server, which has imported torch already."""
     (tmp_path / "my_model.py").write_text(MODEL)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(bench, "run_ranks", run_ranks_of_the_server)
+
+
+def run_ranks_of_the_server(module, options, ranks, timeout):
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    return run_processes(ranks, run_as_started, module, options, os.getcwd(), store.port)
+
+
+def run_as_started(rank, module, options, folder, port):
+    """As `python -m module` in the folder, with the environment that `run_ranks` gives."""
+    dist.destroy_process_group()
+    number, world, result = str(rank.rank), str(rank.world), f"{folder}/{rank.rank}.json"
+    os.environ.update(RANK=number, LOCAL_RANK=number, WORLD_SIZE=world, LOCAL_WORLD_SIZE=world)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
+    os.environ["LOCKSTEP_RESULT_FILE"] = result
+    sys.path.insert(0, folder)
+    sys.argv[:] = [module, json.dumps(options)]
+    sys.modules.pop(module, None)  # this file has imported it
+    runpy.run_module(module, run_name="__main__")
+    with open(result) as file:
+        return json.load(file)
+
+
+def texts_of(picture):
+    return [each.text for each in ElementTree.parse(picture).iter("{http://www.w3.org/2000/svg}text")]
 
 
 def test_a_model_in_every_way_with_a_picture(model, tmp_path, capsys):
     picture = tmp_path / "steps.svg"
     arguments = ["--model", "my_model:build", "--rounds", "1", "--json", "--picture", str(picture)]
-    assert main(["bench", *arguments, "--timeout", "250"]) == 0
+    assert main(["bench", *arguments]) == 0
     told = json.loads(capsys.readouterr().out)
-    assert set(told["ways"]) == {"alone", *(f"{kind}, {b}" for kind in ("DDP", "lockstep") for b in usable_backends())}
+    backends = [name for name in usable_backends() if name != "nccl"]  # the model is on the CPU
+    assert set(told["ways"]) == {"alone", *(f"{kind}, {b}" for kind in ("DDP", "lockstep") for b in backends)}
     for way in told["ways"].values():
         assert way["seconds"] > 0
         assert way["exposed_seconds"] == pytest.approx(way["seconds"] - told["ways"]["alone"]["seconds"])
-    texts = [each.text for each in ElementTree.parse(picture).iter("{http://www.w3.org/2000/svg}text")]
-    assert any(text.startswith("lockstep, gloo: ") for text in texts)
+    assert any(text.startswith("lockstep, gloo: ") for text in texts_of(picture))
+
+
+def test_replicas_in_one_process_are_compared_with_one_where_pytorch_has_none(model, tmp_path, capsys):
+    picture = tmp_path / "steps.svg"
+    arguments = ["--model", "my_model:build", "--rounds", "1", "--ranks", "3", "--picture", str(picture)]
+    assert main(["bench", "--one-process", *arguments]) == 0
+    told = capsys.readouterr().out
+    assert "3 replicas in one process, on cpu, cpu, cpu; medians" in told
+    assert [line.partition("  ")[0] for line in told.splitlines()[4:6]] == ["alone", "lockstep.DataParallel"]
+    assert "There is no row of torch.nn.DataParallel" in told
+    assert any(text.startswith("lockstep.DataParallel: ") for text in texts_of(picture))
 
 
 @pytest.mark.parametrize(
@@ -47,11 +91,30 @@ def test_a_model_in_every_way_with_a_picture(model, tmp_path, capsys):
         (["--ranks", "0"], "--ranks 0"),
         (["--rounds", "0"], "--rounds 0"),
         (["--picture", "a.png"], "expected a name that ends with .svg"),
-        (["--model", "my_model:nothing", "--ranks", "1"], "Expected MODULE:FUNCTION"),
     ],
 )
-def test_what_makes_no_sense_is_told_and_the_exit_code_is_1(model, arguments, told, capsys):
+def test_what_makes_no_sense_is_told_and_the_exit_code_is_1(arguments, told, capsys):
     assert main(["bench", *arguments]) == 1
     captured = capsys.readouterr()
     assert captured.out == ""
     assert told in captured.err
+
+
+@pytest.mark.parametrize("name", ["json:nothing", "no_such_module_here:build", "json"])
+def test_a_model_that_is_not_there_is_told(name):
+    with pytest.raises(OptionError, match=f"--model {name}: .*Expected MODULE:FUNCTION"):
+        find_builder(name)
+
+
+def test_the_built_in_model_is_where_the_accelerators_are(sim, monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    module, step = find_builder("")()
+    assert next(module.parameters()).device == torch.device("sim", 1)
+    assert step(module).device == torch.device("sim", 1)
+
+
+def test_a_rank_that_fails_is_told_with_what_it_said(tmp_path, monkeypatch):
+    (tmp_path / "fails.py").write_text("import os, sys\nif os.environ['RANK'] == '1': sys.exit('no such data set')\n")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CommunicationError, match="rank 1 of 2 ended with exit status 1: no such data set"):
+        run_ranks("fails", {}, 2, 100.0)

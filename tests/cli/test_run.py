@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import os
+import re
 import subprocess
 import sys
 import types
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import lockstep
 from lockstep.cli.main import main
+from processes import run_processes
 
 PROGRAM = """
 import sys
@@ -24,7 +30,8 @@ model = DistributedDataParallel(torch.nn.Linear(4, 2))
 model(torch.ones(3, 4) * dist.get_rank()).sum().backward()
 if dist.get_rank() == 0:
     library = type(model).__module__.partition(".")[0]
-    print(library, dist.get_backend(), model.module.weight.grad[0, 0].item(), *sys.argv[1:])
+    print(library, dist.get_backend(), model.module.weight.grad[0, 0].item(), *sys.argv[1:], flush=True)
+dist.barrier()
 sys.exit(int(sys.argv[-1]))
 """
 
@@ -35,23 +42,27 @@ def program(tmp_path):
     return str(tmp_path / "program.py")
 
 
-def started(*arguments):
-    return subprocess.run(
-        [sys.executable, "-m", "lockstep", "run", *arguments], capture_output=True, text=True, timeout=250
-    )
+def test_a_program_gets_our_wrapper_and_the_group_that_was_asked_for_and_its_exit_status_is_ours(program):
+    options = ("--ranks", "2", "--patch", "--backend", "shm")
+    command = [sys.executable, "-m", "lockstep", "run", *options, program, "--its", "own", "7"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250)
+    assert done.returncode == 7, done.stderr
+    assert done.stdout.splitlines() == ["lockstep shm 1.5 --its own 7"]
+    assert re.fullmatch("lockstep: rank [01] failed with exit status 7", done.stderr.splitlines()[-1])
 
 
-def test_a_program_gets_our_wrapper_and_the_group_that_was_asked_for(program):
-    done = started("--ranks", "2", "--patch", "--backend", "shm", program, "--its", "own", "0")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == ["lockstep shm 1.5 --its own 0"]
+def run_under_a_launcher(rank, program):
+    dist.destroy_process_group()
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(store.port))
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    with contextlib.redirect_stdout(io.StringIO()) as output, pytest.raises(SystemExit) as end:
+        main(["run", program, "3"])
+    return output.getvalue(), end.value.code
 
 
-def test_the_exit_status_is_the_program_s(program):
-    done = started("--ranks", "1", program, "7")
-    assert done.returncode == 7
-    assert done.stdout.splitlines() == ["torch gloo 0.0 7"]
-    assert done.stderr.splitlines()[-1] == "lockstep: rank 0 failed with exit status 7"
+def test_without_patch_a_program_keeps_pytorch_s_wrapper_and_makes_its_own_group(program):
+    assert run_processes(1, run_under_a_launcher, program) == [("torch gloo 0.0 3\n", 3)]
 
 
 @pytest.mark.parametrize(
