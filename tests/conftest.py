@@ -8,6 +8,7 @@ import gc
 import multiprocessing
 import os
 import random
+import signal
 import sys
 import threading
 import time
@@ -39,6 +40,9 @@ _backend = pytest.StashKey[ModuleType | str]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # A shell that starts a run in the background has it ignore Ctrl-C; tests send SIGINT, and so do their processes.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     # Here, and not in a fixture: autograd counts the devices at the first backward pass of the process.
     # The folder holds the compiled backend; processes that tests start look there, too.
     if (cache := getattr(config, "cache", None)) is not None:
