@@ -9,9 +9,13 @@ import numpy
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
+import lockstep
 from checkpoints.runs import LAST, STEPS_PER_EPOCH, Kind, Run
+from lockstep.errors import CheckpointError
 from processes import run_processes
+from threaded import run_ranks
 
 KINDS = {
     "adamw": {},
@@ -105,3 +109,33 @@ def test_two_stops_each_with_new_processes(tmp_path):
 
 def whole(rank, kind, folder):
     return saved_and_not(rank, kind, folder)[0]
+
+
+def with_shares(rank, folder, until, loss="mean"):
+    """A run whose bits do not depend on the number of ranks: to a step, from the newest checkpoint if there is one."""
+    torch.manual_seed(0)
+    rows = torch.utils.data.TensorDataset(torch.linspace(-1, 1, 96).view(16, 6), torch.arange(16) % 3)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 3))
+    model = lockstep.replicate(model, shares=3, loss=loss, process_group=rank.group)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    data = lockstep.GlobalBatches(rows, 6, 3, process_group=rank.group)
+    state = {"model": model, "optimizer": optimizer, "data": data}
+    found = lockstep.resume(folder, group=rank.group, **state)
+    for step in range(1 + (found.step if found else 0), until + 1):
+        for x, y in next(iter(data)):
+            nn.functional.cross_entropy(model(x), y, reduction="sum").backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == until:
+            lockstep.save(folder, step=step, group=rank.group, **state)
+    return lockstep.fingerprint(model, optimizer)
+
+
+@pytest.mark.filterwarnings("ignore:.*saved by")
+def test_with_shares_it_has_them_on_another_number_of_ranks(tmp_path):
+    (wanted,) = run_ranks(1, with_shares, tmp_path / "whole", 5)
+    run_ranks(3, with_shares, tmp_path / "run", 2)
+    run_ranks(1, with_shares, tmp_path / "run", 3)
+    with pytest.raises(CheckpointError, match="the run was begun with shares=3 and loss='mean', this module has"):
+        run_ranks(2, with_shares, tmp_path / "run", 5, "sum")
+    assert run_ranks(2, with_shares, tmp_path / "run", 5) == [wanted] * 2

@@ -21,7 +21,7 @@ from lockstep.checkpoints.layout import (
 )
 from lockstep.checkpoints.lineage import remember
 from lockstep.checkpoints.ranks import Ranks
-from lockstep.checkpoints.state import OWN, VALUE, Entry, Parts, check_target, entries_of, put_back
+from lockstep.checkpoints.state import OWN, VALUE, Entry, Parts, check_target, common_parts, entries_of, put_back
 from lockstep.checkpoints.streams import set_streams
 from lockstep.distributed.collectives import Group
 from lockstep.errors import CheckpointError
@@ -160,13 +160,13 @@ class Resuming:
 
     def _check(self, name: str, reads_all: bool) -> str:
         """Why a checkpoint is not whole; the first rank of each host reads for all what is the same on all ranks."""
-        manifest, own = self._whole[name], rank_file(self._ranks.rank)
+        manifest = self._whole[name]
+        own = self._own_file(manifest)
         files = {entry_file(entry) for entry in manifest.entries} if reads_all else set()
-        if manifest.world_size == self._ranks.size:
-            if own not in manifest.files:
-                host = manifest.hosts[self._ranks.rank]
-                return f"{own} is not on this host: it was written on host {host}, to a disk of its own"
-            files.add(own)
+        if own not in manifest.files:
+            host = manifest.hosts[self._ranks.rank]
+            return f"{own} is not on this host: it was written on host {host}, to a disk of its own"
+        files.add(own)
         try:
             check_contents(self._path / name, {each: manifest.files[each] for each in files & manifest.files.keys()})
         except TornError as error:
@@ -197,16 +197,22 @@ class Resuming:
         plain = {name: kind for name, kind in manifest.entries.items() if kind.startswith(VALUE) and name not in given}
         found = {name: self._parts(folder, name, kind, own) for name, kind in plain.items()}
         values = {name: parts.own.get("state", parts.shared) for name, parts in found.items()}
-        if own is not None:
+        if "streams" in own:
             set_streams(own["streams"])
         return Resumed(manifest.step, folder, manifest.world_size, values)
 
-    def _own(self, folder: Path, manifest: Manifest) -> dict[str, Any] | None:
-        """What this rank has saved of its own; None if other ranks have."""
+    def _own(self, folder: Path, manifest: Manifest) -> dict[str, Any]:
+        """What this rank has saved of its own; of another number of ranks, what all of them have saved."""
+        own: dict[str, Any] = _read(folder / self._own_file(manifest))
         if manifest.world_size != self._ranks.size:
-            return None
-        own: dict[str, Any] = _read(folder / rank_file(self._ranks.rank))
+            return {"own": {name: common_parts(parts) for name, parts in own["own"].items()}}
         return own
+
+    def _own_file(self, manifest: Manifest) -> str:
+        """The file of this rank; any rank's, if another number of ranks has saved it."""
+        if manifest.world_size == self._ranks.size:
+            return rank_file(self._ranks.rank)
+        return min(manifest.files.keys() - {entry_file(entry) for entry in manifest.entries})
 
     def _warn_of_other_ranks(self, manifest: Manifest) -> None:
         if manifest.world_size != self._ranks.size:
@@ -218,9 +224,9 @@ class Resuming:
                 stacklevel=4,
             )
 
-    def _parts(self, folder: Path, name: str, kind: str, own: dict[str, Any] | None) -> Parts:
+    def _parts(self, folder: Path, name: str, kind: str, own: dict[str, Any]) -> Parts:
         shared = None if kind.endswith(OWN) else _read(folder / entry_file(name))
-        return Parts(shared, {} if own is None else own["own"].get(name, {}))
+        return Parts(shared, own["own"].get(name, {}))
 
 
 def _read(file: Path) -> Any:

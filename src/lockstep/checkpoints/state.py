@@ -20,6 +20,8 @@ from lockstep.errors import CheckpointError, OptionError
 MODULE, STATE_DICT, VALUE, GENERATOR = "module", "state_dict", "value", "generator"
 OWN = ", of each rank"
 """Ends the kind of an entry that each rank has for itself."""
+COMMON = "training, the same on all ranks"
+"""The part of a module's own with what all ranks have in common; the module's file holds its state dict alone."""
 
 
 class PerRank(NamedTuple):
@@ -140,10 +142,15 @@ def read(entry: Entry) -> Parts:
     names = own_names(entry.given, target)
     if names:
         own["tensors"] = {name: tensor for name, tensor in state.items() if name in names}
-    training = {name: each.training_state() for name, each in _replications(entry) if each.ready}
-    if training:
-        own["training"] = training
+    for name, each in _replications(entry):
+        if each.ready:
+            own.setdefault(COMMON if each.training_is_common else "training", {})[name] = each.training_state()
     return Parts(state, own)
+
+
+def common_parts(own: Mapping[str, Any]) -> dict[str, Any]:
+    """Of what a rank has saved of its own, what other ranks have saved, too: it serves any number of ranks."""
+    return {name: parts for name, parts in own.items() if name == COMMON}
 
 
 def _replications(entry: Entry) -> Iterator[tuple[str, Replication]]:
@@ -182,7 +189,7 @@ def put_back(entry: Entry, parts: Parts) -> None:
         _fill(entry.name, target, state)
     elif entry.kind.startswith(MODULE):
         target.load_state_dict({**state, **parts.own.get("tensors", {})})
-        _restore_training(entry, parts.own.get("training", {}))
+        _restore_training(entry, {**parts.own.get("training", {}), **parts.own.get(COMMON, {})})
     else:
         target.load_state_dict(state)
 

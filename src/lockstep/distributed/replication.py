@@ -47,6 +47,9 @@ _parameter_of = attrgetter("parameter")
 class Replication:
     """The state of one replicated module."""
 
+    training_is_common = False
+    """Whether :meth:`training_state` is the same on all ranks, and on any number of them."""
+
     def __init__(self, module: Module, options: Options, ignored: Collection[Module], taking_over: bool) -> None:
         self.options = options
         self.phases = Phases()

@@ -26,6 +26,8 @@ from lockstep.shares.state import check_shares, world_of
 class ShareReplication(Replication):
     """The state of one module that is replicated with shares."""
 
+    training_is_common = True
+
     def __init__(self, module: Module, options: Options, ignored: Collection[Module], shares: int, loss: Loss) -> None:
         super().__init__(module, options, ignored, taking_over=False)
         if loss not in LOSSES:
