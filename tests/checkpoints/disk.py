@@ -32,10 +32,20 @@ class _RecordedFile(OpenFile):
         self._data += bytes(data)
         return super().write(data)
 
+    def note_write(self):
+        self._note("write", self._path, self._data)
+
     def sync(self):
         super().sync()
-        self._note("write", self._path, self._data)
         self._note("sync", self._path)
+
+
+def sync_in_order(files: FileSystem, what) -> None:
+    for each in what:
+        if isinstance(each, OpenFile):
+            each.sync()
+        else:
+            files.sync_folder(each)
 
 
 class RecordingFileSystem(FileSystem):
@@ -56,6 +66,13 @@ class RecordingFileSystem(FileSystem):
     def make_folder(self, path):
         super().make_folder(path)
         self.note("make_folder", path)
+
+    def sync(self, *what):
+        """One after the other, so that a crash may come between any two."""
+        for each in what:
+            if isinstance(each, OpenFile):
+                each.note_write()
+        sync_in_order(self, what)
 
     def sync_folder(self, path):
         super().sync_folder(path)
@@ -102,6 +119,9 @@ class FailingFileSystem(FileSystem):
 
         file.append, file.sync = failing_append, failing_sync
         return file
+
+    def sync(self, *what):
+        sync_in_order(self, what)
 
     def make_folder(self, path):
         self._next("make_folder")

@@ -5,11 +5,16 @@ a folder (of files that were made, renamed or removed) when :meth:`FileSystem.sy
 whole or not at all. Everything else may be lost in a crash, or be there early, in any order.
 """
 
-import contextlib
 import hashlib
 import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+_LARGE = 1 << 18
+"""Bytes from which a thread to compute their digest is worth its start."""
 
 
 class OpenFile:
@@ -23,13 +28,21 @@ class OpenFile:
         """What :meth:`write` has raised, of which ``torch.save`` makes an error that does not say it."""
 
     def write(self, data: Any) -> int:
-        """Append bytes."""
+        """Append bytes; the digest of many is computed at the same time, by another thread."""
+        digest = partial(self._digest.update, data)
+        hashing = threading.Thread(target=digest) if len(data) >= _LARGE else None
+        if hashing is not None:
+            hashing.start()
         try:
             self.append(data)
         except OSError as error:
             self.error = error
             raise
-        self._digest.update(data)
+        finally:
+            if hashing is not None:
+                hashing.join()  # the bytes are the caller's again afterwards
+        if hashing is None:
+            digest()
         self.bytes += len(data)
         return len(data)
 
@@ -76,6 +89,16 @@ class FileSystem:
         finally:
             os.close(descriptor)
 
+    def sync(self, *what: OpenFile | Path) -> None:
+        """Return when the bytes of these files and the names in these folders are on the disk.
+
+        All are asked for at once: a file system with a journal answers them together, as fast as one of them.
+        """
+        calls = [each.sync if isinstance(each, OpenFile) else partial(self.sync_folder, each) for each in what]
+        with ThreadPoolExecutor(min(len(calls), 16)) as threads:
+            for answer in [threads.submit(call) for call in calls]:
+                answer.result()
+
     def rename(self, path: Path, new: Path) -> None:
         """Another name in the same folder; raises ``OSError`` if a folder that is not empty has it."""
         os.rename(path, new)
@@ -89,22 +112,8 @@ class FileSystem:
         os.rmdir(path)
 
 
-def write_whole(files: FileSystem, path: Path, data: bytes) -> OpenFile:
-    """A new file of these bytes, on the disk but for its name."""
-    file = files.create(path)
-    try:
-        file.write(data)
-        file.sync()
-    finally:
-        file.close()
-    return file
-
-
 def make_folders(files: FileSystem, path: Path) -> None:
-    """The folder and those around it, as far as they are not there; their names are on the disk.
-
-    So is the folder's name if the program has made it just before.
-    """
+    """The folder and those around it, as far as they are not there; names of new ones are on the disk."""
     path = path.absolute()
     missing = [each for each in (path, *path.parents) if not each.is_dir()]
     for each in reversed(missing):
@@ -114,9 +123,6 @@ def make_folders(files: FileSystem, path: Path) -> None:
             if not each.is_dir():
                 raise
         files.sync_folder(each.parent)
-    if not missing:
-        with contextlib.suppress(PermissionError):  # to read the folder around it
-            files.sync_folder(path.parent)
 
 
 def _sync(descriptor: int) -> None:

@@ -37,8 +37,7 @@ def remove(files: FileSystem, folder: Path) -> None:
         files.sync_folder(folder)
     for each in sorted(folder.iterdir()):
         files.remove(each)
-    files.remove_folder(folder)
-    files.sync_folder(folder.parent)
+    files.remove_folder(folder)  # which need not be on the disk: without its marker it is nothing
 
 
 def discard(files: FileSystem, folder: Path) -> None:

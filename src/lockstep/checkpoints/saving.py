@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from lockstep.checkpoints import loadable
-from lockstep.checkpoints.files import FileSystem, make_folders, write_whole
+from lockstep.checkpoints.files import FileSystem, OpenFile, make_folders
 from lockstep.checkpoints.layout import (
     MANIFEST,
     MARKER,
@@ -58,7 +58,7 @@ def save(
     Returns:
         The folder of the new checkpoint.
 
-    A checkpoint is written under another name, each file is on the disk (``fsync``) before it is renamed, and a marker
+    A checkpoint is written under another name, all files are on the disk (``fsync``) before it is renamed, and a marker
     with the digest of the digests of all files comes last. A save that fails on one rank (a full disk, no permission)
     is an error on every rank, and older checkpoints stay whole, as they do if a process is killed or the machine
     goes down at any moment.
@@ -73,7 +73,7 @@ def save(
         CommunicationError: A rank does not answer. The others wait for those that write, so the group's time-out has
             to be longer than a save takes.
 
-    Communicates eight small all-gathers.
+    Communicates ten small all-gathers.
 
     Example:
         >>> import tempfile, torch
@@ -95,6 +95,7 @@ class Saving:
         self._parts: dict[str, Parts] = {}
         self._kinds: dict[str, str] = {}
         self._is_renamed = False
+        self._written: list[OpenFile] = []
 
     def save(self, state: Mapping[str, Any], keep: int, step: int | None) -> Path:
         """See :func:`lockstep.save`."""
@@ -113,8 +114,10 @@ class Saving:
             ]
             manifest = self._describe(number, step, first, [answer["host"] for answer in answers], ours)
             leads = leaders[ranks.rank] == ranks.rank
+            ranks.together("save()", lambda: self._sync(unfinished, manifest.to_bytes() if leads else None))
             ranks.together("save()", lambda: self._finish(unfinished, folder, manifest) if leads else None)
         except BaseException as error:
+            self._close()
             self._give_up(unfinished, folder, error)
             raise
         if ranks.rank == 0:
@@ -168,7 +171,7 @@ class Saving:
         return [0 if sees else first[host] for (sees, _), host in zip(answers, apart, strict=True)]
 
     def _write(self, unfinished: Path, streams: Streams, leaders: list[int]) -> dict[str, Any]:
-        """Write this rank's files; returns what the manifest says of them."""
+        """Write this rank's files, which stay open; returns what the manifest says of them."""
         rank = self._ranks.rank
         if leaders[rank] != 0:  # on another file system than the first rank's
             make_folders(self._files, unfinished)
@@ -181,15 +184,30 @@ class Saving:
         return {name: asdict(self._write_file(unfinished / name, value)) for name, value in values.items()}
 
     def _write_file(self, path: Path, value: Any) -> StoredFile:
-        file: Any = self._files.create(path)
+        file: Any = self._create(path)
         try:
             torch.save(value, file)
-            file.sync()
         except RuntimeError as error:
             raise (file.error or error) from error
-        finally:
-            file.close()
         return StoredFile(file.bytes, file.sha256, self._ranks.rank, self._ranks.host)
+
+    def _create(self, path: Path) -> OpenFile:
+        file = self._files.create(path)
+        self._written.append(file)
+        return file
+
+    def _sync(self, unfinished: Path, manifest: bytes | None) -> None:
+        """Put on the disk what this rank has written; with a manifest, also that and the names of all ranks' files."""
+        folders = []
+        if manifest is not None:
+            self._create(unfinished / MANIFEST).write(manifest)
+            folders = [unfinished]
+        self._files.sync(*self._written, *folders)
+        self._close()
+
+    def _close(self) -> None:
+        while self._written:
+            self._written.pop().close()
 
     def _describe(
         self, number: int, step: int | None, first: dict[str, Any], hosts: list[str], written: list[dict[str, Any]]
@@ -217,14 +235,15 @@ class Saving:
             raise
 
     def _commit(self, unfinished: Path, folder: Path, data: bytes) -> None:
-        files = self._files
-        write_whole(files, unfinished / MANIFEST, data)
-        files.sync_folder(unfinished)
-        files.rename(unfinished, folder)
+        """All but the marker is on the disk, so it does not matter in which order the rest comes there."""
+        self._files.rename(unfinished, folder)
         self._is_renamed = True
-        files.sync_folder(self._path)
-        write_whole(files, folder / MARKER, seal(data))
-        files.sync_folder(folder)
+        marker = self._create(folder / MARKER)
+        marker.write(seal(data))
+        path = self._path.absolute()
+        around = [path.parent] if os.access(path.parent, os.R_OK) else []  # it may have been made just before
+        self._files.sync(marker, folder, path, *around)
+        self._close()
 
     def _give_up(self, unfinished: Path | None, folder: Path | None, error: BaseException) -> None:
         """Leave nothing that is not finished, nor anything of a save that has failed on some rank.
