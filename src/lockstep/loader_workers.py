@@ -15,11 +15,11 @@ from multiprocessing import util
 from multiprocessing.process import BaseProcess
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
-_spared: "weakref.WeakSet[BaseProcess]" = weakref.WeakSet()
+_protected: "weakref.WeakSet[BaseProcess]" = weakref.WeakSet()
 
 
 @contextlib.contextmanager
-def workers_spared() -> Iterator[None]:
+def workers_protected() -> Iterator[None]:
     """Processes that are started within are not ended by SIGINT or SIGTERM; put it around ``iter(loader)``.
 
     They still end as PyTorch's workers do: when their loader's iterator is dropped, or a few seconds after this process
@@ -38,13 +38,13 @@ def workers_spared() -> Iterator[None]:
     try:
         yield
     finally:
-        _spared.update(set(multiprocessing.active_children()) - before)
+        _protected.update(set(multiprocessing.active_children()) - before)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def _end_those_left() -> None:
     """Kill what has not ended by itself when this process ends: multiprocessing would send SIGTERM, and wait."""
-    left = [worker for worker in _spared if worker.is_alive()]
+    left = [worker for worker in _protected if worker.is_alive()]
     if left and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # PyTorch's handler would raise: a worker has been killed
     for worker in left:
@@ -63,4 +63,4 @@ def _register() -> None:
 
 _registered_in = -1
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_spared.clear)  # those of its parent
+    os.register_at_fork(after_in_child=_protected.clear)  # those of its parent

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
 import lockstep
-from lockstep.loader_workers import workers_spared
+from lockstep.loader_workers import workers_protected
 from lockstep.session import taken_signals
 from lockstep.session.stop_requests import StopRequests
 from processes import run_processes
@@ -272,7 +272,7 @@ def test_loader_workers_outlive_a_signal_to_all(method):
 
 
 def ends_with_a_stuck_worker(rank):
-    with workers_spared():
+    with workers_protected():
         batches = iter(DataLoader(Numbers(stuck=1), num_workers=2))
     next(batches)
     pid = batches._workers[1].pid

@@ -148,22 +148,22 @@ def test_sparse_gradients_have_a_bucket_each_at_the_end_but_for_the_carrier():
         ([C64, F8], [[0], [1]]),
     ],
 )
-def test_the_last_bucket_that_can_carry_a_report_is_moved_to_the_end(dtypes, expected):
+def test_the_last_bucket_that_can_hold_a_report_is_moved_to_the_end(dtypes, expected):
     mixed = [spec(8, dtype, str(i)) for i, dtype in enumerate(dtypes)]
     plan = plan_reduction(mixed, range(len(mixed)), [MIB])
 
     assert indices(plan) == expected
-    assert plan.buckets[-1].can_carry == any(dtype.is_floating_point and dtype.itemsize > 1 for dtype in dtypes)
+    assert plan.buckets[-1].can_hold_report == any(dtype.is_floating_point and dtype.itemsize > 1 for dtype in dtypes)
 
 
 def test_neither_large_nor_sparse_gradients_carry():
     large = plan_reduction(specs(64, 4), [1, 0], single_bytes=64)
     assert indices(large) == [[0], [1]]
-    assert [bucket.can_carry for bucket in large.buckets] == [False, True]
+    assert [bucket.can_hold_report for bucket in large.buckets] == [False, True]
 
     for alone, sparse in [(4, ()), (MIB, (0,))]:
         (only,) = plan_reduction(specs(4), [0], sparse=sparse, single_bytes=alone).buckets
-        assert not only.can_carry
+        assert not only.can_hold_report
 
 
 # ------------------------------------------------------------------------------------ the layout
@@ -276,7 +276,7 @@ def test_every_plan_has_each_gradient_once_and_keeps_the_promises_above(case):
         assert (bucket.kind is Kind.SPARSE) == (bucket.indices[0] in sparse)
         if bucket.kind is not Kind.SPARSE:
             assert (bucket.kind is Kind.SINGLE) == (members[0].nbytes >= alone)
-    able = [bucket.can_carry for bucket in plan.buckets]
+    able = [bucket.can_hold_report for bucket in plan.buckets]
     assert not any(able) or able[-1]
     dense = [order.index(b.indices[-1]) for b in plan.buckets[: -1 if any(able) else None] if b.kind is not Kind.SPARSE]
     assert dense == sorted(dense)

@@ -17,7 +17,7 @@ class ResumableSampler(Sampler[Any]):
     """A sampler around another that knows how far training has come, and goes on from there.
 
     It counts the epochs itself (``set_epoch`` is called for you), and the samples of the batches that
-    :meth:`batches` has handed out, whatever the loader's workers have fetched ahead. The order of an epoch depends on
+    :meth:`batches` has given, whatever the loader's workers have fetched ahead. The order of an epoch depends on
     ``seed`` and the epoch alone, so a run that goes on within an epoch gets the rest of it.
 
     Args:
@@ -82,7 +82,7 @@ class ResumableSampler(Sampler[Any]):
     def batches(self, loader: DataLoader[Any]) -> "EpochBatches":
         """The batches that are left of the epoch; after the last one, the next epoch is next.
 
-        A batch counts as consumed once it is handed out: save at the end of the loop's body. A loop that is left by
+        A batch counts as consumed once it has been given: save at the end of the loop's body. A loop that is left by
         ``break`` leaves the epoch where it is. What is returned has a length, so that ``run.batches`` need not look
         ahead, for which a batch would count that training has not had.
         """

@@ -36,8 +36,8 @@ _GROUPS_OWN_TIMEOUT = timedelta(0)
 """What PyTorch passes where nothing is asked for; works that are written in Python expect it to be passed."""
 
 
-class _QuietExit:
-    """Lets a group's own threads come to rest before the interpreter ends.
+class _ExitDelay:
+    """Delays the end of the interpreter until a group's own threads have let go of everything.
 
     A thread of Gloo may hold the last reference to a tensor for a moment after its collective has been waited for; to
     drop it, it needs the interpreter, and aborts the process if that is ending. There is no event for it: the last
@@ -55,13 +55,13 @@ class _QuietExit:
         self._last = time.monotonic()
         if not self._registered:
             self._registered = True
-            atexit.register(self._rest)
+            atexit.register(self._delay)
 
-    def _rest(self) -> None:
+    def _delay(self) -> None:
         time.sleep(max(0.0, self._last + self.SECONDS - time.monotonic()))
 
 
-_quiet_exit = _QuietExit()
+_exit_delay = _ExitDelay()
 
 
 class _Process:
@@ -110,7 +110,7 @@ class Pending:
             raise
         except RuntimeError as error:
             raise self._owner.failure(self._what, error) from error
-        _quiet_exit.waited()
+        _exit_delay.waited()
 
     def done(self) -> bool:
         """Whether :meth:`wait` would return at once."""

@@ -93,11 +93,6 @@ class Decisions:
         if request not in self._requests:
             self._requests.append(request)
 
-    def forget_request(self, request: Callable[[], object]) -> None:
-        """Take back :meth:`stop_when`."""
-        if request in self._requests:
-            self._requests.remove(request)
-
     def next_batch(self, ends: bool, uneven: bool) -> None:
         """The loop goes on with its next batch, which ``ends`` its own; ``uneven``: some rank may have run out."""
         self.batch += 1
@@ -186,8 +181,8 @@ class Decisions:
             self._unread.pop().read_for_loop()
 
     @property
-    def is_quiet(self) -> bool:
-        """Whether a report in which no rank says more than its batch changes nothing."""
+    def is_default(self) -> bool:
+        """Whether nothing is known but which batch it is, so that a report that says no more changes nothing."""
         return not (self._stops or self._skips or self._failed or self._some_end or self._all_end)
 
     @property

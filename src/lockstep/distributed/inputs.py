@@ -24,10 +24,10 @@ def input_device(options: Options) -> torch.device | None:
 def move_to(value: Any, device: torch.device) -> Any:
     """Nested inputs with their tensors on ``device``; containers keep their types."""
 
-    def moved(leaf: Any) -> Any:
+    def on_device(leaf: Any) -> Any:
         return leaf.to(device) if isinstance(leaf, Tensor | PackedSequence) else leaf  # type: ignore[arg-type]
 
-    return tree_map(moved, value, "inputs", whole=(PackedSequence,))
+    return tree_map(on_device, value, "inputs", whole=(PackedSequence,))
 
 
 def outputs_in(value: Any) -> Iterator[Tensor]:

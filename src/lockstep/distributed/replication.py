@@ -167,13 +167,13 @@ class Replication:
     def _late_agreement(
         self, contents: Contents, collectives: Collectives, scheduler: GroupScheduler, reducer: Reducer
     ) -> Callable[[], None]:
-        def settle() -> None:
+        def agree_late() -> None:
             self._agree(contents, None, collectives, scheduler)
             modules.register(reducer, self._module_id, self._others, self._order)
 
         modules = scheduler.modules
         modules.register(reducer, modules.next_id, modules.ids(), modules.propose_order())
-        return settle
+        return agree_late
 
     def _scan(self) -> Callable[[], BufferSet]:
         """What finds the module's buffers, again and again, without keeping the module."""

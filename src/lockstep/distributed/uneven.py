@@ -22,7 +22,7 @@ from lockstep.distributed.collectives import Collectives, Group
 from lockstep.distributed.loop import groups_of, known_group
 from lockstep.distributed.reduction.scheduler import scheduler_of
 from lockstep.errors import OptionError, StructureError
-from lockstep.loader_workers import workers_spared
+from lockstep.loader_workers import workers_protected
 from lockstep.phases import Phases
 from lockstep.tree import tree_map
 
@@ -111,7 +111,7 @@ class Batches(Generic[B]):
 
     def _start(self) -> Iterator[B]:
         """Go through the loader; workers that it starts outlive a signal that asks all processes to stop."""
-        with workers_spared():
+        with workers_protected():
             return iter(self._loader)
 
     def _in_turn(self, given: Iterator[tuple[B, bool, bool, bool]]) -> Iterator[B]:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from lockstep.errors import InspectionError, PeerFailure
-from lockstep.failures.failure import Failure, Kind, follows_from_another, of_exception, peer_failure_in
+from lockstep.failures.failure import Failure, Kind, peer_failure_in
 from lockstep.failures.log import FailureLog
 from lockstep.failures.messenger import LOOK_SECONDS, Messenger
 from lockstep.failures.progress import Page, Progress, page_of
@@ -149,11 +149,6 @@ class FailureChannel:
             self._log.append(failure)
         self.tell("failure", failure=failure.to_json())
         self._learn(failure)
-
-    def report_exception(self, error: BaseException) -> None:
-        """An exception has left this rank's training: tell everybody, unless it follows from what others have done."""
-        if self.failure is None and not (follows_from_another(error) and self.explain(error)):
-            self.report(of_exception(error, self.rank, self.progress.step, self.progress.current_phase))
 
     def tell(self, kind: str, **fields: Any) -> None:
         """Send a message around the ring; ranks that have set :meth:`on` for that kind are called with its fields."""

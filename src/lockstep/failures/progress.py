@@ -143,10 +143,6 @@ class Progress:
     def _wait_ends(self) -> None:
         self._times[_WAITS_SINCE_AT] = 0.0
 
-    def trains_here(self) -> None:
-        """The calling thread is the one that trains; until this is said, it is the one that has made the page."""
-        self._words[_THREAD_AT] = threading.get_ident()
-
     def read(self) -> Snapshot:
         """What the page says."""
         return _read(bytes(self._bytes[:_END]))

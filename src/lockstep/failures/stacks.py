@@ -78,19 +78,8 @@ class Stacks:
 # ------------------------------------------------------------------------------------ of this process
 
 
-def own_stacks() -> Stacks:
-    """The stacks of this process; on any system, but only when the calling thread gets the interpreter."""
-    names = {thread.ident: thread.name for thread in threading.enumerate()}
-    threads = [
-        Thread(ident, names.get(ident, ""), tuple(_frame(summary) for summary in traceback.extract_stack(frame)))
-        for ident, frame in sys._current_frames().items()
-    ]
-    main = threading.main_thread().ident
-    return Stacks(tuple(sorted(threads, key=lambda thread: thread.ident != main)))
-
-
 def own_stack(ident: int) -> Thread | None:
-    """The stack of one thread of this process, if it is there; as :func:`own_stacks`, and cheaper."""
+    """The stack of one thread of this process, if it is there; only when the calling thread gets the interpreter."""
     frame = sys._current_frames().get(ident)
     if frame is None:
         return None

@@ -47,7 +47,7 @@ class RandomStream:
             self._start = self._generator.get_state()
         return self._generator
 
-    def moved(self) -> bool:
+    def has_drawn(self) -> bool:
         """Whether numbers were drawn from it."""
         return self._start is not None and not torch.equal(self._start, self._generator.get_state())
 
@@ -132,7 +132,7 @@ class ReplicaStreams:
 
     def end(self) -> None:
         """Let the caller's stream differ from what it was before, if replicas have drawn from theirs."""
-        if any(stream is not None and stream.moved() for stream in self._streams[1:]):
+        if any(stream is not None and stream.has_drawn() for stream in self._streams[1:]):
             torch.randint(2, (1,), generator=_generator(), device="cpu")
 
 

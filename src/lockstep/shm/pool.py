@@ -1,4 +1,4 @@
-"""The memory that ``group.allocate`` hands out, in which collectives need no copy."""
+"""The memory that ``group.allocate`` gives, in which collectives need no copy."""
 
 import ctypes
 import itertools

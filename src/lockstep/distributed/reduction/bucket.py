@@ -105,7 +105,7 @@ class GradientBucket(ABC):
         self.missing = len(self.parts)
         """How many parts are not complete."""
         self._scale = 1.0
-        self._spared: list[tuple[ManagedParameter, Tensor, Tensor | None]] = []
+        self._unused: list[tuple[ManagedParameter, Tensor, Tensor | None]] = []
 
     def _kinds_now(self) -> list[torch.dtype | torch.device]:
         found: list[Any] = list(map(_dtype_of, self._parameters))
@@ -131,7 +131,7 @@ class GradientBucket(ABC):
         self.missing = len(self.parts)
         for part in self.parts:
             part.open()
-        self._spared.clear()
+        self._unused.clear()
 
     def part_is_complete(self, part: BucketPart) -> bool:
         """All gradients of a part have come; returns whether all of the bucket have."""
@@ -159,21 +159,21 @@ class GradientBucket(ABC):
         for position, member in enumerate(self.members):
             if report.uses(member.index):
                 member.parameter.grad = self._gradient(position)
-        for member, grad, values in self._spared:
+        for member, grad, values in self._unused:
             if not report.uses(member.index):
                 if values is not None:
                     local_part(grad).copy_(values)
                 member.parameter.grad = grad
-        self._spared.clear()
+        self._unused.clear()
 
     @abstractmethod
     def _gradient(self, position: int) -> Tensor:
         """What the member at that position gets."""
 
-    def _spare(self, member: ManagedParameter, grad: Tensor, inside: bool) -> None:
+    def _keep_unused(self, member: ManagedParameter, grad: Tensor, inside: bool) -> None:
         """Keep the gradient of a parameter that this rank did not use: perhaps no rank did."""
         member.check_parameter()  # or another rank's would not fit, when it is too late to tell
-        self._spared.append((member, grad, local_part(grad).clone() if inside else None))
+        self._unused.append((member, grad, local_part(grad).clone() if inside else None))
 
     @property
     def row(self) -> Tensor:
@@ -200,10 +200,10 @@ class SingleBucket(GradientBucket):
             taken = member.zeros()
         else:
             taken = member.take(grad)
-            spared = used is not None and not used[member.index]
-            if spared:
-                self._spare(member, grad, inside=False)
-            if spared or grad.requires_grad or taken.is_sparse or taken.stride() != slot.stride:
+            is_unused = used is not None and not used[member.index]
+            if is_unused:
+                self._keep_unused(member, grad, inside=False)
+            if is_unused or grad.requires_grad or taken.is_sparse or taken.stride() != slot.stride:
                 taken = member.zeros().copy_(taken.to_dense() if taken.is_sparse else taken)
             elif not is_dtensor(grad):
                 self._own = grad
@@ -239,7 +239,7 @@ class SparseBucket(GradientBucket):
         grad = member.parameter.grad
         taken = member.zeros() if grad is None else member.take(grad)
         if grad is not None and used is not None and not used[member.index]:
-            self._spare(member, grad, inside=False)
+            self._keep_unused(member, grad, inside=False)
         member.parameter.grad = None
         self._result = (taken if taken.is_sparse else taken.to_sparse(1)).coalesce() * self._scale
         return _copied_alone(member, grad, self._result)

@@ -109,7 +109,7 @@ class FlatBucket(GradientBucket):
                 return self._copy_rest(grads, memory.in_place(grads), used)
         inside = memory.in_place(grads) if self._copies_early else memory.claim(grads)
         if used is not None and not all(map(used.__getitem__, self._indices)):
-            self._spare_unused(grads, inside, used)
+            self._keep_all_unused(grads, inside, used)
         set_grads(self._parameters, repeat(None))
         undefined: list[int] = []
         if True not in inside and type(None) not in map(type, grads):
@@ -133,7 +133,7 @@ class FlatBucket(GradientBucket):
         rest = [i for part in self.parts if not part.is_copied for i in part.positions]
         again = [i for part in self.parts if part.is_copied for i in part.positions if grads[i] is not None]
         if used is not None and not all(map(used.__getitem__, self._indices)):
-            self._spare_unused(grads, inside, used)
+            self._keep_all_unused(grads, inside, used)
         set_grads(self._parameters, repeat(None))
         graphs, undefined = self._copy_some(grads, inside, rest)
         views = self._memory.views
@@ -178,10 +178,10 @@ class FlatBucket(GradientBucket):
         torch._foreach_copy_(views, [grad.to_dense() if grad.is_sparse else grad for grad in taken])
         return [pair for pair in zip(members, grads, strict=True) if pair[1].requires_grad]
 
-    def _spare_unused(self, grads: Sequence[Tensor | None], inside: Sequence[bool], used: Sequence[int]) -> None:
+    def _keep_all_unused(self, grads: Sequence[Tensor | None], inside: Sequence[bool], used: Sequence[int]) -> None:
         for member, grad, is_inside in zip(self.members, grads, inside, strict=True):
             if grad is not None and not used[member.index]:
-                self._spare(member, grad, is_inside)
+                self._keep_unused(member, grad, is_inside)
 
     @property
     def row(self) -> Tensor:
@@ -211,7 +211,7 @@ class FlatBucket(GradientBucket):
                 for member in self.members:
                     member.check(member.parameter)
                 raise
-            self._spared.clear()
+            self._unused.clear()
         self._memory.release()
 
     def _gradient(self, position: int) -> Tensor:

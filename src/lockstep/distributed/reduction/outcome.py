@@ -86,7 +86,7 @@ class Outcome:
         has_failed = self.has_failed
         report = transport.read(row, lambda: watch is None and not has_failed and may_defer(ended))
         self.has_failed = False
-        usual = report.is_usual and self._decisions.is_quiet
+        usual = report.is_usual and self._decisions.is_default
         found = _USUAL if usual else self._find(report, ended.number, own, watch)
         if found is None:
             own.leave_out()
@@ -220,7 +220,7 @@ class Outcome:
     def _check(self, report: Report, number: int, advice: str = "") -> float:
         """Raise if the ranks were not all in the same round; returns what the mean is to be multiplied by.
 
-        ``advice``: what to do, if gradients have been handed out.
+        ``advice``: what to do, if parameters have got their gradients.
         """
         ranks = self._collectives.global_ranks
         if report.ranks:

@@ -175,7 +175,7 @@ def check_passes(
     ``passes`` has each rank's, under the rank's number in messages.
 
     ``compare_forwards`` is False where a rank may leave out a batch: contributions are weighted. ``advice``: what to
-    do, if gradients have been handed out already.
+    do, if the parameters have got gradients already.
     """
     first: dict[Code, int] = {}
     for other, code in passes.items():

@@ -55,7 +55,7 @@ class PlannedBucket:
         return tuple(slot.index for slot in self.layout.slots)
 
     @property
-    def can_carry(self) -> bool:
+    def can_hold_report(self) -> bool:
         """Whether a report can ride behind the gradients: sums of small whole numbers must be exact."""
         dtype = self.layout.dtype
         return self.kind is Kind.FLAT and dtype.is_floating_point and dtype.itemsize >= 2
@@ -127,8 +127,8 @@ def plan_reduction(
             placed += [(at, _flat(specs, full)) for at, full in group.add(index, spec.nbytes, position)]
     placed += [(group.position, _flat(specs, group.indices)) for group in filling.values() if group.indices]
     ordered = [bucket for _, bucket in sorted(placed, key=lambda entry: entry[0])]
-    carrier = max((i for i, bucket in enumerate(ordered) if bucket.can_carry), default=None)
-    last = [] if carrier is None else [ordered.pop(carrier)]
+    with_report = max((i for i, bucket in enumerate(ordered) if bucket.can_hold_report), default=None)
+    last = [] if with_report is None else [ordered.pop(with_report)]
     return ReductionPlan(tuple(specs), (*ordered, *tail, *last))
 
 

@@ -272,7 +272,7 @@ def check_ranks(report: Report, number: int, rank: int, global_ranks: Sequence[i
     """Raise :class:`PeerError` if a rank failed, or is not in round ``number`` as this one, or not in the same
     backward pass; messages name each rank by its number in ``global_ranks``.
 
-    ``advice``: what to do, if the report was not waited for, and the gradients of its round have been handed out.
+    ``advice``: what to do, if the report was not waited for, and parameters have got the gradients of its round.
     """
     me = global_ranks[rank]
     if failed := [other for other, status in zip(global_ranks, report.ranks, strict=False) if status.failed]:

@@ -52,7 +52,7 @@ class GradientMemory:
         """What parameters get: other tensors in the places of the views, or DTensors around such."""
         self._alone: tuple[int, list[int]] = 0, []  # users and references while nobody else has any
         self._none_inside = [False] * len(layout.slots)
-        self._handed: tuple[StorageWeakRef, int] | None = None  # memory that was left to the gradients, and its offset
+        self._left: tuple[StorageWeakRef, int] | None = None  # memory that was left to the gradients, and its offset
 
     @property
     def flat(self) -> Tensor:
@@ -65,7 +65,7 @@ class GradientMemory:
 
         If they have to move, ``current`` is changed to what they are now.
         """
-        if self._flat is None and self._handed is not None:
+        if self._flat is None and self._left is not None:
             self._take_up(current)
         if self._flat is None:
             self._allocate()
@@ -76,7 +76,7 @@ class GradientMemory:
         whole = False not in inside
         if whole and all(map(operator.is_, current, self.grads)):
             return inside
-        if not whole and self._held(inside):
+        if not whole and self._is_seen_by_others(inside):
             old = self.views
             self._allocate()
             for i, moves in enumerate(inside):
@@ -89,7 +89,7 @@ class GradientMemory:
 
     def _is_unused(self, current: Sequence[Tensor | None]) -> bool:
         """Whether nobody has a tensor in this memory but this object: a gradient of ``current`` that is, is one of
-        those that were handed out, or makes one user more."""
+        those that parameters got, or makes one user more."""
         users, counts = self._alone
         return (
             True not in map(operator.is_, current, self.grads)
@@ -102,11 +102,11 @@ class GradientMemory:
         """Make ready to write while gradients still come; False if that has to wait, as one of ``current`` is in this
         memory, or was, and more may be added to it there."""
         if self._flat is None:
-            left, _ = self._handed or (None, 0)
+            former, _ = self._left or (None, 0)
             dense = [local_part(grad) for grad in current if grad is not None and not grad.is_sparse]
-            if left is not None and any(grad.untyped_storage()._cdata == left.cdata for grad in dense):
+            if former is not None and any(grad.untyped_storage()._cdata == former.cdata for grad in dense):
                 return False
-            self._handed = None
+            self._left = None
             self._allocate()
             return True
         return True not in self.claim(list(current))
@@ -116,9 +116,9 @@ class GradientMemory:
         return in_place(current, self.views)
 
     def release(self) -> None:
-        """The gradients have been handed out."""
+        """The parameters have got their gradients."""
         if not self._kept:
-            self._handed = StorageWeakRef(self.flat.untyped_storage()), int(self.flat.storage_offset())
+            self._left = StorageWeakRef(self.flat.untyped_storage()), int(self.flat.storage_offset())
             self._lie_in(None, [], [])
 
     def zeros(self) -> Tensor:
@@ -141,14 +141,14 @@ class GradientMemory:
             self.gradients, self.row = flat[: self._layout.numel], flat[self._layout.numel :]
 
     def _gradients(self) -> list[Tensor]:
-        """Tensors to hand out. Where views are given up when they are, those themselves."""
+        """What parameters are to get: other tensors than the views, unless those are given up then."""
         views = [view.detach() for view in self.views] if self._kept else self.views
         return [like_parameter(view, p) for p, view in zip(self._parameters, views, strict=True)]
 
     def _take_up(self, current: Sequence[Tensor | None]) -> None:
-        """Go on in the memory that was handed out, if the parameters still have all of it."""
-        assert self._handed is not None
-        (storage, start), self._handed = self._handed, None
+        """Go on in the memory that was left to the gradients, if the parameters still have all of it."""
+        assert self._left is not None
+        (storage, start), self._left = self._left, None
         grads = [grad for grad in current if grad is not None and not grad.is_sparse]
         if len(grads) < len(current):
             return
@@ -160,12 +160,12 @@ class GradientMemory:
                 self._lie_in(flat, views, grads)
 
     def _are_grads_in_place(self) -> bool:
-        """Whether those that are handed out are what they were, whatever those did with them who had them."""
+        """Whether the tensors that parameters got are where they were, whatever was done with them."""
         if dtensor_class() is None:
             return all(map(_is_set_to, self.grads, self.views))
         return False not in in_place(self.grads, self.views)
 
-    def _held(self, inside: Sequence[bool]) -> bool:
+    def _is_seen_by_others(self, inside: Sequence[bool]) -> bool:
         """Whether anything but this bucket and its parameters still sees gradients of an earlier round."""
         users, counts = self._alone
         if storage_users(self.flat) > users:

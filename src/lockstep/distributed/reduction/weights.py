@@ -38,9 +38,9 @@ class Weights:
         self._parameters: Sequence[ManagedParameter] = ()
         self._newcomers: Sequence[ManagedParameter] = ()
         self._departed: Collection[int] = ()
-        self._touched: set[int] = set()  # newcomers that have had a gradient
+        self._arrived: set[int] = set()  # newcomers that have had a gradient
         self._announced: float | None = None
-        self._news = True
+        self._is_new = True
         self._passes = 0
         self._has_accumulated = False  # some of those passes have given parameters gradients
         self._reduced = False  # all that has been counted has been reduced
@@ -57,7 +57,7 @@ class Weights:
 
     def newcomer_arrived(self, parameter: Parameter) -> None:
         """A newcomer has got a gradient."""
-        self._touched.add(id(parameter))
+        self._arrived.add(id(parameter))
 
     def _all(self) -> Sequence[ManagedParameter]:
         return [*self._parameters, *self._newcomers]
@@ -68,7 +68,7 @@ class Weights:
 
     def announce(self, weight: float | None) -> None:
         """The weight of the backward passes that come next, all together; None if they are not weighed."""
-        self._announced, self._news = weight, True
+        self._announced, self._is_new = weight, True
         if weight is not None:
             self._give_up_what_is_gone((), may_fail=False)
             self.earlier.note(self._all())
@@ -113,7 +113,7 @@ class Weights:
 
         Raises :class:`OptionError` as :meth:`use` does.
         """
-        if self._announced is None or not self._news:
+        if self._announced is None or not self._is_new:
             return False
         self._give_up_what_is_gone((), may_fail=True)
         self._count_pass()
@@ -127,32 +127,32 @@ class Weights:
     def _count_pass(self) -> None:
         if self._reduced:
             self._reduced = False
-            if self._news:
+            if self._is_new:
                 self._start_again()
         weighed = self._announced is not None
-        if self._news and self._passes and weighed != self.given:
+        if self._is_new and self._passes and weighed != self.given:
             raise OptionError(
                 f"this backward pass has {'a' if weighed else 'no'} weight, an earlier one since the last "
                 "synchronisation had "
                 f"{'none' if weighed else 'one'}; give accumulate() a weight in every micro-batch, or in none"
             )
-        if self._news and self._announced is not None:
+        if self._is_new and self._announced is not None:
             self.total += self._announced
             self.given = True
-        self._news = False
+        self._is_new = False
         self._passes += 1
 
-    def pass_ended(self, touched: bytearray) -> None:
+    def pass_ended(self, used: bytearray) -> None:
         """A backward pass has ended that did not synchronise."""
-        came = list(compress(self._parameters, touched))
+        came = list(compress(self._parameters, used))
         left = list(compress(came, map(is_not, map(_grad_of, came), repeat(None))))  # no Python for each
-        left += [m for m in self._newcomers if id(m.parameter) in self._touched and m.parameter.grad is not None]
+        left += [m for m in self._newcomers if id(m.parameter) in self._arrived and m.parameter.grad is not None]
         self._accumulated.note(left, closely=self.given)
 
     def reduced(self) -> None:
         """The contribution has been made. A further backward in the same block counts as much as all before it."""
         self._reduced, self._passes, self._has_accumulated = True, 0, False
-        self._touched.clear()  # identities, of parameters that may be gone from now on
+        self._arrived.clear()  # identities, of parameters that may be gone from now on
         self.earlier.drop()
         if self.given:
             self.earlier.note(self._all())
@@ -172,8 +172,8 @@ class Weights:
     def _start_again(self) -> None:
         """Nothing has been counted; what is announced is still to be."""
         self.total, self.given, self._passes, self._reduced = 0.0, False, 0, False
-        self._news, self._has_accumulated = True, False
-        self._touched.clear()
+        self._is_new, self._has_accumulated = True, False
+        self._arrived.clear()
 
 
 class Weighed(Protocol):
