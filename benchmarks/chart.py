@@ -87,8 +87,9 @@ def _bar(y: float, label: str, ratio: float) -> Iterator[str]:
     yield f'<text x="{LEFT - 10}" y="{y + 15}" text-anchor="end">{escape(label)}</text>'
     colour = GOOD if ratio <= 1 else BAD
     yield f'<rect x="{LEFT}" y="{y + 3}" width="{width:.1f}" height="{HEIGHT - 7}" rx="2" fill="{colour}"/>'
-    ground = 'paint-order="stroke" stroke="#fff" stroke-width="4"'
-    yield f'<text x="{LEFT + width + 8:.1f}" y="{y + 16}" {ground}>{ratio:.2f}</text>'
+    inside = ratio > 0.5  # beside a long bar it would stand on the line
+    place = f'x="{LEFT + width - 8:.1f}" text-anchor="end"' if inside else f'x="{LEFT + width + 8:.1f}"'
+    yield f'<text {place} y="{y + 16}">{ratio:.2f}</text>'
 
 
 if __name__ == "__main__":

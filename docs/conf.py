@@ -1,4 +1,4 @@
-"""How Sphinx builds the documentation: ``make docs``. Nothing is fetched."""
+"""How Sphinx builds the documentation: ``make docs``. Only browsers fetch anything: Mermaid, for two diagrams."""
 
 import sys
 from pathlib import Path

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import textwrap
 import tomllib
 import venv
 import zipfile
@@ -87,8 +88,19 @@ def test_one_version_everywhere(metadata):
 
 
 def test_a_version_is_in_the_changelog():
-    released = re.findall(r"^## \[(\d.*?)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
-    assert not released or released[0] == PROJECT["version"]
+    released = re.findall(r"^## \[(\d.*?)\] - \d{4}-\d\d-\d\d$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert released[0] == PROJECT["version"]
+
+
+@pytest.mark.parametrize(
+    ("tag", "status"), [(f"v{PROJECT['version']}", 0), ("v0.0.9", 1), (PROJECT["version"] + "0", 1)]
+)
+def test_a_tag_that_is_not_the_version_is_not_released(tag, status):
+    steps = (ROOT / ".github" / "workflows" / "release.yml").read_text().partition("run: |\n")[2].partition("\n\n")[0]
+    done = subprocess.run(
+        ["bash", "-e", "-c", textwrap.dedent(steps)], env={**os.environ, "GITHUB_REF_NAME": tag}, cwd=ROOT, check=False
+    )
+    assert done.returncode == status
 
 
 def test_one_address_everywhere():
