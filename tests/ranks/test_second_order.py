@@ -117,6 +117,24 @@ def second_order(module, losses, clear):
     return second
 
 
+def on_uneven_data(rank):
+    """The second rank has no batch left in the second turn, and goes through its first one again."""
+    module = lockstep.replicate(rank.make(Ways), process_group=rank.group)
+    reference = copy.deepcopy(module)
+    x = torch.linspace(-1, 1, 4, dtype=torch.float64).view(2, 2)
+    batches = [[x, x + 1], [x + 2]]
+    for turn, batch in enumerate(lockstep.batches(batches[rank.rank], module)):
+        active = [each[turn] for each in batches if turn < len(each)]
+        got = second_order(module, [module(batch, (0, 1), 3)], module.zero_grad)
+        wanted = second_order(reference, [reference(each, (0, 1), 3) for each in active], reference.zero_grad)
+        torch.testing.assert_close(got[:4], wanted[:4])
+    return turn
+
+
+def test_a_rank_that_has_run_out_takes_part():
+    assert run_ranks(2, on_uneven_data) == [1, 1]
+
+
 WAYS = {
     "other layers on each rank": ([(0, 1), (2, 1)], 3),
     "more layers on one rank": ([(0,), (0, 1)], 2),

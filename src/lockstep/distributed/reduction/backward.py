@@ -78,6 +78,11 @@ class BackwardPass:
         return bool(given.get("accumulate_grad")) and not given.get("inputs")
 
     @property
+    def creates_graph(self) -> bool:
+        """Whether it was asked for gradients that have a graph themselves."""
+        return self._arguments is not None and bool(_named(*self._arguments).get("create_graph"))
+
+    @property
     def whole(self) -> "BackwardPass":
         """The pass that this one is a step of; itself if it is none."""
         return self.outer.whole if self.is_step and self.outer is not None else self

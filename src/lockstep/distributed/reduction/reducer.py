@@ -127,10 +127,11 @@ class Reducer:
             self.scheduler.note_failure(self)
             raise
 
-    def _open_round(self, expected: bool, passive: bool = False) -> None:
+    def _open_round(self, expected: bool, passive: bool = False, create_graph: bool | None = None) -> None:
         """Open the round, also if the report of the last one says only now that it has failed on some rank.
 
-        ``expected``: the pass was to go through the module; ``passive``: this rank takes part without one of its own.
+        ``expected``: the pass was to go through the module; ``passive``: this rank takes part without one of its own;
+        ``create_graph``: the pass was asked for a graph of the gradients, as it is known inside of it if None.
         """
         own = self.participation
         try:
@@ -138,7 +139,8 @@ class Reducer:
         finally:
             self.outcome.wait_for_abandoned()
             own.begin_round(expected)
-            describe, create_graph = partial(own.describe, passive), torch.is_grad_enabled()
+            describe = partial(own.describe, passive)
+            create_graph = torch.is_grad_enabled() if create_graph is None else create_graph
             self._round = Round(self.setup.rounds + 1, self.setup, own.contribution.used, describe, create_graph)
             self.open = True
 
@@ -194,18 +196,19 @@ class Reducer:
 
     # -------------------------------------------------------------------------------- finalize
 
-    def finalize_backward(self) -> Sequence[Parameter]:
-        """Reduce what is left; returns the parameters whose hooks have waited for this.
+    def finalize_backward(self, create_graph: bool) -> Sequence[Parameter]:
+        """Reduce what is left, with ``create_graph`` to gradients that have a graph; returns the parameters whose hooks
+        have waited for this.
 
         Raises :class:`PeerError` if another rank failed or is in another round.
         """
         with self._lock, torch.no_grad():
             try:
                 if self.participation.idle_batch is not None:
-                    return self._finalize_idle(self.participation.idle_batch)
+                    return self._finalize_idle(self.participation.idle_batch, create_graph)
                 without_gradient = not self.open  # this rank has none of the module, but another rank may have
                 if without_gradient:
-                    self._open_without_gradient()
+                    self._open_without_gradient(create_graph)
                 return self._finish(without_gradient and self.passes.is_reached)
             except Exception as error:
                 self.error = f"{type(error).__name__}: {error}"
@@ -213,7 +216,7 @@ class Reducer:
             finally:
                 self.end_pass()
 
-    def _finalize_idle(self, batch: IdleBatch) -> Sequence[Parameter]:
+    def _finalize_idle(self, batch: IdleBatch, create_graph: bool) -> Sequence[Parameter]:
         """The same at a batch that counts nothing: contribute what has piled up before it, if anything has."""
         self._round_follows = False
         self._members.arrivals.end_pass()
@@ -221,15 +224,15 @@ class Reducer:
         own = self.participation
         try:
             with nullcontext() if own.contribution.is_something else own.contributing_nothing(idle=True):
-                self._open_without_gradient()
+                self._open_without_gradient(create_graph)
                 return self._finish(weighs=False)
         finally:
             batch.round_ended(self.buffers.keep())
 
-    def _open_without_gradient(self) -> None:
+    def _open_without_gradient(self, create_graph: bool) -> None:
         self._check_alive()
         try:
-            self._open_round(self.scheduler.expects(self), passive=not self.passes.is_reached)
+            self._open_round(self.scheduler.expects(self), not self.passes.is_reached, create_graph)
         except (PeerError, OptionError):
             self.abandon()
             raise

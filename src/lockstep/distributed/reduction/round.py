@@ -259,7 +259,9 @@ class Round:
         if report.adds:
             self._add_earlier(report, factor, newcomers, earlier)
         if graphs or self._create_graph:
-            with_graphs(graphs, self._used_anywhere(report, newcomers), factor, self._setup.collectives)
+            collectives = self._setup.collectives
+            is_idle = any(report.idle) and (len(report.idle) == 1 or report.idle[collectives.rank])
+            with_graphs(graphs, self._used_anywhere(report, newcomers), factor, is_idle, collectives)
 
     def _used_anywhere(self, report: Report, newcomers: Sequence[ManagedParameter]) -> list[ManagedParameter]:
         """The parameters that any rank has used: the same ones, in the same order, on every rank."""

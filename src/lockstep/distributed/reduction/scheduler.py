@@ -107,7 +107,8 @@ class GroupScheduler(PassFollower):
             reducing += [each for each, own in parts if own.requires_sync and own.takes_part(accumulates)]
         try:
             if reducing:
-                self.reduce(reducing if self.modules.exclusive else self._agree_who_takes_part(reducing))
+                modules = reducing if self.modules.exclusive else self._agree_who_takes_part(reducing)
+                self.reduce(modules, this is not None and this.creates_graph)
             self._collectives.enter(TRAINING)
         except BaseException:
             for module in reducing:
@@ -131,13 +132,13 @@ class GroupScheduler(PassFollower):
         if self.is_following and self.followed is this:
             self.pass_ended()
 
-    def reduce(self, modules: Sequence[ScheduledModule]) -> None:
-        """Run the rounds of modules; then users' hooks."""
+    def reduce(self, modules: Sequence[ScheduledModule], create_graph: bool = False) -> None:
+        """Run the rounds of modules, with ``create_graph`` of gradients that have a graph; then users' hooks."""
         steps = OneByOne()
         reduced: list[tuple[ScheduledModule, Sequence[Parameter]]] = []
         for module in modules:
             with steps:
-                reduced.append((module, module.finalize_backward()))
+                reduced.append((module, module.finalize_backward(create_graph)))
         for module, parameters in reduced:
             if parameters:
                 with steps:

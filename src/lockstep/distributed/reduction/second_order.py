@@ -32,34 +32,44 @@ class _Reduced(Function):
     """Gradients that have been reduced already, as a function of this rank's: backward goes on through those."""
 
     @staticmethod
-    def forward(ctx: Any, collectives: Collectives, factor: float, values: list[Tensor], *_graphs: Tensor) -> Any:
-        ctx.collectives, ctx.factor = collectives, factor
+    def forward(
+        ctx: Any, collectives: Collectives, factor: float, is_idle: bool, values: list[Tensor], *_: Tensor
+    ) -> Any:
+        ctx.collectives, ctx.factor, ctx.is_idle = collectives, factor, is_idle
         return tuple(value.clone() for value in values)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        return None, None, None, None, *(mean * ctx.factor for mean in Mean.apply(ctx.collectives, *grads))
+        means = Mean.apply(ctx.collectives, *(map(torch.zeros_like, grads) if ctx.is_idle else grads))
+        own = (torch.zeros_like(mean) if ctx.is_idle else mean * ctx.factor for mean in means)
+        return None, None, None, None, None, *own
 
 
 def with_graphs(
     graphs: Sequence[tuple[ManagedParameter, Tensor]],
     reduced: Sequence[ManagedParameter],
     factor: float,
+    is_idle: bool,
     collectives: Collectives,
 ) -> None:
     """Join the reduced gradients to the graphs that ``create_graph=True`` has made of this rank's.
 
     ``reduced`` are the parameters that any rank has used, the same ones on every rank. Those that this rank has no
     graph of, perhaps all, are joined as well: other ranks may have one, and going back through them takes all ranks.
+    ``is_idle``: this rank's batch counts nothing, nor does what it then goes back from, to parameters without a graph
+    of its own: the other ranks reduce what they get there.
     """
     own: dict[Parameter, Tensor] = {}  # not by number: one that is new has that of another
     values = [member.parameter.grad for member in reduced]
     with torch.enable_grad():
         for member, graph in graphs:  # one that came in two pieces, in time and late, has two
             own[member.parameter] = own[member.parameter] + graph if member.parameter in own else graph
-        inputs = [own.get(member.parameter, value) for member, value in zip(reduced, values, strict=True)]
+        inputs = [
+            member.parameter if is_idle else own.get(member.parameter, value)
+            for member, value in zip(reduced, values, strict=True)
+        ]
         joined = torch.empty(0, device=collectives.device, requires_grad=True)  # so that all of them have a graph
-        grads = _Reduced.apply(collectives, factor, values, joined, *inputs)
+        grads = _Reduced.apply(collectives, factor, is_idle, values, joined, *inputs)
     for member, grad in zip(reduced, grads, strict=True):
         member.parameter.grad = grad
 
