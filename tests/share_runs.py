@@ -65,7 +65,7 @@ def digits(width: int = 8) -> nn.Module:
 MODELS = {"digits": digits, "characters": Characters}
 
 
-def data_of(model: str, samples: int = 90) -> Dataset[Any]:
+def data_of(model: str, samples: int = 90) -> TensorDataset:
     generator = torch.Generator().manual_seed(7)
     if model == "digits":
         return TensorDataset(

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import itertools
 import random
+import weakref
 
 import pytest
 import torch
@@ -92,6 +93,47 @@ def test_weights_in_place_of_rows():
         return model.weight.grad.item()
 
     assert run_ranks(2, work) == [1.0] * 2
+
+
+@pytest.mark.parametrize(("weights", "expected"), [((0.125, 0.125), 28.0), ((0.0, 0.0), 28.0), ((3.0, 1.0), 1.75)])
+def test_weights_of_a_share_add_up_and_may_be_small_or_nothing(weights, expected):
+    """The sum is divided by 4 * sum(weights), and by nothing if that is 0."""
+
+    def work(rank):
+        model, data = linear(rank)
+        for batch in itertools.islice(data, 1):
+            for (x,) in batch:
+                with lockstep.accumulate(model, weight=weights[0]):
+                    model(x).sum().backward()
+                with lockstep.accumulate(model, weight=weights[1]):
+                    pass
+        return model.weight.grad.item()
+
+    assert run_ranks(2, work) == [expected] * 2
+
+
+def test_sparse_gradients_are_refused_by_name():
+    def work(rank):
+        model = lockstep.replicate(nn.Embedding(4, 2, sparse=True), shares=4, process_group=rank.group)
+        rows = TensorDataset(torch.arange(4))
+        with pytest.raises(NotReplicableError, match=r"parameter weight has a gradient of layout torch\.sparse_coo"):
+            for (x,) in next(iter(lockstep.GlobalBatches(rows, 4, 4, process_group=rank.group))):
+                model(x).sum().backward()
+
+    run_ranks(1, work)
+
+
+def test_gradients_that_a_program_drops_are_held_by_nobody():
+    def work(rank):
+        model, data = linear(rank)
+        for batch in itertools.islice(data, 1):
+            for (x,) in batch:
+                model(x).sum().backward()
+        gradient = weakref.ref(model.weight.grad)
+        model.zero_grad()
+        return gradient()
+
+    assert run_ranks(1, work) == [None]
 
 
 def test_a_weight_that_is_missing_is_an_error_on_every_rank():
@@ -230,18 +272,19 @@ def test_several_modules_take_part_in_a_step():
 
 def test_a_layer_that_is_new_takes_part():
     def work(rank):
-        model = lockstep.replicate(nn.Sequential(nn.Linear(1, 1, bias=False)), shares=4, process_group=rank.group)
+        model = lockstep.replicate(nn.Sequential(nn.Linear(1, 1)), shares=4, process_group=rank.group)
         data = lockstep.GlobalBatches(ROWS, 8, 4, shuffle=False, process_group=rank.group)
         found = []
-        for batch in data:
+        for batch in itertools.islice(forever(data), 6):
             model.zero_grad()
             for (x,) in batch:
                 model(x).sum().backward()
-            found.append(model[0].weight.grad.item())
-            model[0] = nn.Linear(1, 1, bias=False)
+            found.append([p.grad.item() for p in model.parameters()])
+            if batch.number == 1:
+                model[0] = nn.Linear(1, 1, bias=batch.epoch == 1)  # fewer parameters than before, and more
         return found
 
-    assert run_ranks(2, work) == [[3.5, 11.5]] * 2
+    assert run_ranks(2, work) == [[[3.5, 1.0], [11.5, 1.0], [3.5], [11.5], [3.5, 1.0], [11.5, 1.0]]] * 2
 
 
 # ------------------------------------------------------------------------------------- buffers
@@ -281,6 +324,38 @@ def test_buffers_begin_each_share_alike_and_are_averaged():
     assert constant == torch.tensor([0.1]).tolist()
     assert mean[0] == pytest.approx((0.1 + 0.1 + sum(0.05 + 0.5 * x for x in (2, 3, 4, 5))) / 6)
     assert (count, flags) == (1, [False, False, True])
+
+
+class Halves(nn.Module):
+    """Changes buffers in some shares only: one of half precision, one of complex numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1))
+        self.register_buffer("low", torch.tensor([1.0]).bfloat16())
+        self.register_buffer("rotation", torch.tensor([0.0 + 0.0j]))
+
+    def forward(self, x):
+        if x.min() >= 3:
+            self.low.fill_(1.0078125)  # the next number of half precision
+            self.rotation += x.mean() * 1j
+        return (x * self.weight).sum()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_buffers_of_any_floating_dtype_are_averaged_in_float32_at_least(world):
+    """The mean over five shares of 1, 1, 1, 1 + e, 1 + e is rounded once."""
+
+    def work(rank):
+        model = lockstep.replicate(Halves(), shares=5, process_group=rank.group)
+        rows = TensorDataset(torch.arange(5.0).view(5, 1))
+        for batch in lockstep.GlobalBatches(rows, 5, 5, shuffle=False, process_group=rank.group):
+            for (x,) in batch:
+                model(x).backward()
+        return model.low.item(), model.rotation.item()
+
+    half = torch.tensor((3 + 2 * 1.0078125) / 5).bfloat16().item()
+    assert run_ranks(world, work) == [(half, pytest.approx(7j / 5))] * world
 
 
 @pytest.mark.parametrize("failing", [0, 1])
@@ -536,6 +611,36 @@ def test_ranks_with_other_shares_differ():
     run_ranks(2, work)
 
 
+def test_each_share_of_each_step_has_random_numbers_of_its_own():
+    def work(rank):
+        _, data = linear(rank)
+        return [torch.rand(()).item() for batch in itertools.islice(forever(data), 6) for _ in batch]
+
+    found = [run_ranks(world, work) for world in (1, 2)]
+    drawn, again = (sorted(number for numbers in ranks for number in numbers) for ranks in found)
+    assert drawn == again
+    assert len(set(drawn)) == 6 * 4
+
+
+def test_a_step_that_is_left_in_a_share_for_comparison_is_over():
+    def work(rank):
+        model, data = linear(rank)
+        lockstep.audit(model, every=1)
+        batches = iter(data)
+        for _ in (first := next(batches)):
+            if first.is_auditing:
+                break
+        lockstep.audit(model, every=None)
+        found = []
+        for (x,) in (second := next(batches)):
+            found.append(second.is_auditing)
+            with lockstep.accumulate(model, weight=1.0):
+                model(x).sum().backward()
+        return found
+
+    assert not any(run_ranks(1, work)[0][:4])
+
+
 # ------------------------------------------------------------------------------------- settings
 
 
@@ -611,11 +716,17 @@ def test_a_run_that_is_resumed_on_other_ranks_sees_every_sample_once():
         assert rest[0][1]["epoch"] == 1
 
 
+SAMPLES = 90
+
+
 def resumed(rank, cell, state, steps):
-    """Trains to so many steps in all, from a state or from the beginning; gives the state, and the fingerprint."""
+    """Trains to so many steps in all, from a state or from the beginning; gives the state, the fingerprint, and which
+    samples this rank has seen in which epoch."""
     model = lockstep.replicate(rank.make(MODELS[cell.model]), shares=8, process_group=rank.group)
     optimizer = make_optimizer(cell.optimizer, model)
-    data = lockstep.GlobalBatches(data_of(cell.model), 32, 8, last="smaller", process_group=rank.group)
+    numbered = TensorDataset(*data_of(cell.model).tensors, torch.arange(SAMPLES))
+    data = lockstep.GlobalBatches(numbered, 32, 8, last="smaller", process_group=rank.group)
+    seen = []
     if state is not None:
         state = copy.deepcopy(state)  # ranks are threads
         model.load_state_dict(state["model"])
@@ -625,18 +736,22 @@ def resumed(rank, cell, state, steps):
     done = lockstep.training_state_dict(model)["steps"]
     for batch in itertools.islice(forever(data), steps - done):
         optimizer.zero_grad()
-        for x, y in batch:
+        for x, y, numbers in batch:
+            seen += [(batch.epoch, number) for number in numbers.tolist()]
             nn.functional.cross_entropy(model(x), y, reduction="sum").backward()
         optimizer.step()
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "data": data.state_dict()}
-    return {**state, "training": lockstep.training_state_dict(model)}, lockstep.fingerprint(model, optimizer)
+    return {**state, "training": lockstep.training_state_dict(model)}, lockstep.fingerprint(model, optimizer), seen
 
 
 def check_resuming(cell, cuts, steps):
-    (_, expected), *_ = run_ranks(1, resumed, cell, None, steps)
+    ((_, expected, samples),) = run_ranks(1, resumed, cell, None, steps)
+    assert len(set(samples)) == len(samples) > steps // 3 * SAMPLES - 1  # three batches an epoch
     for number, cut in enumerate(cuts):
-        (state, _), *_ = run_ranks(1 + number % 4, resumed, cell, None, cut)
-        assert {found for _, found in run_ranks(1 + (number + 1) % 3, resumed, cell, state, steps)} == {expected}
+        first = run_ranks(1 + number % 4, resumed, cell, None, cut)
+        rest = run_ranks(1 + (number + 1) % 3, resumed, cell, first[0][0], steps)
+        assert {found for _, found, _ in rest} == {expected}
+        assert sorted(sample for _, _, seen in first + rest for sample in seen) == sorted(samples)
 
 
 def test_a_run_that_is_resumed_on_other_ranks_comes_to_the_same_bits():

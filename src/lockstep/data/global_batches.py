@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 
 from lockstep.data.batch import GlobalBatch
 from lockstep.data.plan import LASTS, Last, batches_in, order_of, split
-from lockstep.data.samples import SeededCollate, SeededSamples, ShareKey
+from lockstep.data.samples import SeededShares, ShareKey, as_it_is
 from lockstep.distributed.collectives import Group, resolve_group
 from lockstep.errors import OptionError
 from lockstep.shares.audit_plan import plan_audit
@@ -84,9 +84,9 @@ class GlobalBatches:
         self.shuffle, self.last = shuffle, last
         self._group = process_group
         self._loader: DataLoader[Any] = DataLoader(
-            SeededSamples(dataset),  # type: ignore[arg-type]
+            SeededShares(dataset, collate_fn or default_collate),  # type: ignore[arg-type]
             batch_sampler=_Keys(self._keys),
-            collate_fn=SeededCollate(collate_fn or default_collate),  # type: ignore[arg-type]
+            collate_fn=as_it_is,
             generator=torch.Generator(),  # of seeds for workers, which are not used
             **loader_options,
         )

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import TensorDataset, get_worker_info
+from torch.utils.data import TensorDataset, default_collate, get_worker_info
 
 from lockstep.seeds import derive_seed
 
@@ -22,52 +22,45 @@ class ShareKey(NamedTuple):
     samples: tuple[int, ...]
 
 
-class _Loaded(NamedTuple):
-    key: ShareKey
-    samples: Any
-
-
-class SeededSamples:
-    """A data set whose samples are asked for by :class:`ShareKey`, one a list.
+class SeededShares:
+    """A data set whose items are whole shares, loaded and collated; asked for by :class:`ShareKey`, one a list.
 
     Before each sample the generators that programs draw from without naming one - PyTorch's of the CPU, Python's,
-    NumPy's - are seeded by the run's seed, the epoch and the sample's number. A data set that loads many samples at a
-    time (``__getitems__``) is seeded once for those of a share.
+    NumPy's - are seeded by the run's seed, the epoch and the sample's number, and before collating by the share. A data
+    set that loads many samples at a time (``__getitems__``) is seeded once for those of a share.
     """
 
-    def __init__(self, dataset: Any) -> None:
-        self._dataset = dataset
-        self._draws = type(dataset) is not TensorDataset  # which only indexes; seeding takes longer than that
+    def __init__(self, dataset: Any, collate: Callable[[Any], Any]) -> None:
+        self._dataset, self._collate = dataset, collate
+        # Tensors are only indexed and stacked. Seeding takes longer than that.
+        self._draws = type(dataset) is not TensorDataset or collate is not default_collate
 
-    def __getitems__(self, keys: Sequence[ShareKey]) -> _Loaded:
+    def __getitems__(self, keys: Sequence[ShareKey]) -> Any:
         (key,) = keys
+        if not self._draws:
+            return self._collate([self._dataset[sample] for sample in key.samples])
         with _generators_kept():
-            if hasattr(self._dataset, "__getitems__"):
-                _seed_all(derive_seed(key.seed, "samples", key.epoch, key.batch, key.share))
-                return _Loaded(key, self._dataset.__getitems__(list(key.samples)))
-            return _Loaded(key, [self._load(key, sample) for sample in key.samples])
+            samples = self._samples(key)
+            _seed_all(derive_seed(key.seed, "collate", key.epoch, key.batch, key.share))
+            return self._collate(samples)
+
+    def _samples(self, key: ShareKey) -> Any:
+        if hasattr(self._dataset, "__getitems__"):
+            _seed_all(derive_seed(key.seed, "samples", key.epoch, key.batch, key.share))
+            return self._dataset.__getitems__(list(key.samples))
+        return [self._load(key, sample) for sample in key.samples]
 
     def _load(self, key: ShareKey, sample: int) -> Any:
-        if self._draws:
-            _seed_all(derive_seed(key.seed, "sample", key.epoch, sample))
+        _seed_all(derive_seed(key.seed, "sample", key.epoch, sample))
         return self._dataset[sample]
 
     def __len__(self) -> int:
         return len(self._dataset)
 
 
-class SeededCollate:
-    """A function that makes a batch of a list of samples, seeded by the share."""
-
-    def __init__(self, collate: Callable[[Any], Any]) -> None:
-        self._collate = collate
-
-    def __call__(self, loaded: _Loaded) -> Any:
-        """The batch."""
-        key = loaded.key
-        with _generators_kept():
-            _seed_all(derive_seed(key.seed, "collate", key.epoch, key.batch, key.share))
-            return self._collate(loaded.samples)
+def as_it_is(share: Any) -> Any:
+    """What :class:`SeededShares` has collated already."""
+    return share
 
 
 @contextmanager

@@ -103,7 +103,6 @@ class ShareBuffers:
 
         ``first_changes``: :attr:`first_change` of each rank.
         """
-        self.restore()
         changed = [number for number in range(len(self.buffers)) if any(row[number] >= 0 for row in first_changes)]
         self._average([n for n in changed if self._is_averaged[n]], collectives)
         deciding: dict[int, list[int]] = {}

@@ -15,7 +15,8 @@ from torch.utils.hooks import RemovableHandle
 
 from lockstep.distributed.dtensors import is_dtensor, like_parameter, local_part, matching_gradient
 from lockstep.errors import NotReplicableError
-from lockstep.shares.tree import PartialSums
+from lockstep.shares.spare import SpareMemory
+from lockstep.shares.tree import PartialSums, add_up
 
 Values = list[Tensor | None]
 """A value for each parameter; None where nothing was added."""
@@ -35,9 +36,13 @@ class ShareGradients:
     def __init__(self, named: Sequence[tuple[str, Parameter]], arrived: Callable[[int], None]) -> None:
         self.names = [name for name, _ in named]
         self.parameters = [parameter for _, parameter in named]
-        self._handles = [_hook(parameter, number, arrived) for number, parameter in enumerate(self.parameters)]
+        self._spare = SpareMemory()
+        self._handles = [
+            _hook(parameter, number, arrived, self._spare) for number, parameter in enumerate(self.parameters)
+        ]
         self._before: Values | None = None
-        self.sums = _new_sums()
+        self._last: tuple[int, Values] | None = None
+        self.sums = self._new_sums()
 
     def unhook(self) -> None:
         """Let the parameters go."""
@@ -56,7 +61,7 @@ class ShareGradients:
     def open(self) -> None:
         """A step begins: set aside what the parameters have."""
         self._before = self._take()
-        self.sums = _new_sums()
+        self.drop_sums()
 
     def _take(self) -> Values:
         taken = [parameter.grad for parameter in self.parameters]
@@ -65,16 +70,25 @@ class ShareGradients:
         return taken
 
     def add(self, share: int) -> None:
-        """A share has ended: take its gradients."""
+        """A share has ended: take its gradients, and add them to what is there."""
         self.sums.add(share, self._widened(self._take()))
 
+    def add_last(self, share: int) -> None:
+        """The last share of this rank has ended: take its gradients, which are added on their way to other ranks."""
+        self._last = share, self._widened(self._take())
+
     def terms(self) -> list[list[Values]]:
-        """The partial sums as they are sent: the last parameter's value comes first."""
-        return [[values[::-1]] for _, values in self.sums.sums]
+        """The partial sums as they are sent, each as its terms: the last parameter's value comes first."""
+        if self._last is None:
+            return [[values[::-1]] for _, values in self.sums.sums]
+        return self._terms_with(*self._last)
 
     def terms_with(self, share: int) -> list[list[Values]]:
         """The same while a share is under way, with the gradients that it has so far."""
-        return [[term[::-1] for term in terms] for terms in self.sums.terms_with(share, self.now())]
+        return self._terms_with(share, self.now())
+
+    def _terms_with(self, share: int, values: Values) -> list[list[Values]]:
+        return [[term[::-1] for term in terms] for terms in self.sums.terms_with(share, values)]
 
     def now(self) -> Values:
         """What the share under way has given so far."""
@@ -86,9 +100,21 @@ class ShareGradients:
         """Forget what the share under way has given."""
         self._take()
 
+    def total(self, shares: int) -> Values:
+        """The sum over all shares of the step, which all have been this rank's."""
+        sums, self.sums = self.sums.sums, self._new_sums()
+        return add_up(sums, shares, lambda left, right: add_values(left, right, self._spare)) or []
+
     def drop_sums(self) -> None:
         """The partial sums have been sent, and will not be asked for again."""
-        self.sums = _new_sums()
+        for _, values in self.sums.sums:
+            self._spare.keep(values)
+        if self._last is not None:
+            self._spare.keep(self._last[1])
+        self.sums, self._last = self._new_sums(), None
+
+    def _new_sums(self) -> PartialSums[Values]:
+        return PartialSums(lambda _, left, __, right: add_values(left, right, self._spare))
 
     def _widened(self, gradients: Values) -> Values:
         for number, gradient in enumerate(gradients):
@@ -104,9 +130,12 @@ class ShareGradients:
         return gradients
 
     @property
-    def is_used(self) -> bool:
-        """Whether any share has given a gradient in the step under way."""
-        return any(value is not None for _, values in self.sums.sums for value in values)
+    def used(self) -> list[bool]:
+        """Which parameters have got a gradient in the shares that have ended, of the step under way."""
+        rows = [values for _, values in self.sums.sums]
+        if self._last is not None:
+            rows.append(self._last[1])
+        return [any(row[number] is not None for row in rows) for number in range(len(self.parameters))]
 
     def put_back(self) -> None:
         """The step is broken off: parameters have what they had before."""
@@ -114,7 +143,7 @@ class ShareGradients:
         if before is not None:
             for parameter, gradient in zip(self.parameters, before, strict=True):
                 parameter.grad = gradient
-        self.sums = _new_sums()
+        self.drop_sums()
 
     @torch.no_grad()
     def hand_out(self, total: Values, divisor: float) -> None:
@@ -138,14 +167,13 @@ def _gradient(parameter: Tensor, value: Tensor, earlier: Tensor | None) -> Tenso
     return like_parameter(value, parameter)
 
 
-def _new_sums() -> PartialSums[Values]:
-    return PartialSums(lambda _, left, __, right: add_values(left, right))
+def _hook(parameter: Parameter, number: int, arrived: Callable[[int], None], spare: SpareMemory) -> RemovableHandle:
+    is_sharded = is_dtensor(parameter)
 
-
-def _hook(parameter: Parameter, number: int, arrived: Callable[[int], None]) -> RemovableHandle:
     def hook(parameter: Tensor) -> None:
-        if is_dtensor(parameter):
+        if is_sharded:
             _lay_out(parameter)
+        spare.give_back_one()
         arrived(number)
 
     handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(hook)
@@ -160,9 +188,11 @@ def _lay_out(parameter: Tensor) -> None:
 
 
 @torch.no_grad()
-def add_values(left: Values, right: Values) -> Values:
-    """The sum of two partial sums, in the memory of the first where both have a value."""
+def add_values(left: Values, right: Values, spare: SpareMemory) -> Values:
+    """The sum of two partial sums, in the memory of the first where both have a value; that of the second is spare."""
     both = [(a, b) for a, b in zip(left, right, strict=True) if a is not None and b is not None]
     if both:
-        torch._foreach_add_([a for a, _ in both], [b for _, b in both])
+        added = [b for _, b in both]
+        torch._foreach_add_([a for a, _ in both], added)
+        spare.keep(added)
     return [b if a is None else a for a, b in zip(left, right, strict=True)]

@@ -20,7 +20,7 @@ from lockstep.shares.audit_plan import Audit, Evidence
 from lockstep.shares.buffers import ShareBuffers
 from lockstep.shares.early import EarlyBuckets
 from lockstep.shares.environment import check_settings, precision_on, settings_of
-from lockstep.shares.gradients import ShareGradients, Values, add_values, sum_dtype
+from lockstep.shares.gradients import ShareGradients, Values, sum_dtype
 from lockstep.shares.reduction import Exchange, Terms
 from lockstep.shares.report import (
     Report,
@@ -31,7 +31,7 @@ from lockstep.shares.report import (
     weights_of_all,
 )
 from lockstep.shares.state import ShareWorld, Step
-from lockstep.shares.tree import add_in_tree_order, add_up
+from lockstep.shares.tree import add_in_tree_order
 
 Loss = Literal["sum", "mean"]
 LOSSES: tuple[Loss, ...] = ("sum", "mean")
@@ -78,6 +78,7 @@ class ShareModule:
         self.steps = 0
         """How many steps have been finished."""
         self._step: Step | None = None
+        self._last_share: int | None = None
         self._has_told = False
         self._used_before: list[int] | None = None
         self._may_overlap = True
@@ -112,7 +113,7 @@ class ShareModule:
     @property
     def is_used(self) -> bool:
         """See :class:`Participant`."""
-        return self._step is not None and (self._gradients.is_used or self._buffers.is_used)
+        return self._step is not None and (any(self._gradients.used) or self._buffers.is_used)
 
     @property
     def devices(self) -> set[torch.device]:
@@ -147,6 +148,7 @@ class ShareModule:
         self._gradients.check_hooks()
         self._precisions = set()
         self._step, self._weights, self._has_told, self._early = step, {}, False, None
+        self._last_share = own[-1] if own else None
         self._exchange = None
         if self._collectives.world > 1:
             self._exchange = Exchange(self._specs, step.count, self._collectives)
@@ -172,7 +174,10 @@ class ShareModule:
         """See :class:`Participant`."""
         if self._audit is not None and share == self._audit.share:
             self._note(again=False)
-        self._gradients.add(share)
+        if self._exchange is not None and share == self._last_share:
+            self._gradients.add_last(share)
+        else:
+            self._gradients.add(share)
         self._buffers.add(share)
 
     def enter_again(self, share: int) -> None:
@@ -241,20 +246,18 @@ class ShareModule:
             exchange.send(number, terms)
 
     def _report(self, step: Step) -> Report:
-        columns = zip(*(values for _, values in self._gradients.sums.sums), strict=True)
-        used = [any(value is not None for value in column) for column in columns]
         weights = [self._weights.get(share, nan) for share in range(step.count)]
-        used = used or [False] * len(self._gradients.parameters)
         buckets = () if self._exchange is None else self._exchange.buckets
         late = [self._early is not None and number in self._early.late for number in range(len(buckets))]
         number, precision = number_of(step, self._members.description), self.precision
         changed = self._buffers.first_change
         loop = self._decisions.say(idle=False, skips=False)
-        return Report(number, weights, used, changed, number_of(precision) if precision else 0, late, loop=loop)
+        numbered = number_of(precision) if precision else 0
+        return Report(number, weights, self._gradients.used, changed, numbered, late, loop=loop)
 
     def _total(self, step: Step, reports: Sequence[Report], used: Sequence[bool]) -> Values:
         if self._exchange is None:
-            return add_up(self._gradients.sums.sums, step.count, add_values) or []
+            return self._gradients.total(step.count)
         late = [any(column) for column in zip(*(report.late for report in reports), strict=True)]
         for number, is_late in enumerate(late):
             if is_late or not self._overlaps:
