@@ -320,7 +320,8 @@ class BufferSync:
                 if packed.averaged:
                     packed_buffers[packed.place] /= self._collectives.world
             elif not packed.as_bytes:
-                packed_buffers[packed.place] = -0.0  # under a sum, 0.0 would turn a -0.0 of the source into 0.0
+                # Under a sum, 0.0 would turn a -0.0 of the source into 0.0: test_values_of_rank_0_arrive_bit_for_bit.
+                packed_buffers[packed.place] = -0.0
 
     def read(self, packed_buffers: Tensor) -> None:
         """Take the values out of the summed end of a report."""

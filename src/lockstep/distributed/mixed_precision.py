@@ -128,9 +128,12 @@ class Casts:
 
     def _exchange(self, module: Module) -> None:
         copies: dict[int, Tensor] = {}
-        with torch.enable_grad():  # part of forward may want gradients, though it is called without
+        # Part of forward may want gradients, though it is called without:
+        # test_gradients_inside_of_a_forward_that_is_called_without.
+        with torch.enable_grad():
             for owner in module.modules():
-                self._hook(owner)  # it may be new
+                # It may be new: test_a_new_layer_that_is_checkpointed_is_cast_when_it_is_computed_again.
+                self._hook(owner)
                 self._exchange_in(owner._parameters, self._param_dtype, copies)
                 self._exchange_in(owner._buffers, self._buffer_dtype, copies)
                 if isinstance(owner, RNNBase):

@@ -83,7 +83,9 @@ class Replication:
             self.start()
 
     @outside_compiler
-    @torch.inference_mode(False)  # in which memory would be made that cannot be written in training
+    # In inference mode memory would be made that cannot be written in training:
+    # test_a_module_that_gets_ready_in_inference_mode_can_be_trained.
+    @torch.inference_mode(False)
     def start(self) -> Reducer:
         """Get ready: compare, make equal, hook."""
         group = resolve_group(self.options.group)

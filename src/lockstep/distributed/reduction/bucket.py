@@ -172,7 +172,9 @@ class GradientBucket(ABC):
 
     def _keep_unused(self, member: ManagedParameter, grad: Tensor, inside: bool) -> None:
         """Keep the gradient of a parameter that this rank did not use: perhaps no rank did."""
-        member.check_parameter()  # or another rank's would not fit, when it is too late to tell
+        # Another rank's would not fit, when it is too late to tell:
+        # test_a_layer_that_changes_on_a_rank_that_does_not_use_it.
+        member.check_parameter()
         self._unused.append((member, grad, local_part(grad).clone() if inside else None))
 
     @property

@@ -155,7 +155,8 @@ class FlatBucket(GradientBucket):
         empty = [i for i in positions if grads[i] is None]
         if empty:
             for i in empty:
-                self.members[i].check_parameter()  # there is no gradient that would show it
+                # There is no gradient that would show it: test_a_layer_that_changes_on_a_rank_that_does_not_use_it.
+                self.members[i].check_parameter()
             torch._foreach_zero_([views[i] for i in empty])
         return graphs, [self._indices[i] for i in empty]
 

@@ -64,7 +64,9 @@ def reduce_again(
     failure: Exception | None = None
     try:
         for member in members:
-            member.check_parameter()  # without a gradient of its own, too: it is to have one
+            # Without a gradient of its own, too: it is to have one. See
+            # test_a_frozen_layer_that_is_retyped_on_one_rank_and_trained_on_another.
+            member.check_parameter()
         for flat, parts in _dense(members, grads):
             flats.append((flat.div_(divisor), f"{what}s"))
             results += parts

@@ -53,7 +53,9 @@ class Participation:
         """A backward pass is about to reach the module: see whether it has other parameters than were agreed on."""
         known = bool(self._members.newcomers or self._members.departed)
         changed = self._members.look()
-        found = self._in_round and self.differs  # in this pass, which goes past forward, too
+        # A pass may open the round past the forward, and get to that afterwards:
+        # test_a_new_buffer_is_noticed_when_backward_first_goes_past_forward.
+        found = self._in_round and self.differs
         self.differs = found or (self.requires_sync and changed)
         if changed or known:
             self._watch_weights(self.contribution)
@@ -85,7 +87,9 @@ class Participation:
         reached the module at all; ``failed`` if all ranks know that its round has failed."""
         self._in_round = False
         if was_round:
-            self.contribution.forget()  # after a failure, too: what was to be contributed is gone
+            # After a failure, too, what was to be contributed is gone:
+            # test_backward_that_fails_on_one_rank_fails_on_all_and_is_forgotten.
+            self.contribution.forget()
         elif self.idle_batch is not None:
             self.idle_batch.undo()
         elif accumulated is not None:
@@ -191,7 +195,9 @@ class Participation:
         if self.idle_batch is not None:
             return
         if weight is not None:
-            self.look_for_changes()  # what new parameters get has a weight, too
+            # What new parameters get has a weight, too:
+            # test_what_a_new_parameter_has_had_before_is_not_mixed_up_past_the_module.
+            self.look_for_changes()
         self.contribution.weights.announce(weight)
 
     def count_without_gradient(self) -> None:

@@ -297,7 +297,8 @@ class Reducer:
             if ended is not None:
                 if self.setup.watch is not None:
                     self.setup.watch.forget()
-                if ended.has_begun:  # else it may not have opened at all, for other ranks
+                # Else it may not have opened at all, for other ranks: test_a_failure_with_several_modules.
+                if ended.has_begun:
                     self.setup.count_round(ended.number)
             self.participation.end_pass(ended is not None, accumulated if self.open else None, failed)
             self.open = self._round_follows = False
