@@ -528,6 +528,20 @@ def test_a_closed_queue_runs_what_was_begun_and_takes_nothing_more():
     queue.close_and_wait()
 
 
+def test_a_queue_that_is_closed_while_a_collective_runs_leaves_none_behind():
+    """What nobody runs any more would keep its group, and who waits for its future, for ever."""
+    queue, runs, may_end = WorkQueue("closing"), threading.Event(), threading.Event()
+    first = begin(queue, lambda: runs.set() or may_end.wait(30), False)
+    others = [begin(queue, lambda: None, False) for _ in range(2)]
+    program = threading.Thread(target=first.wait)
+    program.start()
+    assert runs.wait(30)
+    queue.close_and_wait()
+    may_end.set()
+    program.join(30)
+    assert [work.done for work in others] == [True, True]
+
+
 # --------------------------------------------------------------------------------------- connections
 
 

@@ -7,13 +7,20 @@ A thread that waits in Gloo for a rank that does not come cannot be called back:
 import contextlib
 import os
 import socket
-from collections.abc import Iterator
+import struct
+from collections.abc import Callable, Iterator
 
 _FOLDER = "/proc/self/fd"
+_RECOGNISED_BY = 1 << 16  # bytes: more than stores and rings send in a moment
+_ATTEMPTS = 2
+_BYTES_RECEIVED = 128  # where Linux has that number, of 64 bits, in what TCP_INFO gives
 
 
 class Connections:
-    """Sockets that were opened while :meth:`recording`; none are found where the system has no ``/proc``."""
+    """Sockets that were opened while :meth:`recording`, or that a group uses, as :meth:`recognise` finds.
+
+    None are found where the system has no ``/proc``.
+    """
 
     def __init__(self) -> None:
         self._sockets: set[tuple[int, str]] = set()
@@ -26,6 +33,23 @@ class Connections:
             yield
         finally:
             self._sockets |= _sockets() - before
+
+    def recognise(self, exchange: Callable[[int], object], peers: int) -> bool:
+        """Find the connections of a group that is there already: one to each of its ``peers``.
+
+        ``exchange(size)`` has each of them send ``size`` bytes to this process, which tells their connections from all
+        others. It is called as often on every rank. Returns whether they are found: none are where others receive as
+        much in the same moment, each time, or where the system does not count.
+        """
+        found: set[tuple[int, str]] = set()
+        for _ in range(_ATTEMPTS):
+            before = _received()
+            exchange(_RECOGNISED_BY)
+            grown = {each for each, size in _received().items() if size - before.get(each, 0) >= _RECOGNISED_BY}
+            if len(grown) == peers:
+                found = grown
+        self._sockets |= found
+        return bool(found)
 
     def shut_down(self, except_port: int = 0) -> None:
         """End those that are connected and still the same; who waits for them raises. They stay their owner's.
@@ -48,4 +72,14 @@ def _sockets() -> set[tuple[int, str]]:
                 link = os.readlink(f"{_FOLDER}/{name}")
                 if link.startswith("socket:"):
                     found.add((int(name), link))
+    return found
+
+
+def _received() -> dict[tuple[int, str], int]:
+    """How many bytes have come over each connection of TCP, as far as the system counts them."""
+    found = {}
+    for fd, link in _sockets() if hasattr(socket, "TCP_INFO") else ():
+        with contextlib.suppress(OSError, struct.error), socket.socket(fileno=os.dup(fd)) as each:
+            info = each.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES_RECEIVED + 8)
+            found[fd, link] = struct.unpack_from("=Q", info, _BYTES_RECEIVED)[0]
     return found

@@ -11,10 +11,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
-from lockstep.distributed.collectives import Group, backends_of, global_ranks, resolve_group
+from lockstep.distributed.collectives import Collectives, Group, backends_of, global_ranks, resolve_group
 from lockstep.errors import OptionError, PeerFailure
 from lockstep.failures.channel import LEFT_SECONDS, FailureChannel, forget, watch_group
 from lockstep.failures.connections import Connections
@@ -24,6 +25,7 @@ from lockstep.failures.progress import Phase, Progress
 from lockstep.failures.stacks import answering
 from lockstep.failures.stall import StallWatch
 from lockstep.failures.where import TRAINING
+from lockstep.phases import Phases
 from lockstep.session.last_words import LastWords, say_at_once
 from lockstep.shm import ProcessGroupShm
 from lockstep.shm.rendezvous import host_identity
@@ -41,12 +43,14 @@ class Watch:
         timeout: float = END_SECONDS,
         connections: Connections | None = None,
         resources: contextlib.ExitStack | None = None,
+        *,
+        keeps_group: bool = False,
     ) -> None:
         """No channel is for a rank that is alone; ``connections`` are those of Gloo, if they are known.
 
-        ``resources`` are closed at the end.
+        ``resources`` are closed at the end. ``keeps_group``: unless a rank fails, the group goes on after the watch.
         """
-        self.channel, self._timeout = channel, timeout
+        self.channel, self._timeout, self._keeps_group = channel, timeout, keeps_group
         self._resources = resources or contextlib.ExitStack()
         self._stalls: StallWatch | None = None
         self._connections = connections or Connections()
@@ -96,7 +100,8 @@ class Watch:
             channel.wait_until_told()
             release()
             if not channel.wait_for_others(LEFT_SECONDS):
-                self._connections.shut_down()  # others may wait for this rank, which does not come any more
+                if not self._keeps_group or error is not None or channel.failure is not None:
+                    self._connections.shut_down()  # others may wait for this rank, which does not come any more
                 channel.wait_for_others(self._timeout)
         finally:
             forget(channel)
@@ -151,8 +156,8 @@ def watch(
     its traceback. Otherwise that is done when the program ends with one.
 
     What is communicated: a few keys in the store, and one connection to each of two neighbours, on the loopback
-    interface or on the one that leads to the store. Nothing while nothing happens, apart from one look into the store a
-    second.
+    interface or on the one that leads to the store; over Gloo, twice 64 KiB from each rank to each other one, at the
+    start. Nothing while nothing happens, apart from one look into the store a second.
 
     Raises :class:`~lockstep.errors.PeerFailure` if another rank fails before all have met, and
     :class:`~lockstep.errors.OptionError` if there is no group, or no store.
@@ -177,10 +182,17 @@ def watch(
     resources.callback(progress.close)
     resources.enter_context(answering())
     progress.current_phase = TRAINING
+    connections = Connections()
     with resources:
         channel = make_channel(store, group.rank(), ranks, progress, END_SECONDS)
-        attach(channel, group)
-        this = Watch(channel, resources=resources.pop_all())
+        attach(channel, group, connections)
+        this = Watch(channel, connections=connections, resources=resources.pop_all(), keeps_group=True)
+    try:
+        _find_connections_of_gloo(group, connections)
+        this.check()  # a failure that came before could end none
+    except BaseException as error:
+        this.end(error)
+        raise
     if stall_factor is not None:
         this.look_for_stalls(group, StallLimits(stall_factor, stall_minimum, END_SECONDS))
     _at_the_end_of_the_program(this)
@@ -234,6 +246,20 @@ def attach(channel: FailureChannel, group: Group, connections: Connections | Non
                     group.abort()
 
     channel.when_failed(end)
+
+
+def _find_connections_of_gloo(group: Group, connections: Connections) -> None:
+    """Collective. Nothing is found for other backends; the ``shm`` group ends those of its own by itself."""
+    if isinstance(group, ProcessGroupShm) or "gloo" not in backends_of(group):
+        return
+    collectives, world = Collectives(group, Phases()), group.size()
+
+    def exchange(size: int) -> None:
+        sent = torch.zeros(world * size, dtype=torch.uint8, device="cpu")
+        sizes = [size] * world
+        collectives.all_to_all(torch.empty_like(sent), sent, sizes, sizes, "first look at the connections").wait()
+
+    connections.recognise(exchange, world - 1)
 
 
 _used: dict[tuple[str, int], int] = {}

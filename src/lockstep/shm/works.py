@@ -169,7 +169,13 @@ class WorkQueue:
             worker.join(max(0.0, until - time.monotonic()))
 
     def _run_next(self) -> None:
-        """Run the first collective. The condition is locked before and after, not while it runs."""
+        """Run the first collective; those behind it, too, if the queue has been closed meanwhile: they fail, and nobody
+        else comes to run them. The condition is locked before and after, not while one runs."""
+        self._run_first()
+        while self._closed and self._begun and not self._running:
+            self._run_first()
+
+    def _run_first(self) -> None:
         work = self._begun.popleft()
         self._running = True
         self._condition.release()

@@ -1,0 +1,70 @@
+"""A rank that catches its own error and goes on with its next batch: an error on all ranks, with and without a session.
+
+Otherwise its next batch would be paired with the others' last one: as many backward passes, of different batches.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import lockstep
+from lockstep.errors import PeerError
+from processes import run_processes
+
+
+def train(rank, batches, failing):
+    """Rank 1 fails in its second batch and catches that; returns what each rank is told, and at which batch."""
+    model = lockstep.replicate(nn.Linear(2, 1))
+    for number, x in enumerate(batches):
+        try:
+            if (rank.rank, number, failing) == (1, 1, "data"):
+                raise ValueError("bad batch")
+            output = model(x)
+            if (rank.rank, number, failing) == (1, 1, "loss"):
+                raise ValueError("no loss")
+            output.sum().backward()
+        except ValueError:
+            continue
+        except PeerError as error:
+            return type(error), str(error), number
+    return None
+
+
+def in_a_session(rank, backend, port, failing):
+    dist.destroy_process_group()
+    place = {"RANK": rank.rank, "LOCAL_RANK": rank.rank, "WORLD_SIZE": rank.world, "LOCAL_WORLD_SIZE": rank.world}
+    place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": True}
+    variables = mock.patch.dict(os.environ, {name: str(value) for name, value in place.items()})
+    with variables, lockstep.session(backend=backend, timeout=60.0) as run:
+        return train(rank, run.batches([torch.ones(1, 2)] * 4), failing)
+
+
+def by_itself(rank, watched, failing):
+    with lockstep.watch() if watched else contextlib.nullcontext():
+        return train(rank, lockstep.batches([torch.ones(1, 2)] * 4, group=rank.group), failing)
+
+
+def check(told):
+    for rank, (kind, message, number) in enumerate(told):
+        assert kind is PeerError
+        assert message.startswith(f"rank {rank}: ")
+        assert f"rank {1 - rank}" in message
+        assert number == 1 + rank  # the same round
+
+
+@pytest.mark.parametrize(("backend", "failing"), [("gloo", "data"), ("shm", "loss")])
+def test_a_rank_that_goes_on_after_its_own_error_is_told_apart_in_a_session(backend, failing):
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    check(run_processes(2, in_a_session, backend, store.port, failing))
+
+
+@pytest.mark.parametrize(("backend", "watched", "failing"), [("gloo", True, "loss"), ("shm", False, "data")])
+def test_a_rank_that_goes_on_after_its_own_error_is_told_apart_without_one(backend, watched, failing):
+    check(run_processes(2, by_itself, watched, failing, backend=backend))

@@ -1,0 +1,68 @@
+"""watch() over a group that is there already: the program's own collectives end with the first failure, too."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import lockstep
+from lockstep.failures.channel import LEFT_SECONDS
+from processes import run_processes
+
+
+def waits_by_itself(rank, folder, backend, own_group):
+    """Rank 1 fails, and its process lives on until the others have raised; they wait for it in ``all_reduce``."""
+    survivors = dist.new_group([0, 2], backend="gloo")
+    group = dist.new_group(backend=backend) if own_group else dist.group.WORLD
+    raised = None
+    try:
+        with lockstep.watch(group):
+            dist.all_reduce(torch.ones(3), group=group)
+            if rank.rank == 1:
+                raise ValueError("of rank 1")
+            dist.all_reduce(torch.ones(3), group=group)
+    except (ValueError, lockstep.PeerFailure) as error:
+        raised = error
+    if rank.rank == 1:
+        for other in (0, 2):
+            os.close(os.open(folder / f"{other} has raised", os.O_RDONLY))
+        return type(raised), ""
+    values = torch.ones(3)
+    dist.all_reduce(values, group=survivors)
+    os.close(os.open(folder / f"{rank.rank} has raised", os.O_WRONLY))
+    return type(raised), str(raised), raised.rank, values.tolist()
+
+
+@pytest.mark.parametrize("own_group", [False, True])
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
+def test_a_collective_of_the_program_ends_when_a_peer_fails_and_other_groups_go_on(tmp_path, backend, own_group):
+    for rank in (0, 2):
+        os.mkfifo(tmp_path / f"{rank} has raised")
+    first, failed, last = run_processes(
+        3, waits_by_itself, tmp_path, backend, own_group, backend=backend, group_timeout=600.0, timeout=60.0
+    )
+    assert failed == (ValueError, "")
+    for rank, (kind, message, named, values) in ((0, first), (2, last)):
+        assert kind is lockstep.PeerFailure
+        assert message.startswith(f"rank {rank} stops, because rank 1 failed")
+        assert "ValueError: of rank 1" in message
+        assert named == 1
+        assert values == [2.0] * 3
+
+
+def goes_on_after_the_watch(rank):
+    """Rank 1 is done with the watch at once, and rank 0 long after that; the group belongs to the program."""
+    with lockstep.watch():
+        if rank.rank == 0:
+            time.sleep(LEFT_SECONDS + 1.0)
+    values = torch.ones(1)
+    dist.all_reduce(values)
+    return values.item()
+
+
+def test_the_group_goes_on_after_a_watch_in_which_nobody_failed():
+    assert run_processes(2, goes_on_after_the_watch) == [2.0, 2.0]
