@@ -8,6 +8,7 @@ import faulthandler
 import json
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -251,7 +252,7 @@ def main(plan: Plan, rank: int, folder: Path, port: int) -> None:
         MASTER_PORT=str(port),
         TORCHELASTIC_USE_AGENT_STORE=str(plan.launcher_has_store),
     )
-    before = _sockets()
+    before = _sockets().keys()
     error: BaseException | None = None
     try:
         train(plan, rank, folder)
@@ -270,9 +271,9 @@ def main(plan: Plan, rank: int, folder: Path, port: int) -> None:
     del error
     told["threads"] = [each.name for each in threading.enumerate() if each.name.startswith("lockstep")]
     until = time.monotonic() + 5.0
-    while _sockets() - before and time.monotonic() < until:  # threads in C++ close some
+    while _sockets().keys() - before and time.monotonic() < until:  # threads in C++ close some
         time.sleep(0.05)
-    told["sockets"] = len(_sockets() - before)
+    told["sockets"] = [text for link, text in _sockets().items() if link not in before]
     (folder / f"result of {rank}").write_text(json.dumps(told))
     faulthandler.cancel_dump_traceback_later()
 
@@ -289,9 +290,22 @@ def _drop(error: BaseException | None) -> None:
     gc.collect()
 
 
-def _sockets() -> set[str]:
-    found = set()
+def _sockets() -> dict[str, str]:
+    """Sockets of this process, by the number that the system has given to each, and what each connects."""
+    found = {}
     for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):
-            found.add(os.readlink(f"/proc/self/fd/{name}"))
-    return {link for link in found if link.startswith("socket:")}
+        with contextlib.suppress(OSError):  # closed since
+            link = os.readlink(f"/proc/self/fd/{name}")
+            if link.startswith("socket:"):
+                found[link] = _describe(int(name))
+    return found
+
+
+def _describe(fd: int) -> str:
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as each:
+        own = f"{each.family.name} {each.getsockname()}"
+        try:
+            return f"{own} to {each.getpeername()}"
+        except OSError:
+            return f"{own}, not connected"
+    return "closed since"

@@ -42,7 +42,7 @@ def run_trial(plan: Plan) -> Trial:
         problems, seconds = _judge(plan, folder, codes)
         problems += _left_behind(folder, before)
         if problems:
-            logs = [f"--- rank {rank}\n{(folder / f'{rank}.log').read_text()}" for rank in range(plan.world)]
+            logs = [f"--- {log.name}\n{log.read_text()}" for log in sorted(folder.glob("*.log"))]
             problems.append("\n".join(logs)[-6000:])
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -110,7 +110,7 @@ def _judge_other(plan: Plan, rank: int, told: dict) -> list[str]:
     if told["threads"]:
         problems.append(f"rank {rank} still has threads: {told['threads']}")
     if told["sockets"]:
-        problems.append(f"rank {rank} still has {told['sockets']} sockets")
+        problems.append(f"rank {rank} still has the sockets {told['sockets']}")
     if told["type"] is None and (plan.place == "tear-down" or (plan.place, plan.action) == _DONE):
         return problems  # it was done
     if told["type"] == "CommunicationError" and plan.place in ("", "meeting", "group"):  # before it had come

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import os
 import time
+import weakref
 
 import pytest
 import torch
@@ -11,6 +14,7 @@ import torch.distributed as dist
 
 import lockstep
 from lockstep.failures.channel import LEFT_SECONDS
+from lockstep.session.failed_passes import forget_failed_passes
 from processes import run_processes
 
 
@@ -66,3 +70,27 @@ def goes_on_after_the_watch(rank):
 
 def test_the_group_goes_on_after_a_watch_in_which_nobody_failed():
     assert run_processes(2, goes_on_after_the_watch) == [2.0, 2.0]
+
+
+def fail(_):
+    raise ValueError
+
+
+def failed_pass():
+    """What a hook refers to that a failed pass was about to call."""
+    kept = torch.ones(1)
+    weight = torch.ones(2, 2, requires_grad=True)
+    weight.register_post_accumulate_grad_hook(fail)
+    hidden = torch.ones(2, 2, requires_grad=True).relu()
+    hidden.register_hook(lambda _, kept=kept: None)
+    with contextlib.suppress(ValueError):
+        (hidden @ weight).sum().backward()
+    return weakref.ref(kept)
+
+
+def test_what_a_failed_pass_has_left_in_the_engine_goes_with_the_watch():
+    kept = failed_pass()
+    gc.collect()
+    assert kept() is not None  # else nothing has to be done any more
+    forget_failed_passes()
+    assert kept() is None

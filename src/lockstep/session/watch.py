@@ -26,6 +26,7 @@ from lockstep.failures.stacks import answering
 from lockstep.failures.stall import StallWatch
 from lockstep.failures.where import TRAINING
 from lockstep.phases import Phases
+from lockstep.session.failed_passes import forget_failed_passes
 from lockstep.session.last_words import LastWords, say_at_once
 from lockstep.shm import ProcessGroupShm
 from lockstep.shm.rendezvous import host_identity
@@ -98,6 +99,8 @@ class Watch:
         try:
             channel.announce_end()
             channel.wait_until_told()
+            if error is not None:
+                forget_failed_passes()
             release()
             if not channel.wait_for_others(LEFT_SECONDS):
                 if not self._keeps_group or error is not None or channel.failure is not None:
