@@ -174,6 +174,23 @@ def test_a_rank_that_does_not_come_is_named_after_the_time_out():
     run_ranks(3, train)
 
 
+def test_who_gives_up_first_is_not_taken_for_the_one_that_did_not_come():
+    store = dist.HashStore()
+
+    def train(rank):
+        if rank.rank == 3:
+            return None
+        with pytest.raises((CommunicationError, PeerFailure)) as caught:
+            this = channel(store, rank, timeout=0.3 if rank.rank == 2 else SOON)
+            found = raised(this)  # it had met both of its neighbours
+            this.close()
+            raise found
+        return str(caught.value)
+
+    for message in run_ranks(4, train)[:3]:
+        assert "rank 3 of 4 did not come within 0.3 s" in message
+
+
 def test_strangers_are_turned_away():
     store = dist.PrefixStore("test", dist.HashStore())
     meeting = Meeting(store, 0, 2, "127.0.0.1", "here")

@@ -47,7 +47,7 @@ def test_a_collective_of_the_program_ends_when_a_peer_fails_and_other_groups_go_
     for rank in (0, 2):
         os.mkfifo(tmp_path / f"{rank} has raised")
     first, failed, last = run_processes(
-        3, waits_by_itself, tmp_path, backend, own_group, backend=backend, group_timeout=600.0, timeout=60.0
+        3, waits_by_itself, tmp_path, backend, own_group, backend=backend, group_timeout=600.0
     )
     assert failed == (ValueError, "")
     for rank, (kind, message, named, values) in ((0, first), (2, last)):

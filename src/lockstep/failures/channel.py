@@ -13,12 +13,12 @@ import weakref
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from lockstep.errors import InspectionError, PeerFailure
+from lockstep.errors import CommunicationError, InspectionError, PeerFailure
 from lockstep.failures.failure import Failure, Kind, peer_failure_in
 from lockstep.failures.log import FailureLog
 from lockstep.failures.messenger import LOOK_SECONDS, Messenger
 from lockstep.failures.progress import Page, Progress, page_of
-from lockstep.failures.ring import Connection, Meeting, NeighbourHasEndedError, ip_for, store_lost
+from lockstep.failures.ring import Connection, Meeting, NeighbourHasEndedError, RankHasNotComeError, ip_for, store_lost
 from lockstep.failures.where import OF_A_STEP
 
 GRACE_SECONDS = 1.0
@@ -27,6 +27,9 @@ LEFT_SECONDS = 1.0
 """How long a rank waits for one that has left in good order, before that is an error."""
 FAREWELL_SECONDS = 2.0
 """How long ranks wait for each other when one has failed, so that each can say why before a launcher ends it."""
+
+START_UP_SECONDS = 2 * LOOK_SECONDS
+"""How long a rank that fails before all have met lives on: the store may be its own, and others look into it."""
 
 
 class FailureChannel:
@@ -75,7 +78,13 @@ class FailureChannel:
             neighbours = list(meeting.connect(timeout, self._check_log))
         except NeighbourHasEndedError as error:
             self._settle_alone(Failure(self.global_ranks[error.rank], Kind.ENDED, 0, "start-up"))
-            raise self.error() from error
+            time.sleep(START_UP_SECONDS)
+            raise self._start_up_error() from error
+        except (
+            RankHasNotComeError
+        ) as error:  # this rank will end now, and must not be taken for the one that is missing
+            self._settle_alone(Failure(self.global_ranks[error.rank], Kind.ABSENT, 0, "start-up", str(error)))
+            raise
         finally:
             meeting.close()
         for each in neighbours:
@@ -235,7 +244,7 @@ class FailureChannel:
         if entries:
             self.failure = entries[0]
             self._known.set()
-            raise self.error()
+            raise self._start_up_error()
 
     def _learn(self, told: Failure) -> None:
         """Note the first failure: what the log says; if it is lost, what was told."""
@@ -266,7 +275,11 @@ class FailureChannel:
         self._log.append(failure)
         self.failure = (self._log.entries or [failure])[0]
         self._known.set()
-        time.sleep(GRACE_SECONDS)  # the store may be this rank's: others still have to read that there
+
+    def _start_up_error(self) -> CommunicationError | PeerFailure:
+        """What to raise where the ranks have not met, after what is known."""
+        assert self.failure is not None
+        return CommunicationError(self.failure.what) if self.failure.kind is Kind.ABSENT else self.error()
 
     def close_connections(self) -> None:
         """Close all, as a forked process does with its copies of its parent's."""

@@ -25,6 +25,8 @@ class Kind(StrEnum):
     """It has left in good order, while others still need it."""
     STALLED = "stalled"
     """It is alive, and makes no progress."""
+    ABSENT = "absent"
+    """It did not come to meet the others; ``what`` is the whole message."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,8 @@ class Failure:
 
     @property
     def _place(self) -> str:
+        if self.kind is Kind.ABSENT:
+            return "to meet the others"
         if self.kind is Kind.LEFT:
             return f"after step {self.step}"
         if not self.step and self.phase == TRAINING:  # steps are not counted
@@ -101,6 +105,7 @@ _VERBS = {
     Kind.ENDED: "has ended without a word (its process was killed, crashed, or called os._exit)",
     Kind.LEFT: "has left the training in good order, while others still needed it,",
     Kind.STALLED: "makes no progress",
+    Kind.ABSENT: "did not come",
 }
 
 

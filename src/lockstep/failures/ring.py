@@ -129,6 +129,14 @@ class NeighbourHasEndedError(CommunicationError):
         self.rank = rank
 
 
+class RankHasNotComeError(CommunicationError):
+    """A rank did not come to meet the others in time."""
+
+    def __init__(self, rank: int, message: str) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+
 class Meeting:
     """The neighbours of one rank, before they are connected."""
 
@@ -148,8 +156,8 @@ class Meeting:
     def connect(self, timeout: float, check: Callable[[], object]) -> tuple[Connection, Connection]:
         """Connections to the next rank and to the previous one.
 
-        Calls ``check`` every now and then, which may raise. Raises :class:`NeighbourHasEndedError`, or
-        :class:`CommunicationError` when a neighbour has not come after ``timeout`` seconds.
+        Calls ``check`` every now and then, which may raise. Raises :class:`NeighbourHasEndedError`, and after
+        ``timeout`` seconds :class:`RankHasNotComeError`, or :class:`CommunicationError` if all have come.
         """
         deadline = time.monotonic() + timeout
         following: Connection | None = None
@@ -164,19 +172,17 @@ class Meeting:
                 if following is None or preceding is None:
                     check()
                     if time.monotonic() > deadline:
-                        raise CommunicationError(self._missing(timeout))
+                        raise self._missing(timeout)
             self._look_for_addresses()  # who has connected has one
             return following, preceding
         except BaseException as error:
-            for each in (following, preceding):
-                if each is not None:
-                    each.close()
+            self._strangers += filter(None, (following, preceding))  # to close, when others can read why
             if isinstance(error, RuntimeError) and not isinstance(error, CommunicationError):  # of the store
                 raise store_lost(self._rank, self._world, error) from error
             raise
 
     def close(self) -> None:
-        """Listen no more."""
+        """Listen no more; connections that :meth:`connect` has not returned are closed."""
         self._listener.close()
         for each in self._strangers:
             each.close()
@@ -234,12 +240,13 @@ class Meeting:
         except OSError:
             pass
 
-    def _missing(self, timeout: float) -> str:
+    def _missing(self, timeout: float) -> CommunicationError:
         absent = [rank for rank in range(self._world) if not self._store.check([f"address {rank}"])]
         if absent:
             ranks = f"rank{'s' if len(absent) > 1 else ''} {', '.join(map(str, absent))}"
-            return f"{ranks} of {self._world} did not come within {timeout:g} s; look at the errors of those processes"
-        return f"not all of {self._world} ranks had connected to each other after {timeout:g} s"
+            text = f"{ranks} of {self._world} did not come within {timeout:g} s; look at the errors of those processes"
+            return RankHasNotComeError(absent[0], text)
+        return CommunicationError(f"not all of {self._world} ranks had connected to each other after {timeout:g} s")
 
 
 def ip_for(store: Any) -> str:

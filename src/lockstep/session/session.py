@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, TCPStore
+from torch.distributed import DistError
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import Dataset, Subset
 
@@ -344,6 +345,15 @@ def _meeting_place(environment: Environment, timeout: timedelta) -> Any:
     """The store; where no launcher has one, rank 0 does, and waits for nobody here."""
     if environment.launcher_has_store or environment.rank:
         _wait_for_store(environment, timeout.total_seconds())
+    try:
+        return _connect_to_store(environment, timeout)
+    except DistError as error:
+        if environment.rank == 0 and not environment.launcher_has_store:
+            raise  # its port is in use
+        raise _no_store(environment, timeout.total_seconds(), error) from error
+
+
+def _connect_to_store(environment: Environment, timeout: timedelta) -> Any:
     if environment.launcher_has_store:
         found = dist.rendezvous(  # type: ignore[attr-defined]
             "env://", environment.rank, environment.world_size, timeout=timeout
@@ -369,13 +379,18 @@ def _wait_for_store(environment: Environment, timeout: float) -> None:
             return
         except OSError as error:
             if time.monotonic() > deadline:
-                host = "the launcher" if environment.launcher_has_store else f"rank 0 of {environment.world_size}"
-                raise CommunicationError(
-                    f"rank {environment.rank}: {host}, at whose store {where[0]}:{where[1]} the ranks meet, did not "
-                    f"come within {timeout:g} s ({error}); look at the errors of that process, and whether "
-                    "MASTER_ADDR and MASTER_PORT are right"
-                ) from error
+                raise _no_store(environment, timeout, error) from error
         time.sleep(CONNECT_SECONDS)
+
+
+def _no_store(environment: Environment, timeout: float, error: Exception) -> CommunicationError:
+    host = "the launcher" if environment.launcher_has_store else f"rank 0 of {environment.world_size}"
+    gist = (str(error) or type(error).__name__).splitlines()[0]
+    return CommunicationError(
+        f"rank {environment.rank}: {host}, at whose store {environment.address}:{environment.port} the ranks meet, did "
+        f"not come within {timeout:g} s, or has ended since ({gist}); look at the errors of that process, and whether "
+        "MASTER_ADDR and MASTER_PORT are right"
+    )
 
 
 def _while_nobody_fails(channel: FailureChannel, make: Callable[[], object], give_up: Callable[[], object]) -> None:
