@@ -269,10 +269,10 @@ def main(plan: Plan, rank: int, folder: Path, port: int) -> None:
     }
     _drop(error)
     del error
-    told["threads"] = [each.name for each in threading.enumerate() if each.name.startswith("lockstep")]
     until = time.monotonic() + 5.0
-    while _sockets().keys() - before and time.monotonic() < until:  # threads in C++ close some
+    while (_threads() or _sockets().keys() - before) and time.monotonic() < until:  # some end by themselves
         time.sleep(0.05)
+    told["threads"] = _threads()
     told["sockets"] = [text for link, text in _sockets().items() if link not in before]
     (folder / f"result of {rank}").write_text(json.dumps(told))
     faulthandler.cancel_dump_traceback_later()
@@ -288,6 +288,10 @@ def _drop(error: BaseException | None) -> None:
         traceback.clear_frames(seen.__traceback__)
         seen.__traceback__, seen = None, seen.__cause__ or seen.__context__
     gc.collect()
+
+
+def _threads() -> list[str]:
+    return [each.name for each in threading.enumerate() if each.name.startswith("lockstep")]
 
 
 def _sockets() -> dict[str, str]:
