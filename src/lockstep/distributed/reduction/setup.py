@@ -83,7 +83,8 @@ class Setup:
 
     def _make_buckets(self) -> None:
         planned, hooked = self.plan.current.buckets, bool(self.hooks.hooks)
-        shares_bucket = bool(planned) and planned[-1].can_hold_report and not hooked  # hooks would change the report
+        # Hooks would change the report: test_hooks_run_once_for_each_bucket_and_the_report_goes_alone.
+        shares_bucket = bool(planned) and planned[-1].can_hold_report and not hooked
         device = self.parameters[0].spec.device if self.parameters else self.collectives.device
         self.transport.lay_out(planned[-1].layout.dtype if shares_bucket else None, device)
         empty = plain_memory if hooked else self.collectives.empty  # some hooks resize what they are given

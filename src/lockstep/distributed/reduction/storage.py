@@ -76,7 +76,7 @@ class GradientMemory:
         whole = False not in inside
         if whole and all(map(operator.is_, current, self.grads)):
             return inside
-        if not whole and self._is_seen_by_others(inside):
+        if not whole and self._is_seen_by_others(inside):  # test_a_gradient_that_somebody_keeps_is_not_overwritten
             old = self.views
             self._allocate()
             for i, moves in enumerate(inside):
