@@ -62,6 +62,7 @@ PUBLIC = {
             .batches(loader)
             .go_through(loader)
             .load_state_dict(state)
+            .repeat_last(loader)
             .same_on_all_ranks
             .state_dict()
         class Resumed(step, folder, world_size, values=<factory>)

@@ -139,3 +139,38 @@ def test_with_shares_it_has_them_on_another_number_of_ranks(tmp_path):
     with pytest.raises(CheckpointError, match="the run was begun with shares=3 and loss='mean', this module has"):
         run_ranks(2, with_shares, tmp_path / "run", 5, "sum")
     assert run_ranks(2, with_shares, tmp_path / "run", 5) == [wanted] * 2
+
+
+def uneven(rank, folder, stop, resumes):
+    """A run in which each rank has an order of its own, and the second one fewer samples."""
+    torch.manual_seed(rank.rank)
+    rows = torch.utils.data.TensorDataset(torch.randn(10 - 6 * rank.rank, 4))
+    model = lockstep.replicate(
+        nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(), nn.Linear(4, 1)), process_group=rank.group
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    sampler = lockstep.ResumableSampler(torch.utils.data.RandomSampler(rows))
+    loader = torch.utils.data.DataLoader(rows, 2, sampler=sampler)
+    state = {"model": model, "optimizer": optimizer, "data": sampler}
+    step = lockstep.resume(folder, **state).step if resumes else 0
+    while sampler.epoch < 2:
+        for (x,) in lockstep.batches(sampler.batches(loader), model):
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+            step += 1
+            if step == stop:
+                lockstep.save(folder, step=step, **state)
+                return None
+    return lockstep.fingerprint(model, optimizer), sampler.state_dict(), torch.rand(1).item()
+
+
+def stopped_when_a_rank_had_run_out(rank, folder):
+    wanted = uneven(rank, folder, 0, resumes=False)
+    for stop in (1, 2, 4, 5, 8):  # of five steps an epoch, of which the second rank has two
+        uneven(rank, folder, stop, resumes=False)
+        assert uneven(rank, folder, 0, resumes=True) == wanted, stop
+
+
+def test_it_may_be_stopped_when_a_rank_has_run_out_of_batches(tmp_path):
+    run_processes(2, stopped_when_a_rank_had_run_out, tmp_path / "run", backend="shm")

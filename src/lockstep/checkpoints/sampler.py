@@ -1,7 +1,7 @@
 """The position within an epoch: what training has consumed, not what a loader has fetched ahead."""
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Sampler
 
+from lockstep.checkpoints.streams import read_streams, set_streams
 from lockstep.errors import CheckpointError, OptionError
 from lockstep.seeds import derive_seed
 
@@ -90,7 +91,7 @@ class ResumableSampler(Sampler[Any]):
             raise OptionError("the loader has another sampler; pass DataLoader(..., sampler=) this one")
         return EpochBatches(self, loader)
 
-    def go_through(self, loader: DataLoader[Any]) -> Iterator[Any]:
+    def go_through(self, loader: DataLoader[Any]) -> Generator[Any]:
         """What iterating over :meth:`batches` does; workers of the loader start at once."""
         if hasattr(self.sampler, "set_epoch"):
             self.sampler.set_epoch(self.epoch)
@@ -98,7 +99,22 @@ class ResumableSampler(Sampler[Any]):
         with _drawing_from(derive_seed("workers", _rank(), self.seed, self.epoch)):
             return self._counted(iter(loader), loader.batch_size or 1)
 
-    def _counted(self, batches: Iterator[Any], size: int) -> Iterator[Any]:
+    def repeat_last(self, loader: DataLoader[Any]) -> Any:
+        """The last batch of the epoch under way, which does not count; None if the epoch has none on this rank."""
+        size, consumed = loader.batch_size or 1, self.consumed
+        number = len(self) // size if loader.drop_last else -(-len(self) // size)
+        if not number:
+            return None
+        streams, self.consumed = read_streams(), (number - 1) * size
+        batches = self.go_through(loader)
+        try:
+            return next(batches)
+        finally:
+            batches.close()
+            self.consumed = consumed
+            set_streams(streams)
+
+    def _counted(self, batches: Iterator[Any], size: int) -> Generator[Any]:
         try:
             for batch in batches:
                 self.consumed = min(self.consumed + size, len(self))
@@ -143,6 +159,10 @@ class EpochBatches:
 
     def __iter__(self) -> Iterator[Any]:
         return self._sampler.go_through(self._loader)
+
+    def repeat_last(self) -> Any:
+        """The epoch's last batch, for :func:`lockstep.batches` on a rank that had run out when the run was stopped."""
+        return self._sampler.repeat_last(self._loader)
 
     def __len__(self) -> int:
         """How many are left."""

@@ -77,10 +77,12 @@ class Batches(Generic[B]):
     """What :func:`batches` returns; see there. Its length, if it has one, is the same on all ranks."""
 
     def __init__(self, loader: Iterable[B], groups: Sequence[Group], padding: B | None) -> None:
-        self._loader, self._padding = loader, padding
+        self._loader = loader
         self._schedulers = sorted((scheduler_of(each) for each in groups), key=lambda each: each.order)
         self._own = _length(loader)
-        self._rows = [_agree_on_lengths(self._own, padding is not None, each.group) for each in self._schedulers]
+        self._padding = padding if padding is not None or self._own else _repeat_last(loader)
+        has_padding = self._padding is not None
+        self._rows = [_agree_on_lengths(self._own, has_padding, each.group) for each in self._schedulers]
         self._lengths = [length for rows in self._rows for length, _ in rows]
         self._may_be_empty = any(padded for rows in self._rows for _, padded in rows)
         self._is_padding = False
@@ -204,6 +206,15 @@ def _length(loader: object) -> int:
         return len(loader)
     except (TypeError, NotImplementedError):
         return -1
+
+
+def _repeat_last(loader: object) -> Any:
+    """The last batch of a loader of which this rank had nothing left when its run was stopped; None if it has none.
+
+    Such a loader (``ResumableSampler.batches()``) can give it again, so that the run goes on as it would have.
+    """
+    repeat = getattr(loader, "repeat_last", None)
+    return None if repeat is None else repeat()
 
 
 def _agree_on_lengths(own: int, has_padding: bool, group: Group) -> list[tuple[int, bool]]:
