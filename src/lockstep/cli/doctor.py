@@ -71,7 +71,7 @@ def _show(findings: list[Finding], times: list[dict[str, Any]], ranks: int) -> N
             (
                 f"{printing.size(row['bytes'])}, {row['backend']}",
                 printing.seconds(row["seconds"]),
-                f"{row['bytes'] / row['seconds'] / 1e9:.2f} GB/s",
+                f"{row['bytes'] / row['seconds'] / 1e9:.3g} GB/s",
                 f"{row['copies']:.1f}",
             )
             for row in times
