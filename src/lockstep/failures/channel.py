@@ -80,11 +80,10 @@ class FailureChannel:
             self._settle_alone(Failure(self.global_ranks[error.rank], Kind.ENDED, 0, "start-up"))
             time.sleep(START_UP_SECONDS)
             raise self._start_up_error() from error
-        except (
-            RankHasNotComeError
-        ) as error:  # this rank will end now, and must not be taken for the one that is missing
+        except RankHasNotComeError as error:
+            # This rank will end now, and must not be taken for the one that is missing.
             self._settle_alone(Failure(self.global_ranks[error.rank], Kind.ABSENT, 0, "start-up", str(error)))
-            raise
+            raise self._start_up_error() from error
         finally:
             meeting.close()
         for each in neighbours:
