@@ -5,7 +5,8 @@ Measured: one, two and three ranks, processes of one intra-op thread each, over 
 ``replicate(model, shares=8)`` with ``GlobalBatches``, and ``replicate(model)`` with ``accumulate(last=...)`` over the
 same rows, which a ``DataLoader`` cuts into the same micro-batches. Both live in the same processes, each with a model
 and a process group of its own, and take turns. A step is loading, ``zero_grad``, forward and backward of each share or
-micro-batch, and SGD. With more ranks than cores, ranks wait for each other's processor time: those ratios say less.
+micro-batch, and SGD. With more ranks than cores, ranks wait for each other's processor time: those ratios say less. So
+the processor time of all ranks together is told, too, which other programs on the machine disturb little.
 
 Memory is the peak of resident memory (``VmHWM``, Linux) in three steps after three others, beyond what there was
 before the model was replicated, in gradients of the whole model; each way in processes of its own, the larger of the
@@ -15,8 +16,10 @@ ranks. Inputs and activations are next to nothing there. The C library is told t
 from __future__ import annotations
 
 import gc
+import statistics
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +35,9 @@ from torch.utils.data import DataLoader, TensorDataset
 import lockstep
 
 SHARES = 8
+Turns = dict[str, list[Turn]]
+Processor = dict[str, list[float]]
+"""Seconds of processor time of each step, by way."""
 PLAIN, OURS = "plain accumulation", "shares"
 
 
@@ -102,17 +108,33 @@ def _task(name: str, quick: bool) -> tuple[nn.Module, TensorDataset]:
     return make(), TensorDataset(torch.randn(shape))
 
 
-def time_ways(rank: int, name: str, backend: str, quick: bool, rounds: int, inner: int) -> dict[str, list[Turn]]:
-    """On one rank: the turns of both ways."""
+def time_ways(rank: int, name: str, backend: str, quick: bool, rounds: int, inner: int) -> tuple[Turns, Processor]:
+    """On one rank: the turns of both ways, and the processor time of each of their steps."""
     steps = {way: make(*_task(name, quick), dist.new_group(backend=backend)) for way, make in WAYS.items()}
-    return take_turns(steps, rounds, inner)
+    seconds: Processor = {way: [] for way in steps}
+
+    def timed(way: str) -> Callable[[], None]:
+        def step() -> None:
+            before = time.process_time()
+            steps[way]()
+            seconds[way].append(time.process_time() - before)
+
+        return step
+
+    return take_turns({way: timed(way) for way in steps}, rounds, inner), seconds
+
+
+def processor_time(ranks: Sequence[Processor], way: str) -> float:
+    """The median over the steps, but for those of the first round, of what all ranks have taken together."""
+    steps = [sum(each) for each in zip(*(rank[way] for rank in ranks), strict=True)]
+    return statistics.median(steps[len(steps) // 4 :])
 
 
 def peak_of_way(rank: int, name: str, way: str, backend: str, quick: bool) -> float:
     """On one rank: the memory that stepping adds at its peak, in gradients of the whole model."""
     give_back_at_once()
-    group = dist.new_group(backend=backend)
-    WAYS[way](nn.Linear(2, 2), TensorDataset(torch.ones(SHARES, 2)), group)()  # code and threads are there
+    other, group = dist.new_group(backend=backend), dist.new_group(backend=backend)
+    WAYS[way](nn.Linear(2, 2), TensorDataset(torch.ones(SHARES, 2)), other)()  # code and threads are there
     module, rows = _task(name, quick)
     gc.collect()
     before = memory("VmRSS")
@@ -141,11 +163,14 @@ def main() -> None:
         for world in worlds:
             for backend in backends:
                 inner = 1 if args.quick else 4
-                turns = launch(time_ways, name, backend, args.quick, args.rounds, inner, world=world)
+                measured = launch(time_ways, name, backend, args.quick, args.rounds, inner, world=world)
+                turns, processor = [turns for turns, _ in measured], [seconds for _, seconds in measured]
                 times = {way: whole for way, (_, whole) in slowest(turns).items()}
                 print(f"  {world} over {backend:5}" + "".join(f"  {w} {1e3 * t:8.2f}" for w, t in times.items()))
                 ratio = times[OURS] / times[PLAIN]
                 print(f"ratio {name}, {world} over {backend}, shares to plain accumulation: {ratio:.2f}")
+                plain, ours = (1e3 * processor_time(processor, way) for way in (PLAIN, OURS))
+                print(f"  processor time: {PLAIN} {plain:.1f}, {OURS} {ours:.1f}: ratio {ours / plain:.2f}", flush=True)
     if sys.platform != "linux" or args.no_memory:
         return
     name = names[-1]
