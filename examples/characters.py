@@ -1,54 +1,27 @@
 """Train a small transformer, character by character, on the sources of Python's own library.
 
     python examples/characters.py                                    # one process
-    torchrun --standalone --nproc-per-node 2 examples/characters.py  # each process has a share of every batch
+    torchrun --standalone --nproc-per-node 2 examples/characters.py  # each process has a part of every batch
 
 Passages differ in length, so what one process sees in one micro-batch counts more characters than another. Weighted by
 their numbers (`lockstep.accumulate`), the gradient of a step is the mean over all characters of its batch all the same,
-however the batch is shared out. Only the last micro-batch of a step communicates.
+however the batch is split. Only the last micro-batch of a step communicates.
 """
 
 import argparse
-import signal
-import sys
-import sysconfig
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from torch.nn.utils import clip_grad_norm_
 from torch.nn.utils.rnn import pad_sequence
 
 import lockstep
-from options import Parser, positive_float, positive_int, seed
+from passages import ALPHABET, LONGEST, decode, encode, load_passages
 
-SOURCES = ("argparse", "enum", "functools", "heapq", "pickle", "random", "statistics", "subprocess")
-ALPHABET = "\n" + "".join(map(chr, range(32, 127)))  # anything else counts as its last one
-SHORTEST, LONGEST = 32, 128  # characters of a passage that go into the model; one more comes out
 NO_TARGET = -1  # behind the end of a passage that is shorter than its neighbours
-HIGHEST_NORM = 1.0
-LINE_EVERY = 10  # steps
-
-
-def load_passages() -> list[Tensor]:
-    """The text of those modules, in pieces of many lengths."""
-    folder = Path(sysconfig.get_paths()["stdlib"])
-    text = encode("".join((folder / f"{name}.py").read_text(encoding="utf-8") for name in SOURCES))
-    generator = torch.Generator().manual_seed(0)
-    ends = torch.randint(SHORTEST + 1, LONGEST + 2, (len(text) // SHORTEST,), generator=generator).cumsum(0)
-    return list(text.tensor_split(ends[ends < len(text)])[:-1])
-
-
-def encode(text: str) -> Tensor:
-    return torch.tensor([ALPHABET.find(character) % len(ALPHABET) for character in text])
-
-
-def decode(numbers: Sequence[int]) -> str:
-    return "".join(ALPHABET[number] for number in numbers)
 
 
 class Block(nn.Module):
@@ -94,12 +67,12 @@ def leave_gradients(
 
     Args:
         model: replicated.
-        passages: the share of this process, at least one.
+        passages: those of this process, at least one.
         micro_batch: how many of them go through the model at once.
         autocast_dtype: what matrix products are computed in; None leaves it to the model.
     """
     device = next(model.parameters()).device
-    loss_sum, characters = torch.tensor(0.0, device=device), 0
+    loss_sum, characters = 0.0, 0
     for begin in range(0, len(passages), micro_batch):
         part = passages[begin : begin + micro_batch]
         inputs = pad_sequence([passage[:-1] for passage in part], batch_first=True).to(device)
@@ -110,9 +83,8 @@ def leave_gradients(
         count = sum(len(passage) - 1 for passage in part)
         with lockstep.accumulate(model, last=begin + micro_batch >= len(passages), weight=count):
             loss.backward()
-        loss_sum = loss_sum + loss.detach()
-        characters += count
-    return loss_sum.item(), characters
+        loss_sum, characters = loss_sum + loss.item(), characters + count
+    return loss_sum, characters
 
 
 @torch.no_grad()
@@ -127,71 +99,50 @@ def generate(model: nn.Module, start: str, length: int, heat: float = 0.8) -> st
     return decode(written)
 
 
-def make_parser() -> Parser:
-    parser = Parser(
-        description="Train a small transformer on the sources of Python's library.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("--steps", type=positive_int, default=300, help="batches to train on")
-    parser.add_argument("--batch-size", type=positive_int, default=32, help="passages of all processes together")
-    parser.add_argument("--micro-batch-size", type=positive_int, default=8, help="passages at once in a process")
-    parser.add_argument("--lr", type=positive_float, default=6e-3, help="highest learning rate")
-    parser.add_argument("--seed", type=seed, default=0, help="for the first weights and the order of passages")
-    parser.add_argument("--quick", action="store_true", help="a look at whether it runs: 20 steps of 16 passages")
-    return parser
-
-
-def train(options: argparse.Namespace, run: lockstep.Session) -> None:
+def train(run: lockstep.Session, options: argparse.Namespace) -> None:
     """Print the loss as it falls, and at the end what the model has learnt to write."""
-    rank, world, device = run.rank, run.world_size, run.device
     torch.set_num_threads(1)  # matrices so small are not split further
     passages = load_passages()
-    torch.manual_seed(options.seed)
-    model = lockstep.replicate(Transformer().to(device))
+    model = lockstep.replicate(Transformer().to(run.device))
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, betas=(0.9, 0.95))
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, options.lr, options.steps, pct_start=0.2)
-    order = torch.Generator().manual_seed(options.seed)  # of every process: they agree on each batch
-    sums, begin = torch.zeros(2, dtype=torch.float64), time.perf_counter()
-    if rank == 0:
-        characters = sum(map(len, passages))
-        print(f"{characters:,} characters in {len(passages):,} passages; ranks: {world}, on {device.type}")
+    loss_sum, characters, begin = 0.0, 0, time.perf_counter()
     for step in run.batches(range(1, options.steps + 1)):
-        batch = torch.randint(len(passages), (options.batch_size,), generator=order).tolist()
-        share = [passages[index] for index in batch[rank::world]]
+        batch = torch.randint(len(passages), (options.batch_size,), generator=run.shared_generator)  # on all the same
+        own = [passages[index] for index in batch[run.rank :: run.world_size].tolist()]
         optimizer.zero_grad()
-        sums += torch.tensor(leave_gradients(model, share, options.micro_batch_size, torch.bfloat16), dtype=sums.dtype)
-        norm = clip_grad_norm_(model.parameters(), HIGHEST_NORM)
+        losses, count = leave_gradients(model, own, options.micro_batch_size, torch.bfloat16)
+        norm = clip_grad_norm_(model.parameters(), max_norm=1.0)
         optimizer.step()
         scheduler.step()
-        if step % LINE_EVERY == 0 or step == options.steps:
-            dist.all_reduce(sums)
-            loss, speed = sums[0] / sums[1], sums[1] / (time.perf_counter() - begin)
-            if rank == 0:
-                print(
-                    f"step {step:{len(str(options.steps))}}/{options.steps}  loss {loss:.3f} per character  "
-                    f"gradient norm {norm:.2f}  {speed:7,.0f} characters/s"
-                )
-            sums, begin = torch.zeros_like(sums), time.perf_counter()
-    if rank == 0:
-        print(generate(model, "\n    def ", 60 if options.quick else 400))
+        loss_sum, characters = loss_sum + losses, characters + count
+        if step % 10 == 0 or step == options.steps:
+            loss, per_process = lockstep.mean(loss_sum / characters, weight=characters), lockstep.mean(characters)
+            speed = per_process * run.world_size / (time.perf_counter() - begin)
+            if run.is_main:
+                place = f"step {step:{len(str(options.steps))}}/{options.steps}"
+                print(f"{place}  loss {loss:.3f} per character  gradient norm {norm:.2f}  {speed:7,.0f} characters/s")
+            loss_sum, characters, begin = 0.0, 0, time.perf_counter()
+        if run.should_stop:  # Ctrl-C
+            break
+    if run.is_main:
+        print(generate(model, "\n    def ", options.length))
 
 
-def main(arguments: Sequence[str]) -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Train a small transformer on the sources of Python's library.")
+    parser.add_argument("--steps", type=int, default=300, help="batches to train on")
+    parser.add_argument("--batch-size", type=int, default=32, help="passages of all processes together")
+    parser.add_argument("--micro-batch-size", type=int, default=8, help="passages at once in a process")
+    parser.add_argument("--lr", type=float, default=6e-3, help="highest learning rate")
+    parser.add_argument("--length", type=int, default=400, help="characters to write at the end")
+    options = parser.parse_args(arguments)
     with lockstep.session() as run:
-        parser = make_parser()
-        try:
-            options = parser.parse_args(arguments)
-            if options.quick:
-                options.steps, options.batch_size, options.micro_batch_size = 20, 16, 3
-            if options.batch_size < run.world_size:
-                raise ValueError(f"--batch-size is at least {run.world_size}, the number of processes")
-        except ValueError as error:
-            parser.exit(2, f"{parser.prog}: error: {error}\n" if run.is_main else None)
-        train(options, run)
+        if options.batch_size < run.world_size:
+            parser.error(f"--batch-size is at least {run.world_size}, the number of processes")
+        train(run, options)
     return 0
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing is lost that would need saving
-    sys.exit(main(sys.argv[1:]))
+    main()

@@ -4,7 +4,7 @@ import torch
 from sklearn.datasets import load_digits
 from torch.utils.data import TensorDataset
 
-VALIDATION_IMAGES = 360
+TRAINING_IMAGES, VALIDATION_IMAGES = 1437, 360
 
 
 def load_handwriting() -> tuple[TensorDataset, TensorDataset]:

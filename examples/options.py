@@ -2,13 +2,19 @@
 
 import argparse
 import math
-import os
 import shlex
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-import torch
+from handwriting import TRAINING_IMAGES
+
+STOPPED = 130  # the exit status of programs that were interrupted
+
+
+class BadOption(Exception):
+    """Options that make no sense, in one line."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -16,21 +22,20 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise what argparse would print, and exit with, at once."""
-        raise ValueError(message)
+        raise BadOption(message)
 
 
 def make_parser() -> Parser:
     parser = Parser(
-        description="Train a convolutional network on handwritten digits, on several replicas at once.",
+        description="Train a convolutional network on handwritten digits, in many processes.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument("--epochs", type=positive_int, default=20, help="passes over the training images")
-    parser.add_argument("--batch-size", type=positive_int, default=96, help="rows of all replicas together")
+    parser.add_argument("--batch-size", type=positive_int, default=96, help="images of all processes together")
     parser.add_argument("--lr", type=positive_float, default=3e-3, help="highest learning rate of the cycle")
     parser.add_argument("--seed", type=seed, default=0, help="for the first weights and the order of images")
     parser.add_argument("--shares", type=positive_int, help="of a batch: the same bits on up to as many processes")
-    parser.add_argument("--devices", type=devices, default=default_devices(), help="one replica on each")
     parser.add_argument("--out", type=Path, default=Path("runs/digits"), help="folder for what is written")
     parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in that folder")
     return parser
@@ -58,28 +63,44 @@ def positive_float(text: str) -> float:
     return value
 
 
-def default_devices() -> str:
-    """All accelerators where there are any, two replicas on the CPU elsewhere; under torchrun one device a process."""
-    processes = int(os.environ.get("LOCAL_WORLD_SIZE", 0))
-    found = accelerators()
-    enough = len(found) >= max(1, processes)
-    return ",".join(found[: processes or None] if enough else ["cpu"] * (processes or 2))
+def check(options: argparse.Namespace, processes: int) -> argparse.Namespace:
+    """The options, if they go together with each other and with the number of processes."""
+    if options.batch_size > TRAINING_IMAGES:
+        raise BadOption(f"--batch-size is at most {TRAINING_IMAGES}, the number of training images")
+    if options.shares and not processes <= options.shares <= options.batch_size:
+        raise BadOption(f"--shares is from {processes}, the number of processes, to --batch-size")
+    if not options.shares and options.batch_size % processes:
+        raise BadOption(f"--batch-size is a multiple of {processes}, the number of processes")
+    return options
 
 
-def accelerators() -> list[str]:
-    kind = torch.accelerator.current_accelerator(check_available=True)
-    return [] if kind is None else [f"{kind.type}:{i}" for i in range(torch.accelerator.device_count())]
+def settings_of(options: argparse.Namespace) -> dict[str, float | None]:
+    """What the final weights depend on; a run goes on only under the settings it began with."""
+    return {name: getattr(options, name) for name in ("epochs", "batch_size", "lr", "seed", "shares")}
 
 
-def devices(text: str) -> list[str]:
-    present = ["cpu", *accelerators()]
-    names = [name.strip() for name in text.split(",")]
-    for name in names:
-        if name not in present:
-            raise argparse.ArgumentTypeError(f"no device {name!r} here, only {', '.join(present)}")
-    return names
+def check_same(folder: Path, there: dict | None, here: dict) -> None:
+    """Raise if there is nothing to resume, or a run of other settings."""
+    if there is None:
+        raise BadOption(f"there is no checkpoint in {folder} to resume from")
+    different = [
+        f"{name.replace('_', ' ')} {there[name]} there and {value} here"
+        for name, value in here.items()
+        if there[name] != value
+    ]
+    if different:
+        raise BadOption(f"{folder} is of a run with other settings: {', '.join(different)}")
 
 
-def resuming(arguments: Sequence[str]) -> str:
-    """The options that go on with this very run."""
-    return shlex.join([*(argument for argument in arguments if argument != "--resume"), "--resume"])
+def set_aside(folder: Path) -> None:
+    """Begin without checkpoints; those of the run before stay, under another name, until the next run begins."""
+    before = folder.with_name(f"{folder.name}-before")
+    if folder.exists():
+        shutil.rmtree(before, ignore_errors=True)
+        folder.rename(before)
+
+
+def command_to_resume(arguments: Sequence[str], processes: int) -> str:
+    """What goes on with this very run."""
+    options = shlex.join([*(argument for argument in arguments if argument != "--resume"), "--resume"])
+    return f"make train ARGS={shlex.quote(options)}" if processes > 1 else f"python examples/digits.py {options}"

@@ -1,6 +1,9 @@
 """Progress of a training run: one moving line on a terminal, one plain line an epoch elsewhere."""
 
 import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from typing import TextIO
 
@@ -18,6 +21,13 @@ class Status:
     images_per_second: float
     accuracy: float | None
     """Of the last validation; None before the first."""
+
+
+@contextmanager
+def printing(wanted: bool) -> Iterator[None]:
+    """What is printed inside is shown, or not: of many processes only one should speak."""
+    with open(os.devnull, "w") as nowhere, redirect_stdout(sys.stdout if wanted else nowhere):
+        yield
 
 
 class Progress:
@@ -49,6 +59,11 @@ class Progress:
         if self.drawn:
             self._write("\n")
             self.drawn = False
+
+    def stop(self, epoch: int, step: int) -> None:
+        """Tell where the run stopped; how to go on with it can follow on the same line."""
+        self.close()
+        self._write(f"stopped in epoch {epoch} after step {step} of {self.steps_per_epoch}; ")
 
     def _moving_line(self, status: Status, width: int) -> str:
         """As much as fits: the bar gives way first, then the figures from the last one on."""

@@ -1,7 +1,7 @@
 """The picture of a training run: loss and accuracy of all epochs, and who did what in one step."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -31,6 +31,26 @@ class History:
     accuracies: list[float] = field(default_factory=list)
     timeline: list[Span] = field(default_factory=list)
     """The spans of one step."""
+
+    @property
+    def accuracy(self) -> float | None:
+        """The last one; None before the first."""
+        return self.accuracies[-1] if self.accuracies else None
+
+    def add_epoch(self, validation_loss: float, accuracy: float, timeline: list[Span]) -> None:
+        """The figures of one more epoch, and the timeline of one of its steps."""
+        self.validation_losses.append(validation_loss)
+        self.accuracies.append(accuracy)
+        self.timeline = timeline
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint holds of it."""
+        return asdict(self)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there."""
+        for name, value in state.items():
+            setattr(self, name, value)
 
 
 def write_report(history: History, steps_per_epoch: int, path: Path) -> None:

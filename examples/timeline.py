@@ -1,9 +1,14 @@
 """What each process, or each replica, did in one training step, and for whom it waited: collected, and drawn."""
 
+import time
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
 
+import torch.distributed as dist
 from matplotlib.axes import Axes
+from torch import nn
+
+import lockstep
 
 Span = tuple[str, int | None, float, float]
 """Phase, process or replica (None: the thread that calls the replicas), start and end in seconds."""
@@ -33,6 +38,43 @@ def duration(timeline: Sequence[Span]) -> float:
 def median_step(timelines: Sequence[list[Span]]) -> list[Span]:
     """The timeline of the step that is neither fast nor slow: the one to show."""
     return sorted(timelines, key=duration)[len(timelines) // 2]
+
+
+class StepTimes:
+    """Times what a process does in each step: work by the caller's laps, communication by `lockstep.statistics`."""
+
+    def __init__(self, model: nn.Module, rank: int) -> None:
+        self._model, self._rank = model, rank
+        self._steps: list[list[Span]] = []
+        self._spans: list[Span] = []
+
+    def begin(self) -> None:
+        """A step begins."""
+        self._spans, self._hidden = [], lockstep.statistics(self._model).hidden_seconds
+        self._start_lap()
+
+    def lap(self, phase: str) -> None:
+        """What has run since the last call was this; what backward has only waited for is not part of it."""
+        waited = lockstep.statistics(self._model).exposed_seconds - self._exposed
+        self._spans.append((phase, self._rank, self._start - self._begin, time.perf_counter() - waited - self._begin))
+        self._start_lap()
+
+    def end(self) -> None:
+        """All gradients are there."""
+        sent = self._spans[-1][3] - (lockstep.statistics(self._model).hidden_seconds - self._hidden)
+        self._steps.append([*self._spans, (COMMUNICATION, self._rank, sent, time.perf_counter() - self._begin)])
+
+    def median_step(self) -> list[Span]:
+        """The one that is neither fast nor slow of the steps since the last call, with the spans of all processes."""
+        of_all: list[list[list[Span]]] = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(of_all, self._steps)
+        self._steps = []
+        return median_step([list(chain.from_iterable(step)) for step in zip(*of_all, strict=True)])
+
+    def _start_lap(self) -> None:
+        self._exposed, self._start = lockstep.statistics(self._model).exposed_seconds, time.perf_counter()
+        if not self._spans:
+            self._begin = self._start
 
 
 def draw_timeline(axes: Axes, timeline: Sequence[Span]) -> None:

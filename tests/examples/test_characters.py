@@ -14,6 +14,7 @@ from example_programs import CHARACTERS, EXAMPLES, TORCHRUN, run, run_in_ranks
 from processes import run_processes
 
 PASSAGES, MICRO_BATCH = 13, 3
+QUICK = ("--steps", "20", "--batch-size", "16", "--micro-batch-size", "3", "--length", "60")
 
 
 def assert_it_learns_and_writes(output):
@@ -27,14 +28,14 @@ def assert_it_learns_and_writes(output):
 
 
 def test_it_learns_and_writes_in_one_process():
-    (((status, output, error),),) = run_in_ranks(1, "characters", ["--quick"])
+    (((status, output, error),),) = run_in_ranks(1, "characters", list(QUICK))
     assert (status, error) == (0, "")
     assert_it_learns_and_writes(output)
 
 
 @pytest.mark.timeout(300)  # three processes import torch
 def test_it_learns_and_writes_in_the_processes_of_torchrun():
-    output, error = run(*TORCHRUN, CHARACTERS, "--quick")
+    output, error = run(*TORCHRUN, CHARACTERS, *QUICK)
     assert not error
     assert_it_learns_and_writes(output)
 
@@ -55,7 +56,7 @@ def test_the_gradient_is_the_mean_over_all_characters_of_all_processes():
         patch.setattr(sys, "path", [str(EXAMPLES), *sys.path])
         before = set(sys.modules)
         characters = importlib.import_module("characters")
-    for name in ("characters", "options"):
+    for name in ("characters", "passages"):
         if name not in before:
             del sys.modules[name]
     torch.manual_seed(0)
