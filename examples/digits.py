@@ -78,7 +78,6 @@ def train(run: lockstep.Session, options: Namespace) -> bool:
     started = time.perf_counter()
     training, validation = load_handwriting()
     steps = len(training) // options.batch_size
-    print(f"{len(training)} images to train on, {len(validation)} to validate on; processes: {run.world_size}")
 
     torch.manual_seed(options.seed)
     model = lockstep.replicate(make_model().to(run.device), shares=options.shares, loss="mean")
@@ -94,6 +93,7 @@ def train(run: lockstep.Session, options: Namespace) -> bool:
         print(f"resuming after {len(history.losses)} of {options.epochs * steps} steps")
     elif run.is_main:
         set_aside(checkpoints)
+    print(f"{len(training)} images to train on, {len(validation)} to validate on; processes: {run.world_size}")
 
     progress = Progress(sys.stdout, options.epochs, steps)
     for epoch in range(order.epoch, options.epochs):
