@@ -7,6 +7,7 @@ Ctrl-C stops the run after a step, saved, and `--resume` goes on with it, to the
 unstopped. With `--shares 8` these do not depend on the number of processes, either.
 """
 
+import os
 import sys
 import time
 from argparse import Namespace
@@ -21,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 import lockstep
 from handwriting import load_handwriting
-from lockstep.errors import CheckpointError
+from lockstep.errors import CheckpointError, PeerFailure
 from options import STOPPED, BadOption, check, check_same, command_to_resume, make_parser, set_aside, settings_of
 from progress import Progress, Status, printing
 from report import History, write_report
@@ -133,6 +134,16 @@ def train(run: lockstep.Session, options: Namespace) -> bool:
 
 def main(arguments: Sequence[str]) -> int:
     """The exit status. One process speaks."""
+    try:
+        return run_training(arguments)
+    except PeerFailure as failure:  # every process has it but the one that failed: the first of those tells it
+        if int(os.environ["RANK"]) == (1 if failure.rank == 0 else 0):
+            command = command_to_resume(arguments, int(os.environ["WORLD_SIZE"]))
+            print(f"{failure}\n`{command}` goes on from the newest checkpoint", file=sys.stderr)
+        return 1
+
+
+def run_training(arguments: Sequence[str]) -> int:
     with lockstep.session() as run, printing(run.is_main):
         parser = make_parser()
         try:

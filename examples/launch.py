@@ -30,7 +30,8 @@ def main(arguments: Sequence[str]) -> int:
         rank, failure = failed.get_first_failure()
         status = failure.exitcode if failure.exitcode >= 0 else 128 - failure.exitcode
         if status not in TOLD:
-            print(f"process {rank} failed with exit status {status}", file=sys.stderr)
+            how = "failed with" if failure.exitcode >= 0 else f"was ended by {signal.Signals(-failure.exitcode).name},"
+            print(f"process {rank} {how} exit status {status}", file=sys.stderr)
         return status
     return 0
 

@@ -377,6 +377,16 @@ def test_one_process_that_is_asked_to_stop_stops_both(tmp_path):
     assert len(load(tmp_path)["history"]["losses"]) < 3 * STEPS_PER_EPOCH
 
 
+def test_a_process_that_is_killed_is_named_in_a_few_lines(tmp_path):
+    with start(*IN_TWO, "--out", str(tmp_path), stderr=subprocess.STDOUT) as process:
+        told = stop(process, signal.SIGKILL, receiver=max)
+    assert process.returncode == 137
+    assert re.search(r"^rank 0 stops, because rank 1 has ended without a word .* at step \d+, in \w+$", told, re.M)
+    assert re.search(r"^`make train ARGS='.* --resume'` goes on from the newest checkpoint$", told, re.M)
+    assert told.endswith("process 1 was ended by SIGKILL, exit status 137\n")
+    assert "Traceback" not in told
+
+
 def test_a_bad_option_is_one_line_of_one_process(tmp_path):
     to = ["--out", str(tmp_path)]
     bad = {
