@@ -748,8 +748,9 @@ def check_resuming(cell, cuts, steps):
     ((_, expected, samples),) = run_ranks(1, resumed, cell, None, steps)
     assert len(set(samples)) == len(samples) > steps // 3 * SAMPLES - 1  # three batches an epoch
     for number, cut in enumerate(cuts):
-        first = run_ranks(1 + number % 4, resumed, cell, None, cut)
-        rest = run_ranks(1 + (number + 1) % 3, resumed, cell, first[0][0], steps)
+        before, other = number % 4, (number + 1 + number // 4 % 3) % 4  # never the same
+        first = run_ranks(1 + before, resumed, cell, None, cut)
+        rest = run_ranks(1 + other, resumed, cell, first[0][0], steps)
         assert {found for _, found, _ in rest} == {expected}
         assert sorted(sample for _, _, seen in first + rest for sample in seen) == sorted(samples)
 
