@@ -11,7 +11,7 @@ import os
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from statistics import fmean
 from typing import Any
 
@@ -41,14 +41,14 @@ def make_model(width: int = 48) -> nn.Sequential:
     return nn.Sequential(*first, *second, nn.Flatten(), nn.Linear(2 * width * 2 * 2, 10))
 
 
-def order_images(run: lockstep.Session, data: Dataset, options: Namespace) -> tuple[Any, Callable[[], Iterable]]:
+def order_images(run: lockstep.Session, data: Dataset, options: Namespace) -> tuple[Any, Iterable]:
     """The order of the images, which knows how far training has come, and what gives the batches from there on."""
     if options.shares:
         order = lockstep.GlobalBatches(data, options.batch_size, options.shares, options.seed)
-        return order, lambda: iter(order)
+        return order, order
     order = lockstep.ResumableSampler(DistributedSampler(data, seed=options.seed))
     loader = DataLoader(data, options.batch_size // run.world_size, sampler=order, drop_last=True)
-    return order, lambda: run.batches(order.batches(loader))
+    return order, order.batches(loader)
 
 
 def compute_gradients(model: nn.Module, images: Tensor, labels: Tensor, times: StepTimes) -> float:
@@ -99,7 +99,7 @@ def train(run: lockstep.Session, options: Namespace) -> bool:
     progress = Progress(sys.stdout, options.epochs, steps)
     for epoch in range(order.epoch, options.epochs):
         begin, before = time.perf_counter(), len(history.losses)
-        for batch in batches():
+        for batch in run.batches(batches):
             times.begin()
             optimizer.zero_grad()
             shares = batch if options.shares else [batch]

@@ -813,6 +813,26 @@ def test_all_ranks_stop_at_the_same_step_if_one_is_asked_to(world):
     assert run_ranks(world, work) == [4] * world
 
 
+@pytest.mark.parametrize("world", [1, 2])
+def test_an_epoch_that_is_gone_on_with_has_as_many_batches_as_are_left(world):
+    def work(rank):
+        model, _ = linear(rank)
+        data = lockstep.GlobalBatches(ROWS, 4, 4, process_group=rank.group)
+        for batch in lockstep.batches(data, group=rank.group):
+            for (x,) in batch:
+                model(x).sum().backward()
+            if batch.number == 1:
+                break
+        left, numbers = lockstep.batches(data, group=rank.group), []
+        for batch in left:
+            for (x,) in batch:
+                model(x).sum().backward()
+            numbers.append(batch.number)
+        return len(left), numbers, data.epoch
+
+    assert run_ranks(world, work) == [(2, [2, 3], 1)] * world
+
+
 def test_a_batch_that_nobody_goes_through_is_left_out():
     data = lockstep.GlobalBatches(ROWS, 4, 2, shuffle=False)
     found = [[x for (rows,) in batch for x in rows.flatten().tolist()] for batch in data if batch.number != 1]

@@ -103,6 +103,11 @@ class GlobalBatches:
         """The number of the next batch in its epoch, from 0 on."""
         return self._batch
 
+    @property
+    def batches_left(self) -> int:
+        """How many batches the next iteration gives: fewer than an epoch has where it goes on within one."""
+        return len(self) - self._batch
+
     def __len__(self) -> int:
         """How many batches an epoch has."""
         return batches_in(len(self.dataset), self.batch_size, self.last)  # type: ignore[arg-type]

@@ -200,6 +200,9 @@ def _length(loader: object) -> int:
     """How many batches a loader will give; -1 if that is not known."""
     if isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset):
         return -1  # what it says of its length is not what it will give
+    left = getattr(loader, "batches_left", None)  # of a loader that may go on within an epoch: GlobalBatches
+    if isinstance(left, int):
+        return left
     if not isinstance(loader, Sized):
         return -1
     try:
