@@ -36,7 +36,7 @@ class _RecordedFile(OpenFile):
         self._note("write", self._path, self._data)
 
     def sync(self):
-        super().sync()
+        self._file.flush()  # a crash of the machine is the test's
         self._note("sync", self._path)
 
 
@@ -75,7 +75,6 @@ class RecordingFileSystem(FileSystem):
         sync_in_order(self, what)
 
     def sync_folder(self, path):
-        super().sync_folder(path)
         self.note("sync_folder", path)
 
     def rename(self, path, new):

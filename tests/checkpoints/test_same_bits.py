@@ -70,8 +70,13 @@ def stop_and_go_on(rank, kind, folder):
     return wanted
 
 
-@pytest.mark.parametrize("backend", ["gloo", "shm"])
-@pytest.mark.parametrize("kind", KINDS)
+EACH_ONCE = list(zip(KINDS, ["gloo", "shm"] * 2, strict=True))
+THE_OTHERS = [(kind, "shm" if backend == "gloo" else "gloo") for kind, backend in EACH_ONCE]
+
+
+@pytest.mark.parametrize(
+    ("kind", "backend"), [*EACH_ONCE, *(pytest.param(*each, marks=pytest.mark.soak) for each in THE_OTHERS)]
+)
 def test_a_resumed_run_has_the_same_bits(kind, backend, tmp_path):
     one, other = run_processes(2, stop_and_go_on, KINDS[kind], tmp_path / "run", backend=backend)
     same = [name for name in one if one[name] == other[name]]
