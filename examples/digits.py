@@ -7,7 +7,6 @@ Ctrl-C stops the run after a step, saved, and `--resume` goes on with it, to the
 unstopped. With `--shares 8` these do not depend on the number of processes, either.
 """
 
-import os
 import sys
 import time
 from argparse import Namespace
@@ -23,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 import lockstep
 from handwriting import load_handwriting
 from lockstep.errors import CheckpointError, PeerFailure
-from options import STOPPED, BadOption, check, check_same, command_to_resume, make_parser, set_aside, settings_of
+from options import STOPPED, BadOption, check, check_same, command_to_resume, make_parser, set_aside, settings_of, tell
 from progress import Progress, Status, printing
 from report import History, write_report
 from timeline import StepTimes
@@ -31,8 +30,7 @@ from timeline import StepTimes
 
 def make_model(width: int = 48) -> nn.Sequential:
     def convolution(inputs: int, outputs: int) -> list[nn.Module]:
-        # PyTorch's momentum of 0.1 is for longer epochs: after the first 14 steps the averages that validation goes by
-        # would still be near those of the first weights, and 12% right where the network of that time gets 91%.
+        # With PyTorch's 0.1, averages after 14 steps are near those of the first weights: 12% right in place of 91%.
         norm = nn.BatchNorm2d(outputs, momentum=0.3)
         return [nn.Conv2d(inputs, outputs, kernel_size=3, padding=1, bias=False), norm, nn.ReLU()]
 
@@ -79,7 +77,6 @@ def train(run: lockstep.Session, options: Namespace) -> bool:
     started = time.perf_counter()
     training, validation = load_handwriting()
     steps = len(training) // options.batch_size
-
     torch.manual_seed(options.seed)
     model = lockstep.replicate(make_model().to(run.device), shares=options.shares, loss="mean")
     optimizer = torch.optim.Adam(model.parameters(), lr=options.lr)
@@ -134,26 +131,18 @@ def train(run: lockstep.Session, options: Namespace) -> bool:
 
 def main(arguments: Sequence[str]) -> int:
     """The exit status. One process speaks."""
+    parser = make_parser()
     try:
-        return run_training(arguments)
-    except PeerFailure as failure:  # every process has it but the one that failed: the first of those tells it
-        if int(os.environ["RANK"]) == (1 if failure.rank == 0 else 0):
-            command = command_to_resume(arguments, int(os.environ["WORLD_SIZE"]))
-            print(f"{failure}\n`{command}` goes on from the newest checkpoint", file=sys.stderr)
-        return 1
-
-
-def run_training(arguments: Sequence[str]) -> int:
-    with lockstep.session() as run, printing(run.is_main):
-        parser = make_parser()
-        try:
-            options = check(parser.parse_args(arguments), run.world_size)
-            if train(run, options):
-                return 0
-        except (BadOption, CheckpointError) as problem:
-            parser.exit(2, f"{parser.prog}: error: {problem}\n" if run.is_main else None)
-        print(f"`{command_to_resume(arguments, run.world_size)}` goes on")
-        return STOPPED
+        with lockstep.session() as run, printing(run.is_main):
+            try:
+                if train(run, check(parser.parse_args(arguments), run.world_size)):
+                    return 0
+            except (BadOption, CheckpointError) as problem:
+                parser.exit(2, f"{parser.prog}: error: {problem}\n" if run.is_main else None)
+            print(f"`{command_to_resume(arguments, run.world_size)}` goes on")
+            return STOPPED
+    except PeerFailure as failure:
+        return tell(failure, arguments)
 
 
 if __name__ == "__main__":

@@ -2,13 +2,16 @@
 
 import argparse
 import math
+import os
 import shlex
 import shutil
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
 from handwriting import TRAINING_IMAGES
+from lockstep.errors import PeerFailure
 
 STOPPED = 130  # the exit status of programs that were interrupted
 
@@ -104,3 +107,11 @@ def command_to_resume(arguments: Sequence[str], processes: int) -> str:
     """What goes on with this very run."""
     options = shlex.join([*(argument for argument in arguments if argument != "--resume"), "--resume"])
     return f"make train ARGS={shlex.quote(options)}" if processes > 1 else f"python examples/digits.py {options}"
+
+
+def tell(failure: PeerFailure, arguments: Sequence[str]) -> int:
+    """The exit status. Every process has that failure but the one that failed: the first of those tells it."""
+    if int(os.environ["RANK"]) == (1 if failure.rank == 0 else 0):
+        command = command_to_resume(arguments, int(os.environ["WORLD_SIZE"]))
+        print(f"{failure}\n`{command}` goes on from the newest checkpoint", file=sys.stderr)
+    return 1
