@@ -54,6 +54,7 @@ PUBLIC = {
         class Event(phase, replica, start, end)
         class GlobalBatches(dataset, batch_size, shares, seed=0, *, shuffle=True, last='drop', process_group=None, collate_fn=None, **loader_options)
             .batch
+            .batches_left
             .epoch
             .load_state_dict(state)
             .state_dict()
