@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
+from torch import nn
 from torch.utils.data import DataLoader, SequentialSampler
 
 import lockstep
+from lockstep.failures.where import phase_of
 
 
 def numbers(run):
@@ -55,3 +58,32 @@ def test_a_sessions_batches_do_not_run_ahead_of_the_position(tmp_path):
             steps = steps_of(run)
             run.resume(tmp_path, data=next(steps))
             assert list(steps) == wanted[number:]
+
+
+class Watched:
+    """Samples that note in which phase the run is when they are asked for; the last one cannot be read."""
+
+    def __init__(self, run):
+        self.run, self.phases = run, []
+
+    def __len__(self):
+        return 3
+
+    def __getitem__(self, number):
+        self.phases.append(self.run.progress.current_phase)
+        if number == 2:
+            raise OSError("a bad sector")
+        return torch.ones(2) * number
+
+
+def test_what_is_waited_for_in_a_sampler_is_data_also_after_an_evaluation():
+    with lockstep.session() as run:
+        model = lockstep.replicate(nn.Linear(2, 1))
+        run.progress.current_phase = "forward"  # as the last forward of an evaluation leaves it, on several ranks
+        data = Watched(run)
+        sampler = lockstep.ResumableSampler(SequentialSampler(data))
+        with pytest.raises(OSError) as raised:
+            for x in run.batches(sampler.batches(DataLoader(data, 1, sampler=sampler))):
+                model(x).sum().backward()
+        assert data.phases == ["data"] * 3
+        assert phase_of(raised.value.__traceback__, "training") == "data"

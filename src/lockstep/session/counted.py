@@ -7,7 +7,7 @@ import torch
 
 from lockstep.distributed.uneven import Batches
 from lockstep.failures.progress import Phase, Progress
-from lockstep.failures.where import TRAINING
+from lockstep.failures.where import OF_A_STEP, TRAINING
 
 B = TypeVar("B")
 
@@ -34,6 +34,8 @@ class CountedBatches(Generic[B]):
     def __iter__(self) -> Iterator[B]:
         progress, trains = self._progress, torch.is_grad_enabled()
         before, batches = progress.current_phase, iter(self._batches)
+        if before in OF_A_STEP:  # of an evaluation, which ends with a forward
+            before = TRAINING
         while True:
             self._check()
             if before == TRAINING:
