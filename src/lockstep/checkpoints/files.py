@@ -7,14 +7,48 @@ whole or not at all. Everything else may be lost in a crash, or be there early, 
 
 import hashlib
 import os
+import queue
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-_LARGE = 1 << 18
-"""Bytes from which a thread to compute their digest is worth its start."""
+_PIECE, _AHEAD = 1 << 22, 8
+"""Bytes that are digested at once, and how many such pieces may wait for it: copies, so not many."""
+
+
+class _Digest:
+    """A SHA-256 that is computed by a thread of its own, while what was added is written."""
+
+    def __init__(self) -> None:
+        self._sha256 = hashlib.sha256()
+        self._pieces: queue.Queue[bytes | None] = queue.Queue(_AHEAD)
+        self._thread: threading.Thread | None = None
+
+    def add(self, data: Any) -> None:
+        """Append bytes; they are copied, since they are the caller's again afterwards."""
+        if self._thread is None and len(data) < _PIECE // 16:
+            self._sha256.update(data)
+            return
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="lockstep digests", daemon=True)
+            self._thread.start()
+        view = memoryview(data).cast("B")
+        for begin in range(0, len(view), _PIECE):
+            self._pieces.put(bytes(view[begin : begin + _PIECE]))
+
+    def _run(self) -> None:
+        while (piece := self._pieces.get()) is not None:
+            self._sha256.update(piece)
+
+    def end(self) -> str:
+        """The digest of all, or of what there is if it has failed; the thread ends."""
+        if self._thread is not None:
+            self._pieces.put(None)
+            self._thread.join()
+            self._thread = None
+        return self._sha256.hexdigest()
 
 
 class OpenFile:
@@ -22,27 +56,19 @@ class OpenFile:
 
     def __init__(self, path: Path) -> None:
         self._file = open(path, "xb")  # noqa: SIM115  (closed by close())
-        self._digest = hashlib.sha256()
+        self._digest = _Digest()
         self.bytes = 0
         self.error: OSError | None = None
         """What :meth:`write` has raised, of which ``torch.save`` makes an error that does not say it."""
 
     def write(self, data: Any) -> int:
-        """Append bytes; the digest of many is computed at the same time, by another thread."""
-        digest = partial(self._digest.update, data)
-        hashing = threading.Thread(target=digest) if len(data) >= _LARGE else None
-        if hashing is not None:
-            hashing.start()
+        """Append bytes."""
+        self._digest.add(data)
         try:
             self.append(data)
         except OSError as error:
             self.error = error
             raise
-        finally:
-            if hashing is not None:
-                hashing.join()  # the bytes are the caller's again afterwards
-        if hashing is None:
-            digest()
         self.bytes += len(data)
         return len(data)
 
@@ -60,12 +86,13 @@ class OpenFile:
 
     def close(self) -> None:
         """Let go of the file."""
+        self._digest.end()
         self._file.close()
 
     @property
     def sha256(self) -> str:
         """The digest of what was written so far."""
-        return self._digest.hexdigest()
+        return self._digest.end()
 
 
 class FileSystem:
