@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import random
 import shutil
@@ -72,6 +71,10 @@ def check_resumed(rank, path, completed):
     assert {saved.number for saved in list_saved(path) if saved.is_finished} == whole
 
 
+def frozen(tree):
+    return frozenset((name, frozen(each) if isinstance(each, dict) else hash(each)) for name, each in tree.items())
+
+
 def states_after_crashes(calls, root, at_random):
     """Each state once: what is there, and the last save that had returned."""
     disk, completed, seen, rng = Disk(root), 0, set(), random.Random(7)
@@ -81,7 +84,7 @@ def states_after_crashes(calls, root, at_random):
         elif call is not None:
             disk.apply(call)
         for tree in disk.after_crashes(rng, at_random):
-            key = completed, hashlib.sha256(repr(tree).encode()).digest()
+            key = completed, frozen(tree)
             if key not in seen:
                 seen.add(key)
                 yield completed, tree
@@ -124,7 +127,7 @@ def crash(capsys, world, folder, at_random, every, timeout=90.0):
 
 
 # That of two ranks goes through few of its states here, since their collectives take most of the time.
-@pytest.mark.parametrize(("world", "at_random", "every", "least"), [(1, 2, 1, 150), (2, 1, 10, 20)])
+@pytest.mark.parametrize(("world", "at_random", "every", "least"), [(1, 2, 1, 150), (2, 1, 4, 60)])
 def test_a_crash_at_any_moment_loses_no_whole_checkpoint(world, at_random, every, least, tmp_path, capsys):
     assert crash(capsys, world, tmp_path, at_random, every) > least
 
