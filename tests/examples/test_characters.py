@@ -1,4 +1,4 @@
-"""The small transformer that writes, in one process and in those that torchrun starts."""
+"""The small transformer that writes, in one process and in two that share each batch."""
 
 import importlib
 import re
@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 
 import lockstep
-from example_programs import CHARACTERS, EXAMPLES, TORCHRUN, run, run_in_ranks
+from example_programs import EXAMPLES, run_in_ranks
 from processes import run_processes
 
 PASSAGES, MICRO_BATCH = 13, 3
@@ -33,10 +33,10 @@ def test_it_learns_and_writes_in_one_process():
     assert_it_learns_and_writes(output)
 
 
-@pytest.mark.timeout(300)  # three processes import torch
-def test_it_learns_and_writes_in_the_processes_of_torchrun():
-    output, error = run(*TORCHRUN, CHARACTERS, *QUICK)
-    assert not error
+def test_it_learns_and_writes_in_two_processes_of_which_one_speaks():
+    (((status, output, error), other),) = run_in_ranks(2, "characters", list(QUICK))
+    assert (status, error) == (0, "")
+    assert other == (0, "", "")
     assert_it_learns_and_writes(output)
 
 
