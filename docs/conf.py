@@ -1,4 +1,4 @@
-"""How Sphinx builds the documentation: ``make docs``. Only browsers fetch anything: Mermaid, for two diagrams."""
+"""How Sphinx builds the documentation: ``make docs``. Nothing is fetched, neither then nor by browsers."""
 
 import sys
 from pathlib import Path
@@ -7,7 +7,7 @@ sys.path.insert(0, str(Path(__file__).parent / "_ext"))
 
 project = "lockstep"
 author = "The lockstep developers"
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinxcontrib.mermaid", "pages", "links"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "pages", "links"]
 exclude_patterns = ["_ext", "_static", "pictures"]
 nitpicky = True  # every name that a page refers to is there
 
@@ -23,7 +23,6 @@ html_theme_options = {
 }
 
 myst_enable_extensions = ["colon_fence"]
-myst_fence_as_directive = ["mermaid"]
 myst_heading_anchors = 3
 nitpick_ignore = [("py:class", "BatchNorm"), ("py:attr", "uses")]  # in docstrings of PyTorch's, and in prose
 

@@ -1,4 +1,4 @@
-"""Draws the pictures of docs/concepts.md, beside which it puts them: ``python docs/pictures/draw.py``."""
+"""Draws pictures of the documentation, beside whose pages it puts them: ``python docs/pictures/draw.py``."""
 
 from pathlib import Path
 
@@ -122,7 +122,112 @@ def replicas() -> str:
     return p.svg()
 
 
-PICTURES = {"round.svg": a_round, "two_levels.svg": two_levels, "replicas.svg": replicas}
+def tree_of_shares() -> str:
+    """Eight shares on three ranks."""
+    p = Picture(960, 380, "Eight shares on three ranks, added in a fixed tree over their numbers")
+    places = [(30 + number * 100 + 40 * owner, owner) for number, owner in enumerate((0, 0, 0, 1, 1, 1, 2, 2))]
+    middle = [x + 40 for x, _ in places]
+    for owner, (first, last) in enumerate(((0, 2), (3, 5), (6, 7))):
+        left = places[first][0] - 12
+        p.box(left, 212, places[last][0] + 92 - left, 152, PALE)
+        p.text(left + 12, 356, f"rank {owner}", 14, "start", bold=True)
+    for number, (x, owner) in enumerate(places):
+        p.box(x, 300, 80, 34, (BLUE, ORANGE, GREEN)[owner], f"share {number}")
+    sums = []
+    for first, top, owner in ((0, 228, 0), (2, 140, None), (4, 228, 1), (6, 228, 2)):
+        x = (middle[first] + middle[first + 1]) / 2
+        colour = GREY if owner is None else (BLUE, ORANGE, GREEN)[owner]
+        p.box(x - 40, top, 80, 34, colour, f"{first} + {first + 1}")
+        for each in (first, first + 1):
+            p.arrow(middle[each], 299, x + (16 if each > first else -16), top + 35)
+        sums.append((x, top))
+    halves = []
+    for (x1, top1), (x2, top2), text in ((*sums[:2], "(0 + 1) + (2 + 3)"), (*sums[2:], "(4 + 5) + (6 + 7)")):
+        x = (x1 + x2) / 2
+        p.box(x - 70, 78, 140, 34, GREY, text)
+        p.arrow(x1, top1 - 1, x - 40, 113)
+        p.arrow(x2, top2 - 1, x + 40, 113)
+        halves.append(x)
+    x = sum(halves) / 2
+    p.box(x - 130, 14, 260, 34, GREY, "the sum, divided by the rows of the world")
+    p.arrow(halves[0], 77, x - 90, 49)
+    p.arrow(halves[1], 77, x + 90, 49)
+    p.text(20, 176, "between ranks", 12, "start")
+    return p.svg()
+
+
+def rooms() -> str:
+    """What imports what."""
+    p = Picture(960, 560, "The rooms of the library; each imports from those below it")
+    named = {
+        "session": (400, 14, "session/\nsession(), watch()", GREEN),
+        "checkpoints": (60, 100, "checkpoints/\nsave(), resume()", GREEN),
+        "data": (740, 100, "data/\nGlobalBatches", GREEN),
+        "faces": (400, 186, "replicate(), accumulate(), ...\nDistributedDataParallel", BLUE),
+        "shares": (740, 220, "shares/\ngradients with the same bits", BLUE),
+        "module": (400, 262, "distributed/\nreplication, membership, join", BLUE),
+        "reduction": (400, 338, "distributed/reduction/\none round of gradients", BLUE),
+        "foundation": (400, 414, "distributed/\ncollectives, agreement, buffers", BLUE),
+        "failures": (150, 414, "failures/\nchannel, progress, stacks", ORANGE),
+        "shm": (740, 414, "shm/\nthrough shared memory", ORANGE),
+        "local": (20, 300, "local/\none process, many devices", ORANGE),
+    }
+    p.box(20, 500, 920, 40, GREY, "errors, phases, devices, buckets, tree, ...")
+    for x, y, text, colour in named.values():
+        p.box(x, y, 200, 46, colour, text)
+    for upper, lower in (
+        ("session", "faces"), ("faces", "module"), ("module", "reduction"), ("reduction", "foundation"),
+    ):  # fmt: skip
+        p.arrow(500, named[upper][1] + 47, 500, named[lower][1] - 1)
+    p.arrow(399, 52, 220, 99)  # session to checkpoints
+    p.arrow(261, 132, 399, 196)  # checkpoints to faces
+    p.arrow(840, 147, 840, 219)  # data to shares
+    p.arrow(601, 216, 739, 236)  # faces to shares
+    p.arrow(739, 256, 601, 284)  # shares to module
+    p.arrow(399, 437, 351, 437)  # foundation to failures
+    p.arrow(601, 437, 739, 437)  # foundation to shm
+    p.arrow(840, 461, 840, 499)
+    p.arrow(250, 461, 250, 499)
+    p.arrow(500, 461, 500, 499)
+    p.arrow(85, 347, 85, 499)
+    return p.svg()
+
+
+def phases() -> str:
+    """What may follow what in a round of gradients."""
+    p = Picture(960, 250, "The phases of a round of gradients")
+    for x, y, name, colour in (
+        (230, 30, "FILLING", BLUE), (500, 30, "FINALIZING", BLUE), (770, 30, "REDUCED", GREEN),
+        (500, 170, "ABANDONED", ORANGE),
+    ):  # fmt: skip
+        p.box(x, y, 120, 50, colour, name, 13)
+    p.arrow(60, 55, 229, 55)
+    p.text(70, 30, "the first gradient, or the", 11, "start")
+    p.text(70, 45, "end of a pass without one", 11, "start")
+    p.arrow(351, 55, 499, 55)
+    p.text(425, 47, "backward has ended", 11)
+    p.arrow(621, 55, 769, 55)
+    p.text(695, 47, "all has arrived", 11)
+    p.arrow(300, 81, 499, 185)
+    p.text(280, 145, "backward has failed", 11)
+    p.arrow(560, 81, 560, 169)
+    p.text(572, 130, "this rank's part has failed", 11, "start")
+    p.arrow(830, 81, 830, 150)
+    p.text(830, 168, "the outcome: gradients,", 11)
+    p.text(830, 183, "or an error on every rank", 11)
+    p.arrow(499, 208, 400, 208)
+    p.text(392, 212, "the others are told", 11, "end")
+    return p.svg()
+
+
+PICTURES = {
+    "round.svg": a_round,
+    "two_levels.svg": two_levels,
+    "replicas.svg": replicas,
+    "shares.svg": tree_of_shares,
+    "rooms.svg": rooms,
+    "phases.svg": phases,
+}
 
 if __name__ == "__main__":
     for name, draw in PICTURES.items():
