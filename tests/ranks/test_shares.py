@@ -833,6 +833,24 @@ def test_an_epoch_that_is_gone_on_with_has_as_many_batches_as_are_left(world):
     assert run_ranks(world, work) == [(2, [2, 3], 1)] * world
 
 
+@pytest.mark.parametrize("names_the_module", [False, True])
+def test_a_batch_with_shares_cannot_be_left_out(names_the_module):
+    def work(rank):
+        model, data = linear(rank)
+        try:
+            for batch in lockstep.batches(data, group=rank.group):
+                for (x,) in batch:
+                    if rank.rank == 0:
+                        lockstep.skip_batch(*([model] if names_the_module else []), group=rank.group)
+                    model(x).sum().backward()
+        except (OptionError, PeerError) as error:
+            return type(error).__name__, "shares" in str(error)
+        return None
+
+    assert [found[0] for found in run_ranks(2, work)] == ["OptionError", "PeerError"]
+    assert run_ranks(1, work) == [("OptionError", True)]
+
+
 def test_a_batch_that_nobody_goes_through_is_left_out():
     data = lockstep.GlobalBatches(ROWS, 4, 2, shuffle=False)
     found = [[x for (rows,) in batch for x in rows.flatten().tolist()] for batch in data if batch.number != 1]

@@ -78,6 +78,7 @@ def skip_batch(*modules: Module, group: Group | None = None) -> None:
 
     Raises:
         PeerError: Other ranks are at another batch.
+        OptionError: No module takes part in rounds of the group: with shares there are none.
         CommunicationError: There is no group, or a rank does not answer.
 
     Example:
@@ -99,6 +100,12 @@ def skip_batch(*modules: Module, group: Group | None = None) -> None:
     """
     steps = OneByOne()
     for scheduler in _schedulers(modules, group, "skip_batch"):
+        if not list(scheduler.modules):
+            raise OptionError(
+                "skip_batch() has nothing to leave out: no module takes part in rounds of this process group. Pass the "
+                "replicated module, skip_batch(model), before its first backward; with shares a batch cannot be left "
+                "out: let an error leave the loop over its shares on all ranks"
+            )
         with steps:
             scheduler.leave_out()
     steps.end()

@@ -122,6 +122,11 @@ class ShareReplication(Replication):
         """Raise: hooks would see partial sums."""
         self._refuse("register_comm_hook()")
 
+    @property
+    def started_reducer(self) -> NoReturn:
+        """Refused: with shares there are no rounds for skip_batch(), batches(), check_in_sync(every=) and the like."""
+        self._refuse("a call with this module that needs its rounds of gradients, as skip_batch() does,")
+
     def _refuse(self, what: str) -> NoReturn:
         raise OptionError(
             f"{what}: this module is replicated with shares={self._shares}, whose gradients are put together when the "
