@@ -122,7 +122,7 @@ class Outcome:
         try:
             factor = self._check(report, number)
             if report.skips:
-                self._leave_out()
+                self._drop()
                 return None
             if watch is not None:
                 watch.check(report, self._collectives)
@@ -134,14 +134,12 @@ class Outcome:
 
     def _fail(self, report: Report) -> None:
         """The round has failed on every rank, which is about to be raised."""
-        self.has_failed = True
-        self._setup.transport.drop_deferred()
-        self._setup.buffers.drop_large()
+        self._drop()
         if any(status.failed for status in report.ranks):
             self._decisions.note_failure()
 
-    def _leave_out(self) -> None:
-        """A report says that the batch is left out: nothing of the round counts."""
+    def _drop(self) -> None:
+        """Nothing of the round counts: it has failed, or a report says that the batch is left out."""
         self.has_failed = True
         self._setup.transport.drop_deferred()
         self._setup.buffers.drop_large()
@@ -167,7 +165,7 @@ class Outcome:
             if report is not None:
                 with suppress(PeerError, OptionError):
                     self._check(report, self._setup.rounds)
-                    self._leave_out() if report.skips else self._take_buffers(report)
+                    self._drop() if report.skips else self._take_buffers(report)
 
     def update_buffers(self) -> None:
         """Assign the buffers that have come with the last round, if that has waited for its report, has not failed, and
@@ -197,7 +195,7 @@ class Outcome:
         except (PeerError, OptionError):
             self._fail(report)
             raise
-        self._leave_out() if report.skips else self._take_buffers(report)
+        self._drop() if report.skips else self._take_buffers(report)
 
     def _take_buffers(self, report: Report) -> None:
         self._setup.buffers.finish_large()

@@ -290,10 +290,16 @@ class Reducer:
     # ------------------------------------------------------------------- the end, however it comes
 
     def end_pass(self, failed: bool = False) -> None:
-        """The backward pass is over, however it ended; ``failed`` if all ranks know that its round has failed."""
+        """The backward pass is over, however it ended; ``failed`` if all ranks know that its round has failed.
+
+        After a failure no rank has a gradient: what was left of it differs by rank
+        (``tests/ranks/test_after_a_failed_backward.py``).
+        """
         with self._lock:
             accumulated = self._members.arrivals.end_pass()
             ended, self._round = self._round, None
+            if failed or (ended is not None and not ended.is_copied_out):
+                self.setup.drop_gradients()
             if ended is not None:
                 if self.setup.watch is not None:
                     self.setup.watch.forget()

@@ -68,6 +68,8 @@ class Round:
         """The first bucket that has not left."""
         self.late: dict[int, None] = {}
         """Parameters whose gradient came after its bucket had left, or has no bucket."""
+        self.is_copied_out = False
+        """Whether the parameters have their gradients."""
         self.abandoned_row: Tensor | None = None
         """The report, if the round was abandoned before it had left."""
         self._setup, self._used, self._describe, self._create_graph = setup, used, describe, create_graph
@@ -246,6 +248,7 @@ class Round:
         if report.is_usual and not (self._graphs or self._create_graph):
             for bucket in self.buckets.in_order:
                 bucket.copy_out(report)
+            self.is_copied_out = True
             return
         overdue = [*(self._setup.parameters[index] for index in report.late), *newcomers]
         graphs = [*self._graphs, *graphs_of(overdue)]
@@ -262,6 +265,7 @@ class Round:
             collectives = self._setup.collectives
             is_idle = any(report.idle) and (len(report.idle) == 1 or report.idle[collectives.rank])
             with_graphs(graphs, self._used_anywhere(report, newcomers), factor, is_idle, collectives)
+        self.is_copied_out = True
 
     def _used_anywhere(self, report: Report, newcomers: Sequence[ManagedParameter]) -> list[ManagedParameter]:
         """The parameters that any rank has used: the same ones, in the same order, on every rank."""

@@ -1,0 +1,292 @@
+"""What parameters have after a backward that failed: the same on every rank, so that a step on it is the same, too.
+
+A program may catch the error on every rank and go on without `zero_grad()`. What one rank alone still had - of micro-
+batches before, of an earlier backward, of layers that backward got to - would make replicas drift apart.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import lockstep
+from lockstep.errors import AgreementError, OptionError, PeerError, ShareError
+from small_modules import fails_in_backward, one_weight, x_of
+from threaded import run_ranks
+
+
+class Net(nn.Module):
+    """Layers of every kind of bucket; backward may fail between them, and one of them may be left out."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.rows = nn.Embedding(3, width, sparse=True)
+        self.first, self.middle, self.last = (nn.Linear(width, width) for _ in range(3))
+        self.extra = nn.Linear(width, width, bias=False)
+
+    def forward(self, rank, fails="", uses_extra=True):
+        x = fails_in_backward(self.rows(torch.tensor([rank.rank])), fails == "late")
+        x = self.middle(fails_in_backward(self.first(x).relu(), fails == "between"))
+        return fails_in_backward(self.last(x) + (self.extra(x) if uses_extra else 0), fails == "early").sum()
+
+
+def error_of(call):
+    try:
+        call()
+    except Exception as error:
+        return type(error)
+    return None
+
+
+def given(model):
+    return [name for name, parameter in model.named_parameters() if parameter.grad is not None]
+
+
+def steps_alike(rank, model):
+    """Whether an optimizer's step, without `zero_grad()`, does the same on every rank; and then a whole batch does."""
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    optimizer.step()
+    alike = [rank.all_equal(parameter) for parameter in model.parameters()]
+    model(rank).backward()
+    alike += [rank.all_equal(p.grad.to_dense() if p.grad.is_sparse else p.grad) for p in model.parameters()]
+    optimizer.step()
+    return all(alike) and all(rank.all_equal(parameter) for parameter in model.parameters())
+
+
+def nothing(rank, model):
+    """Nothing comes before the batch that fails."""
+
+
+def reduced(rank, model):
+    """A backward that synchronises."""
+    model(rank).backward()
+
+
+def reduced_in_part(rank, model):
+    """A backward that synchronises, and leaves out a layer."""
+    model(rank, uses_extra=False).backward()
+
+
+def piled_up(rank, model):
+    """A micro-batch that does not synchronise."""
+    with model.no_sync():
+        model(rank).backward()
+
+
+def piled_up_on_one_rank(rank, model):
+    """One that only one rank has, and another layer."""
+    model(rank, uses_extra=False).backward()
+    if rank.rank == 1:
+        with model.no_sync():
+            model(rank).backward()
+
+
+def both(rank, model):
+    """A reduced gradient, to which a micro-batch has been added."""
+    reduced(rank, model)
+    piled_up(rank, model)
+
+
+def weighed(rank, model):
+    """A micro-batch with a weight, on top of a reduced gradient."""
+    reduced(rank, model)
+    with lockstep.accumulate(model, last=False, weight=1 + rank.rank):
+        model(rank).backward()
+
+
+BEFORE = [nothing, reduced, reduced_in_part, piled_up, piled_up_on_one_rank, both, weighed]
+
+
+def fails_on_one_rank(rank, before, width, cap, settled):
+    found = []
+    model = lockstep.replicate(rank.make(lambda: Net(width)), process_group=rank.group, bucket_cap_mb=cap)
+    for _ in range(settled):
+        model(rank).backward()
+        model.zero_grad()
+    for fails in ["early", "between", "late"]:
+        for failing in range(rank.world):
+            for uses_extra in [True, False]:
+                before(rank, model)
+                weight = 1.0 if before is weighed else None
+                with lockstep.accumulate(model, weight=weight):
+                    loss = model(rank, fails if rank.rank == failing else "", uses_extra)
+                    raised = error_of(loss.backward)
+                assert raised is (ArithmeticError if rank.rank == failing else PeerError)
+                found.append((given(model), steps_alike(rank, model)))
+                model.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("before", BEFORE)
+@pytest.mark.parametrize(
+    ("width", "cap", "settled", "hosts"), [(2, None, 0, ""), (8, 1e-4, 2, "aa"), (400, None, 2, "aa")]
+)
+def test_no_rank_has_a_gradient_after_a_backward_that_failed_on_one(before, width, cap, settled, hosts):
+    for found in run_ranks(2, fails_on_one_rank, before, width, cap, settled, hosts=hosts):
+        assert found == [([], True)] * 12
+
+
+# ------------------------------------------------------------------------- errors that all ranks raise
+
+
+def another_forward(rank, model):
+    """One rank has left out a forward."""
+    if rank.rank == 1:
+        model(rank)
+    return error_of(model(rank).backward)
+
+
+def past_forward(rank, model):
+    """One rank goes past the module's forward."""
+    return error_of((model.last.weight.sum() if rank.rank == 1 else model(rank)).backward)
+
+
+def weight_on_one_rank(rank, model):
+    """One rank weighs what it contributes, the other does not."""
+    with lockstep.accumulate(model, weight=1.0 if rank.rank == 1 else None):
+        return error_of(model(rank).backward)
+
+
+def hook_on_one_rank(rank, model):
+    """One rank has a communication hook, which the ranks find out before they send anything else."""
+    if rank.rank == 1:
+        model.register_comm_hook(None, lambda state, bucket: bucket.buffer())
+    raised = error_of(model(rank).backward)
+    if rank.rank == 0:
+        model.register_comm_hook(None, lambda state, bucket: bucket.buffer())
+    return raised
+
+
+def layer_on_one_rank(rank, model):
+    """One rank has another layer, which has had a gradient."""
+    before = model.last
+    if rank.rank == 1:
+        model.last = nn.Linear(2, 2)
+    raised = error_of(model(rank).backward)
+    new, model.last = model.last, before
+    assert all(parameter.grad is None for parameter in new.parameters())
+    return raised
+
+
+@pytest.mark.parametrize(
+    ("fail", "kinds"),
+    [
+        (another_forward, {PeerError}),
+        (past_forward, {PeerError}),
+        (weight_on_one_rank, {OptionError, PeerError}),
+        (hook_on_one_rank, {AgreementError}),
+        (layer_on_one_rank, {AgreementError}),
+    ],
+)
+@pytest.mark.parametrize("before", [nothing, piled_up, reduced_in_part, both])
+def test_no_rank_has_a_gradient_after_an_error_on_all(fail, kinds, before):
+    def call(rank):
+        model = lockstep.replicate(rank.make(lambda: Net(2)), process_group=rank.group)
+        if fail is not hook_on_one_rank:  # else it would be agreed on in the round before
+            model(rank).backward()
+            model.zero_grad()
+        before(rank, model)
+        return fail(rank, model), given(model), steps_alike(rank, model)
+
+    for raised, left, alike in run_ranks(2, call):
+        assert raised in kinds
+        assert (left, alike) == ([], True)
+
+
+# ----------------------------------------------------------------------------- of which modules
+
+
+def weights_of(models):
+    return [None if model.weight.grad is None else model.weight.grad.item() for model in models]
+
+
+def one_of_several(rank, groups):
+    """Of three modules two are in the pass that fails; all have gradients that were reduced before."""
+    group = [rank.group] * 3 if groups == 1 else [group_of(rank, n) for n in range(3)]
+    models = [lockstep.replicate(one_weight(), process_group=each) for each in group]
+    sum(model(x_of(rank)) for model in models).sum().backward()
+    out = models[1](fails_in_backward(models[0](x_of(rank)), rank.rank == 1))
+    raised = error_of(out.sum().backward)
+    return raised, weights_of(models)
+
+
+def group_of(rank, number):
+    return dist.ProcessGroupGloo(dist.PrefixStore(str(number), STORES[0]), rank.rank, rank.world)
+
+
+STORES: list[object] = []
+
+
+@pytest.mark.parametrize(("groups", "left"), [(1, [None, None, None]), (3, [None, None, 1.5])])
+def test_after_a_failure_modules_of_one_group_have_no_gradient_those_of_others_have_theirs(groups, left):
+    """Ranks of one group do not know of each other which of its modules the pass would have gone through."""
+    STORES[:] = [dist.HashStore()]
+    try:
+        told, failing = run_ranks(2, one_of_several, groups)
+    finally:
+        STORES.clear()
+    assert told == (PeerError, left)
+    assert failing == (ArithmeticError, left)
+
+
+# ------------------------------------------------------------------------------- what has not failed
+
+
+def test_a_failure_without_synchronising_is_this_ranks_own():
+    """What had accumulated on it is left, and counts in the next round."""
+
+    def call(rank):
+        model = lockstep.replicate(nn.Sequential(one_weight(), one_weight()), process_group=rank.group)
+        with model.no_sync():
+            model(x_of(rank)).sum().backward()
+            inner = fails_in_backward(model[0](x_of(rank)), rank.rank == 1)
+            failed = error_of(model[1](inner).sum().backward)
+        kept = [parameter.grad.item() for parameter in model.parameters()]
+        model(x_of(rank)).sum().backward()
+        return failed, kept, [parameter.grad.item() for parameter in model.parameters()]
+
+    # of rank 1 two of the first layer, and three of the last one; of rank 0 three of each
+    reduced = [(3 * 1 + 2 * 2) / 2, (3 * 1 + 3 * 2) / 2]
+    assert run_ranks(2, call) == [(None, [2.0, 2.0], reduced), (ArithmeticError, [2.0, 4.0], reduced)]
+
+
+def idle_rank(rank):
+    """Rank 1 has run out of batches when rank 0 fails; it holds what its last batch has given."""
+    model = lockstep.replicate(one_weight(), process_group=rank.group)
+    loader = [x_of(rank, 10.0**n) for n in range(2 - rank.rank)]
+    found = []
+    for number, x in enumerate(lockstep.batches(loader, model)):
+        out = fails_in_backward(model(x), rank.rank == 0 and number == 1)
+        found.append((error_of(out.sum().backward), weights_of([model])))
+    return found
+
+
+def test_a_rank_that_has_run_out_has_no_gradient_either():
+    failing, told = run_ranks(2, idle_rank)
+    assert failing == [(None, [1.5]), (ArithmeticError, [None])]
+    assert told == [(None, [1.5]), (PeerError, [None])]
+
+
+def shares(rank):
+    """With shares, parameters have what they had before the step, and an optimizer's step is an error by name."""
+    model = lockstep.replicate(one_weight(), shares=4, process_group=rank.group)
+    optimizer = torch.optim.SGD(model.parameters(), 1.0)
+    found = []
+    for batch in lockstep.GlobalBatches([torch.ones(1)] * 24, 8, 4, process_group=rank.group):
+
+        def all_shares(batch=batch):
+            for number, x in enumerate(batch):
+                fails = (rank.rank, batch.number, number) == (1, 1, 1)
+                fails_in_backward(model(x), fails).sum().backward()
+
+        found.append((error_of(all_shares), weights_of([model]), error_of(optimizer.step)))
+    return found, model.weight.item()
+
+
+@pytest.mark.parametrize("hosts", ["", "aa"])
+def test_after_a_step_in_shares_that_failed_all_ranks_have_what_they_had_before(hosts):
+    steps = [[1.0], [1.0], [2.0]]  # a step is added to the gradient of the one before; the second one has failed
+    for found, raised in zip(run_ranks(2, shares, hosts=hosts), [PeerError, ArithmeticError], strict=True):
+        assert found == (list(zip([None, raised, None], steps, [None, ShareError, None], strict=True)), -2.0)
