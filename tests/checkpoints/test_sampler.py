@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Sequ
 
 import lockstep
 from lockstep.errors import CheckpointError, OptionError
+from threaded import run_ranks
 
 ROWS = list(range(23))
 
@@ -114,6 +115,25 @@ def test_a_shards_position_is_its_ranks_own(tmp_path):
     assert lockstep.ResumableSampler(distributed()).same_on_all_ranks
     folder = lockstep.save(tmp_path, data=sampler)
     assert not (folder / "data.pt").exists()
+
+
+def beside_a_loader_without_length(rank, others):
+    """Rank 1 has a sampler, and rank 0 ``others`` batches of a loader that does not know how many it has."""
+    model = lockstep.replicate(torch.nn.Linear(1, 1), process_group=rank.group)
+    sampler = lockstep.ResumableSampler(SequentialSampler(ROWS[:5]))
+    own = sampler.batches(DataLoader(ROWS, 2, sampler=sampler))
+    seen = []
+    for _ in lockstep.batches(own if rank.rank == 1 else (None for _ in range(others)), model):
+        model(torch.ones(1, 1)).sum().backward()
+        seen.append((sampler.epoch, sampler.consumed))
+    return seen, (sampler.epoch, sampler.consumed)
+
+
+@pytest.mark.parametrize("others", [2, 3, 5])
+def test_a_batch_counts_when_training_has_it_also_where_another_loader_has_no_length(others):
+    _, (seen, end) = run_ranks(2, beside_a_loader_without_length, others)
+    assert seen == [(0, 2), (0, 4), *[(0, 5)] * max(1, others - 2)]
+    assert end == (1, 0)
 
 
 def test_what_is_refused():

@@ -7,7 +7,7 @@ would drift apart one epoch later. But nothing of such a batch counts: parameter
 what they were (``reduction/idle.py``), and :func:`lockstep.mean` gives it no weight.
 
 How often that is, the ranks tell each other before the first batch, where loaders know their lengths. Where one does
-not, each rank looks one batch ahead, and says in the report of each round whether it has another.
+not, its rank looks one batch ahead, and each says in the report of each round whether it has another.
 """
 
 from collections.abc import Iterable, Iterator, Sequence, Sized
@@ -166,17 +166,32 @@ class Batches(Generic[B]):
 
     def _looking_ahead(self) -> Iterator[tuple[B, bool, bool, bool]]:
         """The same where some rank does not know how many it will have."""
-        iterator, decisions = self._start(), self._schedulers[0].decisions
-        upcoming = next(iterator, _NOTHING)
+        iterator = self._start()
+        is_empty = True
         batch: Any = self._padding
-        if upcoming is _NOTHING and batch is None:
+        for given, last in self._counted(iterator) if self._own >= 0 else _with_last(iterator):
+            again = _copy(given) if last else _NOTHING
+            yield given, False, last, self._may_be_empty
+            is_empty, batch = False, again
+        if is_empty and batch is None:
             self._fail("the loader has given no batch, so there is none to go through while the others have some")
-        while upcoming is not _NOTHING:
-            batch, upcoming = upcoming, next(iterator, _NOTHING)
-            last = upcoming is _NOTHING
-            again = _copy(batch) if last else _NOTHING
-            yield batch, False, last, self._may_be_empty
-            batch = again
+        yield from self._until_all_have_ended(batch)
+        if self._own >= 0:
+            self._check_length(next(iterator, _NOTHING) is _NOTHING, self._own + 1)
+
+    def _counted(self, iterator: Iterator[B]) -> Iterator[tuple[B, bool]]:
+        """The batches of a loader that knows how many there are, and whether each is its last.
+
+        It is asked for none ahead of time: it may count what it has given, as that of a ``ResumableSampler`` does.
+        """
+        for number in range(self._own):
+            batch: Any = next(iterator, _NOTHING)
+            self._check_length(batch is not _NOTHING, number)
+            yield batch, number == self._own - 1
+
+    def _until_all_have_ended(self, batch: Any) -> Iterator[tuple[B, bool, bool, bool]]:
+        """The last batch, again and again, while some rank has others."""
+        decisions = self._schedulers[0].decisions
         if len(self._lengths) == 1:
             return
         waited = 0
@@ -194,6 +209,14 @@ class Batches(Generic[B]):
         for each in self._schedulers:
             each.fail()
         raise OptionError(f"batches(): {reason}; give a loader of the right length, or `padding`")
+
+
+def _with_last(iterator: Iterator[B]) -> Iterator[tuple[B, bool]]:
+    """What is left of a loader, and whether each is its last batch: it is asked for one ahead."""
+    upcoming: Any = next(iterator, _NOTHING)
+    while upcoming is not _NOTHING:
+        batch, upcoming = upcoming, next(iterator, _NOTHING)
+        yield batch, upcoming is _NOTHING
 
 
 def _length(loader: object) -> int:
