@@ -40,6 +40,16 @@ def test_threads_come_to_the_same_bits(alone, world, hosts):
     assert run_ranks(world, train_all, hosts=hosts * world, timeout=300) == [alone] * world
 
 
+@pytest.mark.parametrize("hosts", ["ab", "aab", "abab"])
+def test_ranks_of_several_hosts_come_to_the_same_bits(alone, hosts):
+    """On an `shm` group, whose ranks have no memory in common then."""
+
+    def two_cells(rank):
+        return [train(rank, CELLS[1]), train(rank, CELLS[6])]
+
+    assert run_ranks(len(hosts), two_cells, hosts=hosts, timeout=300) == [[alone[1], alone[6]]] * len(hosts)
+
+
 @pytest.mark.parametrize("shares", [3, 5, 6])
 def test_shares_need_not_be_a_power_of_two(shares):
     found = [run_ranks(world, train, CELLS[0], 2, shares, None, shares * 3) for world in (1, 2, 3)]
@@ -381,6 +391,63 @@ def test_a_step_that_was_left_leaves_buffers_as_they_were(failing):
     assert first[1:] == [[pytest.approx(0.05 + 0.5 * 9.5)], 1, [False, False, True]]
 
 
+# ------------------------------------------------------------------------ collectives of a step
+
+
+@pytest.mark.parametrize(
+    ("hosts", "expected"),
+    [("", ["all_to_all_single", "all_gather_single"]), ("aaa", ["add_in_order"])],
+    ids=["gloo", "shm"],
+)
+def test_gradients_buffers_counters_and_reports_travel_together(hosts, expected, monkeypatch):
+    """In each step but the first, whose buffers nobody expects to change."""
+    monkeypatch.setitem(threaded._NAMES, "_add_in_order", "add_in_order")
+
+    def work(rank):
+        model = lockstep.replicate(rank.make(digits), shares=8, process_group=rank.group)
+        data = lockstep.GlobalBatches(data_of("digits"), 32, 8, process_group=rank.group)
+        for batch in data:
+            with count_collectives(rank) as seen:
+                for x, y in batch:
+                    nn.functional.cross_entropy(model(x), y, reduction="sum").backward()
+        return [each.name for each in seen], model[1].num_batches_tracked.item()
+
+    assert run_ranks(3, work, hosts=hosts) == [(expected, 2)] * 3
+
+
+class ChangesNow(nn.Module):
+    """Changes its buffers in the steps that the rows of its input tell."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1))
+        self.register_buffer("mean", torch.tensor([1.0]))
+        self.register_buffer("count", torch.tensor(0))
+
+    def forward(self, x):
+        if 4 <= x.min() < 8 or x.min() >= 12:
+            self.mean.mul_(2)
+            self.count += 1
+        return (x * self.weight).sum()
+
+
+@pytest.mark.parametrize("hosts", ["", "aa"], ids=["gloo", "shm"])
+def test_buffers_that_change_in_some_steps_only(hosts):
+    """Neither in the step after one in which they have changed, nor before."""
+
+    def work(rank):
+        model = lockstep.replicate(ChangesNow(), shares=4, process_group=rank.group)
+        found = []
+        for batch in lockstep.GlobalBatches(ROWS, 4, 4, shuffle=False, process_group=rank.group):
+            for (x,) in batch:
+                model(x).backward()
+            found.append((model.mean.item(), model.count.item(), model.weight.grad.item()))
+            model.zero_grad()
+        return found
+
+    assert run_ranks(2, work, hosts=hosts) == [[(1.0, 0, 1.5), (2.0, 1, 5.5), (2.0, 1, 9.5), (4.0, 2, 13.5)]] * 2
+
+
 # ------------------------------------------------------- buckets that leave in the last backward
 
 
@@ -389,9 +456,16 @@ def two_layers(rank):
     return lockstep.replicate(model, shares=4, process_group=rank.group)
 
 
-@pytest.mark.parametrize(("hosts", "name"), [("", "all_to_all_single"), ("aa", "add_in_order")], ids=["gloo", "shm"])
-def test_buckets_leave_while_the_last_share_runs_backward(hosts, name, monkeypatch):
-    """Seen by what has been sent when backward comes to the first of two layers; from the second step on."""
+@pytest.mark.parametrize(
+    ("hosts", "name", "expected"),
+    [("", "all_to_all_single", [0, 0, 4, 6, 8]), ("aa", "add_in_order", [0, 0, 4, 4, 8])],
+    ids=["gloo", "shm"],
+)
+def test_buckets_leave_while_the_last_share_runs_backward(hosts, name, expected, monkeypatch):
+    """Seen by what has been sent when backward comes to the first of two layers; from the second step on.
+
+    Where ranks share memory none leaves before the end.
+    """
     monkeypatch.setattr(reduction, "CAP_BYTES", 1)
     monkeypatch.setitem(threaded._NAMES, "_add_in_order", "add_in_order")
 
@@ -411,7 +485,7 @@ def test_buckets_leave_while_the_last_share_runs_backward(hosts, name, monkeypat
             note()
         return sent
 
-    assert run_ranks(2, work, hosts=hosts) == [[0, 0, 4, 6, 8]] * 2
+    assert run_ranks(2, work, hosts=hosts) == [expected] * 2
 
 
 @pytest.mark.parametrize("hosts", ["", "aa"], ids=["gloo", "shm"])

@@ -20,6 +20,17 @@ def test_what_is_kept_is_given_back_one_by_one():
     assert counts == [3, 2, 1, 0, 0]
 
 
+def test_room_is_made_for_something_else():
+    memory, tensors = SpareMemory(), [torch.zeros(4) for _ in range(3)]
+    alive = [weakref.ref(tensor) for tensor in tensors]
+    memory.keep(tensors)
+    tensors.clear()
+    memory.make_room(20)
+    assert sum(link() is not None for link in alive) == 1
+    memory.make_room(20)
+    assert memory._bytes == 0
+
+
 def test_there_is_a_most_that_is_kept(monkeypatch):
     monkeypatch.setattr(spare, "MOST_BYTES", 40)
     memory, tensors = SpareMemory(), [torch.zeros(4) for _ in range(4)]

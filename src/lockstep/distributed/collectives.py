@@ -287,11 +287,25 @@ class Collectives:
         """Whether :meth:`add_in_order` works for tensors from :meth:`empty` on a device."""
         return device.type == "cpu" and isinstance(self.group, ProcessGroupShm) and self.group._is_on_one_host
 
-    def add_in_order(self, tensor: Tensor, numel: int, additions: Sequence[Addition], what: str) -> Pending:
-        """Begin to add parts of tensors in memory that ranks share: see :meth:`ProcessGroupShm._add_in_order`."""
+    def add_in_order(
+        self,
+        tensor: Tensor,
+        numel: int,
+        additions: Sequence[Addition],
+        what: str,
+        gathered: int = 0,
+        *,
+        wait_follows: bool = False,
+    ) -> Pending:
+        """Begin to add parts of tensors in memory that ranks share: see :meth:`ProcessGroupShm._add_in_order`.
+
+        ``wait_follows``: as in :meth:`all_reduce`.
+        """
         each = 2 if tensor.is_complex() else 1
+        sizes = each * numel, additions, each * gathered
+        options = self._waited_for if wait_follows else self._begin_only
         with self.phases.phase("collective", f"add_in_order, {what}"):
-            return self._begin(what, lambda: self.group._add_in_order(_real(tensor), each * numel, additions))
+            return self._begin(what, lambda: self.group._add_in_order(_real(tensor), *sizes, options))
 
     def all_gather_bytes(self, data: bytes, what: str) -> list[bytes]:
         """The bytes of every rank, of any length, in rank order; two collectives."""

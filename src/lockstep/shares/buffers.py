@@ -3,9 +3,12 @@
 A floating-point buffer that any share has changed becomes the mean over all shares of the step, added in the tree's
 order; a share that has not changed it counts with the value of the step. Of any other buffer the lowest share that has
 changed it decides: a counter of batches, which every share advances from the same value, advances by one a step.
+
+Buffers that have changed in the step before travel with the gradients and the report
+(:mod:`lockstep.shares.reduction`). Others have collectives of their own, when they change.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -14,10 +17,13 @@ from lockstep.buckets import TensorSpec
 from lockstep.distributed.buffers import Buffer
 from lockstep.distributed.collectives import Collectives
 from lockstep.shares.gradients import Values, sum_dtype
-from lockstep.shares.reduction import Exchange
+from lockstep.shares.reduction import Exchange, ExchangePlan
+from lockstep.shares.spare import SpareMemory
 from lockstep.shares.tree import Node, PartialSums, add_up
 
 UNCHANGED = -1
+_SMALL_BYTES = 256
+"""A buffer that is not averaged, and no larger, travels with the report."""
 
 
 class ShareBuffers:
@@ -33,6 +39,10 @@ class ShareBuffers:
         self._count = 0
         self.first_change = [UNCHANGED] * len(buffers)
         """The first share of this rank that has changed each buffer, or -1."""
+        self.expected: list[int] = []
+        """The averaged buffers that have changed in the step before, the same on every rank."""
+        self._expected_kept: list[int] = []
+        """The same of those that are not averaged, if they are small."""
 
     @torch.no_grad()
     def open(self, count: int) -> None:
@@ -97,59 +107,83 @@ class ShareBuffers:
         assert start is not None
         return start.to(sum_dtype(start.dtype)).mul(2**node.level)  # exact, as are the sums of equal numbers
 
-    @torch.no_grad()
-    def finish(self, first_changes: Sequence[Sequence[int]], collectives: Collectives) -> None:
-        """All shares have ended: give the buffers the values of the next step.
-
-        ``first_changes``: :attr:`first_change` of each rank.
-        """
-        changed = [number for number in range(len(self.buffers)) if any(row[number] >= 0 for row in first_changes)]
-        self._average([n for n in changed if self._is_averaged[n]], collectives)
-        deciding: dict[int, list[int]] = {}
-        for number in changed:
-            if not self._is_averaged[number]:
-                known = [(row[number], rank) for rank, row in enumerate(first_changes) if row[number] >= 0]
-                deciding.setdefault(min(known)[1], []).append(number)
-        for rank, numbers in deciding.items():
-            self._take_over(numbers, rank, collectives)
-
-    def _average(self, numbers: Sequence[int], collectives: Collectives) -> None:
-        if not numbers:
-            return
-        sums = [
-            (node, [self._as_at_start(n, node) if (value := values[n]) is None else value for n in numbers])
+    def sums(self, numbers: Sequence[int]) -> list[list[Tensor]]:
+        """The partial sums of this rank of averaged buffers, in the order of shares."""
+        return [
+            [self._as_at_start(n, node) if (value := values[n]) is None else value for n in numbers]
             for node, values in self._sums.sums
         ]
-        total = _put_together([self._specs(n) for n in numbers], sums, self._count, collectives)
-        for number, value in zip(numbers, total, strict=True):
-            self.buffers[number].assign(value.div_(self._count))
 
-    def _specs(self, number: int) -> TensorSpec:
-        buffer = self.buffers[number]
-        return TensorSpec.of(torch.empty(buffer.shape, dtype=sum_dtype(buffer.dtype), device=buffer.device))
-
-    def _take_over(self, numbers: Sequence[int], rank: int, collectives: Collectives) -> None:
-        """Give buffers the values that a rank has kept of them."""
+    def specs(self, numbers: Sequence[int]) -> list[TensorSpec]:
+        """How averaged buffers are laid out where they are added."""
         buffers = [self.buffers[number] for number in numbers]
-        own = collectives.rank == rank
-        values = [self._kept[n] if own else b.zeros() for n, b in zip(numbers, buffers, strict=True)]
-        flat = torch.cat([value.contiguous().view(-1).view(torch.uint8) for value in values])
-        if collectives.world > 1:
-            collectives.broadcast(flat, "buffers", rank).wait()
-        for buffer, piece in zip(buffers, flat.split([buffer.nbytes for buffer in buffers]), strict=True):
-            buffer.assign(piece.clone().view(buffer.dtype).view(buffer.shape))
+        return [TensorSpec.of(torch.empty(b.shape, dtype=sum_dtype(b.dtype), device=b.device)) for b in buffers]
 
+    def kept(self) -> Tensor:
+        """The values of small buffers that are not averaged, as bytes on the CPU: as many on every rank."""
+        return torch.cat([torch.empty(0, dtype=torch.uint8), *(self._bytes(n).cpu() for n in self._expected_kept)])
 
-def _put_together(
-    specs: Sequence[TensorSpec], sums: Sequence[tuple[Node, list[Tensor]]], shares: int, collectives: Collectives
-) -> list[Tensor]:
-    if collectives.world == 1:
-        return add_up(sums, shares, lambda a, b: [x.add_(y) for x, y in zip(a, b, strict=True)]) or []
-    exchange = Exchange(specs, shares, collectives)
-    for number in range(len(exchange.buckets)):
-        exchange.send(number, [[values] for _, values in sums])
-    total: list[Tensor] = [torch.empty(0)] * len(specs)
-    for bucket, flat in exchange.receive():
-        for slot, view in zip(bucket.slots, bucket.views(flat), strict=True):
-            total[slot.index] = view
-    return total
+    def _bytes(self, number: int) -> Tensor:
+        """What this rank has kept of a buffer; zeros if no share of its has changed it."""
+        value = self._kept.get(number)
+        return (self.buffers[number].zeros() if value is None else value).contiguous().view(-1).view(torch.uint8)
+
+    @torch.no_grad()
+    def finish(
+        self,
+        first_changes: Sequence[Sequence[int]],
+        collectives: Collectives,
+        sums: Mapping[int, Tensor] | None = None,
+        kept: Sequence[Tensor] | None = None,
+    ) -> None:
+        """All shares have ended: give the buffers the values of the next step.
+
+        ``first_changes``: :attr:`first_change` of each rank; ``sums``: over all ranks, of the buffers that are known;
+        ``kept``: what :meth:`kept` gave on each rank.
+        """
+        changed = [number for number in range(len(self.buffers)) if any(row[number] >= 0 for row in first_changes)]
+        averaged = [number for number in changed if self._is_averaged[number]]
+        total = dict(sums or {})
+        missing = [number for number in averaged if number not in total]
+        total |= zip(missing, self._add_up(missing, collectives), strict=True)
+        for number in averaged:
+            self.buffers[number].assign(total[number].div_(self._count))
+        others = [number for number in changed if not self._is_averaged[number]]
+        deciding: dict[int, list[int]] = {}
+        for number in others:
+            first = min((row[number], rank) for rank, row in enumerate(first_changes) if row[number] >= 0)
+            deciding.setdefault(first[1], []).append(number)
+        for rank, numbers in deciding.items():
+            self._take_over(numbers, rank, collectives, kept)
+        self.expected = averaged
+        self._expected_kept = [number for number in others if self.buffers[number].nbytes <= _SMALL_BYTES]
+
+    def _add_up(self, numbers: Sequence[int], collectives: Collectives) -> list[Tensor]:
+        """The sums over all shares of averaged buffers that have not travelled with the gradients."""
+        if not numbers:
+            return []
+        sums = self.sums(numbers)
+        if collectives.world == 1:
+            nodes = [node for node, _ in self._sums.sums]
+            pairs = list(zip(nodes, sums, strict=True))
+            return add_up(pairs, self._count, lambda a, b: [x.add_(y) for x, y in zip(a, b, strict=True)]) or []
+        exchange = Exchange(ExchangePlan([], self.specs(numbers), self._count, collectives), collectives, SpareMemory())
+        exchange.send_rest([[[*values]] for values in sums], torch.empty(0, dtype=torch.uint8), wait_follows=True)
+        return [value for _, value in sorted(exchange.receive(), key=lambda pair: pair[0])]
+
+    def _take_over(
+        self, numbers: Sequence[int], rank: int, collectives: Collectives, kept: Sequence[Tensor] | None
+    ) -> None:
+        """Give buffers the values that a rank has kept of them."""
+        values: dict[int, Tensor] = {}
+        if kept is not None:
+            sizes = [self.buffers[number].nbytes for number in self._expected_kept]
+            values = dict(zip(self._expected_kept, kept[rank][: sum(sizes)].split(sizes), strict=True))
+        if missing := [number for number in numbers if number not in values]:
+            flat = torch.cat([self._bytes(number) for number in missing])
+            if collectives.world > 1:
+                collectives.broadcast(flat, "buffers", rank).wait()
+            values |= zip(missing, flat.split([self.buffers[number].nbytes for number in missing]), strict=True)
+        for number in numbers:
+            buffer = self.buffers[number]
+            buffer.assign(values[number].clone().view(buffer.dtype).view(buffer.shape))

@@ -12,27 +12,29 @@ from lockstep.shares.reduction import Exchange
 
 
 class EarlyBuckets:
-    """Sends the buckets of ``exchange`` in their order; parameters are numbered from the last to the first there."""
+    """Sends those buckets of ``exchange`` that may leave early; parameters are numbered from the last to the first
+    there."""
 
     def __init__(self, exchange: Exchange, gradients: ShareGradients, share: int, expected: Collection[int]) -> None:
         self._exchange, self._gradients, self._share = exchange, gradients, share
         last = len(gradients.parameters) - 1
-        self._bucket_of = {last - slot.index: n for n, b in enumerate(exchange.buckets) for slot in b.slots}
-        self._missing: list[set[int]] = [set() for _ in exchange.buckets]
+        leaving = exchange.plan.buckets[: exchange.plan.leave_early]
+        self._bucket_of = {last - slot.index: n for n, bucket in enumerate(leaving) for slot in bucket.slots}
+        self._missing: list[set[int]] = [set() for _ in leaving]
         for number in expected:
-            self._missing[self._bucket_of[number]].add(number)
-        self.sent = 0
-        """How many buckets have left."""
+            if number in self._bucket_of:
+                self._missing[self._bucket_of[number]].add(number)
         self.late: set[int] = set()
-        """Those among them for which another gradient has come."""
+        """Those that have left, and for which another gradient has come."""
 
     def arrived(self, number: int) -> None:
         """A parameter has got a gradient."""
-        bucket = self._bucket_of[number]
-        if bucket < self.sent:
+        bucket = self._bucket_of.get(number)
+        if bucket is None:
+            return
+        if bucket < self._exchange.sent:
             self.late.add(bucket)
             return
         self._missing[bucket].discard(number)
-        while self.sent < len(self._missing) and not self._missing[self.sent]:
-            self._exchange.send(self.sent, self._gradients.terms_with(self._share))
-            self.sent += 1
+        while self._exchange.sent < len(self._missing) and not self._missing[self._exchange.sent]:
+            self._exchange.send_next(self._gradients.terms_with(self._share))

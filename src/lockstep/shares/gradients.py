@@ -33,10 +33,12 @@ class ShareGradients:
     ``arrived(number)`` is called whenever a parameter has got a gradient; it raises where none may come.
     """
 
-    def __init__(self, named: Sequence[tuple[str, Parameter]], arrived: Callable[[int], None]) -> None:
+    def __init__(
+        self, named: Sequence[tuple[str, Parameter]], arrived: Callable[[int], None], spare: SpareMemory
+    ) -> None:
         self.names = [name for name, _ in named]
         self.parameters = [parameter for _, parameter in named]
-        self._spare = SpareMemory()
+        self._spare = spare
         self._handles = [
             _hook(parameter, number, arrived, self._spare) for number, parameter in enumerate(self.parameters)
         ]
@@ -77,14 +79,18 @@ class ShareGradients:
         """The last share of this rank has ended: take its gradients, which are added on their way to other ranks."""
         self._last = share, self._widened(self._take())
 
-    def terms(self) -> list[list[Values]]:
-        """The partial sums as they are sent, each as its terms: the last parameter's value comes first."""
+    def take_terms(self) -> list[list[Values]]:
+        """The partial sums as they are sent, each as its terms: the last parameter's value comes first. They are the
+        caller's."""
         if self._last is None:
-            return [[values[::-1]] for _, values in self.sums.sums]
-        return self._terms_with(*self._last)
+            terms = [[values[::-1]] for _, values in self.sums.sums]
+        else:
+            terms = self._terms_with(*self._last)
+        self.sums, self._last = self._new_sums(), None
+        return terms
 
     def terms_with(self, share: int) -> list[list[Values]]:
-        """The same while a share is under way, with the gradients that it has so far."""
+        """The same while a share is under way, with the gradients that it has so far; they are not the caller's."""
         return self._terms_with(share, self.now())
 
     def _terms_with(self, share: int, values: Values) -> list[list[Values]]:
@@ -106,7 +112,7 @@ class ShareGradients:
         return add_up(sums, shares, lambda left, right: add_values(left, right, self._spare)) or []
 
     def drop_sums(self) -> None:
-        """The partial sums have been sent, and will not be asked for again."""
+        """The partial sums will not be asked for again."""
         for _, values in self.sums.sums:
             self._spare.keep(values)
         if self._last is not None:

@@ -7,6 +7,7 @@ from math import nan
 from typing import Literal, NamedTuple, Protocol
 
 import torch
+from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
@@ -21,16 +22,11 @@ from lockstep.shares.buffers import ShareBuffers
 from lockstep.shares.early import EarlyBuckets
 from lockstep.shares.environment import check_settings, precision_on, settings_of
 from lockstep.shares.gradients import ShareGradients, Values, sum_dtype
-from lockstep.shares.reduction import Exchange, Terms
-from lockstep.shares.report import (
-    Report,
-    check_precision,
-    exchange_reports,
-    number_of,
-    send_failure,
-    weights_of_all,
-)
+from lockstep.shares.reduction import Exchange, ExchangePlan
+from lockstep.shares.report import Report, check_precision, check_reports, number_of, weights_of_all
+from lockstep.shares.spare import SpareMemory
 from lockstep.shares.state import ShareWorld, Step
+from lockstep.shares.transport import Terms
 from lockstep.shares.tree import add_in_tree_order
 
 Loss = Literal["sum", "mean"]
@@ -96,7 +92,8 @@ class ShareModule:
         trained = [(name, parameter) for name, parameter in members.parameters if parameter.requires_grad]
         self._members = members
         self._flags = [parameter.requires_grad for _, parameter in members.parameters]
-        self._gradients = ShareGradients(trained, self._arrived)
+        self._spare = SpareMemory()
+        self._gradients = ShareGradients(trained, self._arrived, self._spare)
         self._buffers = ShareBuffers(members.buffers)
         self._own = {id(parameter) for _, parameter in members.parameters}
         local = [(name, local_part(parameter)) for name, parameter in reversed(trained)]
@@ -151,7 +148,9 @@ class ShareModule:
         self._last_share = own[-1] if own else None
         self._exchange = None
         if self._collectives.world > 1:
-            self._exchange = Exchange(self._specs, step.count, self._collectives)
+            buffers = self._buffers.specs(self._buffers.expected)
+            plan = ExchangePlan(self._specs, buffers, step.count, self._collectives)
+            self._exchange = Exchange(plan, self._collectives, self._spare)
         self._audit, self._evidence = step.audit, None
         if self._audit is not None:
             names = [f"the gradient of {name}" for name in self._gradients.names]
@@ -201,9 +200,8 @@ class ShareModule:
             return
         try:
             if self._exchange is not None and self.world.joined == 1 and not self._has_told:
-                if self._overlaps:
-                    self._send_rest(self._exchange, [])
-                send_failure(replace(self._report(step), has_failed=True), self._collectives)
+                row = self._row(replace(self._report(step), has_failed=True))
+                self._exchange.send_rest([], row, wait_follows=False)
         except CommunicationError as error:
             logging.getLogger("lockstep").debug("the other ranks could not be told of a failure: %s", error)
         finally:
@@ -216,18 +214,23 @@ class ShareModule:
         step = self._step
         assert step is not None
         with self._collectives.phases.phase("finish", str(step)):
-            if self._exchange is not None and self._overlaps:
-                self._send_rest(self._exchange, self._gradients.terms())
-            report, self._has_told = self._report(step), True
-            reports = exchange_reports(report, step, self._collectives)
+            report = self._report(step)
+            reports, kept = [report], None
+            if self._exchange is not None:
+                reports, kept = self._exchange_reports(self._exchange, report)
+            check_reports(reports, report, step, self._collectives)
             self._decisions.hear(each.loop for each in reports)
             self._check_precision(reports)
             if self._audit is not None and self._evidence is not None:
                 self._evidence.compare(self._audit, str(step), self._collectives)
             used = [any(column) for column in zip(*(report.used for report in reports), strict=True)]
-            total = self._total(step, reports, used)
+            sums: dict[int, Tensor] = {}
+            if self._exchange is None:
+                total = self._gradients.total(step.count)
+            else:
+                total, sums = self._receive(self._exchange, reports, used)
             self._gradients.hand_out(total, self._divisor(step, reports))
-            self._buffers.finish([report.changed_buffers for report in reports], self._collectives)
+            self._buffers.finish([report.changed_buffers for report in reports], self._collectives, sums, kept)
         self._step = self._exchange = self._early = None
         self._used_before = [number for number, is_used in enumerate(used) if is_used]
         self.steps += 1
@@ -240,36 +243,44 @@ class ShareModule:
             rank = self._collectives.global_rank
             check_settings({"autocast": expected}, {"autocast": own}, rank, "when this run was saved")
 
-    def _send_rest(self, exchange: Exchange, terms: Sequence[Terms]) -> None:
-        """Send the buckets that have not left; without ``terms`` anything, since the step has failed."""
-        for number in range(self._early.sent if self._early is not None else 0, len(exchange.buckets)):
-            exchange.send(number, terms)
+    def _exchange_reports(self, exchange: Exchange, report: Report) -> tuple[list[Report], list[Tensor]]:
+        """Send what has not left yet. Returns what the ranks report, and what they have kept of buffers."""
+        self._has_told = True
+        numbers = self._buffers.expected
+        sums: list[Terms] = []
+        for (*terms, last), values in zip(self._gradients.take_terms(), self._buffers.sums(numbers), strict=True):
+            sums.append([*([*term, *[None] * len(numbers)] for term in terms), [*last, *values]])
+        exchange.send_rest(sums, self._row(report), wait_follows=True)
+        rows = exchange.rows().cpu()
+        size = report.to_row().nbytes
+        numbers_of_all = rows[:, :size].contiguous().view(torch.int64).tolist()
+        return [Report.of_row(row, report) for row in numbers_of_all], list(rows[:, size:])
+
+    def _row(self, report: Report) -> Tensor:
+        """What travels with the last bucket, as bytes."""
+        return torch.cat([report.to_row().view(torch.uint8), self._buffers.kept()])
 
     def _report(self, step: Step) -> Report:
         weights = [self._weights.get(share, nan) for share in range(step.count)]
-        buckets = () if self._exchange is None else self._exchange.buckets
-        late = [self._early is not None and number in self._early.late for number in range(len(buckets))]
+        leaving = 0 if self._exchange is None else self._exchange.plan.leave_early
+        late = [self._early is not None and number in self._early.late for number in range(leaving)]
         number, precision = number_of(step, self._members.description), self.precision
         changed = self._buffers.first_change
         loop = self._decisions.say(idle=False, skips=False)
         numbered = number_of(precision) if precision else 0
         return Report(number, weights, self._gradients.used, changed, numbered, late, loop=loop)
 
-    def _total(self, step: Step, reports: Sequence[Report], used: Sequence[bool]) -> Values:
-        if self._exchange is None:
-            return self._gradients.total(step.count)
+    def _receive(
+        self, exchange: Exchange, reports: Sequence[Report], used: Sequence[bool]
+    ) -> tuple[Values, dict[int, Tensor]]:
+        """The sums over all shares: of the gradients, and of the buffers that have travelled with them."""
         late = [any(column) for column in zip(*(report.late for report in reports), strict=True)]
-        for number, is_late in enumerate(late):
-            if is_late or not self._overlaps:
-                self._exchange.send(number, self._gradients.terms())
+        exchange.send_again([number for number, is_late in enumerate(late) if is_late])
         self._may_overlap = self._may_overlap and not any(late)
-        self._gradients.drop_sums()
-        total: Values = [None] * len(used)
-        for bucket, flat in self._exchange.receive():
-            for slot, view in zip(bucket.slots, bucket.views(flat), strict=True):
-                number = len(used) - 1 - slot.index
-                total[number] = view if used[number] else None
-        return total
+        sums = dict(exchange.receive())
+        total = [sums.pop(len(used) - 1 - number) for number in range(len(used))]
+        buffers = {number: sums[len(used) + place] for place, number in enumerate(self._buffers.expected)}
+        return [value if is_used else None for value, is_used in zip(total, used, strict=True)], buffers
 
     def _divisor(self, step: Step, reports: Sequence[Report]) -> float:
         weights = weights_of_all(reports)

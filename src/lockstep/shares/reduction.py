@@ -1,129 +1,133 @@
-"""The exchange of partial sums: each rank adds its slice of the elements in the tree's order, and all get the result.
+"""The exchange of partial sums of a step: each rank adds its slice of the elements in the tree's order, and all get the
+result.
 
-Tensors are laid out in flat buckets (:mod:`lockstep.buckets`). Of a bucket a rank has one flat part for each of its
-partial sums. On ranks that share memory (``shm`` on one host) each rank reads its slice of all parts where they are,
-and writes the sum to everybody. Elsewhere slice ``r`` of all parts goes to rank ``r``, in one all-to-all; that rank
-adds them, and the sums are gathered. Where ranks have one partial sum each (8 shares on 2, 4 or 8), that are the
-bytes of a ring all-reduce; on three ranks, of which two have two partial sums, up to a half more.
-
-What no share of a partial sum has is sent as -0.0, which leaves every number that it is added to as it is, with its
-sign.
+Tensors are laid out in flat buckets (:mod:`lockstep.buckets`): the gradients, in the order in which backward gives
+them, and the buffers that are averaged. Of a bucket a rank has one flat part for each of its partial sums; how these
+travel is in :mod:`lockstep.shares.transport`. Buckets are sent in their order. Some may be sent while backward runs;
+with the last one a row of bytes from each rank travels, its report.
 """
 
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Collection, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from lockstep.buckets import Bucket, TensorSpec, plan_buckets
-from lockstep.distributed.collectives import Collectives, Pending
-from lockstep.shares.tree import nodes_of, plan_additions, shares_of
-from lockstep.shm.algorithm import Addition, Place
+from lockstep.distributed.collectives import Collectives
+from lockstep.shares.spare import SpareMemory
+from lockstep.shares.transport import AllToAllTransport, Layout, SharedMemoryTransport, Terms, Transport
 
 CAP_BYTES = 25 * 1024 * 1024
-_NOTHING = -0.0
-Terms = Sequence[Sequence[Tensor | None]]
-"""A partial sum as terms, each of which is added to the sum of all behind it; a term has a value for each tensor."""
+_ALIGNMENT = 16
+"""Bytes of the largest element: rows are padded to a multiple, so that what follows can be seen in any dtype."""
+
+
+class ExchangePlan:
+    """Which tensors travel together in steps of ``shares`` shares: like ``gradients``, and behind them ``buffers``."""
+
+    def __init__(
+        self, gradients: Sequence[TensorSpec], buffers: Sequence[TensorSpec], shares: int, collectives: Collectives
+    ) -> None:
+        self.gradients = len(gradients)
+        self.layout = Layout(shares, collectives.world)
+        buckets = plan_buckets([*gradients, *buffers], CAP_BYTES).buckets
+        self.buckets = buckets or (Bucket(torch.uint8, collectives.device, 0, ()),)  # for the row
+        """In the order in which they are sent."""
+        self.leave_early = 0
+        """How many buckets may be sent while backward runs: they have gradients only, and there are others behind
+        them. Where ranks share memory it is none: processors that add have no time for backward, and it would take more
+        memory."""
+        for bucket in self.buckets[:-1]:
+            of_gradients = all(slot.index < self.gradients for slot in bucket.slots)
+            if not of_gradients or collectives.can_add_in_order(bucket.device):
+                break
+            self.leave_early += 1
 
 
 class Exchange:
-    """Puts together partial sums of tensors like ``specs`` from all ranks; a step has ``shares`` shares."""
+    """Puts together the partial sums that all ranks have in one step. ``spare`` takes the memory of those sent."""
 
-    def __init__(self, specs: Sequence[TensorSpec], shares: int, collectives: Collectives) -> None:
-        self._collectives = collectives
-        self.buckets = plan_buckets(specs, CAP_BYTES).buckets
-        """Which tensors travel together, in the order in which they are to be sent."""
-        owned = [nodes_of(shares_of(rank, collectives.world, shares)) for rank in range(collectives.world)]
-        self._counts = [len(nodes) for nodes in owned]
-        self._additions = plan_additions([node for nodes in owned for node in nodes], shares)
-        places = [Place(rank, part) for rank, count in enumerate(self._counts) for part in range(count)]
-        self._placed = [Addition(places[into], places[place]) for into, place in self._additions]
-        self._on_their_way: dict[int, _InSharedMemory | _AllToAll] = {}
+    def __init__(self, plan: ExchangePlan, collectives: Collectives, spare: SpareMemory) -> None:
+        self.plan = plan
+        self._collectives, self._spare = collectives, spare
+        self._transports: list[Transport] = []
+        self._sums: Sequence[Terms] = ()
 
-    @torch.no_grad()
-    def send(self, number: int, sums: Sequence[Terms]) -> None:
-        """Begin with a bucket, in place of what has been sent of it before, if anything; ``sums`` are this rank's
-        partial sums, in the order of shares (if there are too few, the step has failed, and anything is sent)."""
-        bucket, collectives = self.buckets[number], self._collectives
-        if collectives.can_add_in_order(bucket.device):
-            whole = collectives.empty(max(self._counts) * bucket.numel, bucket.dtype, bucket.device)
-            for flat, terms in zip(whole.view(-1, bucket.numel), sums, strict=False):
-                _fill(bucket, flat, terms)
-            pending = collectives.add_in_order(whole, bucket.numel, self._placed, "partial sums")
-            self._on_their_way[number] = _InSharedMemory(whole, bucket.numel, pending)
-            return
-        world, parts = collectives.world, self._counts[collectives.rank]
-        each = -(-bucket.numel // world)
-        flats = torch.empty((parts, world * each), dtype=bucket.dtype, device=bucket.device)
-        for flat, terms in zip(flats, sums, strict=False):
-            _fill(bucket, flat, terms)
-        outgoing = flats if parts == 1 else flats.view(parts, world, each).transpose(0, 1).contiguous()
-        incoming = flats.new_empty(sum(self._counts) * each)
-        received, sent = [count * each for count in self._counts], [parts * each] * world
-        pending = collectives.all_to_all(incoming, outgoing.view(-1), received, sent, "partial sums")
-        self._on_their_way[number] = _AllToAll(outgoing.view(-1), incoming.view(-1, each), pending)
+    @property
+    def sent(self) -> int:
+        """How many buckets have been sent."""
+        return len(self._transports)
 
     @torch.no_grad()
-    def receive(self) -> Iterator[tuple[Bucket, Tensor]]:
-        """The sums over all shares, bucket by bucket: flat tensors, which are the caller's."""
-        coming = [
-            (self.buckets[n], self._on_their_way.pop(n).add(self._additions, self._collectives))
-            for n in range(len(self.buckets))
-        ]
-        for bucket, sums in coming:
-            sums.pending.wait()
-            yield bucket, sums.result()
+    def send_next(self, sums: Sequence[Terms]) -> None:
+        """Begin with the next bucket, while backward runs. ``sums`` are this rank's partial sums, in the order of
+        shares; they stay as they are, since the bucket may have to be sent again."""
+        self._settle()
+        self._transports.append(self._start(self.sent, sums, None, wait_follows=False))
 
+    @torch.no_grad()
+    def send_rest(self, sums: Sequence[Terms], row: Tensor, *, wait_follows: bool) -> None:
+        """Begin with all buckets that have not been sent, and send a row of bytes, as long on every rank. ``sums`` is
+        used up; it is empty if the step has failed: then anything is sent."""
+        self._sums = sums
+        padded = torch.nn.functional.pad(row, (0, -len(row) % _ALIGNMENT))
+        for number in range(self.sent, len(self.plan.buckets)):
+            self._settle()
+            is_last = number + 1 == len(self.plan.buckets)
+            transport = self._start(
+                number, sums, padded if is_last else None, wait_follows=wait_follows and is_last, drops=True
+            )
+            self._transports.append(transport)
 
-class _InSharedMemory(NamedTuple):
-    """A bucket whose sum all ranks write to each other."""
+    def rows(self) -> Tensor:
+        """The rows of all ranks, in their order, when they are there."""
+        self._transports[-1].wait()
+        return self._transports[-1].rows
 
-    parts: Tensor
-    numel: int
-    pending: Pending
+    @torch.no_grad()
+    def send_again(self, numbers: Collection[int]) -> None:
+        """Begin anew with buckets of whose tensors some rank has got more since they were sent."""
+        for number in numbers:
+            self._settle()
+            self._transports[number].wait()
+            self._transports[number] = self._start(number, self._sums, None, wait_follows=False, drops=True)
 
-    def result(self) -> Tensor:
-        """The sum, which holds no more memory than it needs."""
-        return self.parts if self.parts.numel() == self.numel else self.parts[: self.numel].clone()
+    @torch.no_grad()
+    def receive(self) -> Iterator[tuple[int, Tensor]]:
+        """The sums over all shares, each with the number of its tensor; they are the caller's."""
+        for number in range(self.plan.leave_early):
+            self._drop(number, self._sums)
+        for bucket, transport in zip(self.plan.buckets, self._transports, strict=True):
+            transport.wait()
+            self._spare.make_room(bucket.nbytes)
+            transport.gather()
+        for bucket in self.plan.buckets:
+            flat = self._transports.pop(0).result()
+            yield from zip((slot.index for slot in bucket.slots), bucket.views(flat), strict=True)
 
-    def add(self, additions: Sequence[tuple[int, int]], collectives: Collectives) -> "_InSharedMemory":
-        """Nothing is left to do."""
-        return self
+    def _settle(self) -> None:
+        """Wait for the bucket that was sent last, if it holds more memory meanwhile: there are never two such."""
+        if self._transports:
+            self._transports[-1].settle()
 
+    def _start(
+        self, number: int, sums: Sequence[Terms], row: Tensor | None, *, wait_follows: bool, drops: bool = False
+    ) -> Transport:
+        bucket, collectives, layout = self.plan.buckets[number], self._collectives, self.plan.layout
+        is_shared = collectives.can_add_in_order(bucket.device)
+        kind = SharedMemoryTransport if is_shared else AllToAllTransport
+        self._spare.make_room(bucket.nbytes)
+        transport: Transport = kind(bucket, layout, collectives, 0 if row is None else len(row))
+        transport.fill(sums)
+        if drops:
+            self._drop(number, sums)
+        self._spare.make_room(bucket.nbytes)
+        transport.send(row, wait_follows=wait_follows)
+        return transport
 
-class _AllToAll(NamedTuple):
-    """A bucket of which this rank gets its slice."""
-
-    outgoing: Tensor
-    incoming: Tensor
-    pending: Pending
-
-    def add(self, additions: Sequence[tuple[int, int]], collectives: Collectives) -> _InSharedMemory:
-        """Add the slices, and begin to gather the sums."""
-        self.pending.wait()
-        for into, place in additions:
-            self.incoming[into].add_(self.incoming[place])
-        numel = collectives.world * self.incoming.shape[1]
-        whole = self.outgoing if self.outgoing.numel() == numel else self.incoming.new_empty(numel)
-        return _InSharedMemory(whole, numel, collectives.all_gather_flat(whole, self.incoming[0], "sums"))
-
-
-def _fill(bucket: Bucket, flat: Tensor, terms: Terms) -> None:
-    """Write a partial sum into its part."""
-    views = bucket.views(flat[: bucket.numel])
-    *others, last = ([term[slot.index] for slot in bucket.slots] for term in terms)
-    if any(value is None for value in last):
-        flat.fill_(_NOTHING)
-    into, values = _present(views, last)
-    if into:
-        torch._foreach_copy_(into, values)
-    for term in reversed(others):
-        into, values = _present(views, term)
-        if into:
-            torch._foreach_add_(into, values)
-
-
-def _present(views: Sequence[Tensor], values: Sequence[Tensor | None]) -> tuple[list[Tensor], list[Tensor]]:
-    pairs = [(view, value) for view, value in zip(views, values, strict=True) if value is not None]
-    return [view for view, _ in pairs], [value for _, value in pairs]
+    def _drop(self, number: int, sums: Sequence[Terms]) -> None:
+        """Let go of the partial sums of a bucket."""
+        for slot in self.plan.buckets[number].slots:
+            for term in (term for terms in sums for term in terms):
+                self._spare.keep([term[slot.index]])
+                term[slot.index] = None

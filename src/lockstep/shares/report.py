@@ -8,6 +8,7 @@ from itertools import islice
 from math import isnan
 
 import torch
+from torch import Tensor
 
 from lockstep.distributed.collectives import Collectives
 from lockstep.errors import AgreementError, OptionError, PeerError
@@ -35,11 +36,11 @@ class Report:
     loop: int = 0
     """What this rank says of its loop: an encoded :class:`~lockstep.distributed.decisions.LoopStatus`."""
 
-    def to_row(self) -> list[int]:
+    def to_row(self) -> Tensor:
         """As whole numbers."""
         weights = struct.unpack(f"<{len(self.weights)}q", struct.pack(f"<{len(self.weights)}d", *self.weights))
         head = self.step, self.has_failed, self.loop, self.precision
-        return [*head, *weights, *self.used, *self.changed_buffers, *self.late]
+        return torch.tensor([*head, *weights, *self.used, *self.changed_buffers, *self.late], dtype=torch.int64)
 
     @classmethod
     def of_row(cls, row: Sequence[int], like: "Report") -> "Report":
@@ -59,21 +60,8 @@ def number_of(*parts: object) -> int:
     return int.from_bytes(digest, "little", signed=True)
 
 
-def send_failure(report: Report, collectives: Collectives) -> None:
-    """Tell the other ranks, which are at the end of the step or will be, and do not wait for them."""
-    row = torch.tensor(report.to_row(), dtype=torch.int64, device=collectives.device)
-    collectives.all_gather_flat(row.new_empty(collectives.world * len(row)), row, "reports of a step")
-
-
-def exchange_reports(report: Report, step: Step, collectives: Collectives) -> list[Report]:
-    """The reports of all ranks, in their order; raises :class:`PeerError`, on every rank, if one has failed, or is at
-    the end of another step."""
-    if collectives.world == 1:
-        return [report]
-    row = torch.tensor(report.to_row(), dtype=torch.int64, device=collectives.device)
-    rows = row.new_empty(collectives.world * len(row))
-    collectives.all_gather_flat(rows, row, "reports of a step").wait()
-    reports = [Report.of_row(each, report) for each in rows.view(collectives.world, -1).tolist()]
+def check_reports(reports: Sequence[Report], report: Report, step: Step, collectives: Collectives) -> None:
+    """Raise :class:`PeerError`, on every rank, if one has failed, or is at the end of another step than ``report``."""
     for rank, other in zip(collectives.global_ranks, reports, strict=True):
         if other.has_failed:
             raise PeerError(
@@ -86,7 +74,6 @@ def exchange_reports(report: Report, step: Step, collectives: Collectives) -> li
                 "it has another batch, other shares, or another module; give every rank the same data set, seed and "
                 "state_dict, and change modules on all ranks alike"
             )
-    return reports
 
 
 def check_precision(reports: Sequence[Report], own: str, collectives: Collectives) -> None:

@@ -31,3 +31,9 @@ class SpareMemory:
         """Another gradient has come."""
         if self._tensors:
             self._bytes -= self._tensors.pop().nbytes
+
+    def make_room(self, nbytes: int) -> None:
+        """So much memory is about to be taken for something else."""
+        least = self._bytes - nbytes
+        while self._tensors and self._bytes > least:
+            self.give_back_one()

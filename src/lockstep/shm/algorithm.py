@@ -50,9 +50,10 @@ class Algorithm(Protocol):
     def all_gather(self, outputs: Sequence[Tensor], x: Tensor, tensors: int = 1) -> None:
         """Give every rank the tensors of all, in rank order."""
 
-    def add_in_order(self, x: Tensor, numel: int, additions: Sequence[Addition]) -> None:
-        """Add parts of ``numel`` elements, of which the tensor of each rank is made up, in the order given; the result
-        is at the beginning of every rank's tensor then. Raises :class:`OptionError` where that cannot be done."""
+    def add_in_order(self, x: Tensor, numel: int, additions: Sequence[Addition], gathered: int = 0) -> None:
+        """Add parts of ``numel`` elements, with which the tensor of each rank begins, in the order given; the result
+        is at the beginning of every rank's tensor then. At its end there are ``gathered`` elements for each rank: those
+        of a rank are copied to all. Raises :class:`OptionError` where that cannot be done."""
 
     def reduce_scatter(self, output: Tensor, inputs: Sequence[Tensor], op: Op, tensors: int = 1) -> None:
         """Reduce the tensors that all ranks have for a rank, for every rank; one for each is in ``inputs``."""

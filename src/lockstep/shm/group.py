@@ -74,14 +74,17 @@ class ProcessGroupShm(NativeCollectives, CollectivesOfGloo, _ProcessGroup):
         """Whether all ranks have memory in common, as :meth:`_add_in_order` needs."""
         return self._runtime.inter_host is None
 
-    def _add_in_order(self, tensor: Tensor, numel: int, additions: Sequence[Addition]) -> ShmWork:
-        """Begin to add parts of ``numel`` elements, of which every rank's tensor is made up, in the order given.
+    def _add_in_order(
+        self, tensor: Tensor, numel: int, additions: Sequence[Addition], gathered: int, opts: dist.AllreduceOptions
+    ) -> ShmWork:
+        """Begin to add parts of ``numel`` elements, with which every rank's tensor begins, in the order given.
 
         All give the same additions. The result, which is in the part that the last addition adds to, is at the
-        beginning of every rank's tensor then; what else is in the tensors is used up. They come from :meth:`allocate`,
-        and nothing is copied but the result.
+        beginning of every rank's tensor then; what else is in the parts is used up. The end of every tensor has
+        ``gathered`` elements for each rank, in their order; each rank's own are copied to all. Tensors come from
+        :meth:`allocate`, and nothing is copied but the result.
         """
-        return self._begin("add_in_order", lambda a: a.add_in_order(tensor, numel, additions), [tensor], None)
+        return self._begin("add_in_order", lambda a: a.add_in_order(tensor, numel, additions, gathered), [tensor], opts)
 
     # -------------------------------------------------------------------------- what PyTorch asks
 

@@ -90,7 +90,7 @@ class ManyHosts(Algorithm):
             for rank, given in zip(host, row, strict=False):
                 outputs[rank].copy_(given)
 
-    def add_in_order(self, x: Tensor, numel: int, additions: Sequence[Addition]) -> None:
+    def add_in_order(self, x: Tensor, numel: int, additions: Sequence[Addition], gathered: int = 0) -> None:
         """See :class:`Algorithm`: not over several hosts."""
         raise OptionError("add_in_order: the ranks are on several hosts, and have no memory in common; use all-to-all")
 

@@ -188,7 +188,7 @@ class OneHost(Algorithm):
 
     # ------------------------------------------------------------------------------ partial sums
 
-    def add_in_order(self, x: Tensor, numel: int, additions: Sequence[Addition]) -> None:
+    def add_in_order(self, x: Tensor, numel: int, additions: Sequence[Addition], gathered: int = 0) -> None:
         """See :class:`Algorithm`; ``x`` is from ``group.allocate``. Each rank adds its shard of the elements."""
         descriptor = Descriptor(Kind.ADD_IN_ORDER, x.dtype, x.numel(), tensors=len(additions))
         _, messages = self.staging.agree(descriptor, self.timeout, x)
@@ -203,6 +203,11 @@ class OneHost(Algorithm):
             result = _block(tensors, first, numel, begin, end)
             for tensor in tensors:
                 copy(tensor[begin:end], result)
+        if gathered:
+            self.staging.peers.check_alive()
+            begin = x.numel() - (self.size - self.rank) * gathered
+            for tensor in tensors:
+                copy(tensor[begin : begin + gathered], x[begin : begin + gathered])
         self.staging.step(self.timeout)
 
     # ----------------------------------------------------------------------------------- gather

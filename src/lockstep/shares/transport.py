@@ -1,0 +1,199 @@
+"""How the partial sums of one bucket travel between ranks, and how they are added on the way.
+
+On ranks that share memory (``shm`` on one host) each rank reads its slice of all parts where they are, and writes the
+sum to everybody. Elsewhere slice ``r`` of all parts goes to rank ``r``, in one all-to-all; that rank adds them, and the
+sums are gathered. Where ranks have one partial sum each (8 shares on 2, 4 or 8), these are the bytes of a ring
+all-reduce; on three ranks, of which two have two partial sums, up to a half more.
+
+A *row* of bytes from each rank may travel with a bucket, in the same collective. It is there before the sums are.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from lockstep.buckets import Bucket
+from lockstep.distributed.collectives import Collectives, Pending
+from lockstep.shares.tree import nodes_of, plan_additions, shares_of
+from lockstep.shm.algorithm import Addition, Place
+
+_NOTHING = -0.0
+"""Is sent where no share of a partial sum has a value: added to any number, it leaves that as it is, with its sign."""
+
+Terms = list[list[Tensor | None]]
+"""A partial sum as terms, each of which is added to the sum of all behind it; a term has a value for each tensor."""
+
+
+class Layout:
+    """Which partial sums the ranks have of a step with ``shares`` shares, and in which order they are added."""
+
+    def __init__(self, shares: int, world: int) -> None:
+        owned = [nodes_of(shares_of(rank, world, shares)) for rank in range(world)]
+        self.counts = [len(nodes) for nodes in owned]
+        """How many partial sums each rank has."""
+        self.additions = plan_additions([node for nodes in owned for node in nodes], shares)
+        places = [Place(rank, part) for rank, count in enumerate(self.counts) for part in range(count)]
+        self.placed = [Addition(places[into], places[place]) for into, place in self.additions]
+        """The same, by rank and part."""
+
+
+class Transport(Protocol):
+    """One bucket on its way: filled, sent, waited for, gathered, and received."""
+
+    def fill(self, sums: Sequence[Terms]) -> None:
+        """Write this rank's partial sums, in the order of shares; none if the step has failed: anything is sent."""
+
+    def send(self, row: Tensor | None, *, wait_follows: bool) -> None:
+        """Begin; ``wait_follows``: :meth:`wait` is called at once."""
+
+    def settle(self) -> None:
+        """Hold no more memory than the sums need, if more is held for as long as the bucket is on its way."""
+
+    def wait(self) -> None:
+        """Return when the rows of all ranks are there."""
+
+    @property
+    def rows(self) -> Tensor:
+        """The rows of all ranks, in their order, as bytes."""
+
+    def gather(self) -> None:
+        """Begin to give the sums to all ranks, if they are not there. Every rank calls it in the same order."""
+
+    def result(self) -> Tensor:
+        """The sums over all shares: a flat tensor, which is the caller's."""
+
+
+class SharedMemoryTransport:
+    """A bucket whose sum all ranks write to each other."""
+
+    def __init__(self, bucket: Bucket, layout: Layout, collectives: Collectives, row_bytes: int) -> None:
+        self._bucket, self._layout, self._collectives = bucket, layout, collectives
+        self._parts = max(layout.counts)
+        self._gathered = row_bytes // bucket.dtype.itemsize
+        numel = self._parts * bucket.numel + collectives.world * self._gathered
+        self._whole = collectives.empty(numel, bucket.dtype, bucket.device)
+
+    def fill(self, sums: Sequence[Terms]) -> None:
+        """See :class:`Transport`."""
+        parts = self._whole[: self._parts * self._bucket.numel]
+        _fill(self._bucket, parts.view(self._parts, self._bucket.numel), sums)
+
+    def send(self, row: Tensor | None, *, wait_follows: bool) -> None:
+        """See :class:`Transport`."""
+        if row is not None:
+            self.rows[self._collectives.rank].copy_(row)
+        numel, additions = self._bucket.numel, self._layout.placed
+        self._pending = self._collectives.add_in_order(
+            self._whole, numel, additions, "partial sums", self._gathered, wait_follows=wait_follows
+        )
+
+    def settle(self) -> None:
+        """See :class:`Transport`."""
+
+    def wait(self) -> None:
+        """See :class:`Transport`."""
+        self._pending.wait()
+
+    @property
+    def rows(self) -> Tensor:
+        """See :class:`Transport`."""
+        gathered = self._whole[self._parts * self._bucket.numel :]
+        return gathered.view(torch.uint8).view(self._collectives.world, -1)
+
+    def gather(self) -> None:
+        """See :class:`Transport`."""
+
+    def result(self) -> Tensor:
+        """See :class:`Transport`."""
+        sums = self._whole[: self._bucket.numel]
+        return sums if self._parts == 1 else sums.clone()  # which holds no more memory than it needs
+
+
+class AllToAllTransport:
+    """A bucket of which each rank adds its slice."""
+
+    def __init__(self, bucket: Bucket, layout: Layout, collectives: Collectives, row_bytes: int) -> None:
+        self._bucket, self._layout, self._collectives, self._row_bytes = bucket, layout, collectives, row_bytes
+        world, parts = collectives.world, layout.counts[collectives.rank]
+        self._slice = -(-bucket.numel // world)
+        """How many elements a rank adds."""
+        self._outgoing = torch.empty((parts, world * self._slice), dtype=bucket.dtype, device=bucket.device)
+        self._pending: Pending | None = None
+        self._incoming = self._sums = self._whole = self._rows = torch.empty(0)
+
+    def fill(self, sums: Sequence[Terms]) -> None:
+        """See :class:`Transport`."""
+        _fill(self._bucket, self._outgoing, sums)
+
+    def send(self, row: Tensor | None, *, wait_follows: bool) -> None:
+        """See :class:`Transport`."""
+        parts, world = len(self._outgoing), self._collectives.world
+        slice_bytes = self._slice * self._bucket.dtype.itemsize
+        slices = self._outgoing.view(torch.uint8).view(parts, world, slice_bytes).transpose(0, 1)
+        pieces = slices.reshape(world, parts * slice_bytes)  # copies where there are several parts
+        if row is not None:
+            pieces = torch.cat([pieces, row.to(pieces.device).expand(world, -1)], dim=1)
+        self._received = [count * slice_bytes + self._row_bytes for count in self._layout.counts]
+        self._outgoing, self._incoming = pieces, pieces.new_empty(sum(self._received))
+        sent = [pieces.shape[1]] * world
+        self._pending = self._collectives.all_to_all(
+            self._incoming, pieces.view(-1), self._received, sent, "partial sums"
+        )
+
+    def settle(self) -> None:
+        """See :class:`Transport`: waits."""
+        self.wait()
+
+    def wait(self) -> None:
+        """See :class:`Transport`; adds the slices."""
+        if self._pending is None:
+            return
+        self._pending.wait()
+        parts, rows = [], []
+        for count, piece in zip(self._layout.counts, self._incoming.split(self._received), strict=True):
+            slices, row = piece.split([len(piece) - self._row_bytes, self._row_bytes])
+            parts += slices.view(self._bucket.dtype).view(count, self._slice).unbind()
+            rows.append(row)
+        for into, place in self._layout.additions:
+            parts[into].add_(parts[place])
+        self._rows, self._sums = torch.stack(rows), parts[0].clone()
+        self._pending = None
+        self._outgoing = self._incoming = torch.empty(0)  # a view would hold all of it
+
+    @property
+    def rows(self) -> Tensor:
+        """See :class:`Transport`."""
+        return self._rows
+
+    def gather(self) -> None:
+        """See :class:`Transport`."""
+        self._whole = self._sums.new_empty(self._collectives.world * self._slice)
+        self._gathering = self._collectives.all_gather_flat(self._whole, self._sums, "sums")
+
+    def result(self) -> Tensor:
+        """See :class:`Transport`."""
+        self._gathering.wait()
+        return self._whole
+
+
+def _fill(bucket: Bucket, parts: Tensor, sums: Sequence[Terms]) -> None:
+    """Write each partial sum into its part."""
+    for flat, terms in zip(parts, sums, strict=False):
+        views = bucket.views(flat[: bucket.numel])
+        *others, last = ([term[slot.index] for slot in bucket.slots] for term in terms)
+        if any(value is None for value in last):
+            flat.fill_(_NOTHING)
+        into, values = _present(views, last)
+        if into:
+            torch._foreach_copy_(into, values)
+        for term in reversed(others):
+            into, values = _present(views, term)
+            if into:
+                torch._foreach_add_(into, values)
+
+
+def _present(views: Sequence[Tensor], values: Sequence[Tensor | None]) -> tuple[list[Tensor], list[Tensor]]:
+    pairs = [(view, value) for view, value in zip(views, values, strict=True) if value is not None]
+    return [view for view, _ in pairs], [value for _, value in pairs]
