@@ -280,6 +280,58 @@ def test_several_modules_take_part_in_a_step():
     assert run_ranks(3, work) == [(0.0, 3.5)] * 3
 
 
+def plain_and_shares(rank):
+    """A module without shares, whose output one with shares is given."""
+    torch.manual_seed(0)
+    plain = lockstep.replicate(nn.Linear(1, 1), process_group=rank.group)
+    model, data = linear(rank, shares=8)
+    return plain, model, data
+
+
+@pytest.mark.parametrize("hosts", ["", "aaa"], ids=["gloo", "shm"])
+def test_a_module_without_shares_may_be_trained_in_the_same_step(hosts):
+    """After the shares of a batch; inside, it runs under ``no_grad()``."""
+
+    def work(rank):
+        plain, model, data = plain_and_shares(rank)
+        nn.init.ones_(plain.weight), nn.init.zeros_(plain.bias)
+        found = []
+        for batch in data:
+            model.zero_grad(), plain.zero_grad()
+            for (x,) in batch:
+                with torch.no_grad():
+                    hidden = plain(x)
+                model(hidden).sum().backward()
+            (plain(torch.full((1, 1), float(rank.rank)))).sum().backward()
+            found.append((model.weight.grad.item(), plain.weight.grad.item()))
+        return found
+
+    assert run_ranks(3, work, hosts=hosts) == [[(3.5, 1.0), (11.5, 1.0)]] * 3
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_a_module_without_shares_that_is_reached_in_a_share_is_an_error_by_name(world):
+    """On every rank; and all can go on without it."""
+
+    def work(rank):
+        plain, model, data = plain_and_shares(rank)
+        found = []
+        for batch in data:
+            plain.requires_grad_(batch.number == 0)
+            try:
+                for (x,) in batch:
+                    model(plain(x)).sum().backward()
+            except (ShareError, PeerError) as error:
+                found.append(str(error))
+        return found, model.weight.grad is not None
+
+    for rank, (found, is_trained) in enumerate(run_ranks(world, work)):
+        assert len(found) == 1
+        assert f"rank {rank}: a backward pass in share" in found[0]
+        assert "replicated without shares over the same process group" in found[0]
+        assert is_trained
+
+
 def test_a_layer_that_is_new_takes_part():
     def work(rank):
         model = lockstep.replicate(nn.Sequential(nn.Linear(1, 1)), shares=4, process_group=rank.group)

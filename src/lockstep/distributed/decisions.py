@@ -70,6 +70,7 @@ class Decisions:
         """The number of the batch that the loop is at, counted by ``batches()``."""
         self._ends = self._uneven = False
         self._padding: list[object] = []
+        self._share: int | None = None
         self._requests: list[Callable[[], object]] = []
         self._unread: weakref.WeakSet[Reader] = weakref.WeakSet()
         self._stops = self._skips = self._all_end = self._some_end = False
@@ -112,6 +113,20 @@ class Decisions:
             yield
         finally:
             self._padding.remove(token)
+
+    @contextmanager
+    def inside_share(self, share: int) -> Iterator[None]:
+        """Inside, the loop computes one share of a batch, as often as this rank has shares."""
+        self._share = share
+        try:
+            yield
+        finally:
+            self._share = None
+
+    @property
+    def share(self) -> int | None:
+        """The share that the loop is at, if it goes through the shares of a batch."""
+        return self._share
 
     @property
     def is_padding(self) -> bool:

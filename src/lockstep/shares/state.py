@@ -8,7 +8,7 @@ ends: then gradients are put together. One that is left in between is broken off
 import threading
 import weakref
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -19,6 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lockstep.compiler import outside_compiler
 from lockstep.distributed.collectives import Collectives, Group, Pending
+from lockstep.distributed.decisions import decisions_of
 from lockstep.errors import CommunicationError, OptionError, PeerError, ShareError
 from lockstep.phases import Phases
 from lockstep.seeds import derive_seed
@@ -115,6 +116,7 @@ class ShareWorld:
         self._has_told = False
         self._participants: list[weakref.ref[Participant]] = []
         self._collectives: Collectives | None = None
+        self._decisions = None if group is None else decisions_of(group)
         self.joined = 0
         """How many modules have joined so far: the next one's number."""
 
@@ -174,7 +176,8 @@ class ShareWorld:
         self.share = share
         for each in self.participants:
             each.enter(share, share == self._own[-1])
-        yield
+        with self._inside(share):
+            yield
         for each in self.participants:
             each.leave(share)
         self.share = None
@@ -185,10 +188,15 @@ class ShareWorld:
         self.share, self.is_auditing = share, True
         for each in self.participants:
             each.enter_again(share)
-        yield
+        with self._inside(share):
+            yield
         for each in self.participants:
             each.leave_again(share)
         self.share, self.is_auditing = None, False
+
+    def _inside(self, share: int) -> AbstractContextManager[None]:
+        """Modules of the group that are replicated without shares must not synchronise inside."""
+        return nullcontext() if self._decisions is None else self._decisions.inside_share(share)
 
     def audit(self, every: int | None) -> None:
         """In how many steps a share is computed again in one; None: in none."""

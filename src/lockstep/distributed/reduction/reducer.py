@@ -44,7 +44,7 @@ from lockstep.distributed.reduction.parameter_hooks import run_held_hooks, take_
 from lockstep.distributed.reduction.participation import Participation
 from lockstep.distributed.reduction.round import Round
 from lockstep.distributed.reduction.setup import Setup
-from lockstep.errors import AgreementError, CommunicationError, OptionError, PeerError
+from lockstep.errors import AgreementError, CommunicationError, OptionError, PeerError, ShareError
 
 _parameter_of = attrgetter("parameter")
 
@@ -123,7 +123,7 @@ class Reducer:
         try:
             self.collectives.check_alive()
             self.scheduler.check()
-        except CommunicationError:
+        except (CommunicationError, ShareError):
             self.scheduler.note_failure(self)
             raise
 

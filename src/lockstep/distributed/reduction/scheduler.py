@@ -34,7 +34,7 @@ from lockstep.distributed.decisions import decisions_of
 from lockstep.distributed.one_by_one import OneByOne
 from lockstep.distributed.reduction.backward import BackwardPass, PassFollower, Reach
 from lockstep.distributed.reduction.modules import FAILED, SKIPPED, Attendance, ReplicatedModules, ScheduledModule
-from lockstep.errors import CommunicationError, PeerError
+from lockstep.errors import CommunicationError, PeerError, ShareError
 from lockstep.failures.where import TRAINING
 from lockstep.phases import Phases
 
@@ -312,7 +312,15 @@ class GroupScheduler(PassFollower):
             self._collectives.end(f"rank {self._collectives.global_rank} is lost: {reason}")
 
     def check(self) -> None:
-        """Raise :class:`CommunicationError` if this rank cannot communicate over the group any more."""
+        """Raise :class:`CommunicationError` if this rank cannot communicate over the group any more, and
+        :class:`ShareError` inside of a share, of which another rank may have more or fewer."""
+        if self.decisions.share is not None:
+            raise ShareError(
+                f"rank {self._collectives.global_rank}: a backward pass in share {self.decisions.share} of a batch has "
+                "reached a module that is replicated without shares over the same process group, and would synchronise "
+                "it once for each share, of which ranks have different numbers; replicate it with as many shares, too, "
+                "run its backward after the loop over the batch's shares, or its forward under torch.no_grad()"
+            )
         if self.lost:
             raise CommunicationError(
                 f"rank {self._collectives.global_rank} can no longer take part in what the other ranks of its process "
