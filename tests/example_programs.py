@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import io
-import os
 import runpy
 import subprocess
 import sys
@@ -14,7 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from processes import run_processes
+from processes import be_launched, run_processes
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 DIGITS, CHARACTERS = str(EXAMPLES / "digits.py"), str(EXAMPLES / "characters.py")
@@ -62,19 +61,12 @@ def run_script_in_ranks(world: int, script: str, *arguments: str, timeout: float
 
 def _run_script(rank: Any, script: str, port: int, arguments: list[str]) -> str:
     dist.destroy_process_group()  # a program makes its own
-    _be_started(rank, port)
+    be_launched(rank, port)
     sys.path.insert(0, str(EXAMPLES))
     sys.argv[:] = [script, *arguments]
     with contextlib.redirect_stdout(io.StringIO()) as output:
         runpy.run_path(str(EXAMPLES / script), run_name="__main__")
     return output.getvalue()
-
-
-def _be_started(rank: Any, port: int) -> None:
-    """The environment that torchrun gives to its processes."""
-    number, world = str(rank.rank), str(rank.world)
-    os.environ.update(RANK=number, LOCAL_RANK=number, WORLD_SIZE=world, LOCAL_WORLD_SIZE=world)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
 
 
 def _run_each(
@@ -89,7 +81,7 @@ def _run_each(
 
 def _run_one(rank: Any, main: Any, port: int | None, arguments: list[str]) -> tuple[int, str, str]:
     if port is not None:
-        _be_started(rank, port)
+        be_launched(rank, port)
     with contextlib.redirect_stdout(io.StringIO()) as output, contextlib.redirect_stderr(io.StringIO()) as error:
         try:
             status = main(arguments)

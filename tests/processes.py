@@ -108,6 +108,13 @@ def run_processes(
     raise first.error
 
 
+def be_launched(rank: Rank, port: int) -> None:
+    """Set the environment that `torchrun` gives to its processes, for a program that meets at a store on that port."""
+    number, world = str(rank.rank), str(rank.world)
+    os.environ.update(RANK=number, LOCAL_RANK=number, WORLD_SIZE=world, LOCAL_WORLD_SIZE=world)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
+
+
 def start(function: Callable[..., Any], *args: Any) -> Any:
     """A process that calls a module-level function, forked off the server; for the caller to end."""
     process = _context.Process(target=_call, args=(_source(function), pickle.dumps(args)), name=function.__qualname__)

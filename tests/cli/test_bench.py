@@ -18,7 +18,7 @@ from lockstep.cli.local_ranks import run_ranks
 from lockstep.cli.main import main
 from lockstep.cli.training_times import find_builder
 from lockstep.errors import CommunicationError, OptionError
-from processes import run_processes
+from processes import be_launched, run_processes
 
 MODEL = """
 import torch
@@ -45,9 +45,8 @@ def run_ranks_of_the_server(module, options, ranks, timeout):
 def run_as_started(rank, module, options, folder, port):
     """As `python -m module` in the folder, with the environment that `run_ranks` gives."""
     dist.destroy_process_group()
-    number, world, result = str(rank.rank), str(rank.world), f"{folder}/{rank.rank}.json"
-    os.environ.update(RANK=number, LOCAL_RANK=number, WORLD_SIZE=world, LOCAL_WORLD_SIZE=world)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
+    be_launched(rank, port)
+    result = f"{folder}/{rank.rank}.json"
     os.environ["LOCKSTEP_RESULT_FILE"] = result
     sys.path.insert(0, folder)
     sys.argv[:] = [module, json.dumps(options)]

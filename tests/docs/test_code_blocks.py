@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from processes import run_processes
+from processes import be_launched, run_processes
 
 ROOT = Path(__file__).parents[2]
 OPTIONAL = {"accelerate", "horovod", "lightning", "torchft", "transformers"}
@@ -100,9 +100,7 @@ def run_blocks(rank: Any, page: str, blocks: list[Block], ports: list[int], fold
         if block.meets:
             if dist.is_initialized():
                 dist.destroy_process_group()
-            number, world = str(rank.rank), str(rank.world)
-            os.environ.update(RANK=number, LOCAL_RANK=number, WORLD_SIZE=world, LOCAL_WORLD_SIZE=world)
-            os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
+            be_launched(rank, port)
         source = "\n" * (block.line - 1) + block.code
         linecache.cache[page] = (len(source), None, source.splitlines(keepends=True), page)
         exec(compile(source, page, "exec"), namespace)

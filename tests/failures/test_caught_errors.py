@@ -6,8 +6,6 @@ Otherwise its next batch would be paired with the others' last one: as many back
 from __future__ import annotations
 
 import contextlib
-import os
-from unittest import mock
 
 import pytest
 import torch
@@ -16,7 +14,7 @@ from torch import nn
 
 import lockstep
 from lockstep.errors import PeerError
-from processes import run_processes
+from processes import be_launched, run_processes
 
 
 def train(rank, batches, failing):
@@ -39,10 +37,8 @@ def train(rank, batches, failing):
 
 def in_a_session(rank, backend, port, failing):
     dist.destroy_process_group()
-    place = {"RANK": rank.rank, "LOCAL_RANK": rank.rank, "WORLD_SIZE": rank.world, "LOCAL_WORLD_SIZE": rank.world}
-    place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": True}
-    variables = mock.patch.dict(os.environ, {name: str(value) for name, value in place.items()})
-    with variables, lockstep.session(backend=backend, timeout=60.0) as run:
+    be_launched(rank, port)
+    with lockstep.session(backend=backend, timeout=60.0) as run:
         return train(rank, run.batches([torch.ones(1, 2)] * 4), failing)
 
 

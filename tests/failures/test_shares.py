@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from unittest import mock
 
 import pytest
 import torch
@@ -12,15 +11,13 @@ import torch.distributed as dist
 from torch import nn
 
 import lockstep
-from processes import RankEndedError, run_processes
+from processes import RankEndedError, be_launched, run_processes
 
 
 def trains(rank, backend, port, comes_to_grief):
     dist.destroy_process_group()
-    place = {"RANK": rank.rank, "LOCAL_RANK": rank.rank, "WORLD_SIZE": rank.world, "LOCAL_WORLD_SIZE": rank.world}
-    place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": True}
-    variables = mock.patch.dict(os.environ, {name: str(value) for name, value in place.items()})
-    with variables, lockstep.session(backend=backend, timeout=60.0) as run:
+    be_launched(rank, port)
+    with lockstep.session(backend=backend, timeout=60.0) as run:
         model = lockstep.replicate(nn.Linear(2, 1), shares=4)
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         data = lockstep.GlobalBatches([torch.ones(2)] * 32, batch_size=8, shares=4, seed=0)

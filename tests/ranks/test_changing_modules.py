@@ -12,7 +12,7 @@ from torch.func import functional_call
 from torch.nn.utils import parametrizations, parametrize
 
 import lockstep
-from lockstep.errors import AgreementError, NotReplicableError, OutOfSyncError
+from lockstep.errors import AgreementError, NotReplicableError, OutOfSyncError, PeerError
 from threaded import count_collectives, run_ranks
 
 
@@ -463,6 +463,31 @@ def test_a_module_is_synchronised_and_watched_when_its_wrapper_is_dropped():
         return grads(net)
 
     assert run_ranks(2, call) == [[[1.5], [1.5]]] * 2
+
+
+@pytest.mark.parametrize("changes", [[0], [0, 1]], ids=["one rank", "both ranks"])
+@pytest.mark.parametrize("also_uses_another", [False, True])
+def test_a_part_that_changes_when_the_whole_has_been_dropped_is_an_error_by_name(changes, also_uses_another):
+    """Its new parameters would get this rank's gradients, and nobody would know."""
+
+    def call(rank):
+        part = lockstep.replicate(nn.Sequential(nn.Sequential(linear(), linear()), linear()), process_group=rank.group)[
+            0
+        ]
+        gc.collect()
+        part(rows(rank)).sum().backward()
+        part.zero_grad()
+        if rank.rank in changes:
+            part[0].weight = nn.Parameter(torch.ones(1, 1))
+        try:
+            (part if also_uses_another else part[0])(rows(rank)).sum().backward()
+        except (NotReplicableError, PeerError) as error:
+            return str(error), grads(part)[1]
+        return None
+
+    for rank, (error, left) in enumerate(run_ranks(2, call)):
+        assert ("parameter weight got a gradient, which nothing" if rank in changes else "failed on rank 0") in error
+        assert left is None
 
 
 def test_a_parameter_that_has_outlived_its_modules_raises():

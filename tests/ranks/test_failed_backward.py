@@ -265,6 +265,22 @@ def test_a_pass_inside_may_fail_alone():
     assert run_ranks(2, inner_pass) == [(1.5, True)] * 2
 
 
+def pass_in_a_hook(rank):
+    """A hook of rank 0 runs a backward of its own through the module, which fails, and the pass around it as well."""
+    model = lockstep.replicate(one_weight(), process_group=rank.group)
+    assert good_step(rank, model)
+    loss = model(x_of(rank)).sum()
+    if rank.rank == 0:
+        inner = model(fails_in_backward(x_of(rank).requires_grad_())).sum()
+        loss.register_hook(lambda _: inner.backward())  # before the pass around it has come to the module
+    raised = error_of(loss.backward)
+    return raised, good_step(rank, model)
+
+
+def test_a_pass_inside_of_another_fails_once():
+    assert run_ranks(2, pass_in_a_hook) == [(ArithmeticError, True), (PeerError, True)]
+
+
 def callback_fails(rank):
     """The engine's callback of somebody else raises on one rank, behind ours: all has been handed out."""
     model = lockstep.replicate(one_weight(), process_group=rank.group)

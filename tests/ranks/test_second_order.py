@@ -164,6 +164,54 @@ def test_ranks_may_use_other_parameters(way, power):
     run_ranks(2, ways, way, power)
 
 
+class InPieces(torch.autograd.Function):
+    """A function of x whose backward runs a backward of its own, as checkpointing does; to any order."""
+
+    @staticmethod
+    def forward(ctx, x, function):
+        ctx.function = function
+        ctx.save_for_backward(x)
+        return function(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        graph = torch.is_grad_enabled()
+        with torch.enable_grad():
+            x = ctx.saved_tensors[0].detach().requires_grad_()
+            torch.autograd.backward(ctx.function(x), grad, create_graph=graph)
+        return x.grad, None
+
+
+class Twice(nn.Module):
+    """A layer whose gradient comes in two pieces, the second one when the first has been sent."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.twice = nn.Linear(2, 2).double(), nn.Linear(2, 2).double()
+
+    def forward(self, x, pieces=True):
+        squares = [lambda y: self.twice(y).pow(2), lambda y: self.twice(y).pow(3)]
+        inputs = [x.clone().requires_grad_() for _ in squares]
+        outputs = [InPieces.apply(y, f) if pieces else f(y) for y, f in zip(inputs, squares, strict=True)]
+        return self.first(x).pow(2).sum() + sum(each.sum() for each in outputs)
+
+
+def in_two_pieces(rank):
+    module = lockstep.replicate(rank.make(Twice), process_group=rank.group, bucket_cap_mb=1e-6)
+    reference = copy.deepcopy(module)
+    x = torch.linspace(-1, 1, 4, dtype=torch.float64).view(2, 2)
+    for step in range(3):
+        parts = [x + r + step for r in range(rank.world)]
+        got = second_order(module, [module(parts[rank.rank])], module.zero_grad)
+        wanted = second_order(reference, [reference(part, pieces=False) for part in parts], reference.zero_grad)
+        for a, b in zip(got, wanted, strict=True):
+            torch.testing.assert_close(a, b)
+
+
+def test_a_gradient_that_comes_in_two_pieces_has_the_graphs_of_both():
+    run_ranks(2, in_two_pieces)
+
+
 def with_new_layers(rank, change):
     """A layer is put in before the round, in which the ranks agree on it."""
     module = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2)).double()

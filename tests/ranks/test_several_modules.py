@@ -154,6 +154,24 @@ def test_modules_used_in_another_order_or_not_at_all(uses, wanted):
             assert step == [None if grad is None else pytest.approx(grad) for grad in wanted]
 
 
+def other_order(rank):
+    """Two modules of several buckets, which backward comes to in another order on each rank."""
+    layers = [nn.Sequential(*(one_weight() for _ in range(4))) for _ in range(2)]
+    modules = [lockstep.replicate(each, process_group=rank.group, bucket_cap_mb=1e-6) for each in layers]
+    seen = []
+    for _ in range(4):
+        for module in modules:
+            module.zero_grad()
+        order = list(enumerate(modules))[:: -1 if rank.rank else 1]
+        sum(module(x_of(rank, 10.0**number)).sum() for number, module in order).backward()
+        seen.append([grads(module) for module in modules])
+    return seen
+
+
+def test_no_bucket_leaves_before_it_is_known_which_modules_take_part():
+    assert run_ranks(2, other_order) == [[[[1.5] * 4, [15.0] * 4]] * 4] * 2
+
+
 def alternate(rank):
     """One module each step, another one on each rank, with a backward that not all of them see."""
     modules = [lockstep.replicate(one_weight(), process_group=rank.group) for _ in range(2)]

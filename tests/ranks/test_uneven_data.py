@@ -298,6 +298,31 @@ def test_the_loop_may_end_early():
     assert run_ranks(2, breaks) == [[1.5, 2.0, 2.0, False] * 2 + [1.5]] * 2
 
 
+def new_layer_in_an_idle_batch(rank, change):
+    """A layer is put in, on both ranks, when rank 1 has run out; then a pass follows that does not synchronise."""
+    model = lockstep.replicate(nn.Sequential(one_weight(), one_weight()), process_group=rank.group)
+    for turn, x in enumerate(lockstep.batches([x_of(rank)] * (2 - rank.rank), model)):
+        if turn == 1 and change == "replaced":
+            model[0] = one_weight()
+        if turn == 1 and change == "inserted":
+            model.insert(0, one_weight())
+        model(x).sum().backward()
+    reduced = [parameter.grad.item() for parameter in model.parameters()]
+    model.zero_grad()
+    with model.no_sync():
+        model(x_of(rank)).sum().backward()
+    model[-1](x_of(rank)).sum().backward()
+    return reduced, [parameter.grad.item() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize(
+    ("change", "reduced", "after"),
+    [("replaced", [1.0, 2.5], [1.5, 3.0]), ("inserted", [1.0, 2.5, 2.5], [1.5, 1.5, 3.0])],
+)
+def test_a_rank_that_has_run_out_goes_on_with_a_new_layer(change, reduced, after):
+    assert run_ranks(2, new_layer_in_an_idle_batch, change) == [(reduced, after)] * 2
+
+
 # ---------------------------------------------------------------------------- what is left out
 
 

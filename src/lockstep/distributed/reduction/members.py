@@ -91,6 +91,11 @@ class Members:
         self.newcomers, self.departed = membership.welcome() if membership is not None and changed else ((), ())
         return changed
 
+    @property
+    def is_dropped(self) -> bool:
+        """Whether the module is there no more, only parts of it."""
+        return self._membership() is None
+
     def sample(self) -> object:
         """What stands now in the slot of one parameter, for :meth:`is_own`."""
         membership = self._membership()

@@ -30,7 +30,7 @@ class GradientListener(Protocol):
     def mark_gradient_ready(self, index: int) -> None:
         """Autograd has accumulated the gradient of the parameter with that number."""
 
-    def newcomer_arrived(self, parameter: Parameter) -> None:
+    def newcomer_arrived(self, parameter: Parameter, name: str) -> None:
         """Autograd has accumulated the gradient of a parameter that the ranks have not agreed on yet."""
 
     def hold_hooks(self) -> None:
@@ -93,7 +93,7 @@ class NewcomerHook(ParameterHook):
         super().__init__(-1, name, reducer)
 
     def _tell(self, parameter: Parameter) -> None:
-        self._listener().newcomer_arrived(parameter)
+        self._listener().newcomer_arrived(parameter, self._name)
 
 
 class HeldHook:

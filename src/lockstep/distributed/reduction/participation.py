@@ -82,11 +82,16 @@ class Participation:
         self.differs = self.differs or self._setup.differs()
         self._in_round = True
 
-    def end_pass(self, was_round: bool, accumulated: Sequence[Parameter] | None, failed: bool) -> None:
-        """A backward pass is over that ``was_round``, or has given the ``accumulated`` parameters gradients, if it has
-        reached the module at all; ``failed`` if all ranks know that its round has failed."""
+    def end_pass(self, ended: Round | None, accumulated: Sequence[Parameter] | None, failed: bool) -> None:
+        """A backward pass is over that was the round ``ended``, or has given the ``accumulated`` parameters gradients,
+        if it has reached the module at all; ``failed`` if all ranks know that its round has failed.
+
+        After a failure no rank has a gradient: what is left differs by rank (``test_after_a_failed_backward.py``).
+        """
         self._in_round = False
-        if was_round:
+        if failed or (ended is not None and not ended.is_copied_out):
+            self._setup.drop_gradients()
+        if ended is not None:
             # After a failure, too, what was to be contributed is gone:
             # test_backward_that_fails_on_one_rank_fails_on_all_and_is_forgotten.
             self.contribution.forget()
@@ -94,15 +99,15 @@ class Participation:
             self.idle_batch.undo()
         elif accumulated is not None:
             self.contribution.accumulate(accumulated)
-        if was_round or failed:
+        if failed or ended is not None:
             self.passes.end_round()
         self.passes.end_pass()
 
     def opens_for(self, parameter: Parameter) -> bool:
         """Whether the gradient of a parameter that the ranks have not agreed on shows that a pass has reached the
-        module: this rank has to say that it differs, or the gradient has a weight."""
+        module: this rank has to say that it differs, or that it has failed, or the gradient has a weight."""
         is_new = any(each.parameter is parameter for each in self._members.newcomers)
-        return self.differs or (is_new and self.contribution.weights.concerned)
+        return self.differs or self._members.is_dropped or (is_new and self.contribution.weights.concerned)
 
     def takes_part(self, accumulates: bool) -> bool:
         """Whether a backward pass that has gone through the module without a gradient of it is a round all the same.

@@ -44,7 +44,14 @@ from lockstep.distributed.reduction.parameter_hooks import run_held_hooks, take_
 from lockstep.distributed.reduction.participation import Participation
 from lockstep.distributed.reduction.round import Round
 from lockstep.distributed.reduction.setup import Setup
-from lockstep.errors import AgreementError, CommunicationError, OptionError, PeerError, ShareError
+from lockstep.errors import (
+    AgreementError,
+    CommunicationError,
+    NotReplicableError,
+    OptionError,
+    PeerError,
+    ShareError,
+)
 
 _parameter_of = attrgetter("parameter")
 
@@ -165,7 +172,7 @@ class Reducer:
             if current is not None and index >= 0:
                 current.mark_gradient_ready(index)
 
-    def newcomer_arrived(self, parameter: Parameter) -> None:
+    def newcomer_arrived(self, parameter: Parameter, name: str) -> None:
         """Autograd has accumulated the gradient of a parameter that the ranks have not agreed on yet.
 
         Perhaps it is in the module no more: ``test_a_parameter_that_was_in_the_module_for_a_moment``.
@@ -178,6 +185,8 @@ class Reducer:
                     own.look_for_changes()
                 if own.opens_for(parameter):
                     self._open([id(parameter)])
+            if self._members.is_dropped:
+                raise _no_longer_whole(name)
             if own.idle_batch is None:
                 own.contribution.weights.newcomer_arrived(parameter)
 
@@ -290,23 +299,17 @@ class Reducer:
     # ------------------------------------------------------------------- the end, however it comes
 
     def end_pass(self, failed: bool = False) -> None:
-        """The backward pass is over, however it ended; ``failed`` if all ranks know that its round has failed.
-
-        After a failure no rank has a gradient: what was left of it differs by rank
-        (``tests/ranks/test_after_a_failed_backward.py``).
-        """
+        """The backward pass is over, however it ended; ``failed`` if all ranks know that its round has failed."""
         with self._lock:
             accumulated = self._members.arrivals.end_pass()
             ended, self._round = self._round, None
-            if failed or (ended is not None and not ended.is_copied_out):
-                self.setup.drop_gradients()
             if ended is not None:
                 if self.setup.watch is not None:
                     self.setup.watch.forget()
                 # Else it may not have opened at all, for other ranks: test_a_failure_with_several_modules.
                 if ended.has_begun:
                     self.setup.count_round(ended.number)
-            self.participation.end_pass(ended is not None, accumulated if self.open else None, failed)
+            self.participation.end_pass(ended, accumulated if self.open else None, failed)
             self.open = self._round_follows = False
 
     @torch.no_grad()
@@ -352,3 +355,10 @@ class Reducer:
         """Another replication has taken over all parameters."""
         self.retired = True
         self.scheduler.modules.unregister(self)
+
+
+def _no_longer_whole(name: str) -> NotReplicableError:
+    return NotReplicableError(
+        f"parameter {name} got a gradient, which nothing synchronises: it was put into a part of a replicated module "
+        "after the module itself had been dropped. Keep the whole module while its parts change, or replicate the part"
+    )
