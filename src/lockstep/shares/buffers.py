@@ -119,6 +119,11 @@ class ShareBuffers:
         buffers = [self.buffers[number] for number in numbers]
         return [TensorSpec.of(torch.empty(b.shape, dtype=sum_dtype(b.dtype), device=b.device)) for b in buffers]
 
+    @property
+    def kept_bytes(self) -> int:
+        """How many :meth:`kept` gives."""
+        return sum(self.buffers[number].nbytes for number in self._expected_kept)
+
     def kept(self) -> Tensor:
         """The values of small buffers that are not averaged, as bytes on the CPU: as many on every rank."""
         return torch.cat([torch.empty(0, dtype=torch.uint8), *(self._bytes(n).cpu() for n in self._expected_kept)])
@@ -167,7 +172,8 @@ class ShareBuffers:
             nodes = [node for node, _ in self._sums.sums]
             pairs = list(zip(nodes, sums, strict=True))
             return add_up(pairs, self._count, lambda a, b: [x.add_(y) for x, y in zip(a, b, strict=True)]) or []
-        exchange = Exchange(ExchangePlan([], self.specs(numbers), self._count, collectives), collectives, SpareMemory())
+        plan = ExchangePlan([], self.specs(numbers), self._count, collectives)
+        exchange = Exchange(plan, 0, collectives, SpareMemory())
         exchange.send_rest([[[*values]] for values in sums], torch.empty(0, dtype=torch.uint8), wait_follows=True)
         return [value for _, value in sorted(exchange.receive(), key=lambda pair: pair[0])]
 

@@ -71,9 +71,16 @@ class ShareGradients:
             parameter.grad = None
         return taken
 
-    def add(self, share: int) -> None:
-        """A share has ended: take its gradients, and add them to what is there."""
-        self.sums.add(share, self._widened(self._take()))
+    def add(self, share: int, place: Callable[[int, Values], None] | None = None) -> None:
+        """A share has ended: take its gradients, and add them to what is there. ``place(share, values)`` may copy them
+        to where they are sent from; the last parameter's value comes first there."""
+        values = self._widened(self._take())
+        if place is not None:
+            placed = values[::-1]
+            place(share, placed)
+            self._spare.keep(a for a, b in zip(values, reversed(placed), strict=True) if a is not b)
+            values = placed[::-1]
+        self.sums.add(share, values)
 
     def add_last(self, share: int) -> None:
         """The last share of this rank has ended: take its gradients, which are added on their way to other ranks."""

@@ -150,7 +150,9 @@ class ShareModule:
         if self._collectives.world > 1:
             buffers = self._buffers.specs(self._buffers.expected)
             plan = ExchangePlan(self._specs, buffers, step.count, self._collectives)
-            self._exchange = Exchange(plan, self._collectives, self._spare)
+            used, changed = len(self._gradients.names), len(self._members.buffers)
+            row_bytes = Report.row_bytes(step.count, used, changed, plan.leave_early) + self._buffers.kept_bytes
+            self._exchange = Exchange(plan, row_bytes, self._collectives, self._spare)
         self._audit, self._evidence = step.audit, None
         if self._audit is not None:
             names = [f"the gradient of {name}" for name in self._gradients.names]
@@ -173,7 +175,11 @@ class ShareModule:
         """See :class:`Participant`."""
         if self._audit is not None and share == self._audit.share:
             self._note(again=False)
-        if self._exchange is not None and share == self._last_share:
+        if self._exchange is None:
+            self._gradients.add(share)
+        elif self._exchange.places:
+            self._gradients.add(share, self._exchange.place)
+        elif share == self._last_share:
             self._gradients.add_last(share)
         else:
             self._gradients.add(share)

@@ -3,11 +3,12 @@ result.
 
 Tensors are laid out in flat buckets (:mod:`lockstep.buckets`): the gradients, in the order in which backward gives
 them, and the buffers that are averaged. Of a bucket a rank has one flat part for each of its partial sums; how these
-travel is in :mod:`lockstep.shares.transport`. Buckets are sent in their order. Some may be sent while backward runs;
-with the last one a row of bytes from each rank travels, its report.
+travel is in :mod:`lockstep.shares.transport`. Buckets are sent in their order, some of them while backward runs; with
+the last one a row of bytes from each rank travels, its report.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -18,6 +19,8 @@ from lockstep.shares.spare import SpareMemory
 from lockstep.shares.transport import AllToAllTransport, Layout, SharedMemoryTransport, Terms, Transport
 
 CAP_BYTES = 25 * 1024 * 1024
+SMALL_BYTES = 1024 * 1024
+"""Up to this size the last gradients wait for buffers and report, and travel with them."""
 _ALIGNMENT = 16
 """Bytes of the largest element: rows are padded to a multiple, so that what follows can be seen in any dtype."""
 
@@ -28,56 +31,95 @@ class ExchangePlan:
     def __init__(
         self, gradients: Sequence[TensorSpec], buffers: Sequence[TensorSpec], shares: int, collectives: Collectives
     ) -> None:
-        self.gradients = len(gradients)
         self.layout = Layout(shares, collectives.world)
-        buckets = plan_buckets([*gradients, *buffers], CAP_BYTES).buckets
-        self.buckets = buckets or (Bucket(torch.uint8, collectives.device, 0, ()),)  # for the row
+        self.buckets = _plan(gradients, buffers, collectives.device)
         """In the order in which they are sent."""
         self.leave_early = 0
-        """How many buckets may be sent while backward runs: they have gradients only, and there are others behind
-        them. Where ranks share memory it is none: processors that add have no time for backward, and it would take more
-        memory."""
-        for bucket in self.buckets[:-1]:
-            of_gradients = all(slot.index < self.gradients for slot in bucket.slots)
-            if not of_gradients or collectives.can_add_in_order(bucket.device):
+        """How many buckets are sent while backward runs: see :meth:`_fits`. Where ranks share memory it is none:
+        processors that add for others have no time for backward."""
+        for number, bucket in enumerate(self.buckets[:-1]):
+            of_gradients = all(slot.index < len(gradients) for slot in self.buckets[number + 1].slots)
+            if not of_gradients or collectives.can_add_in_order(bucket.device) or not self._fits(number, shares):
                 break
-            self.leave_early += 1
+            self.leave_early = number + 1
+
+    def _fits(self, number: int, shares: int) -> bool:
+        """Whether memory for log2(shares) + 1 gradients is enough on every rank if a bucket is sent while backward
+        comes to the next one, and all partial sums stay as they are."""
+        sizes = [bucket.nbytes for bucket in self.buckets]
+        whole, arrived, own = sum(sizes), sum(sizes[: number + 2]), sizes[number]
+        world, most = len(self.layout.counts), ((shares - 1).bit_length() + 1) * sum(sizes)
+        slices = -(-sum(sizes[:number]) // world)
+        for parts, terms in zip(self.layout.counts, self.layout.terms, strict=True):
+            received = -(-sum(self.layout.counts) * own // world)
+            on_its_way = parts * own + max(received, parts * own if parts > 1 else 0)
+            if (terms - 1) * whole + arrived + slices + on_its_way > most:
+                return False
+        return True
+
+
+def _plan(gradients: Sequence[TensorSpec], buffers: Sequence[TensorSpec], device: torch.device) -> tuple[Bucket, ...]:
+    """Buckets of gradients, and one or more at the end that have the buffers, or nothing, and perhaps the last few
+    gradients."""
+    buckets = plan_buckets(gradients, CAP_BYTES).buckets
+    if buckets and buckets[-1].nbytes <= SMALL_BYTES:
+        return plan_buckets([*gradients, *buffers], CAP_BYTES).buckets
+    behind = [
+        replace(bucket, slots=tuple(replace(slot, index=slot.index + len(gradients)) for slot in bucket.slots))
+        for bucket in plan_buckets(buffers, CAP_BYTES).buckets
+    ]
+    return *buckets, *(behind or [Bucket(torch.uint8, device, 0, ())])
 
 
 class Exchange:
-    """Puts together the partial sums that all ranks have in one step. ``spare`` takes the memory of those sent."""
+    """Puts together the partial sums that all ranks have in one step, and gives all ranks rows of ``row_bytes`` bytes.
 
-    def __init__(self, plan: ExchangePlan, collectives: Collectives, spare: SpareMemory) -> None:
-        self.plan = plan
+    ``spare`` takes the memory of partial sums that have been sent.
+    """
+
+    def __init__(self, plan: ExchangePlan, row_bytes: int, collectives: Collectives, spare: SpareMemory) -> None:
+        self.plan, self.sent = plan, 0
+        """``sent``: how many buckets have been sent."""
         self._collectives, self._spare = collectives, spare
-        self._transports: list[Transport] = []
+        self._row_bytes = row_bytes + -row_bytes % _ALIGNMENT
+        self.places = any(collectives.can_add_in_order(bucket.device) for bucket in plan.buckets)
+        """Whether :meth:`place` copies anything."""
+        self._transports = [self._transport(number) for number in range(len(plan.buckets))]
         self._sums: Sequence[Terms] = ()
 
-    @property
-    def sent(self) -> int:
-        """How many buckets have been sent."""
-        return len(self._transports)
+    @torch.no_grad()
+    def place(self, first_share: int, values: list[Tensor | None]) -> None:
+        """Copy what ``first_share`` gives to where it is sent from, if a partial sum of this rank begins with it, and
+        there is such memory before the step ends. ``values`` are what they are from then on."""
+        begins = self.plan.layout.first_shares[self._collectives.rank]
+        if first_share in begins:
+            for bucket, transport in zip(self.plan.buckets, self._transports, strict=True):
+                given = [values[slot.index] if slot.index < len(values) else None for slot in bucket.slots]
+                for slot, value in zip(bucket.slots, transport.place(begins.index(first_share), given), strict=True):
+                    if value is not None:
+                        values[slot.index] = value
 
     @torch.no_grad()
     def send_next(self, sums: Sequence[Terms]) -> None:
         """Begin with the next bucket, while backward runs. ``sums`` are this rank's partial sums, in the order of
         shares; they stay as they are, since the bucket may have to be sent again."""
         self._settle()
-        self._transports.append(self._start(self.sent, sums, None, wait_follows=False))
+        self._transports[self.sent].fill(sums)
+        self._transports[self.sent].send(None, wait_follows=False)
+        self.sent += 1
 
     @torch.no_grad()
     def send_rest(self, sums: Sequence[Terms], row: Tensor, *, wait_follows: bool) -> None:
         """Begin with all buckets that have not been sent, and send a row of bytes, as long on every rank. ``sums`` is
         used up; it is empty if the step has failed: then anything is sent."""
         self._sums = sums
-        padded = torch.nn.functional.pad(row, (0, -len(row) % _ALIGNMENT))
-        for number in range(self.sent, len(self.plan.buckets)):
+        padded = torch.nn.functional.pad(row, (0, self._row_bytes - len(row)))
+        for number in range(self.sent, len(self._transports)):
+            is_last = number + 1 == len(self._transports)
             self._settle()
-            is_last = number + 1 == len(self.plan.buckets)
-            transport = self._start(
-                number, sums, padded if is_last else None, wait_follows=wait_follows and is_last, drops=True
-            )
-            self._transports.append(transport)
+            self._fill(number)
+            self._transports[number].send(padded if is_last else None, wait_follows=wait_follows and is_last)
+            self.sent += 1
 
     def rows(self) -> Tensor:
         """The rows of all ranks, in their order, when they are there."""
@@ -88,46 +130,46 @@ class Exchange:
     def send_again(self, numbers: Collection[int]) -> None:
         """Begin anew with buckets of whose tensors some rank has got more since they were sent."""
         for number in numbers:
-            self._settle()
             self._transports[number].wait()
-            self._transports[number] = self._start(number, self._sums, None, wait_follows=False, drops=True)
+            self._transports[number] = self._transport(number)
+            self._fill(number)
+            self._transports[number].send(None, wait_follows=False)
+            self._transports[number].settle()
 
     @torch.no_grad()
-    def receive(self) -> Iterator[tuple[int, Tensor]]:
+    def receive(self) -> list[tuple[int, Tensor]]:
         """The sums over all shares, each with the number of its tensor; they are the caller's."""
         for number in range(self.plan.leave_early):
-            self._drop(number, self._sums)
-        for bucket, transport in zip(self.plan.buckets, self._transports, strict=True):
+            self._drop(number)
+        for transport in self._transports:
             transport.wait()
-            self._spare.make_room(bucket.nbytes)
             transport.gather()
+        received: list[tuple[int, Tensor]] = []
         for bucket in self.plan.buckets:
             flat = self._transports.pop(0).result()
-            yield from zip((slot.index for slot in bucket.slots), bucket.views(flat), strict=True)
+            received += zip((slot.index for slot in bucket.slots), bucket.views(flat), strict=True)
+        return received
+
+    def _transport(self, number: int) -> Transport:
+        bucket, collectives = self.plan.buckets[number], self._collectives
+        row_bytes = self._row_bytes if number + 1 == len(self.plan.buckets) else 0
+        if collectives.can_add_in_order(bucket.device):
+            return SharedMemoryTransport(bucket, self.plan.layout, collectives, row_bytes)
+        return AllToAllTransport(bucket, self.plan.layout, collectives, row_bytes, self._spare)
 
     def _settle(self) -> None:
         """Wait for the bucket that was sent last, if it holds more memory meanwhile: there are never two such."""
-        if self._transports:
-            self._transports[-1].settle()
+        if self.sent:
+            self._transports[self.sent - 1].settle()
 
-    def _start(
-        self, number: int, sums: Sequence[Terms], row: Tensor | None, *, wait_follows: bool, drops: bool = False
-    ) -> Transport:
-        bucket, collectives, layout = self.plan.buckets[number], self._collectives, self.plan.layout
-        is_shared = collectives.can_add_in_order(bucket.device)
-        kind = SharedMemoryTransport if is_shared else AllToAllTransport
-        self._spare.make_room(bucket.nbytes)
-        transport: Transport = kind(bucket, layout, collectives, 0 if row is None else len(row))
-        transport.fill(sums)
-        if drops:
-            self._drop(number, sums)
-        self._spare.make_room(bucket.nbytes)
-        transport.send(row, wait_follows=wait_follows)
-        return transport
+    def _fill(self, number: int) -> None:
+        self._transports[number].fill(self._sums)
+        self._drop(number)
 
-    def _drop(self, number: int, sums: Sequence[Terms]) -> None:
+    def _drop(self, number: int) -> None:
         """Let go of the partial sums of a bucket."""
-        for slot in self.plan.buckets[number].slots:
-            for term in (term for terms in sums for term in terms):
-                self._spare.keep([term[slot.index]])
-                term[slot.index] = None
+        for terms in self._sums:
+            for term in terms:
+                for slot in self.plan.buckets[number].slots:
+                    self._spare.keep([term[slot.index]])
+                    term[slot.index] = None

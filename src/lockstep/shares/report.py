@@ -36,6 +36,12 @@ class Report:
     loop: int = 0
     """What this rank says of its loop: an encoded :class:`~lockstep.distributed.decisions.LoopStatus`."""
 
+    @staticmethod
+    def row_bytes(shares: int, parameters: int, buffers: int, buckets: int) -> int:
+        """How many bytes :meth:`to_row` gives where there are so many shares, parameters, buffers, and buckets that may
+        be late."""
+        return 8 * (4 + shares + parameters + buffers + buckets)
+
     def to_row(self) -> Tensor:
         """As whole numbers."""
         weights = struct.unpack(f"<{len(self.weights)}q", struct.pack(f"<{len(self.weights)}d", *self.weights))

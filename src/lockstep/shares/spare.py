@@ -23,7 +23,9 @@ class SpareMemory:
     def keep(self, tensors: Iterable[Tensor | None]) -> None:
         """Keep what is dropped otherwise; accelerators keep memory by themselves."""
         for tensor in tensors:
-            if tensor is not None and tensor.device.type == "cpu" and self._bytes + tensor.nbytes <= MOST_BYTES:
+            if tensor is None or tensor.device.type != "cpu" or self._bytes + tensor.nbytes > MOST_BYTES:
+                continue
+            if tensor.untyped_storage().nbytes() == tensor.nbytes:  # not a part of something larger
                 self._tensors.append(tensor)
                 self._bytes += tensor.nbytes
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lockstep.buckets import Bucket
 from lockstep.distributed.collectives import Collectives, Pending
+from lockstep.shares.spare import SpareMemory
 from lockstep.shares.tree import nodes_of, plan_additions, shares_of
 from lockstep.shm.algorithm import Addition, Place
 
@@ -33,14 +34,26 @@ class Layout:
         owned = [nodes_of(shares_of(rank, world, shares)) for rank in range(world)]
         self.counts = [len(nodes) for nodes in owned]
         """How many partial sums each rank has."""
+        self.first_shares = [[node.first for node in nodes] for nodes in owned]
+        """The first share of each of them."""
+        self.terms = [_most_terms(shares_of(rank, world, shares)) for rank in range(world)]
+        """Of how many values for each tensor they are made, while the last share of a rank runs."""
         self.additions = plan_additions([node for nodes in owned for node in nodes], shares)
         places = [Place(rank, part) for rank, count in enumerate(self.counts) for part in range(count)]
         self.placed = [Addition(places[into], places[place]) for into, place in self.additions]
         """The same, by rank and part."""
 
 
+def _most_terms(own: range) -> int:
+    return len(nodes_of(own[:-1])) + 1
+
+
 class Transport(Protocol):
     """One bucket on its way: filled, sent, waited for, gathered, and received."""
+
+    def place(self, part: int, values: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        """Copy values of the bucket's tensors, with which a partial sum begins, to where it is sent from, so that the
+        rest is added to it there; returns what they are from now on: the same values where there is no such memory."""
 
     def fill(self, sums: Sequence[Terms]) -> None:
         """Write this rank's partial sums, in the order of shares; none if the step has failed: anything is sent."""
@@ -74,11 +87,19 @@ class SharedMemoryTransport:
         self._gathered = row_bytes // bucket.dtype.itemsize
         numel = self._parts * bucket.numel + collectives.world * self._gathered
         self._whole = collectives.empty(numel, bucket.dtype, bucket.device)
+        flats = self._whole[: self._parts * bucket.numel].view(self._parts, bucket.numel)
+        self._views = [bucket.views(flat) for flat in flats]
+
+    def place(self, part: int, values: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        """See :class:`Transport`."""
+        views = self._views[part]
+        _copy(views, values)
+        return [None if value is None else view for view, value in zip(views, values, strict=True)]
 
     def fill(self, sums: Sequence[Terms]) -> None:
-        """See :class:`Transport`."""
-        parts = self._whole[: self._parts * self._bucket.numel]
-        _fill(self._bucket, parts.view(self._parts, self._bucket.numel), sums)
+        """See :class:`Transport`: what has been placed is there."""
+        for views, terms in zip(self._views, sums, strict=False):
+            _fill(self._bucket, views, terms)
 
     def send(self, row: Tensor | None, *, wait_follows: bool) -> None:
         """See :class:`Transport`."""
@@ -107,40 +128,62 @@ class SharedMemoryTransport:
 
     def result(self) -> Tensor:
         """See :class:`Transport`."""
-        sums = self._whole[: self._bucket.numel]
-        return sums if self._parts == 1 else sums.clone()  # which holds no more memory than it needs
+        return self._whole[: self._bucket.numel]
 
 
 class AllToAllTransport:
     """A bucket of which each rank adds its slice."""
 
-    def __init__(self, bucket: Bucket, layout: Layout, collectives: Collectives, row_bytes: int) -> None:
+    def __init__(
+        self, bucket: Bucket, layout: Layout, collectives: Collectives, row_bytes: int, spare: SpareMemory
+    ) -> None:
         self._bucket, self._layout, self._collectives, self._row_bytes = bucket, layout, collectives, row_bytes
-        world, parts = collectives.world, layout.counts[collectives.rank]
-        self._slice = -(-bucket.numel // world)
+        self._spare = spare
+        self._slice = -(-bucket.numel // collectives.world)
         """How many elements a rank adds."""
-        self._outgoing = torch.empty((parts, world * self._slice), dtype=bucket.dtype, device=bucket.device)
+        self._slice_bytes = self._slice * bucket.dtype.itemsize
+        self._outgoing_bytes = layout.counts[collectives.rank] * collectives.world * self._slice_bytes
+        self._received = [count * self._slice_bytes + row_bytes for count in layout.counts]
+        """How many bytes come from each rank."""
         self._pending: Pending | None = None
-        self._incoming = self._sums = self._whole = self._rows = torch.empty(0)
+        self._outgoing = self._incoming = self._sums = self._whole = self._rows = torch.empty(0)
+
+    def place(self, part: int, values: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        """See :class:`Transport`."""
+        return values
 
     def fill(self, sums: Sequence[Terms]) -> None:
         """See :class:`Transport`."""
-        _fill(self._bucket, self._outgoing, sums)
+        self._spare.make_room(self._outgoing_bytes)
+        shape = self._layout.counts[self._collectives.rank], self._collectives.world * self._slice
+        self._outgoing = torch.empty(shape, dtype=self._bucket.dtype, device=self._bucket.device)
+        for flat, terms in zip(self._outgoing, sums, strict=False):
+            _fill(self._bucket, self._bucket.views(flat[: self._bucket.numel]), terms)
 
     def send(self, row: Tensor | None, *, wait_follows: bool) -> None:
         """See :class:`Transport`."""
-        parts, world = len(self._outgoing), self._collectives.world
-        slice_bytes = self._slice * self._bucket.dtype.itemsize
-        slices = self._outgoing.view(torch.uint8).view(parts, world, slice_bytes).transpose(0, 1)
-        pieces = slices.reshape(world, parts * slice_bytes)  # copies where there are several parts
-        if row is not None:
-            pieces = torch.cat([pieces, row.to(pieces.device).expand(world, -1)], dim=1)
-        self._received = [count * slice_bytes + self._row_bytes for count in self._layout.counts]
-        self._outgoing, self._incoming = pieces, pieces.new_empty(sum(self._received))
-        sent = [pieces.shape[1]] * world
+        self._outgoing = self._pieces(row)
+        self._spare.make_room(sum(self._received))
+        self._incoming = self._outgoing.new_empty(sum(self._received))
+        sent = [len(self._outgoing) // self._collectives.world] * self._collectives.world
         self._pending = self._collectives.all_to_all(
-            self._incoming, pieces.view(-1), self._received, sent, "partial sums"
+            self._incoming, self._outgoing, self._received, sent, "partial sums"
         )
+
+    def _pieces(self, row: Tensor | None) -> Tensor:
+        """What goes to each rank, one after the other, as bytes: a slice of each partial sum, and the row."""
+        parts, world = len(self._outgoing), self._collectives.world
+        if parts == 1 and row is None:
+            return self._outgoing.view(torch.uint8).view(-1)
+        self._spare.make_room(self._outgoing_bytes)
+        piece_bytes = parts * self._slice_bytes + self._row_bytes
+        pieces = torch.empty((world, piece_bytes), dtype=torch.uint8, device=self._outgoing.device)
+        slices = self._outgoing.view(torch.uint8).view(parts, world, self._slice_bytes)
+        for part in range(parts):
+            pieces[:, part * self._slice_bytes : (part + 1) * self._slice_bytes].copy_(slices[part])
+        if row is not None:
+            pieces[:, parts * self._slice_bytes :].copy_(row)
+        return pieces.view(-1)
 
     def settle(self) -> None:
         """See :class:`Transport`: waits."""
@@ -169,6 +212,7 @@ class AllToAllTransport:
 
     def gather(self) -> None:
         """See :class:`Transport`."""
+        self._spare.make_room(self._collectives.world * self._slice_bytes)
         self._whole = self._sums.new_empty(self._collectives.world * self._slice)
         self._gathering = self._collectives.all_gather_flat(self._whole, self._sums, "sums")
 
@@ -178,22 +222,28 @@ class AllToAllTransport:
         return self._whole
 
 
-def _fill(bucket: Bucket, parts: Tensor, sums: Sequence[Terms]) -> None:
-    """Write each partial sum into its part."""
-    for flat, terms in zip(parts, sums, strict=False):
-        views = bucket.views(flat[: bucket.numel])
-        *others, last = ([term[slot.index] for slot in bucket.slots] for term in terms)
-        if any(value is None for value in last):
-            flat.fill_(_NOTHING)
-        into, values = _present(views, last)
+def _fill(bucket: Bucket, views: Sequence[Tensor], terms: Terms) -> None:
+    """Write a partial sum into its part."""
+    *others, last = ([term[slot.index] for slot in bucket.slots] for term in terms)
+    for view, value in zip(views, last, strict=True):
+        if value is None:
+            view.fill_(_NOTHING)
+    _copy(views, last)
+    for term in reversed(others):
+        into, values = _present(views, term)
         if into:
-            torch._foreach_copy_(into, values)
-        for term in reversed(others):
-            into, values = _present(views, term)
-            if into:
-                torch._foreach_add_(into, values)
+            torch._foreach_add_(into, values)
+
+
+def _copy(views: Sequence[Tensor], values: Sequence[Tensor | None]) -> None:
+    """Write the values that are there, and not in their places yet."""
+    into, present = _present(views, values)
+    if into:
+        torch._foreach_copy_(into, present)
 
 
 def _present(views: Sequence[Tensor], values: Sequence[Tensor | None]) -> tuple[list[Tensor], list[Tensor]]:
-    pairs = [(view, value) for view, value in zip(views, values, strict=True) if value is not None]
+    pairs = [
+        (view, value) for view, value in zip(views, values, strict=True) if value is not None and value is not view
+    ]
     return [view for view, _ in pairs], [value for _, value in pairs]
