@@ -8,7 +8,7 @@ from lockstep.shares import spare
 from lockstep.shares.spare import SpareMemory
 
 
-def test_what_is_kept_is_given_back_one_by_one():
+def test_what_is_kept_is_given_back_piece_by_piece():
     memory, tensors = SpareMemory(), [torch.zeros(4) for _ in range(3)]
     alive = [weakref.ref(tensor) for tensor in tensors]
     memory.keep([None, *tensors])
@@ -16,7 +16,7 @@ def test_what_is_kept_is_given_back_one_by_one():
     counts = []
     for _ in range(5):
         counts.append(sum(link() is not None for link in alive))
-        memory.give_back_one()
+        memory.give_back(16)
     assert counts == [3, 2, 1, 0, 0]
 
 
@@ -25,9 +25,9 @@ def test_room_is_made_for_something_else():
     alive = [weakref.ref(tensor) for tensor in tensors]
     memory.keep(tensors)
     tensors.clear()
-    memory.make_room(20)
+    memory.give_back(20)
     assert sum(link() is not None for link in alive) == 1
-    memory.make_room(20)
+    memory.give_back(20)
     assert memory._bytes == 0
 
 
@@ -38,6 +38,6 @@ def test_there_is_a_most_that_is_kept(monkeypatch):
     memory.keep(tensors)
     tensors.clear()
     assert [link() is not None for link in alive] == [True, True, False, False]
-    memory.give_back_one()
+    memory.give_back(16)
     memory.keep([torch.zeros(6)])
     assert memory._bytes == 40

@@ -42,6 +42,7 @@ class ShareGradients:
         self._handles = [
             _hook(parameter, number, arrived, self._spare) for number, parameter in enumerate(self.parameters)
         ]
+        self._largest = max((local_part(parameter).nbytes for parameter in self.parameters), default=0)
         self._before: Values | None = None
         self._last: tuple[int, Values] | None = None
         self.sums = self._new_sums()
@@ -64,6 +65,11 @@ class ShareGradients:
         """A step begins: set aside what the parameters have."""
         self._before = self._take()
         self.drop_sums()
+
+    def enter(self) -> None:
+        """A share begins: its first gradient is allocated before that is known, each further one when another has
+        come."""
+        self._spare.give_back(self._largest)
 
     def _take(self) -> Values:
         taken = [parameter.grad for parameter in self.parameters]
@@ -120,10 +126,6 @@ class ShareGradients:
 
     def drop_sums(self) -> None:
         """The partial sums will not be asked for again."""
-        for _, values in self.sums.sums:
-            self._spare.keep(values)
-        if self._last is not None:
-            self._spare.keep(self._last[1])
         self.sums, self._last = self._new_sums(), None
 
     def _new_sums(self) -> PartialSums[Values]:
@@ -181,12 +183,12 @@ def _gradient(parameter: Tensor, value: Tensor, earlier: Tensor | None) -> Tenso
 
 
 def _hook(parameter: Parameter, number: int, arrived: Callable[[int], None], spare: SpareMemory) -> RemovableHandle:
-    is_sharded = is_dtensor(parameter)
+    is_sharded, nbytes = is_dtensor(parameter), local_part(parameter).nbytes
 
     def hook(parameter: Tensor) -> None:
         if is_sharded:
             _lay_out(parameter)
-        spare.give_back_one()
+        spare.give_back(nbytes)
         arrived(number)
 
     handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(hook)

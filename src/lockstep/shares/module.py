@@ -22,11 +22,10 @@ from lockstep.shares.buffers import ShareBuffers
 from lockstep.shares.early import EarlyBuckets
 from lockstep.shares.environment import check_settings, precision_on, settings_of
 from lockstep.shares.gradients import ShareGradients, Values, sum_dtype
-from lockstep.shares.reduction import Exchange, ExchangePlan
+from lockstep.shares.reduction import Exchange, ExchangePlan, with_buffers
 from lockstep.shares.report import Report, check_precision, check_reports, number_of, weights_of_all
 from lockstep.shares.spare import SpareMemory
 from lockstep.shares.state import ShareWorld, Step
-from lockstep.shares.transport import Terms
 from lockstep.shares.tree import add_in_tree_order
 
 Loss = Literal["sum", "mean"]
@@ -163,6 +162,7 @@ class ShareModule:
     def enter(self, share: int, is_last: bool) -> None:
         """See :class:`Participant`."""
         self._buffers.restore()
+        self._gradients.enter()
         if is_last and self._exchange is not None and self._overlaps and self._used_before is not None:
             self._early = EarlyBuckets(self._exchange, self._gradients, share, self._used_before)
 
@@ -252,10 +252,7 @@ class ShareModule:
     def _exchange_reports(self, exchange: Exchange, report: Report) -> tuple[list[Report], list[Tensor]]:
         """Send what has not left yet. Returns what the ranks report, and what they have kept of buffers."""
         self._has_told = True
-        numbers = self._buffers.expected
-        sums: list[Terms] = []
-        for (*terms, last), values in zip(self._gradients.take_terms(), self._buffers.sums(numbers), strict=True):
-            sums.append([*([*term, *[None] * len(numbers)] for term in terms), [*last, *values]])
+        sums = with_buffers(self._gradients.take_terms(), self._buffers.sums(self._buffers.expected))
         exchange.send_rest(sums, self._row(report), wait_follows=True)
         rows = exchange.rows().cpu()
         size = report.to_row().nbytes

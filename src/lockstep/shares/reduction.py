@@ -71,6 +71,15 @@ def _plan(gradients: Sequence[TensorSpec], buffers: Sequence[TensorSpec], device
     return *buckets, *(behind or [Bucket(torch.uint8, device, 0, ())])
 
 
+def with_buffers(gradients: list[Terms], buffers: Sequence[Sequence[Tensor]]) -> list[Terms]:
+    """The same partial sums of gradients, in which each of buffers stands behind the last term."""
+    for terms, values in zip(gradients, buffers, strict=True):
+        for term in terms[:-1]:
+            term += [None] * len(values)
+        terms[-1] += values
+    return gradients
+
+
 class Exchange:
     """Puts together the partial sums that all ranks have in one step, and gives all ranks rows of ``row_bytes`` bytes.
 
@@ -171,5 +180,6 @@ class Exchange:
         for terms in self._sums:
             for term in terms:
                 for slot in self.plan.buckets[number].slots:
-                    self._spare.keep([term[slot.index]])
+                    if not self.places:
+                        self._spare.keep([term[slot.index]])
                     term[slot.index] = None

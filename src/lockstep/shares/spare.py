@@ -2,7 +2,8 @@
 
 Partial sums are dropped many at a time. The C library gives such blocks back to the system, which clears their pages
 when the next share takes them again: for large parameters that takes longer than adding them. So each is kept until
-another gradient has come, whose own successor takes its place. There is never more in memory than at the peak.
+another gradient has come, whose own successor takes its place, or until memory is allocated to exchange partial sums.
+There is never more in memory than at the peak.
 """
 
 from collections.abc import Iterable
@@ -23,19 +24,12 @@ class SpareMemory:
     def keep(self, tensors: Iterable[Tensor | None]) -> None:
         """Keep what is dropped otherwise; accelerators keep memory by themselves."""
         for tensor in tensors:
-            if tensor is None or tensor.device.type != "cpu" or self._bytes + tensor.nbytes > MOST_BYTES:
-                continue
-            if tensor.untyped_storage().nbytes() == tensor.nbytes:  # not a part of something larger
+            if tensor is not None and tensor.device.type == "cpu" and self._bytes + tensor.nbytes <= MOST_BYTES:
                 self._tensors.append(tensor)
                 self._bytes += tensor.nbytes
 
-    def give_back_one(self) -> None:
-        """Another gradient has come."""
-        if self._tensors:
-            self._bytes -= self._tensors.pop().nbytes
-
-    def make_room(self, nbytes: int) -> None:
-        """So much memory is about to be taken for something else."""
+    def give_back(self, nbytes: int) -> None:
+        """Drop so much, or more, as far as there is any: a gradient has come, or something else is to be allocated."""
         least = self._bytes - nbytes
         while self._tensors and self._bytes > least:
-            self.give_back_one()
+            self._bytes -= self._tensors.pop().nbytes

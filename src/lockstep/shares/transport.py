@@ -154,7 +154,7 @@ class AllToAllTransport:
 
     def fill(self, sums: Sequence[Terms]) -> None:
         """See :class:`Transport`."""
-        self._spare.make_room(self._outgoing_bytes)
+        self._spare.give_back(self._outgoing_bytes)
         shape = self._layout.counts[self._collectives.rank], self._collectives.world * self._slice
         self._outgoing = torch.empty(shape, dtype=self._bucket.dtype, device=self._bucket.device)
         for flat, terms in zip(self._outgoing, sums, strict=False):
@@ -163,7 +163,7 @@ class AllToAllTransport:
     def send(self, row: Tensor | None, *, wait_follows: bool) -> None:
         """See :class:`Transport`."""
         self._outgoing = self._pieces(row)
-        self._spare.make_room(sum(self._received))
+        self._spare.give_back(sum(self._received))
         self._incoming = self._outgoing.new_empty(sum(self._received))
         sent = [len(self._outgoing) // self._collectives.world] * self._collectives.world
         self._pending = self._collectives.all_to_all(
@@ -175,7 +175,7 @@ class AllToAllTransport:
         parts, world = len(self._outgoing), self._collectives.world
         if parts == 1 and row is None:
             return self._outgoing.view(torch.uint8).view(-1)
-        self._spare.make_room(self._outgoing_bytes)
+        self._spare.give_back(self._outgoing_bytes)
         piece_bytes = parts * self._slice_bytes + self._row_bytes
         pieces = torch.empty((world, piece_bytes), dtype=torch.uint8, device=self._outgoing.device)
         slices = self._outgoing.view(torch.uint8).view(parts, world, self._slice_bytes)
@@ -194,6 +194,7 @@ class AllToAllTransport:
         if self._pending is None:
             return
         self._pending.wait()
+        self._pending, self._outgoing = None, torch.empty(0)  # a view would hold all of it
         parts, rows = [], []
         for count, piece in zip(self._layout.counts, self._incoming.split(self._received), strict=True):
             slices, row = piece.split([len(piece) - self._row_bytes, self._row_bytes])
@@ -202,8 +203,7 @@ class AllToAllTransport:
         for into, place in self._layout.additions:
             parts[into].add_(parts[place])
         self._rows, self._sums = torch.stack(rows), parts[0].clone()
-        self._pending = None
-        self._outgoing = self._incoming = torch.empty(0)  # a view would hold all of it
+        self._incoming = torch.empty(0)
 
     @property
     def rows(self) -> Tensor:
@@ -212,7 +212,7 @@ class AllToAllTransport:
 
     def gather(self) -> None:
         """See :class:`Transport`."""
-        self._spare.make_room(self._collectives.world * self._slice_bytes)
+        self._spare.give_back(self._collectives.world * self._slice_bytes)
         self._whole = self._sums.new_empty(self._collectives.world * self._slice)
         self._gathering = self._collectives.all_gather_flat(self._whole, self._sums, "sums")
 
