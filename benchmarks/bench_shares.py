@@ -10,7 +10,8 @@ the processor time of all ranks together is told, too, which other programs on t
 
 Memory is the peak of resident memory (``VmHWM``, Linux) in three steps after three others, beyond what there was
 before the model was replicated, in gradients of the whole model; each way in processes of its own, the larger of the
-ranks. Inputs and activations are next to nothing there. The C library is told to give large blocks back at once.
+ranks. Inputs and activations are next to nothing there. The C library is told to give large blocks back at once. Pages
+of shared memory count on each rank that has touched them.
 """
 
 from __future__ import annotations
@@ -176,7 +177,7 @@ def main() -> None:
     name = names[-1]
     print(f"\n{name}: peak of memory on a rank, in gradients of the model (its parameters are there before)")
     for world in worlds:
-        for backend in ["gloo"]:
+        for backend in backends:
             peaks = {way: max(launch(peak_of_way, name, way, backend, args.quick, world=world)) for way in WAYS}
             print(f"  {world} over {backend:5}" + "".join(f"  {way} {peak:5.2f}" for way, peak in peaks.items()))
 

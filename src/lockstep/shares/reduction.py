@@ -35,11 +35,13 @@ class ExchangePlan:
         self.buckets = _plan(gradients, buffers, collectives.device)
         """In the order in which they are sent."""
         self.leave_early = 0
-        """How many buckets are sent while backward runs: see :meth:`_fits`. Where ranks share memory it is none:
-        processors that add for others have no time for backward."""
-        for number, bucket in enumerate(self.buckets[:-1]):
-            of_gradients = all(slot.index < len(gradients) for slot in self.buckets[number + 1].slots)
-            if not of_gradients or collectives.can_add_in_order(bucket.device) or not self._fits(number, shares):
+        """How many buckets are sent while backward runs: never the last gradients, with which it ends, nor what takes
+        more memory (see :meth:`_fits`). Where ranks share memory it is none: processors that add for others have no
+        time for backward."""
+        for number, bucket in enumerate(self.buckets):
+            is_last = any(slot.index + 1 >= len(gradients) for slot in bucket.slots)
+            is_shared = collectives.can_add_in_order(bucket.device)
+            if is_last or not bucket.slots or is_shared or not self._fits(number, shares):
                 break
             self.leave_early = number + 1
 
