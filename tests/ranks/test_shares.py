@@ -15,8 +15,12 @@ from torch.utils.data import IterableDataset, TensorDataset
 
 import lockstep
 import threaded
+from lockstep.buckets import TensorSpec
+from lockstep.distributed.collectives import Collectives
 from lockstep.errors import AgreementError, AuditError, NotReplicableError, OptionError, PeerError, ShareError
+from lockstep.phases import Phases
 from lockstep.shares import reduction
+from lockstep.shares.reduction import ExchangePlan
 from share_runs import CELLS, MODELS, data_of, digits, forever, make_optimizer, train, train_all
 from threaded import count_collectives, run_ranks
 
@@ -538,6 +542,17 @@ def test_buckets_leave_while_the_last_share_runs_backward(hosts, name, expected,
         return sent
 
     assert run_ranks(2, work, hosts=hosts) == [expected] * 2
+
+
+@pytest.mark.parametrize(("hosts", "expected"), [("ab", 2), ("aab", 1), ("aa", 0)])
+def test_buckets_leave_early_where_memory_for_them_is_there(hosts, expected):
+    """Of three equal ones: the last never; on three ranks of two hosts the second would take a fifth gradient."""
+
+    def work(rank):
+        specs = [TensorSpec.of(torch.empty(2048, 2048))] * 3
+        return ExchangePlan(specs, [], 8, Collectives(rank.group, Phases())).leave_early
+
+    assert run_ranks(len(hosts), work, hosts=hosts) == [expected] * len(hosts)
 
 
 @pytest.mark.parametrize("hosts", ["", "aa"], ids=["gloo", "shm"])

@@ -98,6 +98,18 @@ class Buffer:
                     module._buffers[key] = new
 
 
+@torch.no_grad()
+def assign_all(buffers: Sequence[Buffer], values: Sequence[Tensor]) -> None:
+    """Give many buffers new values, those that can be written in one call."""
+    targets = [buffer.writable() for buffer in buffers]
+    pairs = [(target, value) for target, value in zip(targets, values, strict=True) if target is not None]
+    if pairs:
+        torch._foreach_copy_([target for target, _ in pairs], [value for _, value in pairs])
+    for buffer, target, value in zip(buffers, targets, values, strict=True):
+        if target is None:
+            buffer.assign(value)
+
+
 class BufferGroup:
     """Buffers that are looked at together: of hundreds, one by one, each look takes longer than its values."""
 

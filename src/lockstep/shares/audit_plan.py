@@ -65,6 +65,6 @@ class Evidence:
                 f"{ranks[1]} computed it again: {differing[0]} is the first of {len(differing)} tensors that differ, "
                 f"of {len(self._names)}. One of the two computes wrongly (memory, a processor), or what the share "
                 "computes is not deterministic (a kernel with atomics, a generator of random numbers of the program's "
-                "own, data that differ by rank). No gradient has been handed out. Load the last checkpoint; leave "
-                "out a rank that is named again and again"
+                "own, data that differ by rank). Gradients are what they were before the step. Load the last "
+                "checkpoint; leave out a rank that is named again and again"
             )

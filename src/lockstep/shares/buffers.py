@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lockstep.buckets import TensorSpec
-from lockstep.distributed.buffers import Buffer
+from lockstep.distributed.buffers import Buffer, assign_all
 from lockstep.distributed.collectives import Collectives
 from lockstep.shares.gradients import Values, sum_dtype
 from lockstep.shares.reduction import Exchange, ExchangePlan
@@ -59,9 +59,8 @@ class ShareBuffers:
     def restore(self) -> None:
         """Give the buffers the values of the step, if a share has changed them since."""
         if self._dirty:
-            for buffer, start in zip(self.buffers, self._start, strict=True):
-                if start is not None:
-                    buffer.assign(start)
+            pairs = [(b, start) for b, start in zip(self.buffers, self._start, strict=True) if start is not None]
+            assign_all([buffer for buffer, _ in pairs], [start for _, start in pairs])
             self._dirty = False
 
     def now(self) -> list[Tensor | None]:
@@ -151,8 +150,10 @@ class ShareBuffers:
         total = dict(sums or {})
         missing = [number for number in averaged if number not in total]
         total |= zip(missing, self._add_up(missing, collectives), strict=True)
-        for number in averaged:
-            self.buffers[number].assign(total[number].div_(self._count))
+        if averaged:
+            values = [total[number] for number in averaged]
+            torch._foreach_div_(values, self._count)
+            assign_all([self.buffers[number] for number in averaged], values)
         others = [number for number in changed if not self._is_averaged[number]]
         deciding: dict[int, list[int]] = {}
         for number in others:

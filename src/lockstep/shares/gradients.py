@@ -152,8 +152,8 @@ class ShareGradients:
             rows.append(self._last[1])
         return [any(row[number] is not None for row in rows) for number in range(len(self.parameters))]
 
-    def put_back(self) -> None:
-        """The step is broken off: parameters have what they had before."""
+    def restore_grads(self) -> None:
+        """The step is aborted: parameters have the gradients that they had before."""
         before, self._before = self._before, None
         if before is not None:
             for parameter, gradient in zip(self.parameters, before, strict=True):
@@ -161,7 +161,7 @@ class ShareGradients:
         self.drop_sums()
 
     @torch.no_grad()
-    def hand_out(self, total: Values, divisor: float) -> None:
+    def set_grads(self, total: Values, divisor: float) -> None:
         """The step has ended: give the parameters the sum over all shares, divided, and added to what they had."""
         assert self._before is not None
         before, self._before = self._before, None

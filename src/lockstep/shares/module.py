@@ -74,7 +74,7 @@ class ShareModule:
         """How many steps have been finished."""
         self._step: Step | None = None
         self._last_share: int | None = None
-        self._has_told = False
+        self._has_reported = False
         self._used_before: list[int] | None = None
         self._may_overlap = True
         self._exchange: Exchange | None = None
@@ -143,7 +143,7 @@ class ShareModule:
             self._used_before = None
         self._gradients.check_hooks()
         self._precisions = set()
-        self._step, self._weights, self._has_told, self._early = step, {}, False, None
+        self._step, self._weights, self._has_reported, self._early = step, {}, False, None
         self._last_share = own[-1] if own else None
         self._exchange = None
         if self._collectives.world > 1:
@@ -199,20 +199,20 @@ class ShareModule:
         assert self._evidence is not None
         self._evidence.note([*self._gradients.now(), *self._buffers.now()], again)
 
-    def break_off(self) -> None:
+    def abort(self) -> None:
         """See :class:`Participant`. The other ranks are told, who may be at the step's end, and are not waited for."""
         step, self._step = self._step, None
         if step is None:
             return
         try:
-            if self._exchange is not None and self.world.joined == 1 and not self._has_told:
+            if self._exchange is not None and self.world.joined == 1 and not self._has_reported:
                 row = self._row(replace(self._report(step), has_failed=True))
                 self._exchange.send_rest([], row, wait_follows=False)
         except CommunicationError as error:
             logging.getLogger("lockstep").debug("the other ranks could not be told of a failure: %s", error)
         finally:
             self._exchange = self._early = None
-            self._gradients.put_back()
+            self._gradients.restore_grads()
             self._buffers.forget()
 
     def finish(self) -> None:
@@ -235,7 +235,7 @@ class ShareModule:
                 total = self._gradients.total(step.count)
             else:
                 total, sums = self._receive(self._exchange, reports, used)
-            self._gradients.hand_out(total, self._divisor(step, reports))
+            self._gradients.set_grads(total, self._divisor(step, reports))
             self._buffers.finish([report.changed_buffers for report in reports], self._collectives, sums, kept)
         self._step = self._exchange = self._early = None
         self._used_before = [number for number, is_used in enumerate(used) if is_used]
@@ -251,7 +251,7 @@ class ShareModule:
 
     def _exchange_reports(self, exchange: Exchange, report: Report) -> tuple[list[Report], list[Tensor]]:
         """Send what has not left yet. Returns what the ranks report, and what they have kept of buffers."""
-        self._has_told = True
+        self._has_reported = True
         sums = with_buffers(self._gradients.take_terms(), self._buffers.sums(self._buffers.expected))
         exchange.send_rest(sums, self._row(report), wait_follows=True)
         rows = exchange.rows().cpu()

@@ -2,7 +2,7 @@
 
 A :class:`ShareWorld` stands for one process group as this rank sees it: the modules that are replicated with shares
 over it, and the step that is under way. A step is opened, each of this rank's shares is entered and left, and the step
-ends: then gradients are put together. One that is left in between is broken off: its gradients are dropped.
+ends: then gradients are put together. One that is left in between is aborted: its gradients are dropped.
 """
 
 import threading
@@ -92,7 +92,7 @@ class Participant(Protocol):
     def leave_again(self, share: int) -> None:
         """It has ended."""
 
-    def break_off(self) -> None:
+    def abort(self) -> None:
         """The step will not be finished: drop what its shares gave."""
 
     def has_parameter_of(self, optimizer: Optimizer) -> bool:
@@ -113,7 +113,7 @@ class ShareWorld:
         self.audits_every: int | None = None
         self._own = range(0)
         self._broken: Step | None = None
-        self._has_told = False
+        self._has_sent_flags = False
         self._participants: list[weakref.ref[Participant]] = []
         self._collectives: Collectives | None = None
         self._decisions = None if group is None else decisions_of(group)
@@ -139,14 +139,14 @@ class ShareWorld:
 
     @contextmanager
     def steps(self, step: Step) -> Iterator["OpenStep"]:
-        """A step, from its first share to the end, where it is finished; broken off if the block is left before."""
+        """A step, from its first share to the end, where it is finished; aborted if the block is left before."""
         if self.step is not None:
             raise ShareError(
                 f"{step} was begun while {self.step} is under way; run all shares of one batch before the next is begun"
             )
         for each in self.participants:
             each.check(step)
-        self._own, self._broken, self._has_told = shares_of(self.rank, self.size, step.count), None, False
+        self._own, self._broken, self._has_sent_flags = shares_of(self.rank, self.size, step.count), None, False
         devices = {device for each in self.participants for device in each.devices}
         opened: list[Participant] = []
         try:
@@ -159,12 +159,12 @@ class ShareWorld:
             for each in self._used_on_any_rank():
                 each.finish()
             for each in self.participants:
-                each.break_off()  # those that no rank has used
+                each.abort()  # those that no rank has used
         except BaseException:
             self._broken = step
             self._tell_failure()
             for each in self.participants:
-                each.break_off()
+                each.abort()
             raise
         finally:
             self.step = self.share = None
@@ -212,7 +212,7 @@ class ShareWorld:
             return self.participants
         by_number = {each.number: each for each in self.participants}
         collectives, gathered, pending = self._send_flags([n for n, each in by_number.items() if each.is_used], _USED)
-        self._has_told = True
+        self._has_sent_flags = True
         pending.wait()
         rows = gathered.view(self.size, self.joined).tolist()
         for rank, row in zip(collectives.global_ranks, rows, strict=True):
@@ -240,7 +240,7 @@ class ShareWorld:
 
     def _tell_failure(self) -> None:
         """Where ranks begin the end of a step with their flags: the others may be there, and are not waited for."""
-        if self.size > 1 and self.joined > 1 and not self._has_told:
+        if self.size > 1 and self.joined > 1 and not self._has_sent_flags:
             with suppress(CommunicationError):
                 self._send_flags(range(self.joined), _FAILED)
 
