@@ -451,12 +451,15 @@ def test_a_step_that_was_left_leaves_buffers_as_they_were(failing):
 
 
 @pytest.mark.parametrize(
-    ("hosts", "expected"),
-    [("", ["all_to_all_single", "all_gather_single"]), ("aaa", ["add_in_order"])],
-    ids=["gloo", "shm"],
+    ("world", "hosts", "expected"),
+    [
+        (2, "", ["all_to_all_single", "all_gather_single"]),
+        (3, "", ["all_to_all_single", "all_to_all_single", "all_gather_single"]),
+        (3, "aaa", ["add_in_order"]),
+    ],
 )
-def test_gradients_buffers_counters_and_reports_travel_together(hosts, expected, monkeypatch):
-    """In each step but the first, whose buffers nobody expects to change."""
+def test_gradients_buffers_counters_and_reports_travel_together(world, hosts, expected, monkeypatch):
+    """In each step but the first, whose buffers nobody expects to change. On three ranks some have two partial sums."""
     monkeypatch.setitem(threaded._NAMES, "_add_in_order", "add_in_order")
 
     def work(rank):
@@ -468,7 +471,7 @@ def test_gradients_buffers_counters_and_reports_travel_together(hosts, expected,
                     nn.functional.cross_entropy(model(x), y, reduction="sum").backward()
         return [each.name for each in seen], model[1].num_batches_tracked.item()
 
-    assert run_ranks(3, work, hosts=hosts) == [(expected, 2)] * 3
+    assert run_ranks(world, work, hosts=hosts) == [(expected, 2)] * world
 
 
 class ChangesNow(nn.Module):
@@ -544,12 +547,12 @@ def test_buckets_leave_while_the_last_share_runs_backward(hosts, name, expected,
     assert run_ranks(2, work, hosts=hosts) == [expected] * 2
 
 
-@pytest.mark.parametrize(("hosts", "expected"), [("ab", 2), ("aab", 1), ("aa", 0)])
-def test_buckets_leave_early_where_memory_for_them_is_there(hosts, expected):
-    """Of three equal ones: the last never; on three ranks of two hosts the second would take a fifth gradient."""
+@pytest.mark.parametrize(("hosts", "buckets", "expected"), [("ab", 3, 2), ("aab", 3, 0), ("aab", 12, 11), ("aa", 3, 0)])
+def test_buckets_leave_early_where_memory_for_them_is_there(hosts, buckets, expected):
+    """Never the last. On three ranks of two hosts one of three would take a fifth gradient, and one of twelve not."""
 
     def work(rank):
-        specs = [TensorSpec.of(torch.empty(2048, 2048))] * 3
+        specs = [TensorSpec("", (2048, 2048), (2048, 1), torch.float32, torch.device("cpu"))] * buckets
         return ExchangePlan(specs, [], 8, Collectives(rank.group, Phases())).leave_early
 
     assert run_ranks(len(hosts), work, hosts=hosts) == [expected] * len(hosts)

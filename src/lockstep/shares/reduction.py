@@ -46,18 +46,15 @@ class ExchangePlan:
             self.leave_early = number + 1
 
     def _fits(self, number: int, shares: int) -> bool:
-        """Whether memory for log2(shares) + 1 gradients is enough on every rank if a bucket is sent while backward
-        comes to the next one, and all partial sums stay as they are."""
-        sizes = [bucket.nbytes for bucket in self.buckets]
-        whole, arrived, own = sum(sizes), sum(sizes[: number + 2]), sizes[number]
-        world, most = len(self.layout.counts), ((shares - 1).bit_length() + 1) * sum(sizes)
-        slices = -(-sum(sizes[:number]) // world)
-        for parts, terms in zip(self.layout.counts, self.layout.terms, strict=True):
-            received = -(-sum(self.layout.counts) * own // world)
-            on_its_way = parts * own + max(received, parts * own if parts > 1 else 0)
-            if (terms - 1) * whole + arrived + slices + on_its_way > most:
-                return False
-        return True
+        """Whether memory for log2(shares) + 1 gradients is enough on every rank while a bucket is on its way, backward
+        ends, and all partial sums stay as they are."""
+        sizes, world = [bucket.nbytes for bucket in self.buckets], len(self.layout.counts)
+        whole, own, most = sum(sizes), sizes[number], (shares - 1).bit_length() + 1
+        slices, incoming = sum(sizes[:number]) / world, sum(self.layout.counts) * own / world
+        return all(
+            terms * whole + slices + parts * own + incoming <= most * whole
+            for parts, terms in zip(self.layout.counts, self.layout.terms, strict=True)
+        )
 
 
 def _plan(gradients: Sequence[TensorSpec], buffers: Sequence[TensorSpec], device: torch.device) -> tuple[Bucket, ...]:

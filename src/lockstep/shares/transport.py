@@ -132,7 +132,7 @@ class SharedMemoryTransport:
 
 
 class AllToAllTransport:
-    """A bucket of which each rank adds its slice."""
+    """A bucket of which each rank adds its slice. Parts travel one after the other: first the first of each rank."""
 
     def __init__(
         self, bucket: Bucket, layout: Layout, collectives: Collectives, row_bytes: int, spare: SpareMemory
@@ -142,11 +142,10 @@ class AllToAllTransport:
         self._slice = -(-bucket.numel // collectives.world)
         """How many elements a rank adds."""
         self._slice_bytes = self._slice * bucket.dtype.itemsize
-        self._outgoing_bytes = layout.counts[collectives.rank] * collectives.world * self._slice_bytes
-        self._received = [count * self._slice_bytes + row_bytes for count in layout.counts]
-        """How many bytes come from each rank."""
-        self._pending: Pending | None = None
-        self._outgoing = self._incoming = self._sums = self._whole = self._rows = torch.empty(0)
+        self._outgoing: list[Tensor] = []
+        self._coming: list[tuple[Tensor, list[int], Pending]] = []
+        """Of each part what comes, how many bytes of it from each rank, and what is waited for."""
+        self._sums = self._whole = self._rows = torch.empty(0)
 
     def place(self, part: int, values: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         """See :class:`Transport`."""
@@ -154,36 +153,28 @@ class AllToAllTransport:
 
     def fill(self, sums: Sequence[Terms]) -> None:
         """See :class:`Transport`."""
-        self._spare.give_back(self._outgoing_bytes)
-        shape = self._layout.counts[self._collectives.rank], self._collectives.world * self._slice
-        self._outgoing = torch.empty(shape, dtype=self._bucket.dtype, device=self._bucket.device)
-        for flat, terms in zip(self._outgoing, sums, strict=False):
-            _fill(self._bucket, self._bucket.views(flat[: self._bucket.numel]), terms)
+        world, bucket = self._collectives.world, self._bucket
+        for part in range(self._layout.counts[self._collectives.rank]):
+            self._spare.give_back(world * self._slice_bytes)
+            flat = torch.empty(world * self._slice, dtype=bucket.dtype, device=bucket.device)
+            if part < len(sums):
+                _fill(bucket, bucket.views(flat[: bucket.numel]), sums[part])
+            self._outgoing.append(flat)
 
     def send(self, row: Tensor | None, *, wait_follows: bool) -> None:
         """See :class:`Transport`."""
-        self._outgoing = self._pieces(row)
-        self._spare.give_back(sum(self._received))
-        self._incoming = self._outgoing.new_empty(sum(self._received))
-        sent = [len(self._outgoing) // self._collectives.world] * self._collectives.world
-        self._pending = self._collectives.all_to_all(
-            self._incoming, self._outgoing, self._received, sent, "partial sums"
-        )
-
-    def _pieces(self, row: Tensor | None) -> Tensor:
-        """What goes to each rank, one after the other, as bytes: a slice of each partial sum, and the row."""
-        parts, world = len(self._outgoing), self._collectives.world
-        if parts == 1 and row is None:
-            return self._outgoing.view(torch.uint8).view(-1)
-        self._spare.give_back(self._outgoing_bytes)
-        piece_bytes = parts * self._slice_bytes + self._row_bytes
-        pieces = torch.empty((world, piece_bytes), dtype=torch.uint8, device=self._outgoing.device)
-        slices = self._outgoing.view(torch.uint8).view(parts, world, self._slice_bytes)
-        for part in range(parts):
-            pieces[:, part * self._slice_bytes : (part + 1) * self._slice_bytes].copy_(slices[part])
-        if row is not None:
-            pieces[:, parts * self._slice_bytes :].copy_(row)
-        return pieces.view(-1)
+        world, empty = self._collectives.world, torch.empty(0, dtype=torch.uint8, device=self._bucket.device)
+        for part in range(max(self._layout.counts)):
+            pieces = self._outgoing[part].view(torch.uint8) if part < len(self._outgoing) else empty
+            row_bytes = self._row_bytes if part == 0 else 0
+            if row is not None and part == 0:
+                rows = row.to(pieces.device).expand(world, -1)
+                pieces = torch.cat([pieces.view(world, len(pieces) // world), rows], dim=1).view(-1)
+            received = [row_bytes + self._slice_bytes * (part < count) for count in self._layout.counts]
+            self._spare.give_back(sum(received))
+            incoming, sent = pieces.new_empty(sum(received)), [len(pieces) // world] * world
+            pending = self._collectives.all_to_all(incoming, pieces, received, sent, "partial sums")
+            self._coming.append((incoming, received, pending))
 
     def settle(self) -> None:
         """See :class:`Transport`: waits."""
@@ -191,19 +182,19 @@ class AllToAllTransport:
 
     def wait(self) -> None:
         """See :class:`Transport`; adds the slices."""
-        if self._pending is None:
+        if not self._coming:
             return
-        self._pending.wait()
-        self._pending, self._outgoing = None, torch.empty(0)  # a view would hold all of it
-        parts, rows = [], []
-        for count, piece in zip(self._layout.counts, self._incoming.split(self._received), strict=True):
-            slices, row = piece.split([len(piece) - self._row_bytes, self._row_bytes])
-            parts += slices.view(self._bucket.dtype).view(count, self._slice).unbind()
-            rows.append(row)
+        pieces = []
+        while self._coming:  # whoever holds what is pending holds what was sent
+            pieces.append(_pieces_of(*self._coming.pop(0)))
+        self._outgoing = []
+        parts: list[Tensor] = []
+        for rank, count in enumerate(self._layout.counts):
+            parts += (pieces[part][rank][: self._slice_bytes].view(self._bucket.dtype) for part in range(count))
         for into, place in self._layout.additions:
             parts[into].add_(parts[place])
-        self._rows, self._sums = torch.stack(rows), parts[0].clone()
-        self._incoming = torch.empty(0)
+        self._rows = torch.stack([piece[len(piece) - self._row_bytes :] for piece in pieces[0]])
+        self._sums = parts[0].clone()  # which holds no more memory than it needs
 
     @property
     def rows(self) -> Tensor:
@@ -220,6 +211,13 @@ class AllToAllTransport:
         """See :class:`Transport`."""
         self._gathering.wait()
         return self._whole
+
+
+def _pieces_of(incoming: Tensor, received: list[int], pending: Pending) -> tuple[Tensor, ...]:
+    """What has come from each rank."""
+    pending.wait()
+    pieces: tuple[Tensor, ...] = incoming.split(received)
+    return pieces
 
 
 def _fill(bucket: Bucket, views: Sequence[Tensor], terms: Terms) -> None:
