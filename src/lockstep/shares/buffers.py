@@ -125,7 +125,9 @@ class ShareBuffers:
 
     def kept(self) -> Tensor:
         """The values of small buffers that are not averaged, as bytes on the CPU: as many on every rank."""
-        return torch.cat([torch.empty(0, dtype=torch.uint8), *(self._bytes(n).cpu() for n in self._expected_kept)])
+        return torch.cat(
+            [torch.empty(0, dtype=torch.uint8, device="cpu"), *(self._bytes(n).cpu() for n in self._expected_kept)]
+        )
 
     def _bytes(self, number: int) -> Tensor:
         """What this rank has kept of a buffer; zeros if no share of its has changed it."""
@@ -175,7 +177,9 @@ class ShareBuffers:
             return add_up(pairs, self._count, lambda a, b: [x.add_(y) for x, y in zip(a, b, strict=True)]) or []
         plan = ExchangePlan([], self.specs(numbers), self._count, collectives)
         exchange = Exchange(plan, 0, collectives, SpareMemory())
-        exchange.send_rest([[[*values]] for values in sums], torch.empty(0, dtype=torch.uint8), wait_follows=True)
+        exchange.send_rest(
+            [[[*values]] for values in sums], torch.empty(0, dtype=torch.uint8, device="cpu"), wait_follows=True
+        )
         return [value for _, value in sorted(exchange.receive(), key=lambda pair: pair[0])]
 
     def _take_over(

@@ -124,7 +124,8 @@ class Exchange:
         padded = torch.nn.functional.pad(row, (0, self._row_bytes - len(row)))
         for number in range(self.sent, len(self._transports)):
             is_last = number + 1 == len(self._transports)
-            self._settle()
+            if sums:  # else other ranks are told of a failure, and not waited for
+                self._settle()
             self._fill(number)
             self._transports[number].send(padded if is_last else None, wait_follows=wait_follows and is_last)
             self.sent += 1

@@ -46,7 +46,9 @@ class Report:
         """As whole numbers."""
         weights = struct.unpack(f"<{len(self.weights)}q", struct.pack(f"<{len(self.weights)}d", *self.weights))
         head = self.step, self.has_failed, self.loop, self.precision
-        return torch.tensor([*head, *weights, *self.used, *self.changed_buffers, *self.late], dtype=torch.int64)
+        return torch.tensor(
+            [*head, *weights, *self.used, *self.changed_buffers, *self.late], dtype=torch.int64, device="cpu"
+        )
 
     @classmethod
     def of_row(cls, row: Sequence[int], like: "Report") -> "Report":
