@@ -227,11 +227,18 @@ def _new(now: Callable[[], set], before: set) -> set:
     return left
 
 
+def _seed() -> None:
+    """What `torch.manual_seed(0)` does, which formats a stack trace for each kind of accelerator that is not there."""
+    random.seed(0)
+    torch.default_generator.manual_seed(0)
+    if _accelerated():
+        torch.get_device_module().manual_seed_all(0)
+
+
 @pytest.fixture(autouse=True)
 def tidy() -> Iterator[None]:
     """Seeds the random numbers, and fails a test that leaves threads, processes or changed settings."""
-    torch.manual_seed(0)
-    random.seed(0)
+    _seed()
     threads, children = _threads(), _children()
     before = {name: read() for name, (read, _) in SETTINGS.items()}
     yield

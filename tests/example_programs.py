@@ -8,9 +8,11 @@ import io
 import runpy
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from processes import be_launched, run_processes
@@ -53,6 +55,14 @@ def run_in_ranks(
     return [list(ranks) for ranks in zip(*by_rank, strict=True)]
 
 
+def stop_in_ranks(
+    world: int, program: str, arguments: list[str], number: int, receiver: int = 0, timeout: float = 150.0
+) -> list[tuple]:
+    """(status, stdout, stderr) by rank of a run in which one of the ranks gets a signal after the first epoch."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    return run_processes(world, _run_stopped, program, store.port, arguments, number, receiver, timeout=timeout)
+
+
 def run_script_in_ranks(world: int, script: str, *arguments: str, timeout: float = 150.0) -> list[str]:
     """What each rank prints of an example that these ranks run as torchrun's processes would."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -73,16 +83,48 @@ def _run_each(
     rank: Any, program: str, runs: list[tuple[int, list[str]]], by_torchrun: bool
 ) -> list[tuple[int, str, str]]:
     dist.destroy_process_group()  # a program makes its own
+    main = _main_of(program)
+    return [_run_one(rank, main, port if by_torchrun else None, arguments, io.StringIO()) for port, arguments in runs]
+
+
+def _run_stopped(
+    rank: Any, program: str, port: int, arguments: list[str], number: int, receiver: int
+) -> tuple[int, str, str]:
+    pids = [int(pid) for pid in rank.gather(torch.tensor([os.getpid()]))]
+    dist.destroy_process_group()
+    output = _Stopping(pids[receiver], number)
+    return _run_one(rank, _main_of(program), port if rank.world > 1 else None, arguments, output)
+
+
+class _Stopping(io.StringIO):
+    """Sends a signal to a process when the first epoch is told of."""
+
+    def __init__(self, pid: int, number: int) -> None:
+        super().__init__()
+        self._pid, self._number = pid, number
+
+    def write(self, text: str) -> int:
+        written = super().write(text)
+        if self._pid and "epoch 1/" in self.getvalue():
+            os.kill(self._pid, self._number)
+            self._pid = 0
+        return written
+
+
+def _main_of(program: str) -> Any:
     sys.path.insert(0, str(EXAMPLES))
-    main = importlib.import_module(program).main
     sys.argv[0] = f"{program}.py"
-    return [_run_one(rank, main, port if by_torchrun else None, arguments) for port, arguments in runs]
+    return importlib.import_module(program).main
 
 
-def _run_one(rank: Any, main: Any, port: int | None, arguments: list[str]) -> tuple[int, str, str]:
+def _run_one(rank: Any, main: Any, port: int | None, arguments: list[str], output: io.StringIO) -> tuple[int, str, str]:
     if port is not None:
         be_launched(rank, port)
-    with contextlib.redirect_stdout(io.StringIO()) as output, contextlib.redirect_stderr(io.StringIO()) as error:
+    with (
+        contextlib.redirect_stdout(output),
+        contextlib.redirect_stderr(io.StringIO()) as error,
+        warnings.catch_warnings(action="default"),  # in the ranks of tests they are errors
+    ):
         try:
             status = main(arguments)
         except SystemExit as end:

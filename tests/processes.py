@@ -13,6 +13,7 @@ import faulthandler
 import importlib
 import importlib.util
 import inspect
+import io
 import multiprocessing
 import operator
 import os
@@ -113,6 +114,15 @@ def be_launched(rank: Rank, port: int) -> None:
     number, world = str(rank.rank), str(rank.world)
     os.environ.update(RANK=number, LOCAL_RANK=number, WORLD_SIZE=world, LOCAL_WORLD_SIZE=world)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
+
+
+def output_of(program: str) -> str:
+    """What a program prints in a process of its own without accelerators; its warnings and what it raises are errors.
+
+    For what needs no interpreter of its own: those that tests simulate are loaded in the process of the tests alone.
+    """
+    (output,) = run_processes(1, _output, program)
+    return output
 
 
 def start(function: Callable[..., Any], *args: Any) -> Any:
@@ -247,6 +257,14 @@ def _place(device: str, rank: int) -> torch.device:
     return place
 
 
+def _output(_rank: Rank, program: str) -> str:
+    dist.destroy_process_group()
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        exec(compile(program, "<program>", "exec"), {"__name__": "__main__"})
+    return output.getvalue()
+
+
 def _find(source: tuple[str, str, str]) -> Callable[..., Any]:
     name, file, function = source
     if name not in sys.modules:
@@ -274,8 +292,21 @@ def _loopback() -> str:
     return next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
 
 
+# What ranks would import each for itself, for seconds: the compiler's parts, and what the examples use if it is there.
+_PRELOAD = [
+    "torch.distributed",
+    "torch.distributed.checkpoint",
+    "torch._dynamo.backends.debugging",
+    "torch._functorch.aot_autograd",
+    "lockstep",
+    "pytest",
+    "sklearn.datasets",
+    "matplotlib.figure",
+    "matplotlib.backends.backend_agg",
+]
+
 # At import: at the first run, the server would be a process that a test leaves behind. Ranks import this module, too.
 if _SERVED not in os.environ:
-    _context.set_forkserver_preload(["torch.distributed", "torch._dynamo", "lockstep", "pytest"])
+    _context.set_forkserver_preload(_PRELOAD)
     with mock.patch.dict(os.environ, {_SERVED: "1", "OMP_NUM_THREADS": "1"}):
         forkserver.ensure_running()

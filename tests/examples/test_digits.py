@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from example_programs import DIGITS, EXAMPLES, TORCHRUN, run, run_in_ranks, start
+from example_programs import DIGITS, EXAMPLES, TORCHRUN, run, run_in_ranks, start, stop_in_ranks
 
 pytestmark = pytest.mark.timeout(300)  # a run of torchrun imports torch three times
 
@@ -87,8 +87,8 @@ def modules():
 def finished(tmp_path_factory):
     """An uninterrupted run: its folder and its output."""
     out = tmp_path_factory.mktemp("finished")
-    output, error = run(*IN_ONE, "--out", str(out))
-    assert not error
+    status, output, error = run_here(*LENGTH, "--out", str(out))
+    assert (status, error) == (0, "")
     return out, output
 
 
@@ -96,9 +96,9 @@ def finished(tmp_path_factory):
 def stopped(tmp_path_factory):
     """A run that was stopped by SIGTERM after an epoch: its folder."""
     out = tmp_path_factory.mktemp("stopped")
-    with start(*IN_ONE, "--out", str(out)) as process:
-        assert "goes on" in stop(process, signal.SIGTERM)
-    assert process.returncode == 130
+    ((status, output, _),) = stop_in_ranks(1, "digits", [*LENGTH, "--out", str(out)], signal.SIGTERM)
+    assert status == 130
+    assert "goes on" in output
     return out
 
 
@@ -361,7 +361,8 @@ def test_stopped_in_two_processes_and_resumed_in_two_it_comes_to_the_same_weight
 
 
 def test_stopped_in_two_processes_it_is_resumed_in_one(stopped_in_two, tmp_path):
-    _, error = run(*IN_ONE, "--resume", "--out", str(copy_of(stopped_in_two, tmp_path)))
+    status, _, error = run_here(*LENGTH, "--resume", "--out", str(copy_of(stopped_in_two, tmp_path)))
+    assert status == 0
     assert "saved by 2 rank(s) and resumed by 1" in error
     before, after = load(stopped_in_two)["history"], load(tmp_path)["history"]
     assert after["losses"][: len(before["losses"])] == before["losses"]
@@ -370,10 +371,10 @@ def test_stopped_in_two_processes_it_is_resumed_in_one(stopped_in_two, tmp_path)
 
 
 def test_one_process_that_is_asked_to_stop_stops_both(tmp_path):
-    with start(*IN_TWO, "--out", str(tmp_path), stderr=subprocess.STDOUT) as process:
-        told = stop(process, signal.SIGTERM, receiver=max)  # the last one; the first speaks
-    assert process.returncode == 130
-    assert re.search(r"^stopped in epoch .* goes on$", told, re.M), told
+    arguments = [*LENGTH, "--out", str(tmp_path)]
+    first, second = stop_in_ranks(2, "digits", arguments, signal.SIGTERM, receiver=1)  # the other one speaks
+    assert (first[0], second) == (130, (130, "", ""))
+    assert re.search(r"^stopped in epoch .* goes on$", first[1], re.M), first[1]
     assert len(load(tmp_path)["history"]["losses"]) < 3 * STEPS_PER_EPOCH
 
 

@@ -79,7 +79,7 @@ def train(rank, stuck, release, whose):
         with lockstep.watch(stall_factor=2, stall_minimum=1.0):
             for step in range(1000):
                 time.sleep(0.01)
-                if step == 60 and rank.rank == 1:
+                if step == 30 and rank.rank == 1:
                     stuck(release)
                 if whose == "lockstep":
                     model(torch.ones(1, 2)).sum().backward()
@@ -160,7 +160,7 @@ def evaluates(rank, name):
     with lockstep.watch(stall_factor=2, stall_minimum=0.3) as watch:
         for step in range(100):
             time.sleep(0.01)
-            if step == 60 and rank.rank == 1:
+            if step == 30 and rank.rank == 1:
                 with watch.channel.progress.phase(name):
                     time.sleep(2)
             model(torch.ones(1, 2)).sum().backward()

@@ -166,7 +166,9 @@ def compare(rank, bucket_cap_mb):
             assert_equal(kept(rank, model), trained, f"{what}, values")
 
 
-@pytest.mark.parametrize(("world", "bucket_cap_mb"), [(1, None), (2, None), (2, 0.001)])
+@pytest.mark.parametrize(
+    ("world", "bucket_cap_mb"), [pytest.param(1, None, marks=pytest.mark.soak), (2, None), (2, 0.001)]
+)
 def test_every_bit_is_the_same_over_two_ranks(world, bucket_cap_mb):
     run_processes(world, compare, bucket_cap_mb)
 
@@ -218,7 +220,7 @@ def compare_with_one_process(rank):
             lockstep.check_in_sync(model)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.soak), 2, 3, 4])
 def test_parts_of_a_batch_train_as_the_whole_batch_in_one_process(world):
     run_processes(world, compare_with_one_process)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -104,10 +105,11 @@ def square(side):
     return nn.ParameterList([torch.ones(side, side), torch.ones(side, side)])
 
 
-def train(rank, change, side):
+def train(rank, change):
     """Gradients that differ from place to place, beside one process."""
-    for clear in (keep, to_none, to_zero):
-        train_and_clear(rank, change, clear, side)
+    for (name, side), clear in itertools.product(SIDES.items(), (keep, to_none, to_zero)):
+        if name != "a bucket of its own" or clear is not to_zero:  # which differs least from keep, and takes long
+            train_and_clear(rank, change, clear, side)
 
 
 def train_and_clear(rank, change, clear, side):
@@ -127,10 +129,9 @@ def train_and_clear(rank, change, clear, side):
                 change(each)
 
 
-@pytest.mark.parametrize("side", SIDES.values(), ids=SIDES)
 @pytest.mark.parametrize("change", CHANGES, ids=lambda each: each.__name__)
-def test_gradients_that_were_given_other_memory_are_synchronised(change, side):
-    run_ranks(2, train, change, side)
+def test_gradients_that_were_given_other_memory_are_synchronised(change):
+    run_ranks(2, train, change)
 
 
 def convert(rank, channels, clear):

@@ -250,7 +250,7 @@ def test_a_loader_that_gives_another_number_than_it_says():
     assert isinstance(first, PeerError)
     assert "the loader has a length of 3, and has given 2 batches" in str(second)
     with pytest.raises(OptionError, match="the loader has a length of 3, and has given 4 batches"):
-        run_ranks(2, lies, 4)
+        run_ranks(2, lies, 4, group_timeout=1.0)  # for which the other rank waits
 
 
 def evaluates(rank):

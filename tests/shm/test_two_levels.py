@@ -537,7 +537,11 @@ def late(rank, victim, waits, timeout):
 
 @pytest.mark.alone
 @pytest.mark.parametrize(
-    ("hosts", "victim"), [("aabb", 0), ("aabb", 1), ("aabb", 2), ("aabb", 3), ("aab", 2), ("abc", 1), ("abc", 2)]
+    ("hosts", "victim"),
+    [
+        *[("aabb", 0), ("aabb", 3), ("abc", 1)],
+        *[pytest.param(*case, marks=pytest.mark.soak) for case in [("aabb", 1), ("aabb", 2), ("aab", 2), ("abc", 2)]],
+    ],
 )
 def test_a_rank_that_stalls_is_named_on_every_host(hosts, victim):
     waits = Waits(len(hosts) - 1)

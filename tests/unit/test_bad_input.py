@@ -31,6 +31,7 @@ from lockstep.errors import (
 from lockstep.local import gather, parallel_apply, replicate, scatter, scatter_kwargs
 from lockstep.local.comm import reduce_add
 from lockstep.local.comm import scatter as plain_scatter
+from processes import output_of
 from small_modules import fails_in_backward
 
 CPU2 = ["cpu", "cpu"]
@@ -160,12 +161,12 @@ for ids in ([0, 1], ["cuda:0"]):
 """
 
 
-def test_an_index_where_there_is_no_accelerator(python):
-    run = python(NO_ACCELERATOR)
-    out, err = run.communicate()
-    assert err == ""
+def test_an_index_where_there_is_no_accelerator():
     hint = "this process has no accelerator: use 'cpu', as often as replicas are wanted\n"
-    assert out == f"there is no accelerator with index 0; {hint}device cuda:0 is not available; {hint}"
+    assert (
+        output_of(NO_ACCELERATOR)
+        == f"there is no accelerator with index 0; {hint}device cuda:0 is not available; {hint}"
+    )
 
 
 def test_no_device():

@@ -5,13 +5,10 @@ from __future__ import annotations
 import copy
 import gc
 import io
-import os
 import pickle
-import subprocess
 import sys
 import warnings
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -21,6 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 from lockstep import DataParallel, Event, data_parallel
 from lockstep.errors import DeviceError
 from lockstep.local import ReplicaSet, shared
+from processes import output_of
 
 
 class Net(nn.Module):
@@ -550,15 +548,7 @@ print(sorted(t.name for t in threading.enumerate()))
 
 
 def test_without_accelerators_the_module_runs_as_it_is():
-    run = subprocess.run(
-        [sys.executable, "-W", "error", "-c", NO_ACCELERATOR],
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src"), "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert run.stderr == ""
-    assert run.stdout == "['MainThread', 'lockstep-worker-0', 'lockstep-worker-1']\n"
+    assert output_of(NO_ACCELERATOR) == "['MainThread', 'lockstep-worker-0', 'lockstep-worker-1']\n"
 
 
 def test_step_leaves_no_reference_cycles(parallel, x):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 import warnings
 
 import pytest
@@ -25,6 +23,7 @@ from lockstep.errors import DeviceError, LengthError
 from lockstep.local import comm
 from lockstep.local.functions import Broadcast, Gather, Scatter
 from lockstep.local.scatter_gather import move
+from processes import output_of
 
 CPU = torch.device("cpu")
 
@@ -257,8 +256,7 @@ for device in (0, "cuda"):
 
 @pytest.mark.skipif(torch._C._get_privateuse1_backend_name() != "sim", reason="this machine has accelerators")
 def test_without_accelerators_the_errors_say_to_use_the_cpu():
-    run = subprocess.run([sys.executable, "-c", WITHOUT_ACCELERATORS], capture_output=True, text=True, check=True)
-    assert run.stdout.splitlines() == [
+    assert output_of(WITHOUT_ACCELERATORS).splitlines() == [
         "there is no accelerator with index 0; this process has no accelerator: use 'cpu', as often as replicas are "
         "wanted",
         "device cuda is not available; this process has no accelerator: use 'cpu', as often as replicas are wanted",

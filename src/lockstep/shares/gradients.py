@@ -7,6 +7,7 @@ Of a ``DTensor`` the part is added that this rank holds: other dimensions of the
 """
 
 from collections.abc import Callable, Sequence
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor
@@ -30,7 +31,8 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
 class ShareGradients:
     """Takes each share's gradients from the parameters, and adds them in the tree's order.
 
-    ``arrived(number)`` is called whenever a parameter has got a gradient; it raises where none may come.
+    The method ``arrived(number)`` is called whenever a parameter has got a gradient; it raises where none may come.
+    Its object has to be kept alive by others.
     """
 
     def __init__(
@@ -39,8 +41,9 @@ class ShareGradients:
         self.names = [name for name, _ in named]
         self.parameters = [parameter for _, parameter in named]
         self._spare = spare
+        weak = WeakMethod(arrived)
         self._handles = [
-            _hook(parameter, number, arrived, self._spare) for number, parameter in enumerate(self.parameters)
+            _hook(parameter, number, weak, self._spare) for number, parameter in enumerate(self.parameters)
         ]
         self._largest = max((local_part(parameter).nbytes for parameter in self.parameters), default=0)
         self._before: Values | None = None
@@ -182,14 +185,23 @@ def _gradient(parameter: Tensor, value: Tensor, earlier: Tensor | None) -> Tenso
     return like_parameter(value, parameter)
 
 
-def _hook(parameter: Parameter, number: int, arrived: Callable[[int], None], spare: SpareMemory) -> RemovableHandle:
+def _hook(
+    parameter: Parameter, number: int, arrived: WeakMethod[Callable[[int], None]], spare: SpareMemory
+) -> RemovableHandle:
+    """Calls `arrived` as long as it is there.
+
+    The garbage collector does not see what a hook of this kind refers to: with a strong reference, a hook and its
+    parameter would keep each other alive for ever, and with them the process group (test_shares.py,
+    test_a_module_that_is_dropped_is_freed_with_its_process_group).
+    """
     is_sharded, nbytes = is_dtensor(parameter), local_part(parameter).nbytes
 
     def hook(parameter: Tensor) -> None:
         if is_sharded:
             _lay_out(parameter)
         spare.give_back(nbytes)
-        arrived(number)
+        if (method := arrived()) is not None:
+            method(number)
 
     handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(hook)
     return handle
