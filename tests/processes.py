@@ -292,14 +292,12 @@ def _loopback() -> str:
     return next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
 
 
-# What ranks would import each for itself, for seconds: the compiler's parts, and what the examples use if it is there.
-_PRELOAD = [
-    "torch.distributed",
+_PRELOAD = ["torch.distributed", "torch._dynamo", "lockstep", "pytest"]
+# What many ranks would import each for itself, for a second: worth the server's time where it serves all tests.
+_PRELOAD_FOR_ALL_TESTS = [
     "torch.distributed.checkpoint",
     "torch._dynamo.backends.debugging",
     "torch._functorch.aot_autograd",
-    "lockstep",
-    "pytest",
     "sklearn.datasets",
     "matplotlib.figure",
     "matplotlib.backends.backend_agg",
@@ -307,6 +305,6 @@ _PRELOAD = [
 
 # At import: at the first run, the server would be a process that a test leaves behind. Ranks import this module, too.
 if _SERVED not in os.environ:
-    _context.set_forkserver_preload(_PRELOAD)
+    _context.set_forkserver_preload(_PRELOAD + (_PRELOAD_FOR_ALL_TESTS if "PYTEST_XDIST_WORKER" in os.environ else []))
     with mock.patch.dict(os.environ, {_SERVED: "1", "OMP_NUM_THREADS": "1"}):
         forkserver.ensure_running()

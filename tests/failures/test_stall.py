@@ -17,7 +17,7 @@ from torch import nn
 
 import lockstep
 from lockstep.errors import PeerFailure, StalledError
-from lockstep.failures import proc
+from lockstep.failures import channel, proc
 from processes import run_processes
 
 pytestmark = pytest.mark.skipif(not proc.available(), reason="needs Linux")
@@ -71,6 +71,7 @@ OTHER = []
 
 def train(rank, stuck, release, whose):
     """Rank 1 gets stuck in a step; what each rank is told."""
+    channel.FAREWELL_SECONDS = 0.1  # for which the other rank, which knows, waits for it in vain
     pids = [int(each) for each in rank.gather(torch.tensor([os.getpid()]))]
     OTHER.append(dist.new_group(backend="gloo"))
     model = lockstep.replicate(nn.Linear(2, 2))

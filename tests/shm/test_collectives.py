@@ -154,7 +154,7 @@ def every_collective(rank, numel, dtype, op, where, root, drawn=drawn):
         part.check(given[(own + to) % world])
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.soak), 2, 3])
 def test_every_size_goes_every_way(world):
     shared = once(drawn)
 
@@ -171,10 +171,10 @@ def test_every_size_goes_every_way(world):
     [
         (1, torch.uint8),
         (2, torch.bfloat16),
-        (2, torch.uint8),
         (4, torch.float64),
-        (5, torch.bfloat16),
         (7, torch.uint8),
+        pytest.param(2, torch.uint8, marks=pytest.mark.soak),
+        pytest.param(5, torch.bfloat16, marks=pytest.mark.soak),
     ],
 )
 def test_small_chunks_of_every_length(world, dtype, monkeypatch):
