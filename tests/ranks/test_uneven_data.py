@@ -323,6 +323,23 @@ def test_a_rank_that_has_run_out_goes_on_with_a_new_layer(change, reduced, after
     assert run_ranks(2, new_layer_in_an_idle_batch, change) == [(reduced, after)] * 2
 
 
+@pytest.mark.parametrize("past_forward", [False, True])
+def test_what_a_rank_that_has_run_out_has_of_a_new_layer_does_not_count(past_forward):
+    """Also where the rank has something to contribute, of micro-batches before."""
+
+    def call(rank):
+        model = lockstep.replicate(nn.Sequential(one_weight(), one_weight()), process_group=rank.group)
+        for turn, x in enumerate(lockstep.batches([x_of(rank)] * (2 - rank.rank), model)):
+            if turn == 1:
+                model[1] = one_weight()
+            with lockstep.accumulate(model, last=turn == 1):
+                (model[1](model[0](x)) if past_forward else model(x)).sum().backward()
+        return [parameter.grad.item() for parameter in model.parameters()]
+
+    # of the first layer two of rank 0 and one of rank 1; of the new one one of rank 0
+    assert run_ranks(2, call) == [[(1 + 1 + 2) / 2, 1 / 2]] * 2
+
+
 # ---------------------------------------------------------------------------- what is left out
 
 

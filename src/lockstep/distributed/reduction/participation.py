@@ -109,6 +109,13 @@ class Participation:
         is_new = any(each.parameter is parameter for each in self._members.newcomers)
         return self.differs or self._members.is_dropped or (is_new and self.contribution.weights.concerned)
 
+    def newcomer_arrived(self, parameter: Parameter) -> None:
+        """A parameter that the ranks have not agreed on has got a gradient."""
+        if self.idle_batch is None:
+            self.contribution.weights.newcomer_arrived(parameter)
+        else:
+            self.idle_batch.newcomer_arrived(parameter)
+
     def takes_part(self, accumulates: bool) -> bool:
         """Whether a backward pass that has gone through the module without a gradient of it is a round all the same.
 

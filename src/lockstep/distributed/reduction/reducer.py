@@ -187,8 +187,7 @@ class Reducer:
                     self._open([id(parameter)])
             if self._members.is_dropped:
                 raise _no_longer_whole(name)
-            if own.idle_batch is None:
-                own.contribution.weights.newcomer_arrived(parameter)
+            own.newcomer_arrived(parameter)
 
     def is_marked(self) -> bool:
         """Whether compiled autograd has run hooks of the parameters."""
