@@ -10,7 +10,11 @@ from pathlib import Path
 import pytest
 
 BENCHMARKS = sorted((Path(__file__).parents[2] / "benchmarks").glob("bench_*.py"))
-OPTIONS = {"bench_cuda": ["--device", "cpu"], "bench_ddp_cuda": ["--models", "encoder"]}
+OPTIONS = {
+    "bench_cuda": ["--device", "cpu"],
+    "bench_ddp": ["--models", "many small", "unused"],
+    "bench_ddp_cuda": ["--models", "encoder"],
+}
 NO_GPU = "the GPU benchmark as it is"
 
 pytestmark = pytest.mark.timeout(300)
