@@ -34,6 +34,9 @@ PLANS = {
     ),
     "left out on both": Plan((2, 2), context=False, bad=((0, 0, 1, WHERE[1]), (0, 1, 1, WHERE[2]))),
     "left out of two modules": Plan((3, 2), modules=2, bad=((0, 1, 0, WHERE[2]), (1, 0, 1, WHERE[1]))),
+    "left out of two modules by hand": Plan(
+        (3, 2), modules=2, context=False, bad=((0, 1, 0, WHERE[2]), (1, 0, 1, WHERE[1]))
+    ),
     "left out of a window": Plan((4, 4), known=False, window=3, modules=2, bad=((1, 1, 3, WHERE[2]),)),
     "left out of a window again and again": Plan(
         (2, 4), window=3, context=False, bad=((0, 1, 0, WHERE[1]), (0, 1, 1, WHERE[1]), (0, 1, 2, WHERE[2]))
