@@ -526,6 +526,31 @@ def test_buffers_that_change_in_some_steps_only(hosts):
     assert run_ranks(2, work, hosts=hosts) == [[(1.0, 0, 1.5), (2.0, 1, 5.5), (2.0, 1, 9.5), (4.0, 2, 13.5)]] * 2
 
 
+@pytest.mark.parametrize("hosts", ["", "aa"], ids=["gloo", "shm"])
+def test_a_counter_that_shares_of_one_rank_alone_change(hosts):
+    """In several steps, one after the other; the last rank's shares have the largest rows."""
+
+    class Counts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(1))
+            self.register_buffer("count", torch.tensor(0))
+
+        def forward(self, x):
+            if x.min() % 4 >= 2:
+                self.count += 1
+            return (x * self.weight).sum()
+
+    def work(rank):
+        model = lockstep.replicate(Counts(), shares=4, process_group=rank.group)
+        for batch in lockstep.GlobalBatches(ROWS, 4, 4, shuffle=False, process_group=rank.group):
+            for (x,) in batch:
+                model(x).backward()
+        return model.count.item()
+
+    assert run_ranks(2, work, hosts=hosts) == [4, 4]
+
+
 # ------------------------------------------------------- buckets that leave in the last backward
 
 
@@ -592,6 +617,28 @@ def test_a_second_backward_that_comes_after_buckets_have_left_counts(hosts):
         return found
 
     assert run_ranks(2, work, hosts=hosts) == [[3.5, 11.5, 38.5, 126.5]] * 2
+
+
+@pytest.mark.parametrize("hosts", ["", "aa"], ids=["gloo", "shm"])
+def test_a_second_backward_after_several_buckets_have_left_counts(hosts, monkeypatch):
+    """On rank 1 only, in its last share; beside one rank, of which no bucket leaves."""
+    monkeypatch.setattr(reduction, "CAP_BYTES", 1)
+
+    def work(rank):
+        torch.manual_seed(0)
+        model = two_layers(rank)
+        data = lockstep.GlobalBatches(ROWS, 4, 4, shuffle=False, process_group=rank.group)
+        found = []
+        for batch in itertools.islice(forever(data), 6):
+            model.zero_grad()
+            for (x,) in batch:
+                model(x).sum().backward()
+                if batch.number >= 2 and x.item() % 4 == 3:
+                    model(10 * x).square().sum().backward()
+            found.append([p.grad.tolist() for p in model.parameters()])
+        return found
+
+    assert run_ranks(2, work, hosts=hosts) == run_ranks(1, work) * 2
 
 
 @pytest.mark.parametrize("modules", [1, 2])
