@@ -4,8 +4,9 @@ Measured: two ranks of one intra-op thread; what a step (forward and backward) t
 PyTorch's DDP on Gloo with and without bucket views, ours on Gloo and on `shm`, and two bounds on `shm`. ``flat``: after
 backward, all gradients are copied into one tensor of ``group.allocate``, one all-reduce, views handed out; no hooks.
 ``arrive``: forty lines of a reducer: a closure for each parameter copies each gradient of 4 KB or more into its bucket
-when it comes, and frees it; the rest together when the bucket is full; no checks. Neither is a product: no errors
-are noticed, nothing may differ by rank. Where ranks fill the cores nothing overlaps.
+when it comes, and frees it; the rest together when the bucket is full; no checks. Both carry the module's buffers, too,
+as all others do, behind the gradients. Neither is a product: no errors are noticed, nothing may differ by rank. Where
+ranks fill the cores nothing overlaps.
 
 All ways take turns in the same two processes. "median" and "quartile" are of the slower rank's steps: on a machine
 that does other things beside, the lower quartile is nearer to what the step itself takes. "ours shm again" is the same
@@ -98,15 +99,18 @@ def tasks(quick: bool) -> dict[str, Task]:
 class Bucket:
     """Gradients of ``arrive`` that travel together."""
 
-    def __init__(self, members: list[nn.Parameter], group: dist.ProcessGroup, copy_from: int) -> None:
-        self.members, self.missing, self.is_sent = members, len(members), False
-        self.flat, self.views = together(members, group)
+    def __init__(
+        self, members: list[nn.Parameter], buffers: list[torch.Tensor], group: dist.ProcessGroup, copy_from: int
+    ) -> None:
+        self.members, self.buffers, self.missing, self.is_sent = members, buffers, len(members), False
+        self.flat, views = together([*members, *buffers], group)
+        self.views, self.buffer_views = views[: len(members)], views[len(members) :]
         cold = [i for i, p in enumerate(members) if p.nbytes < copy_from]
-        self.cold = [self.views[i] for i in cold], [members[i] for i in cold]
+        self.cold = [self.views[i] for i in cold] + self.buffer_views, [members[i] for i in cold]
 
 
-def together(members: list[nn.Parameter], group: dist.ProcessGroup) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Shared memory for gradients side by side, and a view for each."""
+def together(members: list[torch.Tensor], group: dist.ProcessGroup) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Shared memory for as many elements side by side, and a view for each."""
     flat = group.allocate(sum(p.numel() for p in members), torch.float32)
     pieces = flat.split([p.numel() for p in members])
     return flat, [piece.view_as(p) for piece, p in zip(pieces, members, strict=True)]
@@ -119,14 +123,16 @@ def arrive(module: nn.Module, group: dist.ProcessGroup, cap: int = 25 << 20, cop
         groups[-1].append(p)
         if sum(each.nbytes for each in groups[-1]) >= (1 << 20 if len(groups) == 1 else cap):
             groups.append([])
-    buckets = [Bucket(members, group, copy_from) for members in groups if members]
+    groups = [members for members in groups if members]
+    carried = [[]] * (len(groups) - 1) + [list(module.buffers())]
+    buckets = [Bucket(*each, group, copy_from) for each in zip(groups, carried, strict=True)]
     is_open = False
 
     def send(b: Bucket) -> None:
         b.is_sent = True
         views, members = b.cold
         if views:
-            torch._foreach_copy_(views, [p.grad for p in members])
+            torch._foreach_copy_(views, [p.grad for p in members] + b.buffers)
         b.work = group.allreduce(b.flat, factor=0.5)
 
     def end() -> None:
@@ -139,6 +145,8 @@ def arrive(module: nn.Module, group: dist.ProcessGroup, cap: int = 25 << 20, cop
             b.work.wait()
             for p, view in zip(b.members, b.views, strict=True):
                 p.grad = view
+            if b.buffers:
+                torch._foreach_copy_(b.buffers, b.buffer_views)
             b.is_sent, b.missing = False, len(b.members)
 
     def hook_of(b: Bucket, view: torch.Tensor | None) -> Callable[[nn.Parameter], None]:
@@ -164,15 +172,18 @@ def arrive(module: nn.Module, group: dist.ProcessGroup, cap: int = 25 << 20, cop
 
 def flat_after_backward(module: nn.Module, group: dist.ProcessGroup) -> Callable[[], None]:
     """What ``flat`` does after backward."""
-    members = list(module.parameters())
-    flat, views = together(members, group)
+    members, buffers = list(module.parameters()), list(module.buffers())
+    flat, views = together([*members, *buffers], group)
+    buffer_views = views[len(members) :]
 
     def reduce() -> None:
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in members]
-        torch._foreach_copy_(views, grads)
+        torch._foreach_copy_(views, grads + buffers)
         group.allreduce(flat, factor=0.5).wait()
-        for p, view in zip(members, views, strict=True):
+        for p, view in zip(members, views, strict=False):
             p.grad = view
+        if buffers:
+            torch._foreach_copy_(buffers, buffer_views)
 
     return reduce
 

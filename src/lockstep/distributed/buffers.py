@@ -123,6 +123,7 @@ class BufferGroup:
         self.dtype = self._dtypes[0] if buffers else torch.uint8
         """That of all of them, where they are moved together."""
         self._is_flat = [len(shape) == 1 for shape in self._shapes]
+        self._are_alike = len(set(self._shapes)) == 1  # then one operation moves all of them, in place of one for each
 
     def current(self) -> Sequence[Tensor | None]:
         """What :meth:`Buffer.current` gives, for each."""
@@ -147,20 +148,27 @@ class BufferGroup:
         if tensors is None:
             found = [None if zeros else buffer.current() for buffer in self.buffers]
             tensors = [b.zeros() if t is None else t for b, t in zip(self.buffers, found, strict=True)]
+        if self._are_alike:
+            return torch.stack(tensors).view(-1)
         return torch.cat([t if flat else t.reshape(-1) for t, flat in zip(tensors, self._is_flat, strict=True)])
 
     def assign(self, values: Tensor) -> None:
         """Give the buffers the values that :meth:`joined` has put together on another rank."""
-        pieces = [
-            piece if flat else piece.view(shape)
-            for piece, flat, shape in zip(values.split(self._numels), self._is_flat, self._shapes, strict=True)
-        ]
+        pieces = self._split(values)
         targets = self._all_there()
         if targets is None or not _are_writable(targets):
             for buffer, piece in zip(self.buffers, pieces, strict=True):
                 buffer.assign(piece)
         elif targets:
             torch._foreach_copy_(targets, pieces)
+
+    def _split(self, values: Tensor) -> Sequence[Tensor]:
+        if self._are_alike:
+            return values.view(len(self.buffers), *self._shapes[0]).unbind()
+        return [
+            piece if flat else piece.view(shape)
+            for piece, flat, shape in zip(values.split(self._numels), self._is_flat, self._shapes, strict=True)
+        ]
 
 
 class BufferSet:
@@ -421,5 +429,5 @@ def _are_writable(tensors: Sequence[Tensor]) -> bool:
         max(map(holders, tensors), default=1) > 1
         or any(map(_has_graph, tensors))
         or any(map(Tensor.is_inference, tensors))
-        or any(map(has_overlap, tensors))
+        or (not all(map(Tensor.is_contiguous, tensors)) and any(map(has_overlap, tensors)))
     )
