@@ -591,3 +591,19 @@ def test_second_order_where_only_some_gradients_have_a_graph():
             alone.zero_grad()
 
     run_ranks(2, call)
+
+
+def collectives_of_a_step(rank):
+    """How many a settled step takes of a module whose gradients are two MiB, none of them large."""
+    model = lockstep.replicate(
+        rank.make(lambda: torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(8)))), process_group=rank.group
+    )
+    for _ in range(3):
+        before = lockstep.statistics(model).calls.get("collective", 0)
+        model(torch.ones(1, 256)).sum().backward()
+    return lockstep.statistics(model).calls["collective"] - before
+
+
+@pytest.mark.parametrize(("hosts", "expected"), [("", 2), ("ab", 2), ("aa", 1)])
+def test_a_first_bucket_keeps_a_network_busy_and_there_is_none_in_shared_memory(hosts, expected):
+    assert run_ranks(2, collectives_of_a_step, hosts=hosts) == [expected, expected]

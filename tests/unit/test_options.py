@@ -197,6 +197,14 @@ def test_sizes_of_buckets_in_bytes(given, caps):
     assert Options(**given).caps == caps
 
 
+@pytest.mark.parametrize(
+    ("given", "caps"),
+    [({}, (25 * MIB,)), ({"bucket_cap_mb": 2}, (2 * MIB,)), ({"bucket_cap_mb_list": [1, 4]}, (MIB, 4 * MIB))],
+)
+def test_in_shared_memory_the_first_bucket_is_no_smaller_unless_that_is_asked_for(given, caps):
+    assert Options(**given).caps_in_shared_memory() == caps
+
+
 @pytest.mark.parametrize("policy", ["rank0", "mean", "local"])
 @pytest.mark.parametrize(
     ("broadcast", "forward", "kept_equal", "made_equal"),

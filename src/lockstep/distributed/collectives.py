@@ -283,9 +283,14 @@ class Collectives:
         with self.phases.phase("collective", f"all_to_all, {what}"):
             return self._begin(what, lambda: self.group.alltoall_base(_real(output), _real(tensor), *sizes, options))
 
+    @property
+    def shares_memory(self) -> bool:
+        """Whether all ranks reduce in memory that they share."""
+        return self._shm is not None and self._shm._is_on_one_host
+
     def can_add_in_order(self, device: torch.device) -> bool:
         """Whether :meth:`add_in_order` works for tensors from :meth:`empty` on a device."""
-        return device.type == "cpu" and isinstance(self.group, ProcessGroupShm) and self.group._is_on_one_host
+        return device.type == "cpu" and self.shares_memory
 
     def add_in_order(
         self,

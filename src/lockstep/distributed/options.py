@@ -124,6 +124,14 @@ class Options:
             return (max(1, int(self.bucket_cap_mb * MIB)),)
         return FIRST_CAP_BYTES, DEFAULT_CAP_BYTES
 
+    def caps_in_shared_memory(self) -> tuple[int, ...]:
+        """The same where ranks reduce in memory that they share, each with the processor that runs backward.
+
+        A small first bucket keeps a network busy early on; here it would only interrupt backward
+        (``benchmarks/bench_ddp_bounds.py``).
+        """
+        return self.caps if self.bucket_cap_mb or self.bucket_cap_mb_list else (DEFAULT_CAP_BYTES,)
+
     def agreed(self) -> list[tuple[str, str]]:
         """What must be the same on all ranks."""
         return [

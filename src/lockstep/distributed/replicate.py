@@ -55,8 +55,9 @@ def replicate(
 
     Communicates: when getting ready, two small all-gathers, by which the ranks compare names, order, shapes, dtypes and
     options, and broadcasts of rank 0's values in buckets of 10 MiB. In each backward one all-reduce for each bucket of
-    gradients (25 MiB, the first 1 MiB; gradients from 4 MiB on alone), while the rest of backward runs. Whatever else
-    ranks have to tell each other rides in the last one: which parameters were used, small buffers, failures.
+    gradients (25 MiB, and 1 MiB the first one unless it goes through ``shm``; gradients from 4 MiB on alone), while
+    the rest of backward runs. Whatever else ranks have to tell each other rides in the last one: which parameters were
+    used, small buffers, failures.
 
     ``torch.autograd.grad`` gives this rank's gradients; see :func:`lockstep.mean_over_ranks`.
 

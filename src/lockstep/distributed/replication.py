@@ -141,7 +141,8 @@ class Replication:
         delayed = [parameter for _, parameter in options.delay_all_reduce_named_params or ()]
         members = Membership(self._selection, contents, delayed, values=options.init_sync)
         policy = BufferSync(self._scan(), options.policy, collectives)
-        reducer = Reducer(Setup(members, collectives, scheduler, policy, options.caps))
+        caps = options.caps_in_shared_memory() if collectives.shares_memory else options.caps
+        reducer = Reducer(Setup(members, collectives, scheduler, policy, caps))
         for earlier in self._selection.superseded(contents):
             earlier.retire()
         if options.init_sync:
