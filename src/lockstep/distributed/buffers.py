@@ -162,7 +162,7 @@ class BufferGroup:
         elif targets:
             torch._foreach_copy_(targets, pieces)
 
-    def _split(self, values: Tensor) -> Sequence[Tensor]:
+    def _split(self, values: Tensor) -> list[Tensor] | tuple[Tensor, ...]:
         if self._are_alike:
             return values.view(len(self.buffers), *self._shapes[0]).unbind()
         return [
