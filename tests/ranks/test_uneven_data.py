@@ -343,6 +343,27 @@ def test_what_a_rank_that_has_run_out_has_of_a_new_layer_does_not_count(past_for
     assert run_ranks(2, call) == [[(1 + 1 + 2) / 2, 1 / 2]] * 2
 
 
+@pytest.mark.parametrize("has_gradient", [False, True])
+def test_what_a_rank_that_has_run_out_has_of_an_unfrozen_layer_does_not_count(has_gradient):
+    def call(rank):
+        model = lockstep.replicate(nn.Sequential(one_weight(), one_weight()), process_group=rank.group)
+        new = next(model[1].parameters()).requires_grad_(False)
+        if has_gradient:
+            new.grad = torch.full_like(new, 4.0)
+        for turn, x in enumerate(lockstep.batches([x_of(rank)] * (2 - rank.rank), model)):
+            if turn == 1:
+                new.requires_grad_(True)
+                with model.no_sync():  # passes of one batch, one after the other
+                    model(x).sum().backward()
+            with lockstep.accumulate(model, last=turn == 1):
+                model(x).sum().backward()
+        return [parameter.grad.item() for parameter in model.parameters()]
+
+    before = 4 if has_gradient else 0
+    expected = [[(1 + 1 + 1 + 2) / 2, (before + before + 1 + 1) / 2]] * 2
+    assert run_ranks(2, call) == expected
+
+
 # ---------------------------------------------------------------------------- what is left out
 
 

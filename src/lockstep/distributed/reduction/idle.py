@@ -12,6 +12,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from torch.utils.hooks import RemovableHandle
 
 from lockstep.distributed.buffers import KeptBuffers
 from lockstep.distributed.reduction.parameter import ManagedParameter
@@ -24,8 +25,15 @@ class IdleBatch:
         self._parameters = parameters
         self._new: list[Parameter] = []  # those that had no gradient before
         self._buffers = buffers
-        this = weakref.ref(self)
-        self._hooks = [each.register_hook(_Nothing(this, each)) for each in parameters if each.requires_grad]
+        self._hooks = [self._hook(each) for each in parameters if each.requires_grad]
+        # No hook can be put on them, and the batch may unfreeze them:
+        # test_what_a_rank_that_has_run_out_has_of_an_unfrozen_layer_does_not_count.
+        frozen = [each for each in parameters if not each.requires_grad]
+        self._frozen = [(each, None if each.grad is None else each.grad.clone()) for each in frozen]
+
+    def _hook(self, parameter: Parameter) -> RemovableHandle:
+        handle: RemovableHandle = parameter.register_hook(_Nothing(weakref.ref(self), parameter))
+        return handle
 
     def note_new(self, parameter: Parameter) -> None:
         """A parameter without a gradient is about to get one."""
@@ -41,6 +49,10 @@ class IdleBatch:
         for parameter in self._new:
             parameter.grad = None
         self._new.clear()
+        for parameter, grad in [each for each in self._frozen if each[0].requires_grad]:
+            parameter.grad = grad
+            self._hooks.append(self._hook(parameter))
+        self._frozen = [each for each in self._frozen if not each[0].requires_grad]
         self._buffers.give_back()
 
     def round_ended(self, buffers: KeptBuffers) -> None:
