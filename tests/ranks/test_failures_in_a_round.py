@@ -108,9 +108,10 @@ class Uncopied(torch.Tensor):
         return super().__torch_function__(function, types, args, kwargs or {})
 
 
-def late_gradient_fails(rank):
+def late_gradient_fails(rank, buffered, policy):
     """A parameter that is used for the first time: its gradient is reduced after all others, and fails on one rank."""
-    model = lockstep.replicate(rank.make(Net), process_group=rank.group)
+    make = lambda: Net(buffered)  # noqa: E731
+    model = lockstep.replicate(rank.make(make), process_group=rank.group, buffer_policy=policy)
     model.last.requires_grad_(False)
     for _ in range(3):
         model.zero_grad()
@@ -126,13 +127,21 @@ def late_gradient_fails(rank):
     handle = model.first.weight.register_hook(spoil)
     raised = error_of(loss.backward)
     handle.remove()
-    return raised, [mean_gradients(rank, model, seed) for seed in (1, 2)]
+    rounds = []
+    for seed in (1, 2):
+        model.kept.fill_(seed + rank.rank)
+        rounds.append((mean_gradients(rank, model, seed), model.kept.unique().tolist()))
+    return raised, rounds
 
 
-def test_a_late_gradient_that_cannot_be_sent_is_told():
-    told, failing = run_ranks(2, late_gradient_fails)
-    assert told == (PeerError, [True, True])
-    assert failing == (ArithmeticError, [True, True])
+@pytest.mark.parametrize("buffered", [4, 200_000])
+@pytest.mark.parametrize(("policy", "expected"), [("mean", [1.5, 2.5]), ("rank0", [1.0, 2.0])])
+def test_a_late_gradient_that_cannot_be_sent_is_told(buffered, policy, expected):
+    """And what else the round has brought is not taken for that of the next one."""
+    told, failing = run_ranks(2, late_gradient_fails, buffered, policy)
+    rounds = [(True, [value]) for value in expected]
+    assert told == (PeerError, rounds)
+    assert failing == (ArithmeticError, rounds)
 
 
 # ------------------------------------------------------------------------- reports that are read later

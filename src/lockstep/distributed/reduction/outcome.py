@@ -91,7 +91,11 @@ class Outcome:
         if found is None:
             own.leave_out()
             return ()
-        ended.copy_out(report, found.factor, found.newcomers, own.weights.earlier.copies)
+        try:
+            ended.copy_out(report, found.factor, found.newcomers, own.weights.earlier.copies)
+        except BaseException:  # of a late gradient, on every rank
+            self._drop()
+            raise
         if not transport.is_unread:
             setup.buffers.finish_large()
             if not report.module_changed:
