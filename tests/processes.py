@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import faulthandler
+import gc
 import importlib
 import importlib.util
 import inspect
@@ -133,6 +134,7 @@ def start(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def _call(source: tuple[str, str, str], args: bytes) -> None:
+    gc.freeze()
     _find(source)(*pickle.loads(args))
 
 
@@ -204,6 +206,7 @@ def _main(
     folder: str,
     pipe: connection.Connection,
 ) -> None:
+    gc.freeze()  # of what the server has imported, collections find nothing, and would copy it into this process
     with open(Path(folder, f"{rank}.log"), "ab") as log:
         for stream in (1, 2):
             os.dup2(log.fileno(), stream)
