@@ -70,6 +70,10 @@ def untie(net):
     net[1].weight = nn.Parameter(net[0].weight.detach().clone())
 
 
+def reverse_the_layers(net):
+    net[0], net[1] = net[1], net[0]
+
+
 def normalise_weights(net):
     parametrizations.weight_norm(net[0])
 
@@ -180,6 +184,14 @@ def test_gradients_are_means_after_a_change_on_all_ranks(change, way):
     assert all_true(run_ranks(2, change_in_training, change, two_layers, way))
 
 
+@pytest.mark.parametrize("way", ["replicated", "wrapped", "past forward"])
+def test_layers_that_change_places_on_all_ranks(way):
+    def make():
+        return nn.Sequential(linear(1.0), linear(3.0))
+
+    assert all_true(run_ranks(2, change_in_training, reverse_the_layers, make, way))
+
+
 @pytest.mark.parametrize("conversion_flag", ["overwrite_module_params", "swap_module_params"], indirect=True)
 def test_conversions_that_make_new_parameters(conversion_flag):
     assert all_true(run_ranks(2, change_in_training, convert_back_and_forth, two_layers, "replicated"))
@@ -210,6 +222,11 @@ LONE_CHANGES = {
         assign_a_checkpoint,
         AgreementError,
         ["parameter 0.weight is another object than when the module was replicated on rank 1", "the same on rank 0"],
+    ),
+    "layers in another order": (
+        reverse_the_layers,
+        AgreementError,
+        ["ranks differ in parameter 0.weight", "which was parameter 1.weight before on rank 1"],
     ),
     "a lazy layer": (
         lambda net: net.append(nn.LazyLinear(1)),

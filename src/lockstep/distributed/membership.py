@@ -169,8 +169,8 @@ class Membership:
             contents = self._selection.contents(reducer)
         except LockstepError as error:
             failure = str(error)
-        lines = [describe_parameter(name, p, contents, trained=False) for name, p in contents.parameters]
-        known = {id(each.parameter) for each in self.parameters}
+        known = {id(each.parameter): each.name for each in self.parameters}
+        lines = [describe_parameter(n, p, contents, trained=False, earlier=known) for n, p in contents.parameters]
         managed = _managed(contents)
         new = [each for each in managed if id(each.parameter) not in known]
         numbers = [2 * each.index + (each.parameter.grad is not None) for each in new]

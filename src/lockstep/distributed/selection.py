@@ -2,7 +2,8 @@
 can be."""
 
 import sys
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 from weakref import WeakSet, ref
 
@@ -31,9 +32,22 @@ class Contents(NamedTuple):
     """Identities of the parameters whose gradients are sparse."""
 
 
-def describe_parameter(name: str, parameter: Parameter, contents: Contents, *, trained: bool) -> Line:
-    """What must be the same on all ranks; whether it is ``trained`` counts at the start only."""
+def describe_parameter(
+    name: str,
+    parameter: Parameter,
+    contents: Contents,
+    *,
+    trained: bool,
+    earlier: Mapping[int, str] = MappingProxyType({}),
+) -> Line:
+    """What must be the same on all ranks; whether it is ``trained`` counts at the start only.
+
+    ``earlier`` has the names, by identity, of the parameters on which the ranks have agreed before: ranks that have
+    moved them to other places have to have done so alike (test_changing_modules.py, "layers in another order").
+    """
     text = describe_tensor(parameter)
+    if earlier.get(id(parameter), name) != name:
+        text += f", which was parameter {earlier[id(parameter)]} before"
     if trained:
         text += ", trained" if parameter.requires_grad else ", frozen"
     return Line(f"parameter {name}", f"{text}, sparse gradients" if id(parameter) in contents.sparse else text)
