@@ -367,6 +367,8 @@ def test_a_layer_that_is_new_takes_part():
             found.append([p.grad.item() for p in model.parameters()])
             if batch.number == 1:
                 model[0] = nn.Linear(1, 1, bias=batch.epoch == 1)  # fewer parameters than before, and more
+                for parameter in model.parameters():
+                    nn.init.zeros_(parameter)
         return found
 
     assert run_ranks(2, work) == [[[3.5, 1.0], [11.5, 1.0], [3.5], [11.5], [3.5, 1.0], [11.5, 1.0]]] * 2
@@ -561,11 +563,12 @@ def two_layers(rank):
 
 @pytest.mark.parametrize(
     ("hosts", "name", "expected"),
-    [("", "all_to_all_single", [0, 0, 4, 6, 8]), ("aa", "add_in_order", [0, 0, 4, 4, 8])],
+    [("", "all_to_all_single", [0, 0, 5, 7, 9]), ("aa", "add_in_order", [0, 0, 5, 5, 9])],
     ids=["gloo", "shm"],
 )
 def test_buckets_leave_while_the_last_share_runs_backward(hosts, name, expected, monkeypatch):
-    """Seen by what has been sent when backward comes to the first of two layers; from the second step on.
+    """Seen by what has been sent when backward comes to the first of two layers; from the second step on. The first
+    step sends one thing more, with which ranks say that they have not agreed on anything yet.
 
     Where ranks share memory none leaves before the end.
     """
@@ -664,6 +667,58 @@ def test_a_rank_that_leaves_a_step_is_told_to_the_others_and_all_can_go_on(hosts
     first, second = run_ranks(2, work, hosts=hosts)
     assert first == [3.5, 11.5, "rank 1 has left the loop over the shares"[:39], 11.5]
     assert second == [3.5, 11.5, "a bad share", 11.5]
+
+
+@pytest.mark.parametrize("hosts", ["", "aa"], ids=["gloo", "shm"])
+def test_a_rank_that_leaves_a_step_after_buckets_have_left_is_told_to_the_others(hosts, monkeypatch):
+    """Of two layers, the last one's buckets have left when backward comes to the first."""
+    monkeypatch.setattr(reduction, "CAP_BYTES", 1)
+
+    def work(rank):
+        model, found = two_layers(rank), []
+        data = lockstep.GlobalBatches(ROWS, 8, 4, shuffle=False, process_group=rank.group)
+
+        def fail(_):
+            raise ZeroDivisionError("a bad backward")
+
+        for batch in itertools.islice(forever(data), 5):
+            model.zero_grad()
+            try:
+                for number, (x,) in enumerate(batch):
+                    hidden = model[0](x)
+                    if rank.rank and number == 1 and (batch.epoch, batch.number) == (1, 0):
+                        hidden.register_hook(fail)
+                    model[1](hidden).sum().backward()
+                found.append(model[0].weight.grad.tolist())
+            except (ZeroDivisionError, PeerError) as error:
+                found.append(str(error)[:39])
+        return found
+
+    first, second = run_ranks(2, work, hosts=hosts)
+    assert first[2] == "rank 1 has left the loop over the shares"[:39]
+    assert second[2] == "a bad backward"
+    assert first[:2] == second[:2]
+    assert first[3:] == second[3:] == [first[1], first[0]]
+
+
+@pytest.mark.parametrize("hosts", ["", "aa"], ids=["gloo", "shm"])
+def test_a_rank_that_gets_batches_of_other_shares_is_told_to_the_others(hosts):
+    def work(rank):
+        model, _ = linear(rank)
+        found = []
+        for number in range(3):
+            shares = 8 if number == 1 and rank.rank else 4
+            batches = lockstep.GlobalBatches(ROWS, 8, shares, shuffle=False, process_group=rank.group)
+            model.zero_grad()
+            try:
+                for (x,) in next(iter(batches)):
+                    model(x).sum().backward()
+                found.append(model.weight.grad.item())
+            except (OptionError, PeerError) as error:
+                found.append(type(error))
+        return found
+
+    assert run_ranks(2, work, hosts=hosts) == [[3.5, PeerError, 3.5], [3.5, OptionError, 3.5]]
 
 
 # ------------------------------------------------------------------------- the order of things

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import lockstep
-from lockstep.errors import AuditError
+from lockstep.errors import AgreementError, AuditError, PeerError
 from share_runs import MODELS, data_of, forever, make_optimizer
 from threaded import run_ranks
 
@@ -61,3 +61,47 @@ def test_a_bit_that_is_turned_over_on_an_accelerator_is_found():
     for error in run_ranks(2, work, device="sim", errors=True):
         assert isinstance(error, AuditError)
         assert "gradient of weight" in str(error)
+
+
+def moved(rank, where, alone=False):
+    """Gradients, or an error, of four steps; before the third the model moves to device `where(rank)`, on the last rank
+    only if `alone`."""
+    model = lockstep.replicate(nn.Linear(1, 1, bias=False), shares=4, process_group=rank.group)
+    nn.init.zeros_(model.weight)
+    with torch.device("cpu"):
+        rows = torch.utils.data.TensorDataset(torch.arange(16.0).view(16, 1))
+    batches = lockstep.GlobalBatches(rows, 8, 4, shuffle=False, process_group=rank.group)
+    found = []
+    for number, batch in enumerate(itertools.islice(forever(batches), 4)):
+        if number == 2 and (not alone or rank.rank + 1 == rank.world):
+            model.to(where(rank))
+        model.zero_grad()
+        try:
+            for (x,) in batch:
+                model(x.to(model.weight.device)).sum().backward()
+            found.append((str(model.weight.grad.device), model.weight.grad.item()))
+        except (AgreementError, PeerError) as error:
+            found.append(str(error))
+    return found
+
+
+def another_one(rank):
+    return torch.device("sim", 3 - rank.rank)
+
+
+def test_a_model_that_moves_to_another_accelerator_between_steps():
+    assert run_ranks(2, moved, another_one, device="sim") == [
+        [("sim:0", 3.5), ("sim:0", 11.5), ("sim:3", 3.5), ("sim:3", 11.5)],
+        [("sim:1", 3.5), ("sim:1", 11.5), ("sim:2", 3.5), ("sim:2", 11.5)],
+    ]
+
+
+def test_a_model_that_moves_to_another_accelerator_on_one_rank_only_is_an_error_on_all():
+    for found in run_ranks(2, moved, another_one, True, device="sim"):
+        assert "rank 1 computes batch 0 of epoch 1 with something else than the step before" in found[2]
+        assert "parameters on other devices" in found[2]
+
+
+def test_a_model_that_moves_to_the_host_would_give_other_bits():
+    for found in run_ranks(2, moved, lambda rank: "cpu", device="sim"):
+        assert "when the module was replicated device was sim, now it is cpu" in found[2]

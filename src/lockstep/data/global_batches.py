@@ -135,7 +135,12 @@ class GlobalBatches:
         for number, parts in enumerate(self._parts(epoch)):
             if number >= first:
                 audit = plan_audit(self._audits_every, self.seed, epoch, number, len(parts), self._world().size)
-                yield Step(self.seed, epoch, number, tuple(map(len, parts)), self.shares, audit)
+                count = self._count_of(number + 1 if number + 1 < len(self) else 0)
+                yield Step(self.seed, epoch, number, tuple(map(len, parts)), self.shares, count, audit)
+
+    def _count_of(self, number: int) -> int:
+        """How many shares a batch has: fewer if there are not enough rows left."""
+        return min(self.shares, self.batch_size, len(self.dataset) - number * self.batch_size)  # type: ignore[arg-type]
 
     def _parts(self, epoch: int) -> Iterator[list[Sequence[int]]]:
         """The samples of the shares of each batch of an epoch."""

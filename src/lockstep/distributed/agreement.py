@@ -8,7 +8,7 @@ sends its error instead, so nobody waits for it.
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple, NoReturn
 
 import torch
@@ -67,6 +67,21 @@ def agree(description: Description, numbers: Sequence[int], collectives: Collect
     padded = _row([*numbers, *[-1] * (longest - len(numbers))], collectives)
     gathered = collectives.all_gather(padded, "modules on this group")
     return [[int(n) for n in row.tolist() if n >= 0] for row in gathered]
+
+
+def check_new_everywhere(names: Sequence[str], new: Sequence[Collection[int]], global_ranks: Sequence[int]) -> None:
+    """Raise :class:`AgreementError`, on every rank, if a parameter is new on some ranks only.
+
+    ``new``: of each rank, the numbers of its new parameters among ``names``.
+    """
+    for index in sorted(set().union(*new)):
+        having = [rank for rank, numbers in zip(global_ranks, new, strict=True) if index in numbers]
+        if len(having) < len(new):
+            lacking = next(rank for rank in global_ranks if rank not in having)
+            raise AgreementError(
+                f"parameter {names[index]} is another object than when the module was replicated on rank {having[0]}, "
+                f"and still the same on rank {lacking}; load, replace and convert parameters on every rank alike"
+            )
 
 
 def _row(numbers: Sequence[int], collectives: Collectives) -> Tensor:

@@ -18,7 +18,7 @@ from weakref import ref
 
 from torch.nn import Module, Parameter
 
-from lockstep.distributed.agreement import Description, agree
+from lockstep.distributed.agreement import Description, agree, check_new_everywhere
 from lockstep.distributed.collectives import Collectives
 from lockstep.distributed.keeping import keep
 from lockstep.distributed.reduction.arrivals import Arrivals
@@ -37,7 +37,7 @@ from lockstep.distributed.registrations import watch_registrations
 from lockstep.distributed.selection import Contents, Selection, describe_parameter
 from lockstep.distributed.slots import SlotWatch
 from lockstep.distributed.values import check_equal_values
-from lockstep.errors import AgreementError, LockstepError
+from lockstep.errors import LockstepError
 
 
 class _Attached(NamedTuple):
@@ -179,7 +179,8 @@ class Membership:
         trained = sorted({index for row in rows for index in row[1 + row[0] :]})
         rows = [row[1 : 1 + row[0]] for row in rows]
         told = {number for row in rows for number in row}
-        _check_new_everywhere([each.name for each in managed], rows, collectives.global_ranks)
+        names, indices = [each.name for each in managed], [{number // 2 for number in row} for row in rows]
+        check_new_everywhere(names, indices, collectives.global_ranks)
         if self._values:
             check_equal_values([(each.name, each.parameter) for each in new], collectives)
         self._watch = self._watched()
@@ -202,19 +203,6 @@ def _last_slot(owners: Sequence[Module]) -> tuple[dict[str, Any], str, Any]:
             if parameter is not None and parameter.requires_grad:
                 return owner._parameters, key, parameter
     return {}, "", None
-
-
-def _check_new_everywhere(names: Sequence[str], rows: Sequence[Sequence[int]], global_ranks: Sequence[int]) -> None:
-    """Raise on every rank if a parameter is new on some ranks only: the others have reduced the gradient of theirs."""
-    told = [{number // 2 for number in row} for row in rows]
-    for index in sorted(set().union(*told)):
-        having = [rank for rank, known in zip(global_ranks, told, strict=True) if index in known]
-        if len(having) < len(told):
-            lacking = next(rank for rank in global_ranks if rank not in having)
-            raise AgreementError(
-                f"parameter {names[index]} is another object than when the module was replicated on rank {having[0]}, "
-                f"and still the same on rank {lacking}; load, replace and convert parameters on every rank alike"
-            )
 
 
 def _managed(contents: Contents) -> list[ManagedParameter]:

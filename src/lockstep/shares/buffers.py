@@ -9,6 +9,7 @@ Buffers that have changed in the step before travel with the gradients and the r
 """
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,6 +27,20 @@ _SMALL_BYTES = 256
 """A buffer that is not averaged, and no larger, travels with the report."""
 
 
+class TravellingBuffers(NamedTuple):
+    """The buffers, by number, that travel with the gradients of a step: the same on every rank."""
+
+    averaged: Sequence[int] = ()
+    """Behind the gradients."""
+    kept: Sequence[int] = ()
+    """Behind the report, as bytes."""
+
+
+def specs_of(buffers: Sequence[Buffer]) -> list[TensorSpec]:
+    """How averaged buffers are laid out where they are added."""
+    return [TensorSpec.of(torch.empty(b.shape, dtype=sum_dtype(b.dtype), device=b.device)) for b in buffers]
+
+
 class ShareBuffers:
     """The buffers of one module in one step."""
 
@@ -39,10 +54,6 @@ class ShareBuffers:
         self._count = 0
         self.first_change = [UNCHANGED] * len(buffers)
         """The first share of this rank that has changed each buffer, or -1."""
-        self.expected: list[int] = []
-        """The averaged buffers that have changed in the step before, the same on every rank."""
-        self._expected_kept: list[int] = []
-        """The same of those that are not averaged, if they are small."""
 
     @torch.no_grad()
     def open(self, count: int) -> None:
@@ -113,58 +124,60 @@ class ShareBuffers:
             for node, values in self._sums.sums
         ]
 
-    def specs(self, numbers: Sequence[int]) -> list[TensorSpec]:
-        """How averaged buffers are laid out where they are added."""
-        buffers = [self.buffers[number] for number in numbers]
-        return [TensorSpec.of(torch.empty(b.shape, dtype=sum_dtype(b.dtype), device=b.device)) for b in buffers]
-
-    @property
-    def kept_bytes(self) -> int:
-        """How many :meth:`kept` gives."""
-        return sum(self.buffers[number].nbytes for number in self._expected_kept)
-
-    def kept(self) -> Tensor:
-        """The values of small buffers that are not averaged, as bytes on the CPU: as many on every rank."""
+    def kept(self, numbers: Sequence[int]) -> Tensor:
+        """The values of buffers that are not averaged, as bytes on the CPU: as many on every rank."""
         return torch.cat(
-            [torch.empty(0, dtype=torch.uint8, device="cpu"), *(self._bytes(n).cpu() for n in self._expected_kept)]
+            [torch.empty(0, dtype=torch.uint8, device="cpu"), *(self._bytes(number).cpu() for number in numbers)]
         )
+
+    def split_kept(self, values: Tensor, numbers: Sequence[int]) -> dict[int, Tensor]:
+        """What :meth:`kept` has put together, by the number of the buffer."""
+        sizes = [self.buffers[number].nbytes for number in numbers]
+        return dict(zip(numbers, values[: sum(sizes)].split(sizes), strict=True)) if sizes else {}
 
     def _bytes(self, number: int) -> Tensor:
         """What this rank has kept of a buffer; zeros if no share of its has changed it."""
         value = self._kept.get(number)
         return (self.buffers[number].zeros() if value is None else value).contiguous().view(-1).view(torch.uint8)
 
+    def travelling_next(self, first_changes: Sequence[Sequence[int]]) -> TravellingBuffers:
+        """Those that are to travel with the gradients of the next step, since they have changed in this one."""
+        changed = self._changed(first_changes)
+        averaged = tuple(number for number in changed if self._is_averaged[number])
+        small = (number for number in changed if self.buffers[number].nbytes <= _SMALL_BYTES)
+        return TravellingBuffers(averaged, tuple(number for number in small if number not in averaged))
+
+    def _changed(self, first_changes: Sequence[Sequence[int]]) -> list[int]:
+        return [number for number in range(len(self.buffers)) if any(row[number] >= 0 for row in first_changes)]
+
     @torch.no_grad()
     def finish(
         self,
         first_changes: Sequence[Sequence[int]],
         collectives: Collectives,
-        sums: Mapping[int, Tensor] | None = None,
-        kept: Sequence[Tensor] | None = None,
+        sums: Mapping[int, Tensor],
+        kept: Sequence[Mapping[int, Tensor]],
     ) -> None:
         """All shares have ended: give the buffers the values of the next step.
 
-        ``first_changes``: :attr:`first_change` of each rank; ``sums``: over all ranks, of the buffers that are known;
-        ``kept``: what :meth:`kept` gave on each rank.
+        ``first_changes``: :attr:`first_change` of each rank; ``sums``: over all ranks, of the buffers that have
+        travelled with the gradients; ``kept``: what each rank has kept of those that have travelled with its report.
         """
-        changed = [number for number in range(len(self.buffers)) if any(row[number] >= 0 for row in first_changes)]
+        changed = self._changed(first_changes)
         averaged = [number for number in changed if self._is_averaged[number]]
-        total = dict(sums or {})
-        missing = [number for number in averaged if number not in total]
-        total |= zip(missing, self._add_up(missing, collectives), strict=True)
+        missing = [number for number in averaged if number not in sums]
+        total = {**sums, **dict(zip(missing, self._add_up(missing, collectives), strict=True))}
         if averaged:
             values = [total[number] for number in averaged]
             torch._foreach_div_(values, self._count)
             assign_all([self.buffers[number] for number in averaged], values)
-        others = [number for number in changed if not self._is_averaged[number]]
         deciding: dict[int, list[int]] = {}
-        for number in others:
+        for number in (number for number in changed if not self._is_averaged[number]):
             first = min((row[number], rank) for rank, row in enumerate(first_changes) if row[number] >= 0)
             deciding.setdefault(first[1], []).append(number)
         for rank, numbers in deciding.items():
-            self._take_over(numbers, rank, collectives, kept)
-        self.expected = averaged
-        self._expected_kept = [number for number in others if self.buffers[number].nbytes <= _SMALL_BYTES]
+            self._take_over(numbers, rank, collectives, kept[rank])
+        self._start = [None] * len(self.buffers)
 
     def _add_up(self, numbers: Sequence[int], collectives: Collectives) -> list[Tensor]:
         """The sums over all shares of averaged buffers that have not travelled with the gradients."""
@@ -175,7 +188,7 @@ class ShareBuffers:
             nodes = [node for node, _ in self._sums.sums]
             pairs = list(zip(nodes, sums, strict=True))
             return add_up(pairs, self._count, lambda a, b: [x.add_(y) for x, y in zip(a, b, strict=True)]) or []
-        plan = ExchangePlan([], self.specs(numbers), self._count, collectives)
+        plan = ExchangePlan([], specs_of([self.buffers[number] for number in numbers]), self._count, collectives)
         exchange = Exchange(plan, 0, collectives, SpareMemory())
         exchange.send_rest(
             [[[*values]] for values in sums], torch.empty(0, dtype=torch.uint8, device="cpu"), wait_follows=True
@@ -183,13 +196,10 @@ class ShareBuffers:
         return [value for _, value in sorted(exchange.receive(), key=lambda pair: pair[0])]
 
     def _take_over(
-        self, numbers: Sequence[int], rank: int, collectives: Collectives, kept: Sequence[Tensor] | None
+        self, numbers: Sequence[int], rank: int, collectives: Collectives, kept: Mapping[int, Tensor]
     ) -> None:
         """Give buffers the values that a rank has kept of them."""
-        values: dict[int, Tensor] = {}
-        if kept is not None:
-            sizes = [self.buffers[number].nbytes for number in self._expected_kept]
-            values = dict(zip(self._expected_kept, kept[rank][: sum(sizes)].split(sizes), strict=True))
+        values = dict(kept)
         if missing := [number for number in numbers if number not in values]:
             flat = torch.cat([self._bytes(number) for number in missing])
             if collectives.world > 1:

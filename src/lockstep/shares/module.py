@@ -2,43 +2,30 @@
 
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
 from math import nan
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from lockstep.buckets import TensorSpec, dense_stride
-from lockstep.distributed.buffers import Buffer
 from lockstep.distributed.collectives import Collectives
 from lockstep.distributed.decisions import decisions_of
-from lockstep.distributed.dtensors import local_part
 from lockstep.errors import CommunicationError, OptionError, ShareError
+from lockstep.shares.agreement import Agreement, Members
 from lockstep.shares.audit_plan import Audit, Evidence
 from lockstep.shares.buffers import ShareBuffers
 from lockstep.shares.early import EarlyBuckets
 from lockstep.shares.environment import check_settings, precision_on, settings_of
-from lockstep.shares.gradients import ShareGradients, Values, sum_dtype
-from lockstep.shares.reduction import Exchange, ExchangePlan, with_buffers
-from lockstep.shares.report import Report, check_precision, check_reports, number_of, weights_of_all
+from lockstep.shares.gradients import ShareGradients, Values
+from lockstep.shares.reduction import Exchange, with_buffers
+from lockstep.shares.report import Head, Report, check_heads, check_precision, number_of, weights_of_all
 from lockstep.shares.spare import SpareMemory
 from lockstep.shares.state import ShareWorld, Step
 from lockstep.shares.tree import add_in_tree_order
 
 Loss = Literal["sum", "mean"]
 LOSSES: tuple[Loss, ...] = ("sum", "mean")
-
-
-class Members(NamedTuple):
-    """What of a module is replicated."""
-
-    parameters: Sequence[tuple[str, Parameter]]
-    buffers: Sequence[Buffer]
-    description: str
-    """Tells this selection from any other."""
 
 
 class Watch(Protocol):
@@ -52,7 +39,7 @@ class Watch(Protocol):
         """What is replicated."""
 
     def changed(self) -> bool:
-        """Whether other parameters or modules stand there since the last look."""
+        """Whether that may be something else than at the last look."""
 
 
 class ShareModule:
@@ -65,6 +52,7 @@ class ShareModule:
         collectives: Collectives,
         shares: int,
         loss: Loss,
+        compares_values: bool,
     ) -> None:
         self._watch, self.world, self._collectives = watch, world, collectives
         self._decisions = decisions_of(collectives.group)
@@ -75,7 +63,6 @@ class ShareModule:
         self._step: Step | None = None
         self._last_share: int | None = None
         self._has_reported = False
-        self._used_before: list[int] | None = None
         self._may_overlap = True
         self._exchange: Exchange | None = None
         self._early: EarlyBuckets | None = None
@@ -85,21 +72,16 @@ class ShareModule:
         self._precisions: set[str] = set()
         self._expected_precision: str | None = None
         self._take(watch.look())
+        self._agreement = Agreement(self._members, collectives, compares_values)
         self.settings = settings_of(self.devices)
 
     def _take(self, members: Members) -> None:
-        trained = [(name, parameter) for name, parameter in members.parameters if parameter.requires_grad]
         self._members = members
-        self._flags = [parameter.requires_grad for _, parameter in members.parameters]
         self._spare = SpareMemory()
-        self._gradients = ShareGradients(trained, self._arrived, self._spare)
+        self._gradients = ShareGradients(members.trained, self._arrived, self._spare)
         self._buffers = ShareBuffers(members.buffers)
         self._own = {id(parameter) for _, parameter in members.parameters}
-        local = [(name, local_part(parameter)) for name, parameter in reversed(trained)]
-        self._specs = [
-            TensorSpec(name, tuple(p.shape), dense_stride(p.shape, p.stride()), sum_dtype(p.dtype), p.device)
-            for name, p in local
-        ]
+        self._used_before: list[int] | None = None
 
     @property
     def alive(self) -> bool:
@@ -122,8 +104,26 @@ class ShareModule:
 
     # ------------------------------------------------------------------------- the phases of a step
 
-    def check(self, step: Step) -> None:
+    def open(self, step: Step, own: range) -> None:
         """See :class:`Participant`."""
+        self._step, self._has_reported, self._exchange, self._early = step, False, None, None
+        if self._watch.changed():
+            self._gradients.unhook()
+            self._take(self._watch.look())
+        self._check(step)
+        self._gradients.check_hooks()
+        self._precisions, self._weights = set(), {}
+        self._last_share = own[-1] if own else None
+        if self._collectives.world > 1 and self._agreement.covers(self._members, step.count):
+            self._exchange = self._agreement.exchange(self._spare)
+        self._audit, self._evidence = step.audit, None
+        if self._audit is not None:
+            names = [f"the gradient of {name}" for name in self._gradients.names]
+            self._evidence = Evidence([*names, *(f"buffer {buffer.name}" for buffer in self._members.buffers)])
+        self._gradients.open()
+        self._buffers.open(step.count)
+
+    def _check(self, step: Step) -> None:
         if step.shares != self.shares:
             raise OptionError(
                 f"a batch of {step.shares} shares and a module that is replicated with shares={self.shares} do not go "
@@ -134,42 +134,17 @@ class ShareModule:
             self.settings, settings_of(self.devices), self._collectives.global_rank, "when the module was replicated"
         )
 
-    def open(self, step: Step, own: range) -> None:
-        """See :class:`Participant`."""
-        flags = [parameter.requires_grad for _, parameter in self._members.parameters]
-        if self._watch.changed() or flags != self._flags:
-            self._gradients.unhook()
-            self._take(self._watch.look())
-            self._used_before = None
-        self._gradients.check_hooks()
-        self._precisions = set()
-        self._step, self._weights, self._has_reported, self._early = step, {}, False, None
-        self._last_share = own[-1] if own else None
-        self._exchange = None
-        if self._collectives.world > 1:
-            buffers = self._buffers.specs(self._buffers.expected)
-            plan = ExchangePlan(self._specs, buffers, step.count, self._collectives)
-            used, changed = len(self._gradients.names), len(self._members.buffers)
-            row_bytes = Report.row_bytes(step.count, used, changed, plan.leave_early) + self._buffers.kept_bytes
-            self._exchange = Exchange(plan, row_bytes, self._collectives, self._spare)
-        self._audit, self._evidence = step.audit, None
-        if self._audit is not None:
-            names = [f"the gradient of {name}" for name in self._gradients.names]
-            self._evidence = Evidence([*names, *(f"buffer {buffer.name}" for buffer in self._members.buffers)])
-        self._gradients.open()
-        self._buffers.open(step.count)
-
     def enter(self, share: int, is_last: bool) -> None:
         """See :class:`Participant`."""
         self._buffers.restore()
         self._gradients.enter()
-        if is_last and self._exchange is not None and self._overlaps and self._used_before is not None:
+        if is_last and self._exchange is not None and self._used_before is not None and self._overlaps:
             self._early = EarlyBuckets(self._exchange, self._gradients, share, self._used_before)
 
     @property
     def _overlaps(self) -> bool:
-        """Whether buckets leave before the ranks' reports do: the same on every rank."""
-        return self._may_overlap and self._used_before is not None and self.world.joined == 1
+        """Whether buckets may leave before the ranks' reports do."""
+        return self._may_overlap and self.world.joined == 1
 
     def leave(self, share: int) -> None:
         """See :class:`Participant`."""
@@ -205,9 +180,9 @@ class ShareModule:
         if step is None:
             return
         try:
-            if self._exchange is not None and self.world.joined == 1 and not self._has_reported:
-                row = self._row(replace(self._report(step), has_failed=True))
-                self._exchange.send_rest([], row, wait_follows=False)
+            if self._collectives.world > 1 and self.world.joined == 1 and not self._has_reported:
+                exchange = self._exchange or self._agreement.exchange(self._spare)
+                exchange.send_rest([], self._head(step)._replace(has_failed=True).to_row(), wait_follows=False)
         except CommunicationError as error:
             logging.getLogger("lockstep").debug("the other ranks could not be told of a failure: %s", error)
         finally:
@@ -220,13 +195,12 @@ class ShareModule:
         step = self._step
         assert step is not None
         with self._collectives.phases.phase("finish", str(step)):
-            report = self._report(step)
-            reports, kept = [report], None
-            if self._exchange is not None:
-                reports, kept = self._exchange_reports(self._exchange, report)
-            check_reports(reports, report, step, self._collectives)
-            self._decisions.hear(each.loop for each in reports)
-            self._check_precision(reports)
+            reports, kept = self._reports_of_all(step)
+            heads, first_changes = [each.head for each in reports], [each.changed_buffers for each in reports]
+            travelling = self._agreement.buffers
+            self._agreement.expect(self._buffers.travelling_next(first_changes), step.next_count)
+            self._decisions.hear(each.loop for each in heads)
+            self._check_precision(heads)
             if self._audit is not None and self._evidence is not None:
                 self._evidence.compare(self._audit, str(step), self._collectives)
             used = [any(column) for column in zip(*(report.used for report in reports), strict=True)]
@@ -234,47 +208,63 @@ class ShareModule:
             if self._exchange is None:
                 total = self._gradients.total(step.count)
             else:
-                total, sums = self._receive(self._exchange, reports, used)
+                total, sums = self._receive(self._exchange, reports, used, travelling.averaged)
             self._gradients.set_grads(total, self._divisor(step, reports))
-            self._buffers.finish([report.changed_buffers for report in reports], self._collectives, sums, kept)
+            self._buffers.finish(first_changes, self._collectives, sums, kept)
         self._step = self._exchange = self._early = None
         self._used_before = [number for number, is_used in enumerate(used) if is_used]
         self.steps += 1
 
-    def _check_precision(self, reports: Sequence[Report]) -> None:
+    def _check_precision(self, heads: Sequence[Head]) -> None:
         own = self.precision
-        check_precision(reports, own, self._collectives)
+        check_precision(heads, own, self._collectives)
         expected, self._expected_precision = self._expected_precision, None
         if expected and own:
             rank = self._collectives.global_rank
             check_settings({"autocast": expected}, {"autocast": own}, rank, "when this run was saved")
 
-    def _exchange_reports(self, exchange: Exchange, report: Report) -> tuple[list[Report], list[Tensor]]:
+    def _reports_of_all(self, step: Step) -> tuple[list[Report], list[dict[int, Tensor]]]:
         """Send what has not left yet. Returns what the ranks report, and what they have kept of buffers."""
+        head = self._head(step)
+        if self._collectives.world == 1:
+            return [self._report(head, step)], [{}]
         self._has_reported = True
-        sums = with_buffers(self._gradients.take_terms(), self._buffers.sums(self._buffers.expected))
-        exchange.send_rest(sums, self._row(report), wait_follows=True)
-        rows = exchange.rows().cpu()
-        size = report.to_row().nbytes
-        numbers_of_all = rows[:, :size].contiguous().view(torch.int64).tolist()
-        return [Report.of_row(row, report) for row in numbers_of_all], list(rows[:, size:])
+        if self._exchange is None:
+            report, rows = None, self._agreement.exchange(self._spare).rows_alone(head.to_row())
+        else:
+            report = self._report(head, step)
+            rows = self._rows_of_all(self._exchange, report)
+        heads = Head.of_rows(rows)
+        check_heads(heads, head, step, self._collectives)
+        if report is None or any(each.differs for each in heads):
+            self._agreement.renew(self._members, step, heads)
+            self._exchange = self._agreement.exchange(self._spare)
+            report = self._report(head, step)
+            rows = self._rows_of_all(self._exchange, report)
+        reports, kept = Report.of_rows(rows, report)
+        return reports, [self._buffers.split_kept(each, self._agreement.buffers.kept) for each in kept]
 
-    def _row(self, report: Report) -> Tensor:
-        """What travels with the last bucket, as bytes."""
-        return torch.cat([report.to_row().view(torch.uint8), self._buffers.kept()])
+    def _rows_of_all(self, exchange: Exchange, report: Report) -> Tensor:
+        """Send partial sums and report; returns the rows of all ranks."""
+        buffers = self._agreement.buffers
+        sums = with_buffers(self._gradients.take_terms(), self._buffers.sums(buffers.averaged))
+        exchange.send_rest(sums, torch.cat([report.to_row(), self._buffers.kept(buffers.kept)]), wait_follows=True)
+        return exchange.rows()
 
-    def _report(self, step: Step) -> Report:
+    def _head(self, step: Step) -> Head:
+        """What this rank says of the step, whatever the others have."""
+        loop = self._decisions.say(idle=False, skips=False)
+        precision = number_of(self.precision) if self.precision else 0
+        return Head(number_of(step), loop, precision, differs=self._exchange is None)
+
+    def _report(self, head: Head, step: Step) -> Report:
         weights = [self._weights.get(share, nan) for share in range(step.count)]
         leaving = 0 if self._exchange is None else self._exchange.plan.leave_early
         late = [self._early is not None and number in self._early.late for number in range(leaving)]
-        number, precision = number_of(step, self._members.description), self.precision
-        changed = self._buffers.first_change
-        loop = self._decisions.say(idle=False, skips=False)
-        numbered = number_of(precision) if precision else 0
-        return Report(number, weights, self._gradients.used, changed, numbered, late, loop=loop)
+        return Report(head, weights, self._gradients.used, self._buffers.first_change, late)
 
     def _receive(
-        self, exchange: Exchange, reports: Sequence[Report], used: Sequence[bool]
+        self, exchange: Exchange, reports: Sequence[Report], used: Sequence[bool], averaged: Sequence[int]
     ) -> tuple[Values, dict[int, Tensor]]:
         """The sums over all shares: of the gradients, and of the buffers that have travelled with them."""
         late = [any(column) for column in zip(*(report.late for report in reports), strict=True)]
@@ -282,7 +272,7 @@ class ShareModule:
         self._may_overlap = self._may_overlap and not any(late)
         sums = dict(exchange.receive())
         total = [sums.pop(len(used) - 1 - number) for number in range(len(used))]
-        buffers = {number: sums[len(used) + place] for place, number in enumerate(self._buffers.expected)}
+        buffers = {number: sums[len(used) + place] for place, number in enumerate(averaged)}
         return [value if is_used else None for value, is_used in zip(total, used, strict=True)], buffers
 
     def _divisor(self, step: Step, reports: Sequence[Report]) -> float:

@@ -119,21 +119,28 @@ class Exchange:
     @torch.no_grad()
     def send_rest(self, sums: Sequence[Terms], row: Tensor, *, wait_follows: bool) -> None:
         """Begin with all buckets that have not been sent, and send a row of bytes, as long on every rank. ``sums`` is
-        used up; it is empty if the step has failed: then anything is sent."""
+        used up; it is empty if only the rows count: then anything is sent."""
         self._sums = sums
         padded = torch.nn.functional.pad(row, (0, self._row_bytes - len(row)))
         for number in range(self.sent, len(self._transports)):
             is_last = number + 1 == len(self._transports)
-            if sums:  # else other ranks are told of a failure, and not waited for
+            if sums or wait_follows:  # else other ranks are told of a failure, and not waited for
                 self._settle()
             self._fill(number)
             self._transports[number].send(padded if is_last else None, wait_follows=wait_follows and is_last)
             self.sent += 1
 
     def rows(self) -> Tensor:
-        """The rows of all ranks, in their order, when they are there."""
+        """The rows of all ranks, in their order, when they are there, on the CPU."""
         self._transports[-1].wait()
-        return self._transports[-1].rows
+        return self._transports[-1].rows.cpu()
+
+    def rows_alone(self, row: Tensor) -> Tensor:
+        """Send a row, and anything in place of partial sums; returns the rows of all ranks. Nothing is received."""
+        self.send_rest([], row, wait_follows=True)
+        for transport in self._transports:
+            transport.wait()
+        return self.rows()
 
     @torch.no_grad()
     def send_again(self, numbers: Collection[int]) -> None:

@@ -5,21 +5,21 @@ from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
-from torch.nn import Module
+from torch.nn import Module, Parameter
 
 from lockstep.compiler import outside_compiler
 from lockstep.distributed.agreement import Description, Line, agree
-from lockstep.distributed.buffers import describe_buffer
 from lockstep.distributed.collectives import Collectives, Group, resolve_group
 from lockstep.distributed.inputs import input_device, move_to
 from lockstep.distributed.options import Options
 from lockstep.distributed.replication import Replication
-from lockstep.distributed.selection import Contents, Selection, describe_parameter
+from lockstep.distributed.selection import Contents, Selection
 from lockstep.distributed.slots import SlotWatch
 from lockstep.distributed.values import broadcast_values
 from lockstep.errors import CommunicationError, LockstepError, NotReplicableError, OptionError
+from lockstep.shares.agreement import Members
 from lockstep.shares.environment import check_settings, describe_settings, settings_of
-from lockstep.shares.module import LOSSES, Loss, Members, ShareModule
+from lockstep.shares.module import LOSSES, Loss, ShareModule
 from lockstep.shares.state import check_shares, world_of
 
 
@@ -68,7 +68,9 @@ class ShareReplication(Replication):
         if self.options.init_sync:
             buffers = contents.buffers if self.options.syncs_buffers_at_start else []
             broadcast_values([parameter for _, parameter in contents.parameters], buffers, collectives)
-        self._module = ShareModule(_Watch(self._selection), world, collectives, self._shares, self._loss)
+        self._module = ShareModule(
+            _Watch(self._selection), world, collectives, self._shares, self._loss, self.options.init_sync
+        )
         world.join(self._module)
         if self._restored is not None:
             self.restore(self._restored)
@@ -82,7 +84,7 @@ class ShareReplication(Replication):
             Line("shares", f"{self._shares}, loss {self._loss!r}"),
             Line("modules that are replicated with shares before", str(others)),
             *describe_settings(settings_of(devices)),
-            *_describe(contents),
+            *Members(contents).describe(),
         ]
         try:
             agree(Description(lines, str(failure or "")), [], collectives)
@@ -213,21 +215,22 @@ class _Watch:
 
     def __init__(self, selection: Selection) -> None:
         self._selection = selection
-        self._watch: SlotWatch | None = None
+        self._parameters: list[Parameter] = []
 
     @property
     def alive(self) -> bool:
         return self._selection.alive
 
     def look(self) -> Members:
-        contents = self._selection.contents()
-        self._watch = SlotWatch([owner for _, owner in self._selection.owners()])
-        return Members(contents.parameters, contents.buffers, str(_describe(contents)))
+        members = Members(self._selection.contents())
+        self._slots = SlotWatch([owner for _, owner in self._selection.owners()])
+        self._buffers = self._selection.buffers()
+        self._parameters = [parameter for _, parameter in members.parameters]
+        self._kinds = self._kinds_now()
+        return members
 
     def changed(self) -> bool:
-        return self._watch is not None and self._watch.changed()
+        return self._slots.changed() or self._buffers.changed() or self._kinds_now() != self._kinds
 
-
-def _describe(contents: Contents) -> list[Line]:
-    lines = [describe_parameter(name, p, contents, trained=True) for name, p in contents.parameters]
-    return lines + [describe_buffer(buffer) for buffer in contents.buffers]
+    def _kinds_now(self) -> list[tuple[bool, torch.dtype, torch.Size, torch.device]]:
+        return [(p.requires_grad, p.dtype, p.shape, p.device) for p in self._parameters]

@@ -1,4 +1,6 @@
-"""What ranks tell each other at the end of a step: one row of whole numbers from each."""
+"""What ranks tell each other at the end of a step: one row from each, of whole numbers of eight bytes.
+
+A row begins with a head, which means the same on every rank, even if their modules or steps are not the same."""
 
 import hashlib
 import struct
@@ -6,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 from math import isnan
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -15,51 +18,88 @@ from lockstep.errors import AgreementError, OptionError, PeerError
 from lockstep.shares.state import Step
 
 
+class Head(NamedTuple):
+    """What the row of a rank begins with: as long as any other, whatever module and step the rank has."""
+
+    step: int
+    """A number that tells steps apart."""
+    loop: int = 0
+    """What this rank says of its loop: an encoded :class:`~lockstep.distributed.decisions.LoopStatus`."""
+    precision: int = 0
+    """A number that tells the precisions of forward apart; 0 if there was none."""
+    has_failed: bool = False
+    """Whether this rank has left the step before its end."""
+    differs: bool = False
+    """Whether this rank has another module, or another number of shares, than the ranks have agreed on: there is
+    nothing behind the head then."""
+
+    def to_row(self) -> Tensor:
+        """As bytes."""
+        return _bytes_of(self)
+
+    @classmethod
+    def of_rows(cls, rows: Tensor) -> list[Self]:
+        """The heads of the rows of all ranks."""
+        return [
+            cls(step, loop, precision, bool(has_failed), bool(differs))
+            for step, loop, precision, has_failed, differs in _numbers_of(rows[:, :HEAD_BYTES])
+        ]
+
+
+HEAD_BYTES = 8 * len(Head._fields)
+"""How many bytes a head has."""
+
+
 @dataclass(frozen=True)
 class Report:
     """What one rank has to say of a step."""
 
-    step: int
-    """A number that tells steps apart."""
+    head: Head
     weights: Sequence[float]
     """What each share counts: NaN for shares of other ranks, and where no weight was given."""
     used: Sequence[bool]
     """Which parameters have a gradient."""
     changed_buffers: Sequence[int]
     """The first share of this rank that has changed each buffer, or -1."""
-    precision: int = 0
-    """A number that tells the precisions of forward apart; 0 if there was none."""
     late: Sequence[bool] = ()
     """For which buckets another gradient has come after they had left."""
-    has_failed: bool = False
-    """Whether this rank has left the step before its end."""
-    loop: int = 0
-    """What this rank says of its loop: an encoded :class:`~lockstep.distributed.decisions.LoopStatus`."""
 
     @staticmethod
     def row_bytes(shares: int, parameters: int, buffers: int, buckets: int) -> int:
         """How many bytes :meth:`to_row` gives where there are so many shares, parameters, buffers, and buckets that may
         be late."""
-        return 8 * (4 + shares + parameters + buffers + buckets)
+        return HEAD_BYTES + 8 * (shares + parameters + buffers + buckets)
 
     def to_row(self) -> Tensor:
-        """As whole numbers."""
+        """As bytes."""
         weights = struct.unpack(f"<{len(self.weights)}q", struct.pack(f"<{len(self.weights)}d", *self.weights))
-        head = self.step, self.has_failed, self.loop, self.precision
-        return torch.tensor(
-            [*head, *weights, *self.used, *self.changed_buffers, *self.late], dtype=torch.int64, device="cpu"
-        )
+        return _bytes_of([*self.head, *weights, *self.used, *self.changed_buffers, *self.late])
 
     @classmethod
-    def of_row(cls, row: Sequence[int], like: "Report") -> "Report":
-        """What :meth:`to_row` gave, of a rank whose report has as many entries as ``like``."""
+    def of_rows(cls, rows: Tensor, like: Self) -> tuple[list[Self], list[Tensor]]:
+        """The reports of all ranks, each with as many entries as ``like``, and what stands behind each."""
+        end = len(like.to_row())
+        bodies = _numbers_of(rows[:, HEAD_BYTES:end])
+        reports = [cls._of_row(head, body, like) for head, body in zip(Head.of_rows(rows), bodies, strict=True)]
+        return reports, list(rows[:, end:])
+
+    @classmethod
+    def _of_row(cls, head: Head, row: Sequence[int], like: Self) -> Self:
         entries = iter(row)
-        step, has_failed, loop, precision = next(entries), bool(next(entries)), next(entries), next(entries)
         bits = struct.pack(f"<{len(like.weights)}q", *islice(entries, len(like.weights)))
         weights = struct.unpack(f"<{len(like.weights)}d", bits)
         used = [bool(each) for each in islice(entries, len(like.used))]
         changed = list(islice(entries, len(like.changed_buffers)))
-        return cls(step, weights, used, changed, precision, [bool(each) for each in entries], has_failed, loop)
+        return cls(head, weights, used, changed, [bool(each) for each in entries])
+
+
+def _bytes_of(numbers: Sequence[int]) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.int64, device="cpu").view(torch.uint8)
+
+
+def _numbers_of(rows: Tensor) -> list[list[int]]:
+    numbers: list[list[int]] = rows.contiguous().view(torch.int64).tolist()
+    return numbers
 
 
 def number_of(*parts: object) -> int:
@@ -68,25 +108,26 @@ def number_of(*parts: object) -> int:
     return int.from_bytes(digest, "little", signed=True)
 
 
-def check_reports(reports: Sequence[Report], report: Report, step: Step, collectives: Collectives) -> None:
-    """Raise :class:`PeerError`, on every rank, if one has failed, or is at the end of another step than ``report``."""
-    for rank, other in zip(collectives.global_ranks, reports, strict=True):
+def check_heads(heads: Sequence[Head], head: Head, step: Step, collectives: Collectives) -> None:
+    """Raise :class:`PeerError`, on every rank, if one has failed, or is at the end of another step than ``head``."""
+    for rank, other in zip(collectives.global_ranks, heads, strict=True):
         if other.has_failed:
             raise PeerError(
                 f"rank {rank} has left the loop over the shares of a batch before its end, by an error (see there), "
                 f"break or return, while rank {collectives.global_rank} was at {step}; its gradients are not there"
             )
-        if other.step != report.step:
+        if other.step != head.step:
             raise PeerError(
                 f"rank {rank} is at the end of another step than rank {collectives.global_rank}, which is at {step}: "
-                "it has another batch, other shares, or another module; give every rank the same data set, seed and "
-                "state_dict, and change modules on all ranks alike"
+                "it has another batch, or other shares; give every rank the same data set, seed and state_dict"
             )
 
 
-def check_precision(reports: Sequence[Report], own: str, collectives: Collectives) -> None:
+def check_precision(heads: Sequence[Head], own: str, collectives: Collectives) -> None:
     """Raise :class:`AgreementError`, on every rank, if forward has run in another precision on some rank."""
-    given = [(r.precision, rank) for r, rank in zip(reports, collectives.global_ranks, strict=True) if r.precision]
+    given = [
+        (each.precision, rank) for each, rank in zip(heads, collectives.global_ranks, strict=True) if each.precision
+    ]
     for number, rank in given:
         if number != given[0][0]:
             raise AgreementError(

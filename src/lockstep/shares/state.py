@@ -41,6 +41,8 @@ class Step:
     """How many rows each share has; there is none without a row."""
     shares: int
     """How many shares a step has that is not short of rows."""
+    next_count: int
+    """How many the next step has, if batches are gone through in their order."""
     audit: Audit | None = None
     """What is computed a second time."""
 
@@ -71,11 +73,8 @@ class Participant(Protocol):
     def is_used(self) -> bool:
         """Whether a share of this rank has given anything in the step under way."""
 
-    def check(self, step: Step) -> None:
-        """Raise if the module cannot take part in such a step."""
-
     def open(self, step: Step, own: range) -> None:
-        """A step begins, of which this rank computes the shares ``own``."""
+        """A step begins, of which this rank computes the shares ``own``; raises if the module cannot take part."""
 
     def enter(self, share: int, is_last: bool) -> None:
         """A share begins."""
@@ -132,7 +131,6 @@ class ShareWorld:
         self._participants.append(weakref.ref(participant))
         self.joined += 1
         if self.step is not None:
-            participant.check(self.step)
             participant.open(self.step, self._own)
             if self.share is not None:
                 participant.enter(self.share, self.share == self._own[-1])
@@ -144,17 +142,13 @@ class ShareWorld:
             raise ShareError(
                 f"{step} was begun while {self.step} is under way; run all shares of one batch before the next is begun"
             )
-        for each in self.participants:
-            each.check(step)
         self._own, self._broken, self._has_sent_flags = shares_of(self.rank, self.size, step.count), None, False
         devices = {device for each in self.participants for device in each.devices}
-        opened: list[Participant] = []
         try:
             with random_streams(devices) as seed:
                 self.step = step
                 for each in self.participants:
                     each.open(step, self._own)
-                    opened.append(each)
                 yield OpenStep(self, step, self._own, seed)
             for each in self._used_on_any_rank():
                 each.finish()

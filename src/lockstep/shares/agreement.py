@@ -1,0 +1,146 @@
+"""What the ranks have agreed to exchange in a step, and how they come to agree on something else.
+
+Sizes of what travels follow from the module (which parameters are trained, which buffers there are), from what the last
+step has changed, and from how many shares the step has. All of that is agreed on before a step begins. A rank on which
+it is not so any more, since a program has changed the module, say, takes part as was agreed: it sends anything in place
+of partial sums, and says so in the head of its row. Then all ranks compare their modules; if all have changed alike,
+they exchange the step's sums as they are now, and if not, what differs is an error by name on every rank.
+"""
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch.nn import Parameter
+
+from lockstep.buckets import TensorSpec, dense_stride
+from lockstep.distributed.agreement import Description, Line, agree, check_new_everywhere
+from lockstep.distributed.buffers import Buffer, describe_buffer
+from lockstep.distributed.collectives import Collectives
+from lockstep.distributed.dtensors import local_part
+from lockstep.distributed.selection import Contents, describe_parameter
+from lockstep.distributed.values import check_equal_values
+from lockstep.errors import AgreementError
+from lockstep.shares.buffers import TravellingBuffers, specs_of
+from lockstep.shares.gradients import sum_dtype
+from lockstep.shares.reduction import Exchange, ExchangePlan
+from lockstep.shares.report import HEAD_BYTES, Head, Report
+from lockstep.shares.spare import SpareMemory
+from lockstep.shares.state import Step
+
+
+class Members:
+    """What of a module is replicated, as it was when somebody looked."""
+
+    def __init__(self, contents: Contents) -> None:
+        self._contents = contents
+        self.parameters: Sequence[tuple[str, Parameter]] = contents.parameters
+        self.buffers: Sequence[Buffer] = contents.buffers
+        self.trained = [(name, parameter) for name, parameter in contents.parameters if parameter.requires_grad]
+        self._lines = self.describe()
+        self._devices = [parameter.device for _, parameter in contents.parameters]
+
+    def describe(self, before: "Members | None" = None) -> list[Line]:
+        """What must be the same on all ranks, which had ``before`` until now."""
+        earlier = {} if before is None else {id(parameter): name for name, parameter in before.parameters}
+        lines = [
+            describe_parameter(name, parameter, self._contents, trained=True, earlier=earlier)
+            for name, parameter in self.parameters
+        ]
+        return lines + [describe_buffer(buffer) for buffer in self.buffers]
+
+    def are(self, others: "Members") -> bool:
+        """Whether these are the same parameters and buffers, in the same places."""
+        pairs = zip(self.parameters, others.parameters, strict=False)
+        return (
+            self._lines == others._lines
+            and self._devices == others._devices
+            and all(parameter is other for (_, parameter), (_, other) in pairs)
+        )
+
+    @cached_property
+    def specs(self) -> list[TensorSpec]:
+        """How gradients are laid out where they are added, from the last parameter to the first."""
+        local = [(name, local_part(parameter)) for name, parameter in reversed(self.trained)]
+        return [
+            TensorSpec(name, tuple(p.shape), dense_stride(p.shape, p.stride()), sum_dtype(p.dtype), p.device)
+            for name, p in local
+        ]
+
+
+class _Agreed(NamedTuple):
+    """What all ranks exchange in the next step."""
+
+    shares: int
+    """How many the step has."""
+    buffers: TravellingBuffers
+    plan: ExchangePlan
+    row_bytes: int
+
+
+class Agreement:
+    """What the ranks have agreed on for one module.
+
+    ``compares_values``: whether parameters that are new have to have the same values on all ranks.
+    """
+
+    def __init__(self, members: Members, collectives: Collectives, compares_values: bool) -> None:
+        self._members, self._collectives, self._compares_values = members, collectives, compares_values
+        self._agreed = _Agreed(0, TravellingBuffers(), ExchangePlan([], [], 1, collectives), HEAD_BYTES)
+
+    @property
+    def buffers(self) -> TravellingBuffers:
+        """Which buffers travel with the gradients."""
+        return self._agreed.buffers
+
+    @property
+    def plan(self) -> ExchangePlan:
+        """Which tensors travel together."""
+        return self._agreed.plan
+
+    def covers(self, members: Members, count: int) -> bool:
+        """Whether a step of ``count`` shares of a module that has ``members`` is what the ranks have agreed on."""
+        return count == self._agreed.shares and members.are(self._members)
+
+    def exchange(self, spare: SpareMemory) -> Exchange:
+        """The exchange of a step."""
+        return Exchange(self._agreed.plan, self._agreed.row_bytes, self._collectives, spare)
+
+    def expect(self, buffers: TravellingBuffers, count: int) -> None:
+        """The next step, of which all ranks know the same, has these buffers and so many shares."""
+        if (count, buffers) != (self._agreed.shares, self._agreed.buffers):
+            self._agreed = self._for_steps_of(count, buffers)
+
+    def _for_steps_of(self, count: int, buffers: TravellingBuffers) -> _Agreed:
+        members = self._members
+        averaged = specs_of([members.buffers[number] for number in buffers.averaged])
+        plan = ExchangePlan(members.specs, averaged, count, self._collectives)
+        row_bytes = Report.row_bytes(count, len(members.trained), len(members.buffers), plan.leave_early)
+        kept = sum(members.buffers[number].nbytes for number in buffers.kept)
+        return _Agreed(count, buffers, plan, row_bytes + kept)
+
+    @torch.no_grad()
+    def renew(self, members: Members, step: Step, heads: Sequence[Head]) -> None:
+        """Agree with all ranks on what each has now, of whose heads one has said that it is something else.
+
+        Raises on every rank if ranks differ, and then leaves everything as it is. Communicates what :func:`agree` and
+        :func:`check_equal_values` do.
+        """
+        known = {id(parameter) for _, parameter in self._members.parameters}
+        new = [number for number, (_, parameter) in enumerate(members.parameters) if id(parameter) not in known]
+        rows = agree(Description(members.describe(self._members)), new, self._collectives)
+        names, ranks = [name for name, _ in members.parameters], self._collectives.global_ranks
+        check_new_everywhere(names, rows, ranks)
+        for rank, head in zip(ranks, heads, strict=True):
+            if not head.differs:
+                changed = next(other for other, each in zip(ranks, heads, strict=True) if each.differs)
+                raise AgreementError(
+                    f"rank {changed} computes {step} with something else than the step before, and rank {rank} with "
+                    "the same: another number of shares, or parameters on other devices; change it on all ranks alike"
+                )
+        if self._compares_values:
+            check_equal_values([members.parameters[number] for number in new], self._collectives)
+        buffers = self.buffers if members.are(self._members) else TravellingBuffers()
+        self._members = members
+        self._agreed = self._for_steps_of(step.count, buffers)
