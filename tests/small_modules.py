@@ -51,3 +51,12 @@ def fails_in_backward(x: torch.Tensor, fails: bool = True, error: type[Exception
             raise error("a bad batch")
 
     return CallInBackward.apply(x, call)
+
+
+def error_of(call: Callable[[], Any]) -> type[Exception] | None:
+    """What a call raises; None if nothing."""
+    try:
+        call()
+    except Exception as error:
+        return type(error)
+    return None

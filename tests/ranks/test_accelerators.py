@@ -14,6 +14,7 @@ from torch.nn.parallel.distributed import _MixedPrecision
 
 import lockstep
 from lockstep.errors import AgreementError, PeerError
+from small_modules import error_of
 from threaded import run_ranks
 
 pytestmark = pytest.mark.usefixtures("sim")
@@ -80,14 +81,6 @@ def step(rank, model, seed=0, **kwargs):
     own = own_gradients(model, inputs(rank, seed), **kwargs)
     model(inputs(rank, seed), **kwargs).backward()
     return holds_means(rank, model, own)
-
-
-def error_of(call):
-    try:
-        call()
-    except Exception as error:
-        return type(error).__name__
-    return None
 
 
 # ------------------------------------------------------------------------------------- right gradients
@@ -202,7 +195,7 @@ def all_fail(rank):
         raised = error_of(lambda: model(inputs(rank), fails=True).backward())
         seen.append((raised, [each.item() for each in rank.gather(torch.tensor([len(seen)]))]))
     other = replicated(rank)
-    return seen == [("ArithmeticError", [n, n]) for n in range(10)] and step(rank, other) and step(rank, model)
+    return seen == [(ArithmeticError, [n, n]) for n in range(10)] and step(rank, other) and step(rank, model)
 
 
 def test_after_a_failure_on_all_ranks_collectives_are_in_order():
@@ -220,8 +213,8 @@ def one_fails_unusually(rank):
 
 def test_a_failure_is_an_error_on_every_rank_where_the_report_is_waited_for():
     told, failing = on_accelerators(one_fails_unusually)
-    assert told == [("PeerError", True)] * 4
-    assert failing == [("ArithmeticError", True)] * 4
+    assert told == [(PeerError, True)] * 4
+    assert failing == [(ArithmeticError, True)] * 4
 
 
 class Whole(nn.Module):
@@ -256,7 +249,7 @@ def test_a_failure_that_is_told_one_backward_later_does_not_say_that_nothing_was
         assert "rank 1: backward failed on rank 0" in text
         assert "one backward later, and has handed out gradients in that one: compare the weights" in text
     for raised, text in failing:
-        assert raised == "ArithmeticError"
+        assert raised is ArithmeticError
         assert "rank 0: backward failed on rank 1" in text
         assert "No gradient has been handed out" in text
 
@@ -318,8 +311,8 @@ def buffers_of_a_failed_round(rank):
 
 def test_a_round_that_has_failed_leaves_weights_and_buffers_as_they_were():
     failing, told = on_accelerators(buffers_of_a_failed_round)
-    assert failing == ("ArithmeticError", [True] * 7)
-    assert told == ("PeerError", [True] * 7)
+    assert failing == (ArithmeticError, [True] * 7)
+    assert told == (PeerError, [True] * 7)
 
 
 def another_backward(rank):

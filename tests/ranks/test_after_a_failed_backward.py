@@ -13,7 +13,7 @@ from torch import nn
 
 import lockstep
 from lockstep.errors import AgreementError, OptionError, PeerError, ShareError
-from small_modules import fails_in_backward, one_weight, x_of
+from small_modules import error_of, fails_in_backward, one_weight, x_of
 from threaded import run_ranks
 
 
@@ -30,14 +30,6 @@ class Net(nn.Module):
         x = fails_in_backward(self.rows(torch.tensor([rank.rank])), fails == "late")
         x = self.middle(fails_in_backward(self.first(x).relu(), fails == "between"))
         return fails_in_backward(self.last(x) + (self.extra(x) if uses_extra else 0), fails == "early").sum()
-
-
-def error_of(call):
-    try:
-        call()
-    except Exception as error:
-        return type(error)
-    return None
 
 
 def given(model):

@@ -141,7 +141,6 @@ def conversion_flag(request):
 
 def change_in_training(rank, change, make, way):
     """Gradients of a replicated module that changes after its first step, beside those of two plain ones."""
-    torch.manual_seed(0)
     net = make()
     module = net if way == "wrapped" else lockstep.replicate(net, process_group=rank.group)
     call = lockstep.DistributedDataParallel(net, process_group=rank.group) if way == "wrapped" else module

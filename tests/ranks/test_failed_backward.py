@@ -11,16 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 import lockstep
 from lockstep.errors import PeerError
-from small_modules import fails_in_backward, one_weight, x_of
+from small_modules import error_of, fails_in_backward, one_weight, x_of
 from threaded import count_collectives, run_ranks
-
-
-def error_of(call):
-    try:
-        call()
-    except Exception as error:
-        return type(error)
-    return None
 
 
 def good_step(rank, model, x=None):

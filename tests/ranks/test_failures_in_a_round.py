@@ -15,7 +15,7 @@ import lockstep
 from lockstep.distributed.reduction.report import Report
 from lockstep.distributed.reduction.report_transport import ReportTransport
 from lockstep.errors import CommunicationError, OptionError, PeerError
-from small_modules import fails_in_backward
+from small_modules import error_of, fails_in_backward
 from threaded import run_ranks
 
 
@@ -45,14 +45,6 @@ def mean_gradients(rank, model, seed):
         torch.testing.assert_close(parameter.grad, sum(rank.gather(gradient)) / rank.world)
         assert rank.all_equal(parameter.grad)
     return True
-
-
-def error_of(call):
-    try:
-        call()
-    except Exception as error:
-        return type(error)
-    return None
 
 
 class Stubborn(torch.Tensor):

@@ -305,8 +305,7 @@ def test_several_modules_take_part_in_a_step():
 
 def plain_and_shares(rank):
     """A module without shares, whose output one with shares is given."""
-    torch.manual_seed(0)
-    plain = lockstep.replicate(nn.Linear(1, 1), process_group=rank.group)
+    plain = lockstep.replicate(rank.make(lambda: nn.Linear(1, 1)), process_group=rank.group)
     model, data = linear(rank, shares=8)
     return plain, model, data
 
@@ -443,6 +442,36 @@ def test_buffers_of_any_floating_dtype_are_averaged_in_float32_at_least(world):
 
     half = torch.tensor((1 + 4 * 1.0078125) / 5).bfloat16().item()
     assert run_ranks(world, work) == [(half, pytest.approx(2j))] * world
+
+
+class Scaled(nn.Module):
+    """Saves its buffer in the graph, after it has given it another value."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(1, 1, bias=False)
+        self.register_buffer("scale", torch.ones(1))
+        nn.init.ones_(self.layer.weight)
+
+    def forward(self, x):
+        self.scale = self.scale + x.detach().mean()
+        return self.layer(x) * self.scale
+
+
+@pytest.mark.parametrize("hosts", ["", "aa"], ids=["gloo", "shm"])
+def test_a_graph_that_outlives_the_step_sees_the_buffers_that_it_has_saved(hosts):
+    """One row in each of four shares: they make 1, 2, 3 and 4 of a buffer that is 1 before, and 2.5 after the step."""
+
+    def work(rank):
+        model = lockstep.replicate(Scaled(), shares=4, process_group=rank.group)
+        data = lockstep.GlobalBatches(ROWS, 4, 4, shuffle=False, process_group=rank.group)
+        for (x,) in next(iter(data)):
+            out = model(x)
+            out.backward(retain_graph=True)
+        averaged = model.scale.item()
+        return averaged, torch.autograd.grad(out, model.layer.weight)[0].item()
+
+    assert run_ranks(2, work, hosts=hosts) == [(2.5, 1 * 2.0), (2.5, 3 * 4.0)]
 
 
 @pytest.mark.parametrize("failing", [0, 1])
@@ -628,7 +657,6 @@ def test_a_second_backward_after_several_buckets_have_left_counts(hosts, monkeyp
     monkeypatch.setattr(reduction, "CAP_BYTES", 1)
 
     def work(rank):
-        torch.manual_seed(0)
         model = two_layers(rank)
         data = lockstep.GlobalBatches(ROWS, 4, 4, shuffle=False, process_group=rank.group)
         found = []

@@ -1,0 +1,33 @@
+"""What stands in the slots of modules, and whether anything else does."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from lockstep.distributed.options import Options
+from lockstep.distributed.selection import Selection
+from lockstep.distributed.slots import SlotWatch
+from lockstep.errors import NotReplicableError
+
+
+def test_a_module_that_is_gone_is_a_change():
+    net = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
+    watch = SlotWatch(list(net.modules()))
+    assert not watch.changed()
+    part = net[0]
+    del net
+    assert watch.changed()
+    assert isinstance(part.weight, torch.Tensor)
+
+
+def test_what_was_replicated_does_not_keep_the_module():
+    net = nn.Linear(1, 1)
+    selection = Selection(net, Options(), (), taking_over=False)
+    assert selection.alive
+    assert selection.module is net
+    del net
+    assert not selection.alive
+    with pytest.raises(NotReplicableError, match="does not exist any more"):
+        selection.contents()
