@@ -199,6 +199,47 @@ def test_a_new_layer_that_begins_with_other_values_on_each_rank_is_an_error(host
 
 
 @pytest.mark.parametrize("hosts", ["--", "aa"])
+def test_a_new_buffer_that_begins_with_other_values_on_each_rank_is_an_error(hosts):
+    """As one that forward registers, from what a rank has seen."""
+
+    def work(rank):
+        return train(rank, lambda model: model.register_buffer("seen", torch.full((1,), rank.rank)), steps=3)[2]
+
+    for error in on(hosts, work):
+        assert error.startswith("OutOfSyncError: buffer seen was put into the module")
+
+
+@pytest.mark.parametrize("hosts", ["-", "--", "aa"])
+def test_a_layer_that_comes_while_a_step_is_under_way_is_an_error(hosts):
+    """On the last rank, in its last share."""
+
+    def work(rank):
+        model = lockstep.replicate(network(), shares=4, process_group=rank.group)
+        data = lockstep.GlobalBatches(ROWS, 8, 4, shuffle=False, process_group=rank.group)
+        found = []
+        for batch in itertools.islice(forever(data), 4):
+            model.zero_grad()
+            try:
+                for number, (x,) in enumerate(batch):
+                    if (batch.epoch, batch.number, number) == (0, 1, len(batch) - 1) and rank.rank + 1 == rank.world:
+                        append_a_layer(model)
+                    model(x.float()).square().sum().backward()
+                found.append(values_of(model)[0])
+            except (NotReplicableError, PeerError) as error:
+                found.append(str(error)[:40])
+                if rank.rank + 1 == rank.world:
+                    del model[3]
+        return found
+
+    *others, last = on(hosts, work)
+    assert last[1] == "parameter 3.weight was put into the module"[:40]
+    for each in others:
+        assert each[1] == f"rank {len(others)} has left the loop over the shares"[:40]
+        assert [each[0], *each[2:]] == [last[0], *last[2:]]
+    assert last[2] == last[0]
+
+
+@pytest.mark.parametrize("hosts", ["--", "aa"])
 def test_a_module_that_is_another_one_at_its_first_step_is_an_error(hosts):
     def work(rank):
         model = lockstep.replicate(network(), shares=4, process_group=rank.group, init_sync=False)

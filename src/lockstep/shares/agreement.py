@@ -12,6 +12,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 from torch.nn import Parameter
 
 from lockstep.buckets import TensorSpec, dense_stride
@@ -82,7 +83,7 @@ class _Agreed(NamedTuple):
 class Agreement:
     """What the ranks have agreed on for one module.
 
-    ``compares_values``: whether parameters that are new have to have the same values on all ranks.
+    ``compares_values``: whether parameters and buffers that are new have to have the same values on all ranks.
     """
 
     def __init__(self, members: Members, collectives: Collectives, compares_values: bool) -> None:
@@ -141,6 +142,14 @@ class Agreement:
                 )
         if self._compares_values:
             check_equal_values([members.parameters[number] for number in new], self._collectives)
+            check_equal_values(_new_buffers(members, self._members), self._collectives, "buffer")
         buffers = self.buffers if members.are(self._members) else TravellingBuffers()
         self._members = members
         self._agreed = self._for_steps_of(step.count, buffers)
+
+
+def _new_buffers(members: Members, before: Members) -> list[tuple[str, Tensor]]:
+    """The buffers that were not there before, or of another kind, by name."""
+    known = {describe_buffer(buffer) for buffer in before.buffers}
+    new = [(buffer.name, buffer.current()) for buffer in members.buffers if describe_buffer(buffer) not in known]
+    return [(name, tensor) for name, tensor in new if tensor is not None]

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from lockstep.distributed.collectives import Collectives
 from lockstep.distributed.decisions import decisions_of
-from lockstep.errors import CommunicationError, OptionError, ShareError
+from lockstep.errors import CommunicationError, NotReplicableError, OptionError, ShareError
 from lockstep.shares.agreement import Agreement, Members
 from lockstep.shares.audit_plan import Audit, Evidence
 from lockstep.shares.buffers import ShareBuffers
@@ -40,6 +40,9 @@ class Watch(Protocol):
 
     def changed(self) -> bool:
         """Whether that may be something else than at the last look."""
+
+    def new_parameters(self) -> list[str]:
+        """The names of parameters that have come since the last look."""
 
 
 class ShareModule:
@@ -195,6 +198,7 @@ class ShareModule:
         step = self._step
         assert step is not None
         with self._collectives.phases.phase("finish", str(step)):
+            self._check_complete(step)
             reports, kept = self._reports_of_all(step)
             heads, first_changes = [each.head for each in reports], [each.changed_buffers for each in reports]
             travelling = self._agreement.buffers
@@ -214,6 +218,13 @@ class ShareModule:
         self._step = self._exchange = self._early = None
         self._used_before = [number for number, is_used in enumerate(used) if is_used]
         self.steps += 1
+
+    def _check_complete(self, step: Step) -> None:
+        if self._watch.changed() and (new := self._watch.new_parameters()):
+            raise NotReplicableError(
+                f"parameter {new[0]} was put into the module while {step} was under way, so that shares which came "
+                "before, or other ranks have, do not count in its gradient; change modules between batches"
+            )
 
     def _check_precision(self, heads: Sequence[Head]) -> None:
         own = self.precision
@@ -237,6 +248,7 @@ class ShareModule:
         heads = Head.of_rows(rows)
         check_heads(heads, head, step, self._collectives)
         if report is None or any(each.differs for each in heads):
+            self._buffers.restore()  # values of the step are compared, not of a share
             self._agreement.renew(self._members, step, heads)
             self._exchange = self._agreement.exchange(self._spare)
             report = self._report(head, step)

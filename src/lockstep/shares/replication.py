@@ -232,5 +232,9 @@ class _Watch:
     def changed(self) -> bool:
         return self._slots.changed() or self._buffers.changed() or self._kinds_now() != self._kinds
 
+    def new_parameters(self) -> list[str]:
+        known = set(map(id, self._parameters))
+        return [name for name, parameter in self._selection.contents().parameters if id(parameter) not in known]
+
     def _kinds_now(self) -> list[tuple[bool, torch.dtype, torch.Size, torch.device]]:
         return [(p.requires_grad, p.dtype, p.shape, p.device) for p in self._parameters]
