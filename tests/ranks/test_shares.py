@@ -830,17 +830,36 @@ def test_a_batch_is_gone_through_once_and_one_at_a_time():
     run_ranks(1, work)
 
 
-def test_ranks_at_different_batches_are_told():
+OTHER_BATCHES = {
+    "another batch": (lambda rank: ({}, {"epoch": 0, "batch": rank}), "batch of the epoch: 0 on rank 0, 1 on rank 1"),
+    "another epoch": (lambda rank: ({}, {"epoch": rank, "batch": 0}), "epoch: 0 on rank 0, 1 on rank 1"),
+    "another seed": (lambda rank: ({"seed": rank}, {}), "seed of the batches: 0 on rank 0, 1 on rank 1"),
+    "another order": (lambda rank: ({"shuffle": rank == 1}, {}), "as it is on rank 0, shuffled on rank 1"),
+    "another data set": (
+        lambda rank: ({"dataset": TensorDataset(torch.ones(16 + rank, 1))}, {}),
+        "length of the data set: 16 on rank 0, 17 on rank 1",
+    ),
+    "larger batches": (lambda rank: ({"batch_size": 4 + 4 * rank}, {}), "1, 1, 1, 1 on rank 0, 2, 2, 2, 2 on rank 1"),
+}
+
+
+@pytest.mark.parametrize("hosts", ["", "aa"], ids=["gloo", "shm"])
+@pytest.mark.parametrize(("others", "words"), OTHER_BATCHES.values(), ids=OTHER_BATCHES)
+def test_ranks_at_different_batches_are_told(others, words, hosts):
     def work(rank):
-        model, data = linear(rank)
-        data.load_state_dict({"epoch": 0, "batch": rank.rank})
+        model, _ = linear(rank)
+        options, state = others(rank.rank)
+        options = {"dataset": ROWS, "batch_size": 8, "shuffle": False, **options}
+        data = lockstep.GlobalBatches(shares=4, process_group=rank.group, **options)
+        data.load_state_dict({"epoch": 0, "batch": 0, **state})
         for batch in data:
             for (x,) in batch:
                 model(x).sum().backward()
 
-    for error in run_ranks(2, work, errors=True):
+    for error in run_ranks(2, work, errors=True, hosts=hosts):
         assert isinstance(error, PeerError)
-        assert "another step" in str(error)
+        assert "rank 1 is at the end of another step than rank 0" in str(error)
+        assert words in str(error)
 
 
 @pytest.mark.parametrize(

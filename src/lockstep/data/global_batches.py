@@ -136,7 +136,9 @@ class GlobalBatches:
             if number >= first:
                 audit = plan_audit(self._audits_every, self.seed, epoch, number, len(parts), self._world().size)
                 count = self._count_of(number + 1 if number + 1 < len(self) else 0)
-                yield Step(self.seed, epoch, number, tuple(map(len, parts)), self.shares, count, audit)
+                samples = len(self.dataset)  # type: ignore[arg-type]
+                rows = tuple(map(len, parts))
+                yield Step(self.seed, epoch, number, rows, self.shares, count, samples, self.shuffle, audit)
 
     def _count_of(self, number: int) -> int:
         """How many shares a batch has: fewer if there are not enough rows left."""

@@ -13,6 +13,7 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
+from lockstep.distributed.agreement import Description, agree
 from lockstep.distributed.collectives import Collectives
 from lockstep.errors import AgreementError, OptionError, PeerError
 from lockstep.shares.state import Step
@@ -108,19 +109,27 @@ def number_of(*parts: object) -> int:
     return int.from_bytes(digest, "little", signed=True)
 
 
-def check_heads(heads: Sequence[Head], head: Head, step: Step, collectives: Collectives) -> None:
-    """Raise :class:`PeerError`, on every rank, if one has failed, or is at the end of another step than ``head``."""
-    for rank, other in zip(collectives.global_ranks, heads, strict=True):
-        if other.has_failed:
+def check_heads(heads: Sequence[Head], step: Step, collectives: Collectives) -> None:
+    """Raise :class:`PeerError`, on every rank, if one has failed, or they are not all at the end of the same step.
+
+    Only then communicates, what :func:`agree` does.
+    """
+    for rank, head in zip(collectives.global_ranks, heads, strict=True):
+        if head.has_failed:
             raise PeerError(
                 f"rank {rank} has left the loop over the shares of a batch before its end, by an error (see there), "
                 f"break or return, while rank {collectives.global_rank} was at {step}; its gradients are not there"
             )
-        if other.step != head.step:
+    others = [n for n, head in enumerate(heads) if head.step != heads[0].step]
+    if others:
+        first, other = collectives.global_ranks[0], collectives.global_ranks[others[0]]
+        try:
+            agree(Description(step.describe()), [], collectives)
+        except AgreementError as error:
             raise PeerError(
-                f"rank {rank} is at the end of another step than rank {collectives.global_rank}, which is at {step}: "
-                "it has another batch, or other shares; give every rank the same data set, seed and state_dict"
-            )
+                f"rank {other} is at the end of another step than rank {first} (rank {collectives.global_rank} is at "
+                f"{step}): {error}; give every rank the same data set, seed and state_dict"
+            ) from None
 
 
 def check_precision(heads: Sequence[Head], own: str, collectives: Collectives) -> None:

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lockstep.compiler import outside_compiler
+from lockstep.distributed.agreement import Line
 from lockstep.distributed.collectives import Collectives, Group, Pending
 from lockstep.distributed.decisions import decisions_of
 from lockstep.errors import CommunicationError, OptionError, PeerError, ShareError
@@ -43,6 +44,10 @@ class Step:
     """How many shares a step has that is not short of rows."""
     next_count: int
     """How many the next step has, if batches are gone through in their order."""
+    samples: int
+    """How many the data set has."""
+    is_shuffled: bool
+    """Whether they come in an order of the epoch's own."""
     audit: Audit | None = None
     """What is computed a second time."""
 
@@ -53,6 +58,20 @@ class Step:
 
     def __str__(self) -> str:
         return f"batch {self.batch} of epoch {self.epoch}"
+
+    def describe(self) -> list[Line]:
+        """What must be the same on all ranks."""
+        return [
+            Line("epoch", str(self.epoch)),
+            Line("batch of the epoch", str(self.batch)),
+            Line("seed of the batches", str(self.seed)),
+            Line("length of the data set", str(self.samples)),
+            Line("order of the data set", "shuffled" if self.is_shuffled else "as it is"),
+            Line("shares of the batches", str(self.shares)),
+            Line("rows in each share", ", ".join(map(str, self.rows))),
+            Line("shares of the next batch", str(self.next_count)),
+            Line("audit", str(self.audit)),
+        ]
 
 
 class Participant(Protocol):
