@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power
 from torch.nn.parallel.distributed import _MixedPrecision
+from torch.utils.checkpoint import checkpoint
 
 import lockstep
 from lockstep.errors import AgreementError, PeerError
@@ -352,3 +353,54 @@ def another_layer(rank):
 
 def test_another_layer_on_one_rank_is_told_one_backward_later():
     assert on_accelerators(another_layer) == [True, True]
+
+
+class Twice(nn.Module):
+    """A layer is used twice, and may be checkpointed; another one may be left out."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.twice, self.last, self.extra = (nn.Linear(3, 3) for _ in range(4))
+
+    def forward(self, x, recomputes=False, leaves_out=False):
+        twice = functools.partial(checkpoint, self.twice, use_reentrant=True) if recomputes else self.twice
+        y = twice(self.last(twice(self.first(x))).tanh())
+        return (y if leaves_out else y + self.extra(x)).square().mean()
+
+
+def recomputing(rank, recomputing_ranks, leaving_out):
+    """In two batches a layer comes in two pieces on some ranks; returns where that was an error, and its text."""
+    model = replicated(rank, make=Twice, bucket_cap_mb=1e-6)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    seen = []
+    for seed in range(7):
+        optimizer.zero_grad()
+        leaves_out = rank.rank in leaving_out and seed == 3
+        recomputes = rank.rank in recomputing_ranks and seed in (3, 5)
+        own = own_gradients(model, inputs(rank, seed), leaves_out=leaves_out)
+        try:
+            model(inputs(rank, seed), recomputes, leaves_out).backward()
+            optimizer.step()
+        except PeerError as error:
+            assert all(parameter.grad is None for parameter in model.parameters())
+            seen.append((seed, str(error)))
+        else:
+            assert holds_means(rank, model, own)
+    lockstep.check_in_sync(model)
+    return seen
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_gradient_that_comes_in_pieces_on_one_rank_alone_is_an_error_on_every_rank_and_then_has_room(rank):
+    """Where the report is not waited for, the other rank has handed out its gradients, and cannot reduce the pieces."""
+    seen = on_accelerators(recomputing, (rank,), ())
+    for me, found in enumerate(seen):
+        ((seed, text),) = found
+        assert seed == 3
+        assert f"rank {me}: in round 4, gradients of twice.weight came in several pieces" in text
+        assert ("No gradient has been handed out" if me == rank else "The optimizer has not stepped") in text
+
+
+@pytest.mark.parametrize(("recomputing_ranks", "leaving_out"), [((0, 1), ()), ((0,), (1,)), ((1,), (0,))])
+def test_a_gradient_that_comes_in_pieces_is_reduced_where_all_ranks_wait_for_the_report(recomputing_ranks, leaving_out):
+    assert on_accelerators(recomputing, recomputing_ranks, leaving_out) == [[], []]

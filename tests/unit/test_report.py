@@ -20,7 +20,7 @@ every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dty
 every_world = pytest.mark.parametrize("world", [1, 2, 3, 64, 512])
 
 EVERYTHING = RankStatus(0)
-SOMETHING_ELSE = RankStatus(3, True, True, True, True, True, (17, 33), 77)
+SOMETHING_ELSE = RankStatus(3, True, True, True, True, True, (17, 33), 77, True)
 FLAGS = [field.name for field in dataclasses.fields(RankStatus) if field.type is bool]
 ROUNDS = next(number for number in range(1, 1000) if round_code(number) == 0)
 
@@ -95,7 +95,7 @@ def test_a_module_without_parameters_has_a_report_too():
 @every_dtype
 def test_rounds_and_flags_of_each_rank(dtype):
     statuses = [
-        RankStatus(code, *flags)
+        RankStatus(code, **dict(zip(FLAGS, flags, strict=True)))
         for code in range(ROUNDS)
         for flags in itertools.product((False, True), repeat=len(FLAGS))
     ]

@@ -31,12 +31,13 @@ class Contribution:
         self.weights.watch(parameters)
 
     def describe(
-        self, number: int, failed: bool, differs: bool, backward: Code | None, loop: int
+        self, number: int, failed: bool, differs: bool, backward: Code | None, loop: int, waits: bool
     ) -> tuple[RankStatus, Weight]:
         """What this rank says of round ``number``; ``differs``: it has other parameters, buffers or hooks than were
-        agreed on; ``loop``: what it says of its loop."""
+        agreed on; ``loop``: what it says of its loop; ``waits``: it waits for the report."""
         weights, code = self.weights, round_code(number)
-        status = RankStatus(code, failed, weights.given, self._joined, differs, self.drift.suspects, backward, loop)
+        drifts = self.drift.suspects
+        status = RankStatus(code, failed, weights.given, self._joined, differs, drifts, backward, loop, waits)
         return status, Weight(weights.total, bool(weights.earlier.copies)) if weights.given else _NO_WEIGHT
 
     @property

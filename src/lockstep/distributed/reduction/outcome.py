@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from lockstep.distributed.reduction.contribution import Contribution
 from lockstep.distributed.reduction.drift import Drift, warn_of_drift
+from lockstep.distributed.reduction.late import late_unnoticed
 from lockstep.distributed.reduction.parameter import ManagedParameter
 from lockstep.distributed.reduction.passes import KNOWN_LATE, NOT_STEPPED
 from lockstep.distributed.reduction.report import Report, check_ranks, mean_factor
@@ -72,19 +73,19 @@ class Outcome:
                 self._decisions.hear([status.loop for status in report.ranks], abandoned=True)
 
     def conclude(
-        self, ended: Round, own: Contribution, may_defer: Callable[[Round], bool], *, lists_used: bool
+        self, ended: Round, own: Contribution, may_defer: Callable[[bool], bool], *, lists_used: bool
     ) -> Sequence[Parameter]:
         """Read the report of a round that has been reduced, and give the parameters their gradients.
 
-        Where reading takes waiting, ``may_defer`` says whether it can be done later. Returns the parameters that any
-        rank has used, in an order that is the same on all, if ``lists_used``. Raises on every rank if the ranks were
-        not in the same round.
+        Where reading takes waiting, ``may_defer`` says whether it can be done later, with a late gradient or without.
+        Returns the parameters that any rank has used, in an order that is the same on all, if ``lists_used``. Raises on
+        every rank if the ranks were not in the same round.
         """
         setup, transport = self._setup, self._setup.transport
         row = ended.report_row  # which its bucket may give up, with the gradients
         watch = None if setup.watch is None or not setup.watch.is_due(ended.number) else setup.watch
         has_failed = self.has_failed
-        report = transport.read(row, lambda: watch is None and not has_failed and may_defer(ended))
+        report = transport.read(row, lambda: watch is None and not has_failed and may_defer(bool(ended.late)))
         self.has_failed = False
         usual = report.is_usual and self._decisions.is_default
         found = _USUAL if usual else self._find(report, ended.number, own, watch)
@@ -138,9 +139,12 @@ class Outcome:
 
     def _fail(self, report: Report) -> None:
         """The round has failed on every rank, which is about to be raised."""
+        is_late = self._is_late_unnoticed(report)
         self._drop()
         if any(status.failed for status in report.ranks):
             self._decisions.note_failure()
+        elif is_late:
+            self._setup.adapt(report)  # as all ranks do: the next round has room
 
     def _drop(self) -> None:
         """Nothing of the round counts: it has failed, or a report says that the batch is left out."""
@@ -230,7 +234,15 @@ class Outcome:
         check_ranks(report, number, self._collectives.rank, ranks, advice)
         if report.skips:
             return 1.0
+        if self._is_late_unnoticed(report):
+            names = [self._setup.parameters[index].name for index in report.late]
+            raise late_unnoticed(names[0], number, self._collectives.global_rank, advice)
         return mean_factor(report, self._setup.gradient_divide_factor, number, ranks)
+
+    def _is_late_unnoticed(self, report: Report) -> bool:
+        """Whether a gradient was late, and a rank has handed out its gradients without having heard of it, so that it
+        does not join in reducing it."""
+        return bool(report.late) and self._setup.transport.deferred and self._setup.is_settled and not report.all_wait
 
     def _find_drift(self, own: Contribution) -> Drift | None:
         """Compare the parameters, as they are now, with those of all other ranks, which do the same."""

@@ -6,9 +6,9 @@ own, or whole numbers so small that their sum is exact, or is at least not zero,
     used     one for each parameter    1 where this rank has a gradient to contribute
     late     one for each parameter    1 where a gradient came after its bucket had left, or had no place in the plan
     status   four for each rank        the round's number (its last bits), whether it failed, whether it is weighted;
-                                       which backward pass it is in (``passes.py``), 0 if in none of its own, and
-                                       whether its parameters may have drifted (``drift.py``); what it says of its
-                                       loop (``decisions.py``)
+                                       which backward pass it is in (``passes.py``), 0 if in none of its own,
+                                       whether its parameters may have drifted (``drift.py``), and whether it
+                                       waits for the report; what it says of its loop (``decisions.py``)
     weight   nine for each rank        the bytes of a float64: what this rank's contribution counts; and whether it
                                        adds to gradients from before
     digest   nine for each rank        in the rounds in which values are compared: of what there is a digest, and its
@@ -30,7 +30,7 @@ from lockstep.errors import OptionError, PeerError
 
 _ROUNDS = 15  # status = 16 * (round % 15) + flags + 1 <= 240: exact even in bfloat16
 _FAILED, _WEIGHTED, _JOINED, _MODULE_CHANGED = 1, 2, 4, 8
-_VALUES_CHANGED = 128  # beside how the module was called, at most 16
+_WAITS, _VALUES_CHANGED = 64, 128  # beside how the module was called, at most 16
 _WEIGHT = struct.Struct("<d?")
 _STATUS = 4
 """Places of each rank's status."""
@@ -55,6 +55,8 @@ class RankStatus:
     """Which backward pass it is in; None if it has none of its own."""
     loop: int = 0
     """What it says of its loop: an encoded :class:`LoopStatus`."""
+    waits: bool = False
+    """Whether it waits for the report before it hands out gradients, where another rank may not."""
 
 
 class Weight(NamedTuple):
@@ -118,6 +120,11 @@ class Report:
         """Whether they were on all ranks, so that each one knows without having read the report."""
         return bool(self.ranks) and all(status.values_changed for status in self.ranks)
 
+    @property
+    def all_wait(self) -> bool:
+        """Whether all ranks wait for the report, where each may have handed out gradients without it."""
+        return all(status.waits for status in self.ranks)
+
     def uses(self, index: int) -> bool:
         """Whether any rank has a gradient of a parameter."""
         return self.used is None or self.used[index]
@@ -168,11 +175,11 @@ class ReportLayout:
         place = self._status + _STATUS * self._rank
         head[place] = 16 * round_code(status.round) + flags + 1
         head[place + 1], head[place + 2] = status.backward or (0, 0)
-        head[place + 1] += status.values_changed * _VALUES_CHANGED
+        head[place + 1] += status.values_changed * _VALUES_CHANGED + status.waits * _WAITS
         head[place + 3] = status.loop
         if status.weighted:
             _WEIGHT.pack_into(head, self._weight + _WEIGHT.size * self._rank, *weight)
-        self._is_clean = not (late or flags or status.values_changed or digest is not None)
+        self._is_clean = not (late or flags or status.values_changed or status.waits or digest is not None)
         self._said = status if status.round < _ROUNDS else replace(status, round=round_code(status.round))
         numbers = self._numbers if row.is_cpu else self._numbers.pin_memory()  # a copy: this one is written again
         (row[: self.packed_buffers.start] if self.has_buffers else row).copy_(numbers, non_blocking=True)
@@ -259,8 +266,9 @@ def _status(entry: Sequence[float]) -> RankStatus:
     number, flags = divmod(code - 1, 16)
     failed, weighted, joined, module = (bool(flags & flag) for flag in (_FAILED, _WEIGHTED, _JOINED, _MODULE_CHANGED))
     values, called = divmod(called, _VALUES_CHANGED)
+    waits, called = divmod(called, _WAITS)
     backward = (called, forwards) if called else None
-    return RankStatus(number, failed, weighted, joined, module, bool(values), backward, loop)
+    return RankStatus(number, failed, weighted, joined, module, bool(values), backward, loop, bool(waits))
 
 
 def round_code(number: int) -> int:

@@ -57,11 +57,11 @@ class Round:
         number: int,
         setup: Setup,
         used: bytearray,
-        describe: Callable[[int, bool], tuple[RankStatus, Weight]],
+        describe: Callable[[int, bool, bool], tuple[RankStatus, Weight]],
         create_graph: bool,
     ) -> None:
         """``used`` has a one for each parameter that has had a gradient on this rank since the last round; ``describe``
-        says what this rank has to report of a round of that number, failed or not."""
+        says what this rank has to report of a round of that number, failed or not, with a late gradient or without."""
         self.number, self.phase = number, RoundPhase.FILLING
         self.buckets = setup.buckets
         self.next_bucket = 0
@@ -215,7 +215,7 @@ class Round:
     def _write_report(self, row: Tensor, failed: bool = False) -> None:
         for index in self._undefined:  # hooks have run, but there was no gradient
             self._used[index] = 0
-        status, weight = self._describe(self.number, failed)
+        status, weight = self._describe(self.number, failed, bool(self.late))
         digest = None if failed or status.backward is None else self._setup.look(self.number)
         self._setup.transport.write(row, self._used, list(self.late), status, weight, digest)
 

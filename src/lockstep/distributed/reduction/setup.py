@@ -67,6 +67,11 @@ class Setup:
         return self.plan.is_whole and self.is_planned
 
     @property
+    def may_defer(self) -> bool:
+        """Whether a rank may hand out gradients before it has read the report, which lies on an accelerator."""
+        return self.is_settled and self.transport.row_device.type != "cpu"
+
+    @property
     def is_ready(self) -> bool:
         """Whether nothing has to be agreed on before a bucket may leave."""
         return self.hooks.are_agreed and not self._before_next_round
