@@ -170,6 +170,53 @@ def test_a_batch_that_counts_nothing_leaves_no_trace(hosts):
     assert batches == 6  # those of the first rank that has had one
 
 
+class Signed(nn.Module):
+    """Forward writes into a buffer which turn it is, and on which rank."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+        self.register_buffer("written", torch.zeros(2))
+
+    def forward(self, turn, rank):
+        self.written = torch.tensor([float(turn), float(rank)])
+        return self.weight.sum()
+
+
+def whose_buffers(rank, lengths, known, turns):
+    """Whose buffers all have after each turn of two loops, of which the second goes on for so many turns alone, and in
+    two steps after them."""
+    model = lockstep.replicate(Signed(), process_group=rank.group)
+    own, seen = [0] * lengths[rank.rank], []
+
+    for epoch in range(2):
+        for turn, _ in enumerate(lockstep.batches(own if known else iter(own), model)):
+            model(turn, rank.rank).backward()
+            seen.append(tuple(map(int, model.written.tolist())))
+            if epoch and turn + 1 == turns:
+                break
+    for turn in (7, 8):
+        model(turn, rank.rank).backward()
+        seen.append(tuple(map(int, model.written.tolist())))
+    return seen
+
+
+@knowing
+@pytest.mark.parametrize(
+    ("lengths", "owners"), [((1, 3), (0, 1, 1)), ((3, 1), (0, 0, 0)), ((1, 4, 2), (0, 1, 1, 1)), ((1, 2, 3), (0, 1, 2))]
+)
+def test_buffers_are_those_of_the_first_rank_that_has_a_batch(known, lengths, owners):
+    loop = list(enumerate(owners))
+    for found in run_ranks(len(lengths), whose_buffers, lengths, known, None):
+        assert found == [*loop, *loop, (7, 0), (8, 0)]
+
+
+@knowing
+def test_buffers_are_those_of_rank_0_again_after_a_loop_that_was_left_early(known):
+    for found in run_ranks(2, whose_buffers, (1, 4), known, 2):
+        assert found == [(0, 0), (1, 1), (2, 1), (3, 1), (0, 0), (1, 1), (7, 1), (8, 0)]
+
+
 def local_statistics(rank):
     model = lockstep.replicate(nn.BatchNorm1d(1), process_group=rank.group, buffer_policy="local")
     for x in lockstep.batches([torch.randn(4, 1)] * (1 + rank.rank), model):

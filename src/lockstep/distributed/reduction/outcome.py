@@ -101,7 +101,7 @@ class Outcome:
             setup.buffers.finish_large()
             if not report.module_changed:
                 transport.take_buffers(row)
-            if not report.is_usual:
+            if setup.follows_active or not report.is_usual:
                 setup.follow_active(report)
         self.usage.look(own.used)
         own.end_round()

@@ -43,7 +43,8 @@ class Setup:
         self.gradient_divide_factor = float(collectives.world)
         """What sums are divided by: the world size, but where joined ranks do not count."""
         self._caps = tuple(caps)
-        self._follows_active = False
+        self.follows_active = False
+        """Whether buffers are those of another rank than the first, which had run out of batches."""
         self.watch: ValueWatch | None = None
         """What compares values in every N-th round, if anything does."""
         self._before_next_round: list[Callable[[], object]] = []
@@ -125,16 +126,15 @@ class Setup:
         return self.watch.look(self.parameters, self.transport.row_device)
 
     def follow_active(self, report: Report) -> None:
-        """Buffers of the next round are those of the first rank that has had a batch in this one."""
-        active = next((rank for rank, idle in enumerate(report.idle) if not idle), None)
-        if active is not None:
-            self.follow_rank(active)
+        """Buffers of the next round are those of the first rank that has a batch then; of the first one of all if none
+        has, since all begin anew."""
+        self.follow_rank(next((rank for rank, loop in enumerate(report.loops) if not (loop.idle or loop.ends)), 0))
 
     def follow_rank(self, rank: int) -> None:
         """Buffers of the next round are those of ``rank``, in the group."""
-        if rank or self._follows_active:  # else ``join()`` may have chosen another
+        if rank or self.follows_active:  # else ``join()`` may have chosen another
             self.buffers.set_source(rank)
-            self._follows_active = bool(rank)
+            self.follows_active = bool(rank)
 
     def count_round(self, number: int) -> None:
         """The round of that number is over, and other ranks may have had something of it."""
