@@ -303,6 +303,26 @@ def test_several_modules_take_part_in_a_step():
     assert run_ranks(3, work) == [(0.0, 3.5)] * 3
 
 
+@pytest.mark.parametrize("hosts", ["", "aa"], ids=["gloo", "shm"])
+def test_modules_are_numbered_alike_whatever_has_been_freed(hosts):
+    """One rank's collector has taken a model that was dropped, the other's has not yet."""
+
+    def work(rank):
+        kept, model = [], linear(rank)[0]
+        model.myself = model
+        if rank.rank == 1:
+            kept.append(model)
+        del model
+        rank.gather(torch.zeros(1))
+        gc.collect()
+        model, data = linear(rank)
+        for (x,) in next(iter(data)):
+            model(x).sum().backward()
+        return model.weight.grad.item(), len(kept)
+
+    assert run_ranks(2, work, hosts=hosts) == [(3.5, 0), (3.5, 1)]
+
+
 def plain_and_shares(rank):
     """A module without shares, whose output one with shares is given."""
     plain = lockstep.replicate(rank.make(lambda: nn.Linear(1, 1)), process_group=rank.group)
@@ -664,6 +684,30 @@ def test_a_second_backward_after_several_buckets_have_left_counts(hosts, monkeyp
             model.zero_grad()
             for (x,) in batch:
                 model(x).sum().backward()
+                if batch.number >= 2 and x.item() % 4 == 3:
+                    model(10 * x).square().sum().backward()
+            found.append([p.grad.tolist() for p in model.parameters()])
+        return found
+
+    assert run_ranks(2, work, hosts=hosts) == run_ranks(1, work) * 2
+
+
+@pytest.mark.parametrize("hosts", ["", "aa"], ids=["gloo", "shm"])
+def test_a_second_backward_after_buckets_have_left_on_one_rank_only_counts(hosts, monkeypatch):
+    """In its last share rank 0 leaves out the second of three layers, so that its buckets wait for the end; rank 1 has
+    sent them, and asks for them again."""
+    monkeypatch.setattr(reduction, "CAP_BYTES", 1)
+
+    def work(rank):
+        layers = rank.make(lambda: nn.Sequential(nn.Linear(1, 3), nn.Linear(3, 3), nn.Linear(3, 1)))
+        model = lockstep.replicate(layers, shares=4, process_group=rank.group)
+        data = lockstep.GlobalBatches(ROWS, 4, 4, shuffle=False, process_group=rank.group)
+        found = []
+        for batch in itertools.islice(forever(data), 4):
+            model.zero_grad()
+            for (x,) in batch:
+                skips = batch.number >= 2 and x.item() % 4 == 1
+                (model[2](model[0](x)) if skips else model(x)).sum().backward()
                 if batch.number >= 2 and x.item() % 4 == 3:
                     model(10 * x).square().sum().backward()
             found.append([p.grad.tolist() for p in model.parameters()])

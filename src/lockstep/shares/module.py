@@ -202,7 +202,8 @@ class ShareModule:
             reports, kept = self._reports_of_all(step)
             heads, first_changes = [each.head for each in reports], [each.changed_buffers for each in reports]
             travelling = self._agreement.buffers
-            self._agreement.expect(self._buffers.travelling_next(first_changes), step.next_count)
+            if self._collectives.world > 1:
+                self._agreement.expect(self._buffers.travelling_next(first_changes), step.next_count)
             self._decisions.hear(each.loop for each in heads)
             self._check_precision(heads)
             if self._audit is not None and self._evidence is not None:

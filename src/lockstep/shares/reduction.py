@@ -126,7 +126,9 @@ class Exchange:
             is_last = number + 1 == len(self._transports)
             if sums or wait_follows:  # else other ranks are told of a failure, and not waited for
                 self._settle()
-            self._fill(number)
+            self._transports[number].fill(self._sums)
+            if number >= self.plan.leave_early:  # else another rank may ask for it again, which has sent it earlier
+                self._drop(number)
             self._transports[number].send(padded if is_last else None, wait_follows=wait_follows and is_last)
             self.sent += 1
 
@@ -148,7 +150,7 @@ class Exchange:
         for number in numbers:
             self._transports[number].wait()
             self._transports[number] = self._transport(number)
-            self._fill(number)
+            self._transports[number].fill(self._sums)
             self._transports[number].send(None, wait_follows=False)
             self._transports[number].settle()
 
@@ -177,10 +179,6 @@ class Exchange:
         """Wait for the bucket that was sent last, if it holds more memory meanwhile: there are never two such."""
         if self.sent:
             self._transports[self.sent - 1].settle()
-
-    def _fill(self, number: int) -> None:
-        self._transports[number].fill(self._sums)
-        self._drop(number)
 
     def _drop(self, number: int) -> None:
         """Let go of the partial sums of a bucket."""

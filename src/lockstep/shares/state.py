@@ -135,8 +135,16 @@ class ShareWorld:
         self._participants: list[weakref.ref[Participant]] = []
         self._collectives: Collectives | None = None
         self._decisions = None if group is None else decisions_of(group)
-        self.joined = 0
-        """How many modules have joined so far: the next one's number."""
+        self._joined_alone = 0
+
+    @property
+    def joined(self) -> int:
+        """How many modules have joined so far: the next one's number.
+
+        It is the group's, and not this object's, which is dropped with the last module, at another time on each rank
+        (test_shares.py, test_modules_are_numbered_alike_whatever_has_been_freed).
+        """
+        return self._joined_alone if self.group is None else _joined.get(self.group, 0)
 
     @property
     def participants(self) -> list[Participant]:
@@ -148,7 +156,10 @@ class ShareWorld:
     def join(self, participant: Participant) -> None:
         """A module takes part from now on, in the share that is under way, too."""
         self._participants.append(weakref.ref(participant))
-        self.joined += 1
+        if self.group is None:
+            self._joined_alone += 1
+        else:
+            _joined[self.group] = self.joined + 1
         if self.step is not None:
             participant.open(self.step, self._own)
             if self.share is not None:
@@ -306,6 +317,7 @@ class OpenStep:
 
 _lock = threading.Lock()
 _worlds: list[weakref.ref[ShareWorld]] = []
+_joined: weakref.WeakKeyDictionary[Group, int] = weakref.WeakKeyDictionary()
 _watching: list[Any] = []
 
 
