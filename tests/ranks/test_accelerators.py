@@ -404,3 +404,66 @@ def test_a_gradient_that_comes_in_pieces_on_one_rank_alone_is_an_error_on_every_
 @pytest.mark.parametrize(("recomputing_ranks", "leaving_out"), [((0, 1), ()), ((0,), (1,)), ((1,), (0,))])
 def test_a_gradient_that_comes_in_pieces_is_reduced_where_all_ranks_wait_for_the_report(recomputing_ranks, leaving_out):
     assert on_accelerators(recomputing, recomputing_ranks, leaving_out) == [[], []]
+
+
+class Through(Whole):
+    """On demand the output has a graph, but no parameter in it."""
+
+    def forward(self, x, fails=False, nothing=False):
+        return x.sum() if nothing else super().forward(x, fails)
+
+
+def told_without_a_gradient(rank):
+    """Rank 1 hears of a failure in a backward that gives it no gradient."""
+    model = replicated(rank, make=Through)
+    assert all(step(rank, model, seed) for seed in range(3))
+    failed = error_of(lambda: model(inputs(rank), fails=rank.rank == 0).backward())
+    told = error_of(lambda: model(inputs(rank).requires_grad_(), nothing=rank.rank == 1).backward())
+    return failed, told, all(step(rank, model, seed) for seed in range(2))
+
+
+def test_a_failure_that_is_told_where_there_is_no_gradient_keeps_nobody_waiting():
+    failing, told = on_accelerators(told_without_a_gradient)
+    assert failing == (ArithmeticError, PeerError, True)
+    assert told == (None, PeerError, True)
+
+
+def goes_on_after_a_batch_left_out(rank):
+    """Rank 0 leaves out a batch, and rank 1 goes on without asking; the next backward says so."""
+    model = replicated(rank, make=Normed, buffer_policy="mean")
+    assert all(step(rank, model, seed) for seed in range(3))
+    if rank.rank == 0:
+        lockstep.skip_batch(model)
+    else:
+        model(inputs(rank)).backward()
+    text = ""
+    try:
+        model(inputs(rank)).backward()
+    except PeerError as error:
+        text = str(error)
+    return text, step(rank, model) and all(rank.all_equal(each) for each in model.buffers())
+
+
+def test_a_batch_left_out_that_nobody_has_asked_for_is_an_error_one_backward_later():
+    (_, right), (text, also) = on_accelerators(goes_on_after_a_batch_left_out)
+    assert "rank 1: a rank has left out the batch of round 4" in text
+    assert "ask `skipped` before weights are changed" in text
+    assert right
+    assert also
+
+
+def asked_to_stop(rank):
+    """Whether to stop, after each of some steps; in the last two rank 0 has a reason, of which rank 1 does not wait to
+    hear in backward."""
+    model, reasons, seen = replicated(rank, make=Whole), [], []
+    decisions = lockstep.stop_when(lambda: rank.rank == 0 and bool(reasons), rank.group)
+    for seed in range(5):
+        reasons += [seed] * (seed == 3)
+        model(inputs(rank, seed)).backward()
+        seen.append(lockstep.should_stop(rank.group))
+    del decisions
+    return seen
+
+
+def test_all_ranks_stop_at_the_same_step():
+    assert on_accelerators(asked_to_stop) == [[False] * 3 + [True] * 2] * 2

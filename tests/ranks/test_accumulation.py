@@ -235,6 +235,31 @@ def with_inputs(rank):
     return [p.grad if p.grad is None else p.grad.item() for p in module.parameters()]
 
 
+def used_and_given_up(rank, placed):
+    """The second layer's gradient, and how often its hook has run, after a backward that did not use it."""
+    model = lockstep.replicate(nn.ModuleList([one_weight(), one_weight()]), process_group=rank.group)
+    called = []
+    model[1].weight.register_post_accumulate_grad_hook(called.append)
+
+    def both():
+        return (model[0](x_of(rank)) + model[1](x_of(rank))).sum()
+
+    for _ in range(2):  # in which the plan is made
+        (both() if placed else model[0](x_of(rank)).sum()).backward()
+        model.zero_grad()
+    called.clear()
+    with model.no_sync():
+        both().backward()
+    model.zero_grad()
+    model[0](x_of(rank)).sum().backward()
+    return model[0].weight.grad.item(), model[1].weight.grad, called
+
+
+@pytest.mark.parametrize("placed", [True, False], ids=["in the plan", "not in it"])
+def test_a_parameter_of_which_all_was_given_up_is_as_if_it_had_not_been_used(placed):
+    assert run_ranks(2, used_and_given_up, placed) == [(1.5, None, [])] * 2
+
+
 def test_backward_for_some_of_the_parameters():
     assert run_ranks(2, with_inputs) == [[None, 1.5]] * 2
 
@@ -381,6 +406,39 @@ def test_a_step_by_hand_on_gradients_that_are_not_synchronised_is_told(step, tol
     messages = [str(warning.message) for warning in caught]
     assert len(messages) == told
     assert all("parameter 0 was changed while its gradient was only one rank's" in message for message in messages)
+
+
+class Frozen(nn.Module):
+    """A trained parameter and a frozen one."""
+
+    def __init__(self):
+        super().__init__()
+        self.trained = nn.Parameter(torch.ones(2))
+        self.frozen = nn.Parameter(torch.ones(2), requires_grad=False)
+
+    def forward(self, x, frozen=False):
+        return (x * (self.frozen if frozen else self.trained)).sum()
+
+
+def forget_before_a_loss_without_gradient(rank):
+    """Rank 1 alone steps on its own gradient, and has none in the backward that synchronises."""
+    model = lockstep.replicate(Frozen(), process_group=rank.group)
+    optimizer = torch.optim.SGD([model.trained], lr=0.1)
+    if rank.rank:
+        with model.no_sync():
+            model(torch.ones(2)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model(torch.ones(2, requires_grad=True), frozen=rank.rank == 1).backward()
+
+
+def test_a_step_before_a_loss_that_gives_no_gradient_is_told():
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run_ranks(2, forget_before_a_loss_without_gradient)
+    messages = sorted(str(warning.message) for warning in caught)
+    assert [message[:7] for message in messages] == ["rank 0:", "rank 1:"]
+    assert all("parameter trained was changed" in message for message in messages)
 
 
 def test_ordinary_steps_are_not():

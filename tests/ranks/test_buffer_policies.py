@@ -10,6 +10,7 @@ import lockstep
 from lockstep.distributed.buffers import PACKED_BYTES
 from lockstep.errors import AgreementError
 from processes import run_processes
+from small_modules import one_weight, x_of
 from threaded import count_collectives, run_ranks
 
 DTYPES = [
@@ -599,3 +600,34 @@ def test_each_rank_keeps_its_own_when_the_module_has_changed(hosts):
 
     wanted = [[[n * (rank + 1.0)] * 2 for n in (1, 2, 3)] for rank in range(2)]
     assert run_ranks(2, call, hosts=hosts) == wanted
+
+
+class Marked(nn.Module):
+    """Layers, and a buffer that holds what forward was given."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([one_weight()])
+        self.register_buffer("mark", torch.zeros(1))
+
+    def forward(self, x, mark):
+        self.mark = torch.full((1,), mark)
+        for layer in self.layers:
+            x = layer(x)
+        return x.sum()
+
+
+def marks_of_a_growing_module(rank):
+    model = lockstep.replicate(Marked(), process_group=rank.group, buffer_policy="mean")
+    seen = []
+    for turn in range(4):
+        if turn == 2:
+            model.layers.append(one_weight())
+        model(x_of(rank), 4.0 * turn + 2 * rank.rank).backward()
+        seen.append(model.mark.item())
+    return seen
+
+
+def test_means_are_right_in_the_round_in_which_the_module_has_changed():
+    """Nothing travels with its report; buffers are made equal when ranks have agreed anew."""
+    assert run_ranks(2, marks_of_a_growing_module) == [[1.0, 5.0, 9.0, 13.0]] * 2

@@ -47,8 +47,8 @@ def flips_a_bit(rank, seed):
     floating = [name for name, buffer in model.named_buffers() if buffer.is_floating_point()]
     trained = [name for name, _ in model.named_parameters() if name != "0.bias"]  # which has none, but for rounding
     name = numbers.choice(floating if kind == "buffer" else trained)
-    # A buffer is made equal at the end of each round: it has to flip in the one before it is looked at.
-    when = EVERY - 1 if kind == "buffer" else numbers.randrange(1, EVERY + 1)
+    # A buffer is made equal at the end of each round: it has to flip in the one before it is looked at, first or again.
+    when = EVERY * (1 + seed % 2) - 1 if kind == "buffer" else numbers.randrange(1, EVERY + 1)
     place, bit = numbers.random(), numbers.randrange(20 if kind == "gradient" else 8, 30)  # 30 makes all ranks' NaN
 
     def flip():

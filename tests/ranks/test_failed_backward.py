@@ -217,19 +217,20 @@ def test_a_failure_is_told_before_it_gets_to_a_module_that_recomputes_all_of_its
     assert failing == (ArithmeticError, [True] * modules)
 
 
-def loss_fails_after_loading(rank):
+def loss_fails_after_loading(rank, past_forward):
     """One rank's loss fails in backward, before the pass gets to a module all of whose parameters are new."""
     model = lockstep.replicate(one_weight(), process_group=rank.group)
     good_step(rank, model)
     model.load_state_dict({"weight": torch.ones(1, 1)}, assign=True)
-    loss = model(x_of(rank)).sum()
+    loss = (nn.functional.linear(x_of(rank), model.weight) if past_forward else model(x_of(rank))).sum()
     if rank.rank == 1:
         loss.register_hook(lambda _: 1 // 0)
     return error_of(loss.backward), good_step(rank, model)
 
 
-def test_a_failure_is_told_before_it_gets_to_parameters_that_are_new():
-    assert run_ranks(2, loss_fails_after_loading) == [(PeerError, True), (ZeroDivisionError, True)]
+@pytest.mark.parametrize("past_forward", [False, True])
+def test_a_failure_is_told_before_it_gets_to_parameters_that_are_new(past_forward):
+    assert run_ranks(2, loss_fails_after_loading, past_forward) == [(PeerError, True), (ZeroDivisionError, True)]
 
 
 def inner_pass(rank):

@@ -12,6 +12,7 @@ from torch.nn.utils import parametrize
 
 import lockstep
 from lockstep.errors import AgreementError, LayoutError, NotReplicableError, PeerError
+from small_modules import one_weight, x_of
 from threaded import run_ranks
 
 
@@ -311,3 +312,19 @@ def test_a_copy_of_a_module_that_was_parametrized_after_replicating_is_plain_and
         return local, copied.parametrizations.weight.original.grad.item()
 
     assert run_ranks(2, call) == [(1.0, 1.5), (2.0, 1.5)]
+
+
+def swapped_out_of_the_plan(rank):
+    """A frozen weight, which the plan has left out, is exchanged for a trained one; its hook is gone."""
+    model = lockstep.replicate(nn.ModuleList([one_weight(), one_weight()]), process_group=rank.group)
+    model[1].weight.requires_grad_(False)
+    for _ in range(2):
+        model[0](x_of(rank)).sum().backward()
+        model.zero_grad()
+    torch.utils.swap_tensors(model[1].weight, nn.Parameter(torch.ones(1, 1)))
+    (model[0](x_of(rank)) + model[1](x_of(rank))).sum().backward()
+    return [parameter.grad.item() for parameter in model.parameters()]
+
+
+def test_a_tensor_that_was_swapped_for_one_without_a_place_in_the_plan():
+    assert run_ranks(2, swapped_out_of_the_plan) == [[1.5, 1.5]] * 2

@@ -235,3 +235,25 @@ def with_new_layers(rank, change):
 @pytest.mark.parametrize("change", ["replaced", "inserted"])
 def test_gradients_of_new_parameters_have_graphs_in_their_first_round(change):
     run_ranks(2, with_new_layers, change)
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
+def test_a_gradient_that_has_a_graph_on_one_rank_only_has_one_on_all():
+    """The loss of rank 0 is linear. Going back through the mean takes both ranks."""
+
+    def call(rank):
+        model, seen = lockstep.replicate(nn.ParameterList([torch.full((1,), 2.0)]), process_group=rank.group), []
+        (weight,) = model
+        for _ in range(2):
+            (weight**3 if rank.rank else 3 * weight).sum().backward(create_graph=True)
+            mean, weight.grad = weight.grad, None
+            with model.no_sync():
+                (mean * mean).sum().backward()
+            seen.append(weight.grad)
+            weight.grad = None
+            (weight * 1.0).sum().backward()  # synchronises
+            weight.grad = None
+        return seen
+
+    # the mean is (3 + 3 * 2 ** 2) / 2, and its derivative 2 * 3 * 2 on rank 1, which the other rank's half goes to, too
+    assert run_ranks(2, call) == [[None] * 2, [2 * 7.5 * 12] * 2]

@@ -353,7 +353,7 @@ def test_a_module_without_shares_may_be_trained_in_the_same_step(hosts):
 
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_a_module_without_shares_that_is_reached_in_a_share_is_an_error_by_name(world):
-    """On every rank; and all can go on without it."""
+    """On every rank; and all can go on without it, and with it outside of shares."""
 
     def work(rank):
         plain, model, data = plain_and_shares(rank)
@@ -365,7 +365,8 @@ def test_a_module_without_shares_that_is_reached_in_a_share_is_an_error_by_name(
                     model(plain(x)).sum().backward()
             except (ShareError, PeerError) as error:
                 found.append(str(error))
-        return found, model.weight.grad is not None
+        plain.requires_grad_(True)(torch.ones(1, 1)).sum().backward()
+        return found, model.weight.grad is not None and plain.bias.grad is not None
 
     for rank, (found, is_trained) in enumerate(run_ranks(world, work)):
         assert len(found) == 1

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import lockstep
 from lockstep.errors import OptionError, PeerError
-from small_modules import one_weight, x_of
+from small_modules import error_of, fails_in_backward, one_weight, x_of
 from threaded import count_collectives, run_ranks
 from training_loops import WHERE, BadBatchError, Plan, compare, random_plan
 
@@ -251,6 +251,30 @@ def adds_up(rank):
 
 def test_gradients_that_are_kept():
     assert run_ranks(2, adds_up) == [[1.5, 3.5]] * 2
+
+
+def adds_up_with_weights(rank):
+    model, seen = lockstep.replicate(one_weight(), process_group=rank.group), []
+    for x in lockstep.batches([x_of(rank)] * (1 + rank.rank), model):
+        with lockstep.accumulate(model, weight=4.0):
+            (4 * model(x)).sum().backward()
+        seen.append(model.weight.grad.item())
+    return seen
+
+
+def test_gradients_that_are_kept_are_not_divided_by_weights_again():
+    assert run_ranks(2, adds_up_with_weights) == [[1.5, 3.5]] * 2
+
+
+def stops_where_a_rank_fails(rank):
+    model = lockstep.replicate(one_weight(), process_group=rank.group)
+    decisions = lockstep.stop_when(lambda: rank.rank == 0, rank.group)
+    error = error_of(fails_in_backward(model(x_of(rank)), rank.rank == 1).sum().backward)
+    return error, decisions.should_stop
+
+
+def test_a_rank_whose_backward_fails_stops_with_the_others():
+    assert run_ranks(2, stops_where_a_rank_fails) == [(PeerError, True), (ArithmeticError, True)]
 
 
 def empty(rank, known, padding):

@@ -107,6 +107,23 @@ def test_it_counts_beside_gradients_that_accumulate(way, first):
     assert run_ranks(2, call) == [1.0] * 2  # 2 * (4 + 1) / 2 * (3 + 1 + 1)
 
 
+def test_it_counts_in_the_backward_that_synchronises():
+    def call(rank):
+        model, seen = net(rank), []
+        for _ in range(2):
+            if rank.rank:
+                with lockstep.accumulate(model, weight=2):
+                    through_forward(model).sum().backward()
+            else:
+                last(model, 1, 3.0)
+            seen.append(grad(model))
+            step(model)
+            model.zero_grad()
+        return seen
+
+    assert run_ranks(2, call) == [[1.0, 1.0]] * 2  # 3 / (1 + 2)
+
+
 def test_it_counts_once_however_many_backwards_are_in_its_block():
     def call(rank):
         model = net(rank)
