@@ -1,5 +1,7 @@
 """Random numbers in replicas: each draws from a stream of its own, and a state that it reads gives the same again."""
 
+import contextlib
+import functools
 import itertools
 import threading
 import warnings
@@ -9,10 +11,12 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from lockstep import DataParallel, SyncBatchNorm, data_parallel
 from lockstep.local import current_replica, parallel_apply
+from lockstep.local.random_streams import _WITHOUT_GENERATOR
 
 TIMEOUT = 20
 
@@ -423,6 +427,19 @@ def compiler():
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_the_call_that_compiles_draws_the_same_numbers(compiler):
+    """It runs what it has compiled inside of a dispatch mode."""
+    network = torch.compile(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)), backend="aot_eager")
+    parallel, x = DataParallel(network, ["cpu", "cpu"]), torch.ones(6, 4)
+    outputs = []
+    for _ in range(3):
+        torch.manual_seed(1)
+        outputs.append(parallel(x))
+    assert torch.equal(outputs[0], outputs[1])
+    assert torch.equal(outputs[0], outputs[2])
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_compiled_replicas(compiler):
     network = torch.compile(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)), backend="aot_eager")
     parallel, x = DataParallel(network, ["cpu", "cpu"]), torch.ones(6, 4)
@@ -434,3 +451,104 @@ def test_compiled_replicas(compiler):
     assert torch.equal(outputs[0], outputs[1])
     assert not torch.equal(outputs[0], outputs[2])
     outputs[0].sum().backward()
+
+
+# ---------------------------------------------------------------------------------- dispatch modes of users
+
+
+class Unchanged(TorchDispatchMode):
+    """Runs every operation as it is, as modes that count or log do."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+class Draws(nn.Module):
+    """What `operation` draws, inside of a dispatch mode or not."""
+
+    def __init__(self, operation):
+        super().__init__()
+        self.operation = operation
+
+    def forward(self, x, with_mode):
+        with Unchanged() if with_mode else contextlib.nullcontext():
+            return self.operation(x)
+
+
+def attention(x):
+    return nn.functional.scaled_dot_product_attention(x, x, x, dropout_p=0.5)
+
+
+def recurrent(x):
+    cell = nn.LSTM(4, 4, num_layers=2, dropout=0.5)
+    return cell(x)[0]
+
+
+DRAWING = {
+    "dropout": lambda x: nn.functional.dropout(x, 0.5),
+    "native_dropout": lambda x: torch.ops.aten.native_dropout(x, 0.5, True)[0],
+    "feature_dropout": lambda x: nn.functional.dropout1d(x, 0.5),
+    "rand": lambda x: torch.rand(len(x), 4),
+    "randn": lambda x: torch.randn(len(x), 4),
+    "randint": lambda x: torch.randint(100, (len(x), 4)),
+    "randperm": lambda x: torch.randperm(10)[None],
+    "rand_like": torch.rand_like,
+    "randn_like": torch.randn_like,
+    "randint_like": lambda x: torch.randint_like(x, 100),
+    "bernoulli": lambda x: torch.bernoulli(x / 2),
+    "normal_": lambda x: x.clone().normal_(),
+    "multinomial": lambda x: torch.multinomial(x[0], 3)[None],
+    "rrelu": lambda x: nn.functional.rrelu(-x, training=True),
+    "attention": attention,
+    "recurrent": recurrent,
+}
+
+
+@pytest.mark.parametrize("operation", DRAWING.values(), ids=DRAWING)
+def test_a_dispatch_mode_does_not_change_what_replicas_draw(operation):
+    parallel, x = DataParallel(Draws(operation), ["cpu"] * 3), torch.ones(6, 2, 4)
+    drawn = []
+    for with_mode in (False, True):
+        torch.manual_seed(1)
+        drawn.append(parallel(x, with_mode))
+    assert torch.equal(*drawn)
+    assert drawn[0].unique().numel() > 1
+
+
+def test_operations_that_draw_and_take_no_generator_are_known():
+    """All but those that are made of others before a mode sees them, and those of other devices."""
+    others = ("cudnn", "mps", "miopen", "triton", "flash", "efficient", "mem_eff", "fused", "nested")
+    for schema in torch._C._jit_get_all_schemas():
+        name = schema.name.removeprefix("aten::")
+        if name == schema.name or any(argument.name == "generator" for argument in schema.arguments):
+            continue
+        operation = getattr(getattr(torch.ops.aten, name), schema.overload_name or "default", None)
+        if operation is None or torch.Tag.nondeterministic_seeded not in operation.tags:
+            continue
+        is_made_of_others = operation.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
+        if not is_made_of_others and not any(other in name for other in others):
+            assert name in _WITHOUT_GENERATOR
+
+
+def test_selective_checkpointing_computes_again_with_the_numbers_of_forward():
+    """y = (m * w)^2 with w = 1 and a mask m, so that the gradient of w is 2 * y, if backward has the same mask."""
+
+    class Checkpointed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(64))
+
+        def inner(self, x):
+            return nn.functional.dropout(x * self.weight, 0.5).pow(2)
+
+        def forward(self, x):
+            contexts = functools.partial(create_selective_checkpoint_contexts, recompute_all)
+            return checkpoint(self.inner, x, use_reentrant=False, context_fn=contexts)
+
+    def recompute_all(context, operation, *args, **kwargs):
+        return CheckpointPolicy.PREFER_RECOMPUTE
+
+    network = Checkpointed()
+    out = DataParallel(network, ["cpu"] * 4)(torch.ones(4, 64))
+    out.sum().backward()
+    assert torch.equal(network.weight.grad, 2 * out.detach().sum(0))

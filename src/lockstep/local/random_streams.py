@@ -23,8 +23,20 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import library
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
 _KEY = "TESTING_ONLY_GenericMode"
+_WITHOUT_GENERATOR = {
+    "native_dropout",
+    "rand",
+    "randn",
+    "randint",
+    "randperm",
+    "rand_like",
+    "randn_like",
+    "randint_like",
+}
+"""Operations that draw in other operations, of which some overloads take no generator."""
 _installing = threading.Lock()
 _installed: list[Any] = []  # the libraries of kernels, which live as long as this does
 
@@ -207,14 +219,24 @@ def _install() -> None:
         others.fallback_fallthrough()
         kernels = library.Library("aten", "IMPL")
         for schema in torch._C._jit_get_all_schemas():
+            if not schema.name.startswith("aten::"):
+                continue
             place = next((i for i, argument in enumerate(schema.arguments) if argument.name == "generator"), None)
-            if schema.name.startswith("aten::") and place is not None and _takes_tensors(schema):
-                name, overload = schema.name.removeprefix("aten::"), schema.overload_name
-                operation = getattr(getattr(torch.ops.aten, name), overload or "default")
-                kernel = _drawing(operation, place, schema.arguments[place].kwarg_only)
+            name, overload = schema.name.removeprefix("aten::"), schema.overload_name
+            kernel = None
+            if place is None and name in _WITHOUT_GENERATOR:
+                kernel = _past_modes(_operation(schema))
+            elif place is not None and _takes_tensors(schema):
+                by_keyword = schema.arguments[place].kwarg_only
+                kernel = _drawing(_operation(schema), place, by_keyword)
+            if kernel is not None:
                 kernels.impl(f"{name}.{overload}".rstrip("."), kernel, _KEY, with_keyset=True)
         torch.random.default_generator = _DefaultGenerator()  # type: ignore[attr-defined, assignment]
         _installed.extend([others, kernels])
+
+
+def _operation(schema: Any) -> Any:
+    return getattr(getattr(torch.ops.aten, schema.name.removeprefix("aten::")), schema.overload_name or "default")
 
 
 def _takes_tensors(schema: Any) -> bool:
@@ -240,13 +262,38 @@ def _drawing(operation: Any, place: int, by_keyword: bool) -> Callable[..., Any]
     return draw
 
 
+def _past_modes(operation: Any) -> Callable[..., Any]:
+    """``operation``, which draws inside, and takes no generator, out of the reach of dispatch modes.
+
+    What a mode runs is below the key of this module: the operation would draw from the process's generator.
+    """
+    below = torch._C._dispatch_keyset_full_after(_KEY)
+
+    def draw(keys: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch._C._len_torch_dispatch_stack() > 0 and _for_cpu(args, kwargs) is not None:
+            with _disable_current_modes():
+                return operation(*args, **kwargs)
+        return operation.redispatch(keys & below, *args, **kwargs)
+
+    return draw
+
+
+def _is_traced() -> bool:
+    """Whether operations are recorded, and not run: modes of users, as selective checkpointing has, run them."""
+    return torch._C._len_torch_dispatch_stack() > 0 and any(
+        mode.is_infra_mode() for mode in _get_current_dispatch_mode_stack()
+    )
+
+
 def _for_cpu(args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Generator | None:
     """The thread's own generator, if it has one and the operation is on CPU tensors, and is run, not traced."""
     stream = _current()
-    if stream is None or torch._C._len_torch_dispatch_stack() > 0:
+    if stream is None or _is_traced():
         return None
-    tensors = (value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
-    return stream.generator if all(tensor.device.type == "cpu" for tensor in tensors) else None
+    devices = [value.device for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+    if (device := kwargs.get("device")) is not None:
+        devices.append(torch.device(device))
+    return stream.generator if all(device.type == "cpu" for device in devices) else None
 
 
 def _address(generator: torch.Generator) -> int:
