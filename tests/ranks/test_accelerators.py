@@ -467,3 +467,67 @@ def asked_to_stop(rank):
 
 def test_all_ranks_stop_at_the_same_step():
     assert on_accelerators(asked_to_stop) == [[False] * 3 + [True] * 2] * 2
+
+
+class Growing(nn.Module):
+    """Layers that may become more."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(3, 3, bias=False) for _ in range(2))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+def grows(rank, later):
+    """A layer comes in front of the others, on the ranks ``later`` one backward later than on the rest."""
+    model = replicated(rank, make=Growing)
+    right = [step(rank, model, seed) for seed in range(3)]
+    new = rank.make(lambda: nn.Linear(3, 3, bias=False))
+    if rank.rank not in later:
+        model.layers.insert(0, new)
+    if later:
+        model.zero_grad()
+        model(inputs(rank)).backward()
+    if rank.rank in later:
+        model.layers.insert(0, new)
+    return right + [step(rank, model, seed) for seed in range(3)]
+
+
+@pytest.mark.parametrize("later", [(), (0,), (1,)])
+def test_a_layer_that_all_ranks_have_when_they_agree_anew(later):
+    assert on_accelerators(grows, later) == [[True] * 6] * 2
+
+
+class Digits(nn.Module):
+    """A buffer notes for each forward on which rank it was."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 1)
+        self.register_buffer("digits", torch.zeros(1))
+
+    def forward(self, x, digit):
+        self.digits = 10 * self.digits + digit
+        return self.layer(x).sum()
+
+
+def noted(rank, known):
+    """Rank 0 has fewer batches, and no rank waits for the report of the last one that it has."""
+    model = replicated(rank, make=Digits)
+    for _ in range(3):
+        model(torch.ones(1, 3), rank.rank + 1).backward()
+    own = [torch.ones(1, 3)] * (2 + 2 * rank.rank)
+    for x in lockstep.batches(own if known else iter(own), model):
+        model.zero_grad()
+        model(x, rank.rank + 1).backward()
+    lockstep.skipped(model)  # waits for the last report
+    return model.digits.item()
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["lengths", "streams"])
+def test_buffers_of_the_next_rank_go_on_from_those_of_the_last(known):
+    assert on_accelerators(noted, known) == [1111122.0] * 2

@@ -254,8 +254,30 @@ def inner_pass(rank):
     return model.weight.grad.item(), good_step(rank, model)
 
 
-def test_a_pass_inside_may_fail_alone():
-    assert run_ranks(2, inner_pass) == [(1.5, True)] * 2
+def inner_pass_of_the_module(rank):
+    """The same, where the pass inside comes to the module's parameter, before the one around it does."""
+    model = lockstep.replicate(one_weight(), process_group=rank.group)
+
+    class Tries(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            with torch.enable_grad():
+                loss = fails_in_backward(1 * model.weight, rank.rank == 0).sum()
+            if rank.rank == 0:
+                error_of(loss.backward)
+            return grad
+
+    Tries.apply(nn.functional.linear(x_of(rank), model.weight)).sum().backward()
+    return model.weight.grad.item(), good_step(rank, model)
+
+
+@pytest.mark.parametrize("inner", [inner_pass, inner_pass_of_the_module])
+def test_a_pass_inside_may_fail_alone(inner):
+    assert run_ranks(2, inner) == [(1.5, True)] * 2
 
 
 def pass_in_a_hook(rank):

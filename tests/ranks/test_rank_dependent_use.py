@@ -314,3 +314,21 @@ def all_fail(rank, modules):
 @pytest.mark.parametrize("modules", [1, 2])
 def test_a_rank_whose_loss_reaches_no_parameter_takes_part_in_what_fails_everywhere(modules):
     assert run_ranks(2, all_fail, modules) == [[rows(0, 0).shape[0] / 2] * modules] * 2
+
+
+def unused_with_a_gradient_of_its_own(rank, shape):
+    """The second parameter's gradient is made another on each rank, and no backward comes to it any more."""
+    model = lockstep.replicate(nn.ParameterList([torch.ones(1), torch.ones(shape)]), process_group=rank.group)
+    seen = []
+    for _ in range(3):
+        model.zero_grad()
+        (model[0].sum() + model[1].sum()).backward()
+        model[1].grad.mul_(rank.rank + 2.0)
+        model[0].sum().backward()
+        seen.append(model[1].grad.unique().tolist())
+    return seen
+
+
+@pytest.mark.parametrize("shape", [(1,), (1024, 1100)], ids=["with others", "alone"])
+def test_what_a_rank_has_made_of_an_unused_gradient_stays(shape):
+    assert run_ranks(2, unused_with_a_gradient_of_its_own, shape) == [[[2.0]] * 3, [[3.0]] * 3]

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import lockstep
-from small_modules import one_weight, x_of
+from small_modules import fails_in_backward, one_weight, x_of
 from threaded import count_collectives, run_ranks
 
 
@@ -310,3 +310,24 @@ def test_modules_on_different_groups():
         assert run_ranks(2, two_groups) == [[[1.5, 1.5]] * 2] * 2
     finally:
         STORES.clear()
+
+
+def left_out_in_backward(rank):
+    """A backward through two modules fails on rank 1, which leaves out the batch; the next one goes past forward."""
+    models = [lockstep.replicate(one_weight(), process_group=rank.group) for _ in range(2)]
+    seen = []
+    for turn in range(3):
+        with lockstep.skip_on(ArithmeticError, modules=models):
+            y = x_of(rank)
+            for model in models:
+                model.zero_grad()
+                y = model(y) if turn < 2 else nn.functional.linear(y, model.weight)
+            fails_in_backward(y, rank.rank == turn == 1).sum().backward()
+        grads = [model.weight.grad for model in models]
+        seen.append((lockstep.skipped(*models), [None if each is None else each.item() for each in grads]))
+    return seen
+
+
+def test_a_batch_that_is_left_out_ends_the_rounds_of_all_modules():
+    usual, left_out = (False, [1.5, 1.5]), (True, [None, None])
+    assert run_ranks(2, left_out_in_backward) == [[usual, left_out, usual]] * 2

@@ -265,6 +265,21 @@ def test_it_goes_with_a_round_that_fails():
     assert run_ranks(2, call) == [1.0] * 2
 
 
+def test_it_goes_with_a_batch_that_is_left_out():
+    def call(rank):
+        model = net(rank)
+        if rank.rank:
+            without_gradient(model, 2)
+            lockstep.skip_batch(model)
+        else:
+            last(model)
+        left_out = grad(model)
+        last(model)
+        return left_out, grad(model)
+
+    assert run_ranks(2, call) == [(None, 1.0)] * 2
+
+
 def test_it_is_not_mixed_with_losses_that_have_no_weight():
     def call(rank):
         model = net(rank)

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import lockstep
 from lockstep.distributed.reduction.backward import current_pass
 from lockstep.errors import PeerError
+from small_modules import one_weight, x_of
 from threaded import run_ranks
 
 
@@ -332,3 +333,35 @@ def test_a_pass_that_is_over_keeps_no_group():
     for held, group in run_ranks(2, holds_its_pass):
         assert held[0] is not None
         assert group() is None
+
+
+def evaluated_in_training_mode(rank):
+    """A backward of rank 1 alone reaches no trained parameter, and does not synchronise; both go past forward then."""
+    model = lockstep.replicate(one_weight(), process_group=rank.group)
+    if rank.rank:
+        with model.no_sync():
+            model.requires_grad_(False)
+            model(x_of(rank).requires_grad_()).sum().backward()
+            model.requires_grad_(True)
+    nn.functional.linear(x_of(rank), model.weight).sum().backward()
+    return model.weight.grad.item()
+
+
+def test_a_backward_without_any_gradient_is_forgotten():
+    assert run_ranks(2, evaluated_in_training_mode) == [1.5] * 2
+
+
+def for_its_input_alone(rank):
+    model, seen = lockstep.replicate(one_weight(), process_group=rank.group), []
+    for _ in range(2):
+        x = x_of(rank).requires_grad_()
+        if rank.rank == 0:
+            model(x).sum().backward(inputs=[x])
+        model(x).sum().backward()
+        seen.append(model.weight.grad.item())
+        model.zero_grad()
+    return seen
+
+
+def test_a_backward_for_inputs_alone_is_nobody_elses_concern():
+    assert run_ranks(2, for_its_input_alone) == [[1.5, 1.5]] * 2

@@ -293,7 +293,6 @@ class Reducer:
         own = self.participation
         with own.leaving_out(), own.contributing_nothing(idle=True):
             self.scheduler.reduce([self])
-        own.drop_gradients()
 
     # ------------------------------------------------------------------- the end, however it comes
 
@@ -325,8 +324,6 @@ class Reducer:
                 logging.getLogger("lockstep").debug("the other ranks could not be told of a failure: %s", error)
             except Exception as error:
                 self.scheduler.lose(f"it could not take its part in a round that had failed: {error!r}")
-            finally:
-                self.participation.contribution.forget()
 
     def _abandon_round(self) -> None:
         if self._round is None:
