@@ -166,10 +166,10 @@ def single(net: Network, where: int) -> None:
     net.layers.float()
 
 
-STRUCTURAL = [append, remove, replace, exchange, freeze, tie, assign, add_a_buffer, drop_a_buffer]
+STRUCTURAL = [append, remove, replace, exchange, freeze, tie, assign, add_a_buffer, drop_a_buffer, change_a_buffer]
 """Those of which a rank notices that it is alone with them."""
 CHANGES: dict[str, Callable[[Network, int], None]] = {
-    each.__name__: each for each in (*STRUCTURAL, change_a_buffer, evaluate, double, single)
+    each.__name__: each for each in (*STRUCTURAL, evaluate, double, single)
 }
 
 

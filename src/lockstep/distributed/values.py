@@ -28,14 +28,19 @@ def broadcast_values(
             present[number - len(targets)][0].assign(value)
 
 
-def check_equal_values(named: Sequence[tuple[str, Tensor]], collectives: Collectives, kind: str = "parameter") -> None:
+def check_equal_values(
+    named: Sequence[tuple[str, Tensor]],
+    collectives: Collectives,
+    kind: str = "parameter",
+    what: str = "was put into the module after it was replicated",
+) -> None:
     """Raise :class:`OutOfSyncError`, on every rank, if a tensor has other values on some rank; see
     :func:`find_difference`."""
     found = find_difference(named, collectives)
     if found is not None:
         name, rank = found
         raise OutOfSyncError(
-            f"{kind} {name} was put into the module after it was replicated, and has other values on rank "
+            f"{kind} {name} {what}, and has other values on rank "
             f"{rank} than on rank {collectives.global_ranks[0]}, so gradients are of different networks; no gradient "
             "has been handed out. Give every rank the same values (the same checkpoint, the same seed, "
             "torch.distributed.broadcast) before forward, or replicate when the module is complete"

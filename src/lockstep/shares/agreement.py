@@ -83,7 +83,8 @@ class _Agreed(NamedTuple):
 class Agreement:
     """What the ranks have agreed on for one module.
 
-    ``compares_values``: whether parameters and buffers that are new have to have the same values on all ranks.
+    ``compares_values``: whether parameters that are new, and buffers that a program has written, have to have the same
+    values on all ranks.
     """
 
     def __init__(self, members: Members, collectives: Collectives, compares_values: bool) -> None:
@@ -142,14 +143,15 @@ class Agreement:
                 )
         if self._compares_values:
             check_equal_values([members.parameters[number] for number in new], self._collectives)
-            check_equal_values(_new_buffers(members, self._members), self._collectives, "buffer")
         buffers = self.buffers if members.are(self._members) else TravellingBuffers()
         self._members = members
         self._agreed = self._for_steps_of(step.count, buffers)
 
+    @torch.no_grad()
+    def check_buffers(self, values: Sequence[tuple[str, Tensor]], heads: Sequence[Head]) -> None:
+        """Raise :class:`OutOfSyncError`, on every rank, if a program has given buffers other values on some rank.
 
-def _new_buffers(members: Members, before: Members) -> list[tuple[str, Tensor]]:
-    """The buffers that were not there before, or of another kind, by name."""
-    known = {describe_buffer(buffer) for buffer in before.buffers}
-    new = [(buffer.name, buffer.current()) for buffer in members.buffers if describe_buffer(buffer) not in known]
-    return [(name, tensor) for name, tensor in new if tensor is not None]
+        Communicates what :func:`check_equal_values` does if heads say that a program may have.
+        """
+        if self._compares_values and any(head.buffers != heads[0].buffers for head in heads):
+            check_equal_values(values, self._collectives, "buffer", "was registered or written between steps")

@@ -17,8 +17,10 @@ from torch import Tensor
 from lockstep.buckets import TensorSpec
 from lockstep.distributed.buffers import Buffer, assign_all
 from lockstep.distributed.collectives import Collectives
+from lockstep.local.checksums import checksum
 from lockstep.shares.gradients import Values, sum_dtype
 from lockstep.shares.reduction import Exchange, ExchangePlan
+from lockstep.shares.report import number_of
 from lockstep.shares.spare import SpareMemory
 from lockstep.shares.tree import Node, PartialSums, add_up
 
@@ -52,6 +54,10 @@ class ShareBuffers:
         self._kept: dict[int, Tensor] = {}
         self._dirty = False
         self._count = 0
+        self._left: list[tuple[Tensor | None, int]] = []
+        self.written = 0
+        """A number that stands for the values of the step, if a program has written any since the step before; else
+        0."""
         self.first_change = [UNCHANGED] * len(buffers)
         """The first share of this rank that has changed each buffer, or -1."""
 
@@ -60,7 +66,20 @@ class ShareBuffers:
         """A step of ``count`` shares begins: keep the values."""
         self._start = [None if (tensor := b.current()) is None else tensor.detach().clone() for b in self.buffers]
         self._sums, self._kept, self._dirty, self._count = PartialSums(self._merge), {}, False, count
+        left, now = self._left, self._versions()
+        is_left = len(left) == len(now) and all(a is b and v == w for (a, v), (b, w) in zip(left, now, strict=True))
+        self.written = 0 if is_left else number_of([int(checksum([each])) for _, each in self.values()])
         self.first_change = [UNCHANGED] * len(self.buffers)
+
+    def _versions(self) -> list[tuple[Tensor | None, int]]:
+        """What the buffers are, to be compared with what they are later."""
+        tensors = (buffer.current() for buffer in self.buffers)
+        return [(each, 0 if each is None or each.is_inference() else each._version) for each in tensors]
+
+    def values(self) -> list[tuple[str, Tensor]]:
+        """The values of the step, by name."""
+        pairs = zip(self.buffers, self._start, strict=True)
+        return [(buffer.name, start) for buffer, start in pairs if start is not None]
 
     @property
     def is_used(self) -> bool:
@@ -82,6 +101,7 @@ class ShareBuffers:
         """Give the buffers the values of the step again, whatever a share has made of them."""
         self._dirty = True
         self.restore()
+        self._left = [] if self.written else self._versions()  # what was written is to be compared in the next step
 
     @torch.no_grad()
     def add(self, share: int) -> None:
@@ -177,7 +197,7 @@ class ShareBuffers:
             deciding.setdefault(first[1], []).append(number)
         for rank, numbers in deciding.items():
             self._take_over(numbers, rank, collectives, kept[rank])
-        self._start = [None] * len(self.buffers)
+        self._start, self._left = [None] * len(self.buffers), self._versions()
 
     def _add_up(self, numbers: Sequence[int], collectives: Collectives) -> list[Tensor]:
         """The sums over all shares of averaged buffers that have not travelled with the gradients."""

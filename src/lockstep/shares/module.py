@@ -248,9 +248,10 @@ class ShareModule:
             rows = self._rows_of_all(self._exchange, report)
         heads = Head.of_rows(rows)
         check_heads(heads, step, self._collectives)
-        if report is None or any(each.differs for each in heads):
-            self._buffers.restore()  # values of the step are compared, not of a share
+        if any(each.differs for each in heads):
             self._agreement.renew(self._members, step, heads)
+        self._agreement.check_buffers(self._buffers.values(), heads)
+        if report is None:
             self._exchange = self._agreement.exchange(self._spare)
             report = self._report(head, step)
             rows = self._rows_of_all(self._exchange, report)
@@ -268,7 +269,7 @@ class ShareModule:
         """What this rank says of the step, whatever the others have."""
         loop = self._decisions.say(idle=False, skips=False)
         precision = number_of(self.precision) if self.precision else 0
-        return Head(number_of(*step.describe()), loop, precision, differs=self._exchange is None)
+        return Head(number_of(*step.describe()), loop, precision, self._buffers.written, differs=self._exchange is None)
 
     def _report(self, head: Head, step: Step) -> Report:
         weights = [self._weights.get(share, nan) for share in range(step.count)]

@@ -28,6 +28,8 @@ class Head(NamedTuple):
     """What this rank says of its loop: an encoded :class:`~lockstep.distributed.decisions.LoopStatus`."""
     precision: int = 0
     """A number that tells the precisions of forward apart; 0 if there was none."""
+    buffers: int = 0
+    """A number that stands for the values of the buffers, if a program has written any between steps."""
     has_failed: bool = False
     """Whether this rank has left the step before its end."""
     differs: bool = False
@@ -42,8 +44,8 @@ class Head(NamedTuple):
     def of_rows(cls, rows: Tensor) -> list[Self]:
         """The heads of the rows of all ranks."""
         return [
-            cls(step, loop, precision, bool(has_failed), bool(differs))
-            for step, loop, precision, has_failed, differs in _numbers_of(rows[:, :HEAD_BYTES])
+            cls(step, loop, precision, buffers, bool(has_failed), bool(differs))
+            for step, loop, precision, buffers, has_failed, differs in _numbers_of(rows[:, :HEAD_BYTES])
         ]
 
 
