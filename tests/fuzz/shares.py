@@ -49,6 +49,8 @@ class Planned(NamedTuple):
     weighs: bool
     twice: bool
     updates: bool
+    uses_other: bool
+    """Whether a second module takes part, if the program has one."""
 
 
 class Program(NamedTuple):
@@ -60,6 +62,7 @@ class Program(NamedTuple):
     shares: int
     loss: str
     audits: bool
+    has_other: bool
     cap: int
     steps: tuple[Planned, ...]
 
@@ -208,9 +211,10 @@ def draw(seed: int, length: int = 8) -> Program:
             name = rng.choice([each.__name__ for each in STRUCTURAL] if alone else list(CHANGES))
             changes.append(Change(name, rng.randrange(6), alone))
         event = rng.choice(["", "", "", "", "", "fails", "breaks", "left out"])
-        steps.append(Planned(tuple(changes), event, *(rng.random() < chance for chance in (0.7, 0.2, 0.3, 0.7))))
+        steps.append(Planned(tuple(changes), event, *(rng.random() < chance for chance in (0.7, 0.2, 0.3, 0.7, 0.7))))
     shares, loss = rng.choice([4, 5, 8]), rng.choice(["sum", "mean"])
-    return Program(seed, world, hosts, shares, loss, rng.random() < 0.2, rng.choice([1, 200, 2**20]), tuple(steps))
+    audits, has_other = rng.random() < 0.2, rng.random() < 0.2
+    return Program(seed, world, hosts, shares, loss, audits, has_other, rng.choice([1, 200, 2**20]), tuple(steps))
 
 
 class Failed(Exception):
@@ -219,7 +223,9 @@ class Failed(Exception):
 
 def run(rank: Rank, program: Program, left_out: tuple[int, ...] = ()) -> list[str]:
     """What each step has given: a digest of gradients, buffers and parameters, or an error."""
-    net = lockstep.replicate(Network(), shares=program.shares, loss=program.loss, process_group=rank.group)
+    options = {"shares": program.shares, "loss": program.loss, "process_group": rank.group}
+    net = lockstep.replicate(Network(), **options)
+    nets = [net, *([lockstep.replicate(layer(7), **options)] if program.has_other else [])]
     lockstep.audit(net, 1 if program.audits else None)
     x = torch.arange(ROWS * WIDTH, dtype=torch.float64).mul(0.37).sin().view(ROWS, WIDTH)
     batches = forever(
@@ -236,7 +242,8 @@ def run(rank: Rank, program: Program, left_out: tuple[int, ...] = ()) -> list[st
             if not change.alone:
                 CHANGES[change.name](net, change.where)
         if step.zeroes:
-            net.zero_grad()
+            for each in nets:
+                each.zero_grad()
         give_back = kept(net)
         for change in step.changes:
             if change.alone and lonely:
@@ -246,24 +253,24 @@ def run(rank: Rank, program: Program, left_out: tuple[int, ...] = ()) -> list[st
             give_back()
             continue
         try:
-            one_step(net, batch, step, lonely)
+            one_step(nets if step.uses_other else nets[:1], batch, step, lonely)
         except (AgreementError, PeerError, NotReplicableError, Failed) as error:
             found.append(f"{type(error).__name__}: {error}")
             give_back()
             continue
         if step.updates:
             with torch.no_grad():
-                for parameter in net.parameters():
+                for parameter in nn.ModuleList(nets).parameters():
                     if parameter.grad is not None:
                         parameter -= 0.05 * parameter.grad
-        found.append(digest(net))
+        found.append(digest(nn.ModuleList(nets)))
         if any(change.alone for change in step.changes):
             break  # it has changed nothing, as a layer that is loaded again on all ranks: not to be taken back
     return found
 
 
-def one_step(net: nn.Module, batch: Any, step: Planned, is_last: bool) -> None:
-    shares = len(batch)
+def one_step(nets: list[Any], batch: Any, step: Planned, is_last: bool) -> None:
+    shares, net = len(batch), nets[0]
     for number, (x,) in enumerate(batch):
         if is_last and number + 1 == shares and not batch.is_auditing:
             if step.event == "fails":
@@ -272,7 +279,7 @@ def one_step(net: nn.Module, batch: Any, step: Planned, is_last: bool) -> None:
                 break
         weighs = lockstep.accumulate(net, weight=float(len(x)) + float(x[0, 0].abs())) if step.weighs else nullcontext()
         with weighs:
-            net(x).sum().backward()
+            (net(x).sum() + sum(other(x.float()).square().sum() for other in nets[1:])).backward()
         if step.twice and x[0, 1] > 0:
             net(x + 1).mean().backward()
     else:

@@ -12,7 +12,7 @@ SOAK = int(os.environ.get("LOCKSTEP_FUZZ_PROGRAMS", "2000"))
 
 
 def test_short_programs_have_the_bits_of_one_rank_or_are_refused_by_name():
-    for seed in (2, 7, 42, 267, *range(300, 306)):
+    for seed in (9, 11, 27, *range(300, 306)):
         failure = find_failure(seed)
         assert failure is None, failure
 

@@ -18,7 +18,7 @@ from share_runs import forever
 from threaded import count_collectives, run_ranks
 
 ROWS = TensorDataset(torch.linspace(-1, 1, 32, dtype=torch.float64).view(16, 2))
-HOSTS = ["--", "aa", "---", "aab"]
+HOSTS = ["--", "aa", "aab"]
 """Two and three ranks: over Gloo, in memory that they share, and over both."""
 
 
