@@ -54,7 +54,7 @@ class Members:
     def are(self, others: "Members") -> bool:
         """Whether these are the same parameters and buffers, in the same places."""
         pairs = zip(self.parameters, others.parameters, strict=False)
-        return (
+        return self is others or (
             self._lines == others._lines
             and self._devices == others._devices
             and all(parameter is other for (_, parameter), (_, other) in pairs)
@@ -95,11 +95,6 @@ class Agreement:
     def buffers(self) -> TravellingBuffers:
         """Which buffers travel with the gradients."""
         return self._agreed.buffers
-
-    @property
-    def plan(self) -> ExchangePlan:
-        """Which tensors travel together."""
-        return self._agreed.plan
 
     def covers(self, members: Members, count: int) -> bool:
         """Whether a step of ``count`` shares of a module that has ``members`` is what the ranks have agreed on."""
