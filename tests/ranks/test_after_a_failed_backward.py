@@ -282,3 +282,19 @@ def test_after_a_step_in_shares_that_failed_all_ranks_have_what_they_had_before(
     steps = [[1.0], [1.0], [2.0]]  # a step is added to the gradient of the one before; the second one has failed
     for found, raised in zip(run_ranks(2, shares, hosts=hosts), [PeerError, ArithmeticError], strict=True):
         assert found == (list(zip([None, raised, None], steps, [None, ShareError, None], strict=True)), -2.0)
+
+
+def unused_gradients(rank, shape):
+    """The second parameter, which has a gradient, is used neither in a round that fails nor in the one after it."""
+    model = lockstep.replicate(nn.ParameterList([torch.ones(1), torch.ones(shape)]), process_group=rank.group)
+    for _ in range(2):
+        model.zero_grad()
+        (model[0].sum() + model[1].sum()).backward()
+    raised = error_of(fails_in_backward(1 * model[0], rank.rank == 1).sum().backward)
+    model[0].sum().backward()
+    return raised, model[0].grad.item(), model[1].grad
+
+
+@pytest.mark.parametrize("shape", [(1,), (1024, 1100)], ids=["with others", "alone"])
+def test_what_a_failed_round_has_kept_does_not_come_back(shape):
+    assert run_ranks(2, unused_gradients, shape) == [(PeerError, 1.0, None), (ArithmeticError, 1.0, None)]

@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import lockstep
 from lockstep.distributed.reduction import flat_bucket
@@ -129,3 +130,56 @@ def test_parts_of_any_size_give_the_same_means(monkeypatch, world, part_bytes):
     for found in run_ranks(world, call):
         for mine, theirs in zip(found, expected, strict=True):
             torch.testing.assert_close(mine, theirs)
+
+
+def leaving_one_out(rank, left_out):
+    """Twelve gradients in one bucket of several parts; in the last round one of them is missing."""
+    parameters = [torch.ones(16 * 1024) for _ in range(12)]
+    model = lockstep.replicate(nn.ParameterList(parameters), process_group=rank.group)
+    for turn in range(4):
+        model.zero_grad()
+        used = [(i, p) for i, p in enumerate(model) if not (turn == 3 and i == left_out)]
+        sum(p.sum() * (rank.rank + 1 + i) for i, p in used).backward()
+    return [None if p.grad is None else p.grad.unique().tolist() for p in model]
+
+
+@pytest.mark.parametrize("left_out", [0, 6, 11])
+def test_parts_of_which_a_gradient_is_missing(left_out):
+    expected = [None if i == left_out else [1.5 + i] for i in range(12)]
+    assert run_ranks(2, leaving_one_out, left_out) == [expected] * 2
+
+
+class Recomputed(nn.Module):
+    """Layers that are checkpointed one by one; one of them may come twice in a backward."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ParameterList(torch.ones(16 * 1024) for _ in range(12))
+
+    def forward(self, x, again=None):
+        for i in range(12):
+            x = checkpoint(self.add, x, i, use_reentrant=True)
+            if i == 4 and again is not None:
+                x = checkpoint(self.add, x, again, use_reentrant=True)
+        return x.sum()
+
+    def add(self, x, i):
+        return x + self.layers[i].sum()
+
+
+def coming_again(rank, ranks):
+    """The seventh layer's gradient comes again when it has been copied into its bucket, which has not left."""
+    model, seen = lockstep.replicate(Recomputed(), process_group=rank.group), []
+    for turn in range(4):
+        model.zero_grad()
+        again = 7 if turn >= 2 and rank.rank in ranks else None
+        model(torch.ones(1, requires_grad=True), again).backward()
+        seen.append([p.grad.unique().tolist() for p in model.layers])
+    return seen
+
+
+@pytest.mark.parametrize("ranks", [(0, 1), (1,)])
+def test_a_gradient_that_comes_again_when_it_has_been_copied(ranks):
+    once = [[1.0]] * 12
+    again = [[1 + len(ranks) / 2] if i == 7 else [1.0] for i in range(12)]
+    assert run_ranks(2, coming_again, ranks) == [[once, once, again, again]] * 2

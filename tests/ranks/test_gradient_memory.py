@@ -174,3 +174,21 @@ def unused(rank, change):
 @pytest.mark.parametrize("change", [other_data, other_object, exchanged, keep], ids=lambda each: each.__name__)
 def test_a_gradient_of_a_parameter_that_is_not_used_stays_wherever_it_lies(change):
     run_ranks(2, unused, change)
+
+
+def laid_out_by_hand(rank):
+    """A large gradient, reduced where it lies, lies otherwise on rank 1."""
+    model = lockstep.replicate(nn.ParameterList([torch.ones(1024, 1100)]), process_group=rank.group)
+    (weight,) = model
+    values = torch.arange(1024 * 1100.0).view(1024, 1100) % 101
+    for _ in range(2):
+        (weight * values).sum().backward()
+        model.zero_grad()
+    weight.grad = torch.zeros(1100, 1024).t() if rank.rank else torch.zeros(1024, 1100)
+    (weight * values).sum().backward()
+    return torch.equal(weight.grad, values)
+
+
+@pytest.mark.filterwarnings("ignore:grad and param do not obey the gradient layout contract")
+def test_a_large_gradient_that_lies_otherwise_on_one_rank():
+    assert run_ranks(2, laid_out_by_hand) == [True, True]

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import lockstep
+from small_modules import one_weight, x_of
 from threaded import count_collectives, run_ranks
 
 CLOSE = {"rtol": 1e-12, "atol": 1e-14}
@@ -332,3 +333,44 @@ def unused_with_a_gradient_of_its_own(rank, shape):
 @pytest.mark.parametrize("shape", [(1,), (1024, 1100)], ids=["with others", "alone"])
 def test_what_a_rank_has_made_of_an_unused_gradient_stays(shape):
     assert run_ranks(2, unused_with_a_gradient_of_its_own, shape) == [[[2.0]] * 3, [[3.0]] * 3]
+
+
+def sparse(rank):
+    model = nn.ModuleList([one_weight(), nn.Embedding(4, 1, sparse=True)])
+    return lockstep.replicate(model, process_group=rank.group)
+
+
+def rows_of(model):
+    grad = model[1].weight.grad
+    return None if grad is None else grad.to_dense().flatten().tolist()
+
+
+def sparse_and_late(rank):
+    """The embedding has no place in the plan when it is used, once."""
+    model, seen = sparse(rank), []
+    for turn in range(4):
+        model.zero_grad()
+        loss = model[0](x_of(rank)).sum()
+        (loss + model[1](torch.tensor([0, rank.rank])).sum() if turn == 2 else loss).backward()
+        seen.append(rows_of(model))
+    return seen
+
+
+def test_a_late_sparse_gradient_is_a_mean():
+    assert run_ranks(2, sparse_and_late) == [[None, None, [1.5, 0.5, 0.0, 0.0], None]] * 2
+
+
+def sparse_and_unused(rank):
+    """The embedding's gradient is made another on each rank, and no backward comes to it any more."""
+    model, seen = sparse(rank), []
+    for _ in range(2):
+        model.zero_grad()
+        (model[0](x_of(rank)).sum() + model[1](torch.tensor([0, rank.rank])).sum()).backward()
+        model[1].weight.grad = model[1].weight.grad * (rank.rank + 2.0)
+        model[0](x_of(rank)).sum().backward()
+        seen.append(rows_of(model))
+    return seen
+
+
+def test_what_a_rank_has_made_of_an_unused_sparse_gradient_stays():
+    assert run_ranks(2, sparse_and_unused) == [[[3.0, 1.0, 0.0, 0.0]] * 2, [[4.5, 1.5, 0.0, 0.0]] * 2]
