@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 from types import SimpleNamespace
 
@@ -582,3 +583,26 @@ def test_shards_are_unequal_by_one_at_most():
     assert shards == [[0, 3, 6], [1, 4, 7], [2, 5]]
     with pytest.raises(OptionError, match=r"shard\(\) got a list_iterator without a length"):
         run_ranks(1, lambda rank: lockstep.shard(iter([]), rank.group))
+
+
+@pytest.mark.parametrize("hosts", ["", "aa"], ids=["gloo", "shm"])
+def test_batches_are_numbered_alike_whatever_has_been_freed(hosts):
+    """One rank's collector has taken the model of a loop before, the other's has not yet."""
+
+    def train(rank, batches):
+        model = lockstep.replicate(one_weight(), process_group=rank.group)
+        model.cycle = [model]
+        for x in lockstep.batches([x_of(rank)] * batches, model):
+            model.zero_grad()
+            model(x).sum().backward()
+        return model
+
+    def work(rank):
+        model = train(rank, 4)
+        kept = [model] if rank.rank == 1 else []
+        del model
+        rank.gather(torch.zeros(1))
+        gc.collect()
+        return train(rank, 3).weight.grad.item(), len(kept)
+
+    assert run_ranks(2, work, hosts=hosts) == [(1.5, 0), (1.5, 1)]

@@ -66,7 +66,7 @@ class Decisions:
 
     def __init__(self, group: Group) -> None:
         self.group = group
-        self.batch = 0
+        self.batch = _batches.get(group, 0)
         """The number of the batch that the loop is at, counted by ``batches()``."""
         self._ends = self._uneven = False
         self._padding: list[object] = []
@@ -97,6 +97,7 @@ class Decisions:
     def next_batch(self, ends: bool, uneven: bool) -> None:
         """The loop goes on with its next batch, which ``ends`` its own; ``uneven``: some rank may have run out."""
         self.batch += 1
+        _batches[self.group] = self.batch
         self._ends, self._uneven = ends, uneven
         self._skips = self._failed = self._failed_locally = False
 
@@ -234,6 +235,9 @@ class Decisions:
 
 
 _known: "weakref.WeakSet[Decisions]" = weakref.WeakSet()
+_batches: "weakref.WeakKeyDictionary[Group, int]" = weakref.WeakKeyDictionary()
+"""The number of the last batch of each group. It goes on where decisions have been dropped with the last module, which
+happens at another time on each rank (test_uneven_data.py, test_batches_are_numbered_alike_whatever_has_been_freed)."""
 _lock = threading.Lock()
 
 
