@@ -229,6 +229,42 @@ def test_statistics_of_each_rank_count_its_own_batches():
     assert run_ranks(2, local_statistics) == [1, 2]
 
 
+def looks_again(rank, unfrozen):
+    """A backward of a loop comes after the one that synchronises, and is not to count; weights after some steps."""
+    model = lockstep.replicate(nn.Sequential(one_weight(), one_weight()), process_group=rank.group)
+    optimizer = torch.optim.SGD(model.parameters(), 0.25)
+    model[1].requires_grad_(not unfrozen)
+    for turn, x in enumerate(lockstep.batches([x_of(rank)] * (3 - 2 * rank.rank), model)):
+        optimizer.zero_grad()
+        if turn == 1:
+            model.requires_grad_(True)
+        model(x).sum().backward()
+        with model.no_sync():
+            (0 * model(x)).sum().backward()
+        optimizer.step()
+    return [parameter.item() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("unfrozen", [False, True])
+def test_a_backward_after_the_round_of_a_batch_that_counts_nothing(unfrozen):
+    first, second = run_ranks(2, looks_again, unfrozen)
+    assert first == second
+    assert first[1] != 1
+
+
+def looks_again_at_statistics(rank):
+    model = lockstep.replicate(nn.BatchNorm1d(1), process_group=rank.group, buffer_policy="local")
+    for x in lockstep.batches([torch.randn(4, 1)] * (1 + rank.rank), model):
+        model(x).sum().backward()
+        with torch.no_grad():
+            model(x)
+    return int(model.num_batches_tracked)
+
+
+def test_statistics_of_a_forward_after_the_round_of_a_batch_that_counts_nothing():
+    assert run_ranks(2, looks_again_at_statistics) == [2, 4]
+
+
 def takes_out(rank):
     model = lockstep.replicate(one_weight(), process_group=rank.group)
     for batch in lockstep.batches([{"x": x_of(rank)} for _ in range(1 + 2 * rank.rank)], model):
