@@ -642,3 +642,16 @@ def test_batches_are_numbered_alike_whatever_has_been_freed(hosts):
         return train(rank, 3).weight.grad.item(), len(kept)
 
     assert run_ranks(2, work, hosts=hosts) == [(1.5, 0), (1.5, 1)]
+
+
+def test_only_a_process_group_can_be_asked_whether_to_stop():
+    """A module would be a loop of its own, which nobody asks to stop."""
+
+    def work(rank):
+        model = lockstep.replicate(one_weight(), process_group=rank.group)
+        with pytest.raises(OptionError, match=r"expected a process group, got .*Linear"):
+            lockstep.should_stop(model)
+        return lockstep.should_stop(rank.group)
+
+    for hosts in ("", "aa"):
+        assert run_ranks(2, work, hosts=hosts) == [False, False]

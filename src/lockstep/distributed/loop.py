@@ -4,6 +4,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Backend
 from torch.nn import Module
 
 from lockstep.distributed.collectives import Collectives, Group, resolve_group
@@ -30,8 +32,11 @@ def groups_of(modules: Sequence[Module], group: Group | None, caller: str) -> li
 
 
 def known_group(group: Group | None) -> Group:
-    """The group, or the default group; raises :class:`CommunicationError` if there is none yet."""
+    """The group, or the default group; raises :class:`CommunicationError` if there is none yet, :class:`OptionError`
+    for anything else."""
     found = resolve_group(group)
+    if found is not None and not isinstance(found, dist.ProcessGroup | Backend):
+        raise OptionError(f"expected a process group, got {type(found).__name__}; leave it out for the default group")
     if found is None:
         raise CommunicationError("there is no process group yet; call torch.distributed.init_process_group() first")
     return found
