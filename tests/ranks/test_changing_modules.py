@@ -184,6 +184,21 @@ def test_gradients_are_means_after_a_change_on_all_ranks(change, way):
 
 
 @pytest.mark.parametrize("way", ["replicated", "wrapped", "past forward"])
+def test_a_layer_that_changes_before_it_has_been_used(way):
+    """Of the only layer no parameter is left that had a hook, nor the module that had it."""
+
+    def replace_and_change(net):
+        net[0] = nn.Sequential(linear())
+        net[0][0] = linear()
+        assign_a_checkpoint(net)
+
+    def make():
+        return nn.Sequential(linear())
+
+    assert all_true(run_ranks(2, change_in_training, replace_and_change, make, way))
+
+
+@pytest.mark.parametrize("way", ["replicated", "wrapped", "past forward"])
 def test_layers_that_change_places_on_all_ranks(way):
     def make():
         return nn.Sequential(linear(1.0), linear(3.0))

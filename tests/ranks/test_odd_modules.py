@@ -328,3 +328,20 @@ def swapped_out_of_the_plan(rank):
 
 def test_a_tensor_that_was_swapped_for_one_without_a_place_in_the_plan():
     assert run_ranks(2, swapped_out_of_the_plan) == [[1.5, 1.5]] * 2
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+def test_modules_of_torchscript_are_refused_by_name():
+    """At the start, or when one comes later; none is needed on all ranks to know."""
+
+    def work(rank):
+        scripted = torch.jit.script(nn.Linear(1, 1))
+        with pytest.raises((NotReplicableError, AgreementError), match="0 is a TorchScript module"):
+            lockstep.replicate(nn.Sequential(scripted), process_group=rank.group)(torch.ones(1, 1))
+        model = lockstep.replicate(nn.Sequential(nn.Linear(1, 1)), process_group=rank.group)
+        model.append(scripted)
+        with pytest.raises(AgreementError, match="1 is a TorchScript module"):
+            model(torch.ones(1, 1)).sum().backward()
+        return True
+
+    assert run_ranks(2, work) == [True, True]

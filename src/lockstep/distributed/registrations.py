@@ -17,7 +17,7 @@ from torch.nn.modules.module import (
 )
 from torch.nn.parameter import is_lazy
 
-from lockstep.distributed.keeping import kept_by
+from lockstep.distributed.keeping import keep, kept_by
 from lockstep.distributed.reduction.parameter_hooks import NewcomerHook, attach, can_have_gradient, listener_of
 from lockstep.distributed.reduction.reducer import Reducer
 
@@ -48,6 +48,8 @@ def _module_registered(module: Module, name: str, submodule: Module | None) -> N
         if isinstance(reducer, Reducer) and submodule is not None:
             for key, parameter in submodule.named_parameters():
                 _hook(f"{name}.{key}", parameter, reducer)
+            for each in submodule.modules():
+                keep(each, reducer)  # for what is registered in it before ranks have agreed on it
 
 
 def _hook(name: str, parameter: Parameter, reducer: Reducer) -> None:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from weakref import WeakSet, ref
 
 from torch import Tensor
+from torch.jit import ScriptModule
 from torch.nn import Embedding, EmbeddingBag, Module, Parameter
 from torch.nn.parameter import is_lazy
 
@@ -104,6 +105,7 @@ class Selection:
 
     def contents(self, reducer: Reducer | None = None) -> Contents:
         """What is replicated, by ``reducer`` if it is already; raises a :class:`LockstepError` if that cannot be."""
+        _check_scripted(self.owners())
         named = [(name, tensor) for name, tensor in self.named_tensors() if isinstance(tensor, Parameter)]
         _check_devices(named, self._options)
         self._check_values()
@@ -228,6 +230,17 @@ def _check_devices(named: Sequence[tuple[str, Tensor]], options: Options) -> Non
             f"single-device/multiple-device GPU modules or CPU modules, but got device_ids {options.device_ids}, "
             f"output_device {options.output_device}, and module parameters {devices}."
         )
+
+
+def _check_scripted(owners: Sequence[tuple[str, Module]]) -> None:
+    """Raise :class:`NotReplicableError` for TorchScript's modules, whose slots are not Python's."""
+    for name, owner in owners:
+        if isinstance(owner, ScriptModule):
+            raise NotReplicableError(
+                f"{name or 'the module'} is a TorchScript module, whose parameters cannot be watched; replicate the "
+                "module as it was before torch.jit.script (torch.compile may be used beside), or leave it out, by "
+                "ignored_modules"
+            )
 
 
 def _check_kinds(named: Sequence[tuple[str, Tensor]]) -> None:
