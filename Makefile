@@ -9,8 +9,8 @@ MATRIX := tests/unit tests/ranks tests/procs tests/shm tests/tools
 CLIENTS := .venv-clients
 DOCS := .venv/.docs-installed
 
-# Two workers share the tests, as tests/conftest.py says.
-PYTEST := -m pytest -m "not soak" -n 2
+# Three workers share the tests, as tests/conftest.py says: on two cores, since half of the time ranks wait for each other.
+PYTEST := -m pytest -m "not soak" -n 3
 
 .PHONY: train test test-matrix test-clients check format docs bench soak dist clean
 
