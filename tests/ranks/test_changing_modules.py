@@ -198,6 +198,25 @@ def test_a_layer_that_changes_before_it_has_been_used(way):
     assert all_true(run_ranks(2, change_in_training, replace_and_change, make, way))
 
 
+@pytest.mark.parametrize("hosts", ["", "aa"], ids=["gloo", "shm"])
+def test_a_replicated_part_that_comes_later_keeps_its_own_parameters(hosts):
+    """Put into a replicated module, it is still itself that synchronises what is new in it."""
+
+    def work(rank):
+        whole = lockstep.replicate(nn.Sequential(linear()), process_group=rank.group)
+        part = lockstep.replicate(nn.Sequential(linear()), process_group=rank.group)
+        whole.append(part)
+        found = []
+        for change in (lambda: None, lambda: part.append(linear()), lambda: assign_a_checkpoint(part)):
+            change()
+            whole.zero_grad()
+            whole(rows(rank)).sum().backward()
+            found.append(grads(whole))
+        return found
+
+    assert run_ranks(2, work, hosts=hosts) == [[[[1.5]] * 2, [[1.5]] * 3, [[1.5]] * 3]] * 2
+
+
 @pytest.mark.parametrize("way", ["replicated", "wrapped", "past forward"])
 def test_layers_that_change_places_on_all_ranks(way):
     def make():

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import lockstep
 from lockstep.errors import PeerError
-from small_modules import error_of, fails_in_backward, one_weight, x_of
+from small_modules import CallInBackward, error_of, fails_in_backward, one_weight, x_of
 from threaded import count_collectives, run_ranks
 
 
@@ -237,20 +237,12 @@ def inner_pass(rank):
     """A pass inside of a pass fails, and what it was inside of goes on: nobody has to know."""
     model = lockstep.replicate(one_weight(), process_group=rank.group)
 
-    class Tries(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
+    def tries():
+        with torch.enable_grad():
+            leaf = torch.ones(1, 1, requires_grad=True)
+            error_of(lambda: torch.autograd.grad(fails_in_backward(leaf, rank.rank == 0).sum(), leaf))
 
-        @staticmethod
-        def backward(ctx, grad):
-            with torch.enable_grad():
-                leaf = torch.ones(1, 1, requires_grad=True)
-                error_of(lambda: torch.autograd.grad(fails_in_backward(leaf, rank.rank == 0).sum(), leaf))
-            return grad
-
-    x = x_of(rank).requires_grad_()
-    model(Tries.apply(x)).sum().backward()
+    model(CallInBackward.apply(x_of(rank).requires_grad_(), tries)).sum().backward()
     return model.weight.grad.item(), good_step(rank, model)
 
 
@@ -258,20 +250,13 @@ def inner_pass_of_the_module(rank):
     """The same, where the pass inside comes to the module's parameter, before the one around it does."""
     model = lockstep.replicate(one_weight(), process_group=rank.group)
 
-    class Tries(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
+    def tries():
+        with torch.enable_grad():
+            loss = fails_in_backward(1 * model.weight, rank.rank == 0).sum()
+        if rank.rank == 0:
+            error_of(loss.backward)
 
-        @staticmethod
-        def backward(ctx, grad):
-            with torch.enable_grad():
-                loss = fails_in_backward(1 * model.weight, rank.rank == 0).sum()
-            if rank.rank == 0:
-                error_of(loss.backward)
-            return grad
-
-    Tries.apply(nn.functional.linear(x_of(rank), model.weight)).sum().backward()
+    CallInBackward.apply(nn.functional.linear(x_of(rank), model.weight), tries).sum().backward()
     return model.weight.grad.item(), good_step(rank, model)
 
 

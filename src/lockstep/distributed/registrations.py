@@ -49,7 +49,8 @@ def _module_registered(module: Module, name: str, submodule: Module | None) -> N
             for key, parameter in submodule.named_parameters():
                 _hook(f"{name}.{key}", parameter, reducer)
             for each in submodule.modules():
-                keep(each, reducer)  # for what is registered in it before ranks have agreed on it
+                if not kept_by(each):  # one that is replicated by itself has its own reducer
+                    keep(each, reducer)  # for what is registered in it before ranks have agreed on it
 
 
 def _hook(name: str, parameter: Parameter, reducer: Reducer) -> None:
