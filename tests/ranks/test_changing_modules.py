@@ -4,6 +4,7 @@ rank raises by name."""
 from __future__ import annotations
 
 import gc
+import weakref
 
 import pytest
 import torch
@@ -139,6 +140,15 @@ def conversion_flag(request):
     put(before)
 
 
+def output(module, x, way):
+    """Of a module that is called, or of the layers of one "past forward"."""
+    if way != "past forward":
+        return module(x)
+    for layer in module:
+        x = layer(x)
+    return x
+
+
 def change_in_training(rank, change, make, way):
     """Gradients of a replicated module that changes after its first step, beside those of two plain ones."""
     net = make()
@@ -153,13 +163,7 @@ def change_in_training(rank, change, make, way):
                 change(each)
         for each in (module, *plain):
             each.zero_grad()
-        if way == "past forward":
-            out = rows(rank)
-            for layer in module:
-                out = layer(out)
-        else:
-            out = call(rows(rank))
-        out.sum().backward()
+        output(call, rows(rank), way).sum().backward()
         for number, each in enumerate(plain):
             each(torch.full((1, 1), number + 1.0)).sum().backward()
         wanted = [(a.grad + b.grad) / 2 for a, b in zip(*(each.parameters() for each in plain), strict=True)]
@@ -199,13 +203,18 @@ def test_a_layer_that_changes_before_it_has_been_used(way):
 
 
 @pytest.mark.parametrize("hosts", ["", "aa"], ids=["gloo", "shm"])
-def test_a_replicated_part_that_comes_later_keeps_its_own_parameters(hosts):
-    """Put into a replicated module, it is still itself that synchronises what is new in it."""
+@pytest.mark.parametrize("first", ["replicated", "put in"])
+def test_a_replicated_part_that_comes_later_keeps_its_own_parameters(first, hosts):
+    """Put into a replicated module, before it is replicated or afterwards, it synchronises what is new in it itself."""
 
     def work(rank):
         whole = lockstep.replicate(nn.Sequential(linear()), process_group=rank.group)
-        part = lockstep.replicate(nn.Sequential(linear()), process_group=rank.group)
-        whole.append(part)
+        part = nn.Sequential(linear())
+        if first == "put in":
+            whole.append(part)
+        lockstep.replicate(part, process_group=rank.group)
+        if first == "replicated":
+            whole.append(part)
         found = []
         for change in (lambda: None, lambda: part.append(linear()), lambda: assign_a_checkpoint(part)):
             change()
@@ -215,6 +224,86 @@ def test_a_replicated_part_that_comes_later_keeps_its_own_parameters(hosts):
         return found
 
     assert run_ranks(2, work, hosts=hosts) == [[[[1.5]] * 2, [[1.5]] * 3, [[1.5]] * 3]] * 2
+
+
+MOVES = {
+    "out, in": lambda source, target, layer: (source.pop(-1), target.append(layer)),
+    "in, out": lambda source, target, layer: (target.append(layer), source.pop(-1)),
+    "in and back": lambda source, target, layer: (target.append(layer), target.pop(-1)),
+}
+
+
+@pytest.mark.parametrize("way", ["replicated", "past forward"])
+@pytest.mark.parametrize("weight", ["as it was", "new"])
+@pytest.mark.parametrize("move", MOVES)
+@pytest.mark.parametrize("first", ["source", "target"])
+def test_a_layer_that_moves_between_replicated_modules(first, move, weight, way):
+    """It is synchronised by the one that has it, whichever was replicated first, and once: batches have weights."""
+
+    def work(rank):
+        source, target = two_layers(), nn.Sequential(linear())
+        for module in (source, target) if first == "source" else (target, source):
+            lockstep.replicate(module, process_group=rank.group)
+        (source(rows(rank)) + target(rows(rank))).sum().backward()
+        layer = source[1]
+        MOVES[move](source, target, layer)
+        found = []
+        for _ in range(3):
+            if weight == "new":
+                layer.weight = nn.Parameter(torch.ones(1, 1))
+            source.zero_grad()
+            target.zero_grad()
+            with lockstep.accumulate(source, weight=rank.rank + 3), lockstep.accumulate(target, weight=rank.rank + 3):
+                sum(output(module, rows(rank), way).sum() for module in (source, target)).backward()
+            found.append([p.grad.item() for p in (*source.parameters(), *target.parameters())])
+        return found
+
+    for found in run_ranks(2, work):
+        assert found == [pytest.approx([3 / 7] * 3)] * 3
+
+
+@pytest.mark.parametrize("move", MOVES)
+def test_a_layer_that_has_moved_and_changed_is_synchronised_when_it_is_used_alone(move):
+    """Its new weight is all that gets a gradient, so nothing else can notice it."""
+
+    def work(rank):
+        source, target = (lockstep.replicate(nn.Sequential(linear()), process_group=rank.group) for _ in range(2))
+        layer = source[0]
+        MOVES[move](source, target, layer)
+        layer.weight = nn.Parameter(torch.ones(1, 1))
+        layer(rows(rank)).sum().backward()
+        return grads(layer)
+
+    assert run_ranks(2, work) == [[[1.5]]] * 2
+
+
+def test_a_part_of_a_whole_that_only_one_rank_still_has_can_be_put_elsewhere():
+    """Which rank's garbage collector has found the whole makes no difference."""
+
+    def work(rank):
+        target = lockstep.replicate(nn.Sequential(linear()), process_group=rank.group)
+        whole = lockstep.replicate(two_layers(), process_group=rank.group)
+        part = whole[1]
+        kept = whole if rank.rank else None
+        del whole
+        target.append(part)
+        target(rows(rank)).sum().backward()
+        return grads(target), kept is None
+
+    assert run_ranks(2, work) == [([[1.5], [1.5]], True), ([[1.5], [1.5]], False)]
+
+
+def test_a_replicated_part_lets_go_of_the_whole_that_it_was_in():
+    def work(rank):
+        part = lockstep.replicate(nn.Sequential(linear()), process_group=rank.group)
+        whole = lockstep.replicate(nn.Sequential(linear()), process_group=rank.group)
+        whole.append(part)
+        whole(rows(rank)).sum().backward()
+        return part, weakref.ref(whole[0].weight)
+
+    found = run_ranks(2, work)
+    gc.collect()  # not by each rank: while one thread collects, another's call does nothing
+    assert all(part[0].weight.grad.item() == 1.5 and weight() is None for part, weight in found)
 
 
 @pytest.mark.parametrize("way", ["replicated", "wrapped", "past forward"])

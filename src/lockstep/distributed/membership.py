@@ -118,6 +118,14 @@ class Membership:
         there = {id(parameter) for parameter in self._selection.module.parameters()}
         return [each for each in self.parameters if id(each.parameter) in there]
 
+    def has(self, parameter: Parameter) -> bool:
+        """Whether the module has the parameter now, and synchronises it."""
+        return self._selection.alive and any(tensor is parameter for _, tensor in self._selection.named_tensors())
+
+    def owns(self, module: Module) -> bool:
+        """Whether it synchronises the own parameters of ``module``, a part."""
+        return self._selection.alive and any(owner is module for _, owner in self._selection.owners())
+
     def changed(self) -> bool:
         """Whether other parameters or modules stand in the module's slots."""
         return self._watch.changed()
@@ -151,8 +159,9 @@ class Membership:
         """Of the parameters in ``idle``, those that have a gradient and had lost their hook; they have it again."""
         reducer, found = self._reducer_now, []
         for index in idle:
-            if self._attached[index].parameter.grad is not None and self._attached[index].lost:
-                each = self.parameters[index]
+            each = self.parameters[index]
+            elsewhere = listener_of(each.parameter) not in (None, reducer)  # moved to another replicated module
+            if each.parameter.grad is not None and self._attached[index].lost and not elsewhere:
                 self.arrivals.replace_hook(index, _hook(each, reducer))
                 self._attached[index] = _Attached.of(each.parameter)
                 found.append(index)

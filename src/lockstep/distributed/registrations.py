@@ -20,6 +20,7 @@ from torch.nn.parameter import is_lazy
 from lockstep.distributed.keeping import keep, kept_by
 from lockstep.distributed.reduction.parameter_hooks import NewcomerHook, attach, can_have_gradient, listener_of
 from lockstep.distributed.reduction.reducer import Reducer
+from lockstep.distributed.selection import without_replicated
 
 _lock = threading.Lock()
 _watching: list[Any] = []
@@ -36,21 +37,27 @@ def watch_registrations() -> None:
 def _parameter_registered(module: Module, name: str, parameter: Parameter | None) -> None:
     if is_compiling():
         return
-    for reducer in kept_by(module):
-        if isinstance(reducer, Reducer) and parameter is not None:
-            _hook(name, parameter, reducer)
+    reducer = _reducer_of(module)
+    if reducer is not None and parameter is not None:
+        _hook(name, parameter, reducer)
 
 
 def _module_registered(module: Module, name: str, submodule: Module | None) -> None:
     if is_compiling():
         return
-    for reducer in kept_by(module):
-        if isinstance(reducer, Reducer) and submodule is not None:
-            for key, parameter in submodule.named_parameters():
-                _hook(f"{name}.{key}", parameter, reducer)
-            for each in submodule.modules():
-                if not kept_by(each):  # one that is replicated by itself has its own reducer
-                    keep(each, reducer)  # for what is registered in it before ranks have agreed on it
+    reducer = _reducer_of(module)
+    if reducer is not None and submodule is not None:
+        for key, parameter in submodule.named_parameters():
+            _hook(f"{name}.{key}", parameter, reducer)
+        for each in without_replicated(submodule):
+            keep(each, reducer)  # for what is registered in it before ranks have agreed on it
+
+
+def _reducer_of(module: Module) -> Reducer | None:
+    """What synchronises the own parameters of a part: of several, the last whose module has the part still."""
+    reducers = [each for each in kept_by(module) if isinstance(each, Reducer)]
+    owning = (each for each in reducers if each.setup.members.belong_to(module)) if len(reducers) > 1 else ()
+    return next(iter(owning), reducers[0] if reducers else None)
 
 
 def _hook(name: str, parameter: Parameter, reducer: Reducer) -> None:

@@ -16,7 +16,7 @@ from lockstep.distributed.agreement import Line, describe_tensor
 from lockstep.distributed.buffers import Buffer, BufferSet, has_overlap
 from lockstep.distributed.dtensors import local_part
 from lockstep.distributed.options import Options
-from lockstep.distributed.reduction.parameter_hooks import listener_of
+from lockstep.distributed.reduction.parameter_hooks import is_newcomer, listener_of
 from lockstep.distributed.reduction.reducer import Reducer
 from lockstep.errors import AlreadyManagedError, NotReplicableError, OptionError
 
@@ -138,12 +138,14 @@ class Selection:
     def _chooses(self, parameter: Parameter, found: Collection[int], reducer: Reducer | None) -> bool:
         """Whether a parameter is free, or to be taken from another replicated module: as a whole, if not by a wrapper.
 
-        What this module lacks when it looks anew (then ``reducer`` is its own) it leaves to those that have it.
+        What this module lacks when it looks anew (then ``reducer`` is its own) it leaves to a module that has it; one
+        that had it, and out of which it has been moved, does not count.
         """
         other = _reducer_of(parameter)
         if other is None or other is reducer:
             return True
-        return reducer is None and (self._taking_over or _is_covered(other, found))
+        takes = reducer is None and (self._taking_over or is_newcomer(parameter) or _is_covered(other, found))
+        return takes or not other.setup.members.have(parameter)
 
     def superseded(self, contents: Contents) -> list[Reducer]:
         """Reducers of modules that were replicated before, all of whose parameters are now replicated by this one."""
@@ -181,6 +183,12 @@ def _reducer_of(parameter: Parameter) -> Reducer | None:
 def note_replicated(module: Module) -> None:
     """A module has a replication of its own from now on, which those of modules around it leave alone."""
     _replicated.add(module)
+
+
+def without_replicated(part: Module) -> Iterator[Module]:
+    """The modules of a part of a network, but for those that are replicated by themselves."""
+    skipped = {each for root in part.modules() if root in _replicated for each in root.modules()}
+    return (each for each in part.modules() if each not in skipped)
 
 
 def _replicated_children(module: Module) -> Iterator[Module]:

@@ -4,6 +4,7 @@ import weakref
 from collections.abc import Collection, Sequence
 from typing import Protocol
 
+from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from lockstep.distributed.agreement import Description, agree
@@ -36,6 +37,12 @@ class Membership(Protocol):
     @property
     def present(self) -> list[ManagedParameter]:
         """Those that are still there on this rank."""
+
+    def has(self, parameter: Parameter) -> bool:
+        """Whether the parameter is there on this rank, agreed on or not."""
+
+    def owns(self, module: Module) -> bool:
+        """Whether the own parameters of ``module``, a part, are among them."""
 
     def changed(self) -> bool:
         """Whether there are others on this rank now, by a look at references."""
@@ -83,6 +90,18 @@ class Members:
         """The parameters that the module still has on this rank."""
         membership = self._membership()
         return self.parameters if membership is None else membership.present
+
+    def have(self, parameter: Parameter) -> bool:
+        """Whether the module has the parameter on this rank, agreed on or not."""
+        membership = self._membership()
+        if membership is None:
+            return any(each.parameter is parameter for each in self.parameters)
+        return membership.has(parameter)
+
+    def belong_to(self, module: Module) -> bool:
+        """Whether what is registered in ``module``, a part, will be one of them."""
+        membership = self._membership()
+        return membership is not None and membership.owns(module)
 
     def look(self) -> bool:
         """Look for parameters that have come or gone on this rank; returns whether any have."""

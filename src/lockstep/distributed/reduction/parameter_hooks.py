@@ -245,3 +245,8 @@ def listener_of(tensor: Parameter) -> GradientListener | None:
     """What synchronises the parameter's gradient, if anything does."""
     ours = _ours(tensor)
     return None if ours is None else ours.reducer
+
+
+def is_newcomer(tensor: Parameter) -> bool:
+    """Whether the parameter has the hook of one that ranks have not agreed on yet."""
+    return isinstance(_ours(tensor), NewcomerHook)
