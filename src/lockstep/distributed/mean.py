@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any, overload
 
+import torch
 from torch import Tensor
 
 from lockstep.distributed.agreement import Description, Line, agree, describe_tensor
@@ -31,9 +32,10 @@ def mean_over_ranks(tensors: Tensor | Sequence[Tensor], process_group: Group | N
     Returns:
         New tensors, of the same shapes and dtypes, as a tuple if a sequence was given.
 
-    Communicates one all-gather of some bytes, which compares the shapes, and one all-reduce for each dtype and device;
-    in each backward through it, the latter again. Waits for them. Every rank must call it, and run backward through
-    it, equally often. Strides may differ.
+    Communicates one all-gather of some bytes, which compares the shapes, another one if a tensor has a graph, and one
+    all-reduce for each dtype and device; in each backward through it, the latter again. Waits for them. Every rank must
+    call it, and run backward through it, equally often. Strides may differ. The means have a graph on every rank if a
+    tensor of any rank has one, so that ``backward()`` goes through them on all.
 
     Raises:
         AgreementError: Ranks pass other shapes, dtypes or numbers of tensors, on every rank.
@@ -59,8 +61,10 @@ def mean_over_ranks(tensors: Tensor | Sequence[Tensor], process_group: Group | N
     collectives = Collectives(group, Phases())
     lines = [Line("the number of tensors given to mean_over_ranks()", str(len(listed)))]
     lines += [Line(f"tensor {n} given to mean_over_ranks()", _described(each)) for n, each in enumerate(listed)]
-    agree(Description(lines), [], collectives)
-    means = Mean.apply(collectives, *listed)
+    has_graph = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in listed if isinstance(tensor, Tensor))
+    graphs = agree(Description(lines), [1] if has_graph else [], collectives)
+    joined = torch.empty(0, requires_grad=True) if any(graphs) else None
+    means = Mean.apply(collectives, joined, *listed)
     return means[0] if isinstance(tensors, Tensor) else tuple(means)
 
 

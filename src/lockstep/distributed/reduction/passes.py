@@ -35,7 +35,8 @@ class Called(Flag):
     OTHERWISE = auto()
     """Its parameters were reached, but not through outputs of its forward."""
     UNKNOWN = auto()
-    """The compiler runs its forward, and does not say."""
+    """The compiler runs its forward, and does not say; or it was reached through gradients, of which some rank's may
+    go back through the forward, and another's not."""
 
 
 @dataclass(frozen=True)
@@ -120,9 +121,15 @@ class PassLog:
             if self._left_out:
                 self._left_out -= 1
 
+    def reach_gradients(self) -> None:
+        """The backward pass under way goes through gradients of the module's own parameters."""
+        self._called |= _UNKNOWN
+        self._own = True
+
     @property
     def is_reached(self) -> bool:
-        """Whether the backward pass under way has gone through a forward on the module's own parameters."""
+        """Whether the backward pass under way has gone through a forward on the module's own parameters, or through
+        their gradients."""
         return self._own
 
     def summarize(self) -> Code:

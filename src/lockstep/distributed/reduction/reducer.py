@@ -32,6 +32,7 @@ from collections.abc import Collection, Sequence
 from contextlib import nullcontext, suppress
 from functools import partial
 from operator import attrgetter
+from weakref import WeakMethod
 
 import torch
 from torch.nn import Parameter
@@ -52,6 +53,7 @@ from lockstep.errors import (
     PeerError,
     ShareError,
 )
+from lockstep.failures.progress import Phase
 
 _parameter_of = attrgetter("parameter")
 
@@ -77,6 +79,7 @@ class Reducer:
         self._round_follows = False  # or if its round is to open at its end: the batch counts nothing
         self._members = setup.members
         self._holds_hooks = False  # users have hooks on parameters
+        self._gradients_reached = WeakMethod(self.gradients_reached)
 
     @property
     def parameters(self) -> list[ManagedParameter]:
@@ -105,6 +108,13 @@ class Reducer:
         """The backward pass under way has come to outputs of the module; its gradients are as they were."""
         if not self.open:
             self.participation.before_pass()
+
+    def gradients_reached(self) -> None:
+        """The backward pass under way has come to gradients that were reduced with a graph, as it has on all ranks."""
+        self.collectives.enter(Phase.BACKWARD)
+        self.scheduler.expect_backward(self)
+        self.passes.reach_gradients()
+        self.reached()
 
     def _open(self, new: Collection[int], compiled: bool = False) -> None:
         """A backward pass has reached the module: its first gradients, of the parameters ``new`` by identity, have
@@ -148,7 +158,8 @@ class Reducer:
             own.begin_round(expected)
             describe = partial(own.describe, passive)
             create_graph = torch.is_grad_enabled() if create_graph is None else create_graph
-            self._round = Round(self.setup.rounds + 1, self.setup, own.contribution.used, describe, create_graph)
+            used, again = own.contribution.used, self._gradients_reached
+            self._round = Round(self.setup.rounds + 1, self.setup, used, describe, create_graph, again)
             self.open = True
 
     # ------------------------------------------------------------------------------------ fill

@@ -10,6 +10,7 @@ have to be ordered by waiting.
 import time
 from collections.abc import Callable, Mapping, Sequence
 from enum import IntEnum, auto
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from lockstep.distributed.reduction.in_flight import InFlight
 from lockstep.distributed.reduction.late import graphs_of, reduce_again, reduce_late
 from lockstep.distributed.reduction.parameter import ManagedParameter
 from lockstep.distributed.reduction.report import RankStatus, Report, Weight
-from lockstep.distributed.reduction.second_order import with_graphs
+from lockstep.distributed.reduction.second_order import has_graphs, with_graphs
 from lockstep.distributed.reduction.setup import Setup
 
 
@@ -59,9 +60,11 @@ class Round:
         used: bytearray,
         describe: Callable[[int, bool, bool], tuple[RankStatus, Weight]],
         create_graph: bool,
+        gradients_reached: WeakMethod[Callable[[], None]],
     ) -> None:
         """``used`` has a one for each parameter that has had a gradient on this rank since the last round; ``describe``
-        says what this rank has to report of a round of that number, failed or not, with a late gradient or without."""
+        says what this rank has to report of a round of that number, failed or not, with a late gradient or without;
+        ``gradients_reached`` is called by backward passes that go through the gradients, where those have a graph."""
         self.number, self.phase = number, RoundPhase.FILLING
         self.buckets = setup.buckets
         self.next_bucket = 0
@@ -73,7 +76,10 @@ class Round:
         self.abandoned_row: Tensor | None = None
         """The report, if the round was abandoned before it had left."""
         self._setup, self._used, self._describe, self._create_graph = setup, used, describe, create_graph
-        self._divide_factor, self._launches_early = setup.gradient_divide_factor, setup.is_ready
+        self._gradients_reached = gradients_reached
+        self._divide_factor = setup.gradient_divide_factor
+        # Ranks that use different things come to a mean inside of the pass at different times.
+        self._launches_early = setup.is_ready and not has_graphs(setup.collectives.group)
         self._graphs: list[tuple[ManagedParameter, Tensor]] = []
         self._undefined: list[int] = []
         self._in_flight = InFlight(number, setup)
@@ -264,7 +270,8 @@ class Round:
         if graphs or self._create_graph:
             collectives = self._setup.collectives
             is_idle = any(report.idle) and (len(report.idle) == 1 or report.idle[collectives.rank])
-            with_graphs(graphs, self._used_anywhere(report, newcomers), factor, is_idle, collectives)
+            reduced = self._used_anywhere(report, newcomers)
+            with_graphs(graphs, reduced, factor, is_idle, self._gradients_reached, collectives)
         self.is_copied_out = True
 
     def _used_anywhere(self, report: Report, newcomers: Sequence[ManagedParameter]) -> list[ManagedParameter]:

@@ -1,0 +1,107 @@
+"""Penalties on gradients, at random: ranks use other parameters, and have constant gradients; beside one process."""
+
+from __future__ import annotations
+
+import copy
+import random
+
+import pytest
+import torch
+from torch import nn
+
+import lockstep
+from threaded import run_ranks
+
+pytestmark = pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
+
+TERMS = {
+    "nothing": None,
+    "constant gradient": lambda own, following, x: own * x,
+    "linear gradient": lambda own, following, x: own**2 * x,
+    "quadratic gradient": lambda own, following, x: own**3 * x,
+    "two parameters": lambda own, following, x: own * following * x,
+}
+
+
+class Terms(nn.Module):
+    """A sum with a term for each parameter, of a kind that the call says."""
+
+    def __init__(self):
+        super().__init__()
+        self.weights = nn.ParameterList(torch.rand(2, dtype=torch.float64) + 0.5 for _ in range(5))
+
+    def forward(self, x, kinds):
+        total = torch.zeros((), dtype=torch.float64)
+        for number, kind in enumerate(kinds):
+            if TERMS[kind] is not None:
+                total = total + TERMS[kind](self.weights[number], self.weights[(number + 1) % 5], x).sum()
+        return total
+
+
+class Program:
+    """What each rank does, drawn at random."""
+
+    def __init__(self, seed):
+        draw = random.Random(seed)
+        self.world, self.hosts = 2 + seed % 2, "aaa"[: (2 + seed % 2) * (seed % 4 > 1)]
+        self.first = [self._kinds(draw, 1) for _ in range(self.world)]
+        self.second = [self._kinds(draw, 3) for _ in range(self.world)]
+        self.penalised = [draw.random() < 0.5 for _ in range(5)]
+        self.adds_loss, self.clears = draw.random() < 0.5, draw.random() < 0.7
+        self.cap = draw.choice([25, 1e-5, 2e-5])
+
+    @staticmethod
+    def _kinds(draw, nothing):
+        """Of each parameter; there is a term at all."""
+        kinds = [draw.choice([*["nothing"] * nothing, *list(TERMS)[1:]]) for _ in range(5)]
+        return kinds if any(kind != "nothing" for kind in kinds) else ["linear gradient"] * 5
+
+    def run(self, module, ranks):
+        """Three steps of the given ranks, whose losses count as their mean; the gradients after each."""
+        weights, found = list(module.weights), []
+        for step in range(3):
+            inputs = [torch.tensor([1.0, 2.0], dtype=torch.float64) * (rank + step + 1) for rank in ranks]
+            losses = [module(x, self.first[rank]) for rank, x in zip(ranks, inputs, strict=True)]
+            (sum(losses) / len(ranks)).backward(create_graph=True)
+            grads = [weight.grad for weight in weights]
+            for weight in weights:
+                weight.grad = None if self.clears or weight.grad is None else weight.grad.detach().clone()
+            penalty = torch.zeros((), dtype=torch.float64)
+            for grad, counts in zip(grads, self.penalised, strict=True):
+                if counts and grad is not None:
+                    penalty = penalty + grad.square().sum()
+            if self.adds_loss:
+                losses = [module(x, self.second[rank]) for rank, x in zip(ranks, inputs, strict=True)]
+                penalty = penalty + sum(losses) / len(ranks)
+            if penalty.requires_grad:
+                penalty.backward()
+            found.append([None if weight.grad is None else weight.grad.detach().clone() for weight in weights])
+            module.zero_grad()
+        return found
+
+
+def run_program(rank, program, module):
+    own = lockstep.replicate(copy.deepcopy(module), process_group=rank.group, bucket_cap_mb=program.cap)
+    return program.run(own, [rank.rank])
+
+
+def compare(seed):
+    program, module = Program(seed), Terms()
+    wanted = program.run(copy.deepcopy(module), range(program.world))
+    for result in run_ranks(program.world, run_program, program, module, hosts=program.hosts):
+        for step in range(3):
+            for own, reference in zip(result[step], wanted[step], strict=True):
+                assert (own is None) == (reference is None), f"program {seed}"
+                torch.testing.assert_close(own, reference, msg=f"program {seed}") if own is not None else None
+
+
+def test_few():
+    for seed in range(12):
+        compare(seed)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("first", range(100, 2100, 100))
+def test_many(first):
+    for seed in range(first, first + 100):
+        compare(seed)
