@@ -1041,6 +1041,31 @@ def test_autocast_is_part_of_the_agreement():
         assert "ranks differ in autocast" in str(error)
 
 
+@pytest.mark.parametrize("both", [False, True], ids=["one mode", "both modes on the first rank"])
+def test_modes_that_differ_are_an_error_on_every_rank(both):
+    """A step later all is well."""
+
+    def work(rank):
+        model, data = linear(rank)
+        told = []
+        for number, batch in enumerate(itertools.islice(data, 2)):
+            model.train(number == 1 or rank.rank != 2)
+            try:
+                for (x,) in batch:
+                    model(x).sum().backward()
+                    if both and rank.rank == 0:
+                        model.train(not model.training)
+                told.append(model.weight.grad is not None)
+            except PeerError as error:
+                told.append(str(error))
+            model.zero_grad()
+        return told
+
+    for told, fine in run_ranks(3, work):
+        assert f"in training mode on rank {int(both)}, and in evaluation mode on rank 2; call train() or" in told
+        assert fine
+
+
 def test_the_training_state_of_other_shares_is_refused():
     def work(rank):
         state = lockstep.training_state_dict(linear(rank)[0])

@@ -19,7 +19,17 @@ from lockstep.shares.early import EarlyBuckets
 from lockstep.shares.environment import check_settings, precision_on, settings_of
 from lockstep.shares.gradients import ShareGradients, Values
 from lockstep.shares.reduction import Exchange, with_buffers
-from lockstep.shares.report import Head, Report, check_heads, check_precision, number_of, weights_of_all
+from lockstep.shares.report import (
+    EVALUATION,
+    TRAINING,
+    Head,
+    Report,
+    check_heads,
+    check_modes,
+    check_precision,
+    number_of,
+    weights_of_all,
+)
 from lockstep.shares.spare import SpareMemory
 from lockstep.shares.state import ShareWorld, Step
 from lockstep.shares.tree import add_in_tree_order
@@ -73,6 +83,7 @@ class ShareModule:
         self._evidence: Evidence | None = None
         self._weights: dict[int, float] = {}
         self._precisions: set[str] = set()
+        self._modes = 0
         self._expected_precision: str | None = None
         self._take(watch.look())
         self._agreement = Agreement(self._members, collectives, compares_values)
@@ -115,7 +126,7 @@ class ShareModule:
             self._take(self._watch.look())
         self._check(step)
         self._gradients.check_hooks()
-        self._precisions, self._weights = set(), {}
+        self._precisions, self._modes, self._weights = set(), 0, {}
         self._last_share = own[-1] if own else None
         if self._collectives.world > 1 and self._agreement.covers(self._members, step.count):
             self._exchange = self._agreement.exchange(self._spare)
@@ -205,6 +216,7 @@ class ShareModule:
             if self._collectives.world > 1:
                 self._agreement.expect(self._buffers.travelling_next(first_changes), step.next_count)
             self._decisions.hear(each.loop for each in heads)
+            check_modes(heads, self._collectives)
             self._check_precision(heads)
             if self._audit is not None and self._evidence is not None:
                 self._evidence.compare(self._audit, str(step), self._collectives)
@@ -269,7 +281,8 @@ class ShareModule:
         """What this rank says of the step, whatever the others have."""
         loop = self._decisions.say(idle=False, skips=False)
         precision = number_of(self.precision) if self.precision else 0
-        return Head(number_of(*step.describe()), loop, precision, self._buffers.written, differs=self._exchange is None)
+        number, written = number_of(*step.describe()), self._buffers.written
+        return Head(number, loop, precision, self._modes, written, differs=self._exchange is None)
 
     def _report(self, head: Head, step: Step) -> Report:
         weights = [self._weights.get(share, nan) for share in range(step.count)]
@@ -309,10 +322,11 @@ class ShareModule:
         """In which precisions forward has run in the shares of the last step on this rank."""
         return " and ".join(sorted(self._precisions))
 
-    def note_forward(self) -> None:
-        """A forward begins."""
+    def note_forward(self, training: bool) -> None:
+        """A forward begins, in training mode or not."""
         if self._step is not None and self.world.share is not None and torch.is_grad_enabled():
             self._precisions.update(precision_on(device.type) for device in self.devices)
+            self._modes |= TRAINING if training else EVALUATION
 
     def expect(self, precision: str | None, steps: int) -> None:
         """Go on after so many steps, whose forwards have run in that precision."""

@@ -100,7 +100,7 @@ class ShareReplication(Replication):
         if self._module is None:
             self._start_at_forward()
         if self._module is not None and not torch.compiler.is_compiling():
-            self._module.note_forward()
+            self._module.note_forward(self._selection.module.training)
         device = input_device(self.options)
         if device is not None:
             args, kwargs = move_to(args, device), move_to(kwargs, device)

@@ -18,6 +18,8 @@ from lockstep.distributed.collectives import Collectives
 from lockstep.errors import AgreementError, OptionError, PeerError
 from lockstep.shares.state import Step
 
+TRAINING, EVALUATION = 1, 2
+
 
 class Head(NamedTuple):
     """What the row of a rank begins with: as long as any other, whatever module and step the rank has."""
@@ -28,6 +30,8 @@ class Head(NamedTuple):
     """What this rank says of its loop: an encoded :class:`~lockstep.distributed.decisions.LoopStatus`."""
     precision: int = 0
     """A number that tells the precisions of forward apart; 0 if there was none."""
+    modes: int = 0
+    """In which modes forward has run: :data:`TRAINING`, :data:`EVALUATION`, the sum of both, or 0 if it has not."""
     buffers: int = 0
     """A number that stands for the values of the buffers, if a program has written any between steps."""
     has_failed: bool = False
@@ -44,8 +48,8 @@ class Head(NamedTuple):
     def of_rows(cls, rows: Tensor) -> list[Self]:
         """The heads of the rows of all ranks."""
         return [
-            cls(step, loop, precision, buffers, bool(has_failed), bool(differs))
-            for step, loop, precision, buffers, has_failed, differs in _numbers_of(rows[:, :HEAD_BYTES])
+            cls(step, loop, precision, modes, buffers, bool(has_failed), bool(differs))
+            for step, loop, precision, modes, buffers, has_failed, differs in _numbers_of(rows[:, :HEAD_BYTES])
         ]
 
 
@@ -145,6 +149,17 @@ def check_precision(heads: Sequence[Head], own: str, collectives: Collectives) -
                 f"ranks differ in autocast: forward has not run in the same precisions on rank {rank} as on rank "
                 f"{given[0][1]} (on rank {collectives.global_rank}: {own or 'there was none'}); make it the same on all"
             )
+
+
+def check_modes(heads: Sequence[Head], collectives: Collectives) -> None:
+    """Raise :class:`PeerError`, on every rank, if forward has run in training mode only on one, and not on another."""
+    ranks = {each.modes: rank for each, rank in zip(reversed(heads), reversed(collectives.global_ranks), strict=True)}
+    if TRAINING in ranks and EVALUATION in ranks:
+        raise PeerError(
+            f"rank {collectives.global_rank}: in this step the module's forward has run in training mode on rank "
+            f"{ranks[TRAINING]}, and in evaluation mode on rank {ranks[EVALUATION]}; call train() or eval() on every "
+            "rank alike. No gradient has been handed out"
+        )
 
 
 def weights_of_all(reports: Sequence[Report]) -> list[float] | None:
