@@ -9,6 +9,9 @@ MATRIX := tests/unit tests/ranks tests/procs tests/shm tests/tools
 CLIENTS := .venv-clients
 DOCS := .venv/.docs-installed
 
+# Ranks are processes, of which each would compile all modules anew where the environment forbids to keep what is compiled.
+export PYTHONDONTWRITEBYTECODE :=
+
 # Three workers share the tests, as tests/conftest.py says: on two cores, since half of the time ranks wait for each other.
 PYTEST := -m pytest -m "not soak" -n 3
 

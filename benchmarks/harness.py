@@ -11,7 +11,8 @@ import gc
 import platform
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -84,14 +85,26 @@ def interleaved(
     """
     whole = {name: case if isinstance(case, Case) else Case(case) for name, case in cases.items()}
     seconds: dict[str, list[float]] = {name: [] for name in whole}
-    for number in range(-warmup, rounds):
-        names = list(whole) if number % 2 == 0 else list(whole)[::-1]
-        for name in names:
-            time.sleep(settle)
-            took = _time(whole[name], inner, lead)
-            if number >= 0:
-                seconds[name].append(took)
+    with _frozen():
+        for number in range(-warmup, rounds):
+            names = list(whole) if number % 2 == 0 else list(whole)[::-1]
+            for name in names:
+                time.sleep(settle)
+                took = _time(whole[name], inner, lead)
+                if number >= 0:
+                    seconds[name].append(took)
     return {name: statistics.median(values) for name, values in seconds.items()}
+
+
+@contextmanager
+def _frozen() -> Iterator[None]:
+    """Within, collecting garbage does not search what is there already, which takes longer than what is measured."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def _time(case: Case, inner: int, lead: int) -> float:

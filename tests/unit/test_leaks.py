@@ -73,7 +73,7 @@ def wrap_anew(parallel, x):
 ACTIONS = [train, step, evaluate, change_buffers, function, fail, rebuild, wrap_anew]
 
 
-@pytest.mark.parametrize("times", [100, pytest.param(1000, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("times", [25, pytest.param(1000, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("action", ACTIONS)
 def test_nothing_is_left(parallel, first, action, times):
     x = torch.randn(6, 2).to(first)
