@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import lockstep
-from lockstep.errors import AgreementError
+from lockstep.errors import AgreementError, PeerError
 from threaded import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
@@ -279,11 +279,12 @@ def test_a_pass_through_gradients_comes_to_parameters_on_one_rank_only(hosts):
 
 
 class Pair(nn.Module):
-    """Two weights, of which losses are made as they are told."""
+    """Two weights, of which losses are made as they are told, and many more."""
 
     def __init__(self):
         super().__init__()
         self.a, self.b = (nn.Parameter(torch.tensor([value], dtype=torch.float64)) for value in (2.0, 3.0))
+        self.more = nn.ParameterList(torch.zeros(1, dtype=torch.float64) for _ in range(40))
 
     def forward(self, loss):
         return loss(self.a, self.b).sum()
@@ -337,3 +338,80 @@ def test_means_of_what_has_a_graph_on_one_rank_only_have_one_on_all():
         return None if x.grad is None else x.grad.item(), without.requires_grad
 
     assert run_ranks(2, call) == [(None, False), (2 * 6.0 * 2, False)]
+
+
+def divide_by_zero(_):
+    return 1 / 0
+
+
+def backward(module, penalty):
+    penalty.backward()
+    return module.a.grad
+
+
+def grad(module, penalty):
+    return torch.autograd.grad(penalty, module.a)[0]
+
+
+@pytest.mark.parametrize("hosts", ["", "aa"], ids=["gloo", "shm"])
+@pytest.mark.parametrize("derive", [backward, grad])
+@pytest.mark.parametrize("place", ["before the first", "between", "after the second"])
+@pytest.mark.parametrize("way", ["create_graph", "mean_over_ranks"])
+def test_a_pass_that_fails_on_one_rank_before_or_after_a_mean_fails_on_all(way, place, derive, hosts):
+    """Two means, of which the pass comes to the later one first; ranks go on afterwards."""
+
+    def mean_of_gradient(rank, module, loss):
+        if way == "mean_over_ranks":
+            (own,) = torch.autograd.grad(loss, module.a, create_graph=True)
+            return lockstep.mean_over_ranks(own, rank.group)
+        loss.backward(create_graph=True)
+        mean, module.a.grad = module.a.grad, None
+        return mean
+
+    def call(rank):
+        module, seen = lockstep.replicate(Pair(), process_group=rank.group), []
+        for step in range(3):
+            a = module.a * 1
+            first = mean_of_gradient(rank, module, module(lambda _, b, a=a: a.square() + 0 * b) + sum(module.more))
+            passed = first * 1
+            second = mean_of_gradient(rank, module, (passed * module.a).sum())
+            module.zero_grad()
+            penalty = (second * 1).sum()
+            if step == 1 and rank.rank == 1:
+                penalty = second * 1
+                where = {"before the first": penalty, "between": passed, "after the second": a}[place]
+                where.register_hook(divide_by_zero)
+                penalty = penalty.sum()
+            try:
+                seen.append(derive(module, penalty).item())
+            except (PeerError, ZeroDivisionError) as error:
+                seen.append(type(error))
+            module.zero_grad()
+        return seen
+
+    found = run_ranks(2, call, hosts=hosts)
+    if place == "after the second" and derive is grad:
+        assert found == [[found[0][0]] * 3, [found[0][0], ZeroDivisionError, found[0][0]]]  # this rank's own affair
+    else:
+        assert [seen[1] for seen in found] == [PeerError, ZeroDivisionError]
+        assert {value for seen in found for value in (seen[0], seen[2])} == {found[0][0]}
+
+
+def test_a_pass_that_fails_owes_nothing_of_means_that_it_would_not_have_come_to():
+    """They are in its graph, but not on the way to its inputs."""
+
+    def call(rank):
+        module = lockstep.replicate(Pair(), process_group=rank.group)
+        module(lambda a, b: a.square()).backward(create_graph=True)
+        mean, b = module.a.grad, module.b * 1
+        if rank.rank == 1:
+            b.register_hook(divide_by_zero)
+        try:
+            torch.autograd.grad(mean.sum() + b.sum(), module.b)
+        except ZeroDivisionError:
+            module.zero_grad()
+        module.zero_grad()
+        (module.a * rank.rank).sum().backward()
+        return module.a.grad.item()
+
+    assert run_ranks(2, call, hosts="aa") == [0.5, 0.5]

@@ -28,8 +28,9 @@ from lockstep.distributed.inputs import input_device, move_to, outputs_in
 from lockstep.distributed.membership import Membership
 from lockstep.distributed.mixed_precision import Casts, ReduceIn, reduce_dtype
 from lockstep.distributed.options import Options
-from lockstep.distributed.reduction.backward import listening, mark_output
+from lockstep.distributed.reduction.backward import listening
 from lockstep.distributed.reduction.comm_hooks import check_hook
+from lockstep.distributed.reduction.graph import mark_output
 from lockstep.distributed.reduction.parameter_hooks import take_over_optimizers
 from lockstep.distributed.reduction.passes import ForwardMark, in_backward, note_compiled
 from lockstep.distributed.reduction.reducer import Reducer

@@ -17,9 +17,8 @@ import sys
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -28,26 +27,10 @@ from torch.autograd.function import BackwardCFunction
 
 from lockstep.compiler import outside_compiler
 from lockstep.distributed.reduction import handed_on
+from lockstep.distributed.reduction.graph import Arguments, Reach, named, reach_of, take_part, unfinished_collectives
 
 _KEY = "lockstep.backward"
 _lock = threading.Lock()
-
-
-Arguments = tuple[Sequence[Any], dict[str, Any]]
-"""What the engine's entry is given, by position and by name."""
-
-
-@dataclass(frozen=True)
-class Reach:
-    """Which leaves a pass accumulates gradients into."""
-
-    leaves: frozenset[int] = frozenset()
-    """Their identities, as far as the graph shows them."""
-    hidden: bool = False
-    """Whether there may be more: functions written in Python may run passes of their own, as checkpointing does."""
-    marks: Mapping[int, Sequence[object]] = field(default_factory=dict)
-    """What :func:`mark_output` was called with for outputs that the pass was to go through, by the identity of the
-    owner."""
 
 
 class BackwardPass:
@@ -74,13 +57,13 @@ class BackwardPass:
         """Whether it adds gradients to whatever leaves it reaches: ``backward()``, but not with ``inputs``."""
         if self._arguments is None:
             return False
-        given = _named(*self._arguments)
+        given = named(*self._arguments)
         return bool(given.get("accumulate_grad")) and not given.get("inputs")
 
     @property
     def creates_graph(self) -> bool:
         """Whether it was asked for gradients that have a graph themselves."""
-        return self._arguments is not None and bool(_named(*self._arguments).get("create_graph"))
+        return self._arguments is not None and bool(named(*self._arguments).get("create_graph"))
 
     @property
     def whole(self) -> "BackwardPass":
@@ -255,7 +238,12 @@ class _Engine(torch._C._ImperativeEngine):
             if this.followers or _is_compiled():
                 this.end()
         except BaseException:
-            this.fail(_reach(_named(args, kwargs)) if outer is None else Reach())
+            if outer is not None:
+                this.fail(Reach())
+            else:
+                given = named(args, kwargs)
+                take_part(unfinished_collectives(given, this))
+                this.fail(reach_of(given))
             raise
         else:
             if outer is None and (listeners := getattr(_listeners, "all", ())) and this.accumulates:
@@ -299,61 +287,3 @@ def _is_compiled() -> bool:
     """Whether compiled autograd may run backward passes now."""
     compiled_autograd = sys.modules.get("torch._dynamo.compiled_autograd")
     return compiled_autograd is not None and getattr(compiled_autograd, "compiled_autograd_enabled", True)
-
-
-# ----------------------------------------------------------------------------------------- the graph
-
-_ARGUMENTS = ("tensors", "grad_tensors", "keep_graph", "create_graph", "inputs", "allow_unreachable", "accumulate_grad")
-
-
-def _named(args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The engine's arguments by name."""
-    return dict(zip(_ARGUMENTS, args, strict=False)) | kwargs
-
-
-def _reach(given: dict[str, Any]) -> Reach:
-    """What the pass that was begun with these arguments was to accumulate into."""
-    if not given.get("accumulate_grad"):
-        return Reach()
-    leaves, hidden = set(), False
-    marks: dict[int, list[object]] = {}
-    outputs = [each for each in given["tensors"] if not _is_tensor(each) or each.requires_grad]
-    for node in _nodes(outputs):
-        if type(node).__name__ == "AccumulateGrad":
-            leaves.add(id(node.variable))
-        for owner, mark in node.metadata.get(_KEY, ()):
-            marks.setdefault(id(owner()), []).append(mark)
-        hidden = hidden or isinstance(node, BackwardCFunction)
-    chosen = given.get("inputs")
-    if chosen:
-        return Reach(frozenset(leaves & {_identity(each) for each in chosen}))
-    return Reach(frozenset(leaves), hidden, marks)
-
-
-def mark_output(tensor: torch.Tensor, owner: object, mark: object) -> None:
-    """Let the graph behind ``tensor`` tell that a pass through it concerns ``owner``, and how: ``mark``."""
-    if tensor.grad_fn is not None:
-        metadata: dict[object, Any] = tensor.grad_fn.metadata  # type: ignore[assignment]  # a property
-        metadata.setdefault(_KEY, []).append((weakref.ref(owner), mark))
-
-
-def _nodes(outputs: Iterable[Any]) -> Iterator[Any]:
-    """Every node of the graph behind these outputs."""
-    edges = (torch.autograd.graph.get_gradient_edge(each) if _is_tensor(each) else each for each in outputs)
-    pending = [edge.node for edge in edges]
-    seen = set(pending)
-    while pending:
-        node = pending.pop()
-        yield node
-        new = {following for following, _ in node.next_functions if following is not None} - seen
-        seen |= new
-        pending += new
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, torch.Tensor)
-
-
-def _identity(chosen: Any) -> int:
-    """The identity of a leaf, given as it is or by its gradient edge."""
-    return id(chosen if _is_tensor(chosen) else getattr(chosen.node, "variable", None))

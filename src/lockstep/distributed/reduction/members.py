@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from lockstep.distributed.agreement import Description, agree
 from lockstep.distributed.collectives import Collectives
 from lockstep.distributed.reduction.arrivals import Arrivals
-from lockstep.distributed.reduction.backward import Reach
+from lockstep.distributed.reduction.graph import Reach
 from lockstep.distributed.reduction.parameter import ManagedParameter
 from lockstep.distributed.reduction.parameter_hooks import is_marked, take_mark
 

@@ -15,7 +15,7 @@ from torch.nn import Parameter
 
 from lockstep.distributed.buffers import KeptBuffers
 from lockstep.distributed.collectives import Collectives, Pending
-from lockstep.distributed.reduction.backward import Reach
+from lockstep.distributed.reduction.graph import Reach
 
 TAKES_PART, FAILED, SKIPPED = 1, 1 << 16, 1 << 32
 """What a rank says of a module: it takes part, its backward pass has failed, or it leaves out the batch."""

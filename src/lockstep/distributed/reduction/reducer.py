@@ -37,7 +37,7 @@ from weakref import WeakMethod
 import torch
 from torch.nn import Parameter
 
-from lockstep.distributed.reduction.backward import Reach
+from lockstep.distributed.reduction.graph import Reach
 from lockstep.distributed.reduction.idle import IdleBatch
 from lockstep.distributed.reduction.outcome import Outcome
 from lockstep.distributed.reduction.parameter import ManagedParameter

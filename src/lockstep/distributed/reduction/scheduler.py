@@ -32,7 +32,8 @@ from lockstep.distributed.buffers import KeptBuffers
 from lockstep.distributed.collectives import Collectives, Group, Pending
 from lockstep.distributed.decisions import decisions_of
 from lockstep.distributed.one_by_one import OneByOne
-from lockstep.distributed.reduction.backward import BackwardPass, PassFollower, Reach
+from lockstep.distributed.reduction.backward import BackwardPass, PassFollower
+from lockstep.distributed.reduction.graph import Reach
 from lockstep.distributed.reduction.modules import FAILED, SKIPPED, Attendance, ReplicatedModules, ScheduledModule
 from lockstep.errors import CommunicationError, PeerError, ShareError
 from lockstep.failures.where import TRAINING

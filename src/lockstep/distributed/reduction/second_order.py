@@ -1,6 +1,7 @@
 """Gradients of gradients: means that autograd can go through, and the graphs of ``create_graph=True``."""
 
 from collections.abc import Callable, Sequence
+from math import nan
 from typing import Any
 from weakref import WeakKeyDictionary, WeakMethod, WeakSet
 
@@ -11,16 +12,29 @@ from torch.nn import Parameter
 
 from lockstep.distributed.collectives import Collectives, Group
 from lockstep.distributed.dtensors import like_parameter, local_part
+from lockstep.distributed.reduction.backward import current_pass
+from lockstep.distributed.reduction.graph import CollectiveInPass
 from lockstep.distributed.reduction.parameter import ManagedParameter
+from lockstep.errors import PeerError
 
 
-class _Graph:
-    """Lives as long as a graph that goes through a mean."""
+class _AllReduce(CollectiveInPass):
+    """That of the mean of some tensors in backward; it lives as long as the graph that goes through it."""
 
-    __slots__ = ("__weakref__",)
+    def __init__(self, collectives: Collectives, likes: Sequence[Tensor], flags: int) -> None:
+        super().__init__()
+        self._collectives = collectives
+        self._specs = [(tuple(each.shape), each.dtype, each.device) for each in map(local_part, likes)]
+        if self._specs:
+            self._specs.append(((1 + flags,), *self._specs[0][1:]))
+
+    def take_part(self) -> None:
+        """All-reduce what tells the other ranks that this one has failed."""
+        nothing = [torch.full(shape, nan, dtype=dtype, device=device) for shape, dtype, device in self._specs]
+        _means(nothing, self._collectives)
 
 
-_graphs: WeakKeyDictionary[Group, WeakSet[_Graph]] = WeakKeyDictionary()
+_graphs: WeakKeyDictionary[Group, WeakSet[_AllReduce]] = WeakKeyDictionary()
 
 
 def has_graphs(group: Group) -> bool:
@@ -29,9 +43,31 @@ def has_graphs(group: Group) -> bool:
     return bool(_graphs and _graphs.get(group))
 
 
-def _note_graph(ctx: Any, collectives: Collectives) -> None:
-    ctx.collectives, ctx.graph = collectives, _Graph()
-    _graphs.setdefault(collectives.group, WeakSet()).add(ctx.graph)
+def _note_graph(ctx: Any, collectives: Collectives, likes: Sequence[Tensor], flags: int = 0) -> None:
+    """A graph is made whose backward calls :func:`_mean_in_pass`, with tensors like these and so many flags."""
+    ctx.collectives, ctx.in_pass = collectives, _AllReduce(collectives, likes, flags)
+    _graphs.setdefault(collectives.group, WeakSet()).add(ctx.in_pass)
+
+
+def _mean_in_pass(ctx: Any, tensors: Sequence[Tensor], flags: Sequence[bool] = ()) -> tuple[list[Tensor], list[bool]]:
+    """The means, in a backward pass, and which of the flags any rank has set; raises :class:`PeerError` if the pass has
+    failed on another rank before."""
+    ctx.in_pass.runs_in(current_pass())
+    *means, heard = Mean.apply(ctx.collectives, None, *tensors, _flags(tensors, [False, *flags]))
+    failed, *others = heard.tolist()
+    if failed != failed:  # NaN
+        raise PeerError(
+            f"rank {ctx.collectives.global_rank}: backward failed on another rank before it came to a mean over the "
+            "ranks that this rank's goes through (of gradients with create_graph=True, or by mean_over_ranks()); that "
+            "rank's own error says why. No gradient has been handed out"
+        )
+    return means, [each != 0 for each in others]
+
+
+def _flags(tensors: Sequence[Tensor], flags: Sequence[bool]) -> Tensor:
+    """Flags that travel with tensors."""
+    first = local_part(tensors[0])
+    return torch.tensor(flags, dtype=first.dtype, device=first.device)
 
 
 class Mean(Function):
@@ -43,13 +79,14 @@ class Mean(Function):
     @staticmethod
     def forward(ctx: Any, collectives: Collectives, joined: Tensor | None, *tensors: Tensor) -> tuple[Tensor, ...]:
         """All-reduce the tensors."""
-        _note_graph(ctx, collectives)
+        _note_graph(ctx, collectives, tensors)
         return tuple(_means(tensors, collectives))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         """All-reduce their gradients."""
-        return None, None, *Mean.apply(ctx.collectives, None, *grads)
+        means, _ = _mean_in_pass(ctx, grads)
+        return None, None, *means
 
 
 class _Reduced(Function):
@@ -65,12 +102,12 @@ class _Reduced(Function):
         reduced: Sequence[ManagedParameter],
         *_: Tensor,
     ) -> Any:
-        _note_graph(ctx, collectives)
         ctx.factor, ctx.is_idle, ctx.reached = factor, is_idle, reached
         ctx.parameters = [member.parameter for member in reduced]
         ctx.set_materialize_grads(False)
         values = tuple(parameter.grad.clone() for parameter in ctx.parameters)
         ctx.dtypes = [value.dtype for value in values]
+        _note_graph(ctx, collectives, values, flags=len(values))
         return values
 
     @staticmethod
@@ -83,11 +120,9 @@ class _Reduced(Function):
             torch.zeros_like(parameter, dtype=dtype, requires_grad=False) if grad is None else grad
             for grad, parameter, dtype in zip(counted, ctx.parameters, ctx.dtypes, strict=True)
         ]
-        first = local_part(whole[0])
-        given = torch.tensor([grad is not None for grad in counted], dtype=first.dtype, device=first.device)
-        *means, given = Mean.apply(ctx.collectives, None, *whole, given)
+        means, there = _mean_in_pass(ctx, whole, [grad is not None for grad in counted])
         own = (torch.zeros_like(mean) if ctx.is_idle else mean * ctx.factor for mean in means)
-        there = [each != 0 for each in given.tolist()]  # None stays None where no rank has any
+        # None stays None where no rank has any.
         return None, None, None, None, None, None, *(mean if t else None for mean, t in zip(own, there, strict=True))
 
 
