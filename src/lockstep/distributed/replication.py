@@ -352,10 +352,7 @@ class _Reached:
             return
         reducer = self._reducer()
         if reducer is not None:
-            reducer.collectives.enter(Phase.BACKWARD)
-            reducer.scheduler.expect_backward(reducer)
-            reducer.passes.reach(self._mark, reducer.setup.members.is_own(self._mark.sample))
-            reducer.reached()
+            reducer.reached(self._mark)
 
 
 @outside_compiler

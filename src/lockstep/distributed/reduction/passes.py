@@ -110,21 +110,17 @@ class PassLog:
         """The compiler has traced a forward: how the module is called is not known from now on."""
         self._compiled = True
 
-    def reach(self, mark: ForwardMark, own: bool) -> None:
-        """The backward pass under way goes through a forward, on the module's ``own`` parameters or on others."""
-        self._called |= mark.called
+    def reach(self, mark: ForwardMark | None, own: bool) -> None:
+        """The backward pass under way goes through a forward, on the module's ``own`` parameters or on others; through
+        gradients, if it is None."""
+        self._called |= _UNKNOWN if mark is None else mark.called
         if own:
             self._own = True
-        if mark.round == self._round:
+        if mark is not None and mark.round == self._round:
             mark.round = None
             self._through += 1
             if self._left_out:
                 self._left_out -= 1
-
-    def reach_gradients(self) -> None:
-        """The backward pass under way goes through gradients of the module's own parameters."""
-        self._called |= _UNKNOWN
-        self._own = True
 
     @property
     def is_reached(self) -> bool:

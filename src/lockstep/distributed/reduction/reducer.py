@@ -28,7 +28,7 @@ Gradients live in buckets (``buckets.py``). What a rank has accumulated since th
 import logging
 import sys
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext, suppress
 from functools import partial
 from operator import attrgetter
@@ -43,6 +43,7 @@ from lockstep.distributed.reduction.outcome import Outcome
 from lockstep.distributed.reduction.parameter import ManagedParameter
 from lockstep.distributed.reduction.parameter_hooks import run_held_hooks, take_over_optimizers
 from lockstep.distributed.reduction.participation import Participation
+from lockstep.distributed.reduction.passes import ForwardMark
 from lockstep.distributed.reduction.round import Round
 from lockstep.distributed.reduction.setup import Setup
 from lockstep.errors import (
@@ -79,7 +80,7 @@ class Reducer:
         self._round_follows = False  # or if its round is to open at its end: the batch counts nothing
         self._members = setup.members
         self._holds_hooks = False  # users have hooks on parameters
-        self._gradients_reached = WeakMethod(self.gradients_reached)
+        self._gradients_reached: WeakMethod[Callable[[], None]] = WeakMethod(self.reached)
 
     @property
     def parameters(self) -> list[ManagedParameter]:
@@ -104,17 +105,13 @@ class Reducer:
         if self.setup.watch is not None:
             self.setup.watch.forward_begins(self.rounds + 1)
 
-    def reached(self) -> None:
-        """The backward pass under way has come to outputs of the module; its gradients are as they were."""
-        if not self.open:
-            self.participation.before_pass()
-
-    def gradients_reached(self) -> None:
-        """The backward pass under way has come to gradients that were reduced with a graph, as it has on all ranks."""
+    def reached(self, forward: ForwardMark | None = None) -> None:
+        """The backward pass has come to outputs of a forward; if it is None, to reduced gradients with a graph."""
         self.collectives.enter(Phase.BACKWARD)
         self.scheduler.expect_backward(self)
-        self.passes.reach_gradients()
-        self.reached()
+        self.passes.reach(forward, forward is None or self._members.is_own(forward.sample))
+        if not self.open:
+            self.participation.before_pass()
 
     def _open(self, new: Collection[int], compiled: bool = False) -> None:
         """A backward pass has reached the module: its first gradients, of the parameters ``new`` by identity, have
@@ -156,10 +153,9 @@ class Reducer:
         finally:
             self.outcome.wait_for_abandoned()
             own.begin_round(expected)
-            describe = partial(own.describe, passive)
-            create_graph = torch.is_grad_enabled() if create_graph is None else create_graph
-            used, again = own.contribution.used, self._gradients_reached
-            self._round = Round(self.setup.rounds + 1, self.setup, used, describe, create_graph, again)
+            describe, used = partial(own.describe, passive), own.contribution.used
+            graph = torch.is_grad_enabled() if create_graph is None else create_graph
+            self._round = Round(self.rounds + 1, self.setup, used, describe, graph, self._gradients_reached)
             self.open = True
 
     # ------------------------------------------------------------------------------------ fill
