@@ -415,3 +415,29 @@ def test_a_pass_that_fails_owes_nothing_of_means_that_it_would_not_have_come_to(
         return module.a.grad.item()
 
     assert run_ranks(2, call, hosts="aa") == [0.5, 0.5]
+
+
+@pytest.mark.parametrize("hosts", ["", "aa"], ids=["gloo", "shm"])
+def test_a_pass_that_a_hook_begins_and_that_fails_before_a_mean_fails_on_all(hosts):
+    """The mean is in the graph of the inner pass alone."""
+
+    def call(rank):
+        module, seen = lockstep.replicate(Pair(), process_group=rank.group), []
+        for step in range(3):
+            module(lambda a, b: a.square()).backward(create_graph=True)
+            mean = module.a.grad * 1
+            module.zero_grad()
+            penalty, loss = mean.square().sum(), module(lambda a, b: a * b)
+            if step == 1 and rank.rank == 1:
+                mean.register_hook(divide_by_zero)
+            loss.register_hook(lambda grad, inner=penalty: grad + torch.autograd.grad(inner, module.a)[0].sum())
+            try:
+                loss.backward()
+                seen.append(module.b.grad.item())
+            except (PeerError, ZeroDivisionError) as error:
+                seen.append(type(error))
+            module.zero_grad()
+        return seen
+
+    # the mean is 2 * a, that is 4; the inner pass gives 2 * 4 * 2, and b gets that and 1, times a
+    assert run_ranks(2, call, hosts=hosts) == [[34.0, error, 34.0] for error in (PeerError, ZeroDivisionError)]

@@ -159,9 +159,10 @@ class Membership:
         """Of the parameters in ``idle``, those that have a gradient and had lost their hook; they have it again."""
         reducer, found = self._reducer_now, []
         for index in idle:
-            each = self.parameters[index]
-            elsewhere = listener_of(each.parameter) not in (None, reducer)  # moved to another replicated module
-            if each.parameter.grad is not None and self._attached[index].lost and not elsewhere:
+            if self._attached[index].parameter.grad is not None and self._attached[index].lost:
+                each = self.parameters[index]
+                if listener_of(each.parameter) not in (None, reducer):
+                    continue  # it has been moved to another replicated module, whose hook it has
                 self.arrivals.replace_hook(index, _hook(each, reducer))
                 self._attached[index] = _Attached.of(each.parameter)
                 found.append(index)

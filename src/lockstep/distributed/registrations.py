@@ -54,10 +54,11 @@ def _module_registered(module: Module, name: str, submodule: Module | None) -> N
 
 
 def _reducer_of(module: Module) -> Reducer | None:
-    """What synchronises the own parameters of a part: of several, the last whose module has the part still."""
+    """What synchronises the own parameters of a part: of several, the first whose module still has the part."""
     reducers = [each for each in kept_by(module) if isinstance(each, Reducer)]
-    owning = (each for each in reducers if each.setup.members.belong_to(module)) if len(reducers) > 1 else ()
-    return next(iter(owning), reducers[0] if reducers else None)
+    if len(reducers) > 1:  # searching modules takes time, and one is all that most parts have been in
+        reducers = [each for each in reducers if each.setup.members.belong_to(module)] or reducers
+    return reducers[0] if reducers else None
 
 
 def _hook(name: str, parameter: Parameter, reducer: Reducer) -> None:

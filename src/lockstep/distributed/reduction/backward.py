@@ -238,12 +238,9 @@ class _Engine(torch._C._ImperativeEngine):
             if this.followers or _is_compiled():
                 this.end()
         except BaseException:
-            if outer is not None:
-                this.fail(Reach())
-            else:
-                given = named(args, kwargs)
-                take_part(unfinished_collectives(given, this))
-                this.fail(reach_of(given))
+            given = named(args, kwargs)
+            take_part(unfinished_collectives(given, this))
+            this.fail(reach_of(given) if outer is None else Reach())
             raise
         else:
             if outer is None and (listeners := getattr(_listeners, "all", ())) and this.accumulates:
