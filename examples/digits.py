@@ -137,8 +137,8 @@ def main(arguments: Sequence[str]) -> int:
             try:
                 if train(run, check(parser.parse_args(arguments), run.world_size)):
                     return 0
-            except (BadOption, CheckpointError) as problem:
-                parser.exit(2, f"{parser.prog}: error: {problem}\n" if run.is_main else None)
+            except (BadOption, CheckpointError) as problem:  # in all processes: none has failed the others
+                return parser.tell(problem, run.is_main)
             print(f"`{command_to_resume(arguments, run.world_size)}` goes on")
             return STOPPED
     except PeerFailure as failure:

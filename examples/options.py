@@ -27,6 +27,12 @@ class Parser(argparse.ArgumentParser):
         """Raise what argparse would print, and exit with, at once."""
         raise BadOption(message)
 
+    def tell(self, problem: Exception, wanted: bool) -> int:
+        """The exit status, which is argparse's, of a run that all processes end, since they all have this problem."""
+        if wanted:
+            print(f"{self.prog}: error: {problem}", file=sys.stderr)
+        return 2
+
 
 def make_parser() -> Parser:
     parser = Parser(

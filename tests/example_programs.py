@@ -64,6 +64,12 @@ def stop_in_ranks(
     return run_processes(world, _run_stopped, program, store.port, arguments, number, receiver, timeout=timeout)
 
 
+def run_with_rank_0_late(world: int, program: str, arguments: list[str], timeout: float = 150.0) -> list[tuple]:
+    """(status, stdout, stderr) by rank of a run in which rank 0 has not begun when another one is at its end."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    return run_processes(world, _run_late, program, store.port, arguments, timeout=timeout)
+
+
 def run_script_in_ranks(world: int, script: str, *arguments: str, timeout: float = 150.0) -> list[str]:
     """What each rank prints of an example that these ranks run as torchrun's processes would."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -95,6 +101,26 @@ def _run_stopped(
     dist.destroy_process_group()
     output = _Stopping(pids[receiver], number)
     return _run_one(rank, _main_of(program), port if rank.world > 1 else None, arguments, output)
+
+
+def _run_late(rank: Any, program: str, port: int, arguments: list[str]) -> tuple[int, str, str]:
+    dist.destroy_process_group()
+    store = dist.TCPStore("127.0.0.1", port)
+    begin, end = dist.init_process_group, dist.destroy_process_group
+
+    def begin_late(*args: Any, **options: Any) -> None:
+        begin(*args, **options)
+        store.wait(["at its end"])
+
+    def tell_and_end() -> None:
+        store.set("at its end", "")
+        end()
+
+    if rank.rank == 0:
+        dist.init_process_group = begin_late
+    else:
+        dist.destroy_process_group = tell_and_end
+    return _run_one(rank, _main_of(program), port, arguments, io.StringIO())
 
 
 class _Stopping(io.StringIO):

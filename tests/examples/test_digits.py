@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from example_programs import DIGITS, EXAMPLES, TORCHRUN, run, run_in_ranks, start, stop_in_ranks
+from example_programs import DIGITS, EXAMPLES, TORCHRUN, run, run_in_ranks, run_with_rank_0_late, start, stop_in_ranks
 
 pytestmark = pytest.mark.timeout(300)  # a run of torchrun imports torch three times
 
@@ -399,6 +399,12 @@ def test_a_bad_option_is_one_line_of_one_process(tmp_path):
     for ((*outcome, told), quiet), message in zip(runs, bad.values(), strict=True):
         assert (outcome, quiet) == ([2, ""], (2, "", ""))
         assert re.fullmatch(f"digits.py: error: {message}\n", told)
+
+
+def test_a_bad_option_that_another_process_finds_first_is_no_failure_of_that_one(tmp_path):
+    (*outcome, told), quiet = run_with_rank_0_late(2, "digits", ["--shares", "1", "--out", str(tmp_path)])
+    assert (outcome, quiet) == ([2, ""], (2, "", ""))
+    assert told == "digits.py: error: --shares is from 2, the number of processes, to --batch-size\n"
 
 
 @pytest.mark.parametrize(("status", "told"), [(3, "process 1 failed with exit status 3\n"), (2, "")])
