@@ -12,8 +12,8 @@ DOCS := .venv/.docs-installed
 # Ranks are processes, of which each would compile all modules anew where the environment forbids to keep what is compiled.
 export PYTHONDONTWRITEBYTECODE :=
 
-# Three workers share the tests, as tests/conftest.py says: on two cores, since half of the time ranks wait for each other.
-PYTEST := -m pytest -m "not soak" -n 3
+# Four workers share the tests, as tests/conftest.py says: on two cores, since half of the time ranks wait for each other.
+PYTEST := -m pytest -m "not soak" -n 4
 
 .PHONY: train test test-matrix test-clients check format docs bench soak dist clean
 

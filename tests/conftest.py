@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import gc
+import itertools
 import multiprocessing
 import os
 import random
@@ -75,16 +76,30 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return Scheduling(config, log)
 
 
-def pytest_collection_finish() -> None:
-    # What importing and collecting have left is not searched at each gc.collect(), of which tests have thousands.
-    gc.collect()
-    gc.freeze()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[Any]:
+    gc.disable()  # whatever is made now stays
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
+_tests_begun = itertools.count()
+
+
+def _keep_from_collections() -> None:
+    """Now and then: what is there is not searched at each gc.collect() to come, of which tests have thousands."""
+    if next(_tests_begun) % 200 == 0:
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[Any]:
     """Outermost, so that waiting for other workers does not count towards the test's own limit."""
     folder = os.environ.get("LOCKSTEP_TEST_TURNS") if hasattr(item.config, "workerinput") else None
+    _keep_from_collections()
     with _turn(folder, alone=item.get_closest_marker("alone") is not None):
         return (yield)
 

@@ -299,6 +299,7 @@ _PRELOAD = ["torch.distributed", "torch._dynamo", "lockstep", "pytest"]
 # What many ranks would import each for itself, for a second: worth the server's time where it serves all tests.
 _PRELOAD_FOR_ALL_TESTS = [
     "torch.distributed.checkpoint",
+    "torch.distributed.optim",
     "torch._dynamo.backends.debugging",
     "torch._functorch.aot_autograd",
     "sklearn.datasets",
