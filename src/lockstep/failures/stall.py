@@ -38,6 +38,7 @@ class StallWatch:
         self._limits, self._deadline = limits, Deadline(limits)
         self._processes = _Processes(store, channel.rank, host)
         self._answer_seconds = min(10.0, max(0.5, limits.minimum / 6))
+        self._others_hold_off = 3 * self._answer_seconds
         self._wait = _Wait()
         self._ask_again = 0.0
         self._answers: dict[int, Answer] = {}
@@ -74,10 +75,9 @@ class StallWatch:
         if self._channel.failure is not None or self._over.is_set():
             return
         own = next(each for each in answers if each.rank == self._channel.rank)
-        if (
-            found is None or found is own or not self._is_too_late(found, waited)
-        ):  # if it is this one, others will say so
-            self._ask_again = time.monotonic() + self._limits.minimum
+        if found is None or found is own or not self._is_too_late(found, waited):
+            # If it is this one, another one has to ask and say so. tests/failures/test_stall.py: asks_first
+            self._ask_again = time.monotonic() + self._limits.minimum + self._others_hold_off
             return
         self._channel.report(stalled(found, answers, own, waited, self._deadline.explain(found.phase)))
 
@@ -115,7 +115,7 @@ class StallWatch:
 
     def _asked(self, message: dict[str, Any]) -> None:
         """Another rank asks: it will say what it has found, so that this one need not ask, too."""
-        self._ask_again = time.monotonic() + 3 * self._answer_seconds
+        self._ask_again = time.monotonic() + self._others_hold_off
         self._channel.tell("answer", inquiry=message["inquiry"], answer=self._own_answer().to_json())
 
     def _answered(self, message: dict[str, Any]) -> None:
