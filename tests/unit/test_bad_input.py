@@ -585,9 +585,9 @@ def test_ctrl_c_twice_does_not_wait(python):
     while line != "interrupted\n":
         # a signal that comes while the handler of the one before still runs is one with it: then there is a third
         run.send_signal(signal.SIGINT)
-        assert lines.get(timeout=60) == "caught\n"
-        caught += 1
-        with contextlib.suppress(queue.Empty):
+        with contextlib.suppress(queue.Empty):  # Python handles one that comes just before it waits when it has waited
+            assert lines.get(timeout=5) == "caught\n"
+            caught += 1
             line = lines.get(timeout=5) if caught > 1 else ""
     assert lines.get(timeout=60) == "True 5\n"
     assert run.wait(60) == 0
