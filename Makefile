@@ -13,9 +13,9 @@ DOCS := .venv/.docs-installed
 export PYTHONDONTWRITEBYTECODE :=
 
 # Four workers share the tests, as tests/conftest.py says: on two cores, since half of the time ranks wait for each other.
-PYTEST := -m pytest -m "not soak" -n 4
+PYTEST := -m pytest -m "not soak and not hosts" -n 4
 
-.PHONY: train test test-matrix test-clients check format docs bench soak dist clean
+.PHONY: train test test-matrix test-clients test-hosts check format docs bench soak dist clean
 
 train: $(READY)  ## the main job: a network on real handwritten digits, in two processes of torchrun (PROCESSES=2)
 	$(BIN)/python examples/launch.py --nproc-per-node $(PROCESSES) examples/digits.py $(ARGS)
@@ -32,6 +32,9 @@ test-torch-%: .venv-torch-%/.installed
 
 test-clients: $(CLIENTS)/.installed  ## programs that people run, in an environment of their own: 6 minutes
 	$(CLIENTS)/bin/python -m pytest -m "not soak" tests/clients tests/docs $(ARGS)
+
+test-hosts: $(READY)  ## several hosts on this machine, whose links fail: as root, with iproute2 and nftables; 5 minutes
+	$(BIN)/python -m pytest -m "hosts and not soak" -n 4 tests/hosts $(ARGS)
 
 check: $(READY)
 	$(BIN)/ruff format --check .

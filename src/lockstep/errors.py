@@ -20,7 +20,7 @@
     ├── CommunicationError (RuntimeError)     a collective failed or timed out
     ├── PeerError (RuntimeError)              another rank failed; this one is told
     │   └── PeerFailure                       the same, with that rank, its step and phase, and its own traceback
-    │       └── StalledError                  this rank itself made no progress, and the others have given it up
+    │       └── StalledError                  the others have given this rank up
     ├── InspectionError (RuntimeError)        another process of this host cannot be asked what it is doing
     └── ShareError (RuntimeError)             shares of a step, or its end, out of their order
         └── AuditError                        a share that gives other bits when it is computed again
@@ -101,9 +101,9 @@ class PeerError(LockstepError, RuntimeError):
 class PeerFailure(PeerError, CommunicationError):
     """Another rank failed, was killed, left, or makes no progress; raised on every rank but that one.
 
-    The message has all of it. For programs: ``rank``, ``step`` (batches that rank had begun), ``phase``, ``reason``
-    (one line), ``traceback`` (what that rank raised, as text; None where it raised nothing) and ``stacks`` (what its
-    threads were doing; None where nobody could find out).
+    The message has all of it. For programs: ``rank``, ``step`` (batches that rank had begun; None where nobody could
+    find out), ``phase``, ``reason`` (one line), ``traceback`` (what that rank raised, as text; None where it raised
+    nothing) and ``stacks`` (what its threads were doing; None where nobody could find out).
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class PeerFailure(PeerError, CommunicationError):
         message: str,
         *,
         rank: int = -1,
-        step: int = 0,
+        step: int | None = 0,
         phase: str = "",
         reason: str = "",
         traceback: str | None = None,
@@ -123,7 +123,7 @@ class PeerFailure(PeerError, CommunicationError):
 
 
 class StalledError(PeerFailure):
-    """The others have given this rank up, because it made no progress for too long; raised when it goes on."""
+    """The others have given this rank up: it made no progress for too long, or its host could not be reached."""
 
 
 class InspectionError(LockstepError, RuntimeError):

@@ -36,12 +36,28 @@ def test_a_finding_is_a_line_and_advice_another(capsys, monkeypatch):
 
 
 def test_what_will_not_work_makes_the_exit_code_1(capsys, monkeypatch):
-    def no_address(*_):
+    def no_address(*_, **__):
         raise socket.gaierror("unknown")
 
     monkeypatch.setattr(socket, "getaddrinfo", no_address)
     assert main(["doctor", "--no-timing"]) == 1
     assert "! host name" in capsys.readouterr().out
+
+
+def test_a_host_name_under_which_other_hosts_do_not_reach_this_one_is_marked(monkeypatch):
+    monkeypatch.setattr(socket, "gethostname", lambda: "localhost")
+    found = by_name()["host name"]
+    assert found.status == "note"
+    assert found.value in ("localhost is 127.0.0.1, a loopback address", "localhost is ::1, a loopback address")
+    assert "set GLOO_SOCKET_IFNAME on each host to the interface that leads to the others" in found.advice
+
+
+@pytest.mark.parametrize(("name", "status"), [("lo", "ok"), ("nosuch0", "problem")])
+def test_the_interface_that_is_set_for_gloo_is_looked_at(monkeypatch, name, status):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", name)
+    found = by_name()["interface"]
+    assert found.status == status
+    assert found.value == ("lo, 127.0.0.1" if name == "lo" else "nosuch0 has no address")
 
 
 def test_a_measurement_that_fails_is_a_finding(capsys):

@@ -12,6 +12,7 @@ from lockstep.failures.channel import FailureChannel
 from lockstep.failures.failure import Failure, Kind, of_exception
 from lockstep.failures.progress import Progress
 from lockstep.failures.ring import Connection, Meeting
+from lockstep.store import BoundedStore
 from threaded import run_ranks
 
 SOON = 30.0  # ends what hangs
@@ -69,11 +70,11 @@ def test_of_two_ranks_that_fail_at_once_one_is_the_first_for_all():
         if rank.rank in (1, 2):
             this.report(Failure(rank.rank, Kind.RAISED, 1, "forward", f"of rank {rank.rank}"))
         assert this._known.wait(SOON)
-        told = this.failure
+        told, first = this.failure, this._log.read()[0]
         this.announce_end()
         this.wait_for_others(SOON)
         this.close()
-        return told and told.rank, this._log.entries[0].rank
+        return told and told.rank, first.rank
 
     told = run_ranks(4, train)
     first = told[0][1]
@@ -146,16 +147,20 @@ def test_all_leave_in_order():
     assert run_ranks(4, train) == [(None, [])] * 4
 
 
+def meeting(store, rank, world):
+    return Meeting(BoundedStore(dist.PrefixStore("test", store)), rank, world, "here", SOON)
+
+
 def test_a_rank_that_fails_before_all_have_met_is_named():
-    store, has_ended = dist.HashStore(), threading.Event()
+    store = dist.HashStore()
 
     def train(rank):
         if rank.rank == 1:
-            meeting = Meeting(dist.PrefixStore("test", store), 1, 3, "127.0.0.1", "here")
-            meeting.close()
-            has_ended.set()
+            this = meeting(store, 1, 3)
+            while this._listener is None:  # until rank 0 has said where it is
+                this._listen()
+            this.close()
             return None
-        has_ended.wait(SOON)
         with pytest.raises(PeerFailure) as caught:
             channel(store, rank)
         return caught.value.rank, caught.value.phase
@@ -192,17 +197,23 @@ def test_who_gives_up_first_is_not_taken_for_the_one_that_did_not_come():
 
 
 def test_strangers_are_turned_away():
-    store = dist.PrefixStore("test", dist.HashStore())
-    meeting = Meeting(store, 0, 2, "127.0.0.1", "here")
-    other = Meeting(store, 1, 2, "127.0.0.1", "here")
-    address = (meeting.own.ip, meeting.own.port)
-    strangers = [Connection(socket.create_connection(address), 0) for _ in range(3)]
+    store = dist.HashStore()
+    here, other = meeting(store, 0, 2), meeting(store, 1, 2)
+    here._listen()
+    address = (here._own.ip, here._own.port)
+    strangers = [Connection(socket.create_connection(address), 0, SOON) for _ in range(3)]
     strangers[0].send({"rank": 1, "secret": "a guess"})
     strangers[1]._socket.send(b"\x04\0\0\0GET ")
-    met = threading.Thread(target=lambda: found.extend(other.connect(SOON, lambda: None)))
     found = []
+
+    def meet():
+        pair, other_listener, _ = other.connect(SOON, lambda: None)
+        found.extend(pair)
+        other_listener.close()
+
+    met = threading.Thread(target=meet)
     met.start()
-    neighbours = meeting.connect(SOON, lambda: None)
+    neighbours, listener, _ = here.connect(SOON, lambda: None)
     met.join()
     assert [each.peer for each in neighbours] == [1, 1]
     neighbours[0].send({"kind": "hello"})
@@ -211,5 +222,5 @@ def test_strangers_are_turned_away():
     while not heard and time.monotonic() < until:
         heard += found[1].receive()[0]
     assert heard == [{"kind": "hello"}]
-    for each in (meeting, other, *strangers, *neighbours, *found):
+    for each in (here, other, listener, *strangers, *neighbours, *found):
         each.close()

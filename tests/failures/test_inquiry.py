@@ -10,8 +10,8 @@ import torch
 
 from lockstep.errors import OptionError
 from lockstep.failures.deadline import FIRST_STEPS, Deadline, StallLimits
-from lockstep.failures.failure import Kind
-from lockstep.failures.inquiry import Answer, late, stalled
+from lockstep.failures.failure import Kind, unreachable
+from lockstep.failures.inquiry import Answer, absent, late, stalled, waited_in_vain
 from lockstep.failures.places import collective_of, compiles, program_frame
 from lockstep.failures.stacks import Frame, Thread, own_stack
 
@@ -67,6 +67,55 @@ def test_what_is_told_of_it():
 def test_its_condition_is_told(changes, said):
     found = answer(1, **changes)
     assert said in stalled(found, [WAITS, found], WAITS, 61.2, "60 s").what
+
+
+ABSENT = {
+    "one that cannot answer": ([WAITS, BUSY, answer(2, answers=False)], 2),
+    "one that is stopped": ([WAITS, BUSY, answer(2, waits_for="x", stopped=True)], 2),
+    "one that does something else": ([WAITS, answer(1, begun=19), answer(2, idle=100)], 1),
+    "nobody, where all wait": ([WAITS, answer(1, waits_for="x", begun=3)], None),
+    "nobody whose own time has just been over": ([WAITS, answer(1, idle=100)], None),
+    "nobody, where collectives are not counted": ([WAITS, answer(1, begun=None)], None),
+}
+
+
+@pytest.mark.parametrize(("answers", "rank"), ABSENT.values(), ids=ABSENT)
+def test_the_rank_that_others_have_waited_for_in_vain_is(answers, rank):
+    for ordered in (answers, answers[::-1]):
+        found = absent(ordered)
+        assert (found.rank if found is not None else None) == rank
+
+
+def test_what_is_told_of_a_rank_that_nobody_can_ask():
+    found = Answer(2, 102, answers=False)
+    failure = waited_in_vain(found, [WAITS, found], 0, "CommunicationError: timed out")
+    assert (failure.kind, failure.rank, failure.step) == (Kind.STALLED, 2, None)
+    assert failure.summary == (
+        "rank 2 makes no progress: rank 0 has waited for it in vain (CommunicationError: timed out). Its process 102 "
+        "does not answer: it is stopped, its host is gone, or a call into C code holds it"
+    )
+    silent = waited_in_vain(dataclasses.replace(found, silent_host="node2"), [WAITS], 0, "timed out")
+    assert silent.kind is Kind.UNREACHABLE
+    assert silent.summary == (
+        "rank 2 cannot be reached: rank 0 has waited for it in vain (timed out). Its host node2 does not answer: that "
+        "host, or the network to it, is down"
+    )
+
+
+def test_what_is_told_of_a_host_of_which_nothing_is_heard():
+    def told(answering, silent):
+        return unreachable([2, 3], "node1", "rank 0 has heard nothing from node1 for 20 s", "node0", answering, silent)
+
+    failure = told([], [])
+    assert (failure.kind, failure.rank, failure.step) == (Kind.UNREACHABLE, 2, None)
+    begin = "rank 2 cannot be reached: rank 0 has heard nothing from node1 for 20 s, where ranks 2, 3 are"
+    assert failure.summary == f"{begin}: node1, node0, or the network between them is down"
+    assert told(["node2"], []).summary == f"{begin}; node2 still answers node0, so that node1 or its network is down"
+    assert told(["node2", "node3"], ["node4"]).summary.startswith(f"{begin}; node2, node3 still answer node0, so that")
+    assert told([], ["node2"]).summary == f"{begin}; node2 does not answer either: node0 is cut off"
+    assert str(failure.error(2)).startswith(
+        "rank 2 was given up by the others, because it could not be reached: rank 0"
+    )
 
 
 def observed(deadline, steps, length):

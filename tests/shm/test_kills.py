@@ -35,7 +35,7 @@ def check(kills):
     seen_by_all = run_kills(kills)
     took = []
     for kill, dead, code, seen in seen_by_all:
-        assert code == -signal.SIGKILL, kill
+        assert code == -signal.SIGKILL, (kill, seen)
         assert len(seen) == len(kill.hosts) - 1
         for one in seen:
             assert one.error == "CommunicationError", (kill, one)

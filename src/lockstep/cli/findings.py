@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 import lockstep
+from lockstep import network
 
 TESTED = ((2, 11), (2, 15))
 """The oldest and the newest PyTorch that the library is tested with."""
@@ -114,14 +115,26 @@ def _threads() -> Iterator[Finding]:
 
 
 def _network() -> Iterator[Finding]:
-    name = socket.gethostname()
-    try:
-        address = socket.getaddrinfo(name, None)[0][4][0]
-    except OSError as error:
-        advice = f"add {name} to /etc/hosts, or set GLOO_SOCKET_IFNAME=lo for ranks of one host"
-        yield Finding("host name", f"{name} has no address ({error})", "problem", advice)
+    name, address = socket.gethostname(), network.address_of_own_name()
+    if address is None:
+        advice = f"add {name} to /etc/hosts, or set {network.INTERFACE_VARIABLE}=lo for ranks of one host"
+        yield Finding("host name", f"{name} has no address", "problem", advice)
+    elif network.is_loopback(address):
+        advice = (
+            f"other hosts cannot reach this one there. session() finds another address; without one, "
+            f"{network.SET_INTERFACE}"
+        )
+        yield Finding("host name", f"{name} is {address}, a loopback address", "note", advice)
     else:
         yield Finding("host name", f"{name} is {address}")
+    chosen = os.environ.get(network.INTERFACE_VARIABLE)
+    if chosen is not None:
+        addresses = network.chosen_address()
+        if addresses is None:
+            names = ", ".join(name for _, name in socket.if_nameindex())
+            yield Finding("interface", f"{chosen} has no address", "problem", f"this host has {names}")
+        else:
+            yield Finding("interface", f"{chosen}, {addresses}")
 
 
 def usable_cores() -> int:

@@ -2,24 +2,38 @@
 
 Failures are written to the log, which says which of them was the first, and are told around the ring
 (``messenger.py``). Nothing is sent while nothing happens, apart from one look into the log a second, in case the ring
-is broken in two places. ``check()`` is a look at an attribute.
+is broken in two places. ``check()`` is a look at an attribute. The thread that hears the ring waits for nothing else:
+what takes longer, such as to ask the store or to try other hosts, is done on others.
 """
 
 import contextlib
 import os
+import socket
 import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
+from lockstep import network
 from lockstep.errors import CommunicationError, InspectionError, PeerFailure
-from lockstep.failures.failure import Failure, Kind, peer_failure_in
+from lockstep.failures.failure import GIVEN_UP, Failure, Kind, peer_failure_in, unreachable
 from lockstep.failures.log import FailureLog
 from lockstep.failures.messenger import LOOK_SECONDS, Messenger
 from lockstep.failures.progress import Page, Progress, page_of
-from lockstep.failures.ring import Connection, Meeting, NeighbourHasEndedError, RankHasNotComeError, ip_for, store_lost
+from lockstep.failures.ring import (
+    Connection,
+    Meeting,
+    NeighbourHasEndedError,
+    Place,
+    RankHasNotComeError,
+    Reach,
+    absent,
+    reach,
+    store_lost,
+)
 from lockstep.failures.where import OF_A_STEP
+from lockstep.store import BoundedStore, StoreLostError, own_connection
 
 GRACE_SECONDS = 1.0
 """How long a rank that has lost its group waits to hear who failed."""
@@ -28,6 +42,13 @@ LEFT_SECONDS = 1.0
 FAREWELL_SECONDS = 2.0
 """How long ranks wait for each other when one has failed, so that each can say why before a launcher ends it."""
 
+LINK_SECONDS = 20.0
+"""How long a host may be silent, unless a program says otherwise: what a switch takes that starts again."""
+REACH_SECONDS = 1.0
+"""How long other hosts have to answer, when one is lost."""
+HEARSAY_SECONDS = 0.25
+"""How long a rank waits for those to speak who could see how far a rank was that has ended."""
+
 START_UP_SECONDS = 2 * LOOK_SECONDS
 """How long a rank that fails before all have met lives on: the store may be its own, and others look into it."""
 
@@ -35,7 +56,9 @@ START_UP_SECONDS = 2 * LOOK_SECONDS
 class FailureChannel:
     """What one rank knows of the failures of the others, and what it tells them of its own.
 
-    Every rank has to make one at the same time. ``global_ranks`` are the numbers by which messages name the ranks.
+    Every rank has to make one at the same time. ``global_ranks`` are the numbers by which messages name the ranks;
+    ``host`` is the same for ranks of one host. A rank from whose host nothing comes for ``link_timeout`` seconds has
+    failed. Returns when all have met: they have ``timeout`` seconds for it.
     """
 
     def __init__(
@@ -46,62 +69,91 @@ class FailureChannel:
         progress: Progress,
         host: str,
         timeout: float,
+        link_timeout: float = LINK_SECONDS,
     ) -> None:
         self.rank, self.global_ranks, self.progress = global_ranks[rank], list(global_ranks), progress
+        self.link_timeout = link_timeout
         self.failure: Failure | None = None
         """The first failure, if it is another rank's; or this one's, if others have given it up."""
         self.left: dict[int, int] = {}
         """Ranks that have left, in good order or after a failure; and the step after which."""
         self.ended: set[int] = set()
-        """Ranks whose process has ended without a word."""
+        """Ranks whose process has ended without a word, or whose host is lost."""
+        self.places: dict[int, Place] = {}
+        """Where the ranks are."""
+        self.pages: dict[int, Page] = {}
+        """The pages of progress of the other ranks of this host."""
         self._known, self._changed = threading.Event(), threading.Condition()
-        try:
-            self._log, self._lock = FailureLog(store), threading.Lock()
-        except RuntimeError as error:
-            raise store_lost(rank, len(global_ranks), error) from error
         self._callbacks: list[Callable[[Failure], object]] = []
         self._handlers: dict[str, Callable[[dict[str, Any]], object]] = {}
         self._left_at = 0.0
         self._process = os.getpid()
-        neighbours = self._meet(store, rank, host, timeout)
-        self._messenger = Messenger(self.rank, neighbours, self._hear, self._neighbour_has_gone, self._look)
+        deadline = time.monotonic() + timeout
+        try:
+            store = own_connection(store, timeout)
+        except StoreLostError as error:
+            raise store_lost(rank, len(self.global_ranks), error) from error
+        self._log = FailureLog(store)
+        try:
+            neighbours, listener, own = self._meet_neighbours(store, rank, host, timeout)
+        except BaseException:
+            self._log.close()
+            raise
+        self.places[self.rank] = own
+        self._messenger = Messenger(self.rank, neighbours, listener, self._hear, self._neighbour_has_gone, self._look)
         self._messenger.start()
         _channels.add(self)
+        self.tell("here", rank=self.rank, place=own.to_json())
+        self._wait_for_all(deadline, timeout)
 
-    def _meet(self, store: Any, rank: int, host: str, timeout: float) -> list[Connection]:
+    def _meet_neighbours(
+        self, store: Any, rank: int, host: str, timeout: float
+    ) -> tuple[list[Connection], socket.socket | None, Place]:
         """Connect to both neighbours, by their ranks in the ring; name them as messages do."""
-        self._pages: dict[int, Page | None] = {}
-        if len(self.global_ranks) == 1:
-            return []
-        meeting = Meeting(store, rank, len(self.global_ranks), ip_for(store), host)
-        try:
-            neighbours = list(meeting.connect(timeout, self._check_log))
-        except NeighbourHasEndedError as error:
-            self._settle_alone(Failure(self.global_ranks[error.rank], Kind.ENDED, 0, "start-up"))
-            time.sleep(START_UP_SECONDS)
-            raise self._start_up_error() from error
-        except RankHasNotComeError as error:
-            # This rank will end now, and must not be taken for the one that is missing.
-            self._settle_alone(Failure(self.global_ranks[error.rank], Kind.ABSENT, 0, "start-up", str(error)))
-            raise self._start_up_error() from error
-        finally:
-            meeting.close()
+        world = len(self.global_ranks)
+        if world == 1:
+            return [], None, Place(host, socket.gethostname(), os.getpid(), network.LOOPBACK)
+        with contextlib.ExitStack() as stack:
+            try:
+                meeting_place = stack.enter_context(contextlib.closing(BoundedStore(store, self.link_timeout)))
+                meeting = Meeting(meeting_place, rank, world, host, self.link_timeout)
+                stack.callback(meeting.close)
+                neighbours, listener, own = meeting.connect(timeout, self._check_log)
+            except StoreLostError as error:
+                raise store_lost(rank, world, error) from error
+            except NeighbourHasEndedError as error:
+                self._settle_alone(Failure(self.global_ranks[error.rank], Kind.ENDED, 0, "start-up"))
+                time.sleep(START_UP_SECONDS)
+                raise self._start_up_error() from error
+            except RankHasNotComeError as error:
+                # This rank will end now, and must not be taken for the one that is missing.
+                self._settle_alone(Failure(self.global_ranks[error.rank], Kind.ABSENT, 0, "start-up", str(error)))
+                raise self._start_up_error() from error
         for each in neighbours:
-            address, each.peer = meeting.addresses[each.peer], self.global_ranks[each.peer]
-            if address.host == host:
-                with contextlib.suppress(InspectionError):  # it may have ended meanwhile
-                    self._pages[each.peer] = page_of(address.pid, self.progress.read().run, each.peer)
-        return neighbours
+            each.peer = self.global_ranks[each.peer]
+        return list(neighbours), listener, own
+
+    def _wait_for_all(self, deadline: float, timeout: float) -> None:
+        """Return when every rank has said where it is; raise if one fails before that, or does not come."""
+        with self._changed:
+            while missing := [rank for rank in self.global_ranks if rank not in self.places]:
+                if self.failure is not None or (left := deadline - time.monotonic()) <= 0:
+                    break
+                self._changed.wait(left)
+        if not missing:
+            return
+        text = absent(missing, len(self.global_ranks), timeout)
+        if self.failure is None:
+            self.report(Failure(missing[0], Kind.ABSENT, 0, "start-up", text))
+        self.announce_end()
+        self.wait_for_others(START_UP_SECONDS)
+        self.close()
+        raise self._start_up_error() if self.failure is not None else CommunicationError(text)
 
     def enter(self, phase: str) -> None:
         """Note the phase of its step in which this rank is from now on; what the program has named itself stays."""
         if self.progress.current_phase in OF_A_STEP:
             self.progress.current_phase = phase
-
-    @property
-    def store(self) -> Any:
-        """Where the ranks have met, through a connection of this channel's own, for what takes no time."""
-        return self._log.store
 
     # ------------------------------------------------------------------------------- what is known
 
@@ -149,14 +201,31 @@ class FailureChannel:
                 return
         callback(self.failure)
 
+    def ranks_with(self, rank: int) -> list[int]:
+        """The ranks on the host of a rank, in order."""
+        place = self.places.get(rank)
+        return sorted(each for each, other in self.places.items() if place is not None and other.host == place.host)
+
+    def silent_hosts(self, ranks: Collection[int]) -> dict[int, str]:
+        """Of some ranks, those whose hosts do not answer an attempt to connect; and the names of those hosts."""
+        own = self.places[self.rank].host
+        hosts = {self.places[rank].host for rank in ranks} - {own}
+        doors = {}  # of each host, where one of its ranks listens
+        for place in self.places.values():
+            if place.host in hosts and not network.is_loopback(place.ip):
+                doors[place.host] = place.ip, place.port
+        answers = dict(zip(doors, reach(list(doors.values()), REACH_SECONDS), strict=True))
+        silent = {host for host, answer in answers.items() if answer is Reach.SILENT}
+        return {rank: self.places[rank].name for rank in ranks if self.places[rank].host in silent}
+
     # ----------------------------------------------------------------------------- what others are told
 
     def report(self, failure: Failure) -> None:
-        """Write a failure, this rank's or another's, to the log, and tell everybody."""
-        with self._lock:
-            self._log.append(failure)
-        self.tell("failure", failure=failure.to_json())
-        self._learn(failure)
+        """Write a failure, this rank's or another's, to the log, and tell everybody; waits for the store."""
+        first = self._log.append(failure)
+        told = {} if first == failure else {"first": first.to_json()}
+        self.tell("failure", failure=failure.to_json(), **told)
+        self._learn(failure, first)
 
     def tell(self, kind: str, **fields: Any) -> None:
         """Send a message around the ring; ranks that have set :meth:`on` for that kind are called with its fields."""
@@ -202,6 +271,7 @@ class FailureChannel:
             return
         if self._messenger.close():
             self._close_pages()
+        self._log.close()
 
     def _all_are_gone(self) -> bool:
         return len(self.left.keys() | self.ended) == len(self.global_ranks)
@@ -211,7 +281,10 @@ class FailureChannel:
     def _hear(self, message: dict[str, Any]) -> None:
         kind = message["kind"]
         if kind == "failure":
-            self._learn(Failure.from_json(message["failure"]))
+            failure = Failure.from_json(message["failure"])
+            self._learn(failure, Failure.from_json(message["first"]) if "first" in message else failure)
+        elif kind == "here":
+            self._note_place(message["rank"], Place(**message["place"]))
         elif kind == "left":
             with self._changed:
                 self.left[message["rank"]] = message["step"]
@@ -220,50 +293,95 @@ class FailureChannel:
         elif kind in self._handlers:
             self._handlers[kind](message)
 
-    def _neighbour_has_gone(self, rank: int) -> None:
+    def _note_place(self, rank: int, place: Place) -> None:
+        """What is needed to look at a rank is opened while it is there, and can be asked."""
+        if place.host == self.places[self.rank].host:
+            with contextlib.suppress(InspectionError):  # it may have ended meanwhile
+                page = page_of(place.pid, self.progress.read().run, rank)
+                if page is not None:
+                    self.pages[rank] = page
+        with self._changed:
+            self.places[rank] = place
+            self._changed.notify_all()
+
+    def _neighbour_has_gone(self, connection: Connection) -> None:
+        rank = connection.peer
         with self._changed:
             told = rank in self.left or rank in self.ended
             self.ended.add(rank)
             self._changed.notify_all()
         if not told:
-            page = self._pages.get(rank)
-            snapshot = page.read() if page is not None else None
-            step, phase = (snapshot.step, snapshot.phase) if snapshot is not None else (0, "")
-            self.report(Failure(rank, Kind.ENDED, step, phase))
+            threading.Thread(
+                target=self._tell_of_loss, args=(rank, connection.loss), name="lockstep loss", daemon=True
+            ).start()
+
+    def _tell_of_loss(self, rank: int, loss: OSError | None) -> None:
+        """Tell of a neighbour that has gone."""
+        place, page = self.places.get(rank), self.pages.get(rank)
+        if page is not None:
+            seen = page.read()
+            self.report(Failure(rank, Kind.ENDED, seen.step, seen.phase))
+        elif place is None:
+            self.report(Failure(rank, Kind.ENDED, 0, "start-up"))
+        elif place.host == self.places[self.rank].host:
+            self.report(Failure(rank, Kind.ENDED, None, ""))
+        elif loss is not None:
+            silence = (
+                f"has heard nothing from {place.name} for {self.link_timeout:g} s ({os.strerror(loss.errno or 0)})"
+            )
+            self.report(self._unreachable(rank, silence))
+        elif self.silent_hosts([rank]):  # who gives up a silent host resets the connection, which may still be heard
+            self.report(self._unreachable(rank, f"has lost the connection to {place.name}"))
+        else:
+            if len(self.ranks_with(rank)) > 1:
+                self._known.wait(HEARSAY_SECONDS)
+            what = f"on another host, {place.name}, while rank {self.rank} was {self._where()}"
+            self.report(Failure(rank, Kind.ENDED, None, "", what))
+
+    def _unreachable(self, rank: int, what: str) -> Failure:
+        """The failure of a host that is silent: the others are tried, since it may be this one that is cut off."""
+        own, lost = self.places[self.rank], self.places[rank]
+        others = {
+            place.host: each for each, place in self.places.items() if place.host not in (own.host, lost.host)
+        }.values()
+        silent = self.silent_hosts(others)
+        answering = [self.places[each].name for each in others if each not in silent]
+        return unreachable(
+            self.ranks_with(rank), lost.name, f"rank {self.rank} {what}", own.name, answering, list(silent.values())
+        )
+
+    def _where(self) -> str:
+        """How far this rank is, in words."""
+        seen = self.progress.read()
+        return f"at step {seen.step}, in {seen.phase}" if seen.step else f"in {seen.phase}"
 
     def _look(self) -> None:
-        with self._lock:
-            entries = self._log.read()
-        if entries and not self._known.is_set():
-            self._learn(entries[0])
+        if not self._known.is_set():
+            self._log.look(lambda first: self._learn(first, first))
 
     def _check_log(self) -> None:
         """While the ranks meet: raise if one of them has failed already."""
-        entries = self._log.read()
-        if entries:
-            self.failure = entries[0]
+        with contextlib.suppress(StoreLostError):
+            self._log.read()
+        if self._log.first is not None:
+            self.failure = self._log.first
             self._known.set()
             raise self._start_up_error()
 
-    def _learn(self, told: Failure) -> None:
-        """Note the first failure: what the log says; if it is lost, what was told."""
-        if told.kind is Kind.ENDED:
-            with self._changed:
-                self.ended.add(told.rank)
-                self._changed.notify_all()
-        if self._known.is_set():
-            return
-        with self._lock:
-            entries = self._log.read()
-        first = entries[0] if entries else told
+    def _learn(self, told: Failure, first: Failure) -> None:
+        """Note a failure of which this rank has been told, and the first one, from which all others may follow."""
         with self._changed:
+            if told.kind is Kind.ENDED:
+                self.ended.add(told.rank)
+            elif told.kind is Kind.UNREACHABLE:
+                self.ended.update(self.ranks_with(told.rank))
+            self._changed.notify_all()
             if self._known.is_set():
                 return
             self._known.set()
-            if first.rank != self.rank or first.kind is Kind.STALLED:  # others say this of a rank that is alive
+            if first.rank != self.rank or first.kind in GIVEN_UP:  # others say this of a rank that is alive
                 self.failure = first
             callbacks, self._callbacks = self._callbacks, []
-            self._changed.notify_all()
         if self.failure is not None:
             self._messenger.send_first()
             for callback in callbacks:
@@ -271,8 +389,7 @@ class FailureChannel:
 
     def _settle_alone(self, failure: Failure) -> None:
         """Before there is a ring: write down what another rank is found to have done; that is what this one raises."""
-        self._log.append(failure)
-        self.failure = (self._log.entries or [failure])[0]
+        self.failure = self._log.append(failure)
         self._known.set()
 
     def _start_up_error(self) -> CommunicationError | PeerFailure:
@@ -286,9 +403,8 @@ class FailureChannel:
         self._close_pages()
 
     def _close_pages(self) -> None:
-        for page in self._pages.values():
-            if page is not None:
-                page.close()
+        for page in self.pages.values():
+            page.close()
 
 
 _channels: "weakref.WeakSet[FailureChannel]" = weakref.WeakSet()

@@ -44,6 +44,7 @@ class Connections:
         found: set[tuple[int, str]] = set()
         for _ in range(_ATTEMPTS):
             before = _received()
+            exchange(1)  # nobody sends more before everybody has looked
             exchange(_RECOGNISED_BY)
             grown = {each for each, size in _received().items() if size - before.get(each, 0) >= _RECOGNISED_BY}
             if len(grown) == peers:

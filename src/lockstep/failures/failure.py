@@ -1,7 +1,7 @@
 """What is told of a failure: which rank, where in its training, and what happened. And what is raised on the others."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from traceback import format_exception, format_exception_only
@@ -25,6 +25,10 @@ class Kind(StrEnum):
     """It has left in good order, while others still need it."""
     STALLED = "stalled"
     """It is alive, and makes no progress."""
+    UNREACHABLE = "unreachable"
+    """Its host is gone, or the network to it."""
+    GAVE_UP = "gave up"
+    """It has waited in vain for others, and nobody knows for which."""
     ABSENT = "absent"
     """It did not come to meet the others; ``what`` is the whole message."""
 
@@ -35,8 +39,8 @@ class Failure:
 
     rank: int
     kind: Kind
-    step: int
-    """Batches that it had begun; 0 before the first."""
+    step: int | None
+    """Batches that it had begun; 0 before the first, None if nobody knows."""
     phase: str
     what: str = ""
     """The exception's type and message; for other kinds, what more there is to say."""
@@ -65,7 +69,8 @@ class Failure:
     @property
     def summary(self) -> str:
         """One sentence: ``rank 1 failed at step 12, in forward: ValueError: bad value``."""
-        return f"rank {self.rank} {_VERBS[self.kind]} {self._place}" + (f": {self.what}" if self.what else "")
+        parts = f"rank {self.rank}", _VERBS[self.kind], self._place
+        return " ".join(filter(None, parts)) + (f": {self.what}" if self.what else "")
 
     @property
     def _place(self) -> str:
@@ -73,17 +78,20 @@ class Failure:
             return "to meet the others"
         if self.kind is Kind.LEFT:
             return f"after step {self.step}"
+        if self.step is None:
+            return ""
         if not self.step and self.phase == TRAINING:  # steps are not counted
             return f"in {self.phase}"
         where = f"at step {self.step}" if self.step else "before its first step"
         return f"{where}, in {self.phase}" if self.phase else where
 
     def error(self, here: int) -> PeerFailure:
-        """The error to raise on rank ``here``: on the rank itself only if it has stalled, and goes on after that."""
+        """The error to raise on rank ``here``: on the rank itself only if it is alive, and the others gave it up."""
         if here == self.rank:
+            why = "it made no progress" if self.kind is Kind.STALLED else "it could not be reached"
             return StalledError(
-                f"rank {here} was given up by the others, because it made no progress {self._place}: {self.what}. They "
-                "have ended, so it cannot go on",
+                f"rank {here} was given up by the others, because {' '.join(filter(None, (why, self._place)))}: "
+                f"{self.what}. They have ended, so it cannot go on",
                 **self._fields(),
             )
         parts = [f"rank {here} stops, because {self.summary}"]
@@ -100,13 +108,41 @@ class Failure:
         return {"reason": reason, **{name: getattr(self, name) for name in same}}
 
 
+GIVEN_UP = frozenset([Kind.STALLED, Kind.UNREACHABLE])
+"""What others say of a rank that may be alive."""
+
 _VERBS = {
     Kind.RAISED: "failed",
     Kind.ENDED: "has ended without a word (its process was killed, crashed, or called os._exit)",
     Kind.LEFT: "has left the training in good order, while others still needed it,",
     Kind.STALLED: "makes no progress",
+    Kind.UNREACHABLE: "cannot be reached",
+    Kind.GAVE_UP: "gave up waiting for the other ranks",
     Kind.ABSENT: "did not come",
 }
+
+
+def unreachable(
+    ranks: Sequence[int], host: str, seen: str, own: str, answering: Sequence[str], silent: Sequence[str]
+) -> Failure:
+    """The failure of all ``ranks`` of a ``host`` of which nothing is heard any more; ``seen`` says who has seen what.
+
+    ``answering`` and ``silent`` are the hosts beside these two, by whether they answer to ``own``, from which this is
+    seen: a host to which nobody answers is cut off itself.
+    """
+    what = f"{seen}, where rank{'s' if len(ranks) > 1 else ''} {_listed(ranks)} {'are' if len(ranks) > 1 else 'is'}"
+    if answering:
+        still = f"{_listed(answering)} still answer{'s' if len(answering) == 1 else ''} {own}"
+        what += f"; {still}, so that {host} or its network is down"
+    elif silent:
+        what += f"; {_listed(silent)} {'do' if len(silent) > 1 else 'does'} not answer either: {own} is cut off"
+    else:
+        what += f": {host}, {own}, or the network between them is down"
+    return Failure(min(ranks), Kind.UNREACHABLE, None, "", what)
+
+
+def _listed(names: Sequence[object]) -> str:
+    return ", ".join(map(str, names))
 
 
 def of_exception(error: BaseException, rank: int, step: int, phase: str) -> Failure:

@@ -20,8 +20,10 @@ class Answer:
 
     rank: int
     pid: int = 0
-    step: int = 0
+    step: int | None = None
+    """Batches that it had begun; None if nobody knows."""
     phase: str = ""
+    """Empty if nobody knows."""
     idle: float = 0.0
     """Seconds since it has written its progress."""
     waits_for: str = ""
@@ -32,6 +34,8 @@ class Answer:
     answers: bool = True
     """Whether it has said this itself."""
     stopped: bool = False
+    silent_host: str = ""
+    """The name of its host, if that does not answer, either."""
     stack: str = ""
     """The innermost frames of the thread that trains."""
     place: str = ""
@@ -56,7 +60,7 @@ class Answer:
 
     def line(self) -> str:
         """In one line, where it is."""
-        if not self.pid:
+        if self.step is None:
             return f"rank {self.rank}: not known; it does not answer"
         what = f"waits in {self.waits_for}" if self.waits_for else f"is in {self.phase}"
         return f"rank {self.rank}: step {self.step}, {what}" + (f", called from {self.place}" if self.place else "")
@@ -73,7 +77,7 @@ def late(answers: Sequence[Answer], waited: float) -> Answer | None:
     counted = len(known) == len(answers)
 
     def behind(each: Answer) -> tuple[bool, int, int, float]:
-        return each.answers and not each.stopped, (each.begun or 0) if counted else 0, each.step, -each.idle
+        return each.answers and not each.stopped, (each.begun or 0) if counted else 0, each.step or 0, -each.idle
 
     busy = [each for each in answers if not each.waits_for or each.stopped]
     if busy:
@@ -82,6 +86,18 @@ def late(answers: Sequence[Answer], waited: float) -> Answer | None:
     if behind(first)[1:3] != behind(last)[1:3]:
         return first
     return _odd_one_out(answers)
+
+
+def absent(answers: Sequence[Answer]) -> Answer | None:
+    """The rank that others have waited for in vain, until their time was over; None if that cannot be told.
+
+    It is one that cannot answer; else one that does not wait, and has begun fewer collectives than another one. (Whose
+    own time has just been over does not wait any more, either, but has begun as many.)
+    """
+    silent = [each for each in answers if not each.answers or each.stopped]
+    most = max((each.begun for each in answers if each.begun is not None), default=0)
+    elsewhere = [each for each in answers if not each.waits_for and each.begun is not None and each.begun < most]
+    return min(silent or elsewhere, key=lambda each: (each.begun or 0, each.step or 0, -each.idle), default=None)
 
 
 def _odd_one_out(answers: Sequence[Answer]) -> Answer | None:
@@ -94,16 +110,28 @@ def _odd_one_out(answers: Sequence[Answer]) -> Answer | None:
 def stalled(found: Answer, answers: Sequence[Answer], waiting: Answer, waited: float, limit: str) -> Failure:
     """The failure to tell: ``found`` is late, and ``waiting`` is the rank that has waited too long for it."""
     what = f"rank {waiting.rank} has waited {waited:.0f} s for it, longer than the limit ({limit}). {_condition(found)}"
+    return _failure(found, answers, what)
+
+
+def waited_in_vain(found: Answer, answers: Sequence[Answer], waiting: int, error: str) -> Failure:
+    """The failure to tell: ``found`` is not where the others are, and rank ``waiting`` has raised an error for it."""
+    return _failure(found, answers, f"rank {waiting} has waited for it in vain ({error}). {_condition(found)}")
+
+
+def _failure(found: Answer, answers: Sequence[Answer], what: str) -> Failure:
     others = "\n".join(each.line() for each in sorted(answers, key=lambda each: each.rank) if each is not found)
     stack = found.stack or "  no stack: " + ("it is stopped" if found.stopped else "it could not be asked")
     stacks = f"{stack}\n\nThe other ranks:\n{others}"
-    return Failure(found.rank, Kind.STALLED, found.step, found.phase, what, stacks=stacks)
+    kind = Kind.UNREACHABLE if found.silent_host else Kind.STALLED
+    return Failure(found.rank, kind, found.step, found.phase, what, stacks=stacks)
 
 
 def _condition(found: Answer) -> str:
     process = f"its process {found.pid}" if found.pid else "its process"
     if found.stopped:
         return f"{process.capitalize()} is stopped (SIGSTOP, Ctrl-Z or a debugger); `kill -CONT` lets it go on"
+    if found.silent_host:
+        return f"Its host {found.silent_host} does not answer: that host, or the network to it, is down"
     if not found.answers and found.stack:
         return f"{process.capitalize()} is alive, but a call into C code holds its interpreter and does not come back"
     if not found.answers:

@@ -4,6 +4,7 @@ One thread a rank sleeps until a neighbour has sent something or has gone, or un
 """
 
 import contextlib
+import logging
 import select
 import socket
 import threading
@@ -21,6 +22,8 @@ _READ_SECONDS = 0.2  # for which a neighbour that ends, too, is read to its end
 
 Message = dict[str, Any]
 
+_log = logging.getLogger("lockstep")
+
 
 class Messenger:
     """What one rank sends to all others, and hears from them, through its neighbours in the ring."""
@@ -29,13 +32,17 @@ class Messenger:
         self,
         rank: int,
         neighbours: Sequence[Connection],
+        listener: socket.socket | None,
         hear: Callable[[Message], object],
-        has_gone: Callable[[int], object],
+        has_gone: Callable[[Connection], object],
         look: Callable[[], object],
     ) -> None:
-        """From a thread of its own, ``hear`` is called with each message of another rank, ``has_gone`` with a neighbour
-        whose connection has ended, and ``look`` while nothing happens. ``rank`` is no other one's in the ring."""
-        self._rank, self._neighbours = rank, neighbours
+        """From a thread of its own, ``hear`` is called with each message of another rank, ``has_gone`` with the
+        connection to a neighbour, when it has ended, and ``look`` while nothing happens. None of them may wait.
+
+        ``rank`` is no other one's in the ring. ``listener`` is where other ranks look whether this host answers.
+        """
+        self._rank, self._neighbours, self._listener = rank, neighbours, listener
         self._hear, self._has_gone, self._look = hear, has_gone, look
         self._changed = threading.Condition()
         self._heard: set[tuple[int, int]] = set()
@@ -82,6 +89,8 @@ class Messenger:
         """Close all, as a forked process does with its copies of its parent's."""
         for each in self._neighbours:
             each.close()
+        if self._listener is not None:
+            self._listener.close()
         self._wake.close()
         self._woken.close()
 
@@ -113,6 +122,8 @@ class Messenger:
     def _wait(self) -> None:
         poll = select.poll()
         poll.register(self._woken, select.POLLIN)
+        if self._listener is not None:
+            poll.register(self._listener, select.POLLIN)
         for each in self._neighbours:
             if each.is_open:
                 poll.register(each, select.POLLIN | (0 if each.flush() else select.POLLOUT))
@@ -120,9 +131,12 @@ class Messenger:
         if self._woken.fileno() in ready:
             with contextlib.suppress(BlockingIOError):
                 self._woken.recv(4096)
+        if self._listener is not None and self._listener.fileno() in ready:
+            with contextlib.suppress(OSError):  # gone since
+                self._listener.accept()[0].close()
         for each in self._neighbours:
             if each.fileno() in ready and self._receive(each):
-                self._has_gone(each.peer)
+                self._has_gone(each)
         if not ready:
             self._look()
 
@@ -136,7 +150,10 @@ class Messenger:
                 for each in self._neighbours:
                     if each is not neighbour and each.is_open:
                         each.send(message)
-                self._hear(message)
+                try:
+                    self._hear(message)
+                except Exception:  # the next message may be one that others wait for
+                    _log.exception("rank %d cannot take a message about a failure: %.200s", self._rank, message)
         if gone:
             neighbour.close()
         return gone

@@ -2,60 +2,79 @@
 
 Whoever hears of something tells both neighbours, so that it reaches all, also around a rank that has gone. The ranks
 find each other through a store, and show a secret from it, so that strangers cannot join. Two connections a rank, for
-any number of ranks.
+any number of ranks. A connection over which nothing comes any more, since a host or the network has failed, ends
+after a limit that is set here: the system sends probes over one that is idle, whatever its process does.
 """
 
 import contextlib
+import errno
 import hmac
 import json
+import math
 import os
 import secrets
 import select
 import socket
 import struct
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from enum import Enum, auto
 from typing import Any
 
+from lockstep import network
 from lockstep.errors import CommunicationError
+from lockstep.store import BoundedStore, StoreLostError, address_towards
 
 LOOK_SECONDS = 0.05
 """How often a rank that meets its neighbours looks whether they are there."""
 PROBE_SECONDS = 0.5
 """How often it looks whether a neighbour that has not connected yet is still there."""
+CONNECT_SECONDS = 5.0
+"""How long one attempt to connect may take; a host that does not answer is tried again."""
 
 _LENGTH = struct.Struct("<I")
 _LONGEST = 1 << 20  # bytes of a message
-_KEEPALIVE = (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 3))  # a host that is gone closes nothing
+_LINK_ERRORS = frozenset(
+    [errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN, errno.EHOSTDOWN, errno.ENONET]
+)
 
 
 @dataclass(frozen=True)
-class Address:
-    """Where a rank listens, and who it is."""
+class Place:
+    """Which process a rank is, and where others reach it."""
 
     host: str
     """The same for ranks of one host."""
+    name: str
+    """What messages call the host."""
     pid: int
     ip: str
-    port: int
-    secret: str
+    """An address under which the previous rank reaches it."""
+    port: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        """What travels."""
+        return asdict(self)
 
 
 class Connection:
-    """Messages to and from one neighbour; never waits."""
+    """Messages to and from one neighbour; never waits.
 
-    def __init__(self, connected: socket.socket, peer: int) -> None:
+    After ``link_timeout`` seconds in which nothing has come from its host, not even the answer to a probe, the
+    neighbour has gone, and :attr:`loss` says why.
+    """
+
+    def __init__(self, connected: socket.socket, peer: int, link_timeout: float) -> None:
         self.peer = peer
+        self.loss: OSError | None = None
+        """Why the link is lost; None as long as it is there, and where it is the neighbour's process that has ended."""
         self._socket = connected
         self._incoming, self._outgoing = bytearray(), bytearray()
         connected.setblocking(False)
         if connected.family != socket.AF_UNIX:
             connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            for name, value in _KEEPALIVE:
-                if hasattr(socket, name):
-                    connected.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+            _limit_silence(connected, link_timeout)
 
     def fileno(self) -> int:
         """For ``select``; -1 once it is closed."""
@@ -79,7 +98,8 @@ class Connection:
                 del self._outgoing[: self._socket.send(self._outgoing)]
         except BlockingIOError:
             return False
-        except OSError:  # gone: what it has sent before is read first
+        except OSError as error:  # gone: what it has sent before is read first
+            self._note(error)
             self._outgoing.clear()
         return True
 
@@ -91,13 +111,19 @@ class Connection:
                 data = self._socket.recv(65536)
             except BlockingIOError:
                 break
-            except OSError:  # reset, timed out, or closed
+            except OSError as error:  # reset, lost, or closed
+                self._note(error)
                 data = b""
             if not data:
                 gone = True
                 break
             self._incoming += data
         return list(self._messages()), gone
+
+    def _note(self, error: OSError) -> None:
+        """The system tells each error once: to whoever sends or receives next."""
+        if error.errno in _LINK_ERRORS:
+            self.loss = error
 
     def _messages(self) -> Iterator[dict[str, Any]]:
         while len(self._incoming) >= _LENGTH.size:
@@ -138,23 +164,32 @@ class RankHasNotComeError(CommunicationError):
 
 
 class Meeting:
-    """The neighbours of one rank, before they are connected."""
+    """The neighbours of one rank, before they are connected.
 
-    def __init__(self, store: Any, rank: int, world: int, ip: str, host: str) -> None:
-        self._store, self._rank, self._world = store, rank, world
+    A rank first says on which host it is. It listens on the loopback interface if the previous rank is on the same
+    host, else where that one reaches it.
+    """
+
+    def __init__(self, bounded_store: BoundedStore, rank: int, world: int, host: str, link_timeout: float) -> None:
+        self._bounded_store, self._rank, self._world = bounded_store, rank, world
         self._next, self._previous = (rank + 1) % world, (rank - 1) % world
-        self._listener = socket.create_server((ip, 0), backlog=16)
-        self._listener.setblocking(False)
+        self._link_timeout = link_timeout
+        self._listener: socket.socket | None = None
+        self._secret = secrets.token_hex(16)
+        self._known: dict[str, dict[str, Any]] = {}  # what other ranks have written
         self._strangers: list[Connection] = []
         self._suspect = False
+        self._trouble = ""
         self._probed = time.monotonic()
-        self.own = Address(host, os.getpid(), ip, self._listener.getsockname()[1], secrets.token_hex(16))
-        self.addresses: dict[int, Address] = {}
-        """Of the neighbours that have come."""
-        store.set(f"address {rank}", json.dumps(vars(self.own)))
+        self._own = Place(
+            host, socket.gethostname(), os.getpid(), network.chosen_address() or address_towards(bounded_store.raw)
+        )
+        bounded_store.set(_HOST.format(rank), json.dumps(self._own.to_json()))
 
-    def connect(self, timeout: float, check: Callable[[], object]) -> tuple[Connection, Connection]:
-        """Connections to the next rank and to the previous one.
+    def connect(
+        self, timeout: float, check: Callable[[], object]
+    ) -> tuple[tuple[Connection, Connection], socket.socket, Place]:
+        """Return connections to the next rank and to the previous one, the socket that listens, and where that is.
 
         Calls ``check`` every now and then, which may raise. Raises :class:`NeighbourHasEndedError`, and after
         ``timeout`` seconds :class:`RankHasNotComeError`, or :class:`CommunicationError` if all have come.
@@ -164,54 +199,88 @@ class Meeting:
         preceding: Connection | None = None
         try:
             while following is None or preceding is None:
-                self._look_for_addresses()
                 following = following or self._connect_to_next()
                 preceding = preceding or self._accept_previous()
-                if preceding is None:
-                    self._probe_previous()
                 if following is None or preceding is None:
                     check()
                     if time.monotonic() > deadline:
                         raise self._missing(timeout)
-            self._look_for_addresses()  # who has connected has one
-            return following, preceding
         except BaseException as error:
             self._strangers += filter(None, (following, preceding))  # to close, when others can read why
-            if isinstance(error, RuntimeError) and not isinstance(error, CommunicationError):  # of the store
+            if isinstance(error, StoreLostError):
                 raise store_lost(self._rank, self._world, error) from error
             raise
+        listener, self._listener = self._listener, None
+        assert listener is not None
+        return (following, preceding), listener, self._own
 
     def close(self) -> None:
-        """Listen no more; connections that :meth:`connect` has not returned are closed."""
-        self._listener.close()
+        """Close what :meth:`connect` has not returned."""
+        if self._listener is not None:
+            self._listener.close()
         for each in self._strangers:
             each.close()
 
-    def _look_for_addresses(self) -> None:
-        for rank in {self._next, self._previous} - self.addresses.keys():
-            if self._store.check([f"address {rank}"]):
-                self.addresses[rank] = Address(**json.loads(self._store.get(f"address {rank}")))
+    def _place_of(self, rank: int, key: str) -> dict[str, Any] | None:
+        """What a rank has written under a key, if it has by now."""
+        name = key.format(rank)
+        if name not in self._known and self._bounded_store.check([name]):
+            self._known[name] = json.loads(self._bounded_store.get(name))
+        return self._known.get(name)
 
     def _connect_to_next(self) -> Connection | None:
-        address = self.addresses.get(self._next)
+        address = self._place_of(self._next, _ADDRESS)
         if address is None:
             return None
+        where = address["ip"], address["port"]
         try:
-            connection = Connection(socket.create_connection((address.ip, address.port), timeout=5), self._next)
-        except TimeoutError:
-            return None
+            connected = socket.create_connection(where, timeout=CONNECT_SECONDS)
         except ConnectionRefusedError as error:
             raise NeighbourHasEndedError(self._next) from error
-        connection.send({"rank": self._rank, "secret": address.secret})
+        except OSError as error:  # its host does not answer, or not yet
+            self._trouble = f"rank {self._next} cannot be reached at {where[0]}:{where[1]} ({error})"
+            return None
+        connection = Connection(connected, self._next, self._link_timeout)
+        connection.send({"rank": self._rank, "secret": address["secret"]})
         return connection
+
+    def _listen(self) -> None:
+        """Listen where the previous rank will connect, as soon as it has said on which host it is."""
+        previous = self._place_of(self._previous, _HOST)
+        if previous is None:
+            return
+        ip = network.LOOPBACK if previous["host"] == self._own.host else self._ip_towards(previous["ip"])
+        self._listener = socket.create_server((ip, 0), family=network.family_of(ip), backlog=16)
+        self._listener.setblocking(False)
+        self._own = replace(self._own, ip=ip, port=self._listener.getsockname()[1])
+        self._bounded_store.set(
+            _ADDRESS.format(self._rank), json.dumps({**self._own.to_json(), "secret": self._secret})
+        )
+
+    def _ip_towards(self, other: str) -> str:
+        """Return the address under which another host, whose own is given, reaches this one."""
+        if not network.is_loopback(self._own.ip):
+            return self._own.ip
+        found = network.reachable_address([other])
+        if found is None or network.is_loopback(found):
+            raise CommunicationError(
+                f"rank {self._rank}: rank {self._previous} is on another host, but of this host, {self._own.name}, "
+                f"only a loopback address is known ({self._own.ip}): {network.SET_INTERFACE}"
+            )
+        return found
 
     def _accept_previous(self) -> Connection | None:
         """The connection of the previous rank, if it has come by now; waits a moment for it."""
+        if self._listener is None:
+            self._listen()
+        if self._listener is None:
+            time.sleep(LOOK_SECONDS)
+            return None
         waiting: list[Any] = [self._listener, *self._strangers]
         select.select(waiting, [], [], LOOK_SECONDS)
         with contextlib.suppress(BlockingIOError):
             while True:
-                self._strangers.append(Connection(self._listener.accept()[0], -1))
+                self._strangers.append(Connection(self._listener.accept()[0], -1, self._link_timeout))
         for each in list(self._strangers):
             try:
                 hello, gone = each.receive()
@@ -219,47 +288,96 @@ class Meeting:
                 hello, gone = [], True
             if hello or gone:
                 self._strangers.remove(each)
-                if hello and _is_rank(hello[0], self._previous, self.own.secret):
+                if hello and _is_rank(hello[0], self._previous, self._secret):
                     each.peer = self._previous
                     return each
                 each.close()
+        self._probe_previous()
         return None
 
     def _probe_previous(self) -> None:
         """Raise if the previous rank listens no more; it had connected by then, or has ended."""
         if self._suspect:
             raise NeighbourHasEndedError(self._previous)
-        address = self.addresses.get(self._previous)
+        address = self._place_of(self._previous, _ADDRESS)
         if address is None or time.monotonic() < self._probed + PROBE_SECONDS:
             return
         self._probed = time.monotonic()
-        try:
-            socket.create_connection((address.ip, address.port), timeout=5).close()
-        except ConnectionRefusedError:
-            self._suspect = True  # unless its connection is there already: one more look
-        except OSError:
-            pass
+        # If it has ended, its connection may be there already: one more look.
+        self._suspect = reach([(address["ip"], address["port"])], LOOK_SECONDS) == [Reach.REFUSES]
 
     def _missing(self, timeout: float) -> CommunicationError:
-        absent = [rank for rank in range(self._world) if not self._store.check([f"address {rank}"])]
-        if absent:
-            ranks = f"rank{'s' if len(absent) > 1 else ''} {', '.join(map(str, absent))}"
-            text = f"{ranks} of {self._world} did not come within {timeout:g} s; look at the errors of those processes"
-            return RankHasNotComeError(absent[0], text)
-        return CommunicationError(f"not all of {self._world} ranks had connected to each other after {timeout:g} s")
+        missing = [rank for rank in range(self._world) if self._place_of(rank, _HOST) is None]
+        if missing:
+            return RankHasNotComeError(missing[0], absent(missing, self._world, timeout))
+        text = f"not all of {self._world} ranks had connected to each other after {timeout:g} s"
+        if self._trouble:
+            text += f". {self._trouble}: look at the network between the hosts, or {network.SET_INTERFACE}"
+        return CommunicationError(text)
 
 
-def ip_for(store: Any) -> str:
-    """The address under which ranks of the same store reach this host: loopback, if that is where the store is."""
-    host = getattr(_innermost(store), "host", None)
-    if not host:
-        return "127.0.0.1"  # a store in a file or in this process
-    with contextlib.suppress(OSError):
-        family, kind, protocol, _, where = socket.getaddrinfo(host, 9, socket.AF_INET, socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.connect(where)  # sends nothing
-            return str(probe.getsockname()[0])
-    return "127.0.0.1"
+_HOST = "host {}"
+"""The key under which a rank says on which host it is."""
+_ADDRESS = "address {}"
+"""The key under which it says where it listens."""
+
+
+class Reach(Enum):
+    """What an attempt to connect says of another host."""
+
+    ANSWERS = auto()
+    REFUSES = auto()
+    """The host is there; nobody listens there any more."""
+    SILENT = auto()
+    """Nothing came back: the host, or the network, is down."""
+
+
+def reach(doors: Sequence[tuple[str, int]], seconds: float) -> list[Reach]:
+    """Return what is heard within some seconds from each of some addresses and ports, which are tried all at once."""
+    found = [Reach.SILENT] * len(doors)
+    with contextlib.ExitStack() as stack:
+        tried: dict[int, tuple[int, socket.socket]] = {}
+        poll = select.poll()
+        for number, (ip, port) in enumerate(doors):
+            each = stack.enter_context(socket.socket(network.family_of(ip), socket.SOCK_STREAM))
+            each.setblocking(False)
+            each.connect_ex((ip, port))
+            tried[each.fileno()] = number, each
+            poll.register(each, select.POLLOUT)
+        until = time.monotonic() + seconds
+        while tried and (left := until - time.monotonic()) > 0:
+            for fd, _ in poll.poll(left * 1e3):
+                number, each = tried.pop(fd)
+                poll.unregister(fd)
+                found[number] = _REACH.get(each.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR), Reach.SILENT)
+    return found
+
+
+_REACH = {0: Reach.ANSWERS, errno.ECONNREFUSED: Reach.REFUSES}
+
+
+def _limit_silence(connected: socket.socket, seconds: float) -> None:
+    """Let the system end a connection over which nothing has come for some seconds, sent or not.
+
+    It probes one that is idle after a quarter of that time, each second.
+    """
+    idle, interval = max(1, int(seconds / 4)), max(1, int(seconds / 20))
+    options = {
+        "TCP_KEEPIDLE": idle,
+        "TCP_KEEPINTVL": interval,
+        "TCP_KEEPCNT": max(1, math.ceil((seconds - idle) / interval)),  # where the next one is not known
+        "TCP_USER_TIMEOUT": int(seconds * 1000),  # on Linux it counts for what has been sent, and in place of the count
+    }
+    connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in options.items():
+        if hasattr(socket, name):
+            connected.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def absent(ranks: Sequence[int], world: int, timeout: float) -> str:
+    """What to say of ranks that have not come to meet the others."""
+    names = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+    return f"{names} of {world} did not come within {timeout:g} s; look at the errors of those processes"
 
 
 def store_lost(rank: int, world: int, error: BaseException) -> CommunicationError:
@@ -269,12 +387,6 @@ def store_lost(rank: int, world: int, error: BaseException) -> CommunicationErro
         f"rank {rank}: the process that hosts the store has ended before all {world} ranks had met: that is rank 0, "
         f"unless a launcher hosts it. Look at its errors ({gist})"
     )
-
-
-def _innermost(store: Any) -> Any:
-    while hasattr(store, "underlying_store"):
-        store = store.underlying_store
-    return store
 
 
 def _is_rank(hello: dict[str, Any], rank: int, secret: str) -> bool:

@@ -2,12 +2,9 @@
 
 A thread of each rank looks once a second whether the rank has waited for others longer than it should. If so, it asks
 all ranks where they are. Who cannot answer - it is stopped, or a call into C code holds its interpreter - is looked at
-from outside, by its process's number, if it is on the same host. Then it is told which rank is late.
+from outside by a rank of its host, through what was opened when all met. Then it is told which rank is late.
 """
 
-import contextlib
-import json
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -17,44 +14,57 @@ from lockstep.errors import InspectionError
 from lockstep.failures import proc
 from lockstep.failures.channel import FailureChannel
 from lockstep.failures.deadline import Deadline, StallLimits
-from lockstep.failures.inquiry import Answer, late, stalled
+from lockstep.failures.failure import Failure
+from lockstep.failures.inquiry import Answer, absent, late, stalled, waited_in_vain
 from lockstep.failures.places import collective_of
-from lockstep.failures.progress import Snapshot, page_of
+from lockstep.failures.progress import Snapshot
 from lockstep.failures.stacks import Thread, ask, own_stack
 from lockstep.failures.where import OF_A_STEP
+
+ANSWER_SECONDS = 4.0
+"""How long ranks have to answer one that has waited for them in vain."""
 
 
 class StallWatch:
     """Finds ranks that make no progress, from when it is made to :meth:`close`.
 
-    Every rank of the channel has to make one. ``store`` is one in which no other keys are; ``begun`` says how many
-    collectives this rank has begun on the group that is watched, or None.
+    Every rank of the channel has to make one. ``begun`` says how many collectives this rank has begun on the group that
+    is watched, or None. Without ``limits`` it answers others, and finds who is missing when it is asked to.
     """
 
-    def __init__(
-        self, channel: FailureChannel, store: Any, host: str, limits: StallLimits, begun: Callable[[], int | None]
-    ) -> None:
+    def __init__(self, channel: FailureChannel, limits: StallLimits | None, begun: Callable[[], int | None]) -> None:
         self._channel, self._progress, self._begun = channel, channel.progress, begun
-        self._limits, self._deadline = limits, Deadline(limits)
-        self._processes = _Processes(store, channel.rank, host)
-        self._answer_seconds = min(10.0, max(0.5, limits.minimum / 6))
+        self._limits = limits or StallLimits()
+        self._deadline = Deadline(self._limits)
+        self._answer_seconds = min(10.0, max(0.5, self._limits.minimum / 6))
         self._others_hold_off = 3 * self._answer_seconds
         self._wait = _Wait()
         self._ask_again = 0.0
         self._answers: dict[int, Answer] = {}
         self._inquiry = ""
+        self._inquires = threading.Lock()
         self._changed = threading.Condition()
         self._over = threading.Event()
         channel.on("asked", self._asked)
+        channel.on("look", self._asked_to_look)
         channel.on("answer", self._answered)
-        self._thread = threading.Thread(target=self._run, name="lockstep stalls", daemon=True)
-        self._thread.start()
+        self._thread: threading.Thread | None = None
+        if limits is not None:
+            self._thread = threading.Thread(target=self._run, name="lockstep stalls", daemon=True)
+            self._thread.start()
 
     def close(self) -> None:
         """Watch no more."""
         self._over.set()
-        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+        if self._thread is not None and self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join(self._answer_seconds)
+
+    def find_absent(self, error: str) -> Failure | None:
+        """The failure of the rank for which this one has waited in vain, until an ``error``; None if nobody knows."""
+        with self._progress.waiting("a collective that timed out"):
+            answers = self._inquire(ANSWER_SECONDS)
+        found = absent(answers)
+        return waited_in_vain(found, answers, self._channel.rank, error) if found is not None else None
 
     # ------------------------------------------------------------------------------------ its thread
 
@@ -70,7 +80,7 @@ class StallWatch:
         waited = self._wait.seconds(seen, begun, now)
         if waited <= self._deadline.seconds(seen.phase) or now < self._ask_again:
             return
-        answers = self._inquire(now)
+        answers = self._inquire(self._answer_seconds)
         found = late(answers, waited)
         if self._channel.failure is not None or self._over.is_set():
             return
@@ -79,37 +89,52 @@ class StallWatch:
             # If it is this one, another one has to ask and say so. tests/failures/test_stall.py: asks_first
             self._ask_again = time.monotonic() + self._limits.minimum + self._others_hold_off
             return
-        self._channel.report(stalled(found, answers, own, waited, self._deadline.explain(found.phase)))
+        self._channel.report(stalled(found, answers, own, waited, self._deadline.explain(found.phase or seen.phase)))
 
     def _is_too_late(self, found: Answer, waited: float) -> bool:
-        if found.compiles or found.phase not in OF_A_STEP:
+        if found.compiles or (found.phase and found.phase not in OF_A_STEP):
             return waited > self._limits.patience
         return True
 
-    def _inquire(self, now: float) -> list[Answer]:
-        """What every rank is doing."""
-        own = self._own_answer()
-        with self._changed:
-            self._inquiry = f"{self._channel.rank} {now}"
-            self._answers = {own.rank: own}
-        self._channel.tell("asked", inquiry=self._inquiry)
-        until = time.monotonic() + self._answer_seconds
-        stopped: dict[int, Answer] = {}
-        with self._changed:
-            while (missing := self._missing() - stopped.keys()) and (left := until - time.monotonic()) > 0:
-                self._changed.wait(min(left, 0.2))
-                stopped |= {rank: Answer(rank, stopped=True) for rank in missing if self._processes.stopped(rank)}
-            missing = self._missing()
-            answers = list(self._answers.values())
-        run = self._progress.read().run
-        return answers + [self._processes.look_at(rank, run, self._answer_seconds) for rank in sorted(missing)]
+    def _inquire(self, seconds: float) -> list[Answer]:
+        """What every rank is doing: what it says itself, or else what a rank of its host sees."""
+        with self._inquires:
+            own = self._own_answer()
+            with self._changed:
+                self._inquiry = f"{self._channel.rank} {time.monotonic()}"
+                self._answers = {own.rank: own}
+            self._channel.tell("asked", inquiry=self._inquiry)
+            self._wait_for_answers(seconds / 2)
+            if missing := self._missing():
+                self._look_at(missing)
+                self._channel.tell("look", inquiry=self._inquiry, ranks=missing)
+                self._wait_for_answers(seconds / 2)
+            silent = self._channel.silent_hosts(self._missing())
+            unknown = [
+                Answer(rank, self._channel.places[rank].pid, answers=False, silent_host=silent.get(rank, ""))
+                for rank in self._missing()
+            ]
+            with self._changed:
+                return [*self._answers.values(), *unknown]
 
-    def _missing(self) -> set[int]:
-        return set(self._channel.global_ranks) - self._answers.keys()
+    def _wait_for_answers(self, seconds: float) -> None:
+        until = time.monotonic() + seconds
+        with self._changed:
+            while self._missing() and (left := until - time.monotonic()) > 0:
+                self._changed.wait(left)
+
+    def _missing(self) -> list[int]:
+        return [rank for rank in self._channel.global_ranks if rank not in self._answers]
 
     def _own_answer(self) -> Answer:
         seen, now = self._progress.read(), time.monotonic()
         return Answer.of(seen, own_stack(seen.thread), now, begun=self._begun())
+
+    def _look_at(self, ranks: list[int]) -> None:
+        """Answer for ranks of this host that cannot do it themselves."""
+        for rank in ranks:
+            if rank in self._channel.pages:
+                self._note(seen_from_outside(self._channel, rank, self._answer_seconds), self._inquiry)
 
     # ---------------------------------------------------------------------------- the channel's thread
 
@@ -118,11 +143,25 @@ class StallWatch:
         self._ask_again = time.monotonic() + self._others_hold_off
         self._channel.tell("answer", inquiry=message["inquiry"], answer=self._own_answer().to_json())
 
+    def _asked_to_look(self, message: dict[str, Any]) -> None:
+        """Another rank cannot see those of this host: the first one that can answers for those that cannot."""
+        ranks = [rank for rank in message["ranks"] if rank in self._channel.pages]
+        able = set(self._channel.ranks_with(self._channel.rank)) - set(message["ranks"])
+        if ranks and min(able, default=None) == self._channel.rank:
+            threading.Thread(target=self._tell_of, args=(ranks, message["inquiry"]), daemon=True).start()
+
+    def _tell_of(self, ranks: list[int], inquiry: str) -> None:
+        for rank in ranks:
+            answer = seen_from_outside(self._channel, rank, self._answer_seconds)
+            self._channel.tell("answer", inquiry=inquiry, answer=answer.to_json())
+
     def _answered(self, message: dict[str, Any]) -> None:
-        answer = Answer(**message["answer"])
+        self._note(Answer(**message["answer"]), message["inquiry"])
+
+    def _note(self, answer: Answer, inquiry: str) -> None:
         with self._changed:
-            if message["inquiry"] == self._inquiry:
-                self._answers[answer.rank] = answer
+            if inquiry == self._inquiry:
+                self._answers.setdefault(answer.rank, answer)
                 self._changed.notify_all()
 
 
@@ -144,46 +183,16 @@ class _Wait:
         return now - self._since if where[0] else 0.0
 
 
-class _Processes:
-    """The processes of all ranks, as far as they are on this host."""
-
-    def __init__(self, store: Any, rank: int, host: str) -> None:
-        self._host = host
-        store.set(f"process {rank}", json.dumps([host, os.getpid()]))
-        self._store = store
-
-    def stopped(self, rank: int) -> bool:
-        """Whether a rank is known to be stopped."""
-        pid = self._pid(rank)
-        with contextlib.suppress(InspectionError):
-            return pid > 0 and proc.available() and proc.status_of(pid).stopped
-        return False
-
-    def look_at(self, rank: int, run: str, seconds: float) -> Answer:
-        """What a rank is doing that does not answer, as far as that can be seen from outside."""
-        pid = self._pid(rank)
-        nothing = Answer(rank, pid, answers=False, stopped=self.stopped(rank))
-        if not pid or not proc.available():
-            return nothing
-        try:
-            page = page_of(pid, run, rank)
-            if page is None:
-                return nothing
-            with page:
-                seen = page.read()
-            return Answer.of(
-                seen, _thread_of(pid, seen.thread, seconds), time.monotonic(), answers=False, stopped=nothing.stopped
-            )
-        except InspectionError:  # it has ended
-            return nothing
-
-    def _pid(self, rank: int) -> int:
-        """0 if the rank is on another host, or nobody knows."""
-        with contextlib.suppress(RuntimeError):  # the store is lost
-            if self._store.check([f"process {rank}"]):
-                host, pid = json.loads(self._store.get(f"process {rank}"))
-                return int(pid) if host == self._host else 0
-        return 0
+def seen_from_outside(channel: FailureChannel, rank: int, seconds: float) -> Answer:
+    """What a rank of this host is doing that does not answer, as far as that can be seen from outside."""
+    pid, stopped = channel.places[rank].pid, False
+    try:
+        seen = channel.pages[rank].read()
+        stopped = proc.available() and proc.status_of(pid).stopped
+        thread = None if stopped else _thread_of(pid, seen.thread, seconds)
+        return Answer.of(seen, thread, time.monotonic(), answers=False, stopped=stopped)
+    except InspectionError:  # it has ended
+        return Answer(rank, pid, answers=False, stopped=stopped)
 
 
 def _thread_of(pid: int, ident: int, seconds: float) -> Thread | None:

@@ -6,7 +6,6 @@ import os
 import socket
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
@@ -17,18 +16,18 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore, TCPStore
-from torch.distributed import DistError
+from torch._C._distributed_c10d import HashStore
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import Dataset, Subset
 
+from lockstep import network
 from lockstep.checkpoints import Resumed, resume, save
-from lockstep.devices import accelerator
+from lockstep.devices import accelerator, resolve_device
 from lockstep.distributed import loop, uneven
 from lockstep.distributed.collectives import Group, backends_of
 from lockstep.distributed.decisions import Decisions
 from lockstep.errors import CommunicationError, DeviceError, OptionError
-from lockstep.failures.channel import FailureChannel
+from lockstep.failures.channel import LINK_SECONDS, FailureChannel
 from lockstep.failures.connections import Connections
 from lockstep.failures.deadline import StallLimits
 from lockstep.failures.progress import Phase, Progress
@@ -36,16 +35,16 @@ from lockstep.failures.stacks import answering
 from lockstep.failures.where import TRAINING
 from lockstep.session.counted import CountedBatches
 from lockstep.session.environment import Environment, read_environment
+from lockstep.session.meeting_place import meeting_place
 from lockstep.session.seeds import generator, seed_this_rank
 from lockstep.session.stop_requests import StopRequests
-from lockstep.session.watch import Watch, attach, make_channel, run_name, unused_part
+from lockstep.session.watch import Watch, attach, check_link_timeout, make_channel, run_name, unused_part
+from lockstep.store import ANSWER_SECONDS
 
 T = TypeVar("T")
 
 GIVE_UP_SECONDS = 1.0
 """How long the making of a group is waited for that another rank's failure has made useless."""
-CONNECT_SECONDS = 0.1
-"""How often a rank looks whether the store is there."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +58,7 @@ class SessionOptions:
     stall_factor: float | None = 20.0
     stall_minimum: float = 60.0
     time_limit: float | None = None
+    link_timeout: float = LINK_SECONDS
 
 
 class Session:
@@ -71,7 +71,7 @@ class Session:
         """How many processes take part."""
         self.local_rank: int = environment.local_rank
         """This process's number on its host, from 0."""
-        self.device: torch.device = _choose_device(options.device, environment.local_rank)
+        self.device: torch.device = _choose_device(options.device, environment)
         """Where this rank's model and batches belong."""
         self.backend: str = options.backend or _choose_backend(self.device, environment)
         """The name of the group's backend."""
@@ -203,7 +203,8 @@ class session:
     Args:
         backend: of the process group. If None: ``shm`` where all ranks share a host and train on the CPU, ``nccl``
             for CUDA (with ``gloo`` for tensors on the CPU), else ``gloo``.
-        device: of this rank. If None: the accelerator of this rank's number on its host, or the CPU.
+        device: of this rank. If None: the accelerator of this rank's number on its host, or the CPU if it has none.
+            More ranks than accelerators are an error on all ranks of the host; ``"cpu"`` trains without them.
         timeout: seconds that ranks wait for each other at the start, in one collective, and at the end.
         seed: of all random streams. PyTorch's own generators, Python's and NumPy's are seeded **otherwise on each
             rank**, so that dropout and augmentation differ; use ``run.shared_generator`` for what has to be the same,
@@ -214,10 +215,13 @@ class session:
             first steps and whatever ``run.phase()`` names, and while something is compiled, the limit is ``timeout``.
         stall_minimum: seconds below which that limit never is.
         time_limit: seconds from the start after which ``run.should_stop`` is true. None for no limit.
+        link_timeout: seconds for which nothing may come from another host, not even the answer to a probe of the
+            system; after that its ranks have failed. At least 1. A shorter pause of the network ends nothing.
 
     What is communicated: what making a process group takes, and what :func:`lockstep.watch` says.
 
     Raises :class:`~lockstep.errors.OptionError` for an environment that makes no sense,
+    :class:`~lockstep.errors.DeviceError` for a device that this host does not have,
     :class:`~lockstep.errors.CommunicationError` if a rank has not come within the time-out, and
     :class:`~lockstep.errors.PeerFailure` if one has come and failed.
 
@@ -242,10 +246,14 @@ class session:
         stall_factor: float | None = 20.0,
         stall_minimum: float = 60.0,
         time_limit: float | None = None,
+        link_timeout: float = LINK_SECONDS,
     ) -> None:
         if not timeout > 0:
             raise OptionError(f"session(): timeout is {timeout!r}, expected a number of seconds above 0")
-        self._options = SessionOptions(backend, device, timeout, seed, stall_factor, stall_minimum, time_limit)
+        check_link_timeout(link_timeout, "session()")
+        self._options = SessionOptions(
+            backend, device, timeout, seed, stall_factor, stall_minimum, time_limit, link_timeout
+        )
         self._session: Session | None = None
 
     def __enter__(self) -> Session:
@@ -267,28 +275,25 @@ class session:
 # ------------------------------------------------------------------------------------------ its parts
 
 
-def _choose_device(asked: str | torch.device | None, local_rank: int) -> torch.device:
+def _choose_device(asked: str | torch.device | None, environment: Environment) -> torch.device:
     """The device, which is made the current one of its kind before anything is put on another."""
-    device = torch.device(asked) if asked is not None else _device_of(local_rank)
+    found = accelerator()
+    if asked is None and found is None:
+        return torch.device("cpu")
+    device = torch.device(found.type) if asked is None and found is not None else resolve_device(asked or "cpu")
     if device.type == "cpu":
         return device
-    index: int | None = device.index
-    device = torch.device(device.type, local_rank if index is None else index)
+    if asked is None or torch.device(asked).index is None:
+        count = torch.accelerator.device_count()
+        processes = max(environment.local_world_size, environment.local_rank + 1)  # alike on all ranks, if it is known
+        if processes > count:
+            raise DeviceError(
+                f"{processes} processes on this host, which has {count} accelerator{'s' if count > 1 else ''} of type "
+                f'{device.type}: type `torchrun --nproc-per-node {count}`, or `session(device="cpu")` for the CPU'
+            )
+        device = torch.device(device.type, environment.local_rank)
     torch.accelerator.set_device_index(device.index)
     return device
-
-
-def _device_of(local_rank: int) -> torch.device:
-    found = accelerator()
-    if found is None:
-        return torch.device("cpu")
-    count = torch.accelerator.device_count()
-    if local_rank >= count:
-        raise DeviceError(
-            f"this is process {local_rank} of its host, which has {count} devices of type {found.type}: start at "
-            f'most {count} processes there, or pass device="cpu" to session()'
-        )
-    return torch.device(found.type, local_rank)
 
 
 def _choose_backend(device: torch.device, environment: Environment) -> str:
@@ -307,24 +312,34 @@ def _join(options: SessionOptions, environment: Environment, this: Session, reso
     connections, waits_for_store = Connections(), Connections()
     # The channel makes a connection of its own. This one is the group's: to end it is to call back who waits there.
     with waits_for_store.recording():
-        store = unused_part(_meeting_place(environment, limit), "session", environment.rank)
-    channel = make_channel(store, environment.rank, range(environment.world_size), this.progress, options.timeout)
+        store = unused_part(meeting_place(environment, options.timeout), "session", environment.rank)
+    channel = make_channel(
+        store,
+        environment.rank,
+        range(environment.world_size),
+        this.progress,
+        options.timeout,
+        options.link_timeout,
+    )
     watch = Watch(channel, options.timeout, connections, resources.pop_all())
+    limits = None
+    if options.stall_factor is not None:
+        limits = StallLimits(options.stall_factor, options.stall_minimum, options.timeout)
     try:
+        watch.look_for_stalls(lambda: dist.group.WORLD, limits)
+        _choose_interface(channel)
         with connections.recording():
             _while_nobody_fails(
                 channel,
                 lambda: _make_group(this.backend, store, environment, limit),
                 lambda: waits_for_store.shut_down(except_port=environment.port),
+                options.timeout,
             )
     except BaseException as error:
         watch.end(error)
         raise
     gloo = "gloo" in backends_of(dist.group.WORLD)
     attach(channel, dist.group.WORLD, connections if gloo else None)
-    if options.stall_factor is not None:
-        limits = StallLimits(options.stall_factor, options.stall_minimum, options.timeout)
-        watch.look_for_stalls(dist.group.WORLD, limits)
     return watch
 
 
@@ -341,60 +356,11 @@ def _make_group(backend: str, store: Any, environment: Environment, timeout: tim
     )
 
 
-def _meeting_place(environment: Environment, timeout: timedelta) -> Any:
-    """The store; where no launcher has one, rank 0 does, and waits for nobody here."""
-    if environment.launcher_has_store or environment.rank:
-        _wait_for_store(environment, timeout.total_seconds())
-    try:
-        return _connect_to_store(environment, timeout)
-    except DistError as error:
-        if environment.rank == 0 and not environment.launcher_has_store:
-            raise  # its port is in use
-        raise _no_store(environment, timeout.total_seconds(), error) from error
-
-
-def _connect_to_store(environment: Environment, timeout: timedelta) -> Any:
-    if environment.launcher_has_store:
-        found = dist.rendezvous(  # type: ignore[attr-defined]
-            "env://", environment.rank, environment.world_size, timeout=timeout
-        )
-        return next(iter(found))[0]
-    return TCPStore(
-        environment.address,
-        environment.port,
-        environment.world_size,
-        is_master=environment.rank == 0,
-        timeout=timeout,
-        wait_for_workers=False,
-        multi_tenant=True,
-    )
-
-
-def _wait_for_store(environment: Environment, timeout: float) -> None:
-    """Return when somebody listens where the store should be."""
-    deadline, where = time.monotonic() + timeout, (environment.address, environment.port)
-    while True:
-        try:
-            socket.create_connection(where, timeout=max(CONNECT_SECONDS, deadline - time.monotonic())).close()
-            return
-        except OSError as error:
-            if time.monotonic() > deadline:
-                raise _no_store(environment, timeout, error) from error
-        time.sleep(CONNECT_SECONDS)
-
-
-def _no_store(environment: Environment, timeout: float, error: Exception) -> CommunicationError:
-    host = "the launcher" if environment.launcher_has_store else f"rank 0 of {environment.world_size}"
-    gist = (str(error) or type(error).__name__).splitlines()[0]
-    return CommunicationError(
-        f"rank {environment.rank}: {host}, at whose store {environment.address}:{environment.port} the ranks meet, did "
-        f"not come within {timeout:g} s, or has ended since ({gist}); look at the errors of that process, and whether "
-        "MASTER_ADDR and MASTER_PORT are right"
-    )
-
-
-def _while_nobody_fails(channel: FailureChannel, make: Callable[[], object], give_up: Callable[[], object]) -> None:
-    """Make the group on another thread, since that waits for other ranks in C++; raise if one of them fails meanwhile.
+def _while_nobody_fails(
+    channel: FailureChannel, make: Callable[[], object], give_up: Callable[[], object], timeout: float
+) -> None:
+    """Make the group on another thread, since that waits for other ranks in C++; raise if one of them fails meanwhile,
+    or if the time-out is over, which the group's own calls to the store do not keep.
 
     Then ``give_up`` ends the wait, and what is made nevertheless is destroyed.
     """
@@ -418,18 +384,29 @@ def _while_nobody_fails(channel: FailureChannel, make: Callable[[], object], giv
     channel.when_failed(lambda _: awake.set())
     made.add_done_callback(lambda _: awake.set())
     threading.Thread(target=work, name="lockstep makes the group", daemon=True).start()
-    awake.wait()
+    with channel.progress.waiting("process group"):
+        awake.wait(timeout + ANSWER_SECONDS)
     with lock:
         given_up = not made.done()
     if given_up:
         give_up()
         wait([made], GIVE_UP_SECONDS)
         channel.check()
+        raise CommunicationError(f"rank {channel.rank}: the process group could not be made within {timeout:g} s")
     made.result()
+
+
+def _choose_interface(channel: FailureChannel) -> None:
+    """Where ranks are on several hosts, and this host's own name is no address under which others reach it, tell Gloo
+    which interface leads to them."""
+    own = channel.places[channel.rank].host
+    others = [place.ip for place in channel.places.values() if place.host != own]
+    if others and (address := network.address_for_gloo(others)) and (interface := network.interface_of(address)):
+        os.environ[network.INTERFACE_VARIABLE] = interface
 
 
 def _stay_on_loopback(environment: Environment) -> None:
     """Where all ranks are on this host, not a word of Gloo leaves it."""
     names = [name for _, name in socket.if_nameindex() if name.startswith("lo")]
     if names and environment.is_one_host:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", names[0])
+        os.environ.setdefault(network.INTERFACE_VARIABLE, names[0])

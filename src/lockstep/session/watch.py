@@ -7,6 +7,7 @@ import socket
 import sys
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -17,10 +18,10 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from lockstep.distributed.collectives import Collectives, Group, backends_of, global_ranks, resolve_group
 from lockstep.errors import OptionError, PeerFailure
-from lockstep.failures.channel import LEFT_SECONDS, FailureChannel, forget, watch_group
+from lockstep.failures.channel import LEFT_SECONDS, LINK_SECONDS, FailureChannel, forget, watch_group
 from lockstep.failures.connections import Connections
 from lockstep.failures.deadline import StallLimits
-from lockstep.failures.failure import Failure, follows_from_another, of_exception, peer_failure_in
+from lockstep.failures.failure import Failure, Kind, chain, follows_from_another, of_exception, peer_failure_in
 from lockstep.failures.progress import Phase, Progress
 from lockstep.failures.stacks import answering
 from lockstep.failures.stall import StallWatch
@@ -67,12 +68,13 @@ class Watch:
         if self.channel is not None:
             self.channel.enter(phase)
 
-    def look_for_stalls(self, group: Group, limits: StallLimits) -> None:
-        """From now on, a rank of the group that makes no progress is found; every rank has to call it."""
+    def look_for_stalls(self, group: Callable[[], Group | None], limits: StallLimits | None) -> None:
+        """From now on, a rank of the group that makes no progress is found; every rank has to call it.
+
+        Without limits nobody looks for one; a rank that others have waited for in vain is named all the same.
+        """
         assert self.channel is not None
-        self._stalls = StallWatch(
-            self.channel, PrefixStore("stalls", self.channel.store), _host(), limits, _counter(group)
-        )
+        self._stalls = StallWatch(self.channel, limits, lambda: _begun(group()))
 
     def end(self, error: BaseException | None = None, release: Callable[[], object] = lambda: None) -> None:
         """Tell the others how this rank ends, let the group go by ``release``, wait for the others, and close.
@@ -84,8 +86,6 @@ class Watch:
             return
         self._ended = True
         atexit.unregister(self.end)
-        if self._stalls is not None:
-            self._stalls.close()
         with self._resources:
             self._leave(error, release)
 
@@ -96,6 +96,8 @@ class Watch:
             return
         last_words = LastWords() if error is not None or channel.failure is not None else None
         told = self._tell(channel, error)
+        if self._stalls is not None:
+            self._stalls.close()
         try:
             channel.announce_end()
             channel.wait_until_told()
@@ -122,10 +124,19 @@ class Watch:
             return None
         if _is_orderly(error) and channel.progress.current_phase != Phase.START_UP:  # there, all need this rank
             return None
-        if follows_from_another(error) and (known := channel.explain(error)) is not None:
+        own = of_exception(error, channel.rank, channel.progress.step, channel.progress.current_phase)
+        if not follows_from_another(error):
+            channel.report(own)
+            return None
+        if (known := channel.explain(error)) is not None:
             return known
-        channel.report(of_exception(error, channel.rank, channel.progress.step, channel.progress.current_phase))
-        return None
+        # It waited for others until its time was over. That is not its own failure, but that of who did not come.
+        *_, cause = chain(error)  # what the group itself has said
+        gist = str(cause).partition("\n")[0]
+        absent = self._stalls.find_absent(gist) if self._stalls is not None else None
+        if channel.failure is None:
+            channel.report(absent or replace(own, kind=Kind.GAVE_UP))
+        return channel.error() if channel.failure is not None else None
 
     def __enter__(self) -> "Watch":
         return self
@@ -140,6 +151,7 @@ def watch(
     *,
     stall_factor: float | None = 20.0,
     stall_minimum: float = 60.0,
+    link_timeout: float = LINK_SECONDS,
 ) -> Watch:
     """Let every failure of a rank of a group be known on all its ranks at once, and by name.
 
@@ -154,6 +166,8 @@ def watch(
             is a failure, too; None for no such limit. During the first steps and while something is compiled the limit
             is ten minutes.
         stall_minimum: seconds below which the limit never is.
+        link_timeout: seconds for which nothing may come from another host, not even the answer to a probe; after that
+            its ranks have failed. At least 1. A shorter pause of the network ends nothing.
 
     Use it as a context manager around the training: an exception that passes through it is told to the others, with
     its traceback. Otherwise that is done when the program ends with one.
@@ -171,6 +185,7 @@ def watch(
 
     PyTorch has nothing like it: its ``monitored_barrier`` names ranks that are late, at the price of a barrier.
     """
+    check_link_timeout(link_timeout, "watch()")
     group = resolve_group(group)
     if group is None:
         raise OptionError("watch() needs a process group: call init_process_group() before, or pass one as group=")
@@ -187,7 +202,7 @@ def watch(
     progress.current_phase = TRAINING
     connections = Connections()
     with resources:
-        channel = make_channel(store, group.rank(), ranks, progress, END_SECONDS)
+        channel = make_channel(store, group.rank(), ranks, progress, END_SECONDS, link_timeout)
         attach(channel, group, connections)
         this = Watch(channel, connections=connections, resources=resources.pop_all(), keeps_group=True)
     try:
@@ -196,15 +211,24 @@ def watch(
     except BaseException as error:
         this.end(error)
         raise
-    if stall_factor is not None:
-        this.look_for_stalls(group, StallLimits(stall_factor, stall_minimum, END_SECONDS))
+    limits = StallLimits(stall_factor, stall_minimum, END_SECONDS) if stall_factor is not None else None
+    this.look_for_stalls(weakref.ref(group), limits)
     _at_the_end_of_the_program(this)
     return this
 
 
-def make_channel(store: Any, rank: int, ranks: Sequence[int], progress: Progress, timeout: float) -> FailureChannel:
+def make_channel(
+    store: Any, rank: int, ranks: Sequence[int], progress: Progress, timeout: float, link_timeout: float
+) -> FailureChannel:
     """The channel of this rank, in a part of the store that no other one has had."""
-    return FailureChannel(PrefixStore("failures", store), rank, ranks, progress, _host(), timeout)
+    store = PrefixStore("failures", store)
+    return FailureChannel(store, rank, ranks, progress, _host(), timeout, link_timeout)
+
+
+def check_link_timeout(seconds: float, caller: str) -> None:
+    """Raise :class:`OptionError` for a limit that no connection can have."""
+    if not seconds >= 1:
+        raise OptionError(f"{caller}: link_timeout is {seconds!r}, expected a number of seconds of at least 1")
 
 
 def run_name(of_run: str) -> str:
@@ -216,18 +240,12 @@ def _host() -> str:
     return host_identity() if sys.platform == "linux" else socket.gethostname()
 
 
-def _counter(group: Group) -> Callable[[], int | None]:
-    """How many collectives this rank has begun on a group, for as long as that is there."""
-    known = weakref.ref(group)
-
-    def count() -> int | None:
-        group = known()
-        try:
-            return None if group is None else int(group._get_sequence_number_for_group())
-        except (RuntimeError, AttributeError):  # not counted, or destroyed
-            return None
-
-    return count
+def _begun(group: Group | None) -> int | None:
+    """How many collectives this rank has begun on a group, for as long as that is there and counts them."""
+    try:
+        return None if group is None else int(group._get_sequence_number_for_group())
+    except (RuntimeError, AttributeError):
+        return None
 
 
 def attach(channel: FailureChannel, group: Group, connections: Connections | None = None) -> None:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from lockstep.compiler import outside_compiler
 from lockstep.errors import CommunicationError, OptionError
+from lockstep.network import is_loopback
 from lockstep.shm.algorithm import Algorithm
 from lockstep.shm.constants import GLOO_DTYPES, GRACE_SECONDS, LIVENESS_SECONDS
 from lockstep.shm.flatten import check_tensors, flatten
@@ -31,15 +32,16 @@ from lockstep.shm.works import ShmWork
 _Gloo: Any = dist.ProcessGroupGloo  # its type does not have its options
 
 
-def make_gloo_group(store: Any, rank: int, size: int, timeout: float, one_host: bool) -> Any:
-    """Make a Gloo group; on one host it stays on the loopback interface, and connects when it is used.
+def make_gloo_group(store: Any, rank: int, size: int, timeout: float, address: str | None) -> Any:
+    """Make a Gloo group that listens under an address of this host; None leaves that to Gloo.
 
-    So nobody waits for a rank that dies meanwhile. (A rank that is alive but never comes ends the first use after
-    Gloo's own attempts to connect, some 15 s, if the time-out is less.)
+    On the loopback interface, for one host, it connects when it is used. So nobody waits for a rank that dies
+    meanwhile. (A rank that is alive but never comes ends the first use after Gloo's own attempts to connect, some 15 s,
+    if the time-out is less.)
     """
-    if one_host:
+    if address is not None:
         options = _Gloo._Options()
-        options._devices = [_Gloo.create_device(hostname="127.0.0.1", lazy_init=True)]
+        options._devices = [_Gloo.create_device(hostname=address, lazy_init=is_loopback(address))]
         options._timeout = timedelta(seconds=timeout)
         group = _Gloo(store, rank, size, options)
     else:

@@ -17,7 +17,10 @@ from lockstep.shm.arithmetic import Reduction
 from lockstep.shm.constants import FAILURE_KEY, GLOO_DTYPES, GRACE_SECONDS, LIVENESS_SECONDS
 from lockstep.shm.messages import Op
 from lockstep.shm.peers import Peers
+from lockstep.store import BoundedStore, StoreLostError
 
+POST_SECONDS = 1.0
+"""How long a rank that ends the group waits for the store to take the reason."""
 ROW_BYTES = 2048
 """What a leader says of its ranks; longer texts are cut."""
 
@@ -26,21 +29,29 @@ class FailureNotice:
     """Why the group has ended: written to its store by a rank of one host, read by the ranks of the others."""
 
     def __init__(self, store: Any) -> None:
-        self._store = store
+        self._bounded_store = BoundedStore(store)
+        self._why = ""
 
     def post(self, reason: str) -> None:
         """Tell the ranks of other hosts; if the store has gone, they notice that otherwise."""
-        with suppress(RuntimeError):
-            self._store.set(FAILURE_KEY, reason)
+        with suppress(StoreLostError):
+            self._bounded_store.set(FAILURE_KEY, reason, POST_SECONDS)
 
     def check(self) -> None:
-        """Raise if the group has ended on another host; that the store has gone is no reason to."""
-        why = ""
-        with suppress(RuntimeError):
-            if self._store.check([FAILURE_KEY]):
-                why = str(self._store.get(FAILURE_KEY).decode())
-        if why:
-            raise CommunicationError(why)
+        """Raise if the group has ended on another host, as the store said when it was last asked; waits for nothing.
+
+        That the store has gone is no reason to raise.
+        """
+        if self._why:
+            raise CommunicationError(self._why)
+        self._bounded_store.look(FAILURE_KEY, self._note)
+
+    def close(self) -> None:
+        """Ask the store no more."""
+        self._bounded_store.close()
+
+    def _note(self, why: str) -> None:
+        self._why = why
 
     def explain(self, host: int, hosts: int) -> tuple[str, list[int]]:
         """Say why hosts are lost, if their ranks could still write that; else "", and which hosts seem to be.
@@ -49,13 +60,11 @@ class FailureNotice:
         """
         others = {other: f"{FAILURE_KEY} on {other}" for other in range(hosts) if other != host}
         lost = list(others)
-        try:
-            self._store.set(f"{FAILURE_KEY} on {host}", "")
-            self._store.wait([FAILURE_KEY], timedelta(seconds=GRACE_SECONDS))
-            return str(self._store.get(FAILURE_KEY).decode()), []
-        except RuntimeError:  # nobody has written, or the store has gone, too
-            with suppress(RuntimeError):
-                lost = [other for other, key in others.items() if not self._store.check([key])] or lost
+        with suppress(StoreLostError):  # the store has gone, too
+            self._bounded_store.set(f"{FAILURE_KEY} on {host}", "")
+            if self._bounded_store.wait([FAILURE_KEY], GRACE_SECONDS):
+                return self._bounded_store.get(FAILURE_KEY), []
+            lost = [other for other, key in others.items() if not self._bounded_store.check([key])] or lost
         return "", lost
 
 

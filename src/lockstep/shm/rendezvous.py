@@ -15,14 +15,15 @@ import struct
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from lockstep import network
 from lockstep.errors import CommunicationError, OptionError
 from lockstep.shm.constants import FAILURE_KEY, LIVENESS_SECONDS
+from lockstep.store import BoundedStore, StoreLostError, address_towards
 
 _HELLO = struct.Struct("<I32s")
 _CREDENTIALS = struct.Struct("3i")
@@ -36,19 +37,25 @@ class Rendezvous:
     """The ranks of each host, in order; the hosts by their first rank."""
     sockets: dict[int, socket.socket]
     """A connection to every other rank of the own host."""
+    addresses: list[str]
+    """Of other hosts, as far as they are known."""
 
 
 def meet(store: Any, rank: int, global_ranks: Sequence[int], host: str, timeout: float) -> Rendezvous:
     """Meet the other ranks of a group, ``global_ranks`` in messages; ranks with the same ``host`` get connected."""
     deadline = time.monotonic() + timeout
+    ip = address_towards(store)
     name, secret = f"lockstep-{secrets.token_hex(16)}", secrets.token_hex(16)
     sockets: dict[int, socket.socket] = {}
     try:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        with (
+            closing(BoundedStore(store)) as bounded_store,
+            socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener,
+        ):
             listener.bind(f"\0{name}")
             listener.listen(len(global_ranks))
-            store.set(f"{rank}", json.dumps({"host": host, "address": name, "secret": secret}))
-            addresses = _addresses(store, global_ranks, timeout)
+            bounded_store.set(f"{rank}", json.dumps({"host": host, "address": name, "secret": secret, "ip": ip}))
+            addresses = _addresses(bounded_store, global_ranks, timeout)
             hosts: dict[str, list[int]] = {}
             for other, address in enumerate(addresses):
                 hosts.setdefault(address["host"], []).append(other)
@@ -59,12 +66,13 @@ def meet(store: Any, rank: int, global_ranks: Sequence[int], host: str, timeout:
                 missing = {other: addresses[other] for other in hosts[host] if other > rank}
                 _accept(listener, secret, deadline, missing, global_ranks, sockets)
             except CommunicationError as error:
-                raise _first_failure(store, error) from error.__cause__
+                raise _first_failure(bounded_store, error) from error.__cause__
     except BaseException:
         for each in sockets.values():
             each.close()
         raise
-    return Rendezvous(list(hosts.values()), sockets)
+    elsewhere = (addresses[other]["ip"] for ranks in hosts.values() for other in ranks if other not in hosts[host])
+    return Rendezvous(list(hosts.values()), sockets, [each for each in elsewhere if not network.is_loopback(each)])
 
 
 def host_identity() -> str:
@@ -83,16 +91,16 @@ def check_platform() -> None:
         )
 
 
-def _addresses(store: Any, global_ranks: Sequence[int], timeout: float) -> list[dict[str, str]]:
+def _addresses(bounded_store: BoundedStore, global_ranks: Sequence[int], timeout: float) -> list[dict[str, str]]:
     keys = [str(other) for other in range(len(global_ranks))]
-    try:
-        store.wait(keys, timedelta(seconds=timeout))
-    except RuntimeError as error:
-        absent = ", ".join(str(name) for key, name in zip(keys, global_ranks, strict=True) if not store.check([key]))
+    if not bounded_store.wait(keys, timeout):
+        absent = ", ".join(
+            str(name) for key, name in zip(keys, global_ranks, strict=True) if not bounded_store.check([key])
+        )
         raise CommunicationError(
             f"rank(s) {absent} did not come to the shm process group within {timeout:g} s; look at their errors"
-        ) from error
-    return [json.loads(store.get(key)) for key in keys]
+        )
+    return [json.loads(bounded_store.get(key)) for key in keys]
 
 
 def _connect(address: dict[str, str], rank: int, to: int) -> socket.socket:
@@ -169,12 +177,12 @@ def _listens(address: dict[str, str]) -> bool:
         return probe.connect_ex("\0" + address["address"]) != errno.ECONNREFUSED
 
 
-def _first_failure(store: Any, error: CommunicationError) -> CommunicationError:
+def _first_failure(bounded_store: BoundedStore, error: CommunicationError) -> CommunicationError:
     """Return the error of the rank that was the first to give up; what others see follows from that."""
-    with suppress(RuntimeError):
-        if store.check([FAILURE_KEY]):
-            return CommunicationError(store.get(FAILURE_KEY).decode())
-        store.set(FAILURE_KEY, str(error))
+    with suppress(StoreLostError):
+        if bounded_store.check([FAILURE_KEY]):
+            return CommunicationError(bounded_store.get(FAILURE_KEY))
+        bounded_store.set(FAILURE_KEY, str(error))
     return error
 
 

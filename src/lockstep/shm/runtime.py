@@ -1,6 +1,7 @@
 """From a store to what a group needs to run collectives: who is where, connections, shared memory, a Gloo group."""
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
@@ -9,6 +10,8 @@ from typing import Any
 
 from torch.distributed.distributed_c10d import PrefixStore
 
+from lockstep import network
+from lockstep.errors import CommunicationError
 from lockstep.shm.algorithm import Algorithm
 from lockstep.shm.constants import LIVENESS_SECONDS
 from lockstep.shm.gloo import make_gloo_group
@@ -20,6 +23,7 @@ from lockstep.shm.peers import Peers
 from lockstep.shm.rendezvous import Rendezvous, check_platform, host_identity, meet
 from lockstep.shm.shared_memory import SharedMemory
 from lockstep.shm.staging import STAGING, Staging
+from lockstep.store import ANSWER_SECONDS
 
 Between = Callable[[Any, int, int, timedelta], Any]
 
@@ -64,6 +68,7 @@ class Runtime:
             if self.peers.reason is None:
                 self.peers.abort(f"the shm process group cannot be made: rank {global_ranks[rank]} failed: {error!r}")
             self.peers.close()
+            self._notice.close()
             raise
 
     def _prepare(
@@ -81,15 +86,16 @@ class Runtime:
         self.peers.exchange(MessageKind.STEP, timeout)  # everybody's is here
         self.staging = Staging(self.peers, memory)
         hosts = found.hosts
+        address = network.LOOPBACK if len(hosts) == 1 else network.address_for_gloo(found.addresses)
         self.gloo: Any = self._while_alive(
-            lambda: make_gloo_group(PrefixStore("gloo", store), rank, len(global_ranks), timeout, len(hosts) == 1)
+            lambda: make_gloo_group(PrefixStore("gloo", store), rank, len(global_ranks), timeout, address), timeout
         )
         self.inter_host: InterHost | None = None
         if len(hosts) > 1:
             group, host = None, next(i for i, ranks in enumerate(hosts) if rank in ranks)
             if hosts[host][0] == rank:
-                make, limit = options.between or _make_gloo_between, timedelta(seconds=timeout)
-                group = self._while_alive(lambda: make(PrefixStore("between", store), host, len(hosts), limit))
+                make, limit = options.between or _gloo_between(address), timedelta(seconds=timeout)
+                group = self._while_alive(lambda: make(PrefixStore("between", store), host, len(hosts), limit), timeout)
             self.inter_host = InterHost(hosts, global_ranks, rank, self.peers, group, self._notice)
         # Who has made the group may leave it at once, and no other rank is still on its way then
         # (test_a_rank_may_leave_as_soon_as_it_has_made_the_group).
@@ -101,8 +107,12 @@ class Runtime:
             return OneHost(self.staging, timeout)
         return ManyHosts(self.staging, self.inter_host, timeout)
 
-    def _while_alive(self, make: Callable[[], Any]) -> Any:
-        """Return what ``make()`` returns, which waits for other ranks; raise if one of this host dies meanwhile."""
+    def _while_alive(self, make: Callable[[], Any], timeout: float) -> Any:
+        """Return what ``make()`` returns, which waits for other ranks; raise if one of this host dies meanwhile.
+
+        It has a time-out of its own, which does not hold for what it asks of a store that has gone.
+        """
+        deadline = time.monotonic() + timeout + ANSWER_SECONDS
         made: Future[Any] = Future()
 
         def work() -> None:
@@ -114,7 +124,15 @@ class Runtime:
         threading.Thread(target=work, name="lockstep: connects", daemon=True).start()
         while not wait([made], LIVENESS_SECONDS).done:
             self.peers.check_alive()
-        return made.result()
+            if time.monotonic() > deadline:
+                raise CommunicationError(
+                    f"the shm process group cannot be made: not all ranks were connected within {timeout:g} s, and the "
+                    "store at which they meet does not answer"
+                )
+        try:
+            return made.result()
+        except RuntimeError as error:
+            raise _not_made(error) from error
 
     def abort(self, reason: str, collective_may_run: bool = False) -> None:
         """End the group on every rank of every host; another thread may be in a collective only if that is said."""
@@ -136,7 +154,19 @@ class Runtime:
         self.gloo = None
         if self.inter_host is not None:
             self.inter_host.end()
+        self._notice.close()
 
 
-def _make_gloo_between(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-    return make_gloo_group(store, rank, size, timeout.total_seconds(), one_host=False)
+def _gloo_between(address: str | None) -> Between:
+    def make(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+        return make_gloo_group(store, rank, size, timeout.total_seconds(), address)
+
+    return make
+
+
+def _not_made(error: RuntimeError) -> CommunicationError:
+    gist = (str(error) or type(error).__name__).splitlines()[0]
+    text = f"the shm process group cannot be made: {gist}"
+    if "connectFullMesh" in gist:
+        text += f". If the hosts cannot reach each other under the addresses in it, {network.SET_INTERFACE}"
+    return CommunicationError(text)

@@ -1,0 +1,127 @@
+"""Under which address the ranks of other hosts reach this one."""
+
+import contextlib
+import fcntl
+import ipaddress
+import os
+import socket
+import struct
+from collections.abc import Iterable
+from pathlib import Path
+
+INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
+"""The environment variable with which a user names the interfaces for Gloo, and for this library."""
+
+SET_INTERFACE = f"set {INTERFACE_VARIABLE} on each host to the interface that leads to the others, such as eth0"
+"""What to do where an address of this host is of no use to other hosts."""
+
+LOOPBACK = "127.0.0.1"
+
+_SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
+_ADDRESS_AT = 20  # bytes into the answer
+_LINK_LOCAL = ipaddress.ip_network("fe80::/10")
+_IPV6_TABLE = Path("/proc/net/if_inet6")
+
+
+def is_loopback(ip: str) -> bool:
+    """Return whether an address is one under which no other host reaches this one."""
+    return ipaddress.ip_address(ip).is_loopback
+
+
+def is_own(ip: str) -> bool:
+    """Return whether an address is one of this host."""
+    with contextlib.suppress(OSError), socket.socket(family_of(ip), socket.SOCK_DGRAM) as probe:
+        probe.bind((ip, 0))
+        return True
+    return False
+
+
+def family_of(ip: str) -> socket.AddressFamily:
+    """Return the family of sockets for an address."""
+    return socket.AF_INET6 if ":" in ip else socket.AF_INET
+
+
+def addresses_of_host(name: str) -> list[str]:
+    """Return the addresses that a name or address of a host stands for; raises ``OSError`` if nobody knows it."""
+    found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    return list(dict.fromkeys(str(each[4][0]) for each in found))
+
+
+def address_towards(host: str) -> str | None:
+    """Return the address of this host from which packets to another host leave; nothing is sent.
+
+    None where the name of that host cannot be resolved, or no route leads there.
+    """
+    with contextlib.suppress(OSError):
+        for family, kind, protocol, _, where in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
+            with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
+                probe.connect(where)
+                return str(probe.getsockname()[0])
+    return None
+
+
+def chosen_address() -> str | None:
+    """Return the address of the interface that the user has chosen by ``GLOO_SOCKET_IFNAME``, if that is set."""
+    for name in filter(None, os.environ.get(INTERFACE_VARIABLE, "").split(",")):
+        addresses = addresses_of(name)
+        if addresses:
+            return addresses[0]
+    return None
+
+
+def addresses_of(interface: str) -> list[str]:
+    """Return the addresses of an interface: first IPv4, then those of IPv6 that other hosts can use."""
+    found = []
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        answer = fcntl.ioctl(any_socket, _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
+        found.append(socket.inet_ntoa(answer[_ADDRESS_AT : _ADDRESS_AT + 4]))
+    with contextlib.suppress(OSError):
+        for line in _IPV6_TABLE.read_text().splitlines():
+            digits, *_, name = line.split()
+            address = ipaddress.IPv6Address(bytes.fromhex(digits))
+            if name == interface and address not in _LINK_LOCAL:
+                found.append(str(address))
+    return found
+
+
+def interface_of(ip: str) -> str | None:
+    """Return the name of the interface that has an address."""
+    return next((name for _, name in socket.if_nameindex() if ip in addresses_of(name)), None)
+
+
+def address_of_own_name() -> str | None:
+    """Return what this host's own name resolves to, which is what Gloo uses; None if that is no address."""
+    with contextlib.suppress(OSError):
+        return addresses_of_host(socket.gethostname())[0]
+    return None
+
+
+def own_name_is_reachable() -> bool:
+    """Return whether other hosts reach this one under the address that its own name resolves to.
+
+    They do not on Debian and Ubuntu, whose ``/etc/hosts`` gives 127.0.1.1 to it.
+    """
+    own = address_of_own_name()
+    return own is not None and not is_loopback(own) and is_own(own)
+
+
+def address_for_gloo(others: Iterable[str]) -> str | None:
+    """Return the address at which Gloo has to listen so that other hosts, given by addresses, reach it.
+
+    None where Gloo finds one itself: by ``GLOO_SOCKET_IFNAME``, or by the host's own name.
+    """
+    if INTERFACE_VARIABLE in os.environ or own_name_is_reachable():
+        return None
+    return reachable_address(others)
+
+
+def reachable_address(others: Iterable[str]) -> str | None:
+    """Return an address of this host under which others reach it, given the addresses of some of those.
+
+    The one of the interface that the user has chosen; else the one from which packets to the others leave.
+    """
+    chosen = chosen_address()
+    if chosen is not None:
+        return chosen
+    towards = map(address_towards, others)
+    return next((each for each in towards if each is not None and not is_loopback(each)), None)

@@ -1,0 +1,234 @@
+"""A store of ``torch.distributed`` whose calls all end: the only file that calls one.
+
+Most calls of PyTorch's ``TCPStore`` wait for its answer without a limit. If the host of the store is cut off, they
+return when TCP gives up, after some 15 minutes; if its process is stopped, never. So each call runs on a thread of its
+own, and the caller waits for a limited time.
+"""
+
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from datetime import timedelta
+from typing import Any, TypeVar
+
+from torch._C._distributed_c10d import TCPStore
+from torch.distributed import DistError
+from torch.distributed.distributed_c10d import PrefixStore
+
+from lockstep import network
+from lockstep.errors import CommunicationError
+
+T = TypeVar("T")
+
+ANSWER_SECONDS = 3.0
+"""How long the store's process may take to answer."""
+
+
+CLOSE_SECONDS = 0.5
+"""How long the end of a store's thread is waited for."""
+
+
+class StoreLostError(CommunicationError):
+    """A store does not answer: its host is cut off, its process has ended or is stopped."""
+
+
+class BoundedStore:
+    """A store, called on a thread of its own: no call takes longer than ``seconds``.
+
+    A call that takes longer raises :class:`StoreLostError`, and so does, at once, each further one until the store
+    answers again. Keys and values are those of ``torch.distributed``'s stores. The thread is started with the first
+    call, and ends with :meth:`close`, or with this object.
+    """
+
+    def __init__(self, store: Any, seconds: float = ANSWER_SECONDS) -> None:
+        self.raw = store
+        """The plain store, to pass on, not to call."""
+        self._seconds = seconds
+        self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._progress = _Progress()
+        self._look: Future[None] | None = None
+        self._end = weakref.finalize(self, self._calls.put, None)
+
+    def close(self) -> None:
+        """End the thread when the calls that have begun are over; further ones raise :class:`StoreLostError`."""
+        self._end()
+        if self._thread not in (None, threading.current_thread()):
+            self._thread.join(CLOSE_SECONDS)
+
+    def set(self, key: str, value: str, seconds: float | None = None) -> None:
+        """Write a value; ``seconds`` are the limit of this call."""
+        self._call(lambda store: store.set(key, value), seconds)
+
+    def get(self, key: str) -> str:
+        """Return a value that is there."""
+        return self._call(lambda store: _text(store.get(key)))
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Return whether all keys have values."""
+        return self._call(lambda store: bool(store.check(list(keys))))
+
+    def compare_set(self, key: str, expected: str, desired: str) -> str:
+        """Write ``desired`` if the value is ``expected`` ("" for none); return the value that is there then."""
+        return self._call(lambda store: _text(store.compare_set(key, expected, desired)))
+
+    def wait(self, keys: Sequence[str], seconds: float) -> bool:
+        """Return True as soon as all keys have values, or False after some seconds."""
+
+        def wait(store: Any) -> bool:
+            try:
+                store.wait(list(keys), timedelta(seconds=seconds))
+            except RuntimeError:
+                return bool(store.check(list(keys)))  # raises if the store is lost
+            return True
+
+        return self._call(wait, seconds + self._seconds)
+
+    def look(self, key: str, found: Callable[[str], object]) -> None:
+        """Call ``found`` with the value of a key, on another thread, if there is one; does not wait for the store.
+
+        Does nothing while an earlier look has had no answer.
+        """
+        if self._look is not None and not self._look.done():
+            return
+
+        def look(store: Any) -> None:
+            if store.check([key]):
+                found(_text(store.get(key)))
+
+        self._look = self._submit(look)
+
+    def _submit(self, function: "Callable[[Any], T]") -> "Future[T]":
+        call = _Call(function)
+        self._calls.put(call)
+        with self._lock:
+            if self._thread is None:
+                what = self.raw, self._calls, self._progress
+                self._thread = threading.Thread(target=_serve, args=what, name="lockstep store", daemon=True)
+                self._thread.start()
+        return call.future
+
+    def _call(self, function: "Callable[[Any], T]", seconds: float | None = None) -> T:
+        seconds = self._seconds if seconds is None else seconds
+        if not self._end.alive:
+            raise StoreLostError("the store at which the ranks meet is used no more: its group has ended")
+        if self._progress.waited() > seconds:
+            raise _lost(seconds)
+        future = self._submit(function)
+        try:
+            result: T = future.result(seconds)
+        except TimeoutError:
+            future.cancel()  # if it has not begun, since an earlier call still waits
+            raise _lost(seconds) from None
+        except RuntimeError as error:
+            raise _failed(error) from error
+        return result
+
+
+def own_connection(store: Any, timeout: float) -> Any:
+    """Return the same store through a connection of its own: one that a thread waits on is held by it."""
+
+    def connect() -> Any:
+        clone = store.clone()
+        if isinstance(_innermost(clone), TCPStore):  # clones of other stores are those stores themselves
+            clone.set_timeout(timedelta(seconds=ANSWER_SECONDS))
+        return clone
+
+    try:
+        return bounded(connect, timeout)
+    except DistError as error:
+        raise _failed(error) from error
+
+
+def bounded(function: "Callable[[], T]", seconds: float) -> "T":
+    """Return what a call returns that may wait for a store without a limit, such as one that makes it.
+
+    Raises :class:`StoreLostError` after some seconds; the call goes on, on a thread of its own.
+    """
+    call = _Call(lambda _: function())
+    threading.Thread(target=call.run, args=(None,), name="lockstep store", daemon=True).start()
+    try:
+        result: T = call.future.result(seconds)
+    except TimeoutError:
+        raise _lost(seconds) from None
+    return result
+
+
+class _Call:
+    """One call, and its result."""
+
+    def __init__(self, function: Callable[[Any], Any]) -> None:
+        self._function = function
+        self.future: Future[Any] = Future()
+
+    def run(self, store: Any) -> None:
+        if not self.future.set_running_or_notify_cancel():
+            return
+        try:
+            result = self._function(store)
+        except BaseException as error:
+            self.future.set_exception(error)
+        else:
+            self.future.set_result(result)
+
+
+class _Progress:
+    """Since when the thread of a store waits for an answer."""
+
+    def __init__(self) -> None:
+        self._since: float | None = None
+
+    def begin(self) -> None:
+        self._since = time.monotonic()
+
+    def end(self) -> None:
+        self._since = None
+
+    def waited(self) -> float:
+        since = self._since
+        return 0.0 if since is None else time.monotonic() - since
+
+
+def _serve(store: Any, calls: "queue.SimpleQueue[_Call | None]", progress: _Progress) -> None:
+    """Run the calls in their order. Holds no reference to the :class:`BoundedStore`, with which it ends."""
+    while (call := calls.get()) is not None:
+        progress.begin()
+        call.run(store)
+        progress.end()
+        del call
+
+
+def address_towards(store: Any) -> str:
+    """Return the address of this host from which packets to a store's host leave: loopback, if that is this one."""
+    host = getattr(_innermost(store), "host", None)
+    if host:
+        return network.address_towards(host) or network.LOOPBACK
+    own = network.address_of_own_name()  # a store in a file or in this process
+    return own if own is not None and network.own_name_is_reachable() else network.LOOPBACK
+
+
+def _innermost(store: Any) -> Any:
+    """The store under all prefixes."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return store
+
+
+def _text(value: bytes | str) -> str:
+    return value if isinstance(value, str) else value.decode()
+
+
+def _lost(seconds: float) -> StoreLostError:
+    return StoreLostError(
+        f"the store at which the ranks meet does not answer within {seconds:g} s: its host is cut off, or its process "
+        "is stopped"
+    )
+
+
+def _failed(error: BaseException) -> StoreLostError:
+    gist = (str(error) or type(error).__name__).splitlines()[0]
+    return StoreLostError(f"the store at which the ranks meet is lost: {gist}")

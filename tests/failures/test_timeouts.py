@@ -1,0 +1,62 @@
+"""The time-out of a group ends a wait: who has waited in vain has not failed, but the rank that did not come."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import lockstep
+from lockstep.errors import OptionError, PeerFailure
+from processes import be_launched, run_processes
+
+TIMEOUT = 3.0
+
+
+def waits_in_vain(rank, backend, port, release):
+    """Rank 1 is somewhere else from its fourth step on, until the others have been told; returns what each was told."""
+    dist.destroy_process_group()
+    be_launched(rank, port)
+    try:
+        with lockstep.session(backend=backend, timeout=TIMEOUT, stall_factor=None) as run:
+            model = lockstep.replicate(nn.Linear(2, 1))
+            for _ in run.batches(range(10)):
+                if (rank.rank, run.step) == (1, 4):
+                    os.read(os.open(release, os.O_RDWR), 1)
+                model(torch.ones(1, 2)).sum().backward()
+    except PeerFailure as failure:
+        if rank.rank == 0:
+            os.write(os.open(release, os.O_RDWR), b"x")
+        return failure.rank, str(failure)
+    return None
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_the_rank_that_did_not_come_is_named_not_one_that_waited(backend, tmp_path):
+    release = tmp_path / "release"
+    os.mkfifo(release)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    told = run_processes(3, waits_in_vain, backend, store.port, str(release))
+    for rank in (0, 2):
+        named, message = told[rank]
+        assert named == 1
+        assert message.startswith(f"rank {rank} stops, because rank 1 makes no progress at step 4, in ")
+        reason = message.partition("has waited for it in vain (")[2].partition("). Its process")[0]
+        if backend == "shm":
+            assert reason.startswith("the shm process group is aborted: rank 1 did not answer within 3 s")
+        else:
+            assert "Timed out waiting 3000ms" in reason
+        assert "in waits_in_vain" in message  # its stack
+
+
+@pytest.mark.parametrize("wrong", [0.0, 0.5, float("nan")])
+def test_a_link_timeout_that_no_connection_can_have_is_refused(wrong):
+    with pytest.raises(
+        OptionError, match=r"session\(\): link_timeout is .*, expected a number of seconds of at least 1"
+    ):
+        lockstep.session(link_timeout=wrong)
+    with pytest.raises(OptionError, match=r"watch\(\): link_timeout is "):
+        lockstep.watch(link_timeout=wrong)

@@ -1,0 +1,147 @@
+"""Hosts on one machine: Linux network namespaces, joined by a switch, whose links can fail. Needs root, `ip` and `nft`.
+
+Each host has an address of its own, 10.77.0.10 and up, a host name, `node0` and up, and an `/etc/hosts`. Nothing that
+is sent leaves these namespaces.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+NAMES = ("good", "debian", "loopback", "none", "ipv6")
+"""What a host's own name stands for in its `/etc/hosts`: its address, 127.0.1.1 (as on Debian), 127.0.0.1, nothing.
+
+Where it is "ipv6", the hosts have no other addresses than those of IPv6.
+"""
+
+
+def missing() -> str:
+    """What this machine lacks for simulated hosts; empty if nothing."""
+    if sys.platform != "linux" or os.geteuid() != 0:
+        return "needs Linux and root: hosts are network namespaces"
+    lacks = [name for name in ("ip", "nft", "unshare") if shutil.which(name) is None]
+    if lacks:
+        return f"needs the commands {', '.join(lacks)} (Debian: iproute2, nftables, util-linux)"
+    probe = f"lockstep-{os.getpid()}-probe"
+    made = subprocess.run(["ip", "netns", "add", probe], capture_output=True)
+    subprocess.run(["ip", "netns", "del", probe], capture_output=True)
+    return "" if made.returncode == 0 else f"cannot make network namespaces here: {made.stderr.decode().strip()}"
+
+
+class Hosts:
+    """Some hosts, from when they are made to :meth:`close`, which ends all processes on them."""
+
+    def __init__(self, count: int, names: str = "good") -> None:
+        self.count, self._names = count, names
+        self._prefix = f"lockstep-{os.getpid()}-"
+        self._started: list[subprocess.Popen[bytes]] = []
+        _ip("netns", "add", self._switch)
+        _ip("-n", self._switch, "link", "add", "switch", "type", "bridge")
+        _ip("-n", self._switch, "link", "set", "switch", "up")
+        for host in range(count):
+            space = self._space(host)
+            _ip("netns", "add", space)
+            _ip("-n", self._switch, "link", "add", f"to{host}", "type", "veth", "peer", "name", "eth0", "netns", space)
+            _ip("-n", self._switch, "link", "set", f"to{host}", "master", "switch", "up")
+            bits, more = ("64", ("nodad",)) if names == "ipv6" else ("24", ())
+            _ip("-n", space, "address", "add", f"{self.address(host)}/{bits}", "dev", "eth0", *more)
+            _ip("-n", space, "link", "set", "eth0", "up")
+            _ip("-n", space, "link", "set", "lo", "up")
+            self._write_names(host)
+
+    def close(self) -> None:
+        """End all processes on the hosts, and take the hosts down."""
+        for host in range(self.count):
+            for pid in _ip("netns", "pids", self._space(host)).split():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(pid), signal.SIGKILL)
+        for process in self._started:
+            process.wait()
+        for host in range(self.count):
+            _ip("netns", "del", self._space(host))
+            shutil.rmtree(_settings(self._space(host)), ignore_errors=True)
+        _ip("netns", "del", self._switch)
+
+    def __enter__(self) -> Hosts:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def address(self, host: int) -> str:
+        return f"fd77::{10 + host}" if self._names == "ipv6" else f"10.77.0.{10 + host}"
+
+    def start(self, host: int, command: list[str], environment: dict[str, str], log: Path) -> subprocess.Popen[bytes]:
+        """A process on a host, in a session of its own, which writes to a file."""
+        cleared = ("GLOO", "MASTER", "RANK", "WORLD", "LOCAL_", "TORCHELASTIC")
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith(cleared)}
+        named = ["unshare", "--uts", "sh", "-c", f'hostname node{host}; exec "$@"', "sh", *command]
+        with open(log, "wb") as output:
+            process = subprocess.Popen(
+                ["ip", "netns", "exec", self._space(host), *named],
+                env={**inherited, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **environment},
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self._started.append(process)
+        return process
+
+    # ------------------------------------------------------------------------------ what can happen
+
+    def pull_cable(self, host: int) -> None:
+        """Take down the port of the switch: nothing comes or goes, and nobody is told."""
+        _ip("-n", self._switch, "link", "set", f"to{host}", "down")
+
+    def plug_cable(self, host: int) -> None:
+        """Take the port up again."""
+        _ip("-n", self._switch, "link", "set", f"to{host}", "up")
+
+    def drop(self, host: int, direction: str) -> None:
+        """Drop what comes to a host ("input"), or what it sends ("output")."""
+        rules = f"""
+            table inet failures {{
+                chain {direction} {{
+                    type filter hook {direction} priority 0;
+                    {"iifname" if direction == "input" else "oifname"} eth0 drop
+                }}
+            }}
+        """
+        subprocess.run(["ip", "netns", "exec", self._space(host), "nft", "-f", "-"], input=rules.encode(), check=True)
+
+    # ------------------------------------------------------------------------------------- machinery
+
+    @property
+    def _switch(self) -> str:
+        return f"{self._prefix}switch"
+
+    def _space(self, host: int) -> str:
+        return f"{self._prefix}node{host}"
+
+    def _write_names(self, host: int) -> None:
+        own = {"debian": "127.0.1.1", "loopback": "127.0.0.1", "none": ""}.get(self._names, self.address(host))
+        lines = ["127.0.0.1 localhost"]
+        lines += [f"{self.address(other)} node{other}" for other in range(self.count) if other != host]
+        lines += [f"{own} node{host}"] if own else []
+        folder = _settings(self._space(host))
+        folder.mkdir(parents=True)
+        (folder / "hosts").write_text("\n".join(lines) + "\n")
+        (folder / "resolv.conf").write_text("nameserver 127.0.0.1\noptions timeout:1 attempts:1\n")
+
+
+def _settings(space: str) -> Path:
+    """What `ip netns exec` lays over /etc."""
+    return Path("/etc/netns") / space
+
+
+def _ip(*words: str) -> str:
+    done = subprocess.run(["ip", *words], capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"ip {' '.join(words)}: {done.stderr.strip()}")
+    return done.stdout

@@ -1,0 +1,143 @@
+"""Stores whose calls all end; and no other call to a store anywhere."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+import lockstep
+from lockstep.store import BoundedStore, StoreLostError, bounded, own_connection
+
+SOURCE = Path(lockstep.__file__).parent
+METHODS = {name for name in dir(dist.Store) if not name.startswith("_")} - {"clone"}
+
+
+def store_calls(source: str) -> list[str]:
+    """Calls of methods of plain stores: by the name, which for others is `bounded_store`."""
+    return [
+        ast.unparse(node)
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr in METHODS
+        and (name := ast.unparse(node.func.value).lower()).endswith("store")
+        and not name.endswith("bounded_store")
+    ]
+
+
+def test_the_search_finds_calls():
+    source = "self._store.check([key])\nprefix_store.get(key)\nself._bounded_store.get(key)\nPrefixStore('x', store)"
+    assert store_calls(source) == ["self._store.check([key])", "prefix_store.get(key)"]
+
+
+def test_no_store_is_called_without_a_limit():
+    files = [file for file in SOURCE.rglob("*.py") if file != SOURCE / "store.py"]
+    assert len(files) > 100
+    assert {str(file): found for file in files if (found := store_calls(file.read_text()))} == {}
+
+
+def test_keys_and_values():
+    store = BoundedStore(dist.PrefixStore("a", dist.HashStore()))
+    assert not store.check(["key"])
+    assert store.compare_set("key", "", "first") == "first"
+    assert store.compare_set("key", "", "second") == "first"
+    store.set("other", "value")
+    assert store.get("other") == "value"
+    assert store.wait(["key", "other"], 1.0)
+    assert not store.wait(["missing"], 0.05)
+    found, seen = [], threading.Event()
+    store.look("missing", found.append)
+    store.wait([], 0.0)  # calls have an order
+    store.look("key", lambda value: [found.append(value), seen.set()])
+    assert seen.wait(30)
+    assert found == ["first"]
+
+
+HOST = """
+import sys, torch.distributed as dist
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def host():
+    """A process that hosts a store, and the store."""
+    with subprocess.Popen([sys.executable, "-c", HOST], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        yield process, dist.TCPStore("127.0.0.1", int(process.stdout.readline()), is_master=False)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, signal.SIGCONT)
+        process.stdin.close()
+
+
+def test_calls_end_while_the_process_of_the_store_is_stopped_and_work_again_after_that(host):
+    process, plain = host
+    store = BoundedStore(own_connection(plain, 30.0), 0.2)
+    store.set("key", "value")
+    os.kill(process.pid, signal.SIGSTOP)
+    for call in (
+        lambda: store.check(["key"]),
+        lambda: store.get("key"),  # at once: the thread still waits for the first
+        lambda: store.compare_set("key", "", "x"),
+        lambda: store.wait(["missing"], 0.1),
+    ):
+        with pytest.raises(StoreLostError, match="does not answer within"):
+            call()
+    looked = threading.Event()
+    store.look("key", lambda _: looked.set())
+    os.kill(process.pid, signal.SIGCONT)
+    assert looked.wait(30)
+    assert store.get("key") == "value"
+
+
+def test_a_store_whose_process_has_ended_is_lost(host):
+    process, plain = host
+    store = BoundedStore(own_connection(plain, 30.0))
+    process.stdin.close()
+    process.wait()
+    with pytest.raises(StoreLostError, match="the store at which the ranks meet is lost"):
+        store.get("key")
+
+
+def test_the_thread_ends_with_the_store():
+    others = set(threading.enumerate())
+
+    def threads():
+        return {each for each in threading.enumerate() if each.name == "lockstep store"} - others
+
+    store = BoundedStore(dist.HashStore())
+    assert threads() == set()
+    store.set("key", "value")
+    (thread,) = threads()
+    del store
+    gc.collect()
+    thread.join(30)
+    assert threads() == set()
+    store = BoundedStore(dist.HashStore())
+    store.set("key", "value")
+    (thread,) = threads()
+    store.close()
+    thread.join(30)
+    with pytest.raises(StoreLostError, match="its group has ended"):
+        store.get("key")
+
+
+def test_what_is_made_under_a_limit():
+    go_on = threading.Event()
+    with pytest.raises(StoreLostError):
+        bounded(lambda: go_on.wait(30), 0.05)
+    go_on.set()
+    assert bounded(lambda: 3, 30) == 3
+    with pytest.raises(ZeroDivisionError):
+        bounded(lambda: 1 // 0, 30)
