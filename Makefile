@@ -1,5 +1,4 @@
 PYTHON ?= python3
-PROCESSES ?= 2
 BIN := .venv/bin
 READY := .venv/.installed
 
@@ -17,8 +16,8 @@ PYTEST := -m pytest -m "not soak and not hosts" -n 4
 
 .PHONY: train test test-matrix test-clients test-hosts check format docs bench soak dist clean
 
-train: $(READY)  ## the main job: a network on real handwritten digits, in two processes of torchrun (PROCESSES=2)
-	$(BIN)/python examples/launch.py --nproc-per-node $(PROCESSES) examples/digits.py $(ARGS)
+train: $(READY)  ## the main job: a network on real handwritten digits; a process for each accelerator, or PROCESSES=2
+	$(BIN)/python examples/launch.py $(if $(PROCESSES),--processes $(PROCESSES)) examples/digits.py $(ARGS)
 
 test: $(READY)
 	$(BIN)/python $(PYTEST) $(ARGS)

@@ -136,8 +136,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--micro-batch-size", type=int, default=8, help="passages at once in a process")
     parser.add_argument("--lr", type=float, default=6e-3, help="highest learning rate")
     parser.add_argument("--length", type=int, default=400, help="characters to write at the end")
+    parser.add_argument("--device", help="such as cpu; default: an accelerator for each process, or the CPU")
     options = parser.parse_args(arguments)
-    with lockstep.session() as run:
+    with lockstep.session(device=options.device) as run:
         if options.batch_size < run.world_size:
             parser.error(f"--batch-size is at least {run.world_size}, the number of processes")
         train(run, options)

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 import lockstep
 from handwriting import load_handwriting
 from lockstep.errors import CheckpointError, PeerFailure
-from options import STOPPED, BadOption, check, check_same, command_to_resume, make_parser, set_aside, settings_of, tell
+from options import STOPPED, BadOption, begin, check, check_same, command_to_resume, fail, set_aside, settings_of, tell
 from progress import Progress, Status, printing
 from report import History, write_report
 from timeline import StepTimes
@@ -39,14 +39,15 @@ def make_model(width: int = 48) -> nn.Sequential:
     return nn.Sequential(*first, *second, nn.Flatten(), nn.Linear(2 * width * 2 * 2, 10))
 
 
-def order_images(run: lockstep.Session, data: Dataset, options: Namespace) -> tuple[Any, Iterable]:
-    """The order of the images, which knows how far training has come, and what gives the batches from there on."""
+def order_images(run: lockstep.Session, data: Dataset, options: Namespace) -> tuple[Any, Iterable, int]:
+    """The order of the images, which knows how far training has come; batches from there on; how many an epoch has."""
     if options.shares:
         order = lockstep.GlobalBatches(data, options.batch_size, options.shares, options.seed)
-        return order, order
-    order = lockstep.ResumableSampler(DistributedSampler(data, seed=options.seed))
+        return order, order, len(order)
+    # The last images are dropped, not repeated, so that an epoch has as many steps on any number of processes.
+    order = lockstep.ResumableSampler(DistributedSampler(data, seed=options.seed, drop_last=True))
     loader = DataLoader(data, options.batch_size // run.world_size, sampler=order, drop_last=True)
-    return order, order.batches(loader)
+    return order, order.batches(loader), len(loader)
 
 
 def compute_gradients(model: nn.Module, images: Tensor, labels: Tensor, times: StepTimes) -> float:
@@ -76,12 +77,11 @@ def train(run: lockstep.Session, options: Namespace) -> bool:
     torch.set_num_threads(1)  # a network so small is not split further
     started = time.perf_counter()
     training, validation = load_handwriting()
-    steps = len(training) // options.batch_size
+    order, batches, steps = order_images(run, training, options)
     torch.manual_seed(options.seed)
     model = lockstep.replicate(make_model().to(run.device), shares=options.shares, loss="mean")
     optimizer = torch.optim.Adam(model.parameters(), lr=options.lr)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, options.lr, options.epochs * steps)
-    order, batches = order_images(run, training, options)
     history, times = History(), StepTimes(model, run.rank)
     state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "order": order, "history": history}
     checkpoints, report = options.out / "checkpoints", options.out / "report.png"
@@ -131,14 +131,13 @@ def train(run: lockstep.Session, options: Namespace) -> bool:
 
 def main(arguments: Sequence[str]) -> int:
     """The exit status. One process speaks."""
-    parser = make_parser()
     try:
-        with lockstep.session() as run, printing(run.is_main):
+        with begin(arguments) as (run, options), printing(run.is_main):
             try:
-                if train(run, check(parser.parse_args(arguments), run.world_size)):
+                if train(run, check(options, run.world_size)):
                     return 0
             except (BadOption, CheckpointError) as problem:  # in all processes: none has failed the others
-                return parser.tell(problem, run.is_main)
+                return fail(problem, run.is_main)
             print(f"`{command_to_resume(arguments, run.world_size)}` goes on")
             return STOPPED
     except PeerFailure as failure:

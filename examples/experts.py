@@ -101,6 +101,7 @@ def evaluate(run: lockstep.Session, model: nn.Module, loader: DataLoader) -> flo
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Train a mixture of experts on handwritten digits.")
     parser.add_argument("--epochs", type=int, default=10)
+    parser.add_argument("--device", help="such as cpu; default: an accelerator for each process, or the CPU")
     options = parser.parse_args()
-    with lockstep.session() as run:
+    with lockstep.session(device=options.device) as run:
         train(run, options.epochs)

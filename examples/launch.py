@@ -1,15 +1,22 @@
-"""torchrun for processes of this machine, with torchrun's own options: it ends as quietly as what it runs.
+"""Start a program in several processes of this machine, by torchrun, which ends as quietly here as what it runs.
+
+    python examples/launch.py [--processes N] PROGRAM [ARGUMENT ...]
+
+As many processes as the machine has accelerators, or two on the CPU where it has at most one. More processes than
+accelerators train on the CPU: the program is told by `--device cpu`, unless its arguments have a `--device`.
 
 When its processes are stopped, torchrun shows its own traceback below what they have said, and when one fails a page
 about it below theirs. Here the first costs no line and the second costs one.
 """
 
+import argparse
 import logging
 import os
 import signal
 import sys
 from collections.abc import Sequence
 
+import torch
 from torch.distributed import run
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -18,12 +25,32 @@ TOLD = {2, 128 + signal.SIGINT, 128 + signal.SIGTERM}  # the program has said wh
 HERE = ["--nnodes", "1", "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1"]
 
 
+def choose(processes: int | None, arguments: Sequence[str]) -> tuple[int, list[str], str]:
+    """How many processes, what the program is told beside its own arguments, and where it trains, in words."""
+    count = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+    processes = processes or (count if count > 1 else 2)
+    there = f"{count or 'no'} accelerator{'' if count == 1 else 's'} here"
+    device = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    device.add_argument("--device")
+    asked = device.parse_known_args(arguments)[0].device
+    if asked is not None or processes <= count:
+        return processes, [], f"on {asked or 'an accelerator each'}, {there}"
+    return processes, ["--device", "cpu"] if count else [], f"on the CPU, {there}"
+
+
 def main(arguments: Sequence[str]) -> int:
     """The exit status: that of the process that ended first with one, or 128 and the number of a signal."""
+    parser = argparse.ArgumentParser(description="Start a program in several processes of this machine.")
+    parser.add_argument("--processes", type=int, help="default: one for each accelerator; two on the CPU")
+    parser.add_argument("program")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER)
+    options = parser.parse_args(arguments)
+    processes, more, where = choose(options.processes, options.arguments)
+    print(f"{processes} process{'es' if processes > 1 else ''} {where}", flush=True)
     logging.disable(logging.ERROR)  # of the launcher alone
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     try:
-        run.main([*HERE, *arguments])
+        run.main([*HERE, "--nproc-per-node", str(processes), options.program, *options.arguments, *more])
     except SignalException as stopped:
         return 128 + stopped.sigval
     except ChildFailedError as failed:

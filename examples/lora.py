@@ -99,6 +99,7 @@ def main(run: lockstep.Session, epochs: int) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Fine-tune a network for handwritten digits by adapters.")
     parser.add_argument("--epochs", type=int, default=5, help="of each of the three parts")
+    parser.add_argument("--device", help="such as cpu; default: an accelerator for each process, or the CPU")
     options = parser.parse_args()
-    with lockstep.session() as run:
+    with lockstep.session(device=options.device) as run:
         main(run, options.epochs)

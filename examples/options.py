@@ -6,12 +6,14 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import NoReturn
+from typing import IO, NoReturn
 
+import lockstep
 from handwriting import TRAINING_IMAGES
-from lockstep.errors import PeerFailure
+from lockstep.errors import DeviceError, PeerFailure
 
 STOPPED = 130  # the exit status of programs that were interrupted
 
@@ -23,15 +25,14 @@ class BadOption(Exception):
 class Parser(argparse.ArgumentParser):
     """Leaves it to the program to say what is wrong: of many processes only one may speak."""
 
+    def print_help(self, file: IO[str] | None = None) -> None:
+        """Print the help, once."""
+        if os.environ.get("RANK", "0") == "0":
+            super().print_help(file)
+
     def error(self, message: str) -> NoReturn:
         """Raise what argparse would print, and exit with, at once."""
         raise BadOption(message)
-
-    def tell(self, problem: Exception, wanted: bool) -> int:
-        """The exit status, which is argparse's, of a run that all processes end, since they all have this problem."""
-        if wanted:
-            print(f"{self.prog}: error: {problem}", file=sys.stderr)
-        return 2
 
 
 def make_parser() -> Parser:
@@ -45,6 +46,9 @@ def make_parser() -> Parser:
     parser.add_argument("--lr", type=positive_float, default=3e-3, help="highest learning rate of the cycle")
     parser.add_argument("--seed", type=seed, default=0, help="for the first weights and the order of images")
     parser.add_argument("--shares", type=positive_int, help="of a batch: the same bits on up to as many processes")
+    parser.add_argument(
+        "--device", help="where to train, such as cpu; None: an accelerator for each process, or the CPU"
+    )
     parser.add_argument("--out", type=Path, default=Path("runs/digits"), help="folder for what is written")
     parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in that folder")
     return parser
@@ -72,8 +76,23 @@ def positive_float(text: str) -> float:
     return value
 
 
-def check(options: argparse.Namespace, processes: int) -> argparse.Namespace:
+@contextmanager
+def begin(arguments: Sequence[str]) -> Iterator[tuple[lockstep.Session, argparse.Namespace | BadOption]]:
+    """Within: the session, and the options; or what is wrong, in a session on the CPU, so that one process can tell."""
+    with ExitStack() as stack:
+        try:
+            options = make_parser().parse_args(arguments)
+            run = stack.enter_context(lockstep.session(device=options.device))
+        except (BadOption, DeviceError) as problem:
+            options = BadOption(f"{problem}" + "; here that is --device cpu" * isinstance(problem, DeviceError))
+            run = stack.enter_context(lockstep.session(device="cpu"))
+        yield run, options
+
+
+def check(options: argparse.Namespace | BadOption, processes: int) -> argparse.Namespace:
     """The options, if they go together with each other and with the number of processes."""
+    if isinstance(options, BadOption):
+        raise options
     if options.batch_size > TRAINING_IMAGES:
         raise BadOption(f"--batch-size is at most {TRAINING_IMAGES}, the number of training images")
     if options.shares and not processes <= options.shares <= options.batch_size:
@@ -81,6 +100,13 @@ def check(options: argparse.Namespace, processes: int) -> argparse.Namespace:
     if not options.shares and options.batch_size % processes:
         raise BadOption(f"--batch-size is a multiple of {processes}, the number of processes")
     return options
+
+
+def fail(problem: Exception, wanted: bool) -> int:
+    """The exit status, which is argparse's, of a run that all processes end, since they all have this problem."""
+    if wanted:
+        print(f"{Path(sys.argv[0]).name}: error: {problem}", file=sys.stderr)
+    return 2
 
 
 def settings_of(options: argparse.Namespace) -> dict[str, float | None]:

@@ -84,6 +84,9 @@ if __name__ == "__main__":
     )
     parser.add_argument("--split", type=int, default=2, help="processes that share one network")
     parser.add_argument("--epochs", type=int, default=5)
+    parser.add_argument("--device", help="such as cpu; default: an accelerator for each process, or the CPU")
     options = parser.parse_args()
-    with lockstep.session() as run:
+    with lockstep.session(device=options.device) as run:
+        if run.world_size % options.split:
+            parser.error(f"--split divides {run.world_size}, the number of processes")
         train(run, options.split, options.epochs)

@@ -20,7 +20,8 @@ from processes import be_launched, run_processes
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 DIGITS, CHARACTERS = str(EXAMPLES / "digits.py"), str(EXAMPLES / "characters.py")
-TORCHRUN = (str(EXAMPLES / "launch.py"), "--nproc-per-node", "2")
+LAUNCH = str(EXAMPLES / "launch.py")
+TORCHRUN = (LAUNCH, "--processes", "2")
 
 
 def start(*command: str, **options: Any) -> subprocess.Popen[str]:
@@ -142,6 +143,11 @@ def _main_of(program: str) -> Any:
     sys.path.insert(0, str(EXAMPLES))
     sys.argv[0] = f"{program}.py"
     return importlib.import_module(program).main
+
+
+def run_one(rank: Any, program: str, port: int, arguments: list[str]) -> tuple[int, str, str]:
+    """(status, stdout, stderr) of an example's `main` in this rank, whose default group has been destroyed."""
+    return _run_one(rank, _main_of(program), port, arguments, io.StringIO())
 
 
 def _run_one(rank: Any, main: Any, port: int | None, arguments: list[str], output: io.StringIO) -> tuple[int, str, str]:

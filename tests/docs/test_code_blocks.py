@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+import sim as simulator
 from processes import be_launched, run_processes
 
 ROOT = Path(__file__).parents[2]
@@ -80,20 +81,27 @@ def pages() -> list[Path]:
 PAGES = [str(page.relative_to(ROOT)) for page in pages()]
 
 
+@pytest.mark.parametrize("accelerators", [0, 1, 2])
 @pytest.mark.parametrize("page", PAGES)
-def test_the_blocks_of_a_page_run(page, tmp_path):
+def test_the_blocks_of_a_page_run(page, accelerators, tmp_path):
+    """On the CPU, and where there are accelerators in one process for each of them, as they want to be started."""
     text = (ROOT / page).read_text()
     blocks = [block for block in blocks_of(text) if block.can_run]
+    if accelerators:  # PyTorch's own needs CUDA
+        blocks = [block for block in blocks if "from torch.nn import DataParallel" not in block.code]
     stores = [
         dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if block.meets else None
         for block in blocks
     ]
     ports = [store.port if store else 0 for store in stores]
     ranks = re.search(r"^<!-- ranks: (\d+) -->$", text, re.M)
-    run_processes(int(ranks[1]) if ranks else 2, run_blocks, page, blocks, ports, str(tmp_path), timeout=200.0)
+    world = int(ranks[1]) if ranks else accelerators or 2
+    run_processes(world, run_blocks, page, blocks, ports, str(tmp_path), accelerators and world, timeout=200.0)
 
 
-def run_blocks(rank: Any, page: str, blocks: list[Block], ports: list[int], folder: str) -> None:
+def run_blocks(rank: Any, page: str, blocks: list[Block], ports: list[int], folder: str, accelerators: int = 0) -> None:
+    if accelerators:
+        assert not isinstance(found := simulator.load(accelerators), str), found
     os.chdir(folder)
     namespace: dict[str, Any] = {"__name__": "__main__"}
     for block, port in zip(blocks, ports, strict=True):

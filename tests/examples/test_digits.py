@@ -336,6 +336,16 @@ def test_one_process_speaks(in_two):
     assert output.count("\n") == 6
 
 
+@pytest.mark.parametrize("world", [3, 4, *(pytest.param(each, marks=pytest.mark.soak) for each in (6, 8, 12))])
+def test_an_epoch_has_as_many_steps_in_any_number_of_processes(world, tmp_path):
+    (outcomes,) = run_in_ranks(world, "digits", ["--epochs", "2", "--out", str(tmp_path)])
+    status, output, error = outcomes[0]
+    assert (status, error) == (0, "")
+    assert f"processes: {world}" in output
+    assert outcomes[1:] == [(0, "", "")] * (world - 1)
+    assert len(load(tmp_path)["history"]["losses"]) == 2 * (1437 // 96)
+
+
 def test_the_report_has_a_timeline_of_both_processes(in_two):
     out, _ = in_two
     assert (out / "report.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
@@ -412,7 +422,7 @@ def test_a_bad_option_that_another_process_finds_first_is_no_failure_of_that_one
 def test_the_launcher_names_the_process_that_failed_unless_it_has_told_why(status, told, tmp_path):
     script = tmp_path / "fails.py"
     script.write_text(f"import os, sys, signal\nif os.environ['RANK'] == '1': sys.exit({status})\nsignal.pause()\n")
-    assert run(*TORCHRUN, str(script), status=status) == ("", told)
+    assert run(*TORCHRUN, str(script), status=status) == ("2 processes on the CPU, no accelerators here\n", told)
 
 
 def test_with_shares_the_number_of_processes_changes_nothing(tmp_path):

@@ -8,8 +8,10 @@ import json
 import os
 import re
 
+import pytest
+
 from example_programs import EXAMPLES, run_script_in_ranks
-from processes import run_processes
+from processes import RankEndedError, run_processes
 
 
 def percents(output: str) -> list[float]:
@@ -20,6 +22,28 @@ def test_examples_are_short():
     for file in EXAMPLES.glob("*.py"):
         lines = file.read_text().count("\n")
         assert lines < 150, (file.name, lines)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    ("script", "arguments"),
+    [
+        ("experts.py", ["--epochs", "1"]),
+        ("lora.py", ["--epochs", "1"]),
+        ("characters.py", ["--steps", "2", "--batch-size", "8", "--length", "10"]),
+        ("tensor_parallel.py", ["--epochs", "1", "--split", "1"]),
+    ],
+)
+def test_an_example_runs_in_any_number_of_processes(script, arguments, world):
+    first, *others = run_script_in_ranks(world, script, *arguments)
+    assert first
+    assert not any(others)
+
+
+def test_a_network_that_cannot_be_split_between_so_many_processes_is_refused_in_one_line():
+    with pytest.raises(RankEndedError, match="exit code 2") as ended:
+        run_script_in_ranks(3, "tensor_parallel.py", "--split", "2")
+    assert "error: --split divides 3, the number of processes" in str(ended.value.__cause__)
 
 
 def test_experts_that_differ_by_rank():

@@ -1,0 +1,72 @@
+"""The device of a rank: one accelerator for each process of a host, or the CPU; else an error that says what to type.
+
+Accelerators are simulated.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import lockstep
+import sim as simulator
+from lockstep.errors import DeviceError
+from processes import be_launched, run_processes
+
+
+def device_of_a_session(rank, accelerators, device, port):
+    """The session's device, or what it raises instead."""
+    dist.destroy_process_group()
+    if accelerators:
+        assert not isinstance(found := simulator.load(accelerators), str), found
+    be_launched(rank, port)
+    try:
+        with lockstep.session(device=device, timeout=60.0) as run:
+            model = lockstep.replicate(nn.Linear(2, 2).to(run.device))
+            model(torch.ones(1, 2, device=run.device)).sum().backward()
+            return str(run.device)
+    except DeviceError as error:
+        return str(error)
+
+
+def devices(world, accelerators, device=None):
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    return run_processes(world, device_of_a_session, accelerators, device, store.port)
+
+
+def test_each_process_has_an_accelerator_of_its_own():
+    assert devices(2, 2) == ["sim:0", "sim:1"]
+    assert devices(1, 1) == ["sim:0"]
+    assert devices(2, 0) == ["cpu", "cpu"]
+
+
+@pytest.mark.parametrize("device", [None, "sim"])
+@pytest.mark.parametrize(("accelerators", "there"), [(1, "1 accelerator"), (2, "2 accelerators")])
+def test_more_processes_than_accelerators_are_an_error_on_every_rank_that_says_what_to_type(
+    device, accelerators, there
+):
+    told = (
+        f"3 processes on this host, which has {there} of type sim: type `torchrun --nproc-per-node {accelerators}`, or "
+        '`session(device="cpu")` for the CPU'
+    )
+    assert devices(3, accelerators, device) == [told] * 3
+
+
+def test_they_train_on_the_cpu_if_that_is_asked_for_or_share_one_that_is_named():
+    assert devices(2, 1, "cpu") == ["cpu", "cpu"]
+    assert devices(2, 1, "sim:0") == ["sim:0", "sim:0"]
+
+
+@pytest.mark.parametrize(
+    ("device", "said"),
+    [
+        ("gpu", "expected a device such as 'cpu' or 'cuda:0', got 'gpu'"),
+        ("cuda", "device cuda is not available; this process has 'cpu' and sim:0 to sim:0"),
+        ("sim:1", "there is no accelerator with index 1"),
+    ],
+)
+def test_a_device_that_is_not_there_is_named(device, said):
+    (told,) = devices(1, 1, device)
+    assert said in told
