@@ -97,7 +97,7 @@ def run_ranks(
             with contextlib.ExitStack() as stack:
                 place = torch.device(device, number) if device else CPU
                 if device:
-                    groups[number] = _for_accelerators(store, groups[number])
+                    groups[number] = for_accelerators(store, groups[number])
                     stack.enter_context(torch.accelerator.device_index(number))
                     stack.enter_context(place)
                 results[number] = function(Rank(number, world, groups[number], place), *args)
@@ -142,7 +142,7 @@ def new_gloo_group(store: dist.Store, rank: int, world: int, timeout: float, _ho
     return group
 
 
-def _for_accelerators(store: dist.Store, backend: dist.ProcessGroupGloo) -> dist.ProcessGroup:
+def for_accelerators(store: dist.Store, backend: dist.ProcessGroupGloo) -> dist.ProcessGroup:
     """A group for simulated accelerators, which sum on the CPU (see `sim`), but goes by another name: what ranks agree
     on travels over accelerators, too.
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
+import warnings
 
 import pytest
 import torch
@@ -113,3 +115,38 @@ def test_shm_refuses_accelerators(sim):
     for rank, (kind, text) in enumerate(errors):
         assert kind == "CommunicationError"
         assert f"the shm process group moves tensors on the CPU, got one on sim:{rank}" in text
+
+
+def step_by_hand(parameters):
+    with torch.no_grad():
+        for parameter in parameters:
+            if parameter.grad is not None:
+                parameter -= 0.1 * parameter.grad
+                parameter.grad = None
+
+
+def normalised():
+    return nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+
+
+def joined(rank, policy, batches):
+    """Every second step is on gradients of this rank's own. There is a second wrapper, so that ranks tell each other in
+    each backward which of them takes part. Returns whether ranks are equal when it is over."""
+    warnings.filterwarnings("ignore", "rank .: parameter .* was changed while its gradient was only one rank's")
+    models = [lockstep.DistributedDataParallel(rank.make(normalised), buffer_policy=policy) for _ in range(2)]
+    for steps in batches:
+        for model in models:
+            with model.join():
+                for number in range(steps[rank.rank]):
+                    with model.no_sync() if number % 2 else contextlib.nullcontext():
+                        loss_of(rank, model).backward()
+                        step_by_hand(model.parameters())
+    for model in models:
+        model.eval()(torch.ones(1, 2))
+    return [rank.all_equal(value) for model in models for value in model.state_dict().values()]
+
+
+@pytest.mark.parametrize("policy", ["rank0", "mean"])
+@pytest.mark.parametrize("batches", [[(0, 10)], [(3, 7), (5, 0)]], ids=str)
+def test_a_rank_without_batches_follows_steps_on_gradients_of_the_others(sim, policy, batches):
+    assert run_processes(2, joined, policy, batches, device="sim", group_timeout=5) == [[True] * 18] * 2

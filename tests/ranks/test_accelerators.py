@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power
@@ -16,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import lockstep
 from lockstep.errors import AgreementError, PeerError
 from small_modules import error_of
-from threaded import run_ranks
+from threaded import for_accelerators, new_gloo_group, run_ranks
 
 pytestmark = pytest.mark.usefixtures("sim")
 
@@ -184,6 +186,24 @@ def through_hooks(rank, kind):
 @pytest.mark.parametrize("kind", [*HOOKS, "power"])
 def test_communication_hooks(kind, draws_in_turn):
     assert on_accelerators(through_hooks, kind) == [True, True]
+
+
+def goes_back(rank):
+    """A checkpoint is loaded while the report of the last round has not been read."""
+    model = replicated(rank, make=Normed, buffer_policy="mean")
+    assert all(step(rank, model, seed) for seed in range(3))
+    model.eval()(inputs(rank))  # waits for the report
+    saved = copy.deepcopy(model.state_dict()), lockstep.training_state_dict(model)
+    assert all(step(rank, model.train(), seed) for seed in range(3))
+    model.load_state_dict(saved[0])
+    lockstep.load_training_state_dict(model, saved[1])
+    model.eval()(inputs(rank))
+    same = [torch.equal(value, saved[0][name]) for name, value in model.state_dict().items()]
+    return all(same), step(rank, model.train())
+
+
+def test_a_checkpoint_that_is_loaded_is_not_followed_by_what_has_come_before():
+    assert on_accelerators(goes_back) == [(True, True)] * 2
 
 
 # ------------------------------------------------------------------------------------ failed backward
@@ -500,6 +520,64 @@ def grows(rank, later):
 @pytest.mark.parametrize("later", [(), (0,), (1,)])
 def test_a_layer_that_all_ranks_have_when_they_agree_anew(later):
     assert on_accelerators(grows, later) == [[True] * 6] * 2
+
+
+def written(model):
+    """Parameters are written between micro-batches, which may be a drift: ranks compare values."""
+    with model.no_sync():
+        (0 * model(torch.ones(1, 3))).backward()
+    for parameter in model.parameters():
+        parameter.data.mul_(1.0)
+        parameter.detach().mul_(1.0)
+
+
+def loaded(model):
+    """Other objects with the same values: ranks agree anew."""
+    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+
+
+def has_news(rank, change, models):
+    """Rank 0 alone changes modules. Rank 1 hears of it when their next rounds open."""
+    for model in models:
+        assert all(step(rank, model, seed) for seed in range(3))
+        model.zero_grad()
+        if rank.rank == 0:
+            change(model)
+    sum(model(inputs(rank)) for model in models).backward()
+    for model in models:
+        model.zero_grad()
+        if rank.rank == 1 and change is loaded:
+            change(model)
+
+
+def go_through_one_module_each(rank, change):
+    models = [replicated(rank, make=Whole) for _ in range(2)]
+    has_news(rank, change, models)
+    own = [own_gradients(model, inputs(rank)) for model in models]
+    own[1 - rank.rank] = [torch.zeros_like(gradient) for gradient in own[1 - rank.rank]]
+    models[rank.rank](inputs(rank)).backward()
+    right = [holds_means(rank, model, each) for model, each in zip(models, own, strict=True)]
+    return right + [step(rank, model) for model in models]
+
+
+def go_through_groups_in_other_orders(rank, change, store):
+    group = for_accelerators(store, new_gloo_group(store, rank.rank, rank.world, 5.0))
+    models = [replicated(rank, make=Whole), lockstep.replicate(rank.make(Whole), process_group=group)]
+    has_news(rank, change, models)
+    own = [own_gradients(model, inputs(rank)) for model in models]
+    sum(model(inputs(rank)) for model in (models if rank.rank else models[::-1])).backward()
+    right = [holds_means(rank, model, each) for model, each in zip(models, own, strict=True)]
+    return right + [step(rank, model) for model in models]
+
+
+@pytest.mark.parametrize("change", [written, loaded])
+def test_what_takes_all_ranks_waits_until_all_are_in_the_round(change):
+    assert on_accelerators(go_through_one_module_each, change) == [[True] * 4] * 2
+
+
+@pytest.mark.parametrize("change", [written, loaded])
+def test_what_takes_all_ranks_of_a_group_waits_for_the_end_of_the_pass(change):
+    assert on_accelerators(go_through_groups_in_other_orders, change, dist.HashStore()) == [[True] * 4] * 2
 
 
 class Digits(nn.Module):

@@ -6,15 +6,12 @@ import contextlib
 import copy
 import threading
 import warnings
-from typing import NamedTuple
 
 import pytest
 import torch
 from torch import nn
 
 import lockstep
-from lockstep.distributed.reduction.report import Report
-from lockstep.distributed.reduction.report_transport import ReportTransport
 from small_modules import one_weight, x_of
 from threaded import count_collectives, run_ranks
 
@@ -24,7 +21,8 @@ def network():
 
 
 def rows(step, rank, n=3):
-    return torch.randn(n, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(100 * step + rank))
+    generator = torch.Generator("cpu").manual_seed(100 * step + rank)
+    return torch.randn(n, 3, dtype=torch.float64, generator=generator, device="cpu").to(torch.get_default_device())
 
 
 def grad(module):
@@ -477,44 +475,31 @@ def load_between(rank, kind, load, passes, ranks):
                 module(rows(part, rank.rank)).square().mean().backward()
             if step == 1 and part == 0 and rank.rank in ranks:
                 load(plain, checkpoint)
-    module(rows(0, rank.rank)).square().mean().backward()  # where it is read later, it is told here
+    module(rows(0, rank.rank)).square().mean().backward()  # on accelerators, where it is read later, it is told here
     return [rank.all_equal(p.grad) for p in plain.parameters()]
 
 
-def read_later(self, row, may_defer):
-    """`ReportTransport.read`, as it is on an accelerator."""
-    self._deferred = ReadLater(row[: self._layout.packed_buffers.start].clone())
-    return Report(None, [], [], []) if may_defer() else self._layout.read(self._deferred.result())
-
-
-class ReadLater(NamedTuple):
-    row: torch.Tensor
-
-    def result(self):
-        return self.row
-
-
-laters = pytest.mark.parametrize("later", [False, True])
+@pytest.fixture(params=["", "sim"])
+def device(request):
+    """Where ranks are: on an accelerator the report of a round is read later."""
+    if request.param:
+        request.getfixturevalue("sim")
+    return request.param
 
 
 @kinds
-@laters
 @pytest.mark.parametrize("passes", [2, 3])
 @pytest.mark.parametrize("load", [load_all, load_a_part, copy_in, initialise], ids=lambda each: each.__name__)
-def test_values_that_all_ranks_load_between_micro_batches_are_no_drift(kind, load, passes, later, monkeypatch):
-    if later:
-        monkeypatch.setattr(ReportTransport, "read", read_later)
-    assert run_ranks(2, load_between, kind, load, passes, [0, 1]) == [[True] * 4] * 2  # warnings are errors
+def test_values_that_all_ranks_load_between_micro_batches_are_no_drift(kind, load, passes, device):
+    ranks = run_ranks(2, load_between, kind, load, passes, [0, 1], device=device)  # warnings are errors
+    assert ranks == [[True] * 4] * 2
 
 
-@laters
 @pytest.mark.parametrize("only", [0, 1])
-def test_values_that_one_rank_loads_between_micro_batches_are_told_on_all(only, later, monkeypatch):
-    if later:
-        monkeypatch.setattr(ReportTransport, "read", read_later)
+def test_values_that_one_rank_loads_between_micro_batches_are_told_on_all(only, device):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        run_ranks(2, load_between, "module", load_all, 2, [only])
+        run_ranks(2, load_between, "module", load_all, 2, [only], device=device)
     messages = sorted(str(warning.message) for warning in caught)
     assert [message[:7] for message in messages] == ["rank 0:", "rank 1:"]
     assert all("has other values on rank 1 than on rank 0" in message for message in messages)

@@ -3,8 +3,6 @@ told in the same step, and training goes on."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import pytest
 import torch
 from torch import nn
@@ -12,8 +10,6 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power
 
 import lockstep
-from lockstep.distributed.reduction.report import Report
-from lockstep.distributed.reduction.report_transport import ReportTransport
 from lockstep.errors import CommunicationError, OptionError, PeerError
 from small_modules import error_of, fails_in_backward
 from threaded import run_ranks
@@ -32,7 +28,7 @@ class Net(nn.Module):
 
 
 def inputs(rank, seed=0):
-    return torch.randn(2, 4, generator=rank.generator(seed))
+    return torch.randn(2, 4, generator=rank.generator(seed), device="cpu").to(rank.device)
 
 
 def mean_gradients(rank, model, seed):
@@ -139,24 +135,6 @@ def test_a_late_gradient_that_cannot_be_sent_is_told(buffered, policy, expected)
 # ------------------------------------------------------------------------- reports that are read later
 
 
-class ReadLater(NamedTuple):
-    """A row that nobody waits for, as on an accelerator."""
-
-    row: torch.Tensor
-
-    def result(self):
-        return self.row
-
-
-def read_later(self, row, may_defer):
-    """`ReportTransport.read`, as it is on an accelerator."""
-    self._deferred = ReadLater(row[: self._layout.packed_buffers.start].clone())
-    if not may_defer():
-        return self._layout.read(self._deferred.result())
-    self.is_unread, self._packed_buffers = True, row[self._layout.packed_buffers].clone()
-    return Report(None, [], [], [])
-
-
 def fails_once(rank):
     """One rank fails in one step; both go on whatever happens."""
     model = lockstep.replicate(rank.make(Net), process_group=rank.group)
@@ -169,9 +147,9 @@ def fails_once(rank):
     return raised, [mean_gradients(rank, model, seed) for seed in (1, 2)]
 
 
-def test_a_failure_that_is_read_later_is_told_once(monkeypatch):
-    monkeypatch.setattr(ReportTransport, "read", read_later)
-    failing, told = run_ranks(2, fails_once)
+@pytest.mark.usefixtures("sim")
+def test_a_failure_that_is_read_later_is_told_once():
+    failing, told = run_ranks(2, fails_once, device="sim")
     assert failing == ([None] * 3 + [ArithmeticError, PeerError] + [None] * 3, [True, True])
     assert told == ([None] * 4 + [PeerError] + [None] * 3, [True, True])
 
@@ -187,9 +165,9 @@ def weighs_once(rank):
     return raised, [mean_gradients(rank, model, seed) for seed in (1, 2)]
 
 
-def test_a_weight_that_was_not_given_is_an_error_also_where_it_is_read_later(monkeypatch):
-    monkeypatch.setattr(ReportTransport, "read", read_later)
-    giving, other = run_ranks(2, weighs_once)
+@pytest.mark.usefixtures("sim")
+def test_a_weight_that_was_not_given_is_an_error_also_where_it_is_read_later():
+    giving, other = run_ranks(2, weighs_once, device="sim")
     assert giving == ([None] * 3 + [OptionError, PeerError] + [None] * 3, [True, True])
     assert other == ([None] * 4 + [OptionError] + [None] * 3, [True, True])
 

@@ -1,8 +1,9 @@
 """What becomes of a round when the ranks have told each other what they did: gradients, or an error on every rank.
 
 The report is read at the end of the round; on an accelerator, if nothing unusual is known here, when an optimizer steps
-or the next round opens. All ranks read the same, so each consequence that takes all of them is drawn by all, when the
-next round opens.
+or the next round opens. All ranks read the same. A consequence that takes all of them is drawn at the end of a round
+for whose report all have waited: where some have not, that is the next one. It is never drawn when a round opens, for
+another rank may be at another module then, or at none.
 """
 
 from collections.abc import Callable, Sequence
@@ -51,6 +52,9 @@ class Outcome:
         self.usage = Usage()
         self.has_failed = False
         """Whether the last round has failed on some rank, or was left out, and that was told."""
+        self.is_awaited = False
+        """Whether all ranks wait for the report of the round that has opened: the last one asked for what takes all
+        ranks, and some had not waited for it."""
         self._abandoned: Round | None = None  # what it has sent may not have arrived yet
 
     def abandon(self, failing: Round) -> None:
@@ -73,19 +77,19 @@ class Outcome:
                 self._decisions.hear([status.loop for status in report.ranks], abandoned=True)
 
     def conclude(
-        self, ended: Round, own: Contribution, may_defer: Callable[[bool], bool], *, lists_used: bool
+        self, ended: Round, own: Contribution, may_defer: Callable[[int, bool], bool], *, lists_used: bool
     ) -> Sequence[Parameter]:
         """Read the report of a round that has been reduced, and give the parameters their gradients.
 
-        Where reading takes waiting, ``may_defer`` says whether it can be done later, with a late gradient or without.
+        Where reading takes waiting, ``may_defer`` says whether it can be done later, for the number of a round with a
+        late gradient or without.
         Returns the parameters that any rank has used, in an order that is the same on all, if ``lists_used``. Raises on
         every rank if the ranks were not in the same round.
         """
         setup, transport = self._setup, self._setup.transport
         row = ended.report_row  # which its bucket may give up, with the gradients
-        watch = None if setup.watch is None or not setup.watch.is_due(ended.number) else setup.watch
-        has_failed = self.has_failed
-        report = transport.read(row, lambda: watch is None and not has_failed and may_defer(bool(ended.late)))
+        watch = setup.watch_of(ended.number)
+        report = transport.read(row, lambda: may_defer(ended.number, bool(ended.late)))
         self.has_failed = False
         usual = report.is_usual and self._decisions.is_default
         found = _USUAL if usual else self._find(report, ended.number, own, watch)
@@ -121,9 +125,8 @@ class Outcome:
 
         Raises as :meth:`conclude` does.
         """
-        setup, transport = self._setup, self._setup.transport
-        renews = report.module_changed_everywhere or (report.module_changed and not transport.deferred)
-        compares = report.values_changed_everywhere or (report.values_changed and not transport.deferred)
+        setup, all_know = self._setup, not self._was_deferred(report)
+        renews, compares = report.module_changed and all_know, report.values_changed and all_know
         try:
             factor = self._check(report, number)
             if report.skips:
@@ -152,6 +155,13 @@ class Outcome:
         self._setup.transport.drop_deferred()
         self._setup.buffers.drop_large()
         self._setup.drop_gradients()
+
+    def forget(self) -> None:
+        """Another run goes on here: what is unread of the last round has no consequence any more."""
+        with self._lock:
+            self.wait_for_abandoned()
+            self._setup.transport.drop_deferred()
+            self._setup.buffers.drop_large()
 
     # ------------------------------------------------------- a report that backward has not waited for
 
@@ -212,16 +222,13 @@ class Outcome:
         self._setup.follow_active(report)
         self._setup.transport.note_looked_at()
 
-    def read_deferred(self, own: Contribution) -> None:
-        """Draw what consequences are left of the last round: all ranks do, before they send anything of the next."""
+    def read_deferred(self) -> None:
+        """Read what has not been read of the last round, before the next one opens. Sends nothing."""
         self._read_unread(KNOWN_LATE)
         report = self._setup.transport.read_deferred()
-        if report is not None:
-            if report.module_changed and not report.module_changed_everywhere:  # else all have waited for the report
-                self._setup.agree_anew()
-                self._renew(own)
-            if report.values_changed and not report.values_changed_everywhere:
-                warn_of_drift(self._find_drift(own), self._collectives.global_rank)
+        self.is_awaited = False
+        if report is not None and (report.module_changed or report.values_changed):
+            self.is_awaited = self._was_deferred(report)
 
     def _check(self, report: Report, number: int, advice: str = "") -> float:
         """Raise if the ranks were not all in the same round; returns what the mean is to be multiplied by.
@@ -242,7 +249,11 @@ class Outcome:
     def _is_late_unnoticed(self, report: Report) -> bool:
         """Whether a gradient was late, and a rank has handed out its gradients without having heard of it, so that it
         does not join in reducing it."""
-        return bool(report.late) and self._setup.transport.deferred and self._setup.is_settled and not report.all_wait
+        return bool(report.late) and self._was_deferred(report)
+
+    def _was_deferred(self, report: Report) -> bool:
+        """Whether a rank may have handed out gradients without having read the report."""
+        return self._setup.may_defer and not report.all_wait
 
     def _find_drift(self, own: Contribution) -> Drift | None:
         """Compare the parameters, as they are now, with those of all other ranks, which do the same."""

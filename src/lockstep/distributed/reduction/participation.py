@@ -128,16 +128,18 @@ class Participation:
 
     # ------------------------------------------------------------------------------- what it says of a round
 
-    def may_defer(self, has_late: bool) -> bool:
-        """Whether the report of a round can be read later: this rank has nothing unusual to know or to tell;
+    def may_defer(self, number: int, has_late: bool) -> bool:
+        """Whether the report of round ``number`` can be read later: this rank has nothing unusual to know or to tell;
         ``has_late``: a gradient came late."""
+        if self._outcome.has_failed or self._outcome.is_awaited or self._setup.watch_of(number) is not None:
+            return False
         usual = self._setup.is_settled and self.contribution.is_usual and not (has_late or self.differs)
         return usual and not self._decisions.may_be_idle
 
     def describe(self, passive: bool, number: int, failed: bool, has_late: bool) -> tuple[RankStatus, Weight]:
         """What this rank says of round ``number``; ``passive``: it takes part without a backward pass of its own;
         ``has_late``: a gradient came late."""
-        waits = self._setup.may_defer and not self.may_defer(has_late)
+        waits = self._setup.may_defer and not self.may_defer(number, has_late)
         loop = self._decisions.say(self.contribution.is_idle, self._skips)
         failed = failed and not self._skips
         backward = None if passive or self._skips else self.passes.summarize()

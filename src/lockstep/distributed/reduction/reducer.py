@@ -149,7 +149,7 @@ class Reducer:
         """
         own = self.participation
         try:
-            self.outcome.read_deferred(own.contribution)
+            self.outcome.read_deferred()
         finally:
             self.outcome.wait_for_abandoned()
             own.begin_round(expected)
@@ -165,18 +165,15 @@ class Reducer:
         with self._lock:
             current = self._round
             if current is None:  # the first gradient of a pass, or any of one that does not synchronise
-                own, before = self.participation, self._members.parameters
+                own, told = self.participation, self._members.parameters[index].parameter
                 if own.idle_batch is None:
                     own.contribution.used[index] = 1
-                told = before[index].parameter
                 if not self.open:
                     self._open([id(told)])
-                    if before is not self._members.parameters:  # all have just agreed on others, with other numbers
-                        index = next((each.index for each in self.parameters if each.parameter is told), -1)
                 current = self._round
                 if current is None:
                     self._members.arrivals.accumulated.append(told)
-            if current is not None and index >= 0:
+            if current is not None:
                 current.mark_gradient_ready(index)
 
     def newcomer_arrived(self, parameter: Parameter, name: str) -> None:

@@ -106,19 +106,9 @@ class Report:
         return any(status.module_changed for status in self.ranks)
 
     @property
-    def module_changed_everywhere(self) -> bool:
-        """Whether all ranks have, so that each one knows without having read the report."""
-        return bool(self.ranks) and all(status.module_changed for status in self.ranks)
-
-    @property
     def values_changed(self) -> bool:
         """Whether parameters were changed on any rank while a gradient was only that rank's."""
         return any(status.values_changed for status in self.ranks)
-
-    @property
-    def values_changed_everywhere(self) -> bool:
-        """Whether they were on all ranks, so that each one knows without having read the report."""
-        return bool(self.ranks) and all(status.values_changed for status in self.ranks)
 
     @property
     def all_wait(self) -> bool:

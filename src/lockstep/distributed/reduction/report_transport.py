@@ -49,11 +49,6 @@ class ReportTransport:
         """Elements of a row."""
         return self._layout.numel
 
-    @property
-    def deferred(self) -> bool:
-        """Whether a report has not been read as a whole yet."""
-        return self._deferred is not None
-
     def write(
         self,
         row: Tensor,

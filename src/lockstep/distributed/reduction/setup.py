@@ -119,11 +119,14 @@ class Setup:
         """Compare values in every ``every``-th round from now on, or in none if it is 0; all ranks must."""
         self.watch = ValueWatch(every, self.buffers) if every else None
 
+    def watch_of(self, number: int) -> ValueWatch | None:
+        """What compares values in round ``number``, if anything does."""
+        return None if self.watch is None or not self.watch.is_due(number) else self.watch
+
     def look(self, number: int) -> Tensor | None:
         """What round ``number`` reports of the module's values, if they are compared in it."""
-        if self.watch is None or not self.watch.is_due(number):
-            return None
-        return self.watch.look(self.parameters, self.transport.row_device)
+        watch = self.watch_of(number)
+        return None if watch is None else watch.look(self.parameters, self.transport.row_device)
 
     def follow_active(self, report: Report) -> None:
         """Buffers of the next round are those of the first rank that has a batch then; of the first one of all if none
