@@ -29,7 +29,7 @@ test-matrix: $(TORCHES:%=test-torch-%)  ## the oldest and the newest PyTorch: 15
 test-torch-%: .venv-torch-%/.installed
 	.venv-torch-$*/bin/python $(PYTEST) $(MATRIX) $(ARGS)
 
-test-clients: $(CLIENTS)/.installed  ## programs that people run, in an environment of their own: 6 minutes
+test-clients: $(CLIENTS)/.installed  ## programs that people run, and PyTorch's suite, in an environment of their own: 9 minutes
 	$(CLIENTS)/bin/python -m pytest -m "not soak" tests/clients tests/docs $(ARGS)
 
 test-hosts: $(READY)  ## several hosts on this machine, whose links fail: as root, with iproute2 and nftables; 5 minutes
