@@ -39,7 +39,6 @@ def step(rank, model, optimizer, number, before_step=nothing, after_step=nothing
 def flips_a_bit(rank, seed):
     """A bit flips on one rank; the tensor's name, how many steps that has taken to be found, and what was said."""
     numbers = random.Random(seed)
-    torch.manual_seed(0)
     model = lockstep.replicate(rank.make(network), process_group=rank.group)
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.5)
     lockstep.check_in_sync(model, every=EVERY)

@@ -2,16 +2,17 @@
 run out of batches.
 
 Each rank says it of its own loop in the report of its next round (``reduction/report.py``). All ranks read the same
-report, so all know in the same step.
+report, so all know in the same step. Loops may run inside of one another: a round belongs to the innermost.
 """
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple, Protocol
 
 from lockstep.distributed.collectives import Group
+from lockstep.errors import OptionError
 
 STOPS, SKIPS, IDLE, ENDS = 1, 2, 4, 8
 _BATCHES = 15  # 16 * (batch % 15) + flags <= 239: exact even in bfloat16
@@ -61,49 +62,145 @@ class Reader(Protocol):
         go on together."""
 
 
+class Loop:
+    """What is known of one loop: how its batch ends on this rank, and what all ranks have said of theirs."""
+
+    def __init__(self, looks_ahead: bool = False) -> None:
+        """``looks_ahead``: some rank does not know how many batches it will have."""
+        self.looks_ahead = looks_ahead
+        self.ends = False
+        """Whether this rank has no batch after this one."""
+        self.skips = False
+        """Whether all ranks leave out this batch, or none has one."""
+        self.has_failed = False
+        """Whether the round of this batch has failed, and all ranks know."""
+        self.failed_locally = False
+        """Whether the last thing that has failed was a micro-batch that does not synchronise."""
+        self.all_end = False
+        """Whether all ranks have said that they have no batch after the one of the last round."""
+        self._uneven = self._some_end = False
+        self._active: Collection[int] | None = None  # the ranks that have a batch; None: all, as far as is known
+
+    def next_batch(self, ends: bool, uneven: bool, active: Collection[int] | None) -> None:
+        """The loop goes on: see :meth:`Decisions.next_batch`."""
+        self.ends, self._uneven = ends, uneven
+        self.skips = self.has_failed = self.failed_locally = False
+        if not self.looks_ahead:
+            self._active = active
+
+    def hear(self, codes: Sequence[int], abandoned: bool) -> None:
+        """A report has been read: see :meth:`Decisions.hear`."""
+        some, every = 0, ENDS | IDLE
+        for code in codes:
+            some |= code
+            every &= code
+        self._some_end, self.all_end = bool(some & (ENDS | IDLE)), bool(every & ENDS)
+        if self.looks_ahead:
+            self._active = [rank for rank, code in enumerate(codes) if not code & ENDS] if len(codes) > 1 else None
+        if not abandoned:
+            self.skips, self.has_failed = bool(some & SKIPS or every & IDLE), False
+
+    def note_failure(self) -> None:
+        """All ranks know that the round of this batch has failed."""
+        self.has_failed = True
+
+    def note_skipped(self) -> None:
+        """All ranks know that this batch is left out."""
+        self.skips, self.has_failed = True, False
+
+    def note_local_failure(self) -> None:
+        """A micro-batch that does not synchronise has failed."""
+        self.failed_locally = True
+
+    def take_local_failure(self) -> bool:
+        """Whether the last thing that has failed was such a micro-batch; asked once."""
+        found, self.failed_locally = self.failed_locally, False
+        return found
+
+    def has_batch(self, rank: int) -> bool:
+        """Whether ``rank`` has a batch of its own, as far as all ranks know."""
+        return self._active is None or rank in self._active
+
+    @property
+    def may_be_idle(self) -> bool:
+        """Whether some rank may have run out of batches."""
+        return self._uneven or self._some_end
+
+    @property
+    def is_default(self) -> bool:
+        """Whether nothing is known that a report which says nothing would change."""
+        return not (self.skips or self.has_failed or self._some_end or self.all_end)
+
+
 class Decisions:
-    """What the loop of this rank says to those of the other ranks of a group, and what all have said."""
+    """What the loops of this rank say to those of the other ranks of a group, and what all have said."""
 
     def __init__(self, group: Group) -> None:
         self.group = group
         self.batch = _batches.get(group, 0)
-        """The number of the batch that the loop is at, counted by ``batches()``."""
-        self._ends = self._uneven = False
+        """The number of the batch that the innermost loop is at, counted by ``batches()``."""
+        self._loops = [Loop()]  # from the outermost on; the first one is a loop that nobody counts
         self._padding: list[object] = []
         self._share: int | None = None
         self._requests: list[Callable[[], object]] = []
         self._unread: weakref.WeakSet[Reader] = weakref.WeakSet()
-        self._stops = self._skips = self._all_end = self._some_end = False
-        self._skips_next = self._failed = self._failed_locally = False
+        self._stops = self._skips_next = False
         self._skippable: list[tuple[type[BaseException], ...]] = []
+
+    @property
+    def _loop(self) -> Loop:
+        """The innermost loop."""
+        return self._loops[-1]
 
     # ------------------------------------------------------------------------------ what this rank says
 
     def say(self, idle: bool, skips: bool) -> int:
         """What this rank says in its next report, encoded; ``idle``: it contributes nothing; ``skips``: it has just
         decided to leave out the batch."""
-        if not (self.batch or self._requests or self._skips_next or self._ends or idle or skips):
+        ends = self._loop.ends
+        if not (self.batch or self._requests or self._skips_next or ends or idle or skips):
             return 0
-        if not (idle or skips or self._skips_next or self._ends or self._requests):
+        if not (idle or skips or self._skips_next or ends or self._requests):
             return 16 * batch_code(self.batch)
         stops = any(asks() for asks in self._requests)
-        return LoopStatus(self.batch, stops, skips or self._skips_next, idle, self._ends).encode()
+        return LoopStatus(self.batch, stops, skips or self._skips_next, idle, ends).encode()
 
     def stop_when(self, request: Callable[[], object]) -> None:
         """Ask all ranks to stop from the first report on before which ``request()`` is something: a reason, True."""
         if request not in self._requests:
             self._requests.append(request)
 
-    def next_batch(self, ends: bool, uneven: bool) -> None:
-        """The loop goes on with its next batch, which ``ends`` its own; ``uneven``: some rank may have run out."""
+    @contextmanager
+    def loop(self, looks_ahead: bool) -> Iterator[Loop]:
+        """Inside, a loop runs, inside of those that are under way; ``looks_ahead``: some rank does not know how many
+        batches it will have. Afterwards what was known of the others counts again.
+
+        Waits for the last report, which is not one of this loop. Raises :class:`OptionError` inside of a loop of which
+        a rank does not know how many batches it will have.
+        """
+        self._read()
+        if any(loop.looks_ahead for loop in self._loops):
+            raise OptionError(
+                "batches(): a loop was begun inside of another one whose loader has no length on some rank. Ranks tell "
+                "each other with their gradients when such a loop ends, and can do so for the innermost loop alone; "
+                "give the outer loader a length, or go through the inner one without batches(), equally often on all "
+                "ranks"
+            )
+        loop = Loop(looks_ahead)
+        self._loops.append(loop)
+        try:
+            yield loop
+        finally:
+            self._loops = [each for each in self._loops if each is not loop]
+            if len(self._loops) == 1:
+                self._skips_next = False
+
+    def next_batch(self, loop: Loop, ends: bool, uneven: bool, active: Collection[int] | None) -> None:
+        """A loop goes on with its next batch, which ``ends`` its own; ``uneven``: some rank may have run out;
+        ``active``: the ranks that have not, if that is known and they are not all."""
         self.batch += 1
         _batches[self.group] = self.batch
-        self._ends, self._uneven = ends, uneven
-        self._skips = self._failed = self._failed_locally = False
-
-    def end_epoch(self) -> None:
-        """The loop is over."""
-        self._ends = self._uneven = self._all_end = self._some_end = self._skips_next = False
+        loop.next_batch(ends, uneven, active)
 
     @contextmanager
     def padding(self) -> Iterator[None]:
@@ -140,12 +237,11 @@ class Decisions:
 
     def note_local_failure(self) -> None:
         """A micro-batch that does not synchronise has failed."""
-        self._failed_locally = True
+        self._loop.note_local_failure()
 
     def take_local_failure(self) -> bool:
         """Whether the last thing that has failed was such a micro-batch; asked once."""
-        found, self._failed_locally = self._failed_locally, False
-        return found
+        return self._loop.take_local_failure()
 
     @contextmanager
     def skipping_on(self, errors: tuple[type[BaseException], ...]) -> Iterator[None]:
@@ -167,22 +263,19 @@ class Decisions:
 
         ``abandoned``: of a round in which this rank has failed, so that what becomes of the batch is known.
         """
-        some, every = 0, ENDS | IDLE
-        for code in codes:
-            some |= code
-            every &= code
-        self._stops = bool(some & STOPS)
-        self._some_end, self._all_end = bool(some & (ENDS | IDLE)), bool(every & ENDS)
-        if not abandoned:
-            self._skips, self._failed = bool(some & SKIPS or every & IDLE), False
+        said = list(codes)
+        self._stops = any(code & STOPS for code in said)
+        self._loop.hear(said, abandoned)
 
     def note_failure(self) -> None:
         """All ranks know that the round of this batch has failed."""
-        self._failed, self._skips_next = True, False
+        self._loop.note_failure()
+        self._skips_next = False
 
     def note_skipped(self) -> None:
         """All ranks know that this batch is left out."""
-        self._skips, self._failed, self._skips_next = True, False, False
+        self._loop.note_skipped()
+        self._skips_next = False
 
     def round_ended(self) -> None:
         """A backward that synchronises is over."""
@@ -199,17 +292,26 @@ class Decisions:
     @property
     def is_default(self) -> bool:
         """Whether nothing is known but which batch it is, so that a report that says no more changes nothing."""
-        return not (self._stops or self._skips or self._failed or self._some_end or self._all_end)
+        return not self._stops and self._loop.is_default
 
     @property
     def has_failed(self) -> bool:
         """Whether the round of this batch has failed, and all ranks know."""
-        return self._failed
+        return self._loop.has_failed
 
     @property
     def may_be_idle(self) -> bool:
         """Whether some rank may contribute nothing to the round under way. All ranks know alike."""
-        return self._uneven or self._some_end
+        return any(loop.may_be_idle for loop in self._loops)
+
+    @property
+    def source(self) -> int:
+        """The first rank of the group that has a batch of its own, in all loops; 0 if none has. All ranks know alike,
+        when the last report has been read."""
+        if not self.may_be_idle:
+            return 0
+        ranks = range(self.group.size())
+        return next((rank for rank in ranks if all(loop.has_batch(rank) for loop in self._loops)), 0)
 
     @property
     def should_stop(self) -> bool:
@@ -225,13 +327,13 @@ class Decisions:
         """Whether any rank has left out this batch, so that all have, or none has one. Waits as :attr:`should_stop`
         does."""
         self._read()
-        return self._skips
+        return self._loop.skips
 
     @property
     def all_have_ended(self) -> bool:
         """Whether no rank has another batch after the one of the last round. Waits as :attr:`should_stop` does."""
         self._read()
-        return self._all_end
+        return self._loop.all_end
 
 
 _known: "weakref.WeakSet[Decisions]" = weakref.WeakSet()

@@ -159,6 +159,8 @@ class Replication:
             reducer.setup.register_hook(state, hook)
         if self._restored is not None:
             self.restore(self._restored)
+        if scheduler.decisions.is_padding:
+            reducer.participation.begin_idle_batch()
         return reducer
 
     def _start_casts(self, reducer: Reducer) -> None:

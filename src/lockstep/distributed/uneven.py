@@ -42,6 +42,9 @@ def batches(
     leaves no trace in gradients or buffers; :func:`lockstep.mean` gives it no weight. What the body counts by itself -
     a sum of losses, rows seen - asks :attr:`Batches.is_padding`.
 
+    Loops may run inside of one another: a batch counts where its rank has one in all of them. A loop whose loader has
+    no length on some rank has to be the innermost.
+
     Training only: under ``torch.no_grad()`` the loader is gone through as it is, so that evaluation neither pads nor
     drops a sample.
 
@@ -56,7 +59,8 @@ def batches(
 
     Raises:
         OptionError: A rank has no batch at all, and no ``padding`` (on every rank, where lengths are known); a loader
-            that gives fewer batches, or more, than its length.
+            that gives fewer batches, or more, than its length; a loop inside of one whose loader has no length on some
+            rank (on every rank).
         PeerError: A rank has left out a batch by itself (``continue`` without :func:`lockstep.skip_batch`), in the next
             backward, on every rank.
         CommunicationError: There is no group, or a rank does not answer.
@@ -84,20 +88,22 @@ class Batches(Generic[B]):
         has_padding = self._padding is not None
         self._rows = [_agree_on_lengths(self._own, has_padding, each.group) for each in self._schedulers]
         self._lengths = [length for rows in self._rows for length, _ in rows]
+        self._looks_ahead = min(self._lengths) < 0
         self._may_be_empty = any(padded for rows in self._rows for _, padded in rows)
         self._is_padding = False
 
     def __len__(self) -> int:
-        if min(self._lengths) < 0:
+        if self._looks_ahead:
             raise TypeError("the loader of some rank has no length, so that of all together is not known")
         return max(self._lengths)
 
     def __length_hint__(self) -> int:
-        return max(self._lengths) if min(self._lengths) >= 0 else NotImplemented
+        return NotImplemented if self._looks_ahead else max(self._lengths)
 
     @property
     def is_padding(self) -> bool:
-        """Whether the batch that the loop is at counts nothing: this rank has run out."""
+        """Whether the batch that the loop is at counts nothing: this rank has run out, in this loop or in one around
+        it."""
         return self._is_padding
 
     @property
@@ -108,8 +114,7 @@ class Batches(Generic[B]):
     def __iter__(self) -> Iterator[B]:
         if not torch.is_grad_enabled():
             return self._start()
-        given = self._of_known_lengths() if min(self._lengths) >= 0 else self._looking_ahead()
-        return self._in_turn(given)
+        return self._in_turn(self._looking_ahead() if self._looks_ahead else self._of_known_lengths())
 
     def _start(self) -> Iterator[B]:
         """Go through the loader; workers that it starts outlive a signal that asks all processes to stop."""
@@ -117,22 +122,25 @@ class Batches(Generic[B]):
             return iter(self._loader)
 
     def _in_turn(self, given: Iterator[tuple[B, bool, bool, bool]]) -> Iterator[B]:
-        try:
-            for batch, is_padding, ends, uneven in given:
-                for each in self._schedulers:
-                    each.decisions.next_batch(ends, uneven)
-                self._is_padding = is_padding
+        decisions = [each.decisions for each in self._schedulers]
+        with ExitStack() as whole:
+            loops = [whole.enter_context(each.loop(self._looks_ahead)) for each in decisions]
+            whole.callback(self._note_padding, False)
+            for number, (batch, is_padding, ends, uneven) in enumerate(given):
+                for each, loop, rows in zip(decisions, loops, self._rows, strict=True):
+                    active = [rank for rank, (length, _) in enumerate(rows) if length > number] if uneven else None
+                    each.next_batch(loop, ends, uneven, active)
+                self._note_padding(is_padding or any(each.is_padding for each in decisions))
                 if not is_padding:
                     yield batch
                     continue
                 with ExitStack() as stack:
-                    for each in self._schedulers:
-                        stack.enter_context(each.idle_batch())
+                    for scheduler in self._schedulers:
+                        stack.enter_context(scheduler.idle_batch())
                     yield batch
-        finally:
-            self._is_padding = False
-            for each in self._schedulers:
-                each.decisions.end_epoch()
+
+    def _note_padding(self, is_padding: bool) -> None:
+        self._is_padding = is_padding
 
     def _of_known_lengths(self) -> Iterator[tuple[B, bool, bool, bool]]:
         """Each batch; whether it counts nothing, is the rank's last, and whether some rank has run out."""
@@ -140,8 +148,6 @@ class Batches(Generic[B]):
         batch: Any = self._padding
         shortest, longest = min(self._lengths), max(self._lengths)
         for number in range(longest):
-            if number >= shortest:
-                self._follow_active(number)
             if number < self._own:
                 batch = next(iterator, _NOTHING)
                 self._check_length(batch is not _NOTHING, number)
@@ -154,11 +160,6 @@ class Batches(Generic[B]):
                 yield batch, True, True, True
                 batch = again
         self._check_length(next(iterator, _NOTHING) is _NOTHING, self._own + 1)
-
-    def _follow_active(self, number: int) -> None:
-        """Buffers are those of the first rank that has a batch of that number."""
-        for scheduler, rows in zip(self._schedulers, self._rows, strict=True):
-            scheduler.follow_rank(next(rank for rank, (length, _) in enumerate(rows) if length > number))
 
     def _check_length(self, holds: bool, number: int) -> None:
         if not holds:

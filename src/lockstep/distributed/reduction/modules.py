@@ -36,7 +36,7 @@ class RankParticipation(Protocol):
         """Whether a pass that has gone through the module without any gradient of it is a round all the same."""
 
     def begin_idle_batch(self) -> None:
-        """The loop is at a batch that counts nothing, until :meth:`end_idle_batch`."""
+        """The loop is at a batch that counts nothing, until :meth:`end_idle_batch`; or already was."""
 
     def end_idle_batch(self) -> None:
         """The loop goes on."""
@@ -46,9 +46,6 @@ class RankParticipation(Protocol):
 
     def keep_buffers(self) -> KeptBuffers:
         """What the module's buffers are now."""
-
-    def follow_rank(self, rank: int) -> None:
-        """Buffers of the next round are those of ``rank``: all ranks say so."""
 
 
 class ScheduledModule(Protocol):

@@ -105,8 +105,6 @@ class Outcome:
             setup.buffers.finish_large()
             if not report.module_changed:
                 transport.take_buffers(row)
-            if setup.follows_active or not report.is_usual:
-                setup.follow_active(report)
         self.usage.look(own.used)
         own.end_round()
         used = ended.parameters_in_order(report, found.newcomers) if lists_used else ()
@@ -219,7 +217,6 @@ class Outcome:
         self._setup.buffers.finish_large()
         if not report.module_changed:
             self._setup.transport.take_buffers()
-        self._setup.follow_active(report)
         self._setup.transport.note_looked_at()
 
     def read_deferred(self) -> None:

@@ -179,7 +179,9 @@ class Participation:
             self._skips = False
 
     def begin_idle_batch(self) -> None:
-        """The loop is at a batch that counts nothing, until :meth:`end_idle_batch`."""
+        """The loop is at a batch that counts nothing, until :meth:`end_idle_batch`; or already was."""
+        if self.idle_batch is not None:
+            return
         parameters = [member.parameter for member in (*self._setup.parameters, *self._members.newcomers)]
         self.idle_batch = IdleBatch(parameters, self.keep_buffers())
 
@@ -188,11 +190,6 @@ class Participation:
         if self.idle_batch is not None:
             self.idle_batch.end()
         self.idle_batch = None
-
-    def follow_rank(self, rank: int) -> None:
-        """Buffers of the next round are those of ``rank``."""
-        self._outcome.update_buffers()
-        self._setup.follow_rank(rank)
 
     def keep_buffers(self) -> KeptBuffers:
         """What the module's buffers are now, to be given back."""

@@ -152,6 +152,7 @@ class Reducer:
             self.outcome.read_deferred()
         finally:
             self.outcome.wait_for_abandoned()
+            self.setup.follow_rank(self.scheduler.decisions.source)
             own.begin_round(expected)
             describe, used = partial(own.describe, passive), own.contribution.used
             graph = torch.is_grad_enabled() if create_graph is None else create_graph
@@ -354,6 +355,7 @@ class Reducer:
     def retire(self) -> None:
         """Another replication has taken over all parameters."""
         self.retired = True
+        self.participation.end_idle_batch()
         self.scheduler.modules.unregister(self)
 
 

@@ -239,23 +239,18 @@ class GroupScheduler(PassFollower):
         """How many rounds the modules have had, together."""
         return sum(module.rounds for module in self.modules)
 
-    def follow_rank(self, rank: int) -> None:
-        """Buffers of the next round are those of ``rank``, in all modules."""
-        for module in self.modules:
-            module.participation.follow_rank(rank)
-
     @contextmanager
     def idle_batch(self) -> Iterator[None]:
-        """Inside, the loop is at a batch that counts nothing: the rank has run out."""
-        parts = [module.participation for module in self.modules]
-        with self.decisions.padding():
-            for each in parts:
-                each.begin_idle_batch()
-            try:
+        """Inside, the loop is at a batch that counts nothing: the rank has run out. So it may be in a loop around it,
+        too."""
+        try:
+            with self.decisions.padding():
+                for module in self.modules:
+                    module.participation.begin_idle_batch()
                 yield
-            finally:
-                for each in parts:
-                    each.end_idle_batch()
+        finally:
+            for module in () if self.decisions.is_padding else self.modules:
+                module.participation.end_idle_batch()
 
     @torch.no_grad()
     def fail(self) -> None:

@@ -128,13 +128,8 @@ class Setup:
         watch = self.watch_of(number)
         return None if watch is None else watch.look(self.parameters, self.transport.row_device)
 
-    def follow_active(self, report: Report) -> None:
-        """Buffers of the next round are those of the first rank that has a batch then; of the first one of all if none
-        has, since all begin anew."""
-        self.follow_rank(next((rank for rank, loop in enumerate(report.loops) if not (loop.idle or loop.ends)), 0))
-
     def follow_rank(self, rank: int) -> None:
-        """Buffers of the next round are those of ``rank``, in the group."""
+        """Buffers of the round that opens are those of ``rank``, in the group."""
         if rank or self.follows_active:  # else ``join()`` may have chosen another
             self.buffers.set_source(rank)
             self.follows_active = bool(rank)

@@ -1,0 +1,290 @@
+"""Loops over batches inside of one another, or side by side, of ranks with unequal numbers of batches: a batch counts
+where its rank has one in all of them."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch import nn
+
+import lockstep
+from lockstep.errors import OptionError
+from small_modules import one_weight
+from threaded import run_ranks
+
+
+class Written(nn.Module):
+    """One weight, whose gradient is what is given. Forward writes into a buffer which turn it is, on which rank."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+        self.register_buffer("written", torch.zeros(2))
+
+    def forward(self, value, turn, rank):
+        self.written = torch.tensor([float(turn), float(rank)])
+        return value * self.weight
+
+
+class Program:
+    """What each rank does in each turn, and what is to come of it."""
+
+    def __init__(self, rank):
+        self.rank, self.turn = rank, 0
+        self.model = lockstep.replicate(Written(), process_group=rank.group)
+        self.before = 0, 0
+
+    def step(self, active, *loops):
+        """One round in which the ranks ``active`` have a batch; checks what has come of it."""
+        rank, self.turn = self.rank, self.turn + 1
+        where = self.turn, list(active)
+        self.model.zero_grad()
+        self.model(self._value(rank.rank), self.turn, rank.rank).backward()
+        grad = self.model.weight.grad
+        if active:
+            mean = sum(map(self._value, active)) / len(active)
+            assert grad.item() == pytest.approx(mean), where
+            assert lockstep.mean([self._value(rank.rank)], group=rank.group) == [pytest.approx(mean)], where
+            self.before = (self.turn, active[0])
+        else:
+            assert grad is None, where
+        lockstep.skipped(self.model)  # on accelerators, waits for the buffers
+        assert tuple(map(int, self.model.written.tolist())) == self.before, where
+        if loops:
+            assert loops[-1].is_padding == (rank.rank not in active), where
+
+    def _value(self, rank):
+        return float(2**rank * self.turn)
+
+
+def having(lengths, number, among=None):
+    """The ranks, of those ``among``, that have a batch of that number."""
+    return [rank for rank, length in enumerate(lengths) if length > number and (among is None or rank in among)]
+
+
+def nested(rank, outer, inner, known):
+    program = Program(rank)
+    for _ in range(2):
+        batches = lockstep.batches([0] * outer[rank.rank], program.model)
+        for number, _ in enumerate(batches):
+            active = having(outer, number)
+            program.step(active, batches)
+            given = [0] * inner[rank.rank]
+            within = lockstep.batches(given if known else iter(given), program.model)
+            for place, _ in enumerate(within):
+                program.step(having(inner, place, active), batches, within)
+            assert place + 1 == max(inner)
+            program.step(active, batches)
+        program.step(range(rank.world))
+    return program.turn
+
+
+knowing = pytest.mark.parametrize("known", [True, False], ids=["lengths", "streams"])
+LENGTHS = [((2, 3), (2, 3)), ((2, 3), (2, 2)), ((1, 3, 2), (3, 1, 2)), ((3, 2, 1), (1, 2, 3)), ((1, 1), (1, 2))]
+
+
+@knowing
+@pytest.mark.parametrize(("outer", "inner"), LENGTHS)
+def test_a_batch_counts_where_its_rank_has_one_in_all_loops(outer, inner, known):
+    turns = 2 * (1 + max(outer) * (2 + max(inner)))
+    assert run_ranks(len(outer), nested, outer, inner, known) == [turns] * len(outer)
+
+
+@knowing
+@pytest.mark.usefixtures("sim")
+def test_on_accelerators(known):
+    assert run_ranks(3, nested, (1, 3, 2), (3, 1, 2), known, device="sim", group_timeout=10) == [2 * (1 + 3 * 5)] * 3
+
+
+def side_by_side(rank, first, second):
+    program = Program(rank)
+    loops = [lockstep.batches([0] * lengths[rank.rank], program.model) for lengths in (first, second)]
+    for number, _ in enumerate(zip(*loops, strict=False)):
+        program.step(having(second, number, having(first, number)), *loops)
+    program.step(range(rank.world))
+    return number + 1
+
+
+def test_loops_side_by_side():
+    assert run_ranks(3, side_by_side, (1, 4, 3), (3, 2, 1)) == [3] * 3
+
+
+def three_deep(rank, lengths):
+    program = Program(rank)
+
+    def go(depth, active, *loops):
+        program.step(active, *loops)
+        if depth < len(lengths):
+            batches = lockstep.batches([0] * lengths[depth][rank.rank], program.model)
+            for number, _ in enumerate(batches):
+                go(depth + 1, having(lengths[depth], number, active), *loops, batches)
+            program.step(active, *loops)
+
+    go(0, range(rank.world))
+    return program.turn
+
+
+def test_three_loops():
+    lengths = [(1, 2), (2, 1), (2, 3)]
+    assert run_ranks(2, three_deep, lengths) == [(((3 + 2) * 2 + 2) * 2) + 2] * 2
+
+
+def left_early(rank, how):
+    """The inner loop is left before its end, on all ranks."""
+    program = Program(rank)
+    outer, inner = (2, 3), (1, 3)
+    for number, _ in enumerate(batches := lockstep.batches([0] * outer[rank.rank], program.model)):
+        active = having(outer, number)
+        within = lockstep.batches([0] * inner[rank.rank], program.model)
+        try:
+            for place, _ in enumerate(within):
+                program.step(having(inner, place, active), batches, within)
+                if place == 1:
+                    if how == "break":
+                        break
+                    raise ArithmeticError
+        except ArithmeticError:
+            pass
+        program.step(active, batches)
+    program.step(range(rank.world))
+    return program.turn
+
+
+@pytest.mark.parametrize("how", ["break", "raise"])
+def test_an_inner_loop_that_is_left_early(how):
+    assert run_ranks(2, left_early, how) == [3 * 3 + 1] * 2
+
+
+def stream_outside(rank, inner_known):
+    model = lockstep.replicate(one_weight(), process_group=rank.group)
+    with pytest.raises(OptionError, match="inside of another one whose loader has no length on some rank"):
+        for _ in lockstep.batches(iter([0] * 2) if rank.rank else [0], model):
+            model(torch.ones(1, 1)).sum().backward()
+            for _ in lockstep.batches([0] if inner_known else iter([0]), model):
+                pass
+    for x in lockstep.batches(iter([torch.ones(1, 1)] * (1 + rank.rank)), model):  # and this is one
+        model.zero_grad()
+        model(x).sum().backward()
+    return model.weight.grad.item()
+
+
+@knowing
+def test_a_loop_inside_of_one_whose_length_is_not_known_is_refused_on_every_rank(known):
+    assert run_ranks(2, stream_outside, known) == [1.0, 1.0]
+
+
+def evaluates_inside(rank):
+    """A loop without gradients is none that ranks have in common."""
+    model, seen = lockstep.replicate(one_weight(), process_group=rank.group), 0
+    for x in lockstep.batches(iter([torch.ones(1, 1)] * (1 + rank.rank)), model):
+        model.zero_grad()
+        model(x).sum().backward()
+        with torch.no_grad():
+            seen += sum(1 for _ in lockstep.batches([0] * (3 - rank.rank), model))
+    return seen
+
+
+def test_evaluation_inside_of_a_loop():
+    assert run_ranks(2, evaluates_inside) == [6, 4]
+
+
+def micro_batches(rank, skipped):
+    """The inner loop piles up, and the round comes after it; one rank leaves out a batch in an inner one."""
+    model = lockstep.replicate(one_weight(), process_group=rank.group)
+    outer, inner = (2, 3), (3, 1)
+    found = []
+    for number, _ in enumerate(lockstep.batches([0] * outer[rank.rank], model)):
+        model.zero_grad()
+        with model.no_sync():
+            for place, _ in enumerate(lockstep.batches([0] * inner[rank.rank], model)):
+                model(torch.full((1, 1), 2.0**rank.rank)).sum().backward()
+                if skipped == (number, place) and rank.rank == 0:
+                    lockstep.skip_batch(model)
+        model(torch.full((1, 1), 2.0**rank.rank)).sum().backward()
+        grad = model.weight.grad
+        found.append((None if grad is None else grad.item(), lockstep.skipped(model)))
+    return found
+
+
+def test_micro_batches_in_an_inner_loop():
+    usual, last = ((3 + 1) * 1.0 + (1 + 1) * 2.0) / 2, (1 + 1) * 2.0
+    assert run_ranks(2, micro_batches, None) == [[(usual, False), (usual, False), (last, False)]] * 2
+
+
+def test_a_micro_batch_of_an_inner_loop_that_is_left_out_is_one_of_the_outer_batch():
+    usual, last = ((3 + 1) * 1.0 + (1 + 1) * 2.0) / 2, (1 + 1) * 2.0
+    assert run_ranks(2, micro_batches, (1, 2)) == [[(usual, False), (None, True), (last, False)]] * 2
+
+
+def leaves_out(rank):
+    """Batches of the outer and of the inner loop are left out; each loop knows of its own."""
+    model, found = lockstep.replicate(one_weight(), process_group=rank.group), []
+    for number, _ in enumerate(lockstep.batches([0] * (1 + rank.rank), model)):
+        with lockstep.skip_on(ArithmeticError, modules=[model]):
+            if number == 0 and rank.rank == 1:
+                raise ArithmeticError
+            model(torch.ones(1, 1)).sum().backward()
+        for place, _ in enumerate(lockstep.batches([0] * 2, model)):
+            with lockstep.skip_on(ArithmeticError, modules=[model]):
+                if number == place == 1 and rank.rank == 1:
+                    raise ArithmeticError
+                model(torch.ones(1, 1)).sum().backward()
+            found.append(lockstep.skipped(model))
+        found.append(lockstep.skipped(model))
+    return found
+
+
+def test_each_loop_knows_which_of_its_batches_was_left_out():
+    assert run_ranks(2, leaves_out) == [[False, False, True, False, True, False]] * 2
+
+
+def new_modules(rank, again):
+    """A module is replicated, or replicated once more, in a batch that counts nothing on rank 0."""
+    model = lockstep.replicate(one_weight(), process_group=rank.group)
+    found = []
+    for number, _ in enumerate(lockstep.batches([0] * (1 + 2 * rank.rank), model)):
+        if again and number:
+            model = lockstep.DistributedDataParallel(getattr(model, "module", model), process_group=rank.group)
+        new = model if again else lockstep.replicate(one_weight(), process_group=rank.group)
+        new.zero_grad()
+        new(torch.full((1, 1), 2.0**rank.rank)).sum().backward()
+        found.append(next(new.parameters()).grad.item())
+    new.zero_grad()
+    new(torch.full((1, 1), 2.0**rank.rank)).sum().backward()
+    return [*found, next(new.parameters()).grad.item()]
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_module_that_is_new_in_a_batch_that_counts_nothing(again):
+    assert run_ranks(2, new_modules, again) == [[1.5, 2.0, 2.0, 1.5]] * 2
+
+
+def deferred_end(rank):
+    """The last report of a loop is not read when a loop begins in which this rank has no batch at all."""
+    model = lockstep.replicate(nn.Linear(3, 1, bias=False), process_group=rank.group)
+    model.weight.data.fill_(1.0)
+    for _ in lockstep.batches([0] * 3, model):
+        model(torch.ones(1, 3)).sum().backward()
+    model.zero_grad()
+    turns = 0
+    for x in lockstep.batches(iter([torch.ones(1, 3)] * 2 * rank.rank), model, padding=torch.ones(1, 3)):
+        turns += 1
+        model(x).sum().backward()
+    return turns, model.weight.grad.tolist()
+
+
+@pytest.mark.usefixtures("sim")
+def test_a_loop_does_not_end_with_the_report_of_the_one_before():
+    assert run_ranks(2, deferred_end, device="sim", group_timeout=5) == [(2, [[2.0] * 3])] * 2
+
+
+@pytest.mark.soak
+@knowing
+def test_many_loops(known):
+    chance = random.Random(3)
+    for _ in range(200):
+        outer, inner = ([chance.randint(1, 4) for _ in range(chance.choice([2, 3]))] for _ in range(2))
+        world = min(len(outer), len(inner))
+        run_ranks(world, nested, outer[:world], inner[:world], known)
