@@ -66,26 +66,38 @@ def test_every_call_that_can_fail(failing, least, kinds, tmp_path):
         assert len(left) == 2
 
 
-def fill_the_disk(rank, folder):
-    """A real limit, of the second rank's process alone."""
-    own = lockstep.per_rank(torch.zeros(100_000))
+LIMITS = [0, 1, 50, 700, 1500, 5000, 50_000]
+"""Bytes at which a file cannot grow: in the first piece that is held back, between two, at the end of the headers."""
+
+
+def fill_the_disk(rank, folder, failing):
+    """A real limit, of one rank's process alone, which every write meets, and what was held back meets again at the
+    file's end."""
+    own = lockstep.per_rank({"large": torch.zeros(100_000), "small": torch.zeros(10)})
     lockstep.save(folder, step=1, own=own)
-    if rank.rank == 1:
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, resource.RLIM_INFINITY))
-    with pytest.raises(CheckpointError) as caught:
-        lockstep.save(folder, step=2, own=own)
-    if rank.rank == 1:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    assert lockstep.resume(folder).step == 1
+    messages = []
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    for limit in LIMITS:
+        if rank.rank == failing:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+        with pytest.raises(CheckpointError) as caught:
+            lockstep.save(folder, step=2, own=own)
+        if rank.rank == failing:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        messages.append(str(caught.value))
+        rank.gather(torch.zeros(1))  # both have tidied up
+        assert names_in(folder) == ["save-000001-step-00000001"]
+        assert lockstep.resume(folder).step == 1
     lockstep.save(folder, step=3, own=own)
-    return str(caught.value), names_in(folder)
+    return messages, names_in(folder)
 
 
-def test_a_file_that_cannot_grow(tmp_path):
-    for message, names in run_processes(2, fill_the_disk, tmp_path / "run", backend="shm"):
-        assert "save() failed on rank 1 (host" in message
-        assert "File too large" in message
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_file_that_cannot_grow(failing, tmp_path):
+    for messages, names in run_processes(2, fill_the_disk, tmp_path / "run", failing, backend="shm"):
+        for message in messages:
+            assert f"save() failed on rank {failing} (host" in message
+            assert "File too large" in message
         assert names == ["save-000001-step-00000001", "save-000002-step-00000003"]
 
 
@@ -100,6 +112,26 @@ def test_a_folder_without_permission(tmp_path):
     tmp_path.chmod(0o500)
     with pytest.raises(CheckpointError, match="Permission denied"):
         lockstep.save(tmp_path / "run", x=1)
+
+
+class Huge:
+    """State with a very long reason why it cannot be read."""
+
+    def state_dict(self):
+        raise ValueError("no momentum " + "x" * 5_000_000 + "\udce9")
+
+    def load_state_dict(self, state):
+        pass
+
+
+def raise_huge(rank, folder):
+    with pytest.raises(CheckpointError, match=r"save\(\) failed on rank 1 .*: ValueError: no momentum x") as caught:
+        lockstep.save(folder, group=rank.group, part=Huge() if rank.rank else lockstep.per_rank({}))
+    return len(str(caught.value).encode())
+
+
+def test_a_reason_of_megabytes_is_cut(tmp_path):
+    assert max(run_ranks(2, raise_huge, tmp_path)) < 20_000
 
 
 class Raising:

@@ -61,6 +61,49 @@ def test_an_exception_of_one_rank_is_raised_on_all_others_with_its_traceback(wor
             assert f"rank {rank} stops, because rank 1 failed at step 12, in forward: ValueError" in str(failure)
 
 
+HUGE = {
+    "one line": "of rank 1 " + "x" * 5_000_000,
+    "lines": "of rank 1\n" * 500_000,
+    "what takes most bytes": "of rank 1 " + "\N{GRINNING FACE}" * 1_000_000,
+    "what UTF-8 does not have": "of rank 1 " + "\udce9" * 1_000_000,
+}
+
+
+@pytest.mark.parametrize("kind", HUGE)
+def test_an_exception_with_a_huge_message_is_told_with_both_ends(kind):
+    store, have_met, text = dist.HashStore(), threading.Barrier(2), HUGE[kind] + " the end"
+
+    def train(rank):
+        this = channel(store, rank)
+        have_met.wait(SOON)
+        found = None
+        if rank.rank == 1:
+            try:
+                try:
+                    raise ValueError(text)
+                finally:
+                    raise KeyError(text)
+            except KeyError as error:
+                this.report(of_exception(error, 1, 12, "forward"))
+        else:
+            found = raised(this)
+        this.announce_end()
+        assert this.wait_for_others(SOON)
+        this.close()
+        return found
+
+    failure = run_ranks(2, train)[0]
+    assert (failure.rank, failure.step) == (1, 12)
+    assert failure.reason.startswith("ValueError: of rank 1")
+    assert "(and while that was handled: KeyError: 'of rank 1" in failure.reason
+    assert "characters left out" in failure.reason
+    assert "the end" in failure.reason
+    assert len(failure.reason) < 20_000
+    assert "raise ValueError(text)" in failure.traceback
+    assert failure.traceback.endswith("the end'")
+    str(failure).encode()  # as whoever prints it does
+
+
 def test_of_two_ranks_that_fail_at_once_one_is_the_first_for_all():
     store, have_met = dist.HashStore(), threading.Barrier(4)
 

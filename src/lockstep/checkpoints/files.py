@@ -5,6 +5,7 @@ a folder (of files that were made, renamed or removed) when :meth:`FileSystem.sy
 whole or not at all. Everything else may be lost in a crash, or be there early, in any order.
 """
 
+import contextlib
 import hashlib
 import os
 import queue
@@ -85,9 +86,10 @@ class OpenFile:
         _sync(self._file.fileno())
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Let go of the file. What counts is on the disk since :meth:`sync`; the rest is lost if it cannot be written."""
         self._digest.end()
-        self._file.close()
+        with contextlib.suppress(OSError):  # of what was held back, which is flushed once more
+            self._file.close()
 
     @property
     def sha256(self) -> str:

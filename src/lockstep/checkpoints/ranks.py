@@ -8,7 +8,11 @@ from typing import Any
 
 from lockstep.distributed.collectives import Collectives, Group, resolve_group
 from lockstep.errors import AgreementError, CheckpointError
+from lockstep.failures.failure import shortened
 from lockstep.phases import Phases
+
+LONGEST_ERROR = 16 * 1024
+"""Characters of an error's message that all other ranks are told."""
 
 
 class Ranks:
@@ -77,4 +81,4 @@ def _describe(error: BaseException) -> str:
     text = str(error) or type(error).__name__
     with contextlib.suppress(AttributeError):
         text = "\n".join([text, *error.__notes__])
-    return text if isinstance(error, CheckpointError) else f"{type(error).__name__}: {text}"
+    return shortened(text if isinstance(error, CheckpointError) else f"{type(error).__name__}: {text}", LONGEST_ERROR)

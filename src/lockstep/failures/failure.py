@@ -10,8 +10,9 @@ from typing import Any
 from lockstep.errors import CommunicationError, PeerError, PeerFailure, StalledError
 from lockstep.failures.where import TRAINING, phase_of
 
-LONGEST_TRACEBACK = 48 * 1024
-"""Characters of a traceback that travel; of a longer one, the last."""
+LONGEST_HEADLINE, LONGEST_TRACEBACK = 4 * 1024, 48 * 1024
+"""Characters that travel of an exception's type and message, and of its traceback: a failure fits into one message of
+the ring, whatever the characters are."""
 
 
 class Kind(StrEnum):
@@ -154,10 +155,18 @@ def of_exception(error: BaseException, rank: int, step: int, phase: str) -> Fail
     what = _headline(first)
     if first is not error:
         what += f" (and while that was handled: {_headline(error)})"
-    text = "".join(format_exception(error)).rstrip()
-    if len(text) > LONGEST_TRACEBACK:
-        text = "[...]\n" + text[-LONGEST_TRACEBACK:].partition("\n")[2]
+    text = shortened("".join(format_exception(error)).rstrip(), LONGEST_TRACEBACK)
     return Failure(rank, Kind.RAISED, step, phase_of(first.__traceback__, phase), what, text)
+
+
+def shortened(text: str, longest: int) -> str:
+    """A text as it travels: of one that is too long, both ends. What UTF-8 does not have, such as a byte of a file's
+    name, is written as an escape."""
+    text = text.encode(errors="backslashreplace").decode()
+    if len(text) <= longest:
+        return text
+    half = longest // 2
+    return f"{text[:half]} [... {len(text) - 2 * half} characters left out ...] {text[-half:]}"
 
 
 def origin(error: BaseException) -> BaseException:
@@ -212,7 +221,7 @@ def _is_of_a_group(error: BaseException) -> bool:
 
 def _headline(error: BaseException) -> str:
     lines = format_exception_only(error)
-    return next((line for line in lines if not line.startswith(" ")), lines[-1]).strip()
+    return shortened(next((line for line in lines if not line.startswith(" ")), lines[-1]).strip(), LONGEST_HEADLINE)
 
 
 def _indented(text: str) -> str:

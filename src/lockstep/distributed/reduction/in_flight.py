@@ -11,6 +11,7 @@ from lockstep.distributed.reduction.bucket import GradientBucket, ZeroBucket
 from lockstep.distributed.reduction.comm_hooks import Waitable
 from lockstep.distributed.reduction.setup import Setup
 from lockstep.errors import CommunicationError
+from lockstep.failures.failure import LONGEST_HEADLINE, shortened
 
 
 class InFlight:
@@ -38,7 +39,7 @@ class InFlight:
                 self._pending.append(self._call_hooks(bucket, flat))
         except BaseException as error:
             if begun is None or collectives.begun() != begun:
-                gist = f"{type(error).__name__}: {error}"
+                gist = shortened(f"{type(error).__name__}: {error}", LONGEST_HEADLINE)
                 self._setup.scheduler.lose(f"a communication hook raised {gist}, after it had begun to communicate")
             raise
 
