@@ -86,7 +86,7 @@ class OpenFile:
         _sync(self._file.fileno())
 
     def close(self) -> None:
-        """Let go of the file. What counts is on the disk since :meth:`sync`; the rest is lost if it cannot be written."""
+        """Let go of the file; what :meth:`sync` has not put on the disk is lost if it cannot be written now."""
         self._digest.end()
         with contextlib.suppress(OSError):  # of what was held back, which is flushed once more
             self._file.close()

@@ -8,7 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, wait
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
@@ -36,6 +36,7 @@ from lockstep.failures.where import TRAINING
 from lockstep.session.counted import CountedBatches
 from lockstep.session.environment import Environment, read_environment
 from lockstep.session.meeting_place import meeting_place
+from lockstep.session.same_options import check_same_options
 from lockstep.session.seeds import generator, seed_this_rank
 from lockstep.session.stop_requests import StopRequests
 from lockstep.session.watch import Watch, attach, check_link_timeout, make_channel, run_name, unused_part
@@ -96,6 +97,7 @@ class Session:
             register_optimizer_step_post_hook(lambda *_: enter(TRAINING)),
         )
         self.progress.current_phase = TRAINING
+        self._watch.end_with_the_program(self.end)
 
     @property
     def is_main(self) -> bool:
@@ -326,6 +328,7 @@ def _join(options: SessionOptions, environment: Environment, this: Session, reso
     if options.stall_factor is not None:
         limits = StallLimits(options.stall_factor, options.stall_minimum, options.timeout)
     try:
+        check_same_options(asdict(options) | {"backend": this.backend}, channel, store)
         watch.look_for_stalls(lambda: dist.group.WORLD, limits)
         _choose_interface(channel)
         with connections.recording():

@@ -1,6 +1,5 @@
 """watch(): the failure channel of a group that is there already."""
 
-import atexit
 import contextlib
 import os
 import socket
@@ -8,6 +7,7 @@ import sys
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from multiprocessing.util import Finalize
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -76,6 +76,32 @@ class Watch:
         assert self.channel is not None
         self._stalls = StallWatch(self.channel, limits, lambda: _begun(group()))
 
+    def end_with_the_program(self, end: Callable[[BaseException | None], object]) -> None:
+        """If nothing else has ended the watch when the program ends, tell how it does, by ``end``: with an exception,
+        or without one.
+
+        Not through ``atexit``, which the processes of ``multiprocessing`` do not run.
+        """
+        if self.channel is None:
+            return
+        before = sys.excepthook
+
+        def told(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> Any:
+            try:
+                end(error)
+            except PeerFailure as failure:
+                return before(type(failure), failure, failure.__traceback__)
+            return before(kind, error, traceback)
+
+        def forget() -> None:
+            last.cancel()
+            if sys.excepthook is told:
+                sys.excepthook = before
+
+        sys.excepthook = told
+        last = Finalize(None, lambda: end(sys.exception()), exitpriority=0)
+        self._resources.callback(forget)
+
     def end(self, error: BaseException | None = None, release: Callable[[], object] = lambda: None) -> None:
         """Tell the others how this rank ends, let the group go by ``release``, wait for the others, and close.
 
@@ -85,7 +111,6 @@ class Watch:
         if self._ended or self._process != os.getpid():
             return
         self._ended = True
-        atexit.unregister(self.end)
         with self._resources:
             self._leave(error, release)
 
@@ -213,7 +238,7 @@ def watch(
         raise
     limits = StallLimits(stall_factor, stall_minimum, END_SECONDS) if stall_factor is not None else None
     this.look_for_stalls(weakref.ref(group), limits)
-    _at_the_end_of_the_program(this)
+    this.end_with_the_program(this.end)
     return this
 
 
@@ -306,18 +331,3 @@ def _store_of(group: Group) -> Any:
 def _is_orderly(error: BaseException) -> bool:
     """Whether it is the program that ends, without an error."""
     return isinstance(error, SystemExit) and error.code in (None, 0)
-
-
-def _at_the_end_of_the_program(this: Watch) -> None:
-    """If nothing else ends the watch, an exception that ends the program is told of, or that it ends without one."""
-    before = sys.excepthook
-
-    def told(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> Any:
-        try:
-            this.end(error)
-        except PeerFailure as failure:
-            return before(type(failure), failure, failure.__traceback__)
-        return before(kind, error, traceback)
-
-    sys.excepthook = told
-    atexit.register(this.end)
