@@ -322,18 +322,120 @@ def test_an_operation_that_is_refused_is_refused_in_every_collective():
     run_ranks(2, call, hosts="aa")
 
 
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.uint16, torch.uint64])
-def test_dtypes_that_cannot_be_reduced_can_be_moved(dtype):
-    def call(rank):
-        given = [drawn(each, 40, torch.uint8).to(torch.float32).to(dtype) for each in range(2)]
-        x = given[rank.rank].clone()
-        outputs = [torch.zeros(40).to(dtype) for _ in range(2)]
-        dist.all_gather(outputs, x, group=rank.group)
-        dist.broadcast(x, group=rank.group, group_src=1)
-        for got, wanted in zip([x, *outputs], [given[1], *given], strict=True):
-            assert torch.equal(got.view(torch.uint8), wanted.view(torch.uint8))
+MOVED = [*DTYPES, torch.complex32, torch.uint16, torch.uint32, torch.uint64]
+MOVED += [each for name, each in sorted(vars(torch).items()) if name.startswith("float8")]
+OF_GLOO = [torch.bool, torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.int64]
+OF_GLOO += [torch.int8, torch.uint8]
 
-    run_ranks(2, call, hosts="aa")
+
+def bits(rank, dtype, numel=6):
+    """A rank's values, of any bits; of truth values, any truth."""
+    values = torch.randint(0, 256, (numel * dtype.itemsize,), generator=torch.Generator().manual_seed(rank))
+    return (values % 2 if dtype is torch.bool else values).to(torch.uint8).view(dtype)
+
+
+def moves(rank, dtypes):
+    """(collective, dtype) -> the bytes of the results, of each collective that moves values as they are."""
+    group, own, results = rank.group, rank.rank, {}
+    at_one, from_zero = own == 1, own == 0
+    for dtype in dtypes:
+
+        def of(each, numel=6, dtype=dtype):
+            return bits(each, dtype, numel)
+
+        def zeros(numel=6, dtype=dtype):
+            return torch.zeros(numel * dtype.itemsize, dtype=torch.uint8).view(dtype)
+
+        def each_zeros(zeros=zeros):
+            return [zeros() for _ in range(rank.world)]
+
+        x, outputs, whole = of(own), each_zeros(), zeros(6 * rank.world)
+        results["broadcast", dtype] = [x]
+        group.broadcast([x], options(dist.BroadcastOptions, rootRank=1)).wait()
+        results["all_gather", dtype] = outputs
+        group.allgather([outputs], [of(own)]).wait()
+        outputs = each_zeros() if at_one else []
+        results["gather", dtype] = outputs
+        group.gather([outputs] if at_one else [], [of(own)], root(1)).wait()
+        x = zeros()
+        results["scatter", dtype] = [x]
+        group.scatter([x], [[of(10 + to) for to in range(rank.world)]] if from_zero else [], root(0, True)).wait()
+        results["all_to_all_single", dtype] = [whole]
+        group.alltoall_base(whole, of(own, 6 * rank.world), [], []).wait()
+        if isinstance(group, ProcessGroupShm):  # Gloo of PyTorch 2.11 exchanges single tensors
+            outputs = each_zeros()
+            results["all_to_all", dtype] = outputs
+            group.alltoall(outputs, [of(10 * own + to) for to in range(rank.world)]).wait()
+        x = of(own)
+        results["send", dtype] = [x]
+        (group.send([x], 1, 0) if from_zero else group.recv([x], 0, 0)).wait()
+    return {key: [each.view(torch.uint8).tolist() for each in given] for key, given in results.items()}
+
+
+@pytest.mark.parametrize("hosts", ["aa", "ab"])
+def test_every_collective_moves_what_gloo_moves(hosts):
+    for got, wanted in zip(run_ranks(2, moves, OF_GLOO, hosts=hosts), run_ranks(2, moves, OF_GLOO), strict=True):
+        assert len(wanted) == 6 * len(OF_GLOO)
+        assert {key: got[key] for key in wanted} == wanted
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+@pytest.mark.parametrize("hosts", ["aa", "ab"])
+def test_every_collective_moves_every_dtype(hosts):
+    zero, one = run_ranks(2, moves, MOVED, hosts=hosts)
+    assert torch.float8_e4m3fn in MOVED
+    for dtype in MOVED:
+
+        def of(rank, numel=6, dtype=dtype):
+            return bits(rank, dtype, numel).view(torch.uint8).tolist()
+
+        first, second = ([of(rank, 12)[: len(of(0))], of(rank, 12)[len(of(0)) :]] for rank in range(2))
+        wanted = {
+            "broadcast": ([of(1)], [of(1)]),
+            "all_gather": ([of(0), of(1)], [of(0), of(1)]),
+            "gather": ([], [of(0), of(1)]),
+            "scatter": ([of(10)], [of(11)]),
+            "all_to_all_single": ([first[0] + second[0]], [first[1] + second[1]]),
+            "all_to_all": ([of(0), of(10)], [of(1), of(11)]),
+            "send": ([of(0)], [of(0)]),
+        }
+        for name, each in wanted.items():
+            assert (zero[name, dtype], one[name, dtype]) == each, (name, dtype)
+
+
+def odd_shapes(rank):
+    """Rows, no elements, layouts with gaps; what is gathered into an expanded tensor is refused."""
+    group, own, world = rank.group, rank.rank, rank.world
+    x = torch.arange(24.0).view(6, 4)[:, ::2] + 100 * own
+    outputs = [torch.empty(4, 6).t()[:, ::2] for _ in range(world)] if own == 0 else []
+    group.gather([outputs] if own == 0 else [], [x], root(0)).wait()
+    for source, each in enumerate(outputs):
+        assert torch.equal(each, torch.arange(24.0).view(6, 4)[:, ::2] + 100 * source)
+    y = torch.empty(4, 6).t()[:, ::2]
+    group.scatter([y], [[x + to for to in range(world)]] if own == 0 else [], root(0, True)).wait()
+    assert torch.equal(y, torch.arange(24.0).view(6, 4)[:, ::2] + own)
+    z = torch.empty(4, 6).t()[:, ::2]
+    sizes = [4, 2] if own == 0 else [2, 4]
+    group.alltoall_base(z, x, [4, 2] if own == 0 else [2, 4], sizes).wait()
+    given = [torch.arange(24.0).view(6, 4)[:, ::2] + 100 * source for source in range(world)]
+    assert torch.equal(z, torch.cat([given[0][:4], given[1][:2]] if own == 0 else [given[0][4:], given[1][2:]]))
+    outputs = [torch.empty(4, 6).t()[:, ::2] for _ in range(world)]
+    group.alltoall(outputs, [x + to for to in range(world)]).wait()
+    for source, each in enumerate(outputs):
+        assert torch.equal(each, given[source] + own)
+    for shape in ((0,), (0, 3), (2, 0)):
+        empty = torch.empty(shape)
+        group.alltoall_base(torch.empty(shape), empty, [], []).wait()
+        group.gather([[empty.clone() for _ in range(world)]] if own == 0 else [], [empty], root(0)).wait()
+    with pytest.raises(LayoutError, match="gather: expected 12 elements, got 6 in tensor 0"):
+        group.gather([[torch.empty(6), torch.empty(6)]], [x], root(own))
+    with pytest.raises(LayoutError, match="scatter: a result cannot be written to an expanded tensor"):
+        group.scatter([torch.empty(1).expand(12)], [[torch.empty(12)] * world], root(own, True))
+
+
+@pytest.mark.parametrize("hosts", ["aa", "ab"])
+def test_any_layout_goes_through_gloo(hosts):
+    run_ranks(2, odd_shapes, hosts=hosts)
 
 
 @pytest.mark.parametrize("repeat", [1, 80_000])

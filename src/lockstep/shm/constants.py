@@ -11,4 +11,4 @@ FAILURE_KEY = "failed"
 GLOO_DTYPES = frozenset(
     [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.uint8, torch.int32, torch.int64]
 )
-"""What Gloo can move."""
+"""What Gloo can reduce."""

@@ -20,11 +20,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.compiler import outside_compiler
-from lockstep.errors import CommunicationError, OptionError
+from lockstep.errors import CommunicationError
 from lockstep.network import is_loopback
 from lockstep.shm.algorithm import Algorithm
-from lockstep.shm.constants import GLOO_DTYPES, GRACE_SECONDS, LIVENESS_SECONDS
-from lockstep.shm.flatten import check_tensors, flatten
+from lockstep.shm.constants import GRACE_SECONDS, LIVENESS_SECONDS
+from lockstep.shm.flatten import check_numel, check_tensors, check_writable, flatten, unflatten
 from lockstep.shm.messages import Descriptor, Kind
 from lockstep.shm.overloads import with_overloads
 from lockstep.shm.works import ShmWork
@@ -153,24 +153,29 @@ class CollectivesOfGloo:
         given: list[Tensor],
         outputs: list[Tensor],
         opts: Any,
-        begin: Callable[[Any], Any],
-        after: Callable[[], None] = lambda: None,
+        begin: Callable[[Any, list[Tensor]], Any],
+        after: Callable[[list[Tensor]], None] = lambda _: None,
     ) -> ShmWork:
-        """Begin what ``begin`` does with a Gloo group once all ranks say that they run the same; then ``after``."""
+        """Begin what ``begin`` does with a Gloo group once all ranks say that they run the same; then ``after``.
+
+        Both have the bytes of the outputs, each in one dimension: Gloo does not know every dtype.
+        """
         what = kind.name.lower()
         check_tensors([*given, *outputs], what)
-        dtype = given[0].dtype
-        if dtype not in GLOO_DTYPES:
-            raise OptionError(f"{what}: Gloo, to which this goes, cannot move {dtype}; use .view(torch.uint8)")
+        check_writable(outputs, what)
         numel = given[0].numel() if kind is not Kind.ALL_TO_ALL else 0
         root = self._global_ranks[opts.rootRank] if kind is not Kind.ALL_TO_ALL else 0
-        descriptor = Descriptor(kind, dtype, numel, root=root)
+        descriptor = Descriptor(kind, given[0].dtype, numel, root=root)
 
         def run(algorithm: Algorithm) -> None:
             algorithm.agree(descriptor)
             group = self._gloo_group()
-            wait_for(begin(group), group, algorithm)
-            after()
+            flat = [flatten([each]) for each in outputs]
+            received = [each.view(torch.uint8) for each in flat]
+            wait_for(begin(group, received), group, algorithm)
+            after(received)
+            for each, output in zip(flat, outputs, strict=True):
+                unflatten(each, [output])
 
         return self._begin(what, run, outputs, opts)
 
@@ -179,32 +184,41 @@ class CollectivesOfGloo:
     def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> Any:
         """Give one rank the tensors of all."""
         flat = [each for given in outputs for each in given]
-        return self._begin_on_gloo(Kind.GATHER, inputs, flat, opts, lambda group: group.gather(outputs, inputs, opts))
+        check_tensors(inputs, "gather")
+        check_numel(flat, inputs[0].numel(), "gather")
+
+        def begin(group: Any, received: list[Tensor]) -> Any:
+            return group.gather(_nested(received, outputs), _bytes_of_each(inputs), opts)
+
+        return self._begin_on_gloo(Kind.GATHER, inputs, flat, opts, begin)
 
     @outside_compiler
     @with_overloads(dist.ScatterOptions, ["output_tensors output_tensor", "input_tensors"], ["root", "timeout"])
     def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> Any:
         """Give every rank one of the tensors of one."""
-        given = [*outputs, *(each for given in inputs for each in given)]
-        return self._begin_on_gloo(
-            Kind.SCATTER, given, outputs, opts, lambda group: group.scatter(outputs, inputs, opts)
-        )
+        flat = [each for given in inputs for each in given]
+        check_tensors(outputs, "scatter")
+        check_numel(flat, outputs[0].numel(), "scatter")
+
+        def begin(group: Any, received: list[Tensor]) -> Any:
+            return group.scatter(received, _nested(_bytes_of_each(flat), inputs), opts)
+
+        return self._begin_on_gloo(Kind.SCATTER, [*outputs, *flat], outputs, opts, begin)
 
     @outside_compiler
     @with_overloads(dist.AllToAllOptions, ["output_tensors", "input_tensors"])
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> Any:
         """Give every rank one of the tensors of each."""
         check_tensors([*inputs, *outputs], "all_to_all")
-        sent, taken = [each.numel() for each in inputs], [each.numel() for each in outputs]
-        received = torch.empty(sum(taken), dtype=outputs[0].dtype, device="cpu")
+        sent, taken = [each.nbytes for each in inputs], [each.nbytes for each in outputs]
+        together = torch.empty(sum(taken), dtype=torch.uint8, device="cpu")
 
-        def begin(group: Any) -> Any:  # up to 2.11 Gloo takes one tensor alone
-            return group.alltoall_base(received, flatten(inputs), taken, sent, opts)
+        def begin(group: Any, _: list[Tensor]) -> Any:  # up to 2.11 Gloo takes one tensor alone
+            return group.alltoall_base(together, flatten(inputs).view(torch.uint8), taken, sent, opts)
 
-        def after() -> None:
-            with torch.no_grad():
-                for output, part in zip(outputs, received.split(taken), strict=True):
-                    output.copy_(part.view(output.shape))
+        def after(received: list[Tensor]) -> None:
+            for each, part in zip(received, together.split(taken), strict=True):
+                each.copy_(part)
 
         return self._begin_on_gloo(Kind.ALL_TO_ALL, inputs, outputs, opts, begin, after)
 
@@ -217,8 +231,9 @@ class CollectivesOfGloo:
     ) -> Any:
         """Give every rank a part of one tensor of each, in one tensor."""
 
-        def begin(group: Any) -> Any:
-            return group.alltoall_base(output, x, output_sizes, input_sizes, opts)
+        def begin(group: Any, received: list[Tensor]) -> Any:
+            sent = flatten([x]).view(torch.uint8)
+            return group.alltoall_base(_rows(received[0], output), _rows(sent, x), output_sizes, input_sizes, opts)
 
         return self._begin_on_gloo(Kind.ALL_TO_ALL, [x], [output], opts, begin)
 
@@ -242,3 +257,19 @@ class CollectivesOfGloo:
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> Any:
         """Receive tensors from whoever sends some."""
         return self._gloo_group().recv_anysource(tensors, tag)
+
+
+def _bytes_of_each(tensors: list[Tensor]) -> list[Tensor]:
+    return [flatten([each]).view(torch.uint8) for each in tensors]
+
+
+def _nested(flat: list[Tensor], like: list[list[Tensor]]) -> list[list[Tensor]]:
+    """In lists of the same lengths as those of ``like``."""
+    following = iter(flat)
+    return [[next(following) for _ in given] for given in like]
+
+
+def _rows(flat: Tensor, like: Tensor) -> Tensor:
+    """The bytes of a tensor, in as many rows as it has."""
+    rows = like.shape[0] if like.dim() else 1
+    return flat.view(rows, flat.numel() // max(1, rows))
