@@ -55,10 +55,11 @@ def batches(
         padding: A batch for a rank that has none at all.
 
     Communicates one all-gather of a few bytes at once, and nothing later. If a loader on any rank has no length
-    (``IterableDataset``), every rank looks one batch ahead. Then a loop must synchronise in some backward pass.
+    (``IterableDataset``), such a rank looks one batch ahead, and another all-gather tells who has a first batch. Then a
+    loop must synchronise in some backward pass.
 
     Raises:
-        OptionError: A rank has no batch at all, and no ``padding`` (on every rank, where lengths are known); a loader
+        OptionError: A rank has no batch at all, while others have some, and no ``padding`` (on every rank); a loader
             that gives fewer batches, or more, than its length; a loop inside of one whose loader has no length on some
             rank (on every rank).
         PeerError: A rank has left out a batch by itself (``continue`` without :func:`lockstep.skip_batch`), in the next
@@ -168,14 +169,16 @@ class Batches(Generic[B]):
     def _looking_ahead(self) -> Iterator[tuple[B, bool, bool, bool]]:
         """The same where some rank does not know how many it will have."""
         iterator = self._start()
-        is_empty = True
         batch: Any = self._padding
-        for given, last in self._counted(iterator) if self._own >= 0 else _with_last(iterator):
+        first: Any = next(iterator, _NOTHING) if self._own < 0 else _NOTHING
+        own = self._own if self._own >= 0 else int(first is not _NOTHING)
+        rows = [_agree_on_lengths(own, batch is not None, each.group) for each in self._schedulers]
+        if not any(length for each in rows for length, _ in each):
+            return
+        for given, last in self._counted(iterator) if self._own >= 0 else _with_last(first, iterator):
             again = _copy(given) if last else _NOTHING
             yield given, False, last, self._may_be_empty
-            is_empty, batch = False, again
-        if is_empty and batch is None:
-            self._fail("the loader has given no batch, so there is none to go through while the others have some")
+            batch = again
         yield from self._until_all_have_ended(batch)
         if self._own >= 0:
             self._check_length(next(iterator, _NOTHING) is _NOTHING, self._own + 1)
@@ -212,9 +215,9 @@ class Batches(Generic[B]):
         raise OptionError(f"batches(): {reason}; give a loader of the right length, or `padding`")
 
 
-def _with_last(iterator: Iterator[B]) -> Iterator[tuple[B, bool]]:
-    """What is left of a loader, and whether each is its last batch: it is asked for one ahead."""
-    upcoming: Any = next(iterator, _NOTHING)
+def _with_last(first: B, iterator: Iterator[B]) -> Iterator[tuple[B, bool]]:
+    """The first batch and what is left of a loader, and whether each is its last batch: it is asked for one ahead."""
+    upcoming: Any = first
     while upcoming is not _NOTHING:
         batch, upcoming = upcoming, next(iterator, _NOTHING)
         yield batch, upcoming is _NOTHING
@@ -254,7 +257,7 @@ def _agree_on_lengths(own: int, has_padding: bool, group: Group) -> list[tuple[i
     gathered = (each.tolist() for each in collectives.all_gather(row, "numbers of batches"))
     rows = [(length, bool(padded)) for length, padded in gathered]
     for rank, (length, padded) in zip(collectives.global_ranks, rows, strict=True):
-        if length == 0 and not padded and any(other for other, _ in rows):
+        if length == 0 and not padded and any(other > 0 for other, _ in rows):
             raise OptionError(
                 f"rank {rank} has no batch at all, so there is none that it could go through while the others "
                 "have some; give each rank a share, or a batch of the right form as batches(padding=...)"
