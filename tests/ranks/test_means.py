@@ -66,8 +66,21 @@ def test_whole_numbers_are_exact():
     assert run_ranks(2, lambda rank: lockstep.mean(big, group=rank.group)) == [big, big]
 
 
-def test_nothing_to_count():
-    assert all(math.isnan(each) for each in run_ranks(2, lambda rank: lockstep.mean(1.0, weight=0, group=rank.group)))
+@pytest.mark.parametrize("hosts", ["", "aa"])
+def test_nothing_to_count_on_any_rank(hosts):
+    def nothing(rank):
+        assert lockstep.mean({}, weight=0, group=rank.group) == {}
+        many = torch.ones(100)
+        with pytest.raises(OptionError, match=r"of values\['loss'\] and 1 more: the weights of all 2 .* to 0, so"):
+            lockstep.mean({"loss": 1.0, "many": many}, weight=0, group=rank.group)
+        with pytest.raises(OptionError, match="the weights of all 2 ranks add up to inf"):
+            lockstep.mean(1.0, weight=1.7e308, group=rank.group)
+        return lockstep.mean(1.0 + rank.rank, group=rank.group)
+
+    assert run_ranks(2, nothing, hosts=hosts) == [1.5, 1.5]
+
+
+def test_nothing_to_count_on_one_rank():
     means = run_ranks(
         2, lambda rank: lockstep.mean(math.nan if rank.rank else 3, weight=1 - rank.rank, group=rank.group)
     )

@@ -37,15 +37,16 @@ def mean(values: T, weight: float | Tensor = 1.0, group: Group | None = None) ->
 
     Returns:
         The same structure, the same on all ranks: a float for a number, a tensor of the same shape for a tensor (of
-        its dtype if that is floating, else float64). NaN where all weights are 0. Sums are taken in float64, so means
-        of whole numbers are exact as long as their sums, times the weights, stay below 2**53.
+        its dtype if that is floating, else float64). Sums are taken in float64, so means of whole numbers are exact as
+        long as their sums, times the weights, stay below 2**53.
 
     Communicates one all-reduce, of 64 numbers and two for each rank; a second one where there are more than 64. Waits
     for it.
 
     Raises:
         AgreementError: Ranks pass other structures, shapes or names, on every rank.
-        OptionError: Something that is no number, or a weight that is negative or not finite.
+        OptionError: Something that is no number, a weight that is negative or not finite, or weights that are 0 on all
+            ranks, on every rank.
         CommunicationError: There is no group, or a rank does not answer.
 
     Example:
@@ -69,9 +70,16 @@ def mean(values: T, weight: float | Tensor = 1.0, group: Group | None = None) ->
         flat = torch.zeros(sum(part.values.numel() for part in parts), dtype=torch.float64, device=collectives.device)
         if numbers:
             torch.cat(numbers, out=flat)
-        sums = _sums(flat.mul_(own), own, lines, collectives)
+        sums, weights = _sums(flat.mul_(own), own, lines, collectives)
     _check(lines, parts)
-    pieces = sums.split([part.values.numel() for part in parts])
+    if parts and not 0 < weights < float("inf"):
+        others = f" and {len(parts) - 1} more" if len(parts) > 1 else ""
+        raise OptionError(
+            f"mean() of {lines[0].name}{others}: the weights of all {collectives.world} ranks add up "
+            f"to {weights:g}, so there is no mean. Call it where some rank has something to count; "
+            "lockstep.agree(weight > 0) tells all ranks whether one has"
+        )
+    pieces = (sums / weights).split([part.values.numel() for part in parts])
     means: T = tree.build([part.like(piece) for part, piece in zip(parts, pieces, strict=True)])
     return means
 
@@ -102,8 +110,8 @@ def _part(leaf: Leaf) -> _Part:
     return _Part(f"{type(value).__name__}, which has no mean", torch.empty(0, dtype=torch.float64), None, False)
 
 
-def _sums(flat: Tensor, weight: float, lines: Sequence[Line], collectives: Collectives) -> Tensor:
-    """The sums of all ranks' numbers, divided by the sum of the weights.
+def _sums(flat: Tensor, weight: float, lines: Sequence[Line], collectives: Collectives) -> tuple[Tensor, float]:
+    """The sums of all ranks' numbers, and of their weights.
 
     In front travels a digest of what each rank has given, in places of its own. If there are different ones, all ranks
     know, and exchange what they have given.
@@ -121,7 +129,7 @@ def _sums(flat: Tensor, weight: float, lines: Sequence[Line], collectives: Colle
     rest = flat[_AT_ONCE:]
     if rest.numel():
         collectives.all_reduce(rest, "more means").wait()
-    return torch.cat([row[world + 1 :][: first.numel()], rest]) / row[world]
+    return torch.cat([row[world + 1 :][: first.numel()], rest]), row[world].item()
 
 
 def _raise_difference(lines: Sequence[Line], collectives: Collectives) -> None:
