@@ -570,6 +570,9 @@ def test_ctrl_c_waits_for_the_replicas(python):
     assert run.stdout.readline() == "running\n"
     run.send_signal(signal.SIGINT)
     assert run.stdout.readline() == "caught\n"
+    assert run.stderr.readline() == (
+        "lockstep: KeyboardInterrupt waits until 2 replicas have ended; a second one does not wait\n"
+    )
     assert run.communicate("ab") == ("interrupted\nTrue 3\n", "")
     assert run.returncode == 0
 

@@ -11,12 +11,13 @@ from collections import Counter, OrderedDict, defaultdict, namedtuple
 import numpy as np
 import pytest
 import torch
+from torch import nn
 from torch.autograd import gradcheck, gradgradcheck
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils import _pytree as pytree
 
 from lockstep.errors import LayoutError, LengthError, StructureError
-from lockstep.local import gather, scatter, scatter_kwargs, shared
+from lockstep.local import gather, scatter, scatter_gather, scatter_kwargs, shared
 from lockstep.local.scatter_gather import move, split_sizes
 
 CPU = torch.device("cpu")
@@ -638,3 +639,78 @@ def test_nan_on_one_replica_is_a_difference():
         found = gather(list(different), CPU)
         assert isinstance(found, list)
         assert len(found) == 2
+
+
+# -------------------------------------------------------------------------------- tensors inside of objects
+
+
+class Store:
+    """As graph libraries have it: what a batch has is in an object of its own, by name."""
+
+    def __init__(self, **named):
+        self.mapping = named
+
+
+class Graphs:
+    def __init__(self, x):
+        self.store = Store(x=x, ptr=[0, 1])
+        self.store.mapping["batch"] = self  # a circle
+
+
+class Slotted:
+    __slots__ = ("rows",)
+
+    def __init__(self, rows):
+        self.rows = rows
+
+
+class Listed:
+    def __init__(self, rows):
+        self.history = [{"step": 1, "rows": (rows,)}]
+
+
+class Plain:
+    """A configuration."""
+
+    def __init__(self, _):
+        self.rate, self.layers, self.names = 0.1, [1, 2], {"a": None}
+        self.many = list(range(10_000))
+
+
+class Trains(nn.Module):
+    def __init__(self, rows):
+        super().__init__()
+        self.register_buffer("rows", rows)
+
+
+class Holder:
+    """Parameters, and a module, are no part of a batch."""
+
+    def __init__(self, rows):
+        self.parameters, self.module = [nn.Parameter(rows)], Trains(rows)
+
+
+class Sub(torch.Tensor):
+    pass
+
+
+@pytest.mark.parametrize("kind", [Graphs, Slotted, Listed])
+def test_objects_with_tensors_inside_warn_once(kind):
+    looked_into = scatter_gather._looked_into
+    looked_into.discard(kind)
+    x, given = torch.arange(4.0), kind(torch.arange(4.0))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert scatter((x, given), ["cpu"])[0][1] is given  # one replica
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            (_, first), (_, second) = scatter((x, {"graph": given}), ["cpu", "cpu"])
+            assert first["graph"] is second["graph"] is given
+    (warning,) = seen
+    assert re.match(rf"inputs\[1\]\['graph'\] is a .*{kind.__name__}, which holds tensors", str(warning.message))
+
+
+@pytest.mark.parametrize("kind", [Plain, Trains, Holder, lambda rows: lambda: rows, lambda rows: rows.as_subclass(Sub)])
+def test_what_holds_no_rows_does_not_warn(kind):
+    scatter((torch.arange(4.0), kind(torch.arange(4.0))), ["cpu", "cpu"])

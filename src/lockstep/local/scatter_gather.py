@@ -6,7 +6,12 @@ replica. Two kinds of tensors are not rows of the batch: one that is marked by :
 replica, and one that has as many rows as there are replicas, beside a larger batch, gives each of them one.
 """
 
+import warnings
+import weakref
+from collections import deque
 from collections.abc import Mapping, Sequence
+from itertools import islice
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -122,6 +127,10 @@ def _scatter(
     rows = _rows(tree.leaves, dim, len(targets))
     sizes = None if rows is None else split_sizes(rows, len(targets), split)
     used = targets if sizes is None else targets[: len(sizes)]
+    if len(used) > 1:
+        for leaf in tree.leaves:
+            if type(leaf.value) not in _USUAL:
+                _look_into(leaf)
     columns = [_scatter_leaf(leaf.value, used, sizes, dim) for leaf in tree.leaves]
     return [tree.build([column[i] for column in columns]) for i in range(len(used))], sizes
 
@@ -138,6 +147,62 @@ def _scatter_leaf(value: Any, targets: Sequence[torch.device], sizes: Sequence[i
         sizes = [1] * len(targets)
     chunks: Sequence[Any] = Scatter.apply(targets, sizes, dim, value)
     return chunks
+
+
+_USUAL = {torch.Tensor, torch.nn.Parameter, Shared, type(None), bool, int, float, complex, str, bytes}
+_looked_into: "weakref.WeakSet[type]" = weakref.WeakSet()
+
+
+def _look_into(leaf: Leaf) -> None:
+    """Warn, once for each type, of an object that goes whole to each replica though it holds tensors."""
+    kind = type(leaf.value)
+    if kind in _looked_into:
+        return
+    _looked_into.add(kind)
+    if not isinstance(leaf.value, torch.Tensor) and _holds_tensors(leaf.value):
+        warnings.warn(
+            f"{leaf.path} is a {kind.__module__}.{kind.__qualname__}, which holds tensors, and goes whole to every "
+            "replica: none of their rows are split. If they are rows of the batch, pass the tensors by themselves, or "
+            "register the type with torch.utils._pytree.register_pytree_node",
+            stacklevel=2,
+        )
+
+
+def _holds_tensors(value: Any) -> bool:
+    """Whether an object has tensors among its attributes, in containers and other objects there, too.
+
+    Not those of modules, nor parameters, which are no part of a batch; nor what functions close over.
+    """
+    seen: set[int] = set()
+    waiting = [value]
+    while waiting and len(seen) < _AT_MOST:
+        each = waiting.pop()
+        if isinstance(each, torch.Tensor):
+            if not isinstance(each, torch.nn.Parameter):
+                return True
+        elif id(each) not in seen and not isinstance(each, _NOT_LOOKED_INTO):
+            seen.add(id(each))
+            waiting += _parts(each)
+    return False
+
+
+_AT_MOST = 1000
+"""Objects inside of one that are looked at."""
+_NOT_LOOKED_INTO = (type, ModuleType, FunctionType, MethodType, BuiltinFunctionType, torch.nn.Module, str, bytes, int)
+
+
+def _parts(value: Any) -> list[Any]:
+    """What a container holds, and an object's attributes."""
+    parts = list(getattr(value, "__dict__", {}).values())
+    parts += [getattr(value, name, None) for kind in type(value).__mro__ for name in _slots(kind)]
+    if isinstance(value, dict | list | tuple | set | frozenset | deque):
+        parts += islice(value.values() if isinstance(value, dict) else value, _AT_MOST)
+    return parts
+
+
+def _slots(kind: type) -> Sequence[str]:
+    names = vars(kind).get("__slots__", ())
+    return [names] if isinstance(names, str) else list(names)
 
 
 def _rows(leaves: Sequence[Leaf], dim: int, replicas: int) -> int | None:

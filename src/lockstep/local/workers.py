@@ -7,6 +7,7 @@ next call: in the steady state none is started, and none ends.
 
 import contextvars
 import itertools
+import logging
 import os
 import queue
 import threading
@@ -218,6 +219,11 @@ class _Group:
                 if interrupted is not None:
                     raise
                 interrupted = error
+                logging.getLogger("lockstep").warning(
+                    "lockstep: %s waits until %d replicas have ended; a second one does not wait",
+                    type(error).__name__,
+                    self._running,
+                )
             else:
                 return interrupted
 
