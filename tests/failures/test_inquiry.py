@@ -123,37 +123,49 @@ def observed(deadline, steps, length):
         deadline.observe(step, step * length)
 
 
-def test_the_limit_is_a_multiple_of_the_median_step_and_at_least_the_minimum():
-    deadline = Deadline(StallLimits(factor=20, minimum=60, patience=600))
-    observed(deadline, 10, 0.1)
-    assert deadline.seconds("forward") == 60
-    assert deadline.explain("forward") == "20 times the median step of 0.1 s, at least 60 s"
-    slow = Deadline(StallLimits(factor=20, minimum=60, patience=600))
-    observed(slow, 10, 7.0)
-    slow.observe(10, 9 * 7.0 + 500)  # one long step changes nothing
-    assert slow.seconds("data") == pytest.approx(140)
+LIMITS = [
+    # steps begun, length of a step, phase; the limit in seconds, and where it comes from
+    (10, 0.1, "forward", 60, "20 times the median step of 0.1 s, at least 60 s"),
+    (10, 7.0, "data", 140, "20 times the median step of 7 s, at least 60 s"),
+    (10, 27.0, "training", 540, "20 times the median step of 27 s, at least 60 s"),
+    (10, 30.0, "backward", 540, "20 times the median step of 30 s, at least 60 s, at most 540 s"),
+    (10, 3600.0, "optimizer", 540, "20 times the median step of 3.6e+03 s, at least 60 s, at most 540 s"),
+    (FIRST_STEPS, 0.001, "forward", 540, "the limit in the first steps"),
+    (FIRST_STEPS, 3600.0, "forward", 540, "the limit in the first steps"),
+    (1, 0.1, "forward", 540, "the limit in the first steps"),
+    (20, 0.1, "start-up", 540, "the limit in start-up"),
+    (20, 0.1, "checkpoint", 540, "the limit in checkpoint"),
+    (20, 3600.0, "evaluation", 540, "the limit in evaluation"),
+    (20, 0.1, "what the program calls it", 540, "the limit in what the program calls it"),
+]
+
+
+@pytest.mark.parametrize(("steps", "length", "phase", "seconds", "why"), LIMITS)
+def test_the_limit_follows_from_the_steps_and_comes_before_the_time_out(steps, length, phase, seconds, why):
+    deadline = Deadline(StallLimits(factor=20, minimum=60, timeout=600))
+    observed(deadline, steps + 1, length)
+    deadline.observe(steps, steps * length + 500)  # one long step changes nothing
+    assert (deadline.seconds(phase), deadline.explain(phase)) == (pytest.approx(seconds), why)
+
+
+@pytest.mark.parametrize("phase", ["forward", "evaluation"])
+def test_the_least_limit_may_be_longer_than_the_time_out(phase):
+    deadline = Deadline(StallLimits(factor=20, minimum=7200, timeout=600))
+    assert deadline.seconds(phase) == 7200
+    observed(deadline, 10, 3600.0)
+    assert deadline.seconds(phase) == 7200
+    assert deadline.explain("forward") == "20 times the median step of 3.6e+03 s, at least 7200 s"
 
 
 def test_several_steps_between_two_looks_count_with_their_mean():
-    deadline = Deadline(StallLimits(factor=2, minimum=0.1, patience=600))
+    deadline = Deadline(StallLimits(factor=2, minimum=0.1, timeout=600))
     for look in range(10):
         deadline.observe(5 * look, 10.0 * look)
         deadline.observe(5 * look, 10.0 * look + 5)  # a look at which nothing has happened
     assert deadline.seconds("forward") == pytest.approx(4)
 
 
-def test_the_limit_is_longer_at_the_start_and_in_phases_that_are_no_part_of_a_step():
-    deadline = Deadline(StallLimits(factor=20, minimum=60, patience=600))
-    observed(deadline, FIRST_STEPS, 0.1)
-    assert deadline.seconds("forward") == 600
-    assert deadline.explain("forward") == "the limit in the first steps"
-    observed(deadline, 20, 0.1)
-    for phase in ("start-up", "checkpoint", "evaluation", "what the program calls it"):
-        assert deadline.seconds(phase) == 600
-        assert deadline.explain(phase) == f"the limit in {phase}"
-
-
-@pytest.mark.parametrize("wrong", [{"factor": 0.0}, {"minimum": -1.0}, {"patience": float("nan")}])
+@pytest.mark.parametrize("wrong", [{"factor": 0.0}, {"minimum": -1.0}, {"timeout": float("nan")}])
 def test_limits_that_make_no_sense_are_refused(wrong):
     with pytest.raises(OptionError, match=next(iter(wrong))):
         StallLimits(**wrong)

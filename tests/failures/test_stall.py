@@ -18,6 +18,7 @@ from torch import nn
 import lockstep
 from lockstep.errors import PeerFailure, StalledError
 from lockstep.failures import channel, proc
+from lockstep.session import watch
 from processes import run_processes
 
 pytestmark = pytest.mark.skipif(not proc.available(), reason="needs Linux")
@@ -177,3 +178,31 @@ def test_a_phase_with_a_name_may_take_longer():
 def test_a_phase_of_a_step_may_not():
     outcomes = run_processes(2, evaluates, "data", backend="shm", errors=True)
     assert "rank 1 makes no progress" in str(outcomes[0].error)
+
+
+def stops_at_once(rank, timeout):
+    """Rank 1 stops in its second step, where nothing is known of how long steps take."""
+    channel.FAREWELL_SECONDS = 0.1
+    watch.END_SECONDS = timeout
+    pids = [int(each) for each in rank.gather(torch.tensor([os.getpid()]))]
+    model = lockstep.replicate(nn.Linear(2, 2))
+    try:
+        with lockstep.watch(stall_minimum=0.5):
+            for step in range(3):
+                if (step, rank.rank) == (1, 1):
+                    os.kill(os.getpid(), signal.SIGSTOP)
+                model(torch.ones(1, 2)).sum().backward()
+    except PeerFailure as failure:
+        if rank.rank == 0:
+            os.kill(pids[1], signal.SIGCONT)
+        return type(failure), str(failure)
+
+
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
+def test_a_rank_that_stops_in_its_first_steps_is_named_before_the_time_out(backend):
+    outcomes = run_processes(2, stops_at_once, 5.0, backend=backend, group_timeout=5.0, errors=True)
+    first, second = (each.result for each in outcomes)
+    assert first[0] is PeerFailure
+    assert "rank 1 makes no progress" in first[1]
+    assert "longer than the limit (the limit in the first steps)" in first[1]
+    assert second[0] is StalledError

@@ -9,26 +9,34 @@ from lockstep.failures.where import OF_A_STEP
 
 FIRST_STEPS = 5
 """Steps that are given the patience of the start: kernels are chosen, caches are filled, modules are compiled."""
+EARLY = 0.9
+"""The part of a time-out after which ranks ask who is late, however long their steps are."""
 
 
 @dataclass(frozen=True)
 class StallLimits:
     """When a rank is late.
 
-    In a step: after ``factor`` times the median step, but at least ``minimum`` seconds. During the first steps, while
-    something is compiled, and in every other phase (start-up, a checkpoint, an evaluation, what the program names):
-    after ``patience`` seconds.
+    In a step: after ``factor`` times the median step, but at least ``minimum`` seconds, and at most :attr:`patience`.
+    During the first steps, while something is compiled, and in every other phase (start-up, a checkpoint, an
+    evaluation, what the program names): after that.
     """
 
     factor: float = 20.0
     minimum: float = 60.0
-    patience: float = 600.0
+    timeout: float = 600.0
+    """Seconds after which a collective fails anyway; that blames nobody, or whoever has waited."""
 
     def __post_init__(self) -> None:
-        for name in ("factor", "minimum", "patience"):
+        for name in ("factor", "minimum", "timeout"):
             value = getattr(self, name)
             if not value > 0:
                 raise OptionError(f"the limit of a stall has {name}={value!r}, expected a number above 0")
+
+    @property
+    def patience(self) -> float:
+        """The longest limit in seconds, unless ``minimum`` is more: it leaves time to ask the ranks where they are."""
+        return EARLY * self.timeout
 
 
 class Deadline:
@@ -54,7 +62,8 @@ class Deadline:
         """How long others may wait for a rank that is in a phase."""
         if phase not in OF_A_STEP or self._count <= FIRST_STEPS or not self._lengths:
             return max(self._limits.patience, self._limits.minimum)
-        return max(self._limits.minimum, self._limits.factor * statistics.median(self._lengths))
+        of_steps = self._limits.factor * statistics.median(self._lengths)
+        return max(self._limits.minimum, min(of_steps, self._limits.patience))
 
     def explain(self, phase: str) -> str:
         """Where :meth:`seconds` comes from, for a message."""
@@ -63,4 +72,6 @@ class Deadline:
         if self._count <= FIRST_STEPS or not self._lengths:
             return "the limit in the first steps"
         median = statistics.median(self._lengths)
-        return f"{self._limits.factor:g} times the median step of {median:.3g} s, at least {self._limits.minimum:g} s"
+        factor, least, most = self._limits.factor, self._limits.minimum, self._limits.patience
+        at_most = f", at most {most:g} s" if factor * median > most > least else ""
+        return f"{factor:g} times the median step of {median:.3g} s, at least {least:g} s{at_most}"

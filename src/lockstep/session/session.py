@@ -214,7 +214,8 @@ class session:
             :func:`lockstep.replicate`, which gives rank 0's to all.)
         stall_factor: a rank that keeps another one waiting for this many times the median step makes no progress, and
             is a failure, too: all ranks raise, and show where it is. None for no such limit. During the start, the
-            first steps and whatever ``run.phase()`` names, and while something is compiled, the limit is ``timeout``.
+            first steps and whatever ``run.phase()`` names, and while something is compiled, the limit is nine tenths of
+            ``timeout``; it never is more.
         stall_minimum: seconds below which that limit never is.
         time_limit: seconds from the start after which ``run.should_stop`` is true. None for no limit.
         link_timeout: seconds for which nothing may come from another host, not even the answer to a probe of the

@@ -189,8 +189,8 @@ def watch(
         store: where the ranks meet; the group's own if None. A bare backend has none.
         stall_factor: a rank that keeps another one waiting for this many times the median step makes no progress, and
             is a failure, too; None for no such limit. During the first steps and while something is compiled the limit
-            is ten minutes.
-        stall_minimum: seconds below which the limit never is.
+            is nine minutes; it never is more.
+        stall_minimum: seconds below which the limit never is, also where that is more.
         link_timeout: seconds for which nothing may come from another host, not even the answer to a probe; after that
             its ranks have failed. At least 1. A shorter pause of the network ends nothing.
 
