@@ -13,10 +13,8 @@ from typing import Any
 import torch
 
 from lockstep.checkpoints import loadable
-from lockstep.checkpoints.files import FileSystem, OpenFile, make_folders
+from lockstep.checkpoints.files import FileSystem, make_folders
 from lockstep.checkpoints.layout import (
-    MANIFEST,
-    MARKER,
     UNFINISHED,
     Manifest,
     StoredFile,
@@ -24,11 +22,11 @@ from lockstep.checkpoints.layout import (
     folder_name,
     list_saved,
     rank_file,
-    seal,
 )
 from lockstep.checkpoints.lineage import lineage_of, remember
+from lockstep.checkpoints.new_folder import NewFolder
 from lockstep.checkpoints.ranks import Ranks
-from lockstep.checkpoints.removal import discard, remove_old
+from lockstep.checkpoints.removal import remove_old
 from lockstep.checkpoints.state import OWN, Parts, entries_of, read
 from lockstep.checkpoints.streams import Streams, read_streams
 from lockstep.distributed.collectives import Group
@@ -94,31 +92,29 @@ class Saving:
         self._path, self._files, self._ranks = path, files, ranks
         self._parts: dict[str, Parts] = {}
         self._kinds: dict[str, str] = {}
-        self._is_renamed = False
-        self._written: list[OpenFile] = []
 
     def save(self, state: Mapping[str, Any], keep: int, step: int | None) -> Path:
         """See :func:`lockstep.save`."""
         ranks, streams, token = self._ranks, read_streams(), secrets.token_hex(8)
-        unfinished: Path | None = self._path / (UNFINISHED + token) if ranks.rank == 0 else None
-        folder: Path | None = None
+        new = NewFolder(self._files, self._path / (UNFINISHED + token))
         try:
-            answers = ranks.together("save()", lambda: self._prepare(state, keep, step, unfinished))
+            answers = ranks.together("save()", lambda: self._prepare(state, keep, step, new))
             ranks.check_equal("save()", [answer["same"] for answer in answers])
             first, number = answers[0], 1 + max(answer["highest"] for answer in answers)
-            unfinished, folder = self._path / first["unfinished"], self._path / folder_name(number, step)
-            leaders = self._find_leaders(unfinished)
-            written = ranks.together("save()", lambda: self._write(unfinished, streams, leaders))
+            if ranks.rank:
+                new = NewFolder(self._files, self._path / first["unfinished"])
+            folder = self._path / folder_name(number, step)
+            leaders = self._find_leaders(new.path)
+            written = ranks.together("save()", lambda: self._write(new, streams, leaders))
             ours = [
                 each if leader == leaders[ranks.rank] else {} for each, leader in zip(written, leaders, strict=True)
             ]
-            manifest = self._describe(number, step, first, [answer["host"] for answer in answers], ours)
+            manifest = self._describe(number, step, first, [answer["host"] for answer in answers], ours).to_bytes()
             leads = leaders[ranks.rank] == ranks.rank
-            ranks.together("save()", lambda: self._sync(unfinished, manifest.to_bytes() if leads else None))
-            ranks.together("save()", lambda: self._finish(unfinished, folder, manifest) if leads else None)
+            ranks.together("save()", lambda: new.sync(manifest if leads else None))
+            ranks.together("save()", lambda: new.finish(folder, manifest) if leads else None)
         except BaseException as error:
-            self._close()
-            self._give_up(unfinished, folder, error)
+            self._give_up(new, error)
             raise
         if ranks.rank == 0:
             remember(self._path, first["run"], number)
@@ -126,9 +122,7 @@ class Saving:
             self._remove_old(first["run"], number, keep)
         return folder
 
-    def _prepare(
-        self, state: Mapping[str, Any], keep: int, step: int | None, unfinished: Path | None
-    ) -> dict[str, Any]:
+    def _prepare(self, state: Mapping[str, Any], keep: int, step: int | None, new: NewFolder) -> dict[str, Any]:
         """Look at what is to be saved; on the first rank, begin."""
         if operator.index(keep) < 1 or (step is not None and operator.index(step) < 0):
             raise OptionError(f"keep={keep} and step={step}: at least one checkpoint is kept, and steps count from 0")
@@ -138,10 +132,10 @@ class Saving:
         self._check_loadable()
         same = {"keep": keep, "step": step} | {f"what is saved as {name!r}": kind for name, kind in self._kinds.items()}
         answer = {"same": same, "host": self._ranks.host}
-        if unfinished is not None:
+        if not self._ranks.rank:
             make_folders(self._files, self._path)
-            answer |= {"run": lineage_of(self._path).run, "unfinished": unfinished.name}
-            self._files.make_folder(unfinished)
+            answer |= {"run": lineage_of(self._path).run, "unfinished": new.path.name}
+            self._files.make_folder(new.path)
         return answer | {"highest": max((each.number for each in list_saved(self._path)), default=0)}
 
     def _check_loadable(self) -> None:
@@ -170,44 +164,26 @@ class Saving:
         first = {host: rank for rank, (sees, host) in reversed(list(enumerate(answers))) if not sees}
         return [0 if sees else first[host] for (sees, _), host in zip(answers, apart, strict=True)]
 
-    def _write(self, unfinished: Path, streams: Streams, leaders: list[int]) -> dict[str, Any]:
+    def _write(self, new: NewFolder, streams: Streams, leaders: list[int]) -> dict[str, Any]:
         """Write this rank's files, which stay open; returns what the manifest says of them."""
         rank = self._ranks.rank
         if leaders[rank] != 0:  # on another file system than the first rank's
-            make_folders(self._files, unfinished)
+            make_folders(self._files, new.path)
         values: dict[str, Any] = {}
         if leaders[rank] == rank:
             shared = {name: kind for name, kind in self._kinds.items() if not kind.endswith(OWN)}
             values = {entry_file(name): self._parts[name].shared for name in shared}
         own = {name: parts.own for name, parts in self._parts.items() if parts.own}
         values[rank_file(rank)] = {"rank": rank, "streams": streams, "own": own}
-        return {name: asdict(self._write_file(unfinished / name, value)) for name, value in values.items()}
+        return {name: asdict(self._write_file(new, name, value)) for name, value in values.items()}
 
-    def _write_file(self, path: Path, value: Any) -> StoredFile:
-        file: Any = self._create(path)
+    def _write_file(self, new: NewFolder, name: str, value: Any) -> StoredFile:
+        file: Any = new.create(name)
         try:
             torch.save(value, file)
         except RuntimeError as error:
             raise (file.error or error) from error
         return StoredFile(file.bytes, file.sha256, self._ranks.rank, self._ranks.host)
-
-    def _create(self, path: Path) -> OpenFile:
-        file = self._files.create(path)
-        self._written.append(file)
-        return file
-
-    def _sync(self, unfinished: Path, manifest: bytes | None) -> None:
-        """Put on the disk what this rank has written; with a manifest, also that and the names of all ranks' files."""
-        folders = []
-        if manifest is not None:
-            self._create(unfinished / MANIFEST).write(manifest)
-            folders = [unfinished]
-        self._files.sync(*self._written, *folders)
-        self._close()
-
-    def _close(self) -> None:
-        while self._written:
-            self._written.pop().close()
 
     def _describe(
         self, number: int, step: int | None, first: dict[str, Any], hosts: list[str], written: list[dict[str, Any]]
@@ -226,34 +202,14 @@ class Saving:
             time=time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
         )
 
-    def _finish(self, unfinished: Path, folder: Path, manifest: Manifest) -> None:
-        """Everything is written: make it count, or leave nothing."""
-        try:
-            self._commit(unfinished, folder, manifest.to_bytes())
-        except BaseException:
-            discard(self._files, folder if self._is_renamed else unfinished)
-            raise
-
-    def _commit(self, unfinished: Path, folder: Path, data: bytes) -> None:
-        """All but the marker is on the disk, so it does not matter in which order the rest comes there."""
-        self._files.rename(unfinished, folder)
-        self._is_renamed = True
-        marker = self._create(folder / MARKER)
-        marker.write(seal(data))
-        path = self._path.absolute()
-        around = [path.parent] if os.access(path.parent, os.R_OK) else []  # it may have been made just before
-        self._files.sync(marker, folder, path, *around)
-        self._close()
-
-    def _give_up(self, unfinished: Path | None, folder: Path | None, error: BaseException) -> None:
+    def _give_up(self, new: NewFolder, error: BaseException) -> None:
         """Leave nothing that is not finished, nor anything of a save that has failed on some rank.
 
         Only what was finished here stays where another rank does not answer any more: it may be whole everywhere.
         """
-        if unfinished is not None:
-            discard(self._files, unfinished)
-        if folder is not None and self._is_renamed and isinstance(error, CheckpointError):
-            discard(self._files, folder)
+        new.close()
+        if not new.is_renamed or isinstance(error, CheckpointError):
+            new.discard()
 
     def _remove_old(self, run: str, number: int, keep: int) -> None:
         try:

@@ -1,0 +1,63 @@
+"""A checkpoint's folder while it is written: under another name until all of it is on the disk."""
+
+import os
+from pathlib import Path
+
+from lockstep.checkpoints.files import FileSystem, OpenFile
+from lockstep.checkpoints.layout import MANIFEST, MARKER, seal
+from lockstep.checkpoints.removal import discard
+
+
+class NewFolder:
+    """What is written counts when :meth:`finish` has returned, and is nothing before; every rank may write to it."""
+
+    def __init__(self, files: FileSystem, path: Path) -> None:
+        self.path = path
+        """Where it is now."""
+        self.is_renamed = False
+        """Whether this rank has given it its name."""
+        self._files, self._open = files, list[OpenFile]()
+
+    def create(self, name: str) -> OpenFile:
+        """A new file in it, which stays open until it is on the disk."""
+        file = self._files.create(self.path / name)
+        self._open.append(file)
+        return file
+
+    def sync(self, manifest: bytes | None) -> None:
+        """Put on the disk what this rank has written; with a manifest, also that and the names of all ranks' files."""
+        folders = []
+        if manifest is not None:
+            self.create(MANIFEST).write(manifest)
+            folders = [self.path]
+        self._files.sync(*self._open, *folders)
+        self.close()
+
+    def finish(self, folder: Path, manifest: bytes) -> None:
+        """Everything is written: make it count, as ``folder``, or leave nothing."""
+        try:
+            self._commit(folder, manifest)
+        except BaseException:
+            self.discard()
+            raise
+
+    def _commit(self, folder: Path, manifest: bytes) -> None:
+        """All but the marker is on the disk, so it does not matter in which order the rest comes there."""
+        self._files.rename(self.path, folder)
+        self.path, self.is_renamed = folder, True
+        marker = self.create(MARKER)
+        marker.write(seal(manifest))
+        path = folder.parent.absolute()
+        around = [path.parent] if os.access(path.parent, os.R_OK) else []  # it may have been made just before
+        self._files.sync(marker, folder, path, *around)
+        self.close()
+
+    def close(self) -> None:
+        """Let go of the files."""
+        while self._open:
+            self._open.pop().close()
+
+    def discard(self) -> None:
+        """Leave nothing of it, as far as that is possible."""
+        self.close()
+        discard(self._files, self.path)
