@@ -276,26 +276,6 @@ def test_one_that_is_torn_on_one_host_is_skipped_on_all(tmp_path):
     assert [result[:3] for result in run_ranks(2, on_own_disks, tmp_path, "ab", damage)] == [(1, 1.0, 0), (1, 1.0, 1)]
 
 
-def test_a_host_on_which_there_is_nothing(tmp_path):
-    with pytest.raises(
-        CheckpointError,
-        match=r"none is whole on every rank: save-000002-step-\d+: rank 1 \(host b\): it is not there; save-000001",
-    ):
-        run_ranks(2, on_own_disks, tmp_path, "ab", shutil.rmtree)
-
-
-def swap_ranks(rank, folder):
-    """The hosts' disks are the other way round."""
-    path = folder / "ba"[rank.rank]
-    with pytest.raises(CheckpointError, match=r"rank-0001.pt is not on this host: it was written on host b, to a disk"):
-        Resuming(path, Ranks(rank.group)).resume({})
-
-
-def test_ranks_that_have_changed_places(tmp_path):
-    run_ranks(2, on_own_disks, tmp_path, "ab", None)
-    run_ranks(2, swap_ranks, tmp_path)
-
-
 # ----------------------------------------------------------------------------------------- refused
 
 

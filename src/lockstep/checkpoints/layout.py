@@ -64,6 +64,11 @@ class Manifest:
         """As it is written."""
         return (json.dumps(asdict(self), indent=1) + "\n").encode()
 
+    @property
+    def own_files(self) -> set[str]:
+        """The files with what each rank had of its own."""
+        return self.files.keys() - {entry_file(name) for name in self.entries}
+
     @classmethod
     def parse(cls, data: bytes) -> "Manifest":
         """What :meth:`to_bytes` has written; raises ``ValueError`` if it is not."""

@@ -6,6 +6,8 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from lockstep.distributed.collectives import Collectives, Group, resolve_group
 from lockstep.errors import AgreementError, CheckpointError
 from lockstep.failures.failure import shortened
@@ -64,6 +66,20 @@ class Ranks:
             return [value]
         gathered = self._collectives.all_gather_bytes(json.dumps(value).encode(), what)
         return [json.loads(each) for each in gathered]
+
+    def exchange(self, data: bytes, target: int, size: int, source: int, what: str) -> bytes:
+        """Send bytes to one rank, and receive ``size`` from one; every rank takes part, also with none of either."""
+        assert self._collectives is not None
+        device = self._collectives.device
+        sent, taken = [0] * self.size, [0] * self.size
+        sent[target], taken[source] = len(data), size
+        given = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+        received = torch.empty(size, dtype=torch.uint8, device=device)
+        self._collectives.all_to_all(received, given.to(device), taken, sent, what).wait()
+        here = bytearray(size)
+        if size:
+            torch.frombuffer(here, dtype=torch.uint8).copy_(received)
+        return bytes(here)
 
     def check_equal(self, what: str, values: list[dict[str, Any]]) -> None:
         """Raise :class:`AgreementError`, on every rank, unless all ranks have the same values."""

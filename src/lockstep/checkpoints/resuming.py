@@ -1,10 +1,11 @@
 """resume(): the newest checkpoint that is whole on every rank, and the run as it was then."""
 
+import io
 import os
 import warnings
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,28 @@ from lockstep.checkpoints.layout import (
     read_manifest,
 )
 from lockstep.checkpoints.lineage import remember
+from lockstep.checkpoints.missing import Holdings, Receiving, what_is_here
 from lockstep.checkpoints.ranks import Ranks
-from lockstep.checkpoints.state import OWN, VALUE, Entry, Parts, check_target, common_parts, entries_of, put_back
-from lockstep.checkpoints.streams import set_streams
+from lockstep.checkpoints.state import (
+    OWN,
+    STATE_DICT,
+    VALUE,
+    Entry,
+    Parts,
+    check_target,
+    common_parts,
+    copy_of,
+    entries_of,
+    put_back,
+    restore_training,
+)
+from lockstep.checkpoints.streams import Streams, read_streams, set_streams
 from lockstep.distributed.collectives import Group
+from lockstep.distributed.one_by_one import OneByOne
 from lockstep.errors import CheckpointError
+
+_DIGESTS = 4
+"""Threads that compute digests while files are loaded, from the same pages in memory."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +63,9 @@ def resume(path: str | os.PathLike[str], *, group: Group | None = None, **state:
     """Go on with the run that :func:`lockstep.save` has saved; call it on every rank, before the first step.
 
     All ranks take the newest checkpoint that is whole on every one of them; for each newer one there is a warning
-    that says what it lacks. Then every object is as it was, random numbers included, and what the run computes from
-    there has the bits of one that was never stopped.
+    that says what it lacks. What a host or a rank does not have, as a new host with an empty disk, others send to it.
+    Then every object is as it was, random numbers included, and what the run computes from there has the bits of one
+    that was never stopped.
 
     Args:
         path: The folder that was given to :func:`lockstep.save`.
@@ -61,16 +80,19 @@ def resume(path: str | os.PathLike[str], *, group: Group | None = None, **state:
 
     On another number of ranks than has saved it, what is the same on all ranks is loaded, and what was each rank's own
     is not: random numbers go on as they are, local buffers have the first rank's values. A warning names what is left.
+    So it is where what some rank had of its own is on no host that takes part.
 
     Only files that ``torch.load(weights_only=True)`` reads are read, so no code of a checkpoint is run.
 
     Raises:
-        CheckpointError: There are checkpoints and none can be used: they are torn on some rank, or not there on some
-            host, or hold other things than are to be filled. Some objects may have been filled by then.
+        CheckpointError: There are checkpoints and none can be used: they are torn on some rank, or hold other things
+            than are to be filled, or some object does not take its state. Then all objects are as they were, on every
+            rank, but for loaders that each rank has for itself.
         AgreementError: Ranks are to fill other things.
         CommunicationError: A rank does not answer.
 
-    Communicates four small all-gathers, and two for each checkpoint that turns out not to be whole when it is read.
+    Communicates eight small all-gathers, and two for each checkpoint that turns out not to be whole when it is read.
+    What is sent takes an all-to-all for each 4 MiB. Holds what it loads, and a copy of what the objects had, in memory.
 
     Example:
         >>> import tempfile, torch, lockstep
@@ -94,29 +116,32 @@ class Resuming:
         self._path, self._ranks = path, ranks
         self._whole: dict[str, Manifest] = {}
         self._entries: list[Entry] = []
+        self._own: dict[str, Any] = {}
+        self._parts: dict[str, Parts] = {}
+        self._before: list[tuple[Entry, Parts]] = []
+        self._streams_before: Streams | None = None
 
     def resume(self, state: Mapping[str, Any]) -> Resumed | None:
         """See :func:`lockstep.resume`."""
         ranks = self._ranks
         answers = ranks.together("resume()", lambda: self._look(state))
         ranks.check_equal("resume()", [{"the names to be filled": answer["names"]} for answer in answers])
-        name, torn = self._choose(answers)
-        if name is None and any(answer["finished"] for answer in answers):
+        found, torn = self._choose(answers)
+        if found is None and any(answer["finished"] for answer in answers):
             raise CheckpointError(
                 f"{self._path}: there are checkpoints, and none is whole on every rank: {'; '.join(torn)}. Put back "
                 "what is missing, or start a new run in another folder"
             )
-        loaded: list[Resumed] = []
-        if name is not None:
-            manifest = self._whole[name]
-            ranks.together("resume()", lambda: loaded.append(self._load(self._path / name, manifest)))
+        if found is not None:
+            self._fill()
+            manifest = self._whole[found.name]
             if ranks.rank == 0:
                 remember(self._path, manifest.run, max(each.number for each in list_saved(self._path)))
-                self._warn_of_other_ranks(manifest)
+                self._warn_of_own_parts(manifest, found)
         if ranks.rank == 0:
             for text in torn:
                 warnings.warn(f"{self._path}: skipped {text}", stacklevel=3)
-        return loaded[0] if loaded else None
+        return None if found is None else self._resumed(found.name)
 
     # ------------------------------------------------------------------------------------- choosing
 
@@ -132,46 +157,64 @@ class Resuming:
         return {
             "names": [entry.name for entry in self._entries],
             "host": self._ranks.host,
+            "place": [self._ranks.host, str(self._path.resolve())],
             "saved": [[each.number, each.folder.name] for each in saved],
             "finished": any(each.is_finished for each in saved),
             "ids": {name: manifest.id for name, manifest in self._whole.items()},
+            "own": [name for name, manifest in self._whole.items() if self._own_file(manifest) is not None],
             "torn": torn,
         }
 
-    def _choose(self, answers: Sequence[dict[str, Any]]) -> tuple[str | None, list[str]]:
-        """The newest checkpoint that is whole on every rank, and why newer ones are not."""
+    def _choose(self, answers: Sequence[dict[str, Any]]) -> tuple["_Found | None", list[str]]:
+        """The newest checkpoint that every rank has, or gets from others, and why newer ones are not; loaded.
+
+        If there is none, the newest of which all is there but what some rank has had of its own.
+        """
         hosts = [answer["host"] for answer in answers]
+        places = [answer["place"] for answer in answers]
         torn: list[str] = []
+        without_own: list[tuple[_Found, int]] = []
         saved = {(number, name) for answer in answers for number, name in answer["saved"]}
         for _, name in sorted(saved, reverse=True):
-            reasons = [
-                answer["torn"].get(name, "" if name in answer["ids"] else "it is not there") for answer in answers
-            ]
-            if not any(reasons) and len({answer["ids"][name] for answer in answers}) > 1:
-                reasons = [f"it is the one with id {answer['ids'][name]}, others have another" for answer in answers]
+            reasons = self._reasons(name, answers)
             if not any(reasons):
-                reads_all = hosts.index(self._ranks.host) == self._ranks.rank
-                check = partial(self._check, name, reads_all)
-                reasons = self._ranks.together("resume()", check)
-            if not any(reasons):
-                return name, torn
+                found = _Found(name, self._holdings(name, answers))
+                if not found.lost:
+                    reasons = self._get(found, places)
+                    if not any(reasons):
+                        return found, torn
+                else:
+                    without_own.append((found, len(torn)))
+                    reasons = [found.why_lost(self._ranks.names)] * len(answers)
             torn.append(f"{name}: {self._explain(reasons, hosts)}")
+        for found, newer in without_own:
+            if not any(self._get(found, places)):
+                return found, torn[:newer]
         return None, torn
 
-    def _check(self, name: str, reads_all: bool) -> str:
-        """Why a checkpoint is not whole; the first rank of each host reads for all what is the same on all ranks."""
-        manifest = self._whole[name]
-        own = self._own_file(manifest)
-        files = {entry_file(entry) for entry in manifest.entries} if reads_all else set()
-        if own not in manifest.files:
-            host = manifest.hosts[self._ranks.rank]
-            return f"{own} is not on this host: it was written on host {host}, to a disk of its own"
-        files.add(own)
-        try:
-            check_contents(self._path / name, {each: manifest.files[each] for each in files & manifest.files.keys()})
-        except TornError as error:
-            return str(error)
-        return ""
+    def _reasons(self, name: str, answers: Sequence[dict[str, Any]]) -> list[str]:
+        """Why a checkpoint cannot be used, for each rank that knows a reason; it may be missing on some."""
+        reasons = [answer["torn"].get(name, "") for answer in answers]
+        ids = {answer["ids"][name] for answer in answers if name in answer["ids"]}
+        if any(reasons) or len(ids) == 1:
+            return reasons
+        return [f"it is the one with id {answer['ids'].get(name)}, others have another" for answer in answers]
+
+    def _holdings(self, name: str, answers: Sequence[dict[str, Any]]) -> Holdings | None:
+        """Who has what of a checkpoint that is missing somewhere; None if every rank has all that it needs."""
+        absent = [name not in answer["ids"] for answer in answers]
+        lacking = [name not in answer["own"] for answer in answers]
+        if not any(lacking):
+            return None
+        places = [answer["place"] for answer in answers]
+        having = [None if missing else place for place, missing in zip(places, absent, strict=True)]
+        own = self._ranks.rank
+        speaks = not absent[own] and having.index(places[own]) == own
+        told = self._ranks.tell(
+            what_is_here(self._whole[name], absent, lacking) if speaks else None, "what ranks have of a checkpoint"
+        )
+        first = [rank for rank, place in enumerate(places) if place not in having and places.index(place) == rank]
+        return Holdings.of(told, first, lacking)
 
     def _explain(self, reasons: Sequence[str], hosts: Sequence[str]) -> str:
         if len(set(reasons)) == 1:
@@ -181,53 +224,182 @@ class Resuming:
 
     # -------------------------------------------------------------------------------------- loading
 
-    def _load(self, folder: Path, manifest: Manifest) -> Resumed:
-        """Fill the objects, and set this rank's random numbers."""
+    def _get(self, found: "_Found", places: Sequence[object]) -> list[str]:
+        """Load a checkpoint, on ranks that lack something when others have sent it; why that is impossible, by rank.
+
+        The first rank of each place compares the digests of what is the same on all ranks.
+        """
+        ranks, holdings, own = self._ranks, found.holdings, not found.lost
+        compares = places.index(places[ranks.rank]) == ranks.rank
+        has_all = holdings is None or not holdings.lacking[ranks.rank]
+        reasons = ranks.together("resume()", lambda: self._load(found.name, own, compares) if has_all else "")
+        if any(reasons) or holdings is None:
+            return reasons
+        receiving = Receiving(self._path, found.name, holdings, ranks, own=own)
+        reasons = receiving.receive()
+        if any(reasons):
+            return reasons
+
+        def load() -> str:
+            self._whole[found.name] = read_manifest(self._path / found.name)
+            return self._load(found.name, own, compares, receiving.own)
+
+        return ranks.together("resume()", lambda: "" if has_all else load())
+
+    def _load(self, name: str, own: bool, compares: bool, given: bytes | None = None) -> str:
+        """Read everything into memory; why the checkpoint is not whole, if it is not.
+
+        ``own``: also what this rank had of its own, from ``given`` if others have sent it. Digests are computed by
+        other threads meanwhile, so that nothing is read from the disk twice.
+        """
+        folder, manifest = self._path / name, self._whole[name]
+        self._check_entries(folder, manifest)
+        files = {entry_file(each) for each in manifest.entries} & manifest.files.keys() if compares else set()
+        own_file = self._own_file(manifest) if own else self._any_own_file(manifest)
+        if given is None and own_file is not None:
+            files.add(own_file)
+        with ThreadPoolExecutor(_DIGESTS) as threads:
+            checks = [threads.submit(check_contents, folder, {each: manifest.files[each]}) for each in files]
+            try:
+                try:
+                    self._read_parts(folder, manifest, own, given or own_file)
+                finally:
+                    for check in checks:
+                        check.result()
+            except TornError as error:
+                return str(error)
+        return ""
+
+    def _check_entries(self, folder: Path, manifest: Manifest) -> None:
         for entry in self._entries:
             if entry.name not in manifest.entries:
                 there = ", ".join(manifest.entries) or "nothing but random numbers"
                 raise CheckpointError(f"{folder} has no {entry.name!r}; it has {there}")
             check_target(entry, manifest.entries[entry.name])
-        own = self._own(folder, manifest)
-        for entry in self._entries:
-            parts = self._parts(folder, entry.name, manifest.entries[entry.name], own)
-            if parts.shared is not None or parts.own:
-                put_back(entry, parts)
+
+    def _read_parts(self, folder: Path, manifest: Manifest, own: bool, own_part: bytes | str | None) -> None:
+        """What was saved under each name that is to be filled, and of plain values under the others."""
+        loaded: dict[str, Any] = {"own": {}}
+        if own_part is not None:
+            loaded = _read(io.BytesIO(own_part) if isinstance(own_part, bytes) else folder / own_part)
+        if not own or manifest.world_size != self._ranks.size:
+            loaded = {"own": {name: common_parts(parts) for name, parts in loaded["own"].items()}}
         given = {entry.name for entry in self._entries}
-        plain = {name: kind for name, kind in manifest.entries.items() if kind.startswith(VALUE) and name not in given}
-        found = {name: self._parts(folder, name, kind, own) for name, kind in plain.items()}
-        values = {name: parts.own.get("state", parts.shared) for name, parts in found.items()}
-        if "streams" in own:
-            set_streams(own["streams"])
-        return Resumed(manifest.step, folder, manifest.world_size, values)
+        self._own, self._parts = loaded, {}
+        for name, kind in manifest.entries.items():
+            if name in given or kind.startswith(VALUE):
+                shared = None if kind.endswith(OWN) else _read(folder / entry_file(name))
+                self._parts[name] = Parts(shared, loaded["own"].get(name, {}))
 
-    def _own(self, folder: Path, manifest: Manifest) -> dict[str, Any]:
-        """What this rank has saved of its own; of another number of ranks, what all of them have saved."""
-        own: dict[str, Any] = _read(folder / self._own_file(manifest))
+    def _own_file(self, manifest: Manifest) -> str | None:
+        """The file of this rank, any rank's if another number of ranks has saved it; None if it is not here."""
         if manifest.world_size != self._ranks.size:
-            return {"own": {name: common_parts(parts) for name, parts in own["own"].items()}}
-        return own
+            return self._any_own_file(manifest)
+        own = rank_file(self._ranks.rank)
+        return own if own in manifest.files else None
 
-    def _own_file(self, manifest: Manifest) -> str:
-        """The file of this rank; any rank's, if another number of ranks has saved it."""
-        if manifest.world_size == self._ranks.size:
-            return rank_file(self._ranks.rank)
-        return min(manifest.files.keys() - {entry_file(entry) for entry in manifest.entries})
+    def _any_own_file(self, manifest: Manifest) -> str | None:
+        """A file with what some rank had of its own; part of it serves every rank."""
+        return min(manifest.own_files, default=None)
 
-    def _warn_of_other_ranks(self, manifest: Manifest) -> None:
+    # -------------------------------------------------------------------------------------- filling
+
+    def _fill(self) -> None:
+        """Fill the objects on every rank, or leave all as they are, if one cannot be filled on some rank."""
+        begun = False
+        try:
+            self._ranks.together("resume()", self._put_back)
+            begun = True
+            self._ranks.together("resume()", self._restore_training)
+        except BaseException as error:
+            self._undo(error, training=begun)
+            raise
+        for entry in self._entries:
+            restore_training(entry, self._parts[entry.name], OneByOne(), ready=False)  # is only noted, and cannot fail
+
+    def _put_back(self) -> None:
+        self._streams_before = read_streams()
+        filled = [each for each in self._entries if _is_there(self._parts[each.name])]
+        # The position of a rank's own loader is no matter of the others, and asking may start its workers.
+        self._before = [(each, copy_of(each)) for each in filled if each.kind != STATE_DICT + OWN]
+        for entry in filled:
+            put_back(entry, self._parts[entry.name])
+
+    def _restore_training(self) -> None:
+        """All of it, also where some of it fails: it may make the next round begin with an agreement of all ranks."""
+        steps = OneByOne()
+        for entry in self._entries:
+            restore_training(entry, self._parts[entry.name], steps, ready=True)
+        with steps:
+            if "streams" in self._own:
+                set_streams(self._own["streams"])
+        steps.end()
+
+    def _undo(self, error: BaseException, *, training: bool) -> None:
+        """Give the objects back what they had; ``training``: also rounds and hooks, which no rank has changed else."""
+        steps = OneByOne()
+        for entry, parts in self._before:
+            with steps:
+                put_back(entry, parts)
+            if training:
+                restore_training(entry, parts, steps, ready=True)
+        with steps:
+            if self._streams_before is not None:
+                set_streams(self._streams_before)
+        try:
+            steps.end()
+        except Exception as problem:
+            error.add_note(f"what was filled before that could not be given back: {type(problem).__name__}: {problem}")
+
+    # ----------------------------------------------------------------------------------- the result
+
+    def _resumed(self, name: str) -> Resumed:
+        manifest, given = self._whole[name], {entry.name for entry in self._entries}
+        plain = {name: parts for name, parts in self._parts.items() if name not in given}
+        values = {name: parts.own.get("state", parts.shared) for name, parts in plain.items()}
+        return Resumed(manifest.step, self._path / name, manifest.world_size, values)
+
+    def _warn_of_own_parts(self, manifest: Manifest, found: "_Found") -> None:
+        """What each rank had of its own is not loaded: say why."""
         if manifest.world_size != self._ranks.size:
-            names = ["", *(name for name, kind in manifest.entries.items() if kind.endswith(OWN))]
-            warnings.warn(
-                f"{self._path}: saved by {manifest.world_size} rank(s) and resumed by {self._ranks.size}, so that what "
-                "each rank had of its own is not loaded: random numbers, state of communication hooks"
-                + ", ".join(names),
-                stacklevel=4,
-            )
+            why = f"saved by {manifest.world_size} rank(s) and resumed by {self._ranks.size}"
+        elif found.lost:
+            why = f"{found.name}: {found.why_lost(self._ranks.names)}"
+        else:
+            return
+        names = ["", *(name for name, kind in manifest.entries.items() if kind.endswith(OWN))]
+        warnings.warn(
+            f"{self._path}: {why}, so that what each rank had of its own is not loaded: random numbers, state of "
+            "communication hooks" + ", ".join(names),
+            stacklevel=4,
+        )
 
-    def _parts(self, folder: Path, name: str, kind: str, own: dict[str, Any]) -> Parts:
-        shared = None if kind.endswith(OWN) else _read(folder / entry_file(name))
-        return Parts(shared, own["own"].get(name, {}))
+
+@dataclass(frozen=True)
+class _Found:
+    """A checkpoint that could be resumed from."""
+
+    name: str
+    holdings: Holdings | None
+    """Who has what of it; None if every rank has all that it needs."""
+
+    @property
+    def lost(self) -> Sequence[int]:
+        """The ranks, in the group, of which nobody has what they had of their own."""
+        return () if self.holdings is None else self.holdings.lost
+
+    def why_lost(self, names: Sequence[int]) -> str:
+        """That, in words; ``names`` are the ranks as messages name them."""
+        assert self.holdings is not None
+        files = ", ".join(map(rank_file, self.lost))
+        hosts = ", ".join(sorted({self.holdings.manifest.hosts[rank] for rank in self.lost}))
+        ranks = ", ".join(str(names[rank]) for rank in self.lost)
+        return f"nobody has {files} of rank {ranks}, written on host {hosts}, to a disk of its own"
 
 
-def _read(file: Path) -> Any:
+def _is_there(parts: Parts) -> bool:
+    return parts.shared is not None or bool(parts.own)
+
+
+def _read(file: Path | io.BytesIO) -> Any:
     return torch.load(file, map_location="cpu", weights_only=True)

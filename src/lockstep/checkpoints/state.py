@@ -4,24 +4,29 @@ What is the same on all ranks is written once. A rank's own is written by each: 
 loaders, what :func:`per_rank` marks, what a replicated module keeps for each rank, and its communication hooks' state.
 """
 
+import copy
 import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader, Sampler
 
 from lockstep.checkpoints.sampler import ResumableSampler
+from lockstep.distributed.one_by_one import OneByOne
 from lockstep.distributed.own_state import own_names
 from lockstep.distributed.replication import Replication, find_replication
 from lockstep.errors import CheckpointError, OptionError
+from lockstep.tree import tree_map
 
 MODULE, STATE_DICT, VALUE, GENERATOR = "module", "state_dict", "value", "generator"
 OWN = ", of each rank"
 """Ends the kind of an entry that each rank has for itself."""
-COMMON = "training, the same on all ranks"
-"""The part of a module's own with what all ranks have in common; the module's file holds its state dict alone."""
+TRAINING, COMMON = "training", "training, the same on all ranks"
+"""Parts of a module's own: rounds and hooks. The second is what all ranks have in common; the module's file holds its
+state dict alone."""
 
 
 class PerRank(NamedTuple):
@@ -144,7 +149,7 @@ def read(entry: Entry) -> Parts:
         own["tensors"] = {name: tensor for name, tensor in state.items() if name in names}
     for name, each in _replications(entry):
         if each.ready:
-            own.setdefault(COMMON if each.training_is_common else "training", {})[name] = each.training_state()
+            own.setdefault(COMMON if each.training_is_common else TRAINING, {})[name] = each.training_state()
     return Parts(state, own)
 
 
@@ -180,7 +185,10 @@ def check_target(entry: Entry, saved: str) -> None:
 
 
 def put_back(entry: Entry, parts: Parts) -> None:
-    """Give an object the state that was saved; ``parts.own`` is empty if this rank's is not there."""
+    """Give an object the state that was saved, but for what :func:`restore_training` gives to modules inside of it.
+
+    ``parts.own`` is empty if this rank's is not there.
+    """
     target = entry.target
     state: Any = parts.own.get("state") if parts.shared is None else parts.shared
     if entry.kind.startswith(GENERATOR):
@@ -188,23 +196,53 @@ def put_back(entry: Entry, parts: Parts) -> None:
     elif entry.kind.startswith(VALUE):
         _fill(entry.name, target, state)
     elif entry.kind.startswith(MODULE):
-        target.load_state_dict({**state, **parts.own.get("tensors", {})})
-        _restore_training(entry, {**parts.own.get("training", {}), **parts.own.get(COMMON, {})})
+        state.update(parts.own.get("tensors", {}))  # in place: the versions of its modules are an attribute of it
+        target.load_state_dict(state)
     else:
         target.load_state_dict(state)
 
 
-def _restore_training(entry: Entry, training: Mapping[str, Any]) -> None:
+def restore_training(entry: Entry, parts: Parts, steps: OneByOne, *, ready: bool) -> None:
+    """Give the replicated modules inside of an object, those that are ready or the others, their rounds and hooks.
+
+    Of each, whatever happens to one: it may have to be agreed on in the next round.
+    """
+    if not entry.kind.startswith(MODULE):
+        return
     found = dict(_replications(entry))
-    for name, state in training.items():
-        if name in found:
-            found[name].restore(state)
-        else:
+    for name, state in {**parts.own.get(TRAINING, {}), **parts.own.get(COMMON, {})}.items():
+        if name in found and found[name].ready == ready:
+            with steps:
+                found[name].restore(state)
+        elif name not in found and ready:
             warnings.warn(
                 f"{entry.name} was replicated when it was saved, and is not now; call resume() after replicate(), or "
                 "what its communication hooks have kept is lost",
                 stacklevel=2,
             )
+
+
+def copy_of(entry: Entry) -> Parts:
+    """What gives an object back the state that it has now: tensors are copied to the CPU."""
+    if entry.kind.startswith(VALUE) and not isinstance(entry.target, Tensor):
+        return Parts(copy.copy(entry.target), {})  # what it holds is replaced, not written
+    parts = read(entry)
+    own = {name: _copied(value, None if name in (TRAINING, COMMON) else "cpu") for name, value in parts.own.items()}
+    shared = _copied(parts.shared, "cpu")
+    if hasattr(parts.shared, "_metadata"):
+        shared._metadata = parts.shared._metadata
+    return Parts(shared, own)
+
+
+def _copied(value: Any, device: str | None) -> Any:
+    """A nested value with copies of its tensors, where they are or on a device."""
+
+    def copied(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or leaf.is_meta or is_lazy(leaf):
+            return leaf
+        return leaf.detach().to(device or leaf.device, copy=True)
+
+    return tree_map(copied, value)
 
 
 def _fill(name: str, target: Any, value: Any) -> None:

@@ -1,0 +1,184 @@
+"""What a rank lacks of a checkpoint is sent by those that have it: PURE who has what, and the receiving.
+
+A host on whose disk the checkpoint is not, such as a new one, gets what is the same on all ranks onto its disk, where
+it is a checkpoint from then on; its first rank writes it. What a rank has had of its own goes to that rank alone.
+"""
+
+import hashlib
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from lockstep.checkpoints.files import FileSystem, OpenFile, make_folders
+from lockstep.checkpoints.layout import UNFINISHED, Manifest, StoredFile, entry_file, rank_file
+from lockstep.checkpoints.new_folder import NewFolder
+from lockstep.checkpoints.ranks import Ranks
+from lockstep.checkpoints.sending import move, plan_waves
+
+
+def what_is_here(manifest: Manifest, absent: Sequence[bool], lacking: Sequence[bool]) -> dict[str, Any]:
+    """What the first rank of a host says of a checkpoint, for others: which files of those that are missing it has.
+
+    ``absent`` and ``lacking``: which ranks have no such checkpoint, and nothing of their own.
+    """
+    wanted = {rank_file(rank) for rank, lacks in enumerate(lacking) if lacks}
+    if any(absent):
+        wanted |= {entry_file(name) for name in manifest.entries} | set(sorted(manifest.own_files)[:1])
+    files = {name: asdict(manifest.files[name]) for name in sorted(wanted & manifest.files.keys())}
+    return {"manifest": asdict(replace(manifest, files={})), "files": files}
+
+
+@dataclass(frozen=True)
+class Holdings:
+    """PURE: which ranks have which files of a checkpoint, and which need some; the same on all ranks."""
+
+    manifest: Manifest
+    """Without files."""
+    files: dict[str, StoredFile]
+    """What somebody has, and somebody else may need."""
+    has: list[set[str]]
+    """Of those, by rank: the first of each host speaks for it."""
+    lacking: list[bool]
+    """By rank, whether it cannot read all that it needs where it is."""
+    absent_first: list[int]
+    """The first rank of each host on which there is no such checkpoint."""
+
+    @classmethod
+    def of(
+        cls, told: Sequence[Mapping[str, Any] | None], absent_first: Sequence[int], lacking: Sequence[bool]
+    ) -> "Holdings":
+        """From what :func:`what_is_here` has said on the first rank of each host, None on the others.
+
+        The same on all ranks may be stored in other bytes on each host: those of the lowest rank are sent.
+        """
+        files: dict[str, StoredFile] = {}
+        for each in filter(None, told):
+            files |= {name: StoredFile(**file) for name, file in each["files"].items() if name not in files}
+        has = [
+            {name for name, file in (each or {"files": {}})["files"].items() if StoredFile(**file) == files[name]}
+            for each in told
+        ]
+        header = next(filter(None, told))["manifest"]
+        return cls(Manifest(**header), files, has, list(lacking), list(absent_first))
+
+    @property
+    def same_ranks(self) -> bool:
+        """Whether as many ranks have saved it, so that each can have its own again."""
+        return self.manifest.world_size == len(self.lacking)
+
+    @property
+    def lost(self) -> list[int]:
+        """The ranks of which nobody has what they had of their own."""
+        if not self.same_ranks:
+            return []
+        return [rank for rank, lacks in enumerate(self.lacking) if lacks and rank_file(rank) not in self.files]
+
+    @property
+    def shared(self) -> list[str]:
+        """The files that a host needs: what is the same on all ranks, and one with what some rank had of its own."""
+        entries = [entry_file(name) for name in self.manifest.entries]
+        own = sorted(self.files.keys() - set(entries))[:1]
+        return [name for name in entries if name in self.files] + own
+
+    def needs(self, writers: Sequence[int], *, own: bool) -> list[set[str]]:
+        """By rank, what is sent to it; ``writers`` write for a host each, ``own``: ranks also get what is theirs."""
+        own = own and self.same_ranks
+        needs = [{rank_file(rank)} if own and lacks else set[str]() for rank, lacks in enumerate(self.lacking)]
+        for rank in writers:
+            needs[rank] |= set(self.shared)
+        return needs
+
+
+class Receiving:
+    """What is missing is sent; every rank takes part."""
+
+    def __init__(self, path: Path, name: str, holdings: Holdings, ranks: Ranks, *, own: bool) -> None:
+        self._path, self._name, self._holdings, self._ranks = path, name, holdings, ranks
+        self._wants_own = own and holdings.same_ranks
+        self._files = FileSystem()
+        self._new = NewFolder(self._files, path / (UNFINISHED + secrets.token_hex(8)))
+        self._written: dict[str, OpenFile] = {}
+        self._own_name, self._own = rank_file(ranks.rank), bytearray()
+        self._writes = False
+
+    @property
+    def own(self) -> bytes | None:
+        """What this rank had of its own, if it was sent."""
+        return bytes(self._own) or None
+
+    def receive(self) -> list[str]:
+        """Why something cannot be used, by rank: it is not what was written.
+
+        Raises :class:`CheckpointError` on every rank if one cannot read or write.
+        """
+        try:
+            writers = self._begin()
+            reasons = self._receive(writers)
+        except BaseException:
+            self._new.discard()
+            raise
+        if any(reasons) or self._ranks.rank not in writers:
+            self._new.discard()
+        return reasons
+
+    def _begin(self) -> list[int]:
+        """Begin a folder on each host that has none; the ranks that write: one for those that see the same disk."""
+        ranks, first = self._ranks, self._holdings.absent_first
+
+        def begin() -> str:
+            if ranks.rank not in first:
+                return ""
+            make_folders(self._files, self._path)
+            self._files.make_folder(self._new.path)
+            return self._new.path.name
+
+        begun = ranks.together("resume()", begin)
+        seen = ranks.tell([bool(name) and (self._path / name).is_dir() for name in begun], "who sees which folder")
+        return sorted({next(other for other in first if seen[rank][other]) for rank in first})
+
+    def _receive(self, writers: Sequence[int]) -> list[str]:
+        holdings, ranks = self._holdings, self._ranks
+        self._writes = ranks.rank in writers
+        needs = holdings.needs(writers, own=self._wants_own)
+        sizes = {name: file.bytes for name, file in holdings.files.items()}
+        move(plan_waves(holdings.has, needs), sizes, ranks, "resume()", self._read, self._write)
+        reasons = ranks.together("resume()", lambda: self._compare(needs[ranks.rank]))
+        if any(reasons):
+            return reasons
+        files = {name: holdings.files[name] for name in holdings.shared}
+        manifest = replace(holdings.manifest, files=files).to_bytes()
+        folder, writes = self._path / self._name, self._writes
+        ranks.together("resume()", lambda: self._new.sync(manifest) if writes else None)
+        ranks.together("resume()", lambda: self._new.finish(folder, manifest) if writes else None)
+        return reasons
+
+    def _read(self, item: str, begin: int, length: int) -> bytes:
+        if item == self._own_name and self._own:
+            return bytes(self._own[begin : begin + length])
+        if begin == 0 and item in self._written:  # it has come here before
+            self._written[item].sync()
+        folder = self._new.path if item in self._written else self._path / self._name
+        with open(folder / item, "rb") as file:
+            file.seek(begin)
+            return file.read(length)
+
+    def _write(self, item: str, data: bytes) -> None:
+        if item == self._own_name and self._wants_own:
+            self._own += data
+        if not self._writes or item not in self._holdings.shared:
+            return
+        if item not in self._written:
+            self._written[item] = self._new.create(item)
+        self._written[item].write(data)
+
+    def _compare(self, needed: set[str]) -> str:
+        for name in sorted(needed):
+            digests = {self._written[name].sha256} if name in self._written else set[str]()
+            if name == self._own_name and self._wants_own:
+                digests.add(hashlib.sha256(self._own).hexdigest())
+            file = self._holdings.files[name]
+            if digests != {file.sha256}:
+                return f"{name} has come with another SHA-256 than rank {file.rank} on {file.host} has written"
+        return ""

@@ -1,0 +1,114 @@
+"""What some ranks have and others need: who sends what to whom (PURE), and the moving, in pieces."""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
+from typing import NamedTuple
+
+from lockstep.checkpoints.ranks import Ranks
+
+PIECE = 1 << 22
+"""Bytes that a rank sends at once, and receives at once."""
+
+
+class Transfer(NamedTuple):
+    """One rank sends an item to another one."""
+
+    item: str
+    source: int
+    target: int
+
+
+def plan_waves(has: Sequence[Collection[str]], needs: Sequence[Collection[str]]) -> list[list[Transfer]]:
+    """PURE: who sends what to whom, until every rank has what it needs; from what each has and needs, in rank order.
+
+    In a wave a rank sends one item at most, and receives one at most. What it has received it can send in the next, so
+    that an item of one rank reaches many others in few waves. Raises ``ValueError`` for what no rank has.
+
+    Example:
+        >>> plan_waves([{"model"}, set(), set()], [set(), {"model"}, {"model"}])
+        [[Transfer(item='model', source=0, target=1)], [Transfer(item='model', source=0, target=2)]]
+    """
+    there = [set(own) for own in has]
+    left = [sorted(set(wanted) - own) for wanted, own in zip(needs, there, strict=True)]
+    waves: list[list[Transfer]] = []
+    while any(left):
+        wave: list[Transfer] = []
+        for target, items in enumerate(left):
+            free = set(range(len(there))) - {each.source for each in wave}
+            found = next(((item, rank) for item in items for rank in sorted(free) if item in there[rank]), None)
+            if found is not None:
+                wave.append(Transfer(*found, target))
+        if not wave:
+            raise ValueError(f"no rank has {', '.join(sorted({item for items in left for item in items}))}")
+        for each in wave:
+            there[each.target].add(each.item)
+            left[each.target].remove(each.item)
+        waves.append(wave)
+    return waves
+
+
+def move(
+    waves: Sequence[Sequence[Transfer]],
+    sizes: Mapping[str, int],
+    ranks: Ranks,
+    what: str,
+    read: Callable[[str, int, int], bytes],
+    write: Callable[[str, bytes], object],
+) -> None:
+    """Send what was planned; every rank calls it, with the same ``waves`` and ``sizes`` in bytes.
+
+    ``read(item, begin, length)`` gives a piece of what this rank sends, and ``write`` gets the pieces of what it
+    receives, in order. Holds two pieces in memory. Raises :class:`CheckpointError` on every rank, at the end of a wave,
+    if one of them has raised on some rank.
+
+    Communicates an all-to-all for each piece of the largest item of a wave, in which every rank takes part.
+    """
+    for wave in waves:
+        problem = _move_wave(wave, sizes, ranks, what, read, write)
+        ranks.together(what, partial(_raise, problem))
+
+
+def _move_wave(
+    wave: Sequence[Transfer],
+    sizes: Mapping[str, int],
+    ranks: Ranks,
+    what: str,
+    read: Callable[[str, int, int], bytes],
+    write: Callable[[str, bytes], object],
+) -> Exception | None:
+    """What has been raised here: the others have waited for this rank's pieces nevertheless."""
+    sent = next((each for each in wave if each.source == ranks.rank), None)
+    taken = next((each for each in wave if each.target == ranks.rank), None)
+    problem: Exception | None = None
+    for begin in range(0, max(sizes[each.item] for each in wave), PIECE):
+        outgoing, incoming = (0 if each is None else _left(sizes[each.item], begin) for each in (sent, taken))
+        data = bytes(outgoing)
+        if sent is not None and problem is None:
+            try:
+                data = _exactly(outgoing, read(sent.item, begin, outgoing), sent.item)
+            except Exception as error:
+                problem = error
+        received = ranks.exchange(
+            data, 0 if sent is None else sent.target, incoming, 0 if taken is None else taken.source, what
+        )
+        if taken is not None and problem is None:
+            try:
+                write(taken.item, received)
+            except Exception as error:
+                problem = error
+    return problem
+
+
+def _left(size: int, begin: int) -> int:
+    return max(0, min(PIECE, size - begin))
+
+
+def _exactly(length: int, data: bytes, item: str) -> bytes:
+    if len(data) != length:
+        raise EOFError(f"{item} has become shorter while it was sent: {len(data)} bytes where there were {length}")
+    return data
+
+
+def _raise(problem: Exception | None) -> None:
+    if problem is not None:
+        raise problem

@@ -1,0 +1,242 @@
+"""A resume that fails on one rank is an error on all of them, and leaves every object on every rank as it was."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import lockstep
+from checkpoints.runs import Kind, Run
+from lockstep.errors import CheckpointError
+from processes import run_processes
+from threaded import run_ranks
+
+KINDS = {
+    "adamw": {},
+    "PowerSGD": {"optimizer": "sgd", "power_sgd": True},
+    "local buffers, a wrapper": {"buffer_policy": "local", "wrapper": True},
+}
+
+
+class Failing:
+    """State that one rank cannot take when it is given the first time."""
+
+    def __init__(self, rank, error=None):
+        self.rank, self.error = rank, error
+
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state):
+        error, self.error = self.error, None
+        if error is not None and self.rank.rank == 1:
+            raise error
+
+
+def fails_and_goes_on(rank, kind, folder, first):
+    """A run that tries to resume after some steps, fails and goes on has the bits of one that never tried."""
+    kind = Kind(**kind)
+    saving = Run(rank, kind)
+    saving.train(until=5)
+    for name in "amz":  # before all others, between them and after them
+        lockstep.save(folder / name, group=rank.group, step=5, **saving.state(), **{name: Failing(rank)})
+    plain = Run(rank, kind)
+    plain.train(until=first + 3)
+    wanted = plain.digests()
+    for name, error in [("a", ValueError("of another model")), ("m", OSError("")), ("z", KeyboardInterrupt())]:
+        run = Run(rank, kind)
+        if first:
+            run.train(until=first)
+        losses = run.losses
+        with pytest.raises(KeyboardInterrupt if name == "z" and rank.rank else CheckpointError) as caught:
+            lockstep.resume(folder / name, group=rank.group, **run.state(), **{name: Failing(rank, error)})
+        assert not getattr(caught.value, "__notes__", [])
+        assert len(losses) == first
+        run.train(until=first + 3)
+        got = run.digests()
+        assert got == wanted, (name, [each for each in wanted if got[each] != wanted[each]])
+    return True
+
+
+@pytest.mark.parametrize("first", [0, 2])
+@pytest.mark.parametrize(("kind", "backend"), list(zip(KINDS, ["gloo", "shm", "shm"], strict=True)))
+def test_a_run_goes_on_as_if_nobody_had_tried(kind, first, backend, tmp_path):
+    assert run_processes(2, fails_and_goes_on, KINDS[kind], tmp_path, first, backend=backend) == [True, True]
+
+
+def network():
+    return nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
+
+
+def step(rank, model, optimizer, number):
+    optimizer.zero_grad()
+    model(torch.randn(4, 3, generator=rank.generator(number))).sum().backward()
+    optimizer.step()
+
+
+def two_modules(rank, make=network, **options):
+    options = {"process_group": rank.group, "bucket_cap_mb": 1e-5, **options}
+    both = nn.ModuleList(lockstep.replicate(rank.make(make), **options) for _ in range(2))
+    return both, torch.optim.Adam(both.parameters(), 0.1)
+
+
+def hook(state, bucket):
+    state["count"] = state.get("count", 0) + 1
+    return bucket.buffer()
+
+
+def another_hook_on_one_rank(rank, folder):
+    """The rounds and plans of both modules are given back; no rank waits for an agreement of the others."""
+    both, optimizer = two_modules(rank)
+    for number in range(4):
+        for model in both:
+            step(rank, model, optimizer, number)
+    lockstep.save(folder, group=rank.group, both=both, optimizer=optimizer)
+    both, optimizer = two_modules(rank)
+    for model in both:
+        step(rank, model, optimizer, 0)
+    if rank.rank == 1:
+        both[0].register_comm_hook({}, hook)
+    before = [lockstep.training_state_dict(model) for model in both]
+    with pytest.raises(
+        CheckpointError, match=r"resume\(\) failed on rank 1 .*: NotReplicableError: the training state"
+    ):
+        lockstep.resume(folder, group=rank.group, both=both, optimizer=optimizer)
+    assert [lockstep.training_state_dict(model) for model in both] == before
+    if rank.rank == 0:
+        both[0].register_comm_hook({}, hook)
+    for number in range(4):
+        for model in both:
+            step(rank, model, optimizer, number)
+    return all(rank.all_equal(tensor) for tensor in both.state_dict().values())
+
+
+@pytest.mark.parametrize("hosts", ["", "aa"])
+def test_rounds_and_hooks_that_do_not_fit_on_one_rank(hosts, tmp_path):
+    assert run_ranks(2, another_hook_on_one_rank, tmp_path, hosts=hosts) == [True, True]
+
+
+def of_every_kind(rank, folder):
+    """Values are the same objects as before, generators and random numbers where they were."""
+    tensor, numbers, table, generator = torch.ones(3), [[1]], {"a": [2]}, rank.generator()
+    given = {"tensor": tensor, "numbers": numbers, "table": table, "generator": generator}
+    lockstep.save(folder, group=rank.group, **given, z=Failing(rank))
+    inner = numbers[0], table["a"]
+    tensor.zero_()
+    numbers.append(3)
+    table["b"] = 4
+    wanted = torch.rand(2, generator=generator.clone_state()) if hasattr(generator, "clone_state") else None
+    with pytest.raises(CheckpointError, match="of another model"):
+        lockstep.resume(folder, group=rank.group, **given, z=Failing(rank, ValueError("of another model")))
+    assert (tensor.tolist(), numbers, table) == ([0.0] * 3, [[1], 3], {"a": [2], "b": 4})
+    assert numbers[0] is inner[0]
+    assert table["a"] is inner[1]
+    assert wanted is None or torch.equal(torch.rand(2, generator=generator), wanted)
+    lockstep.resume(folder, group=rank.group, **given, z=Failing(rank))
+    return tensor.tolist(), numbers, table
+
+
+def test_values_of_every_kind(tmp_path):
+    assert run_ranks(2, of_every_kind, tmp_path) == [([1.0] * 3, [[1]], {"a": [2]})] * 2
+
+
+class Versioned(nn.Module):
+    """A module whose state had another meaning in its first version."""
+
+    _version = 2
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def _load_from_state_dict(self, state, prefix, metadata, *args):
+        if (metadata.get("version") or 1) < 2:
+            state[prefix + "weight"] = state[prefix + "weight"] * 10
+        super()._load_from_state_dict(state, prefix, metadata, *args)
+
+
+def keeps_versions(rank, folder):
+    model = lockstep.DistributedDataParallel(
+        nn.ModuleList([Versioned(), nn.BatchNorm1d(1)]), process_group=rank.group, buffer_policy="local"
+    )
+    weight = model.module[0].weight
+    lockstep.save(folder, group=rank.group, model=model, z=Failing(rank))
+    with torch.no_grad():
+        weight.fill_(3.0)
+    with pytest.raises(CheckpointError):
+        lockstep.resume(folder, group=rank.group, model=model, z=Failing(rank, ValueError("")))
+    before = weight.item()
+    lockstep.resume(folder, group=rank.group, model=model, z=Failing(rank))
+    return before, weight.item()
+
+
+def test_the_versions_of_modules_are_kept(tmp_path):
+    assert run_ranks(2, keeps_versions, tmp_path) == [(3.0, 1.0)] * 2
+
+
+def gets_ready_later(rank, folder):
+    """A module that is not ready takes up no round of a resume that has failed."""
+    model = lockstep.replicate(rank.make(network), process_group=rank.group)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for number in range(3):
+        step(rank, model, optimizer, number)
+    lockstep.save(folder, group=rank.group, model=model, z=Failing(rank))
+    with torch.device("meta"):
+        later = network()
+    lockstep.replicate(later, process_group=rank.group)
+    later.to_empty(device="cpu")
+    with pytest.raises(CheckpointError):
+        lockstep.resume(folder, group=rank.group, model=later, z=Failing(rank, ValueError("")))
+    return lockstep.training_state_dict(later)["round"]
+
+
+def test_a_module_that_gets_ready_later(tmp_path):
+    assert run_ranks(2, gets_ready_later, tmp_path) == [0, 0]
+
+
+class Stubborn(Failing):
+    """It does not take the state that it had either."""
+
+    def load_state_dict(self, state):
+        raise ValueError("of another model")
+
+
+def test_what_cannot_be_given_back_is_told(tmp_path):
+    x = torch.ones(1)
+    lockstep.save(tmp_path, x=x, z=Failing(None))
+    x.zero_()
+    with pytest.raises(CheckpointError) as caught:
+        lockstep.resume(tmp_path, x=x, z=Stubborn(None))
+    assert caught.value.__notes__ == [
+        "what was filled before that could not be given back: ValueError: of another model"
+    ]
+    assert x.item() == 0
+
+
+class Unreadable(Failing):
+    def state_dict(self):
+        raise KeyError("momentum")
+
+
+def test_what_cannot_be_read_before_is_an_error_before_anything_is_filled(tmp_path):
+    x = torch.ones(1)
+    lockstep.save(tmp_path, x=x, z=Failing(None))
+    x.zero_()
+    with pytest.raises(CheckpointError, match=r"resume\(\) failed: KeyError: 'momentum'"):
+        lockstep.resume(tmp_path, x=x, z=Unreadable(None))
+    assert x.item() == 0
+
+
+def barrier_is_free(rank, folder):
+    """An error in one rank's reading, too, leaves nothing behind."""
+    lockstep.save(folder, group=rank.group, x=torch.ones(1))
+    x = torch.zeros(1)
+    with pytest.raises(CheckpointError, match="has no 'y'"):
+        lockstep.resume(folder, group=rank.group, x=x, y={})
+    rank.gather(torch.zeros(1))
+    return x.item()
+
+
+def test_a_name_that_was_not_saved(tmp_path):
+    assert run_ranks(2, barrier_is_free, tmp_path) == [0.0, 0.0]
