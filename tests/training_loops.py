@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import random
 from typing import Any
 
@@ -133,7 +134,9 @@ def train(rank: Rank, plan: Plan, store: dist.Store) -> dict[str, Any]:
             value = micro_batch(models, plan, x, bad[0] if bad else "", last)
             seen["turns"] += 1
             seen["padded"] += turns.is_padding
-            if plan.window == 1:  # a collective of the program's own
+            if plan.window == 1 and lockstep.skipped(*models):
+                seen["means"].append(math.nan)  # no rank has anything to count
+            elif plan.window == 1:  # a collective of the program's own
                 means = lockstep.mean({"loss": value or 0.0}, weight=0 if value is None else len(x), group=rank.group)
                 seen["means"].append(means["loss"])
             if not last:

@@ -39,10 +39,10 @@ class Terms(nn.Module):
 
 
 class Program:
-    """What each rank does, drawn at random."""
+    """What each rank does, drawn at random: penalties on gradients, and with more orders, on those of penalties."""
 
-    def __init__(self, seed):
-        draw = random.Random(seed)
+    def __init__(self, seed, orders):
+        draw, self.orders = random.Random(seed), orders
         self.world, self.hosts = 2 + seed % 2, "aaa"[: (2 + seed % 2) * (seed % 4 > 1)]
         self.first = [self._kinds(draw, 1) for _ in range(self.world)]
         self.second = [self._kinds(draw, 3) for _ in range(self.world)]
@@ -62,14 +62,18 @@ class Program:
         for step in range(3):
             inputs = [torch.tensor([1.0, 2.0], dtype=torch.float64) * (rank + step + 1) for rank in ranks]
             losses = [module(x, self.first[rank]) for rank, x in zip(ranks, inputs, strict=True)]
-            (sum(losses) / len(ranks)).backward(create_graph=True)
-            grads = [weight.grad for weight in weights]
-            for weight in weights:
-                weight.grad = None if self.clears or weight.grad is None else weight.grad.detach().clone()
-            penalty = torch.zeros((), dtype=torch.float64)
-            for grad, counts in zip(grads, self.penalised, strict=True):
-                if counts and grad is not None:
-                    penalty = penalty + grad.square().sum()
+            penalty = sum(losses) / len(ranks)
+            for order in range(2, self.orders + 1):
+                if not penalty.requires_grad:
+                    break
+                penalty.backward(create_graph=True)
+                grads = [weight.grad for weight in weights]
+                for weight in weights:
+                    weight.grad = None if self.clears or weight.grad is None else weight.grad.detach().clone()
+                penalty = torch.zeros((), dtype=torch.float64)
+                for grad, counts in zip(grads, self.penalised, strict=True):
+                    if counts and grad is not None:
+                        penalty = penalty + grad.square().sum() / 10**order
             if self.adds_loss:
                 losses = [module(x, self.second[rank]) for rank, x in zip(ranks, inputs, strict=True)]
                 penalty = penalty + sum(losses) / len(ranks)
@@ -85,8 +89,8 @@ def run_program(rank, program, module):
     return program.run(own, [rank.rank])
 
 
-def compare(seed):
-    program, module = Program(seed), Terms()
+def compare(seed, orders=2):
+    program, module = Program(seed, orders), Terms()
     wanted = program.run(copy.deepcopy(module), range(program.world))
     for result in run_ranks(program.world, run_program, program, module, hosts=program.hosts):
         for step in range(3):
@@ -95,13 +99,15 @@ def compare(seed):
                 torch.testing.assert_close(own, reference, msg=f"program {seed}") if own is not None else None
 
 
-def test_few():
+@pytest.mark.parametrize("orders", [2, 3, 4])
+def test_few(orders):
     for seed in range(12):
-        compare(seed)
+        compare(seed, orders)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("first", range(100, 2100, 100))
-def test_many(first):
+@pytest.mark.parametrize("orders", [2, 3, 4])
+def test_many(first, orders):
     for seed in range(first, first + 100):
-        compare(seed)
+        compare(seed, orders)

@@ -397,24 +397,152 @@ def test_a_pass_that_fails_on_one_rank_before_or_after_a_mean_fails_on_all(way, 
         assert {value for seen in found for value in (seen[0], seen[2])} == {found[0][0]}
 
 
-def test_a_pass_that_fails_owes_nothing_of_means_that_it_would_not_have_come_to():
-    """They are in its graph, but not on the way to its inputs."""
+@pytest.mark.parametrize("hosts", ["", "aa"], ids=["gloo", "shm"])
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_pass_goes_through_the_means_behind_its_outputs_that_do_not_lead_to_its_inputs(fails, hosts):
+    """On another rank they may; so a pass that fails on one rank fails on all."""
 
     def call(rank):
-        module = lockstep.replicate(Pair(), process_group=rank.group)
-        module(lambda a, b: a.square()).backward(create_graph=True)
-        mean, b = module.a.grad, module.b * 1
-        if rank.rank == 1:
-            b.register_hook(divide_by_zero)
-        try:
-            torch.autograd.grad(mean.sum() + b.sum(), module.b)
-        except ZeroDivisionError:
+        module, seen = lockstep.replicate(Pair(), process_group=rank.group), []
+        for _ in range(2):
+            module(lambda a, b: a.square()).backward(create_graph=True)
+            mean, b = module.a.grad, module.b * 1
+            if rank.rank == 1 and fails:
+                b.register_hook(divide_by_zero)
+            try:
+                seen.append(torch.autograd.grad(mean.sum() + b.sum(), module.b)[0].item())
+            except (ZeroDivisionError, PeerError) as error:
+                seen.append(type(error))
             module.zero_grad()
-        module.zero_grad()
-        (module.a * rank.rank).sum().backward()
-        return module.a.grad.item()
+            (module.a * rank.rank).sum().backward()
+            seen.append(module.a.grad.item())
+            module.zero_grad()
+        return seen
 
-    assert run_ranks(2, call, hosts="aa") == [0.5, 0.5]
+    found = run_ranks(2, call, hosts=hosts)
+    assert found == [[error if fails else 1.0, 0.5] * 2 for error in (PeerError, ZeroDivisionError)]
+
+
+INPUTS = {
+    "no graph": lambda a, x: x.detach() * 5,
+    "another graph": lambda a, x: x * 5,
+    "the same graph": lambda a, x: a * x * 5,
+}
+
+
+@pytest.mark.parametrize("hosts", ["", "aa"], ids=["gloo", "shm"])
+@pytest.mark.parametrize("unused", [True, False])
+@pytest.mark.parametrize("first", INPUTS)
+def test_grad_through_a_mean_that_leads_to_the_inputs_on_one_rank_only(first, unused, hosts):
+    def call(rank):
+        a, x = (torch.full((1,), value, requires_grad=True) for value in (2.0, 3.0))
+        seen = []
+        for _ in range(2):
+            loss = a**3 * x if rank.rank else INPUTS[first](a, x)
+            mean = lockstep.mean_over_ranks(loss, rank.group)
+            if unused or rank.rank or first == "the same graph":
+                (grad,) = torch.autograd.grad(mean.square().sum(), [a], allow_unused=unused)
+            else:  # an error of this rank alone
+                with pytest.raises(RuntimeError, match="appears to not have been used in the graph"):
+                    torch.autograd.grad(mean.square().sum(), [a])
+                grad = None
+            seen.append(grad if grad is None else grad.item())
+            (own,) = torch.autograd.grad(lockstep.mean_over_ranks(a * 2, rank.group), a)
+            seen.append(own.item())
+        return seen
+
+    # the mean is (15 + 24) / 2, or (30 + 24) / 2; what goes back is twice that
+    twice = 2 * (27.0 if first == "the same graph" else 19.5)
+    of_first = twice * 15 if first == "the same graph" else None
+    assert run_ranks(2, call, hosts=hosts) == [[of_first, 2.0] * 2, [twice * 12 * 3, 2.0] * 2]
+
+
+@pytest.mark.parametrize("hosts", ["", "aa"], ids=["gloo", "shm"])
+@pytest.mark.parametrize("constant", [0, 1])
+def test_means_of_gradients_that_are_constant_on_one_rank(constant, hosts):
+    """A pass through their mean comes to parameters on the other rank only, and is a round on both. Those of a third
+    order are refused: on that rank nothing leads from the second mean to the first."""
+    losses = [lambda a, b: 3 * a + b, lambda a, b: a.square() * b]
+
+    def call(rank):
+        module, seen = lockstep.replicate(Pair(), process_group=rank.group), []
+        for _ in range(2):
+            loss = module(losses[rank.rank != constant])
+            (own,) = torch.autograd.grad(loss, module.a, create_graph=True)
+            mean = lockstep.mean_over_ranks(own, rank.group)
+            mean.square().sum().backward(retain_graph=True)
+            seen.append((module.a.grad.item(), module.b.grad.item()))
+            module.zero_grad()
+            (grad,) = torch.autograd.grad(mean.square().sum(), module.a, create_graph=True, allow_unused=True)
+            grad = module.a.detach() if grad is None else grad
+            first, second = (2, 0) if constant else (0, 2)
+            words = f"through {first} earlier mean.s. over the ranks on rank 0, and through {second} on rank 1"
+            with pytest.raises(AgreementError, match=words):
+                lockstep.mean_over_ranks(grad, rank.group)
+        return seen
+
+    # the mean is (3 + 2 * 2 * 3) / 2, that is 7.5; a's derivative 2 * 3 / 2, b's 2 * 2 / 2
+    assert run_ranks(2, call, hosts=hosts) == [[(2 * 7.5 * 3, 2 * 7.5 * 2)] * 2] * 2
+
+
+@pytest.mark.parametrize("hosts", ["", "aa"], ids=["gloo", "shm"])
+@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize("way", ["create_graph", "mean_over_ranks"])
+def test_a_pass_that_fails_before_a_mean_of_gradients_that_are_constant_on_one_rank(way, failing, hosts):
+    """On rank 0 nothing leads from the mean to parameters; the round is one of both ranks."""
+    losses = (lambda a, b: 3 * a), (lambda a, b: a.square() * b)
+
+    def call(rank):
+        module, seen = lockstep.replicate(Pair(), process_group=rank.group), []
+        for step in range(3):
+            loss = module(losses[rank.rank])
+            if way == "create_graph":
+                loss.backward(create_graph=True)
+                mean = module.a.grad
+                module.zero_grad()
+            else:
+                (own,) = torch.autograd.grad(loss, module.a, create_graph=True)
+                mean = lockstep.mean_over_ranks(own, rank.group)
+            penalty = mean * 1
+            if step == 1 and rank.rank == failing:
+                penalty.register_hook(divide_by_zero)
+            try:
+                penalty.square().sum().backward()
+                seen.append(module.a.grad.item())
+            except (PeerError, ZeroDivisionError) as error:
+                seen.append(type(error))
+            module.zero_grad()
+        return seen
+
+    errors = [ZeroDivisionError if rank == failing else PeerError for rank in range(2)]
+    assert run_ranks(2, call, hosts=hosts) == [[45.0, error, 45.0] for error in errors]
+
+
+@pytest.mark.parametrize("hosts", ["", "aa"], ids=["gloo", "shm"])
+@pytest.mark.parametrize("orders", [2, 3, 4])
+def test_gradients_of_any_order_where_those_of_one_rank_are_constant(orders, hosts):
+    """Nothing on that rank leads from its later means to its earlier ones; it takes part in all."""
+    losses = (lambda a, b: 3 * a + b), (lambda a, b: a**5 * b / 10)
+
+    def of_order(module, loss, clear):
+        for _ in range(orders - 1):
+            loss.backward(create_graph=True)
+            grad = module.a.grad
+            clear()
+            loss = (grad / 100).square().sum()
+        loss.backward()
+        found = module.a.grad, module.b.grad
+        clear()
+        return found
+
+    def call(rank):
+        module, reference = lockstep.replicate(Pair(), process_group=rank.group), Pair()
+        for _ in range(2):
+            got = of_order(module, module(losses[rank.rank]), module.zero_grad)
+            wanted = of_order(reference, sum(reference(loss) for loss in losses) / 2, reference.zero_grad)
+            torch.testing.assert_close(got, wanted)
+
+    run_ranks(2, call, hosts=hosts)
 
 
 @pytest.mark.parametrize("hosts", ["", "aa"], ids=["gloo", "shm"])

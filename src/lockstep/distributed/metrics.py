@@ -76,8 +76,8 @@ def mean(values: T, weight: float | Tensor = 1.0, group: Group | None = None) ->
         others = f" and {len(parts) - 1} more" if len(parts) > 1 else ""
         raise OptionError(
             f"mean() of {lines[0].name}{others}: the weights of all {collectives.world} ranks add up "
-            f"to {weights:g}, so there is no mean. Call it where some rank has something to count; "
-            "lockstep.agree(weight > 0) tells all ranks whether one has"
+            f"to {weights:g}, so there is no mean. Call it where some rank has something to count: not for a batch "
+            "that was left out (lockstep.skipped()); lockstep.agree(weight > 0) tells all ranks whether one has"
         )
     pieces = (sums / weights).split([part.values.numel() for part in parts])
     means: T = tree.build([part.like(piece) for part, piece in zip(parts, pieces, strict=True)])

@@ -27,7 +27,15 @@ from torch.autograd.function import BackwardCFunction
 
 from lockstep.compiler import outside_compiler
 from lockstep.distributed.reduction import handed_on
-from lockstep.distributed.reduction.graph import Arguments, Reach, named, reach_of, take_part, unfinished_collectives
+from lockstep.distributed.reduction.graph import (
+    Arguments,
+    Reach,
+    joined_behind,
+    named,
+    reach_of,
+    take_part,
+    unfinished_collectives,
+)
 
 _KEY = "lockstep.backward"
 _lock = threading.Lock()
@@ -36,7 +44,7 @@ _lock = threading.Lock()
 class BackwardPass:
     """One call of the engine."""
 
-    __slots__ = ("_arguments", "_failed", "followers", "is_step", "outer", "over", "told")
+    __slots__ = ("_arguments", "_failed", "followers", "is_step", "means", "outer", "over", "told")
 
     def __init__(self, outer: "BackwardPass | None", is_step: bool, arguments: "Arguments") -> None:
         self.outer = outer
@@ -49,6 +57,8 @@ class BackwardPass:
         """Those that wait for its end."""
         self.told: set[PassFollower] = set()
         """Those that know already that it has ended."""
+        self.means: list[tuple[object, torch.Tensor]] = []
+        """With ``create_graph``: the group and an output of each mean over ranks that it has gone through, or made."""
         self._arguments: Arguments | None = arguments
         self._failed: set[int] = outer._failed if outer is not None else set()  # common to passes inside of one another
 
@@ -108,6 +118,7 @@ class BackwardPass:
         self.over, self._arguments = True, None
         self.followers.clear()
         self.told.clear()
+        self.means.clear()
 
 
 def current_pass() -> BackwardPass | None:
@@ -234,7 +245,12 @@ class _Engine(torch._C._ImperativeEngine):
         this = BackwardPass(outer, outer is not None and _is_in_function(), (args, kwargs))
         handed_on.put(_KEY, this)
         try:
+            given = named(args, kwargs)
+            if joined := joined_behind(given):
+                args, kwargs = (), {**given, "inputs": (*given["inputs"], *joined)}
             result = super().run_backward(*args, **kwargs)
+            if joined and not given["accumulate_grad"]:
+                result = result[: len(given["inputs"])]
             if this.followers or _is_compiled():
                 this.end()
         except BaseException:

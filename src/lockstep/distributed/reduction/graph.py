@@ -36,6 +36,9 @@ class Reach:
     marks: Mapping[int, Sequence[object]] = field(default_factory=dict)
     """What :func:`mark_output` was called with for outputs that the pass was to go through, by the identity of the
     owner."""
+    elsewhere: frozenset[int] = frozenset()
+    """Replicated modules, by identity, into which it may accumulate on another rank: see
+    :meth:`CollectiveInPass.leads_to`."""
 
 
 def reach_of(given: dict[str, Any]) -> Reach:
@@ -43,6 +46,7 @@ def reach_of(given: dict[str, Any]) -> Reach:
     if not given.get("accumulate_grad"):
         return Reach()
     leaves, hidden = set(), False
+    elsewhere: set[int] = set()
     marks: dict[int, list[object]] = {}
     for node in _nodes(_edges(given["tensors"])):
         if _is_leaf(node):
@@ -50,10 +54,13 @@ def reach_of(given: dict[str, Any]) -> Reach:
         for owner, mark in node.metadata.get(_KEY, ()):
             marks.setdefault(id(owner()), []).append(mark)
         hidden = hidden or isinstance(node, BackwardCFunction)
+        collective = _collective_of(node)
+        if collective is not None:
+            elsewhere.update(map(id, collective.leads_to()))
     chosen = given.get("inputs")
     if chosen:
         return Reach(frozenset(leaves & _targets(chosen).keys()))
-    return Reach(frozenset(leaves), hidden, marks)
+    return Reach(frozenset(leaves), hidden, marks, frozenset(elsewhere))
 
 
 def mark_output(tensor: torch.Tensor, owner: object, mark: object) -> None:
@@ -67,9 +74,13 @@ def mark_output(tensor: torch.Tensor, owner: object, mark: object) -> None:
 
 
 class CollectiveInPass(ABC):
-    """A function whose backward is a collective: its context has this as ``in_pass``."""
+    """A function whose backward is a collective: its context has this as ``in_pass``.
 
-    def __init__(self) -> None:
+    ``joined`` is a leaf among its inputs, by which it can be reached on every rank.
+    """
+
+    def __init__(self, joined: torch.Tensor | None) -> None:
+        self.joined = joined
         self._run_in: object = None
         _alive.add(self)
 
@@ -80,6 +91,10 @@ class CollectiveInPass(ABC):
     def has_run_in(self, this: object) -> bool:
         """Whether it has run in that pass, the last that it has run in."""
         return self._run_in is this
+
+    @abstractmethod
+    def leads_to(self) -> list[object]:
+        """The replicated modules to whose parameters a pass through it may come, on some rank."""
 
     @abstractmethod
     def take_part(self) -> None:
@@ -100,6 +115,20 @@ def unfinished_collectives(given: dict[str, Any], this: object) -> list[Collecti
         found = [node for node in found if any(id(_target_of(each)) in targets for each in _nodes([node]))]
     found.sort(key=lambda node: node._sequence_nr(), reverse=True)
     return [each for node in found if (each := _collective_of(node)) is not None and not each.has_run_in(this)]
+
+
+def joined_behind(given: dict[str, Any]) -> list[torch.Tensor]:
+    """What a pass with ``inputs`` has to have among those, too, so that it comes to all collectives behind its outputs:
+    on another rank they may be on the way to the inputs."""
+    found = collectives_behind(given["tensors"]) if given.get("inputs") else []
+    return [each.joined for each in found if each.joined is not None]
+
+
+def collectives_behind(outputs: Iterable[Any]) -> list[CollectiveInPass]:
+    """The collectives that a pass through these outputs comes to, if it has no ``inputs``."""
+    if not _alive:
+        return []
+    return [each for node in _nodes(_edges(outputs)) if (each := _collective_of(node)) is not None]
 
 
 def take_part(collectives: Iterable[CollectiveInPass]) -> None:

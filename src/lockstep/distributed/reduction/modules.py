@@ -70,6 +70,9 @@ class ScheduledModule(Protocol):
     def rounds(self) -> int:
         """How many rounds there have been."""
 
+    def reached(self) -> None:
+        """The backward pass has come to what may lead to the module's parameters, on some rank."""
+
     def is_marked(self) -> bool:
         """Whether compiled autograd has run hooks of its parameters."""
 

@@ -349,7 +349,7 @@ class Reducer:
         if not self.open:  # see test_a_failure_is_told_before_it_gets_to_parameters_that_are_new
             self.participation.look_for_changes()
         samples = reach.marks.get(id(self), ())
-        own = any(self._members.is_own(sample) for sample in samples)
+        own = id(self) in reach.elsewhere or any(self._members.is_own(sample) for sample in samples)
         return self._members.are_within(reach, expected or bool(samples), own)
 
     def retire(self) -> None:

@@ -13,20 +13,47 @@ from torch.nn import Parameter
 from lockstep.distributed.collectives import Collectives, Group
 from lockstep.distributed.dtensors import like_parameter, local_part
 from lockstep.distributed.reduction.backward import current_pass
-from lockstep.distributed.reduction.graph import CollectiveInPass
+from lockstep.distributed.reduction.graph import CollectiveInPass, collectives_behind
 from lockstep.distributed.reduction.parameter import ManagedParameter
 from lockstep.errors import PeerError
+
+Reached = WeakMethod[Callable[[], None]]
+"""Tells a replicated module that a pass has come to what may lead to its parameters, on some rank."""
 
 
 class _AllReduce(CollectiveInPass):
     """That of the mean of some tensors in backward; it lives as long as the graph that goes through it."""
 
-    def __init__(self, collectives: Collectives, likes: Sequence[Tensor], flags: int) -> None:
-        super().__init__()
+    def __init__(
+        self,
+        collectives: Collectives,
+        likes: Sequence[Tensor],
+        joined: Tensor | None,
+        reached: Sequence[Reached],
+    ) -> None:
+        super().__init__(joined)
+        self._reached = reached
         self._collectives = collectives
         self._specs = [(tuple(each.shape), each.dtype, each.device) for each in map(local_part, likes)]
         if self._specs:
-            self._specs.append(((1 + flags,), *self._specs[0][1:]))
+            self._specs.append(((1 + len(likes),), *self._specs[0][1:]))
+
+    @property
+    def group(self) -> Group:
+        """The ranks."""
+        return self._collectives.group
+
+    def leads_to(self) -> list[object]:
+        """See :meth:`CollectiveInPass.leads_to`."""
+        methods: list[Any] = [each() for each in self._reached]
+        return [method.__self__ for method in methods if method is not None]
+
+    def runs_in(self, this: object) -> None:
+        """See :meth:`CollectiveInPass.runs_in`; tells the modules."""
+        for each in self._reached:
+            if (reached := each()) is not None:
+                reached()
+        super().runs_in(this)
 
     def take_part(self) -> None:
         """All-reduce what tells the other ranks that this one has failed."""
@@ -43,17 +70,35 @@ def has_graphs(group: Group) -> bool:
     return bool(_graphs and _graphs.get(group))
 
 
-def _note_graph(ctx: Any, collectives: Collectives, likes: Sequence[Tensor], flags: int = 0) -> None:
-    """A graph is made whose backward calls :func:`_mean_in_pass`, with tensors like these and so many flags."""
-    ctx.collectives, ctx.in_pass = collectives, _AllReduce(collectives, likes, flags)
+def means_behind(tensors: Sequence[Tensor], group: Group) -> int:
+    """How many means over the ranks of a group a pass through these tensors comes to."""
+    found = collectives_behind(tensors)
+    return sum(isinstance(each, _AllReduce) and each.group is group for each in found)
+
+
+def _note_graph(
+    ctx: Any, collectives: Collectives, likes: Sequence[Tensor], joined: Tensor | None, reached: Sequence[Reached]
+) -> Tensor:
+    """A graph is made whose backward calls :func:`_means_of_gradients`, of tensors like these.
+
+    Returns an output without elements, through which others come to the function.
+    """
+    ctx.collectives, ctx.in_pass = collectives, _AllReduce(collectives, likes, joined, reached)
     _graphs.setdefault(collectives.group, WeakSet()).add(ctx.in_pass)
+    handle = local_part(likes[0]).new_empty(0) if likes else torch.empty(0)
+    ctx.save_for_backward(handle)
+    return handle
 
 
 def _mean_in_pass(ctx: Any, tensors: Sequence[Tensor], flags: Sequence[bool] = ()) -> tuple[list[Tensor], list[bool]]:
     """The means, in a backward pass, and which of the flags any rank has set; raises :class:`PeerError` if the pass has
     failed on another rank before."""
-    ctx.in_pass.runs_in(current_pass())
-    *means, heard = Mean.apply(ctx.collectives, None, *tensors, _flags(tensors, [False, *flags]))
+    this, has_graph = current_pass(), torch.is_grad_enabled()
+    ctx.in_pass.runs_in(this)
+    joined = torch.empty(0, device=ctx.collectives.device, requires_grad=True) if has_graph else None
+    *means, heard, handle = Mean.apply(ctx.collectives, joined, (), *tensors, _flags(tensors, [False, *flags]))
+    if has_graph and this is not None:
+        this.whole.means += [(ctx.collectives.group, each) for each in (handle, *ctx.saved_tensors)]
     failed, *others = heard.tolist()
     if failed != failed:  # NaN
         raise PeerError(
@@ -62,6 +107,13 @@ def _mean_in_pass(ctx: Any, tensors: Sequence[Tensor], flags: Sequence[bool] = (
             "rank's own error says why. No gradient has been handed out"
         )
     return means, [each != 0 for each in others]
+
+
+def _means_of_gradients(ctx: Any, grads: Sequence[Tensor | None], likes: Sequence[Tensor]) -> list[Tensor | None]:
+    """The means of gradients of tensors like ``likes``; None stays None where no rank has any."""
+    whole = [torch.zeros_like(like) if grad is None else grad for grad, like in zip(grads, likes, strict=True)]
+    means, there = _mean_in_pass(ctx, whole, [grad is not None for grad in grads])
+    return [mean if each else None for mean, each in zip(means, there, strict=True)]
 
 
 def _flags(tensors: Sequence[Tensor], flags: Sequence[bool]) -> Tensor:
@@ -74,19 +126,25 @@ class Mean(Function):
     """The mean over the ranks of each of several tensors; forward and backward are the same.
 
     With ``joined``, a tensor that requires a gradient, the means have a graph also if the tensors have none here.
+    ``reached`` are called by a pass that goes back through them, which may come to parameters on some ranks only.
+    Behind the means comes an output without elements, for :attr:`BackwardPass.means`.
     """
 
     @staticmethod
-    def forward(ctx: Any, collectives: Collectives, joined: Tensor | None, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, collectives: Collectives, joined: Tensor | None, reached: Sequence[Reached], *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
         """All-reduce the tensors."""
-        _note_graph(ctx, collectives, tensors)
-        return tuple(_means(tensors, collectives))
+        ctx.set_materialize_grads(False)
+        parts = ((tensor, local_part(tensor)) for tensor in tensors)
+        ctx.likes = [like_parameter(part.new_zeros(()).expand(part.shape), tensor) for tensor, part in parts]
+        return *_means(tensors, collectives), _note_graph(ctx, collectives, tensors, joined, reached)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         """All-reduce their gradients."""
-        means, _ = _mean_in_pass(ctx, grads)
-        return None, None, *means
+        nothing = torch.empty_like(ctx.in_pass.joined, requires_grad=False)
+        return None, nothing, None, *_means_of_gradients(ctx, grads[:-1], ctx.likes)
 
 
 class _Reduced(Function):
@@ -98,32 +156,29 @@ class _Reduced(Function):
         collectives: Collectives,
         factor: float,
         is_idle: bool,
-        reached: WeakMethod[Callable[[], None]],
+        reached: Reached,
         reduced: Sequence[ManagedParameter],
-        *_: Tensor,
+        means: int,
+        *inputs: Tensor,
     ) -> Any:
-        ctx.factor, ctx.is_idle, ctx.reached = factor, is_idle, reached
+        ctx.factor, ctx.is_idle = factor, is_idle
+        ctx.means = [(each.dtype, each.device) for each in inputs[:means]]
         ctx.parameters = [member.parameter for member in reduced]
         ctx.set_materialize_grads(False)
         values = tuple(parameter.grad.clone() for parameter in ctx.parameters)
         ctx.dtypes = [value.dtype for value in values]
-        _note_graph(ctx, collectives, values, flags=len(values))
-        return values
+        return *values, _note_graph(ctx, collectives, values, inputs[0], [reached])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        reached = ctx.reached()
-        if reached is not None:
-            reached()
-        counted = [None] * len(grads) if ctx.is_idle else grads
-        whole = [
-            torch.zeros_like(parameter, dtype=dtype, requires_grad=False) if grad is None else grad
-            for grad, parameter, dtype in zip(counted, ctx.parameters, ctx.dtypes, strict=True)
-        ]
-        means, there = _mean_in_pass(ctx, whole, [grad is not None for grad in counted])
-        own = (torch.zeros_like(mean) if ctx.is_idle else mean * ctx.factor for mean in means)
-        # None stays None where no rank has any.
-        return None, None, None, None, None, None, *(mean if t else None for mean, t in zip(own, there, strict=True))
+        likes = [each.detach().to(dtype) for each, dtype in zip(ctx.parameters, ctx.dtypes, strict=True)]
+        means = _means_of_gradients(ctx, [None] * len(likes) if ctx.is_idle else grads[:-1], likes)
+        if ctx.is_idle:
+            own = [mean if mean is None else torch.zeros_like(mean) for mean in means]
+        else:
+            own = [mean if mean is None else mean * ctx.factor for mean in means]
+        nothing = [torch.empty(0, dtype=dtype, device=device) for dtype, device in ctx.means]
+        return None, None, None, None, None, None, *nothing, *own
 
 
 def with_graphs(
@@ -131,7 +186,7 @@ def with_graphs(
     reduced: Sequence[ManagedParameter],
     factor: float,
     is_idle: bool,
-    reached: WeakMethod[Callable[[], None]],
+    reached: Reached,
     collectives: Collectives,
 ) -> None:
     """Join the reduced gradients to the graphs that ``create_graph=True`` has made of this rank's.
@@ -141,6 +196,9 @@ def with_graphs(
     ``is_idle``: this rank's batch counts nothing, nor does what it then goes back from, to parameters without a graph
     of its own: the other ranks reduce what they get there. ``reached`` is called by a pass that goes back through them,
     which may come to parameters on some ranks only.
+
+    If the pass has gone through means itself, a pass through the new gradients goes through all those again, on every
+    rank: on some, nothing else may lead there.
     """
     own: dict[Parameter, Tensor] = {}  # not by number: one that is new has that of another
     with torch.enable_grad():
@@ -150,7 +208,10 @@ def with_graphs(
             member.parameter if is_idle else own.get(member.parameter, member.parameter.grad) for member in reduced
         ]
         joined = torch.empty(0, device=collectives.device, requires_grad=True)  # so that all of them have a graph
-        grads = _Reduced.apply(collectives, factor, is_idle, reached, reduced, joined, *inputs)
+        this = current_pass()
+        run = () if this is None else this.whole.means
+        means = [joined, *(mean for group, mean in run if group is collectives.group)]
+        *grads, _ = _Reduced.apply(collectives, factor, is_idle, reached, reduced, len(means), *means, *inputs)
     for member, grad in zip(reduced, grads, strict=True):
         member.parameter.grad = grad
 
