@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import threading
 
 import pytest
 import torch
@@ -609,3 +610,38 @@ def noted(rank, known):
 @pytest.mark.parametrize("known", [True, False], ids=["lengths", "streams"])
 def test_buffers_of_the_next_rank_go_on_from_those_of_the_last(known):
     assert on_accelerators(noted, known) == [1111122.0] * 2
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_gradient_that_another_thread_of_the_engine_sets_when_the_pass_has_failed_is_gone(failing):
+    """The pass fails in the thread of the CPU, while that of the accelerator is about to set a gradient."""
+
+    def call(rank):
+        is_at_gradient, has_raised = threading.Event(), threading.Event()
+
+        def fail(grad):
+            assert is_at_gradient.wait(30)
+            raise ArithmeticError("a bad batch")
+
+        def wait(grad):
+            is_at_gradient.set()
+            has_raised.wait(0.2)  # in vain, where the pass waits for this thread
+            return grad
+
+        model = replicated(rank, lambda: nn.Linear(3, 2))
+        on_cpu = torch.ones((), device="cpu", requires_grad=True) * 1
+        if rank.rank == failing:
+            on_cpu.register_hook(fail)
+            handle = model.weight.register_hook(wait)
+        loss = model(inputs(rank)).sum().cpu() + on_cpu
+        error = error_of(loss.backward)
+        has_raised.set()
+        (torch.ones((), requires_grad=True) * 1).backward()  # the thread has ended what it was at
+        left = [parameter.grad for parameter in model.parameters()]
+        if rank.rank == failing:
+            handle.remove()
+        model(inputs(rank)).sum().backward()
+        return error, left, all(rank.all_equal(parameter.grad) for parameter in model.parameters())
+
+    errors = [ArithmeticError if rank == failing else PeerError for rank in range(2)]
+    assert on_accelerators(call) == [(error, [None, None], True) for error in errors]

@@ -71,9 +71,10 @@ def mean_over_ranks(tensors: Tensor | Sequence[Tensor], process_group: Group | N
     has_graph = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in listed if isinstance(tensor, Tensor))
     graphs = agree(Description(lines), [1, means_behind(listed, group)] if has_graph else [], collectives)
     _check_earlier_means([row[1] if row else 0 for row in graphs], collectives)
-    joined = torch.empty(0, requires_grad=True) if any(graphs) else None
+    joined = [torch.empty(0, requires_grad=True)] if any(graphs) else []
     modules = _modules_behind(listed if has_graph else [], collectives) if any(graphs) and not all(graphs) else []
-    *means, _ = Mean.apply(collectives, joined, [WeakMethod(each.reached) for each in modules], *listed)
+    reached = [WeakMethod(each.reached) for each in modules]
+    *means, _ = Mean.apply(collectives, reached, len(joined), *joined, *listed)
     return means[0] if isinstance(tensors, Tensor) else tuple(means)
 
 

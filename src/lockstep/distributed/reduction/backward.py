@@ -30,6 +30,7 @@ from lockstep.distributed.reduction import handed_on
 from lockstep.distributed.reduction.graph import (
     Arguments,
     Reach,
+    devices_of_leaves,
     joined_behind,
     named,
     reach_of,
@@ -57,8 +58,8 @@ class BackwardPass:
         """Those that wait for its end."""
         self.told: set[PassFollower] = set()
         """Those that know already that it has ended."""
-        self.means: list[tuple[object, torch.Tensor]] = []
-        """With ``create_graph``: the group and an output of each mean over ranks that it has gone through, or made."""
+        self.means: dict[object, torch.Tensor] = {}
+        """With ``create_graph``: by group, an output of the last mean over its ranks that has been made in it."""
         self._arguments: Arguments | None = arguments
         self._failed: set[int] = outer._failed if outer is not None else set()  # common to passes inside of one another
 
@@ -255,6 +256,8 @@ class _Engine(torch._C._ImperativeEngine):
                 this.end()
         except BaseException:
             given = named(args, kwargs)
+            if outer is None:
+                self._wait_for_threads(devices_of_leaves(given))
             take_part(unfinished_collectives(given, this))
             this.fail(reach_of(given) if outer is None else Reach())
             raise
@@ -269,6 +272,17 @@ class _Engine(torch._C._ImperativeEngine):
                 handed_on.put(_KEY, outer)
             else:
                 handed_on.remove(_KEY)
+
+    def _wait_for_threads(self, devices: set[torch.device]) -> None:
+        """A pass has failed in one thread: return when no other is at work on a node of it, which may be the one that
+        sets a gradient. None begins another one; so each has ended its own when it comes to a pass of ours."""
+        for device in devices:
+            try:
+                with torch.enable_grad():
+                    leaf = torch.zeros((), device=device, requires_grad=True)
+                    super().run_backward((leaf * 1,), (torch.ones_like(leaf),), False, False, (leaf,), True, False)
+            except RuntimeError as error:  # of a device that does not work any more
+                logging.getLogger("lockstep").debug("a thread of the autograd engine cannot be waited for: %s", error)
 
 
 _listeners = threading.local()

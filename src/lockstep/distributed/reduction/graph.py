@@ -1,5 +1,6 @@
 """The graph of a backward pass, searched when the pass has failed: what it was to come to, and what it owes."""
 
+import itertools
 import logging
 import weakref
 from abc import ABC, abstractmethod
@@ -63,6 +64,12 @@ def reach_of(given: dict[str, Any]) -> Reach:
     return Reach(frozenset(leaves), hidden, marks, frozenset(elsewhere))
 
 
+def devices_of_leaves(given: dict[str, Any]) -> set[torch.device]:
+    """The accelerators on which the leaves of a pass lie: for each the engine has a thread."""
+    leaves = (node.variable for node in _nodes(_edges(given["tensors"])) if _is_leaf(node))
+    return {leaf.device for leaf in leaves if leaf.device.type not in ("cpu", "meta")}
+
+
 def mark_output(tensor: torch.Tensor, owner: object, mark: object) -> None:
     """Let the graph behind ``tensor`` tell that a pass through it concerns ``owner``, and how: ``mark``."""
     if tensor.grad_fn is not None:
@@ -81,6 +88,8 @@ class CollectiveInPass(ABC):
 
     def __init__(self, joined: torch.Tensor | None) -> None:
         self.joined = joined
+        self.number = next(_numbers)
+        """Those that are made later have higher ones, whichever thread of the engine makes them."""
         self._run_in: object = None
         _alive.add(self)
 
@@ -102,6 +111,7 @@ class CollectiveInPass(ABC):
 
 
 _alive: weakref.WeakSet[CollectiveInPass] = weakref.WeakSet()
+_numbers = itertools.count()
 
 
 def unfinished_collectives(given: dict[str, Any], this: object) -> list[CollectiveInPass]:
@@ -113,8 +123,9 @@ def unfinished_collectives(given: dict[str, Any], this: object) -> list[Collecti
     if chosen and found:
         targets = _targets(chosen)
         found = [node for node in found if any(id(_target_of(each)) in targets for each in _nodes([node]))]
-    found.sort(key=lambda node: node._sequence_nr(), reverse=True)
-    return [each for node in found if (each := _collective_of(node)) is not None and not each.has_run_in(this)]
+    collectives = [each for node in found if (each := _collective_of(node)) is not None]
+    collectives.sort(key=lambda each: each.number, reverse=True)
+    return [each for each in collectives if not each.has_run_in(this)]
 
 
 def joined_behind(given: dict[str, Any]) -> list[torch.Tensor]:

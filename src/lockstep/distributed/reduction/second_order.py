@@ -12,7 +12,7 @@ from torch.nn import Parameter
 
 from lockstep.distributed.collectives import Collectives, Group
 from lockstep.distributed.dtensors import like_parameter, local_part
-from lockstep.distributed.reduction.backward import current_pass
+from lockstep.distributed.reduction.backward import BackwardPass, current_pass
 from lockstep.distributed.reduction.graph import CollectiveInPass, collectives_behind
 from lockstep.distributed.reduction.parameter import ManagedParameter
 from lockstep.errors import PeerError
@@ -25,15 +25,11 @@ class _AllReduce(CollectiveInPass):
     """That of the mean of some tensors in backward; it lives as long as the graph that goes through it."""
 
     def __init__(
-        self,
-        collectives: Collectives,
-        likes: Sequence[Tensor],
-        joined: Tensor | None,
-        reached: Sequence[Reached],
+        self, collectives: Collectives, likes: Sequence[Tensor], linked: Sequence[Tensor], reached: Sequence[Reached]
     ) -> None:
-        super().__init__(joined)
-        self._reached = reached
-        self._collectives = collectives
+        super().__init__(linked[0] if linked else None)
+        self._collectives, self._reached = collectives, reached
+        self._linked = [(each.dtype, each.device) for each in linked]
         self._specs = [(tuple(each.shape), each.dtype, each.device) for each in map(local_part, likes)]
         if self._specs:
             self._specs.append(((1 + len(likes),), *self._specs[0][1:]))
@@ -54,6 +50,10 @@ class _AllReduce(CollectiveInPass):
             if (reached := each()) is not None:
                 reached()
         super().runs_in(this)
+
+    def gradients_of_linked(self) -> list[Tensor]:
+        """What goes back to the tensors without elements that were linked: nothing but that it has come to them."""
+        return [torch.empty(0, dtype=dtype, device=device) for dtype, device in self._linked]
 
     def take_part(self) -> None:
         """All-reduce what tells the other ranks that this one has failed."""
@@ -77,28 +77,38 @@ def means_behind(tensors: Sequence[Tensor], group: Group) -> int:
 
 
 def _note_graph(
-    ctx: Any, collectives: Collectives, likes: Sequence[Tensor], joined: Tensor | None, reached: Sequence[Reached]
+    ctx: Any, collectives: Collectives, likes: Sequence[Tensor], linked: Sequence[Tensor], reached: Sequence[Reached]
 ) -> Tensor:
     """A graph is made whose backward calls :func:`_means_of_gradients`, of tensors like these.
 
-    Returns an output without elements, through which others come to the function.
+    Returns an output without elements, by which later means are linked to the function: a pass that comes to those
+    comes to it afterwards, on every rank.
     """
-    ctx.collectives, ctx.in_pass = collectives, _AllReduce(collectives, likes, joined, reached)
+    ctx.collectives, ctx.in_pass = collectives, _AllReduce(collectives, likes, linked, reached)
     _graphs.setdefault(collectives.group, WeakSet()).add(ctx.in_pass)
     handle = local_part(likes[0]).new_empty(0) if likes else torch.empty(0)
     ctx.save_for_backward(handle)
     return handle
 
 
-def _mean_in_pass(ctx: Any, tensors: Sequence[Tensor], flags: Sequence[bool] = ()) -> tuple[list[Tensor], list[bool]]:
+def _linked_to(collectives: Collectives, this: BackwardPass | None) -> list[Tensor]:
+    """What means that are made in a pass are linked to: a leaf, so that they have a graph, and those made before."""
+    joined = torch.empty(0, device=collectives.device, requires_grad=True)
+    last = None if this is None else this.whole.means.get(collectives.group)
+    return [joined] if last is None else [joined, last]
+
+
+def _mean_in_pass(ctx: Any, tensors: Sequence[Tensor], flags: Sequence[bool]) -> tuple[list[Tensor], list[bool]]:
     """The means, in a backward pass, and which of the flags any rank has set; raises :class:`PeerError` if the pass has
     failed on another rank before."""
-    this, has_graph = current_pass(), torch.is_grad_enabled()
+    this, group, linked = current_pass(), ctx.collectives.group, []
     ctx.in_pass.runs_in(this)
-    joined = torch.empty(0, device=ctx.collectives.device, requires_grad=True) if has_graph else None
-    *means, heard, handle = Mean.apply(ctx.collectives, joined, (), *tensors, _flags(tensors, [False, *flags]))
-    if has_graph and this is not None:
-        this.whole.means += [(ctx.collectives.group, each) for each in (handle, *ctx.saved_tensors)]
+    if torch.is_grad_enabled():  # ``create_graph``
+        linked = [*_linked_to(ctx.collectives, this), *ctx.saved_tensors]
+    given = (*linked, *tensors, _flags(tensors, [False, *flags]))
+    *means, heard, handle = Mean.apply(ctx.collectives, (), len(linked), *given)
+    if linked and this is not None:
+        this.whole.means[group] = handle
     failed, *others = heard.tolist()
     if failed != failed:  # NaN
         raise PeerError(
@@ -125,26 +135,27 @@ def _flags(tensors: Sequence[Tensor], flags: Sequence[bool]) -> Tensor:
 class Mean(Function):
     """The mean over the ranks of each of several tensors; forward and backward are the same.
 
-    With ``joined``, a tensor that requires a gradient, the means have a graph also if the tensors have none here.
-    ``reached`` are called by a pass that goes back through them, which may come to parameters on some ranks only.
-    Behind the means comes an output without elements, for :attr:`BackwardPass.means`.
+    The first ``linked`` tensors have no elements: see :func:`_linked_to`. What :func:`_note_graph` returns comes behind
+    the means. ``reached`` are called by a pass that goes back through them, which may come to parameters on some ranks
+    only.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, collectives: Collectives, joined: Tensor | None, reached: Sequence[Reached], *tensors: Tensor
+        ctx: Any, collectives: Collectives, reached: Sequence[Reached], linked: int, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
         """All-reduce the tensors."""
         ctx.set_materialize_grads(False)
+        links, tensors = tensors[:linked], tensors[linked:]
         parts = ((tensor, local_part(tensor)) for tensor in tensors)
         ctx.likes = [like_parameter(part.new_zeros(()).expand(part.shape), tensor) for tensor, part in parts]
-        return *_means(tensors, collectives), _note_graph(ctx, collectives, tensors, joined, reached)
+        return *_means(tensors, collectives), _note_graph(ctx, collectives, tensors, links, reached)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         """All-reduce their gradients."""
-        nothing = torch.empty_like(ctx.in_pass.joined, requires_grad=False)
-        return None, nothing, None, *_means_of_gradients(ctx, grads[:-1], ctx.likes)
+        means = _means_of_gradients(ctx, grads[:-1], ctx.likes)
+        return None, None, None, *ctx.in_pass.gradients_of_linked(), *means
 
 
 class _Reduced(Function):
@@ -158,16 +169,15 @@ class _Reduced(Function):
         is_idle: bool,
         reached: Reached,
         reduced: Sequence[ManagedParameter],
-        means: int,
+        linked: int,
         *inputs: Tensor,
     ) -> Any:
         ctx.factor, ctx.is_idle = factor, is_idle
-        ctx.means = [(each.dtype, each.device) for each in inputs[:means]]
         ctx.parameters = [member.parameter for member in reduced]
         ctx.set_materialize_grads(False)
         values = tuple(parameter.grad.clone() for parameter in ctx.parameters)
         ctx.dtypes = [value.dtype for value in values]
-        return *values, _note_graph(ctx, collectives, values, inputs[0], [reached])
+        return *values, _note_graph(ctx, collectives, values, inputs[:linked], [reached])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
@@ -177,8 +187,7 @@ class _Reduced(Function):
             own = [mean if mean is None else torch.zeros_like(mean) for mean in means]
         else:
             own = [mean if mean is None else mean * ctx.factor for mean in means]
-        nothing = [torch.empty(0, dtype=dtype, device=device) for dtype, device in ctx.means]
-        return None, None, None, None, None, None, *nothing, *own
+        return None, None, None, None, None, None, *ctx.in_pass.gradients_of_linked(), *own
 
 
 def with_graphs(
@@ -207,11 +216,8 @@ def with_graphs(
         inputs = [
             member.parameter if is_idle else own.get(member.parameter, member.parameter.grad) for member in reduced
         ]
-        joined = torch.empty(0, device=collectives.device, requires_grad=True)  # so that all of them have a graph
-        this = current_pass()
-        run = () if this is None else this.whole.means
-        means = [joined, *(mean for group, mean in run if group is collectives.group)]
-        *grads, _ = _Reduced.apply(collectives, factor, is_idle, reached, reduced, len(means), *means, *inputs)
+        linked = _linked_to(collectives, current_pass())  # so that all of them have a graph
+        *grads, _ = _Reduced.apply(collectives, factor, is_idle, reached, reduced, len(linked), *linked, *inputs)
     for member, grad in zip(reduced, grads, strict=True):
         member.parameter.grad = grad
 
