@@ -77,7 +77,10 @@ class BoundedStore:
         return self._call(lambda store: _text(store.compare_set(key, expected, desired)))
 
     def wait(self, keys: Sequence[str], seconds: float) -> bool:
-        """Return True as soon as all keys have values, or False after some seconds."""
+        """Return True as soon as all keys have values, or False after some seconds.
+
+        Not to be called again after that: an answer that comes just then is taken for that of a later call.
+        """
 
         def wait(store: Any) -> bool:
             try:

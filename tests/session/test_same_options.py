@@ -19,6 +19,7 @@ OTHERS = {
     "seed": (0, 2),
     "stall_factor": (20.0, None),
     "stall_minimum": (60.0, 6.0),
+    "link_timeout": (20.0, 30.0),
 }
 
 

@@ -14,8 +14,7 @@ from lockstep.store import BoundedStore, own_connection
 
 OF_EACH_RANK = {"device", "time_limit"}
 """Options that may differ."""
-_LOOK_SECONDS = 1.0
-"""How long a rank waits for those of rank 0 until it looks whether another rank has failed."""
+_LOOK_SECONDS = 0.01
 
 
 def check_same_options(options: Mapping[str, Any], channel: FailureChannel, store: Any) -> None:
@@ -30,13 +29,14 @@ def check_same_options(options: Mapping[str, Any], channel: FailureChannel, stor
             bounded_store.set(key, json.dumps(own))
             return
         until = time.monotonic() + options["timeout"]
-        while not bounded_store.wait([key], _LOOK_SECONDS):
+        while not bounded_store.check([key]):
             channel.check()
             if time.monotonic() > until:
                 raise CommunicationError(
                     f"rank {channel.rank}: rank 0 has not told its options within {options['timeout']:g} s; look at "
                     "what it is doing"
                 )
+            time.sleep(_LOOK_SECONDS)
         of_rank_0 = json.loads(bounded_store.get(key))
     for name, theirs in of_rank_0.items():
         if own.get(name) != theirs:
