@@ -2,7 +2,8 @@
 
 Most calls of PyTorch's ``TCPStore`` wait for its answer without a limit. If the host of the store is cut off, they
 return when TCP gives up, after some 15 minutes; if its process is stopped, never. So each call runs on a thread of its
-own, and the caller waits for a limited time.
+own, and the caller waits for a limited time. While ranks connect, a store that works may be silent for long: its only
+thread asks the name service for the name of each address that connects, and waits for the answer.
 """
 
 import queue
@@ -89,7 +90,7 @@ class BoundedStore:
                 return bool(store.check(list(keys)))  # raises if the store is lost
             return True
 
-        return self._call(wait, seconds + self._seconds)
+        return self._call(wait, seconds + ANSWER_SECONDS)
 
     def look(self, key: str, found: Callable[[str], object]) -> None:
         """Call ``found`` with the value of a key, on another thread, if there is one; does not wait for the store.
@@ -138,7 +139,7 @@ def own_connection(store: Any, timeout: float) -> Any:
     def connect() -> Any:
         clone = store.clone()
         if isinstance(_innermost(clone), TCPStore):  # clones of other stores are those stores themselves
-            clone.set_timeout(timedelta(seconds=ANSWER_SECONDS))
+            clone.set_timeout(timedelta(seconds=timeout))
         return clone
 
     try:

@@ -115,7 +115,7 @@ class FailureChannel:
             return [], None, Place(host, socket.gethostname(), os.getpid(), network.LOOPBACK)
         with contextlib.ExitStack() as stack:
             try:
-                meeting_place = stack.enter_context(contextlib.closing(BoundedStore(store, self.link_timeout)))
+                meeting_place = stack.enter_context(contextlib.closing(BoundedStore(store, timeout)))
                 meeting = Meeting(meeting_place, rank, world, host, self.link_timeout)
                 stack.callback(meeting.close)
                 neighbours, listener, own = meeting.connect(timeout, self._check_log)

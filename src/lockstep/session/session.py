@@ -328,14 +328,18 @@ def _join(options: SessionOptions, environment: Environment, this: Session, reso
     limits = None
     if options.stall_factor is not None:
         limits = StallLimits(options.stall_factor, options.stall_minimum, options.timeout)
+
+    def make_group() -> None:
+        check_same_options(asdict(options) | {"backend": this.backend}, environment.rank, store)
+        _make_group(this.backend, store, environment, limit)
+
     try:
-        check_same_options(asdict(options) | {"backend": this.backend}, channel, store)
         watch.look_for_stalls(lambda: dist.group.WORLD, limits)
         _choose_interface(channel)
         with connections.recording():
             _while_nobody_fails(
                 channel,
-                lambda: _make_group(this.backend, store, environment, limit),
+                make_group,
                 lambda: waits_for_store.shut_down(except_port=environment.port),
                 options.timeout,
             )

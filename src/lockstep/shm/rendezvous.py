@@ -49,7 +49,7 @@ def meet(store: Any, rank: int, global_ranks: Sequence[int], host: str, timeout:
     sockets: dict[int, socket.socket] = {}
     try:
         with (
-            closing(BoundedStore(store)) as bounded_store,
+            closing(BoundedStore(store, timeout)) as bounded_store,
             socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener,
         ):
             listener.bind(f"\0{name}")
