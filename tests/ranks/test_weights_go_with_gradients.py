@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 
 import pytest
 import torch
@@ -227,17 +228,208 @@ def test_several_backwards_in_one_block_count_as_one():
     assert run_ranks(2, call) == [([9 / 8] * 2, [pytest.approx(12 / 6)] * 2)] * 2
 
 
-def test_past_the_module_what_cannot_be_told_apart_is_an_error_on_every_rank():
+@counts
+def test_gradients_from_before_are_not_divided_again_past_the_module(count):
+    def call(rank):
+        model, seen = net(rank, count), []
+        for _ in range(3):
+            backward(model, x_of(rank), weight=4, part=True)
+            seen.append(grads(model))
+        return seen
+
+    assert run_ranks(2, call) == [[[0.375 * n] * count for n in (1, 2, 3)]] * 2
+
+
+# ------------------------------------------------------------------------- gradients that tell little by themselves
+
+
+class Lora(nn.Module):
+    """A layer whose first part gets a gradient of zero for as long as its second part is zero."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.other = (nn.Parameter(torch.full((2,), v, dtype=torch.float64)) for v in (1.0, 0.0, 1.0))
+        self.empty = nn.Parameter(torch.empty(0, dtype=torch.float64))
+
+    def forward(self, used, x):
+        terms = {"lora": self.a * self.b * x, "a": self.a * self.b.detach() * x, "other": self.other * x}
+        return self.empty.sum() if used == "empty" else terms[used].sum()
+
+
+def lora(rank, clear, cap=None):
+    """With gradients in the memory of a bucket, from a round before."""
+    model = lockstep.replicate(Lora(), process_group=rank.group, bucket_cap_mb=cap)
+    sum(model(used, 1.0) for used in ("lora", "other", "empty")).backward()
+    clear(model)
+    return model
+
+
+def micro_batches(model, rank, used, part=True, **options):
+    """One for each, with a weight of 10; the gradients of ``a``, ``b`` and ``other``."""
+    for number, each in enumerate(used):
+        with lockstep.accumulate(model, last=number == len(used) - 1, weight=10):
+            (model.forward(each, rank.rank + 1.0) if part else model(each, rank.rank + 1.0)).backward(**options)
+    return [None if p.grad is None else p.grad[0].item() for p in (model.a, model.b, model.other)]
+
+
+def of_first_order(rank, clear, part, cap):
+    model, seen = lora(rank, clear, cap), []
+    for used in (
+        ["lora", "other"],
+        ["a", "other"],
+        ["empty", "other"],
+        ["empty", "empty", "a", "other"],
+        ["a", "lora"],
+    ):
+        seen.append([value or 0.0 for value in micro_batches(model, rank, used, part)])
+        clear(model)
+    return seen
+
+
+@clears
+@parts
+@pytest.mark.parametrize("cap", [None, 1.6e-5], ids=["one bucket", "several"])
+def test_a_weight_stays_whose_gradient_is_zero_or_has_no_elements(clear, part, cap):
+    half, quarter = 3 / 40, 3 / 80
+    expected = [[0, half, half], [0, 0, half], [0, 0, half], [0, 0, quarter], [0, half, 0]]
+    for result in run_ranks(2, of_first_order, clear, part, cap):
+        assert result == [[pytest.approx(value) for value in each] for each in expected]
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
+@counts
+def test_past_the_module_with_create_graph_which_sets_another_tensor(count):
+    def call(rank):
+        model = net(rank, count)
+        for last in (False, True):
+            with lockstep.accumulate(model, last=last, weight=1):
+                Net.forward(model, x_of(rank)).sum().backward(create_graph=True)
+        return grads(model)
+
+    assert run_ranks(2, call) == [[(2 + 4) / 4] * count] * 2
+
+
+@parts
+@pytest.mark.parametrize("how", ["in place", "data", "none"])
+def test_a_weight_goes_with_gradients_that_are_given_up_by_hand(part, how):
     def call(rank):
         model = net(rank)
-        backward(model, x_of(rank), weight=4)
-        with pytest.raises(OptionError, match="has a gradient from before accumulate") as caught:
-            backward(model, x_of(rank), weight=4, part=True)
-        model.zero_grad()
-        backward(model, x_of(rank), weight=4, part=True)
-        return "call the module, or set gradients to None first" in str(caught.value), grads(model)
+        backward(model, x_of(rank), weight=10, last=False, part=part)
+        for p in model.parameters():
+            match how:
+                case "in place":
+                    p.grad.zero_()
+                case "data":
+                    p.grad.data.zero_()
+                case "none":
+                    p.grad = None
+        backward(model, x_of(rank), weight=1, part=part)
+        return grads(model)
 
-    assert run_ranks(2, call) == [(True, [0.375, 0.375])] * 2
+    assert run_ranks(2, call) == [[1.5, 1.5]] * 2
+
+
+@parts
+def test_zeros_that_were_written_may_have_been_scaled_or_given_up(part):
+    """Which of the two only the module's own ``zero_grad()`` tells: by the others it is an error on every rank."""
+
+    def call(rank, scale):
+        model, zeros = net(rank), torch.zeros(1, 1, dtype=torch.float64)
+        backward(model, zeros, weight=1, last=False, part=part)
+        for p in model.parameters() if scale and rank.rank else ():
+            p.grad.mul_(2.0)
+        if not scale:
+            model.zero_grad(set_to_none=False)
+        try:
+            backward(model, x_of(rank), weight=1, part=part)
+        except (OptionError, PeerError) as error:
+            return type(error), "were zero, and were written in place since" in str(error)
+        return grads(model)
+
+    assert run_ranks(2, call, False) == [[1.5, 1.5]] * 2
+    assert run_ranks(2, call, True) == [(PeerError, False), (OptionError, True)]
+
+
+def test_past_the_module_in_another_thread_is_an_error_on_every_rank():
+    def call(rank):
+        model, errors = net(rank), []
+
+        def work(loss):
+            try:
+                loss.backward()
+            except OptionError as error:
+                errors.append(str(error))
+
+        with lockstep.accumulate(model, weight=1):
+            loss = Net.forward(model, x_of(rank)).sum()
+            if rank.rank:
+                thread = threading.Thread(target=work, args=(loss,))
+                thread.start()
+                thread.join()
+            else:
+                with pytest.raises(PeerError):
+                    loss.backward()
+        model.zero_grad()
+        with lockstep.accumulate(model, weight=1):
+            thread = threading.Thread(target=model(x_of(rank)).sum().backward)
+            thread.start()
+            thread.join()
+        return ["in another thread than the one" in each for each in errors], grads(model)
+
+    assert run_ranks(2, call) == [([], [1.5, 1.5]), ([True], [1.5, 1.5])]
+
+
+class Stubborn(Net):
+    """Keeps some of its gradients."""
+
+    def zero_grad(self, set_to_none=True):
+        self.layers[0].zero_grad(set_to_none)
+
+
+@clears
+def test_a_method_of_that_name_that_gives_up_part_is_an_error(clear):
+    def call(rank):
+        model = lockstep.replicate(Stubborn(2), process_group=rank.group)
+        backward(model, x_of(rank), weight=10, last=False)
+        clear(model)
+        with pytest.raises(OptionError, match=r"layers.0.weight .* was given up, that of layers.1.weight"):
+            backward(model, x_of(rank), weight=1)
+        return True
+
+    assert run_ranks(2, call) == [True] * 2
+
+
+def in_a_padded_batch(rank, clear):
+    """Rank 0 has one of three batches, of two micro-batches each. What counts nothing adds zeros to its gradients."""
+    model = lora(rank, clear)
+    for number, _ in enumerate(lockstep.batches([0] * (1 + 2 * rank.rank), model)):
+        for used in ("a", "a" if number < 2 else "other"):
+            with lockstep.accumulate(model, last=used == "other", weight=5):
+                model.forward(used, rank.rank + 1.0).backward()
+    return [0.0 if p.grad is None else p.grad[0].item() for p in (model.a, model.b, model.other)]
+
+
+@clears
+def test_a_batch_that_counts_nothing_leaves_weights_as_they_are(clear):
+    assert run_ranks(2, in_a_padded_batch, clear) == [[0.0, 0.0, pytest.approx(2 / 40)]] * 2
+
+
+def given_up_in_a_padded_batch(rank, weighs, how):
+    model = net(rank)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    for number, _ in enumerate(lockstep.batches([0] * (1 + rank.rank), model)):
+        if number and how == "module":
+            model.zero_grad(set_to_none=False)
+        elif number:
+            optimizer.zero_grad(set_to_none=how == "none")
+        backward(model, x_of(rank), weight=10 ** (1 - number) if weighs else None, last=bool(number))
+    return grads(model)
+
+
+@pytest.mark.parametrize("how", ["none", "zero", "module"])
+@pytest.mark.parametrize("weighs", [True, False])
+def test_what_is_given_up_in_a_batch_that_counts_nothing_does_not_count(weighs, how):
+    assert run_ranks(2, given_up_in_a_padded_batch, weighs, how) == [[2.0, 2.0]] * 2
 
 
 # ------------------------------------------------------------------------------------------ all together
@@ -282,6 +474,7 @@ def programs(rank, seed):
     for number in range(30):
         draw = random.Random(f"{seed}, {number}")
         model, expected = net(rank, draw.choice([1, 3])), Expected(rank.world)
+        part = draw.random() < 0.5
         for _ in range(8):
             step = draw.choice(["local"] * 3 + ["round", "round", "to none", "to zero", "failure", "step"])
             values, weights = ([draw.randrange(5) for _ in range(rank.world)] for _ in range(2))
@@ -290,7 +483,7 @@ def programs(rank, seed):
             x = torch.full((1, 1), float(values[rank.rank]), dtype=torch.float64)
             if step in ("local", "round"):
                 if reaches[rank.rank]:
-                    backward(model, x, weights[rank.rank], last=step == "round")
+                    backward(model, x, weights[rank.rank], step == "round", part)
                 else:
                     with lockstep.accumulate(model, last=False, weight=weights[rank.rank]):
                         x.requires_grad_().sum().backward()
@@ -351,32 +544,24 @@ def test_parameters_that_were_replaced_have_the_weights_of_all_their_gradients()
 # ------------------------------------------------------------------------------------ new parameters
 
 
-def with_earlier(rank, part, all_new, micro_batches):
-    """A layer that is put in with a gradient, the one of the other layer being as old; the gradients, or the error."""
+def with_earlier(rank, part, all_new, count):
+    """A layer that is put in with a gradient, the one of the other layer being as old; the gradients."""
     model = net(rank)
     for index in (0, 1) if all_new else (1,):
         model.layers[index] = Net(1).layers[0]
     for p in model.parameters():
         p.grad = torch.full_like(p, 10.0)
-    try:
-        for number in range(micro_batches):
-            backward(model, x_of(rank), 2 * rank.rank + 1.0, number == micro_batches - 1, part)
-    except (OptionError, PeerError) as error:
-        return type(error), str(error)
+    for number in range(count):
+        backward(model, x_of(rank), 2 * rank.rank + 1.0, number == count - 1, part)
     return grads(model)
 
 
 @pytest.mark.parametrize("all_new", [False, True])
-@pytest.mark.parametrize("micro_batches", [1, 2])
-def test_what_a_new_parameter_has_had_before_is_not_divided_by_weights(all_new, micro_batches):
+@pytest.mark.parametrize("count", [1, 2])
+@parts
+def test_what_a_new_parameter_has_had_before_is_not_divided_by_weights(all_new, count, part):
     mean = 10 + (1.0 + 2.0) / 4
-    assert run_ranks(2, with_earlier, False, all_new, micro_batches) == [[mean] * 2] * 2
-
-
-@pytest.mark.parametrize("micro_batches", [1, 2])
-def test_what_a_new_parameter_has_had_before_is_not_mixed_up_past_the_module(micro_batches):
-    for _, message in run_ranks(2, with_earlier, True, True, micro_batches):
-        assert "has a gradient from before accumulate(weight=...)" in message
+    assert run_ranks(2, with_earlier, part, all_new, count) == [[mean] * 2] * 2
 
 
 @clears

@@ -195,7 +195,7 @@ class DistributedDataParallel(CompatibleNames, _PyTorchs, Module, Joinable, Gene
         self._replication.register_comm_hook(state, hook)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As of any module; besides, weights of ``accumulate`` that came with no gradient are given up."""
+        """As of any module; besides, weights of ``accumulate`` since the last synchronisation are given up."""
         Module.zero_grad(self, set_to_none)
         if self._began:
             self._replication.gradients_zeroed()

@@ -276,7 +276,7 @@ class Replication:
     def gradients_zeroed(self) -> None:
         """``zero_grad()`` of the module has given up what had accumulated."""
         if self.reducer is not None and not torch.compiler.is_compiling():
-            self.reducer.participation.give_up_without_gradients()
+            self.reducer.participation.gradients_zeroed()
 
     @torch.inference_mode(False)
     def register_comm_hook(self, state: Any, hook: Any) -> None:

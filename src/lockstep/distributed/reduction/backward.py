@@ -19,7 +19,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.autograd import Variable
@@ -247,6 +247,9 @@ class _Engine(torch._C._ImperativeEngine):
         handed_on.put(_KEY, this)
         try:
             given = named(args, kwargs)
+            if given.get("accumulate_grad") and not this.is_step:
+                for watcher in tuple(getattr(_watchers, "all", ())):
+                    watcher.pass_begins(this)
             if joined := joined_behind(given):
                 args, kwargs = (), {**given, "inputs": (*given["inputs"], *joined)}
             result = super().run_backward(*args, **kwargs)
@@ -285,7 +288,21 @@ class _Engine(torch._C._ImperativeEngine):
                 logging.getLogger("lockstep").debug("a thread of the autograd engine cannot be waited for: %s", error)
 
 
+class PassWatcher(Protocol):
+    """Who looks at gradients before backward passes add to them."""
+
+    def pass_begins(self, this: BackwardPass) -> None:
+        """A pass that accumulates gradients, of whatever, is about to begin."""
+
+
+_watchers = threading.local()
 _listeners = threading.local()
+
+
+def watch_passes(watcher: PassWatcher) -> None:
+    """From now on tell ``watcher`` of the passes that begin in this thread, for as long as it lives."""
+    watchers: weakref.WeakSet[PassWatcher] = _watchers.__dict__.setdefault("all", weakref.WeakSet())
+    watchers.add(watcher)
 
 
 @contextmanager

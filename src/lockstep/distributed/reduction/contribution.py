@@ -42,8 +42,8 @@ class Contribution:
 
     @property
     def is_something(self) -> bool:
-        """Whether there is anything to contribute: a gradient, or a weight."""
-        return 1 in self.used or self.weights.counted
+        """Whether there is anything to contribute: a gradient, or a weight, that has not been given up."""
+        return self.weights.counted
 
     @property
     def is_idle(self) -> bool:

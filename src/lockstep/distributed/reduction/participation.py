@@ -6,13 +6,14 @@ may be ones that do not synchronise; and it may have other parameters, buffers o
 which it has to say.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lockstep.distributed.buffers import KeptBuffers
+from lockstep.distributed.reduction.backward import BackwardPass, current_pass, watch_passes
 from lockstep.distributed.reduction.contribution import Contribution, gradients_set_aside
 from lockstep.distributed.reduction.idle import IdleBatch, contributing_nothing
 from lockstep.distributed.reduction.outcome import Outcome
@@ -21,6 +22,7 @@ from lockstep.distributed.reduction.report import RankStatus, Weight
 from lockstep.distributed.reduction.round import Round
 from lockstep.distributed.reduction.setup import Setup
 from lockstep.distributed.reduction.weights import give_up_after_next_step
+from lockstep.errors import OptionError
 
 
 class Participation:
@@ -40,6 +42,7 @@ class Participation:
         """Whether it has other parameters, buffers or hooks than the ranks have agreed on."""
         self._setup, self._members, self._outcome, self._lock = setup, setup.members, outcome, lock
         self._decisions = setup.scheduler.decisions
+        self._looked_in: BackwardPass | None = None  # of the gradients there, when it began
         self._in_round = False
         self._skips = False  # it leaves out its batch
 
@@ -64,15 +67,37 @@ class Participation:
         members = self._members
         contribution.weights.watch(members.parameters, members.newcomers, members.departed)
 
-    def before_pass(self, new: Collection[int] = ()) -> None:
-        """A backward pass is about to accumulate gradients, or has accumulated those of the parameters ``new``, by
-        identity; raises as :meth:`Weights.before_pass` does."""
-        if self.idle_batch is None:
-            self.contribution.weights.before_pass(new)
+    def pass_begins(self, this: BackwardPass) -> None:
+        """A backward pass begins in a thread in which weights were announced, and has added to no gradient yet."""
+        with self._lock:
+            if self._looked_in is None or self._looked_in.over:  # else it is begun by a hook of that one
+                self._looked_in = this
+                self.contribution.weights.look(idle=self.idle_batch is not None)
 
-    def begin_pass(self) -> None:
-        """A backward pass has reached the module; raises, on this rank alone, as :meth:`Weights.use` does."""
-        self.contribution.weights.use()
+    def pass_comes(self) -> None:
+        """A backward pass has come to the module's forward, and has added to no gradient of it yet."""
+        with self._lock:
+            if not self._has_looked():
+                self.contribution.weights.look(idle=self.idle_batch is not None)
+
+    def _has_looked(self) -> bool:
+        """Whether the pass under way was known when it began."""
+        this = current_pass()
+        while this is not None and this is not self._looked_in:
+            this = this.outer
+        return this is not None
+
+    def begin_pass(self, expected: bool) -> None:
+        """A backward pass has reached the module, through its forward if that was ``expected``; raises, on this rank
+        alone, as :meth:`Weights.use` does, or if nobody has looked at what was there before it."""
+        weights = self.contribution.weights
+        if weights.concerned and not expected and not self._has_looked():
+            raise OptionError(
+                "a backward pass goes past the module's forward in another thread than the one that has called "
+                "accumulate(weight=...), or was begun by C++: which gradients had a weight before it cannot be told; "
+                "call the module, or backward() in that thread"
+            )
+        weights.use()
         self.contribution.drift.look(self.requires_sync)
 
     def begin_round(self, expected: bool) -> None:
@@ -97,6 +122,7 @@ class Participation:
             self.contribution.forget()
         elif self.idle_batch is not None:
             self.idle_batch.undo()
+            self.contribution.weights.note_closely()
         elif accumulated is not None:
             self.contribution.accumulate(accumulated)
         if failed or ended is not None:
@@ -184,6 +210,9 @@ class Participation:
             return
         parameters = [member.parameter for member in (*self._setup.parameters, *self._members.newcomers)]
         self.idle_batch = IdleBatch(parameters, self.keep_buffers())
+        self.contribution.weights.look(idle=True)
+        self.contribution.weights.note_closely()
+        watch_passes(self)
 
     def end_idle_batch(self) -> None:
         """The loop goes on."""
@@ -209,6 +238,7 @@ class Participation:
         if self.idle_batch is not None:
             return
         if weight is not None:
+            watch_passes(self)
             # What new parameters get has a weight, too:
             # test_what_a_new_parameter_has_had_before_is_not_mixed_up_past_the_module.
             self.look_for_changes()
@@ -219,6 +249,11 @@ class Participation:
         with self._lock:
             if self.contribution.weights.use_without_gradient():
                 give_up_after_next_step(self)
+
+    def gradients_zeroed(self) -> None:
+        """``zero_grad()`` of the module has given up what had accumulated, and weights that came with no gradient."""
+        with self._lock:
+            self.contribution.weights.gradients_zeroed()
 
     def give_up_without_gradients(self) -> None:
         """The batch has been given up, as gradients show, where there are any."""

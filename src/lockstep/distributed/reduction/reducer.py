@@ -28,7 +28,7 @@ Gradients live in buckets (``buckets.py``). What a rank has accumulated since th
 import logging
 import sys
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from functools import partial
 from operator import attrgetter
@@ -111,11 +111,10 @@ class Reducer:
         self.scheduler.expect_backward(self)
         self.passes.reach(forward, forward is None or self._members.is_own(forward.sample))
         if not self.open:
-            self.participation.before_pass()
+            self.participation.pass_comes()
 
-    def _open(self, new: Collection[int], compiled: bool = False) -> None:
-        """A backward pass has reached the module: its first gradients, of the parameters ``new`` by identity, have
-        come; ``compiled``: all that it has."""
+    def _open(self) -> None:
+        """A backward pass has reached the module: its first gradient has come."""
         if not self.scheduler.follow():
             return  # of a pass that has failed in another thread: nobody waits for it any more
         take_over_optimizers(map(_parameter_of, self._members.parameters))
@@ -129,9 +128,7 @@ class Reducer:
             self.open, self._round_follows = True, own.requires_sync
             self._members.arrivals.accumulate()
         if own.idle_batch is None:  # what follows may fail on this rank alone: then the others are told
-            if compiled or not expected:
-                own.before_pass(new)
-            own.begin_pass()
+            own.begin_pass(expected)
 
     def _check_alive(self) -> None:
         try:
@@ -170,7 +167,7 @@ class Reducer:
                 if own.idle_batch is None:
                     own.contribution.used[index] = 1
                 if not self.open:
-                    self._open([id(told)])
+                    self._open()
                 current = self._round
                 if current is None:
                     self._members.arrivals.accumulated.append(told)
@@ -189,7 +186,7 @@ class Reducer:
                 if not self.scheduler.expects(self):
                     own.look_for_changes()
                 if own.opens_for(parameter):
-                    self._open([id(parameter)])
+                    self._open()
             if self._members.is_dropped:
                 raise _no_longer_whole(name)
             own.newcomer_arrived(parameter)
@@ -203,7 +200,7 @@ class Reducer:
         self.passes.compile_forward()  # nor is it known which outputs it has gone through
         marked = self._members.take_marks()
         with self._lock:
-            self._open(marked, compiled=True)
+            self._open()
             for index in [member.index for member in self.parameters if id(member.parameter) in marked]:
                 self.mark_gradient_ready(index)
 
@@ -265,6 +262,7 @@ class Reducer:
         try:
             if weighs:
                 own.weights.use()
+            own.weights.check()
             if 0 in own.used:
                 current.mark_unhooked(self._members.find_swapped(own.used))
             current.launch_rest()

@@ -44,6 +44,7 @@ class Weights:
         self._passes = 0
         self._has_accumulated = False  # some of those passes have given parameters gradients
         self._reduced = False  # all that has been counted has been reduced
+        self._problem = ""  # why it cannot be told whether what has accumulated is still there
 
     def watch(
         self,
@@ -69,9 +70,6 @@ class Weights:
     def announce(self, weight: float | None) -> None:
         """The weight of the backward passes that come next, all together; None if they are not weighed."""
         self._announced, self._is_new = weight, True
-        if weight is not None:
-            self._give_up_what_is_gone((), may_fail=False)
-            self.earlier.note(self._all())
 
     @property
     def concerned(self) -> bool:
@@ -83,26 +81,31 @@ class Weights:
         """Whether a backward pass has been counted since the last round."""
         return bool(self._passes) and not self._reduced
 
-    def before_pass(self, new: Collection[int] = ()) -> None:
-        """A backward pass is about to accumulate gradients, or has accumulated those of the parameters ``new``,
-        by identity.
+    def look(self, idle: bool = False) -> None:
+        """A backward pass is about to accumulate gradients, and has added to none yet: see what is there before it.
 
-        Raises :class:`OptionError` if some of the gradients that have been counted are gone, but not all.
+        ``idle``: whether or not it has a weight, since the rank has run out of batches, and contributes what is there.
         """
-        if not self.concerned:
+        self._problem = ""
+        if not (self.concerned or idle):
             return
-        self._give_up_what_is_gone(new, may_fail=True)
+        if self._has_accumulated and not self._reduced:
+            gone, problem = self._accumulated.look(self._present())
+            self._problem = problem if self.concerned else ""
+            if gone:
+                self._start_again()
         if self._announced is not None and (self._reduced or not self._has_accumulated):
-            self.earlier.copy(self._all(), new)
+            self.earlier.copy(self._all())
 
-    def _give_up_what_is_gone(self, new: Collection[int], may_fail: bool) -> None:
-        counts = self._has_accumulated and not self._reduced and (self.given or self._announced is not None)
-        if counts and self._accumulated.are_gone(new, self._present(), may_fail):
-            self._start_again()
+    def check(self) -> None:
+        """Raise :class:`OptionError` if some of the gradients that have been counted were gone when the pass under way
+        began, but not all, or if that could not be told."""
+        if self._problem:
+            raise OptionError(self._problem)
 
     def use(self) -> None:
-        """A backward pass begins to accumulate gradients; raises :class:`OptionError` if only some of those since the
-        last round have a weight."""
+        """A backward pass begins to accumulate gradients; raises :class:`OptionError` as :meth:`check` does, or if only
+        some of those since the last round have a weight."""
         self._count_pass()
         self._has_accumulated = True
 
@@ -115,7 +118,6 @@ class Weights:
         """
         if self._announced is None or not self._is_new:
             return False
-        self._give_up_what_is_gone((), may_fail=True)
         self._count_pass()
         return not self._has_accumulated
 
@@ -125,6 +127,7 @@ class Weights:
             self._start_again()
 
     def _count_pass(self) -> None:
+        self.check()
         if self._reduced:
             self._reduced = False
             if self._is_new:
@@ -149,13 +152,20 @@ class Weights:
         left += [m for m in self._newcomers if id(m.parameter) in self._arrived and m.parameter.grad is not None]
         self._accumulated.note(left, closely=self.given)
 
+    def note_closely(self) -> None:
+        """What is there now is what was left; a look finds out whether it has changed since."""
+        self._accumulated.note_closely()
+
     def reduced(self) -> None:
         """The contribution has been made. A further backward in the same block counts as much as all before it."""
         self._reduced, self._passes, self._has_accumulated = True, 0, False
         self._arrived.clear()  # identities, of parameters that may be gone from now on
         self.earlier.drop()
-        if self.given:
-            self.earlier.note(self._all())
+
+    def gradients_zeroed(self) -> None:
+        """``zero_grad()`` of the module has run; a class may have one of its own, which leaves some as they are."""
+        if self.counted and (self._accumulated.are_zero() or not self._has_accumulated):
+            self._start_again()
 
     def give_up(self) -> None:
         """The round has failed, unless it has been reduced."""
@@ -172,7 +182,7 @@ class Weights:
     def _start_again(self) -> None:
         """Nothing has been counted; what is announced is still to be."""
         self.total, self.given, self._passes, self._reduced = 0.0, False, 0, False
-        self._is_new, self._has_accumulated = True, False
+        self._is_new, self._has_accumulated, self._problem = True, False, ""
         self._arrived.clear()
 
 
