@@ -218,6 +218,60 @@ def test_buffers_are_those_of_rank_0_again_after_a_loop_that_was_left_early(know
         assert found == [(0, 0), (1, 1), (2, 1), (3, 1), (0, 0), (1, 1), (7, 0), (8, 0)]
 
 
+def several_rounds(rank, lengths, known, modules):
+    """Whose buffers all have after a turn of two modules, or of two backward passes of one."""
+    models = [lockstep.replicate(Signed(), process_group=rank.group) for _ in range(modules)]
+    own, seen = [0] * lengths[rank.rank], []
+    for turn, _ in enumerate(lockstep.batches(own if known else iter(own), *models, padding=0)):
+        if modules == 1:
+            models[0](turn, rank.rank).backward()
+            models[0](turn, rank.rank).backward()
+        else:
+            sum(model(turn, rank.rank) for model in models).backward()
+        seen.append({tuple(map(int, model.written.tolist())) for model in models})
+    return seen
+
+
+@knowing
+@pytest.mark.parametrize("modules", [1, 2])
+@pytest.mark.parametrize("hosts", ["", "aaa"], ids=["gloo", "shm"])
+def test_buffers_of_a_turn_of_several_rounds_are_those_of_one_rank(known, modules, hosts):
+    for lengths, owners in (((1, 3, 2), (0, 1, 1)), ((0, 2, 3), (1, 1, 2)), ((2, 1, 3), (0, 0, 2))):
+        for found in run_ranks(3, several_rounds, lengths, known, modules, hosts=hosts):
+            assert found == [{each} for each in enumerate(owners)]
+
+
+class Statistics(nn.Module):
+    """Buffers of which each rank's forward makes another; as many elements as it is told."""
+
+    def __init__(self, count):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+        self.register_buffer("values", torch.zeros(count))
+
+    def forward(self, value):
+        self.values = torch.full_like(self.values, value)
+        return self.weight.sum()
+
+
+def averages(rank, lengths, known, count):
+    model, seen = lockstep.replicate(Statistics(count), process_group=rank.group, buffer_policy="mean"), []
+    own = [0] * lengths[rank.rank]
+    for _ in range(2):
+        for _ in lockstep.batches(own if known else iter(own), model, padding=0):
+            model(2.0**rank.rank).backward()
+            seen.append(set(model.values.tolist()))
+    model(2.0**rank.rank).backward()
+    return [*seen, {round(each, 4) for each in model.values.tolist()}]
+
+
+@knowing
+@pytest.mark.parametrize("count", [2, 100_000], ids=["in the report", "large"])
+def test_mean_buffers_are_those_of_the_ranks_that_have_a_batch(known, count):
+    for found in run_ranks(3, averages, (1, 0, 2), known, count):
+        assert found == [{2.5}, {4.0}, {2.5}, {4.0}, {2.3333}]
+
+
 def local_statistics(rank):
     model = lockstep.replicate(nn.BatchNorm1d(1), process_group=rank.group, buffer_policy="local")
     for x in lockstep.batches([torch.randn(4, 1)] * (1 + rank.rank), model):

@@ -260,7 +260,8 @@ class BufferSync:
     def __init__(self, scan: Callable[[], BufferSet], policy: Policy, collectives: Collectives) -> None:
         self.policy = policy
         self.source = 0
-        """The rank whose values the others get: 0, but the first with batches left inside ``join()``."""
+        """The rank whose values the others get: the first that has batches left."""
+        self._active: Sequence[int] = range(collectives.world)  # those that have
         self._scan, self._collectives = scan, collectives
         self._set: BufferSet | None = None if policy == "local" else scan()
         self._packed: list[_Packed] = []
@@ -271,9 +272,11 @@ class BufferSync:
         self.are_equal = False
         """Whether the last round has made them equal on all ranks."""
 
-    def set_source(self, rank: int) -> None:
-        """From now on the values of ``rank`` are what the others get."""
-        self.source = rank
+    def set_active(self, ranks: Sequence[int] | None) -> None:
+        """From now on the values of the first of ``ranks`` are what the others get, or the mean of theirs. None, or no
+        rank at all: of all."""
+        self._active = ranks or range(self._collectives.world)
+        self.source = self._active[0]
 
     def leave(self) -> None:
         """From now on somebody else makes them equal: they are carried as before, but not assigned."""
@@ -328,17 +331,21 @@ class BufferSync:
     def _is_source(self) -> bool:
         return self._collectives.rank == self.source
 
+    @property
+    def _is_active(self) -> bool:
+        return self._collectives.rank in self._active
+
     def _averaged(self, buffer: Buffer) -> bool:
         return self.policy == "mean" and (buffer.dtype.is_floating_point or buffer.dtype.is_complex)
 
     def write(self, packed_buffers: Tensor) -> None:
         """Put this rank's part into the cleared end of a report."""
         for packed in self._packed:
-            if packed.averaged or self._is_source:
+            if self._is_active if packed.averaged else self._is_source:
                 values = packed.group.joined()
                 packed_buffers[packed.place].copy_(values.view(torch.uint8) if packed.as_bytes else values)
                 if packed.averaged:
-                    packed_buffers[packed.place] /= self._collectives.world
+                    packed_buffers[packed.place] /= len(self._active)
             elif not packed.as_bytes:
                 # Under a sum, 0.0 would turn a -0.0 of the source into 0.0: test_values_of_rank_0_arrive_bit_for_bit.
                 packed_buffers[packed.place] = -0.0
@@ -388,7 +395,7 @@ class BufferSync:
         for (_, averaged), by_dtype in groups.items():
             alike = list(by_dtype.values())
             if averaged is not None:
-                flat = BufferGroup(alike[0]).joined(zeros).div_(self._collectives.world)
+                flat = BufferGroup(alike[0]).joined(zeros or not self._is_active).div_(len(self._active))
             else:
                 flat = torch.cat([BufferGroup(each).joined(zeros).view(torch.uint8) for each in alike])
             flats.append((flat, alike))

@@ -80,23 +80,30 @@ class Loop:
         """Whether all ranks have said that they have no batch after the one of the last round."""
         self._uneven = self._some_end = False
         self._active: Collection[int] | None = None  # the ranks that have a batch; None: all, as far as is known
+        self._active_next: Collection[int] | None = None  # if the loop looks ahead: those that have another one
+        self._has_begun = False
 
     def next_batch(self, ends: bool, uneven: bool, active: Collection[int] | None) -> None:
         """The loop goes on: see :meth:`Decisions.next_batch`."""
         self.ends, self._uneven = ends, uneven
         self.skips = self.has_failed = self.failed_locally = False
-        if not self.looks_ahead:
-            self._active = active
+        if self.looks_ahead and self._has_begun:
+            self._active = self._active_next
+        else:
+            self._active = self._active_next = active
+        self._has_begun = True
 
-    def hear(self, codes: Sequence[int], abandoned: bool) -> None:
-        """A report has been read: see :meth:`Decisions.hear`."""
+    def hear(self, codes: Sequence[int], abandoned: bool, batch: int) -> None:
+        """A report has been read: see :meth:`Decisions.hear`; the loop is at that ``batch``, by its number."""
         some, every = 0, ENDS | IDLE
         for code in codes:
             some |= code
             every &= code
         self._some_end, self.all_end = bool(some & (ENDS | IDLE)), bool(every & ENDS)
         if self.looks_ahead:
-            self._active = [rank for rank, code in enumerate(codes) if not code & ENDS] if len(codes) > 1 else None
+            self._active_next = [rank for rank, code in enumerate(codes) if not code & ENDS] if len(codes) > 1 else None
+            if codes[0] // 16 != batch_code(batch):  # of the one before, whose report was not waited for
+                self._active = self._active_next
         if not abandoned:
             self.skips, self.has_failed = bool(some & SKIPS or every & IDLE), False
 
@@ -265,7 +272,7 @@ class Decisions:
         """
         said = list(codes)
         self._stops = any(code & STOPS for code in said)
-        self._loop.hear(said, abandoned)
+        self._loop.hear(said, abandoned, self.batch)
 
     def note_failure(self) -> None:
         """All ranks know that the round of this batch has failed."""
@@ -305,13 +312,13 @@ class Decisions:
         return any(loop.may_be_idle for loop in self._loops)
 
     @property
-    def source(self) -> int:
-        """The first rank of the group that has a batch of its own, in all loops; 0 if none has. All ranks know alike,
+    def active(self) -> list[int] | None:
+        """The ranks of the group that have a batch of their own, in all loops; None if all have. All ranks know alike,
         when the last report has been read."""
         if not self.may_be_idle:
-            return 0
+            return None
         ranks = range(self.group.size())
-        return next((rank for rank in ranks if all(loop.has_batch(rank) for loop in self._loops)), 0)
+        return [rank for rank in ranks if all(loop.has_batch(rank) for loop in self._loops)]
 
     @property
     def should_stop(self) -> bool:

@@ -172,8 +172,8 @@ class Batches(Generic[B]):
         batch: Any = self._padding
         first: Any = next(iterator, _NOTHING) if self._own < 0 else _NOTHING
         own = self._own if self._own >= 0 else int(first is not _NOTHING)
-        rows = [_agree_on_lengths(own, batch is not None, each.group) for each in self._schedulers]
-        if not any(length for each in rows for length, _ in each):
+        self._rows = [_agree_on_lengths(own, batch is not None, each.group) for each in self._schedulers]
+        if not any(length for each in self._rows for length, _ in each):
             return
         for given, last in self._counted(iterator) if self._own >= 0 else _with_last(first, iterator):
             again = _copy(given) if last else _NOTHING

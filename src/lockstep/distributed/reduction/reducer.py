@@ -149,7 +149,7 @@ class Reducer:
             self.outcome.read_deferred()
         finally:
             self.outcome.wait_for_abandoned()
-            self.setup.follow_rank(self.scheduler.decisions.source)
+            self.setup.follow(self.scheduler.decisions.active)
             own.begin_round(expected)
             describe, used = partial(own.describe, passive), own.contribution.used
             graph = torch.is_grad_enabled() if create_graph is None else create_graph

@@ -128,11 +128,11 @@ class Setup:
         watch = self.watch_of(number)
         return None if watch is None else watch.look(self.parameters, self.transport.row_device)
 
-    def follow_rank(self, rank: int) -> None:
-        """Buffers of the round that opens are those of ``rank``, in the group."""
-        if rank or self.follows_active:  # else ``join()`` may have chosen another
-            self.buffers.set_source(rank)
-            self.follows_active = bool(rank)
+    def follow(self, active: Sequence[int] | None) -> None:
+        """Buffers of the round that opens are those of the ``active`` ranks of the group; None: of all."""
+        if active is not None or self.follows_active:  # else ``join()`` may have chosen others
+            self.buffers.set_active(active)
+            self.follows_active = active is not None
 
     def count_round(self, number: int) -> None:
         """The round of that number is over, and other ranks may have had something of it."""
@@ -158,7 +158,7 @@ class Setup:
     def set_participants(self, ranks: Sequence[int], divide_by: float) -> None:
         """Inside ``join()``: which ranks have batches. The first one's buffers count; sums are divided by
         ``divide_by``."""
-        self.buffers.set_source(ranks[0])
+        self.buffers.set_active(ranks)
         self.gradient_divide_factor = float(divide_by)
 
     # ------------------------------------------------------------------------------ agreeing with all ranks
