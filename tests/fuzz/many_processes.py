@@ -71,18 +71,22 @@ class F(NamedTuple):
     norm: bool = False
     penalty: bool = False
     """Whether the gradient of its input is part of the loss."""
+    void: tuple[int, ...] = ()
+    """Layers whose weights get a gradient that is zero everywhere; -1 is the parameter without elements."""
     fail: bool = False
     """Whether backward raises behind the first layer."""
 
 
 class Net(nn.Module):
-    """Layers to choose from, two of them tied, one frozen; a buffer, and batch normalisation."""
+    """Layers to choose from, two of them tied, one frozen; a parameter without elements; a buffer, and batch
+    normalisation."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(5))
         self.layers[3].weight = self.layers[1].weight
         self.layers[4].requires_grad_(False)
+        self.empty = nn.Parameter(torch.empty(0, WIDTH))
         self.norm = nn.BatchNorm1d(WIDTH)
         self.register_buffer("shift", torch.zeros(WIDTH))
 
@@ -100,6 +104,8 @@ def run_layers(net: Any, x: torch.Tensor, call: F) -> torch.Tensor:
         x = torch.tanh(x + net.shift)
         if position == 0 and call.fail:
             x = _Fail.apply(x)
+    for index in call.void:
+        x = x + 0 * (net.empty if index < 0 else net.layers[index % len(net.layers)].weight).sum().to(x.dtype)
     return net.norm(x) if call.norm else x
 
 
@@ -384,30 +390,169 @@ class Use:
             for buffer in buffers:
                 buffer.data.copy_(value)  # a graph that is still needed may have saved it
 
-    def weighted(self, batches: list[list[list[F]]], weights: list[list[float]]) -> None:
-        """Micro-batches with weights, by rank; the last one synchronises. Gradients before it are dropped."""
-        self.zero(True)
+    def weighted(
+        self, batches: list[list[list[F]]], weights: list[list[float]], zero: bool | None = True, times: int = 1
+    ) -> None:
+        """Micro-batches with weights, by rank; the last one synchronises. The backward of each runs ``times`` times.
+        Gradients before it are set to None (``zero`` is True), to zero (False), or kept, if they are those of a
+        round."""
+        self._begin(zero)
+        times = 1 if self.stepping else times  # values that have changed cannot be gone through again
+        held, everybody = self._set_aside(), range(self.world)
         for number, calls in enumerate(map(self._taking_part, batches)):
             last = number == len(batches) - 1
-            total = sum(map(sum, weights)) if last else None
-            losses = [plain_loss(refs, calls[r]) for r, refs in enumerate(self.refs)]
-            self._mirror(losses, last, 1, total, _called(calls))
-            with contextlib.ExitStack() as stack:
-                for module in self.called:
-                    weight = weights[number][self.number]
-                    stack.enter_context(lockstep.accumulate(module, last=last, weight=weight))
-                self._loss(calls[self.number]).backward()
+            loss, losses = self._losses(calls, everybody)
+            for _ in range(times):
+                self._pile(losses, everybody)
+                if last:
+                    self._reduce(held, everybody, sum(map(sum, weights)))
+            with self._accumulating(last, weights[number]):
+                for left in reversed(range(times)):
+                    loss.backward(retain_graph=left > 0)
+        self._give_back(held)
 
-    def given_up(self, calls: list[list[F]], weights: list[float]) -> None:
-        """A weighted micro-batch that every rank gives up again. Gradients before it are dropped."""
-        self.zero(True)
+    def _begin(self, zero: bool | None) -> None:
+        """Set gradients to None (True), to zero (False), or keep them, but those that are one rank's alone."""
+        if any(p.grad is not None and bool(p.grad.any()) for touched in self.touched for p in touched):
+            zero = True
+        if zero:
+            for touched in self.touched:
+                touched.clear()
+        if zero is not None:
+            self.zero(zero)
+
+    @contextlib.contextmanager
+    def _accumulating(self, last: bool, weights: list[float] | None) -> Iterator[None]:
+        weight = None if weights is None else weights[self.number]
         with contextlib.ExitStack() as stack:
             for module in self.called:
-                stack.enter_context(lockstep.accumulate(module, last=False, weight=weights[self.number]))
-            self._loss(calls[self.number]).backward()
-        for refs, theirs in zip(self.refs, calls, strict=True):
-            plain_loss(refs, theirs)  # for its buffers
-        self.zero(True)
+                stack.enter_context(lockstep.accumulate(module, last=last, weight=weight))
+            yield
+
+    def _losses(self, calls: list[list[F]], ranks: Sequence[int]) -> tuple[Any, dict[int, Any]]:
+        """This rank's loss, and those of the plain copies of some ranks."""
+        return self._loss(calls[self.number]), {r: plain_loss(self.refs[r], calls[r]) for r in ranks}
+
+    def _set_aside(self) -> list[dict[Any, torch.Tensor]]:
+        """The gradients of the plain copies, by rank, which have none for now."""
+        held = []
+        for refs in self.refs:
+            parameters = [p for net in refs for p in net.parameters()]
+            held.append({p: p.grad for p in parameters if p.grad is not None})
+            for p in parameters:
+                p.grad = None
+        return held
+
+    def _give_back(self, held: list[dict[Any, torch.Tensor]]) -> None:
+        for each in held:
+            for p, grad in each.items():
+                p.grad = grad if p.grad is None else p.grad + grad
+            each.clear()
+
+    def _pile(self, losses: dict[int, Any], ranks: Sequence[int]) -> None:
+        for r in ranks:
+            self._accumulate(r, self.refs[r], losses[r])
+
+    def _reduce(self, held: list[dict[Any, torch.Tensor]], ranks: Sequence[int], total: float) -> None:
+        """What has piled up on ``ranks``, divided by ``total``, on top of the mean of what they have ``held``, is
+        every rank's; buffers are those of the first of them."""
+        for number in range(self.setting.modules):
+            for same in zip(*(refs[number].parameters() for refs in self.refs), strict=True):
+                piles = [same[r].grad for r in ranks if same[r].grad is not None]
+                if not piles and not any(same[r] in self.touched[r] and same[r] in held[r] for r in ranks):
+                    continue
+                before = [held[r][same[r]] for r in ranks if same[r] in held[r]]
+                value = sum(piles) / total + sum(before) / len(ranks)
+                for r, p in enumerate(same):
+                    p.grad, held[r][p] = None, value.clone()
+                    self.touched[r].discard(p)
+                    if p in self.stepping:
+                        p.data.add_(held[r].pop(p), alpha=-0.05)
+            if ranks:
+                self._equal_buffers([self.refs[r][number] for r in ranks], self.setting.buffers)
+                self._take_buffers(number, ranks)
+
+    def _take_buffers(self, number: int, ranks: Sequence[int]) -> None:
+        first = self.refs[ranks[0]][number]
+        for r, refs in enumerate(self.refs):
+            if r not in ranks and self.setting.buffers != "local":
+                for mine, theirs in zip(refs[number].buffers(), first.buffers(), strict=True):
+                    mine.data.copy_(theirs)
+
+    def loops(
+        self,
+        lengths: list[list[int]],
+        calls: list[list[list[F]]],
+        *,
+        piles: bool,
+        streams: bool,
+        zero: bool | None,
+        weights: list[float] | None,
+    ) -> None:
+        """A loop over batches inside of another one; ranks have other numbers of batches (``lengths``, of the outer one
+        and of the inner one). The inner one's pile up (``piles``), or reduce, as the outer one's do; then all step.
+        Ranks do not know beforehand how many batches the inner one has, if it ``streams``."""
+        self._begin(True)
+        held, counted = self._set_aside(), [0.0] * self.world
+        outer, inner = lengths
+        for i, _ in enumerate(lockstep.batches([0] * outer[self.number], *self.called)):
+            active = [r for r, length in enumerate(outer) if length > i]
+            given: Any = [0] * inner[self.number]
+            for j, _ in enumerate(lockstep.batches(iter(given) if streams else given, *self.called)):
+                within = [r for r in active if inner[r] > j]
+                self._turn(_later(calls[0], 100 * i + j), within, held, counted, not piles, zero, weights)
+            self._turn(_later(calls[1], 100 * i + 50), active, held, counted, True, zero, weights)
+        self.zero(True)  # so that nothing is one rank's alone
+
+    def _turn(
+        self,
+        calls: list[list[F]],
+        active: list[int],
+        held: list[dict[Any, torch.Tensor]],
+        counted: list[float],
+        sync: bool,
+        zero: bool | None,
+        weights: list[float] | None,
+    ) -> None:
+        """One batch of a loop, which some ranks have, and counts there."""
+        loss, losses = self._losses(self._taking_part(calls), active)
+        self._pile(losses, active)
+        with self._accumulating(sync, weights):
+            loss.backward()
+        for r in active:
+            counted[r] += 0.0 if weights is None else weights[r]
+        if not sync:
+            return
+        self._reduce(held, active, len(active) if weights is None else sum(counted))
+        self._give_back(held)
+        counted[:] = [0.0] * self.world
+        lockstep.skipped(*self.called)  # on accelerators, waits for the buffers
+        self.check()
+        self.step()
+        if zero is not None:
+            self.zero(zero)
+        held[:] = self._set_aside()
+
+    def given_up(self, calls: list[list[F]], weights: list[float], how: str = "module") -> None:
+        """A weighted micro-batch that every rank gives up again: gradients are set to None or to zero, by the module or
+        by others. Gradients before it are dropped."""
+        self._begin(True)
+        loss, losses = self._losses(calls, range(self.world))
+        with self._accumulating(False, weights):
+            loss.backward()
+        self._pile(losses, range(self.world))
+        nets = [net for refs in self.refs for net in refs]
+        if not all(any(bool(p.grad.any()) for p in net.parameters() if p.grad is not None) for net in nets):
+            how = "none"  # nothing but the module's own method tells that a weight is given up which came with nothing
+        match how:
+            case "module":
+                self.zero(False)
+            case "none":
+                self.zero(True)
+            case _:
+                for _, each in self._all():
+                    for grad in [p.grad for net in each for p in net.parameters() if p.grad is not None]:
+                        (grad.data if how == "data" and grad.is_cpu else grad).zero_()
 
     def failing(self, calls: list[list[F]], sync: bool = True, ranks: Sequence[int] = (), where: str = "") -> None:
         """A backward that raises, on the ranks whose forwards say so, or at the loss (``where``), in a hook of a
@@ -769,6 +914,10 @@ def _called(calls: list[list[F]]) -> frozenset[int]:
     return frozenset(call.module for each in calls for call in each if not call.past)
 
 
+def _later(calls: list[list[F]], number: int) -> list[list[F]]:
+    return [[call._replace(seed=call.seed + number) for call in each] for each in calls]
+
+
 def _seeded(calls: list[F], rank: int) -> list[F]:
     return [call._replace(seed=call.seed + rank) for call in calls]
 
@@ -863,12 +1012,14 @@ class Programs:
         exact = chosen["recompute"] is None and not self.setting.mixed
         chosen["norm"] = chosen.get("norm", exact and chance.random() < 0.3)
         chosen["penalty"] = chosen.get("penalty", exact and chance.random() < 0.15)
+        chosen["void"] = tuple(chance.randrange(-1, 6) for _ in range(chance.choice([0, 0, 1, 2])))
         return F(**chosen)
 
-    def calls(self) -> list[list[F]]:
-        """Forwards for each rank: as many, through the same entrance of the same modules, on all ranks."""
-        chance = self.chance
-        first = [self.forward() for _ in range(chance.randint(1, 2))]
+    def calls(self, past: bool = False) -> list[list[F]]:
+        """Forwards for each rank: as many, through the same entrance of the same modules, on all ranks; ``past``: none
+        calls a module as a whole."""
+        chance, fixed = self.chance, {"past": True} if past else {}
+        first = [self.forward(**fixed) for _ in range(chance.randint(1, 2))]
         alike = chance.random() < 0.3
         ranks = [first]
         for _ in range(self.world - 1):
@@ -877,7 +1028,7 @@ class Programs:
         for number in range(self.modules):  # every module takes part, so that nothing stays piled up
             for calls in ranks:
                 if all(call.module != number for call in calls):
-                    calls.append(F(seed=number, layers=(0,), module=number))
+                    calls.append(F(seed=number, layers=(0,), module=number, past=past))
         for calls in ranks if chance.random() < 0.5 else ():
             chance.shuffle(calls)
         return ranks
@@ -898,7 +1049,7 @@ class Programs:
     def join(self) -> list[str]:
         """Only where there are wrappers."""
         setting = self.setting
-        fits = setting.wrap and setting.processes and not setting.own_groups and setting.buffers == "rank0"
+        fits = setting.wrap and setting.processes and not setting.own_groups and setting.buffers != "local"
         if not fits:  # PyTorch's Join asks for a default group, and wants one for all
             return self.train()
         counts = [self.chance.randint(0, 3) for _ in range(self.world)]
@@ -950,9 +1101,30 @@ class Programs:
         return [float(self.chance.randint(1, 9)) for _ in range(self.world)]
 
     def weighted(self) -> list[str]:
-        count = self.chance.randint(1, 3)
-        batches, weights = [self.calls() for _ in range(count)], [self.weights() for _ in range(count)]
-        return [f"use.weighted([{', '.join(map(_text, batches))}], {weights})", *self.finish()]
+        chance = self.chance
+        count, past = chance.randint(1, 3), not self.setting.mixed and chance.random() < 0.4
+        batches, weights = [self.calls(past) for _ in range(count)], [self.weights() for _ in range(count)]
+        options = f"{chance.choice([True, False, None])}, {chance.choice([1, 1, 2])}"
+        return [f"use.weighted([{', '.join(map(_text, batches))}], {weights}, {options})", *self.finish()]
+
+    def given_up(self) -> list[str]:
+        how = self.chance.choice(["module", "none", "in place", "data"])
+        past = not self.setting.mixed and self.chance.random() < 0.4
+        lines = [f"use.given_up({_text(self.calls(past))}, {self.weights()}, {how!r})"]
+        if self.chance.random() < 0.7:
+            lines.append(f"use.weighted([{_text(self.calls(past))}], {[self.weights()]}, None)")
+        return lines
+
+    def loops(self) -> list[str]:
+        chance = self.chance
+        lengths = [[chance.randint(1, 3) for _ in range(self.world)] for _ in range(2)]
+        calls = ", ".join(_text(self.calls()) for _ in range(2))
+        piles = chance.random() < 0.5
+        streams = not piles and chance.random() < 0.4
+        weights = self.weights() if chance.random() < 0.5 else None
+        zero = chance.choice([True, False, None])
+        options = f"piles={piles}, streams={streams}, zero={zero}, weights={weights}"
+        return [f"use.loops({lengths}, [{calls}], {options})"]
 
     def finish(self) -> list[str]:
         return ["use.step()", f"use.zero({self.chance.random() < 0.6})"] if self.chance.random() < 0.7 else []
@@ -1007,7 +1179,8 @@ OPERATIONS: list[Draw] = [
     Programs.failing,
     Programs.local_grad,
     _one(lambda p: f"use.backward({_text(p.calls())}, sync=False)"),
-    _one(lambda p: f"use.given_up({_text(p.calls())}, {p.weights()})"),
+    Programs.given_up,
+    Programs.loops,
     _one(lambda p: f"use.evaluate({p.some_ranks()}, {p.chance.randrange(p.modules)}, {p.chance.randrange(99)})"),
     _one(
         lambda p: f"use.halve_grad({p.layer()}, {p.chance.choice(['in place', 'data', 'new', 'transposed', 'cast'])!r})"
