@@ -21,27 +21,32 @@ pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires
 
 
 class Net(nn.Module):
-    """Layers to choose from, two of them tied, and a frozen one."""
+    """Layers to choose from, two of them tied, and a frozen one; and a parameter without elements."""
 
     def __init__(self):
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(5))
         self.layers[3].weight = self.layers[1].weight
         self.layers[4].requires_grad_(False)
+        self.empty = nn.Parameter(torch.empty(0, 3))
         self.register_buffer("shift", torch.zeros(3))
 
-    def forward(self, x, chosen, recomputed):
+    def forward(self, x, chosen, recomputed, void):
         for index in chosen:
             layer = self.layers[index]
             x = checkpoint(layer, x, use_reentrant=recomputed) if recomputed is not None else layer(x)
             x = torch.tanh(x + self.shift)
-        return x
+        return x + self.nothing(void)
 
-    def past_forward(self, x, chosen, recomputed):
+    def nothing(self, void):
+        """Zero, of which weights have a gradient that is zero everywhere, or has no elements."""
+        return sum(0 * (self.empty if index < 0 else self.layers[index].weight).sum() for index in void)
+
+    def past_forward(self, x, chosen, recomputed, void):
         """The same, but forward of the module is not called."""
         for index in chosen:
             x = torch.tanh(self.layers[index](x) + self.shift)
-        return x
+        return x + self.nothing(void)
 
 
 class Beside:
@@ -56,6 +61,8 @@ class Beside:
         pairs = (self.modules, self.references)
         self.optimizers = [torch.optim.SGD([p for m in of for p in m.parameters()], lr=0.05) for of in pairs]
         self.own: list[list[dict]] = [[{} for _ in range(world)] for _ in range(modules)]
+        self.counted = 0.0
+        """The weights of all that has piled up."""
 
     def both(self):
         yield from (pair for pair in zip(self.modules, self.references, strict=True))
@@ -65,17 +72,23 @@ class Beside:
 
         What a rank has piled up is kept apart, by rank, until it is shared.
         """
-        synchronise = plan["synchronise"]
+        synchronise, weights = plan["synchronise"], plan["weights"]
         loss = self.loss(self.modules, plan, self.rank.rank)
         with contextlib.ExitStack() as stack:
-            if not synchronise:
-                for module in self.modules:
+            for module in self.modules:
+                if weights is not None:
+                    weight = weights[self.rank.rank]
+                    stack.enter_context(lockstep.accumulate(module, last=synchronise, weight=weight))
+                elif not synchronise:
                     stack.enter_context(module.no_sync())
             for _ in range(plan["backwards"] - 1):
                 loss.backward(retain_graph=True)
             loss.backward()
+        self.counted += sum(weights or ())
         for _ in range(plan["backwards"]):
             self.add_reference(plan, synchronise)
+        if synchronise:
+            self.counted = 0.0
 
     def add_reference(self, plan, synchronise):
         used: set[int] = set()
@@ -96,7 +109,7 @@ class Beside:
                 parts = [pile.pop(parameter) for pile in self.own[number] if parameter in pile]
                 if parts:
                     before = 0 if parameter.grad is None else parameter.grad
-                    parameter.grad = before + sum(parts) / self.rank.world
+                    parameter.grad = before + sum(parts) / (self.counted or self.rank.world)
 
     def loss(self, modules, plan, r):
         total = 0.0
@@ -105,19 +118,19 @@ class Beside:
             module = modules[forward["module"]]
             call = module.past_forward if forward["past"] else module
             recomputed = forward["recomputed"] if modules is self.modules else None
-            total = total + call(x.requires_grad_(), forward["layers"], recomputed).square().mean()
+            total = total + call(x.requires_grad_(), forward["layers"], recomputed, forward["void"]).square().mean()
         return total
 
     def zero_grad(self, plan):
         for module, reference in self.both():
             for each in (module, reference):
                 each.zero_grad(set_to_none=plan["to_none"])
-        self.forget()
-
-    def forget(self):
-        for piles in self.own:
-            for pile in piles:
+        self.counted = 0.0
+        for pile in (pile for piles in self.own for pile in piles):
+            if plan["to_none"]:
                 pile.clear()
+            for parameter in pile:  # it has had a gradient: all ranks will have one
+                pile[parameter] = torch.zeros_like(parameter)
 
     def step(self, plan):
         for optimizer in self.optimizers:
@@ -144,7 +157,7 @@ class Beside:
                     torch.testing.assert_close(p.grad, q.grad, rtol=1e-8, atol=1e-11, msg=lambda t, n=name: f"{n}: {t}")
 
 
-def draw_backward(chance, world, modules, synchronise):
+def draw_backward(chance, world, modules, synchronise, weighs=False):
     past = chance.random() < 0.3  # on all ranks alike
 
     def forward():
@@ -154,6 +167,7 @@ def draw_backward(chance, world, modules, synchronise):
             "layers": [chance.randrange(5) for _ in range(chance.randint(1, 4))] + [0],
             "past": past,
             "recomputed": chance.choice([None, None, False, True]),
+            "void": [chance.randrange(-1, 5) for _ in range(chance.choice([0, 0, 1, 2]))],
         }
 
     several = [[forward() for _ in range(chance.randint(1, 2))] for _ in range(world)]
@@ -163,6 +177,7 @@ def draw_backward(chance, world, modules, synchronise):
         "forwards": [several[0]] * world if alike else several,
         "synchronise": synchronise,
         "backwards": chance.choice([1, 1, 1, 2]),
+        "weights": [chance.randint(1, 9) for _ in range(world)] if weighs else None,
     }
 
 
@@ -172,9 +187,12 @@ def draw_program(chance, world, modules, length):
     for _ in range(length):
         what = chance.choice(["train", "train", "train", "pile", "freeze", "zero", "shift"])
         if what in ("train", "pile"):
-            piled = [draw_backward(chance, world, modules, False) for _ in range(chance.randint(1, 2))]
+            weighs = modules == 1 and chance.random() < 0.5  # of several, some rank may not reach one past its forward
+            piled = [draw_backward(chance, world, modules, False, weighs) for _ in range(chance.randint(1, 2))]
             program += piled if what == "pile" else []
-            program += [reach_all(draw_backward(chance, world, modules, True), modules, chance)]
+            if what == "pile" and chance.random() < 0.3:
+                program += [{"what": "zero", "to_none": chance.random() < 0.3}]
+            program += [reach_all(draw_backward(chance, world, modules, True, weighs), modules, chance)]
             program += [{"what": "compare"}]
             program += [{"what": "step"}] if chance.random() < 0.7 else []
             program += [{"what": "zero", "to_none": chance.random() < 0.6}] if chance.random() < 0.7 else []
@@ -198,6 +216,7 @@ def reach_all(plan, modules, chance):
                 "layers": [0],
                 "past": plan["forwards"][0][0]["past"],
                 "recomputed": None,
+                "void": [],
             }
         )
     return plan
