@@ -240,6 +240,31 @@ def test_each_loop_knows_which_of_its_batches_was_left_out():
     assert run_ranks(2, leaves_out) == [[False, False, True, False, True, False]] * 2
 
 
+def asks_outside(rank):
+    """The last batch of an inner loop is left out, of which only the outer loop asks."""
+    model, found = lockstep.replicate(one_weight(), process_group=rank.group), []
+    for number, _ in enumerate(lockstep.batches([0] * 6, model)):
+        for place, _ in enumerate(lockstep.batches([0] * 2, model)):
+            if number == 4 and place == rank.rank == 1:
+                lockstep.skip_batch(model)
+            else:
+                model(torch.ones(1, 1)).sum().backward()
+        if number >= 4:
+            found.append(lockstep.skipped(model))
+        model.zero_grad()
+        model(torch.full((1, 1), 2.0**rank.rank)).sum().backward()
+        if number >= 4:
+            found.append((lockstep.skipped(model), model.weight.grad.item()))
+    return found
+
+
+@pytest.mark.parametrize("kind", ["cpu", "sim"], indirect=True)
+def test_a_batch_of_an_inner_loop_that_was_left_out_is_none_of_the_outer_loop(kind):
+    """On accelerators its report is read when the inner loop is over."""
+    device = "" if kind == "cpu" else kind
+    assert run_ranks(2, asks_outside, device=device) == [[False, (False, 1.5)] * 2] * 2
+
+
 def new_modules(rank, again):
     """A module is replicated, or replicated once more, in a batch that counts nothing on rank 0."""
     model = lockstep.replicate(one_weight(), process_group=rank.group)

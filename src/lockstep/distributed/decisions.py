@@ -155,7 +155,7 @@ class Decisions:
         self._skippable: list[tuple[type[BaseException], ...]] = []
 
     @property
-    def _loop(self) -> Loop:
+    def innermost(self) -> Loop:
         """The innermost loop."""
         return self._loops[-1]
 
@@ -164,7 +164,7 @@ class Decisions:
     def say(self, idle: bool, skips: bool) -> int:
         """What this rank says in its next report, encoded; ``idle``: it contributes nothing; ``skips``: it has just
         decided to leave out the batch."""
-        ends = self._loop.ends
+        ends = self.innermost.ends
         if not (self.batch or self._requests or self._skips_next or ends or idle or skips):
             return 0
         if not (idle or skips or self._skips_next or ends or self._requests):
@@ -244,11 +244,11 @@ class Decisions:
 
     def note_local_failure(self) -> None:
         """A micro-batch that does not synchronise has failed."""
-        self._loop.note_local_failure()
+        self.innermost.note_local_failure()
 
     def take_local_failure(self) -> bool:
         """Whether the last thing that has failed was such a micro-batch; asked once."""
-        return self._loop.take_local_failure()
+        return self.innermost.take_local_failure()
 
     @contextmanager
     def skipping_on(self, errors: tuple[type[BaseException], ...]) -> Iterator[None]:
@@ -265,23 +265,24 @@ class Decisions:
 
     # ------------------------------------------------------------------------------ what all ranks have said
 
-    def hear(self, codes: Iterable[int], abandoned: bool = False) -> None:
+    def hear(self, codes: Iterable[int], loop: Loop | None = None, abandoned: bool = False) -> None:
         """A report has been read; ``codes`` is what the ranks have said in it, once if all have said the same.
 
-        ``abandoned``: of a round in which this rank has failed, so that what becomes of the batch is known.
+        ``loop`` is the one of its round, which may have ended since; the innermost if None. ``abandoned``: of a round
+        in which this rank has failed, so that what becomes of the batch is known.
         """
         said = list(codes)
         self._stops = any(code & STOPS for code in said)
-        self._loop.hear(said, abandoned, self.batch)
+        (loop or self.innermost).hear(said, abandoned, self.batch)
 
-    def note_failure(self) -> None:
-        """All ranks know that the round of this batch has failed."""
-        self._loop.note_failure()
+    def note_failure(self, loop: Loop | None = None) -> None:
+        """All ranks know that the round of this batch has failed; ``loop`` as in :meth:`hear`."""
+        (loop or self.innermost).note_failure()
         self._skips_next = False
 
     def note_skipped(self) -> None:
         """All ranks know that this batch is left out."""
-        self._loop.note_skipped()
+        self.innermost.note_skipped()
         self._skips_next = False
 
     def round_ended(self) -> None:
@@ -299,12 +300,12 @@ class Decisions:
     @property
     def is_default(self) -> bool:
         """Whether nothing is known but which batch it is, so that a report that says no more changes nothing."""
-        return not self._stops and self._loop.is_default
+        return not self._stops and self.innermost.is_default
 
     @property
     def has_failed(self) -> bool:
         """Whether the round of this batch has failed, and all ranks know."""
-        return self._loop.has_failed
+        return self.innermost.has_failed
 
     @property
     def may_be_idle(self) -> bool:
@@ -334,13 +335,13 @@ class Decisions:
         """Whether any rank has left out this batch, so that all have, or none has one. Waits as :attr:`should_stop`
         does."""
         self._read()
-        return self._loop.skips
+        return self.innermost.skips
 
     @property
     def all_have_ended(self) -> bool:
         """Whether no rank has another batch after the one of the last round. Waits as :attr:`should_stop` does."""
         self._read()
-        return self._loop.all_end
+        return self.innermost.all_end
 
 
 _known: "weakref.WeakSet[Decisions]" = weakref.WeakSet()

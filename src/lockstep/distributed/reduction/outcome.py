@@ -56,13 +56,14 @@ class Outcome:
         """Whether all ranks wait for the report of the round that has opened: the last one asked for what takes all
         ranks, and some had not waited for it."""
         self._abandoned: Round | None = None  # what it has sent may not have arrived yet
+        self._loop = self._decisions.innermost  # of the last round; it may end before the report is read
 
     def abandon(self, failing: Round) -> None:
         """Abandon a round, because this rank's part in it has failed.
 
         Ranks that have not read of it when the next one ends fail then, so that one's report is read at once.
         """
-        self.has_failed, self._abandoned = True, failing
+        self.has_failed, self._abandoned, self._loop = True, failing, self._decisions.innermost
         failing.abandon()
         self._decisions.has_unread(self)
 
@@ -74,7 +75,7 @@ class Outcome:
             self._setup.buffers.drop_large()
             report = self._setup.transport.read_abandoned(abandoned.abandoned_row)
             if report is not None:
-                self._decisions.hear([status.loop for status in report.ranks], abandoned=True)
+                self._decisions.hear([status.loop for status in report.ranks], self._loop, abandoned=True)
 
     def conclude(
         self, ended: Round, own: Contribution, may_defer: Callable[[int, bool], bool], *, lists_used: bool
@@ -87,6 +88,7 @@ class Outcome:
         every rank if the ranks were not in the same round.
         """
         setup, transport = self._setup, self._setup.transport
+        self._loop = self._decisions.innermost
         row = ended.report_row  # which its bucket may give up, with the gradients
         watch = setup.watch_of(ended.number)
         report = transport.read(row, lambda: may_defer(ended.number, bool(ended.late)))
@@ -143,7 +145,7 @@ class Outcome:
         is_late = self._is_late_unnoticed(report)
         self._drop()
         if any(status.failed for status in report.ranks):
-            self._decisions.note_failure()
+            self._decisions.note_failure(self._loop)
         elif is_late:
             self._setup.adapt(report)  # as all ranks do: the next round has room
 
@@ -234,7 +236,7 @@ class Outcome:
         """
         ranks = self._collectives.global_ranks
         if report.ranks:
-            self._decisions.hear([status.loop for status in report.ranks])
+            self._decisions.hear([status.loop for status in report.ranks], self._loop)
         check_ranks(report, number, self._collectives.rank, ranks, advice)
         if report.skips:
             return 1.0
