@@ -46,3 +46,21 @@ def joins(rank):
 
 def test_values_that_join_makes_equal_at_its_end_only():
     assert run_processes(2, joins) == [True, True]
+
+
+def drifts_beside_a_rank_without_batches(rank):
+    """Rank 1 never has looked at a value when ranks compare them one by one."""
+    torch.manual_seed(0)
+    model = lockstep.DistributedDataParallel(nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)))
+    lockstep.check_in_sync(model, every=1)
+    with torch.no_grad():
+        model.module[0].weight += rank.rank
+    with pytest.raises(lockstep.errors.OutOfSyncError) as raised, Join([model]):
+        for _ in range(0 if rank.rank == 1 else 2):
+            model(torch.randn(4, 2)).sum().backward()
+    return str(raised.value)
+
+
+def test_a_rank_that_has_no_batch_in_join_hears_what_drifts_on_the_others():
+    for rank, text in enumerate(run_processes(3, drifts_beside_a_rank_without_batches)):
+        assert text.startswith(f"rank {rank}: parameter 0.weight is out of sync: rank 0 has other values than rank 2.")

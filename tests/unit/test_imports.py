@@ -32,6 +32,7 @@ FOUNDATION = {
     "one_by_one",
     "pace",
     "traffic",
+    "value_watch",
     "values",
 }
 """Files of ``lockstep.distributed`` that ``lockstep.distributed.reduction`` rests on."""

@@ -23,7 +23,8 @@ def check_in_sync(module: Module, process_group: Group | None = None, *, every: 
     With ``every=100`` that is also done from now on, in each hundredth backward that synchronises: parameters as they
     are then, and buffers, unless each rank has its own, as they were when forward began. A digest is computed on the
     device, in one pass over the values, and travels in the report of the round; a single bit that has flipped changes
-    it with certainty. ``backward()`` raises, on every rank.
+    it with certainty. ``backward()`` raises, on every rank. Of a module that is replicated with shares, it is done at
+    the end of each hundredth step: the loop over the shares raises.
 
     Values are compared bit by bit, by digest (BLAKE2b of the bytes, which are copied to the CPU first), so it costs
     one pass over the module's memory; run it every few hundred steps, or before saving.
@@ -32,8 +33,8 @@ def check_in_sync(module: Module, process_group: Group | None = None, *, every: 
         module: A module that has the same names, shapes and dtypes on every rank; replicated or not. Of a ``DTensor``
             each rank compares the part that it holds.
         process_group: The ranks; the group that the module is replicated over if None, or the default group.
-        every: In which rounds of a replicated module values are compared from now on, the same on all ranks; 0 ends
-            it.
+        every: In which rounds of a replicated module, or steps with shares, values are compared from now on, the same
+            on all ranks; 0 ends it.
 
     Raises:
         OutOfSyncError: Something differs; names the first, the ranks and both digests.
@@ -70,7 +71,7 @@ def check_in_sync(module: Module, process_group: Group | None = None, *, every: 
     lines = [Line(name, describe_tensor(tensor, layout=False)) for name, tensor in named]
     agree(Description([Line("check_in_sync(every=...)", str(every)), *lines]), [], collectives)
     if every is not None and replication is not None:
-        replication.started_reducer.setup.watch_values(every)
+        replication.watch_values(every)
     digests = [digest_of(tensor) for _, tensor in named]
     whole = hashlib.blake2b(b"".join(digests), digest_size=_DIGEST_BYTES).digest()
     rows = collectives.all_gather(_bytes(whole, collectives), "digest of all values")

@@ -273,6 +273,10 @@ class Replication:
         finally:
             own.announce(None)
 
+    def watch_values(self, every: int) -> None:
+        """Compare values in every ``every``-th round from now on, or in none if it is 0; all ranks must."""
+        self.started_reducer.setup.watch_values(every)
+
     def gradients_zeroed(self) -> None:
         """``zero_grad()`` of the module has given up what had accumulated."""
         if self.reducer is not None and not torch.compiler.is_compiling():

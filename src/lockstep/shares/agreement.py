@@ -21,6 +21,7 @@ from lockstep.distributed.buffers import Buffer, describe_buffer
 from lockstep.distributed.collectives import Collectives
 from lockstep.distributed.dtensors import local_part
 from lockstep.distributed.selection import Contents, describe_parameter
+from lockstep.distributed.value_watch import PARAMETERS_AND_BUFFERS, ValueWatch
 from lockstep.distributed.values import check_equal_values
 from lockstep.errors import AgreementError
 from lockstep.shares.buffers import TravellingBuffers, specs_of
@@ -90,6 +91,7 @@ class Agreement:
     def __init__(self, members: Members, collectives: Collectives, compares_values: bool) -> None:
         self._members, self._collectives, self._compares_values = members, collectives, compares_values
         self._agreed = _Agreed(0, TravellingBuffers(), ExchangePlan([], [], 1, collectives), HEAD_BYTES)
+        self._watch: ValueWatch | None = None
 
     @property
     def buffers(self) -> TravellingBuffers:
@@ -150,3 +152,41 @@ class Agreement:
         """
         if self._compares_values and any(head.buffers != heads[0].buffers for head in heads):
             check_equal_values(values, self._collectives, "buffer", "was registered or written between steps")
+
+    def watch_values(self, every: int) -> None:
+        """Compare all values in every ``every``-th step from now on, or in none if it is 0; all ranks must."""
+        self._watch = ValueWatch(every) if every else None
+
+    def look(self, number: int, members: Members, buffers: Sequence[tuple[str, Tensor]]) -> int:
+        """What this rank says of its values at the end of the step of that number, which has begun with these buffers:
+        a digest, or 0 if they are not compared in it."""
+        watch = self._watch
+        if watch is None or not watch.is_due(number):
+            return 0
+        watch.forget()  # what a step that has failed has left
+        watch.look_at_buffers([value for _, value in buffers])
+        parameters = [parameter for _, parameter in members.parameters]
+        _, digest = watch.look(parameters, parameters[0].device if parameters else self._collectives.device)
+        return int(digest) or 1
+
+    def check_values(self, members: Members, buffers: Sequence[tuple[str, Tensor]], heads: Sequence[Head]) -> None:
+        """Raise :class:`OutOfSyncError`, on every rank, if heads have different digests, and :class:`AgreementError` if
+        only some have one.
+
+        Communicates what :meth:`ValueWatch.check` does if digests differ.
+        """
+        looks = [head.values != 0 for head in heads]
+        if not any(looks):
+            return
+        if not all(looks):
+            with_one, without = (self._collectives.global_ranks[looks.index(kind)] for kind in (True, False))
+            raise AgreementError(
+                f"rank {with_one} compares values in this step, as check_in_sync(model, every=...) asks for, and rank "
+                f"{without} does not: it has been asked for something else, or has finished another number of steps. "
+                "Load the same training state on every rank, and call check_in_sync() on all"
+            )
+        assert self._watch is not None
+        told = [(PARAMETERS_AND_BUFFERS, head.values) for head in heads]
+        names = [name for name, _ in members.parameters], [name for name, _ in buffers]
+        self._watch.check(told, *names, self._collectives)
+        self._watch.forget()

@@ -86,7 +86,7 @@ class ShareModule:
         self._modes = 0
         self._expected_precision: str | None = None
         self._take(watch.look())
-        self._agreement = Agreement(self._members, collectives, compares_values)
+        self.agreement = Agreement(self._members, collectives, compares_values)
         self.settings = settings_of(self.devices)
 
     def _take(self, members: Members) -> None:
@@ -128,8 +128,8 @@ class ShareModule:
         self._gradients.check_hooks()
         self._precisions, self._modes, self._weights = set(), 0, {}
         self._last_share = own[-1] if own else None
-        if self._collectives.world > 1 and self._agreement.covers(self._members, step.count):
-            self._exchange = self._agreement.exchange(self._spare)
+        if self._collectives.world > 1 and self.agreement.covers(self._members, step.count):
+            self._exchange = self.agreement.exchange(self._spare)
         self._audit, self._evidence = step.audit, None
         if self._audit is not None:
             names = [f"the gradient of {name}" for name in self._gradients.names]
@@ -195,7 +195,7 @@ class ShareModule:
             return
         try:
             if self._collectives.world > 1 and self.world.joined == 1 and not self._has_reported:
-                exchange = self._exchange or self._agreement.exchange(self._spare)
+                exchange = self._exchange or self.agreement.exchange(self._spare)
                 exchange.send_rest([], self._head(step)._replace(has_failed=True).to_row(), wait_follows=False)
         except CommunicationError as error:
             logging.getLogger("lockstep").debug("the other ranks could not be told of a failure: %s", error)
@@ -212,9 +212,9 @@ class ShareModule:
             self._check_complete(step)
             reports, kept = self._reports_of_all(step)
             heads, first_changes = [each.head for each in reports], [each.changed_buffers for each in reports]
-            travelling = self._agreement.buffers
+            travelling = self.agreement.buffers
             if self._collectives.world > 1:
-                self._agreement.expect(self._buffers.travelling_next(first_changes), step.next_count)
+                self.agreement.expect(self._buffers.travelling_next(first_changes), step.next_count)
             self._decisions.hear(each.loop for each in heads)
             check_modes(heads, self._collectives)
             self._check_precision(heads)
@@ -252,27 +252,30 @@ class ShareModule:
         head = self._head(step)
         if self._collectives.world == 1:
             return [self._report(head, step)], [{}]
+        buffers = self._buffers.values()
+        head = head._replace(values=self.agreement.look(self.steps + 1, self._members, buffers))
         self._has_reported = True
         if self._exchange is None:
-            report, rows = None, self._agreement.exchange(self._spare).rows_alone(head.to_row())
+            report, rows = None, self.agreement.exchange(self._spare).rows_alone(head.to_row())
         else:
             report = self._report(head, step)
             rows = self._rows_of_all(self._exchange, report)
         heads = Head.of_rows(rows)
         check_heads(heads, step, self._collectives)
         if any(each.differs for each in heads):
-            self._agreement.renew(self._members, step, heads)
-        self._agreement.check_buffers(self._buffers.values(), heads)
+            self.agreement.renew(self._members, step, heads)
+        self.agreement.check_buffers(buffers, heads)
+        self.agreement.check_values(self._members, buffers, heads)
         if report is None:
-            self._exchange = self._agreement.exchange(self._spare)
+            self._exchange = self.agreement.exchange(self._spare)
             report = self._report(head, step)
             rows = self._rows_of_all(self._exchange, report)
         reports, kept = Report.of_rows(rows, report)
-        return reports, [self._buffers.split_kept(each, self._agreement.buffers.kept) for each in kept]
+        return reports, [self._buffers.split_kept(each, self.agreement.buffers.kept) for each in kept]
 
     def _rows_of_all(self, exchange: Exchange, report: Report) -> Tensor:
         """Send partial sums and report; returns the rows of all ranks."""
-        buffers = self._agreement.buffers
+        buffers = self.agreement.buffers
         sums = with_buffers(self._gradients.take_terms(), self._buffers.sums(buffers.averaged))
         exchange.send_rest(sums, torch.cat([report.to_row(), self._buffers.kept(buffers.kept)]), wait_follows=True)
         return exchange.rows()

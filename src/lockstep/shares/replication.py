@@ -126,8 +126,8 @@ class ShareReplication(Replication):
 
     @property
     def started_reducer(self) -> NoReturn:
-        """Refused: with shares there are no rounds for skip_batch(), batches(), check_in_sync(every=) and the like."""
-        self._refuse("a call with this module that needs its rounds of gradients, as skip_batch() does,")
+        """Refused: with shares there are no rounds for skip_batch(), batches() and the like."""
+        self._refuse("batches(), skip_batch(), skip_on() and other functions that go by a module's rounds of gradients")
 
     def _refuse(self, what: str) -> NoReturn:
         raise OptionError(
@@ -142,6 +142,10 @@ class ShareReplication(Replication):
         if weight is not None:
             self._started.weigh(weight)
         yield
+
+    def watch_values(self, every: int) -> None:
+        """Compare values in every ``every``-th step from now on, or in none if it is 0; all ranks must."""
+        self._started.agreement.watch_values(every)
 
     def gradients_zeroed(self) -> None:
         """Do nothing: weights are of the step under way."""

@@ -34,6 +34,8 @@ class Head(NamedTuple):
     """In which modes forward has run: :data:`TRAINING`, :data:`EVALUATION`, the sum of both, or 0 if it has not."""
     buffers: int = 0
     """A number that stands for the values of the buffers, if a program has written any between steps."""
+    values: int = 0
+    """A digest of all parameters and buffers, in steps in which they are compared; else 0."""
     has_failed: bool = False
     """Whether this rank has left the step before its end."""
     differs: bool = False
@@ -48,8 +50,8 @@ class Head(NamedTuple):
     def of_rows(cls, rows: Tensor) -> list[Self]:
         """The heads of the rows of all ranks."""
         return [
-            cls(step, loop, precision, modes, buffers, bool(has_failed), bool(differs))
-            for step, loop, precision, modes, buffers, has_failed, differs in _numbers_of(rows[:, :HEAD_BYTES])
+            cls(step, loop, precision, modes, buffers, values, bool(has_failed), bool(differs))
+            for step, loop, precision, modes, buffers, values, has_failed, differs in _numbers_of(rows[:, :HEAD_BYTES])
         ]
 
 

@@ -23,7 +23,6 @@ from lockstep.distributed.reduction.round import Round
 from lockstep.distributed.reduction.setup import Setup
 from lockstep.distributed.reduction.unread_reports import before_next_step
 from lockstep.distributed.reduction.usage import Usage
-from lockstep.distributed.reduction.watch import ValueWatch
 from lockstep.errors import AgreementError, OptionError, PeerError
 
 
@@ -90,11 +89,10 @@ class Outcome:
         setup, transport = self._setup, self._setup.transport
         self._loop = self._decisions.innermost
         row = ended.report_row  # which its bucket may give up, with the gradients
-        watch = setup.watch_of(ended.number)
         report = transport.read(row, lambda: may_defer(ended.number, bool(ended.late)))
         self.has_failed = False
         usual = report.is_usual and self._decisions.is_default
-        found = _USUAL if usual else self._find(report, ended.number, own, watch)
+        found = _USUAL if usual else self._find(report, ended.number, own)
         if found is None:
             own.leave_out()
             return ()
@@ -120,7 +118,7 @@ class Outcome:
             self._decisions.has_unread(self)
         return used
 
-    def _find(self, report: Report, number: int, own: Contribution, watch: ValueWatch | None) -> "_Findings | None":
+    def _find(self, report: Report, number: int, own: Contribution) -> "_Findings | None":
         """What follows from a report, and what takes an agreement of all ranks to know; None if the batch is left out.
 
         Raises as :meth:`conclude` does.
@@ -132,8 +130,7 @@ class Outcome:
             if report.skips:
                 self._drop()
                 return None
-            if watch is not None:
-                watch.check(report, self._collectives)
+            setup.check_values(report, number)
             newcomers: Sequence[ManagedParameter] = setup.agree_anew() if renews else ()
             return _Findings(factor, renews, newcomers, self._find_drift(own) if compares else None)
         except (PeerError, AgreementError, OptionError):

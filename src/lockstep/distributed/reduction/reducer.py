@@ -103,7 +103,7 @@ class Reducer:
         """The module's forward begins: it has the buffers that have come with the last round."""
         self.outcome.update_buffers()
         if self.setup.watch is not None:
-            self.setup.watch.forward_begins(self.rounds + 1)
+            self.setup.look_at_buffers(self.rounds + 1)
 
     def reached(self, forward: ForwardMark | None = None) -> None:
         """The backward pass has come to outputs of a forward; if it is None, to reduced gradients with a graph."""

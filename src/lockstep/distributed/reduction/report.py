@@ -12,7 +12,7 @@ own, or whole numbers so small that their sum is exact, or is at least not zero,
     weight   nine for each rank        the bytes of a float64: what this rank's contribution counts; and whether it
                                        adds to gradients from before
     digest   nine for each rank        in the rounds in which values are compared: of what there is a digest, and its
-                                       bytes (``watch.py``)
+                                       bytes (``value_watch.py``)
     buffers  the rest                  small ones (``buffers.py``)
 """
 

@@ -21,7 +21,7 @@ from lockstep.distributed.reduction.plan import AdaptivePlan
 from lockstep.distributed.reduction.report import Report
 from lockstep.distributed.reduction.report_transport import ReportTransport
 from lockstep.distributed.reduction.scheduler import GroupScheduler
-from lockstep.distributed.reduction.watch import ValueWatch
+from lockstep.distributed.value_watch import ValueWatch
 
 
 class Setup:
@@ -117,16 +117,34 @@ class Setup:
 
     def watch_values(self, every: int) -> None:
         """Compare values in every ``every``-th round from now on, or in none if it is 0; all ranks must."""
-        self.watch = ValueWatch(every, self.buffers) if every else None
+        self.watch = ValueWatch(every) if every else None
 
     def watch_of(self, number: int) -> ValueWatch | None:
         """What compares values in round ``number``, if anything does."""
         return None if self.watch is None or not self.watch.is_due(number) else self.watch
 
-    def look(self, number: int) -> Tensor | None:
-        """What round ``number`` reports of the module's values, if they are compared in it."""
+    def look_at_buffers(self, number: int) -> None:
+        """A forward begins, and the round of that number comes next."""
         watch = self.watch_of(number)
-        return None if watch is None else watch.look(self.parameters, self.transport.row_device)
+        if watch is not None and self.buffers.are_equal:
+            watch.look_at_buffers([buffer.current() for buffer in self.buffers.buffers])
+
+    def look(self, number: int) -> Tensor | None:
+        """What round ``number`` reports of the module's values, if they are compared in it: what there is a digest of,
+        and its bytes."""
+        watch = self.watch_of(number)
+        if watch is None:
+            return None
+        kind, digest = watch.look([each.parameter for each in self.parameters], self.transport.row_device)
+        return torch.nn.functional.pad(digest.view(1).view(torch.uint8), (1, 0), value=kind)
+
+    def check_values(self, report: Report, number: int) -> None:
+        """Raise :class:`OutOfSyncError`, on every rank, if the report of round ``number`` has different digests."""
+        watch = self.watch_of(number)
+        if watch is not None:
+            told = [(digest[0], digest) for digest in report.digests]
+            names = [each.name for each in self.parameters], [buffer.name for buffer in self.buffers.buffers]
+            watch.check(told, *names, self.collectives)
 
     def follow(self, active: Sequence[int] | None) -> None:
         """Buffers of the round that opens are those of the ``active`` ranks of the group; None: of all."""
