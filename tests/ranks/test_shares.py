@@ -743,6 +743,35 @@ def test_a_rank_that_leaves_a_step_is_told_to_the_others_and_all_can_go_on(hosts
 
 
 @pytest.mark.parametrize("hosts", ["", "aa"], ids=["gloo", "shm"])
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_rank_that_cannot_put_a_step_together_is_told_to_the_others_and_all_can_go_on(hosts, failing):
+    """With several modules, ranks have told each other already which of them take part."""
+
+    def work(rank):
+        model, data = linear(rank)
+        both = [model, linear(rank)[0]]
+        found = []
+        for batch in itertools.islice(forever(data), 4):
+            model.zero_grad()
+            try:
+                for number, (x,) in enumerate(batch):
+                    sum(each(x).sum() for each in both).backward()
+                    if batch.epoch == 1 and batch.number == 0 and rank.rank == 1 and number == 1:
+                        both[failing].extra = nn.Parameter(torch.zeros(1))
+            except (NotReplicableError, PeerError) as error:
+                found.append(str(error)[:39])
+                both[failing].extra = None
+            else:
+                found.append(model.weight.grad.item())
+        return found
+
+    left_by_rank_0 = "rank 1 has left the loop over the shares"[:39]
+    first, second = run_ranks(2, work, hosts=hosts, group_timeout=10.0)
+    assert first == [3.5, 11.5, left_by_rank_0, 11.5]
+    assert second == [3.5, 11.5, "parameter extra was put into the module"[:39], 11.5]
+
+
+@pytest.mark.parametrize("hosts", ["", "aa"], ids=["gloo", "shm"])
 def test_a_rank_that_leaves_a_step_after_buckets_have_left_is_told_to_the_others(hosts, monkeypatch):
     """Of two layers, the last one's buckets have left when backward comes to the first."""
     monkeypatch.setattr(reduction, "CAP_BYTES", 1)

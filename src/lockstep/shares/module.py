@@ -75,7 +75,7 @@ class ShareModule:
         """How many steps have been finished."""
         self._step: Step | None = None
         self._last_share: int | None = None
-        self._has_reported = False
+        self._is_finishing = self._has_reported = False
         self._may_overlap = True
         self._exchange: Exchange | None = None
         self._early: EarlyBuckets | None = None
@@ -120,7 +120,8 @@ class ShareModule:
 
     def open(self, step: Step, own: range) -> None:
         """See :class:`Participant`."""
-        self._step, self._has_reported, self._exchange, self._early = step, False, None, None
+        self._step, self._exchange, self._early = step, None, None
+        self._is_finishing = self._has_reported = False
         if self._watch.changed():
             self._gradients.unhook()
             self._take(self._watch.look())
@@ -194,7 +195,8 @@ class ShareModule:
         if step is None:
             return
         try:
-            if self._collectives.world > 1 and self.world.joined == 1 and not self._has_reported:
+            is_awaited = self._is_finishing or self.world.joined == 1  # else ranks begin with their flags
+            if self._collectives.world > 1 and is_awaited and not self._has_reported:
                 exchange = self._exchange or self.agreement.exchange(self._spare)
                 exchange.send_rest([], self._head(step)._replace(has_failed=True).to_row(), wait_follows=False)
         except CommunicationError as error:
@@ -208,6 +210,7 @@ class ShareModule:
         """See :class:`Participant`."""
         step = self._step
         assert step is not None
+        self._is_finishing = True
         with self._collectives.phases.phase("finish", str(step)):
             self._check_complete(step)
             reports, kept = self._reports_of_all(step)
