@@ -90,7 +90,7 @@ class BoundedStore:
                 return bool(store.check(list(keys)))  # raises if the store is lost
             return True
 
-        return self._call(wait, seconds + ANSWER_SECONDS)
+        return self._call(wait, seconds + min(self._seconds, ANSWER_SECONDS))
 
     def look(self, key: str, found: Callable[[str], object]) -> None:
         """Call ``found`` with the value of a key, on another thread, if there is one; does not wait for the store.
