@@ -116,10 +116,11 @@ class Session:
     def batches(self, loader: Iterable[T], *modules: torch.nn.Module, padding: T | None = None) -> CountedBatches[T]:
         """:func:`lockstep.batches` over the session's group: equally many on all ranks, and counted by :attr:`step`.
 
+        With ``modules``, over the groups that they are replicated over.
         Evaluation, under ``torch.no_grad()``, is neither padded nor counted. Raises
         :class:`~lockstep.errors.PeerFailure` if another rank has failed.
         """
-        batches = uneven.batches(loader, *modules, group=self.group, padding=padding)
+        batches = uneven.batches(loader, *modules, group=None if modules else self.group, padding=padding)
         return CountedBatches(batches, self.progress, self.check)
 
     def agree(self, flag: object) -> bool:
