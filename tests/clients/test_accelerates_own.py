@@ -36,8 +36,9 @@ def said_to_have_gpus():
     PartialState._reset_state()
 
 
-def run_script(rank, script):
+def run_script(rank, script, folder):
     quiet()
+    os.chdir(folder)  # where it writes a file
     numbers = {"RANK": rank.rank, "LOCAL_RANK": rank.rank, "WORLD_SIZE": rank.world, "LOCAL_WORLD_SIZE": rank.world}
     os.environ.update({name: str(number) for name, number in numbers.items()})
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1", ACCELERATE_USE_CPU="true")
@@ -52,6 +53,6 @@ def run_script(rank, script):
 
 @backends
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_a_script_of_accelerate(script, backend):
+def test_a_script_of_accelerate(script, backend, tmp_path):
     need("accelerate")
-    run_processes(2, run_script, script, backend=backend, timeout=100, group_timeout=60)
+    run_processes(2, run_script, script, str(tmp_path), backend=backend, timeout=100, group_timeout=60)
