@@ -9,6 +9,7 @@ import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import NamedTuple, Protocol
 
 from lockstep.distributed.collectives import Group
@@ -139,6 +140,9 @@ class Loop:
         return not (self.skips or self.has_failed or self._some_end or self.all_end)
 
 
+_may_be_idle = attrgetter("may_be_idle")
+
+
 class Decisions:
     """What the loops of this rank say to those of the other ranks of a group, and what all have said."""
 
@@ -147,17 +151,14 @@ class Decisions:
         self.batch = _batches.get(group, 0)
         """The number of the batch that the innermost loop is at, counted by ``batches()``."""
         self._loops = [Loop()]  # from the outermost on; the first one is a loop that nobody counts
+        self.innermost = self._loops[0]
+        """The loop that rounds belong to."""
         self._padding: list[object] = []
         self._share: int | None = None
         self._requests: list[Callable[[], object]] = []
         self._unread: weakref.WeakSet[Reader] = weakref.WeakSet()
         self._stops = self._skips_next = False
         self._skippable: list[tuple[type[BaseException], ...]] = []
-
-    @property
-    def innermost(self) -> Loop:
-        """The innermost loop."""
-        return self._loops[-1]
 
     # ------------------------------------------------------------------------------ what this rank says
 
@@ -195,10 +196,12 @@ class Decisions:
             )
         loop = Loop(looks_ahead)
         self._loops.append(loop)
+        self.innermost = loop
         try:
             yield loop
         finally:
             self._loops = [each for each in self._loops if each is not loop]
+            self.innermost = self._loops[-1]
             if len(self._loops) == 1:
                 self._skips_next = False
 
@@ -310,7 +313,7 @@ class Decisions:
     @property
     def may_be_idle(self) -> bool:
         """Whether some rank may contribute nothing to the round under way. All ranks know alike."""
-        return any(loop.may_be_idle for loop in self._loops)
+        return any(map(_may_be_idle, self._loops))
 
     @property
     def active(self) -> list[int] | None:
