@@ -25,12 +25,6 @@ class _KeepingDict(OrderedDict[int, Any]):
         return OrderedDict, (list(self.items()),)
 
 
-def kept_by(module: Module) -> list[Any]:
-    """What a module keeps."""
-    hooks = vars(module).get(_ATTRIBUTE)
-    return [each for each in hooks.kept if not each.retired] if isinstance(hooks, _KeepingDict) else []
-
-
 def keep(module: Module, thing: Any) -> None:
     """Let ``thing`` live for as long as ``module``; one that has been retired is let go."""
     hooks = vars(module)[_ATTRIBUTE]

@@ -16,7 +16,7 @@ from lockstep.distributed.agreement import Line, describe_tensor
 from lockstep.distributed.buffers import Buffer, BufferSet, has_overlap
 from lockstep.distributed.dtensors import local_part
 from lockstep.distributed.options import Options
-from lockstep.distributed.reduction.parameter_hooks import is_newcomer, listener_of
+from lockstep.distributed.reduction.owners import owner_of
 from lockstep.distributed.reduction.reducer import Reducer
 from lockstep.errors import AlreadyManagedError, NotReplicableError, OptionError
 
@@ -144,7 +144,9 @@ class Selection:
         other = _reducer_of(parameter)
         if other is None or other is reducer:
             return True
-        takes = reducer is None and (self._taking_over or is_newcomer(parameter) or _is_covered(other, found))
+        takes = reducer is None and (
+            self._taking_over or other.setup.members.is_newcomer(parameter) or _is_covered(other, found)
+        )
         return takes or not other.setup.members.have(parameter)
 
     def superseded(self, contents: Contents) -> list[Reducer]:
@@ -173,7 +175,7 @@ def _is_covered(reducer: Reducer, found: Collection[int]) -> bool:
 
 
 def _reducer_of(parameter: Parameter) -> Reducer | None:
-    found = listener_of(parameter)
+    found = owner_of(parameter)
     return found if isinstance(found, Reducer) else None
 
 
@@ -183,12 +185,6 @@ def _reducer_of(parameter: Parameter) -> Reducer | None:
 def note_replicated(module: Module) -> None:
     """A module has a replication of its own from now on, which those of modules around it leave alone."""
     _replicated.add(module)
-
-
-def without_replicated(part: Module) -> Iterator[Module]:
-    """The modules of a part of a network, but for those that are replicated by themselves."""
-    skipped = {each for root in part.modules() if root in _replicated for each in root.modules()}
-    return (each for each in part.modules() if each not in skipped)
 
 
 def _replicated_children(module: Module) -> Iterator[Module]:

@@ -41,53 +41,28 @@ class CopiedIn(NamedTuple):
 
 
 class BucketPart:
-    """Gradients of a bucket that are waited for, and copied, together."""
+    """Gradients of a bucket that are copied together."""
 
-    __slots__ = (
-        "arrived",
-        "awaited",
-        "bucket",
-        "indices",
-        "is_complete",
-        "is_copied",
-        "is_looked_at",
-        "noted",
-        "positions",
-    )
+    __slots__ = ("awaited", "bucket", "indices", "is_complete", "is_copied", "is_looked_at", "positions")
 
     def __init__(self, bucket: "GradientBucket", positions: range, is_looked_at: bool) -> None:
-        self.bucket, self.positions = bucket, positions
+        self.bucket = bucket
+        self.positions = positions
         self.indices = bucket.planned.indices[positions.start : positions.stop]
         """The parameters, by number."""
         self.is_looked_at = is_looked_at
-        """Whether anything is done when all have come, before the end of backward."""
-        self.awaited = self.indices[-1] if is_looked_at else -1
-        """The parameter whose gradient is expected to be the last one, then."""
-        self.noted = self.indices[:-1] if is_looked_at else self.indices
-        """The others: nothing is done when their gradients come."""
-        self.arrived: list[Parameter] = []
-        """Parameters whose gradients have come; one whose gradient has come twice may be there twice."""
+        """True if anything is done when all have come, before the end of backward."""
+        self.awaited = self.indices[-1]
+        """The parameter whose gradient is expected to be the last one."""
         self.is_complete = False
-        """Whether all have come, and that has been noticed."""
+        """True if all have come while backward runs, and that has been noticed."""
         self.is_copied = False
-        """Whether they are in the bucket's memory already, and not in the parameters' ``.grad``."""
+        """True if they are in the bucket's memory already, and not in the parameters' ``.grad``."""
 
     def open(self) -> None:
         """A round begins."""
-        self.arrived.clear()
-        self.is_complete = self.is_copied = False
-
-    def look(self) -> bool:
-        """Notice whether all have come."""
-        count = len(self.indices)
-        self.is_complete = len(self.arrived) >= count and len(set(map(id, self.arrived))) == count
-        return self.is_complete
-
-    def came(self) -> list[int]:
-        """The parameters, by number, whose gradients have come."""
-        came = set(map(id, self.arrived))
-        members = self.bucket.members[self.positions.start : self.positions.stop]
-        return [member.index for member in members if id(member.parameter) in came]
+        self.is_complete = False
+        self.is_copied = False
 
 
 class GradientBucket(ABC):

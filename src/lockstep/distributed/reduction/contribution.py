@@ -1,10 +1,8 @@
 """What this rank contributes to the next round: which parameters have had gradients, what those count, and whether
 parameters were changed on them."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-
-from torch.nn import Parameter
 
 from lockstep.distributed.reduction.drift import DriftWatch
 from lockstep.distributed.reduction.parameter import ManagedParameter
@@ -55,15 +53,8 @@ class Contribution:
         """Whether it has a gradient of every parameter, and nothing else to tell."""
         return 0 not in self.used and not (self.weights.given or self._joined or self._idle or self.drift.suspects)
 
-    def accumulate(self, arrived: Iterable[Parameter]) -> None:
-        """A pass has ended that did not synchronise, and has given these parameters gradients."""
-        came = set(map(id, arrived))
-        if len(came) == len(self.used):
-            self.used[:] = bytes((1,)) * len(self.used)
-        else:
-            for member in self._parameters:
-                if id(member.parameter) in came:
-                    self.used[member.index] = 1
+    def accumulate(self) -> None:
+        """A pass has ended that did not synchronise."""
         self.weights.pass_ended(self.used)
 
     def end_round(self) -> None:

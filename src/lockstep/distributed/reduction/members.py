@@ -9,10 +9,10 @@ from torch.optim import Optimizer
 
 from lockstep.distributed.agreement import Description, agree
 from lockstep.distributed.collectives import Collectives
-from lockstep.distributed.reduction.arrivals import Arrivals
 from lockstep.distributed.reduction.graph import Reach
+from lockstep.distributed.reduction.owners import owner_of
 from lockstep.distributed.reduction.parameter import ManagedParameter
-from lockstep.distributed.reduction.parameter_hooks import is_marked, take_mark
+from lockstep.distributed.reduction.parameter_hooks import can_have_gradient
 
 
 class Membership(Protocol):
@@ -27,10 +27,6 @@ class Membership(Protocol):
         """Those, by number, that are trained on any rank."""
 
     @property
-    def arrivals(self) -> Arrivals:
-        """Which of their gradients come in a pass."""
-
-    @property
     def last(self) -> list[int]:
         """Those, by number, whose gradients leave last."""
 
@@ -41,8 +37,9 @@ class Membership(Protocol):
     def has(self, parameter: Parameter) -> bool:
         """Whether the parameter is there on this rank, agreed on or not."""
 
-    def owns(self, module: Module) -> bool:
-        """Whether the own parameters of ``module``, a part, are among them."""
+    @property
+    def owners(self) -> "list[weakref.ref[Module]]":
+        """The modules whose own parameters they are."""
 
     def changed(self) -> bool:
         """Whether there are others on this rank now, by a look at references."""
@@ -54,11 +51,8 @@ class Membership(Protocol):
         """Whether that, as a forward has found it, was the module's own parameter, and not lent to it meanwhile."""
 
     def welcome(self) -> tuple[Sequence[ManagedParameter], Collection[int]]:
-        """Hook those that are new on this rank, and return them, numbered as they will be, and the identities of those
+        """Claim those that are new on this rank, and return them, numbered as they will be, and the identities of those
         that have gone."""
-
-    def hook_again(self, idle: Sequence[int]) -> list[int]:
-        """Hook those among ``idle`` that had lost their hook; returns which of them have a gradient."""
 
     def renew(self, collectives: Collectives) -> list[ManagedParameter]:
         """Agree with all ranks on which there are; returns the new ones that any rank has a gradient of."""
@@ -76,8 +70,13 @@ class Members:
         """The identities of those that they have agreed on, and that this rank has no more."""
 
     def _take(self, membership: Membership) -> None:
-        self.parameters, self.arrivals = membership.parameters, membership.arrivals
-        self.trained, self.last = membership.trained, membership.last
+        self.parameters = membership.parameters
+        self.trained = membership.trained
+        self.last = membership.last
+        self._owners = membership.owners
+        self._agreed = [each.parameter for each in self.parameters]
+        self._known = {id(parameter): parameter for parameter in self._agreed}
+        self._tracked = self._agreed
 
     @property
     def current(self) -> list[ManagedParameter]:
@@ -98,17 +97,52 @@ class Members:
             return any(each.parameter is parameter for each in self.parameters)
         return membership.has(parameter)
 
-    def belong_to(self, module: Module) -> bool:
-        """Whether what is registered in ``module``, a part, will be one of them."""
-        membership = self._membership()
-        return membership is not None and membership.owns(module)
+    @property
+    def tracked(self) -> list[Parameter]:
+        """The parameters whose gradients are looked at: those that the ranks have agreed on, by number, and then those
+        that are new on this rank."""
+        return self._tracked
+
+    def tracks(self, parameter: Parameter) -> bool:
+        """Return True if the parameter is one of :attr:`tracked`."""
+        known = self._known.get(id(parameter)) is parameter
+        return known or any(each.parameter is parameter for each in self.newcomers)
+
+    def is_newcomer(self, parameter: Parameter) -> bool:
+        """Return True if the parameter is new on this rank, and the ranks have not agreed on it yet."""
+        return any(each.parameter is parameter for each in self.newcomers)
+
+    def name_of(self, parameter: Parameter) -> str:
+        """Return the name of a parameter that is tracked."""
+        return next(each.name for each in (*self.newcomers, *self.parameters) if each.parameter is parameter)
 
     def look(self) -> bool:
         """Look for parameters that have come or gone on this rank; returns whether any have."""
         membership = self._membership()
         changed = membership is not None and membership.changed()
-        self.newcomers, self.departed = membership.welcome() if membership is not None and changed else ((), ())
+        if changed and membership is not None:
+            self.newcomers, self.departed = membership.welcome()
+        else:
+            self.newcomers = self._orphans() if membership is None else ()
+            self.departed = ()
+        self._tracked = (
+            [*self._agreed, *(each.parameter for each in self.newcomers)] if self.newcomers else self._agreed
+        )
         return changed
+
+    def _orphans(self) -> list[ManagedParameter]:
+        """Return parameters that were put into parts of the module when that was there no more."""
+        parts = [part for link in self._owners if (part := link()) is not None]
+        found = {
+            id(tensor): (f"{name}.{key}" if name else key, tensor)
+            for part in parts
+            for name, owner in part.named_modules()
+            for key, tensor in owner._parameters.items()
+            if tensor is not None and id(tensor) not in self._known and can_have_gradient(tensor)
+        }
+        unowned = [(name, tensor) for name, tensor in found.values() if owner_of(tensor) is None]
+        count = len(self._agreed)
+        return [ManagedParameter(count + i, name, tensor, False) for i, (name, tensor) in enumerate(unowned)]
 
     @property
     def is_dropped(self) -> bool:
@@ -129,29 +163,10 @@ class Members:
         membership = self._membership()
         return membership is None or membership.is_own(sample)
 
-    def find_swapped(self, used: bytearray) -> list[int]:
-        """The parameters whose tensor was swapped, and that have a gradient, among those that are not ``used``; they
-        are from now on, and have their hook again."""
-        membership = self._membership() if 0 in used else None
-        found = (
-            [] if membership is None else membership.hook_again([i for i, is_used in enumerate(used) if not is_used])
-        )
-        for index in found:
-            used[index] = 1
-        return found
-
     def has_parameter_of(self, optimizer: Optimizer) -> bool:
         """Whether an optimizer uses the gradient of any of the parameters."""
         known = {id(member.parameter) for member in (*self.parameters, *self.newcomers)}
         return any(id(each) in known for group in optimizer.param_groups for each in group["params"])
-
-    def are_marked(self) -> bool:
-        """Whether compiled autograd has run hooks of the parameters."""
-        return any(is_marked(member.parameter) for member in self.parameters)
-
-    def take_marks(self) -> set[int]:
-        """The parameters, by identity, whose hooks compiled autograd has run since this was last asked."""
-        return {id(member.parameter) for member in self.parameters if take_mark(member.parameter)}
 
     def agree_anew(self, collectives: Collectives) -> list[ManagedParameter]:
         """Agree with all ranks on which parameters there are; returns the new ones that any rank has a gradient of."""

@@ -15,6 +15,7 @@ from torch.nn import Parameter
 
 from lockstep.distributed.buffers import KeptBuffers
 from lockstep.distributed.collectives import Collectives, Pending
+from lockstep.distributed.reduction.engine import BackwardPass
 from lockstep.distributed.reduction.graph import Reach
 
 TAKES_PART, FAILED, SKIPPED = 1, 1 << 16, 1 << 32
@@ -51,8 +52,8 @@ class RankParticipation(Protocol):
 class ScheduledModule(Protocol):
     """What synchronises the gradients of one replicated module, as its scheduler knows it."""
 
-    open: bool
-    """Whether the backward pass under way has reached the module."""
+    home: int
+    """The thread in which the module is used."""
 
     @property
     def participation(self) -> RankParticipation:
@@ -63,8 +64,12 @@ class ScheduledModule(Protocol):
         """Whether another replication has taken its place."""
 
     @property
-    def reducing(self) -> bool:
-        """Whether that pass synchronises its gradients."""
+    def synchronises(self) -> bool:
+        """Return True if the pass under way synchronises gradients, or the next one if none is."""
+
+    @property
+    def is_expected(self) -> bool:
+        """Return True if the pass under way has gone through outputs of a forward."""
 
     @property
     def rounds(self) -> int:
@@ -73,11 +78,23 @@ class ScheduledModule(Protocol):
     def reached(self) -> None:
         """The backward pass has come to what may lead to the module's parameters, on some rank."""
 
-    def is_marked(self) -> bool:
-        """Whether compiled autograd has run hooks of its parameters."""
+    def is_in_reach(self, reach: Reach) -> bool:
+        """Return True if a pass of that reach accumulates into parameters of the module, as far as its graph shows."""
 
-    def take_marked(self) -> None:
-        """Take what those hooks have left as if they ran now."""
+    def pass_begins(self, this: BackwardPass) -> None:
+        """A backward pass begins, and has added to no gradient yet."""
+
+    def watches(self, this: BackwardPass) -> bool:
+        """Return True if that pass may come to the module, and no other one inside of it is under way."""
+
+    def look(self) -> bool:
+        """The pass under way is over: return True if it has come to any parameter."""
+
+    def pass_leaves(self) -> None:
+        """The pass under way is over, and has not come to the module."""
+
+    def accumulate(self) -> None:
+        """The pass under way has come to the module, and does not synchronise."""
 
     def is_within(self, reach: Reach, expected: bool) -> bool:
         """Whether a pass of that reach is a round of the module; ``expected``: it goes through the module."""

@@ -6,15 +6,15 @@ may be ones that do not synchronise; and it may have other parameters, buffers o
 which it has to say.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lockstep.distributed.buffers import KeptBuffers
-from lockstep.distributed.reduction.backward import BackwardPass, current_pass, watch_passes
 from lockstep.distributed.reduction.contribution import Contribution, gradients_set_aside
+from lockstep.distributed.reduction.engine import BackwardPass, current_pass
 from lockstep.distributed.reduction.idle import IdleBatch, contributing_nothing
 from lockstep.distributed.reduction.outcome import Outcome
 from lockstep.distributed.reduction.passes import PassLog
@@ -68,17 +68,10 @@ class Participation:
         contribution.weights.watch(members.parameters, members.newcomers, members.departed)
 
     def pass_begins(self, this: BackwardPass) -> None:
-        """A backward pass begins in a thread in which weights were announced, and has added to no gradient yet."""
-        with self._lock:
-            if self._looked_in is None or self._looked_in.over:  # else it is begun by a hook of that one
-                self._looked_in = this
-                self.contribution.weights.look(idle=self.idle_batch is not None)
-
-    def pass_comes(self) -> None:
-        """A backward pass has come to the module's forward, and has added to no gradient of it yet."""
-        with self._lock:
-            if not self._has_looked():
-                self.contribution.weights.look(idle=self.idle_batch is not None)
+        """A backward pass begins, and has added to no gradient yet."""
+        if self._looked_in is None or self._looked_in.over:  # else it is begun by a hook of that one
+            self._looked_in = this
+            self.contribution.weights.look(idle=self.idle_batch is not None)
 
     def _has_looked(self) -> bool:
         """Whether the pass under way was known when it began."""
@@ -107,9 +100,9 @@ class Participation:
         self.differs = self.differs or self._setup.differs()
         self._in_round = True
 
-    def end_pass(self, ended: Round | None, accumulated: Sequence[Parameter] | None, failed: bool) -> None:
-        """A backward pass is over that was the round ``ended``, or has given the ``accumulated`` parameters gradients,
-        if it has reached the module at all; ``failed`` if all ranks know that its round has failed.
+    def end_pass(self, ended: Round | None, accumulated: bool, failed: bool) -> None:
+        """A backward pass is over that was the round ``ended``, or has ``accumulated`` gradients, or neither;
+        ``failed`` if all ranks know that its round has failed.
 
         After a failure no rank has a gradient: what is left differs by rank (``test_after_a_failed_backward.py``).
         """
@@ -123,17 +116,11 @@ class Participation:
         elif self.idle_batch is not None:
             self.idle_batch.undo()
             self.contribution.weights.note_closely()
-        elif accumulated is not None:
-            self.contribution.accumulate(accumulated)
+        elif accumulated:
+            self.contribution.accumulate()
         if failed or ended is not None:
             self.passes.end_round()
         self.passes.end_pass()
-
-    def opens_for(self, parameter: Parameter) -> bool:
-        """Whether the gradient of a parameter that the ranks have not agreed on shows that a pass has reached the
-        module: this rank has to say that it differs, or that it has failed, or the gradient has a weight."""
-        is_new = any(each.parameter is parameter for each in self._members.newcomers)
-        return self.differs or self._members.is_dropped or (is_new and self.contribution.weights.concerned)
 
     def newcomer_arrived(self, parameter: Parameter) -> None:
         """A parameter that the ranks have not agreed on has got a gradient."""
@@ -143,14 +130,14 @@ class Participation:
             self.idle_batch.newcomer_arrived(parameter)
 
     def takes_part(self, accumulates: bool) -> bool:
-        """Whether a backward pass that has gone through the module without a gradient of it is a round all the same.
+        """Return True if a backward pass that has gone through the module without a gradient of it is a round all the
+        same.
 
         It is if other ranks may have gradients: a loss that, on this rank, reaches only what is frozen.
         """
         members = self._members
         trained = any(each.parameter.requires_grad for each in (*members.parameters, *members.newcomers))
-        swapped = members.find_swapped(self.contribution.used)
-        return bool(swapped) or (accumulates and self.passes.is_reached and trained)
+        return accumulates and self.passes.is_reached and trained
 
     # ------------------------------------------------------------------------------- what it says of a round
 
@@ -212,7 +199,6 @@ class Participation:
         self.idle_batch = IdleBatch(parameters, self.keep_buffers())
         self.contribution.weights.look(idle=True)
         self.contribution.weights.note_closely()
-        watch_passes(self)
 
     def end_idle_batch(self) -> None:
         """The loop goes on."""
@@ -238,7 +224,6 @@ class Participation:
         if self.idle_batch is not None:
             return
         if weight is not None:
-            watch_passes(self)
             # What new parameters get has a weight, too:
             # test_what_a_new_parameter_has_had_before_is_not_mixed_up_past_the_module.
             self.look_for_changes()

@@ -1,28 +1,28 @@
-"""The schedule of a module's gradients: parameter hooks -> buckets -> collectives -> gradients.
+"""The schedule of a module's gradients: a look at them -> buckets -> collectives -> gradients.
 
 What one backward pass of one replicated module sends is a *round* (``round.py``). Its life, in the order of this file:
 
-1. *open* - the first gradient of the module opens it. Only now is it decided whether this backward synchronises; if
-   not, gradients accumulate, and the hooks note which.
-2. *fill* - each gradient that comes is counted by its parameter's hook (``parameter_hooks.py``). A full bucket is
-   launched at once if all before it have been: every rank sends the same buckets in the same order, whatever order its
-   gradients come in.
-3. *finalize* - at the end of backward (``scheduler.py``) the buckets are launched that never filled up: parameters
-   without a gradient count as zero, or as what they had accumulated. The last bucket leaves now, and the report with
-   it: who used which parameter, the round's number, failures, weights, buffers (``report.py``). Then all are waited
-   for.
-4. *copy out* - parameters that any rank used get the mean, all others keep what they had. Gradients that came after
+1. *note* - a backward pass begins: gradients are noted as they are (``gradient_look.py``), and parameters that are new
+   in the module. It is decided whether this backward synchronises.
+2. *fill* - while backward runs, triggers (``parameter_hooks.py``) look whether all gradients of a part of a bucket have
+   come. A full bucket is launched at once if all before it have been: every rank sends the same buckets in the same
+   order, whatever order its gradients come in. The first trigger opens the round.
+3. *look* - the pass has ended: what has changed has come. If the pass does not synchronise, that is all.
+4. *finalize* - the buckets are launched that never filled up: parameters without a gradient count as zero, or as what
+   they had accumulated. The last bucket leaves now, and the report with it: who used which parameter, the round's
+   number, failures, weights, buffers (``report.py``). Then all are waited for.
+5. *copy out* - parameters that any rank used get the mean, all others keep what they had. Gradients that came after
    their bucket had left (a layer that reentrant checkpointing runs twice), or had no place in the plan (unfrozen, used
    for the first time), are in everybody's report, so every rank joins in reducing them now. Buffers are assigned.
-5. *adapt* - the plan follows what the ranks use (``plan.py``): what is frozen or never used is never sent, without a
+6. *adapt* - the plan follows what the ranks use (``plan.py``): what is frozen or never used is never sent, without a
    flag. If other parameters stand in the module on any rank, all choose anew what they replicate (``members.py``), and
    reduce the gradients of what is new in the same round.
 
 If backward fails, the round is abandoned instead: the other ranks get what they wait for, and are told.
 
-Lifetimes: the reducer lives for as long as any of its parameters, whose hooks refer to it, and has the module with it.
-Gradients live in buckets (``buckets.py``). What a rank has accumulated since the last round, and what it counts, is its
-*contribution* (``contribution.py``), and goes with the round that reduces it.
+Lifetimes: every module that holds a parameter keeps the reducer (``keeping.py``). Gradients live in buckets
+(``buckets.py``). What a rank has accumulated since the last round, and what it counts, is its *contribution*
+(``contribution.py``), and goes with the round that reduces it.
 """
 
 import logging
@@ -37,11 +37,15 @@ from weakref import WeakMethod
 import torch
 from torch.nn import Parameter
 
+from lockstep.distributed.reduction.buckets import BucketsInUse
+from lockstep.distributed.reduction.engine import BackwardPass, current_pass, foreign_pass, is_autograd_compiled
+from lockstep.distributed.reduction.gradient_look import GradientLook
 from lockstep.distributed.reduction.graph import Reach
 from lockstep.distributed.reduction.idle import IdleBatch
 from lockstep.distributed.reduction.outcome import Outcome
+from lockstep.distributed.reduction.owners import generation, owner_of
 from lockstep.distributed.reduction.parameter import ManagedParameter
-from lockstep.distributed.reduction.parameter_hooks import run_held_hooks, take_over_optimizers
+from lockstep.distributed.reduction.parameter_hooks import HookDictionary, Trigger, hold, hold_all, note_outlived, run_held_hooks
 from lockstep.distributed.reduction.participation import Participation
 from lockstep.distributed.reduction.passes import ForwardMark
 from lockstep.distributed.reduction.round import Round
@@ -73,13 +77,17 @@ class Reducer:
         self.outcome = Outcome(setup, self._lock)
         self.participation = Participation(setup, self.outcome, self._lock)
         self.passes = self.participation.passes
+        self.home = threading.get_ident()  # the thread in which the module is used
         self.retired = False  # another replication has taken over all parameters
         self.error = ""  # the last error of a round, for logging
-        self.open = False  # a backward pass under way has reached the module
-        self._round: Round | None = None  # if that pass synchronises
-        self._round_follows = False  # or if its round is to open at its end: the batch counts nothing
+        self._watched: list[_Watched] = []  # passes under way that may come to the module, inside of one another
+        self._round: Round | None = None  # of the last of them, if that synchronises and has opened it
         self._members = setup.members
         self._holds_hooks = False  # users have hooks on parameters
+        self._generation = -1  # of what is known of owners
+        self._is_whole = True  # this reducer synchronises all of the parameters
+        self._triggers: dict[int, HookDictionary] = {}  # by the number of the parameter
+        self._triggered: BucketsInUse | None = None  # the buckets that the triggers are for
         self._gradients_reached: WeakMethod[Callable[[], None]] = WeakMethod(self.reached)
 
     @property
@@ -92,43 +100,116 @@ class Reducer:
         """The number of the last round of which anything was sent."""
         return self.setup.rounds
 
-    # ------------------------------------------------------------------------------------ open
-
-    @property
-    def reducing(self) -> bool:
-        """Whether the backward pass under way has reached the module, and synchronises."""
-        return self._round is not None or self._round_follows
+    # ------------------------------------------------------------------------------------ note
 
     def forward_begins(self) -> None:
         """The module's forward begins: it has the buffers that have come with the last round."""
+        self.home = threading.get_ident()
         self.outcome.update_buffers()
         if self.setup.watch is not None:
             self.setup.look_at_buffers(self.rounds + 1)
 
+    def pass_begins(self, this: BackwardPass) -> None:
+        """A backward pass begins, and has added to no gradient yet."""
+        with self._lock:
+            if self._watched and self._has_been_reached(self._watched[-1]):
+                return  # it joins the pass around it
+            if self._watched and not this.is_inside(self._watched[-1].this):
+                self._watched.clear()  # of another thread, and never came here
+            self._watched.append(self._watch(this))
+
+    def _watch(self, this: BackwardPass) -> "_Watched":
+        own = self.participation
+        if not this.adds:
+            return _Watched(this, GradientLook(()), own.requires_sync)
+        own.look_for_changes()
+        parameters = self._members.tracked
+        hold_all(parameters, self)
+        if self._triggered is not self.setup.buckets:
+            self._place_triggers()
+        if self.setup.plan.observes:
+            self.setup.plan.begin_round()
+        own.pass_begins(this)
+        return _Watched(this, GradientLook(parameters), own.requires_sync)
+
+    def _has_been_reached(self, watched: "_Watched") -> bool:
+        return self._round is not None or watched.is_expected or bool(watched.look.changed())
+
+    def watches(self, this: BackwardPass) -> bool:
+        """Return True if that pass, if any, may come to the module, and no other one inside of it is under way."""
+        return bool(self._watched) and self._watched[-1].this is this
+
+    @property
+    def is_expected(self) -> bool:
+        """Return True if the pass under way has gone through outputs of a forward."""
+        return bool(self._watched) and self._watched[-1].is_expected
+
+    @property
+    def synchronises(self) -> bool:
+        """Return True if the pass under way synchronises gradients, or the next one if none is."""
+        return self._watched[-1].synchronises if self._watched else self.participation.requires_sync
+
     def reached(self, forward: ForwardMark | None = None) -> None:
         """The backward pass has come to outputs of a forward; if it is None, to reduced gradients with a graph."""
         self.collectives.enter(Phase.BACKWARD)
-        self.scheduler.expect_backward(self)
-        self.passes.reach(forward, forward is None or self._members.is_own(forward.sample))
-        if not self.open:
-            self.participation.pass_comes()
+        if self.retired:
+            return
+        with self._lock:
+            watched = self._watched_now()
+            watched.is_expected = True
+            self.passes.reach(forward, forward is None or self._members.is_own(forward.sample))
 
-    def _open(self) -> None:
-        """A backward pass has reached the module: its first gradient has come."""
-        if not self.scheduler.follow():
-            return  # of a pass that has failed in another thread: nobody waits for it any more
-        take_over_optimizers(map(_parameter_of, self._members.parameters))
-        own, expected = self.participation, self.scheduler.expects(self)
-        if own.requires_sync:
-            self._check_alive()
-        self.scheduler.enter(self)
-        if own.requires_sync and own.idle_batch is None:
-            self._open_round(expected)
+    def _watched_now(self) -> "_Watched":
+        """Return the pass under way, of which this is called."""
+        if not self._watched:
+            this = current_pass()
+            self._watched.append(self._watch(foreign_pass() if this is None else this.whole))
+        return self._watched[-1]
+
+    # ------------------------------------------------------------------------------------ fill
+
+    def _place_triggers(self) -> None:
+        """Put triggers on those parameters whose gradients are expected to be the last ones of their part, or, as long
+        as the order is not known, on all."""
+        for hooks in self._triggers.values():
+            hooks.set_trigger(None)
+        buckets = self._triggered = self.setup.buckets
+        if self.setup.plan.observes:
+            numbers = [member.index for member in self.parameters]
         else:
-            self.open, self._round_follows = True, own.requires_sync
-            self._members.arrivals.accumulate()
-        if own.idle_batch is None:  # what follows may fail on this rank alone: then the others are told
-            own.begin_pass(expected)
+            numbers = [part.awaited for part in buckets.parts if part.is_looked_at]
+        self._triggers = {}
+        for number in numbers:
+            self._triggers[number] = hold(self.parameters[number].parameter, self)
+            self._triggers[number].set_trigger(Trigger(number, self))
+
+    def gradient_triggered(self, index: int) -> None:
+        """Autograd has accumulated the gradient of a parameter that has a trigger."""
+        with self._lock:
+            if self.retired:
+                return
+            watched = self._watched_now()
+            if self.setup.plan.observes:
+                self.setup.plan.observe(index)
+            elif watched.synchronises and self.participation.idle_batch is None:
+                if self._round is None:
+                    self._open(watched)
+                if self._round is not None:
+                    self._round.part_triggered(index, watched.look)
+
+    def _open(self, watched: "_Watched") -> None:
+        """Open the round of a pass that has come to the module."""
+        if watched.this.over:
+            return  # it has failed in another thread: nobody waits for it any more
+        self._check_alive()
+        self._open_round(watched.is_expected, create_graph=watched.this.creates_graph)
+
+    def _move_trigger(self, before: int, number: int) -> None:
+        """The gradient of another parameter was the last one of its part."""
+        if before in self._triggers and self._triggered is self.setup.buckets:
+            self._triggers.pop(before).set_trigger(None)
+            self._triggers[number] = hold(self.parameters[number].parameter, self)
+            self._triggers[number].set_trigger(Trigger(number, self))
 
     def _check_alive(self) -> None:
         try:
@@ -138,11 +219,11 @@ class Reducer:
             self.scheduler.note_failure(self)
             raise
 
-    def _open_round(self, expected: bool, passive: bool = False, create_graph: bool | None = None) -> None:
+    def _open_round(self, expected: bool, passive: bool = False, create_graph: bool = False) -> None:
         """Open the round, also if the report of the last one says only now that it has failed on some rank.
 
         ``expected``: the pass was to go through the module; ``passive``: this rank takes part without one of its own;
-        ``create_graph``: the pass was asked for a graph of the gradients, as it is known inside of it if None.
+        ``create_graph``: the pass was asked for a graph of the gradients.
         """
         own = self.participation
         try:
@@ -152,57 +233,64 @@ class Reducer:
             self.setup.follow(self.scheduler.decisions.active)
             own.begin_round(expected)
             describe, used = partial(own.describe, passive), own.contribution.used
-            graph = torch.is_grad_enabled() if create_graph is None else create_graph
-            self._round = Round(self.rounds + 1, self.setup, used, describe, graph, self._gradients_reached)
-            self.open = True
+            self._round = Round(self.rounds + 1, self.setup, used, describe, create_graph, self._gradients_reached)
 
-    # ------------------------------------------------------------------------------------ fill
+    # ------------------------------------------------------------------------------------ look
 
-    def mark_gradient_ready(self, index: int) -> None:
-        """Autograd has accumulated the gradient of the parameter with that number."""
+    def look(self) -> bool:
+        """The pass under way is over: see what has come in it; returns whether it has come to any parameter."""
         with self._lock:
-            current = self._round
-            if current is None:  # the first gradient of a pass, or any of one that does not synchronise
-                own, told = self.participation, self._members.parameters[index].parameter
-                if own.idle_batch is None:
-                    own.contribution.used[index] = 1
-                if not self.open:
-                    self._open()
-                current = self._round
-                if current is None:
-                    self._members.arrivals.accumulated.append(told)
-            if current is not None:
-                current.mark_gradient_ready(index)
+            watched = self._watched[-1]
+            came = watched.look.changed()
+            if self._round is not None:
+                came = sorted({*came, *self._round.taken})
+            if came and self._taken_over():
+                came = [position for position in came if self._owns(watched.look.parameters[position])]
+            watched.came = came
+            if came and not watched.is_expected and is_autograd_compiled():
+                self.passes.compile_forward()  # it is not known which outputs it has gone through
+            return bool(came) or self._round is not None
 
-    def newcomer_arrived(self, parameter: Parameter, name: str) -> None:
-        """Autograd has accumulated the gradient of a parameter that the ranks have not agreed on yet.
+    def _taken_over(self) -> bool:
+        """Return True if other modules may synchronise some of the parameters by now."""
+        if self._generation != generation():
+            self._generation = generation()
+            self._is_whole = all(map(self._owns, self._members.tracked))
+        return not self._is_whole
 
-        Perhaps it is in the module no more: ``test_a_parameter_that_was_in_the_module_for_a_moment``.
-        """
-        take_over_optimizers([parameter])
+    def _owns(self, parameter: Parameter) -> bool:
+        return owner_of(parameter) is self
+
+    def accumulate(self) -> None:
+        """The pass has come to the module, and does not synchronise."""
         with self._lock:
-            own = self.participation
-            if not self.open:
-                if not self.scheduler.expects(self):
-                    own.look_for_changes()
-                if own.opens_for(parameter):
-                    self._open()
-            if self._members.is_dropped:
-                raise _no_longer_whole(name)
-            own.newcomer_arrived(parameter)
+            watched = self._watched[-1]
+            if self.participation.idle_batch is not None:
+                self._note_idle(watched)
+                return
+            self._note_used(watched)
+            self.participation.begin_pass(watched.is_expected)
 
-    def is_marked(self) -> bool:
-        """Whether compiled autograd has run hooks of the parameters."""
-        return self._members.are_marked()
+    def _note_idle(self, watched: "_Watched") -> None:
+        """The batch counts nothing; nor does what parameters have got that are new in the module."""
+        agreed = len(self.parameters)
+        for position in watched.came:
+            if position >= agreed:
+                self.participation.newcomer_arrived(watched.look.parameters[position])
 
-    def take_marked(self) -> None:
-        """Take what it has left as if the hooks ran now."""
-        self.passes.compile_forward()  # nor is it known which outputs it has gone through
-        marked = self._members.take_marks()
-        with self._lock:
-            self._open()
-            for index in [member.index for member in self.parameters if id(member.parameter) in marked]:
-                self.mark_gradient_ready(index)
+    def _note_used(self, watched: "_Watched") -> None:
+        used = self.participation.contribution.used
+        if len(watched.came) == len(used) == len(watched.look.parameters):
+            used[:] = self.setup.buckets.all_used
+            return
+        for position in watched.came:
+            parameter = watched.look.parameters[position]
+            if position < len(used):
+                used[position] = 1
+            elif not self._members.is_dropped:
+                self.participation.newcomer_arrived(parameter)
+            else:
+                raise _no_longer_whole(self._members.name_of(parameter))
 
     # -------------------------------------------------------------------------------- finalize
 
@@ -216,62 +304,72 @@ class Reducer:
             try:
                 if self.participation.idle_batch is not None:
                     return self._finalize_idle(self.participation.idle_batch, create_graph)
-                without_gradient = not self.open  # this rank has none of the module, but another rank may have
-                if without_gradient:
+                watched = self._watched[-1] if self._watched else None
+                if watched is None or not (watched.came or self._round is not None):
+                    # This rank has no gradient of the module, but another rank may have.
                     self._open_without_gradient(create_graph)
-                return self._finish(without_gradient and self.passes.is_reached)
+                    return self._finish((), weighs=self.passes.is_reached)
+                return self._finalize_pass(watched)
             except Exception as error:
                 self.error = f"{type(error).__name__}: {error}"
                 raise
             finally:
                 self.end_pass()
 
+    def _finalize_pass(self, watched: "_Watched") -> Sequence[Parameter]:
+        if self._round is None:
+            self._open(watched)
+        try:
+            self._note_used(watched)
+            self.participation.begin_pass(watched.is_expected)
+        except BaseException:  # of this rank alone: the others are told
+            self.abandon()
+            raise
+        return self._finish(watched.came, weighs=False)
+
     def _finalize_idle(self, batch: IdleBatch, create_graph: bool) -> Sequence[Parameter]:
         """The same at a batch that counts nothing: contribute what has piled up before it, if anything has."""
-        self._round_follows = False
-        self._members.arrivals.end_pass()
+        if self._watched:
+            self._note_idle(self._watched[-1])
         batch.undo()
         own = self.participation
         try:
             with nullcontext() if own.contribution.is_something else own.contributing_nothing(idle=True):
                 self._open_without_gradient(create_graph)
-                return self._finish(weighs=False)
+                return self._finish((), weighs=False)
         finally:
             batch.round_ended(self.buffers.keep())
 
     def _open_without_gradient(self, create_graph: bool) -> None:
         self._check_alive()
         try:
-            self._open_round(self.scheduler.expects(self), not self.passes.is_reached, create_graph)
+            self._open_round(self.is_expected, not self.passes.is_reached, create_graph)
         except (PeerError, OptionError):
             self.abandon()
             raise
         self.participation.contribution.drift.look(True)
 
-    def _finish(self, weighs: bool) -> Sequence[Parameter]:
-        """``weighs``: no gradient has come, but what this rank contributes counts."""
+    def _finish(self, came: Sequence[int], weighs: bool) -> Sequence[Parameter]:
+        """``came``: the gradients that have come in the pass; ``weighs``: none has, but what this rank contributes
+        counts."""
         if self._round is None:
             return ()
         self.setup.get_ready()
         with self.collectives.phases.phase("finish", f"round {self._round.number}"):
-            return self._finalize(self._round, weighs)
+            return self._finalize(self._round, came, weighs)
 
-    def _finalize(self, current: Round, weighs: bool) -> Sequence[Parameter]:
+    def _finalize(self, current: Round, came: Sequence[int], weighs: bool) -> Sequence[Parameter]:
         own = self.participation.contribution
-        current.end_filling()
+        current.end_filling(came)
         try:
             if weighs:
                 own.weights.use()
             own.weights.check()
-            if 0 in own.used:
-                current.mark_unhooked(self._members.find_swapped(own.used))
             current.launch_rest()
         except BaseException:  # of this rank alone: the others wait for what is not sent
             self.abandon()
             raise
         current.wait()
-        if self._members.newcomers:
-            take_over_optimizers(map(_parameter_of, self._members.newcomers))
         return self.outcome.conclude(current, own, self.participation.may_defer, lists_used=self._holds_hooks)
 
     def hold_hooks(self) -> None:
@@ -302,7 +400,7 @@ class Reducer:
     def end_pass(self, failed: bool = False) -> None:
         """The backward pass is over, however it ended; ``failed`` if all ranks know that its round has failed."""
         with self._lock:
-            accumulated = self._members.arrivals.end_pass()
+            watched = self._watched.pop() if self._watched else None
             ended, self._round = self._round, None
             if ended is not None:
                 if self.setup.watch is not None:
@@ -310,8 +408,17 @@ class Reducer:
                 # Else it may not have opened at all, for other ranks: test_a_failure_with_several_modules.
                 if ended.has_begun:
                     self.setup.count_round(ended.number)
-            self.participation.end_pass(ended, accumulated if self.open else None, failed)
-            self.open = self._round_follows = False
+                for trigger, number in ended.moved_triggers():
+                    self._move_trigger(trigger, number)
+            came = watched is not None and bool(watched.came) and not watched.synchronises
+            self.participation.end_pass(ended, came, failed)
+            for outer in self._watched:  # what has come in this pass has not come in those
+                outer.look = GradientLook(outer.look.parameters)
+
+    def pass_leaves(self) -> None:
+        """The pass is over, and has not come to the module."""
+        with self._lock:
+            self._watched.pop()
 
     @torch.no_grad()
     def abandon(self) -> None:
@@ -332,7 +439,7 @@ class Reducer:
         if self._round is None:
             self._check_alive()
             with suppress(PeerError, OptionError):  # which the others know of
-                self._open_round(self.scheduler.expects(self))
+                self._open_round(self.is_expected)
         try:
             self.setup.get_ready()
         except BaseException:
@@ -341,10 +448,16 @@ class Reducer:
         assert self._round is not None
         self.outcome.abandon(self._round)
 
+    def is_in_reach(self, reach: Reach) -> bool:
+        """Return True if a pass of that reach accumulates into parameters of the module, as far as its graph shows."""
+        if id(self) in reach.marks or id(self) in reach.elsewhere:
+            return True
+        return any(id(parameter) in reach.leaves for parameter in self._members.tracked)
+
     def is_within(self, reach: Reach, expected: bool) -> bool:
         """Whether a pass of that reach is a round, as :meth:`Participation.takes_part` has it or because it accumulates
         into a parameter; ``expected``: it goes through the module."""
-        if not self.open:  # see test_a_failure_is_told_before_it_gets_to_parameters_that_are_new
+        if not self._watched:
             self.participation.look_for_changes()
         samples = reach.marks.get(id(self), ())
         own = id(self) in reach.elsewhere or any(self._members.is_own(sample) for sample in samples)
@@ -355,6 +468,34 @@ class Reducer:
         self.retired = True
         self.participation.end_idle_batch()
         self.scheduler.modules.unregister(self)
+        for hooks in self._triggers.values():
+            hooks.set_trigger(None)
+        self._triggers = {}
+
+    def __del__(self) -> None:
+        for each in self.parameters if not self.retired else ():
+            if owner_of(each.parameter) in (None, self):
+                note_outlived(each.parameter, each.name)
+
+    def manages(self, parameter: Parameter) -> bool:
+        """Return True if it synchronises a parameter, or will when the ranks have agreed on it."""
+        return self._members.tracks(parameter)
+
+
+class _Watched:
+    """A pass under way that may come to the module."""
+
+    __slots__ = ("came", "is_expected", "look", "synchronises", "this")
+
+    def __init__(self, this: BackwardPass, look: GradientLook, synchronises: bool) -> None:
+        self.this = this
+        self.look = look
+        """What was there before it."""
+        self.synchronises = synchronises
+        self.is_expected = False
+        """True if it has gone through outputs of a forward."""
+        self.came: Sequence[int] = ()
+        """The gradients that have come in it, as far as is known, by position in the look."""
 
 
 def _no_longer_whole(name: str) -> NotReplicableError:

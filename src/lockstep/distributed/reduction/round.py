@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lockstep.distributed.reduction.bucket import BucketPart, GradientBucket
+from lockstep.distributed.reduction.bucket import GradientBucket
+from lockstep.distributed.reduction.gradient_look import GradientLook
 from lockstep.distributed.reduction.in_flight import InFlight
 from lockstep.distributed.reduction.late import graphs_of, reduce_again, reduce_late
 from lockstep.distributed.reduction.parameter import ManagedParameter
@@ -86,7 +87,7 @@ class Round:
         scale = 1.0 if setup.hooks.hooks else 1.0 / self._divide_factor
         for bucket in self.buckets.in_order:
             bucket.open(scale, copies_early=not create_graph)
-        self._expect_gradients()
+        self._moved: dict[int, int] = {}  # triggers
 
     @property
     def has_begun(self) -> bool:
@@ -100,49 +101,29 @@ class Round:
 
     # ------------------------------------------------------------------------ filling: gradients come
 
-    def _expect_gradients(self) -> None:
-        plan, arrivals = self._setup.plan, self._setup.members.arrivals
-        if plan.observes:
-            plan.begin_round()  # each gradient is looked at, to note the order
-        else:
-            for part in self.buckets.parts:
-                arrivals.note_in(part.arrived, part.noted)
-        # What has piled up without a place in the plan may not come again before the end of this backward.
-        for index in self.buckets.unbucketed:
-            if self._setup.parameters[index].parameter.grad is None:
-                self._used[index] = 0  # given up
-            elif self._used[index]:
-                self.late[index] = None
-
-    def mark_gradient_ready(self, index: int) -> None:
-        """A gradient has come that is looked at: the first of a pass, the last of a part, or one that may be late."""
-        self._used[index] = 1
-        if self._setup.plan.observes:
-            self._setup.plan.observe(index)
+    def part_triggered(self, index: int, look: GradientLook) -> None:
+        """The gradient of a parameter has come that is expected to be the last one of its part, in a pass before which
+        there was a ``look``."""
         part = self.buckets.part_of[index]
-        if part is None or part.bucket.index < self.next_bucket:
-            self.late[index] = None
-        elif not part.is_complete:
-            part.arrived.append(self._setup.parameters[index].parameter)
-            if part.is_looked_at and part.look():
-                self._part_is_complete(part)
-            elif index == part.awaited:
-                # Another one is the last: test_gradients_in_another_order_than_was_planned_are_copied_early_too.
-                self._setup.members.arrivals.ask_for(part.noted)
-
-    def _part_is_complete(self, part: BucketPart) -> None:
-        bucket = part.bucket
-        if not bucket.waits_for_end:  # what comes from now on comes again, and late: test_checkpointing.py
-            self._setup.members.arrivals.ask_for(part.noted)
-        if bucket.part_is_complete(part):
+        if part is None or part.is_complete or part.bucket.index < self.next_bucket:
+            return  # it has come again
+        missing = look.missing(part.indices)
+        if missing:
+            self._moved[index] = missing[-1]  # in the order of the plan
+            return
+        part.is_complete = True
+        if part.bucket.part_is_complete(part):
             self.launch_ready_buckets()
 
-    def mark_unhooked(self, indices: Sequence[int]) -> None:
-        """Count the gradients of parameters that had lost their hooks."""
-        for index in indices:
-            self._used[index] = 1
-            if self.buckets.of[index] is None:
-                self.late[index] = None
+    @property
+    def taken(self) -> list[int]:
+        """The parameters whose gradients have been taken from them, or may have been, before the pass has ended."""
+        return [index for part in self.buckets.parts if part.is_complete for index in part.indices]
+
+    def moved_triggers(self) -> list[tuple[int, int]]:
+        """The triggers that came too early, by the number of their parameter, and those of the parameters to which
+        they move."""
+        return list(self._moved.items())
 
     def launch_ready_buckets(self) -> None:
         """Launch every bucket whose turn has come, without waiting for anything: another rank may be at another module.
@@ -166,7 +147,7 @@ class Round:
         """``wait_follows``: nothing else is launched."""
         setup = self._setup
         with setup.collectives.phases.phase("collect"):
-            copied = bucket.copy_in(self._used if bucket.missing else None)
+            copied = bucket.copy_in(self._used if 0 in self._used else None)
             self._graphs += copied.graphs
             self._undefined += copied.undefined
             if bucket is self.buckets.report_bucket:
@@ -186,22 +167,19 @@ class Round:
 
     # ------------------------------------------------------------- finalizing: backward has ended
 
-    def end_filling(self) -> None:
-        """Backward has ended: what has not come counts as zero."""
+    def end_filling(self, came: Sequence[int]) -> None:
+        """Backward has ended, and these gradients have come in it: what has not come counts as zero."""
         self._become(RoundPhase.FINALIZING)
-        incomplete: list[BucketPart] = []
-        for part in self.buckets.parts:
-            if not part.is_complete:
-                if part.look():
-                    part.bucket.missing -= 1
-                else:
-                    incomplete.append(part)
-        if incomplete or self.buckets.unbucketed:
-            for part in self.buckets.parts:
-                for index in part.indices if part.is_complete else part.came():
-                    self._used[index] = 1
-        else:
-            self._used[:] = self.buckets.all_used
+        parameters = self._setup.parameters
+        for bucket in self.buckets.in_order[: self.next_bucket]:
+            for index in bucket.planned.indices:
+                if parameters[index].parameter.grad is not None:
+                    self.late[index] = None
+        for index in self.buckets.unbucketed:
+            if parameters[index].parameter.grad is None:
+                self._used[index] = 0  # given up
+            elif self._used[index]:
+                self.late[index] = None
 
     def launch_rest(self) -> None:
         """Launch all that is left: buckets, buffers that do not ride in the report, and the report."""

@@ -12,7 +12,7 @@ from torch.nn import Parameter
 
 from lockstep.distributed.collectives import Collectives, Group
 from lockstep.distributed.dtensors import like_parameter, local_part
-from lockstep.distributed.reduction.backward import BackwardPass, current_pass
+from lockstep.distributed.reduction.engine import BackwardPass, current_pass
 from lockstep.distributed.reduction.graph import CollectiveInPass, collectives_behind
 from lockstep.distributed.reduction.parameter import ManagedParameter
 from lockstep.errors import PeerError
