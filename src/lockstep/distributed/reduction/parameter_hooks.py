@@ -79,7 +79,8 @@ class OutlivedHook:
 
 def note_outlived(parameter: Parameter, name: str) -> None:
     """The reducer of a parameter is gone."""
-    hooks: OrderedDict[int, Any] = OrderedDict(parameter._post_accumulate_grad_hooks or {})
+    earlier: Mapping[int, Any] | None = hooks_of(parameter)
+    hooks: OrderedDict[int, Any] = OrderedDict(earlier or {})
     hooks[TRIGGER_KEY] = OutlivedHook(name)
     parameter._post_accumulate_grad_hooks = hooks
 

@@ -140,6 +140,12 @@ class Reducer:
         return bool(self._watched) and self._watched[-1].this is this
 
     @property
+    def in_backward(self) -> bool:
+        """Return True if a backward pass is under way that has come to the module."""
+        with self._lock:
+            return bool(self._watched) and self._has_been_reached(self._watched[-1])
+
+    @property
     def is_expected(self) -> bool:
         """Return True if the pass under way has gone through outputs of a forward."""
         return bool(self._watched) and self._watched[-1].is_expected
