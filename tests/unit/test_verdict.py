@@ -208,6 +208,7 @@ def test_a_failure_is_told_to_the_loop_whatever_else_is_wrong():
 def test_means_are_over_the_ranks_that_sums_are_divided_by():
     assert verdict_of(weighs(3), weighs(5), divisor=4.0).factor == 0.5
     assert verdict_of(USUAL, PADDING, USUAL, divisor=6.0).factor == 3.0
+    assert verdict_of(USUAL, JOINED, divisor=1.0).factor == 1.0
 
 
 def test_ranks_that_say_the_same_as_ever():

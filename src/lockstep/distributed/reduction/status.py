@@ -15,8 +15,9 @@ The rules are in ``verdict.py``.
 
 import struct
 from collections.abc import Sequence
+from ctypes import string_at
 from enum import IntEnum
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -48,7 +49,8 @@ class Status(NamedTuple):
     """The number of its round."""
     batch: int = 0
     """The number of the batch that its loop is at; 0 if nobody counts them."""
-    part: Part = Part.FULL
+    part: int = Part.FULL
+    """How it takes part: a :class:`Part`."""
     stops: bool = False
     """It asks all ranks to stop after this step."""
     ends: bool = False
@@ -72,12 +74,6 @@ class Status(NamedTuple):
     """Forwards since then that none has gone through, or that raised."""
     weight: float = 0.0
     """The weight of its contribution, if it has one."""
-
-    @classmethod
-    def unpack(cls, raw: bytes) -> Self:
-        """Return the status that was packed."""
-        said = cls._make(_FORMAT.unpack(raw))
-        return said._replace(part=Part(said.part))
 
 
 _FLAGS = slice(Status._fields.index("part"), Status._fields.index("called"))
@@ -154,30 +150,33 @@ class ReportLayout:
     def _read_each(self, head: Tensor) -> Report:
         said = (head[: self._status] != 0).tolist()
         used, late = said[: self._parameters], said[self._parameters :]
-        raw, size = bytes(map(int, head[self._status : self._digest].tolist())), _FORMAT.size
-        told = [raw[place : place + size] for place in range(0, len(raw), size)]
-        own = told[self._rank]
-        told = [each if any(each) else own for each in told]
-        kinds = {each: Status.unpack(each) for each in set(told)}
+        statuses = self._split(head[self._status : self._digest])
+        silent = [rank for rank, each in enumerate(statuses) if not any(each)]
+        if silent:
+            statuses = self._split(head[self._status : self._digest], silent)
+        digests = self._split(head[self._digest :], silent)
         report = Report(
             used=None if all(used) else used,
             late=[index for index, is_late in enumerate(late) if is_late] if True in late else (),
-            digests=self._read_digests(head),
+            digests=digests if len(digests) > 1 else (),
         )
-        if len(kinds) == 1 and kinds[own][_FLAGS] == _USUAL and not (report.late or report.digests):
+        if len(statuses) == 1 and self._said[_FLAGS] == _USUAL and not (report.late or report.digests):
             return report
-        return report._replace(statuses=[kinds[each] for each in told])
+        decoded = map(Status._make, map(_FORMAT.unpack, statuses))
+        return report._replace(statuses=[*decoded] * (self._world // len(statuses)))
 
-    def _read_digests(self, head: Tensor) -> Sequence[bytes]:
-        """Return each rank's digest, if there are different ones; a rank that says nothing has this one's."""
-        all_of_them = head[self._digest :].view(self._world, DIGEST_BYTES)
-        own = all_of_them[self._rank]
-        if torch.equal(all_of_them, own.expand_as(all_of_them)):
-            return ()
-        speaks = (head[self._status : self._digest].view(self._world, _FORMAT.size) != 0).any(1).tolist()
-        digests = (each if heard else own for each, heard in zip(all_of_them, speaks, strict=True))
-        found = [bytes(map(int, each.tolist())) for each in digests]
-        return found if len(set(found)) > 1 else ()
+    def _split(self, places: Tensor, silent: Sequence[int] = ()) -> list[bytes]:
+        """Return the bytes that each rank has written into places of its own, or these once, if all have written the
+        same; the ``silent`` ones are taken to have written what this one has."""
+        numbers = places.to(torch.uint8)
+        raw, size = string_at(numbers.data_ptr(), numbers.numel()), numbers.numel() // self._world
+        own = raw[size * self._rank : size * (self._rank + 1)]
+        if raw == own * self._world:
+            return [own]
+        told = [raw[place : place + size] for place in range(0, len(raw), size)]
+        for rank in silent:
+            told[rank] = own
+        return told if told.count(own) < self._world else [own]
 
 
 class _RowOfAlikes:

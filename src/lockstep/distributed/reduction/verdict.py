@@ -8,7 +8,7 @@ A new rule about ranks that differ is a function here that returns a message, an
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from lockstep.distributed.decisions import LoopVerdict
 from lockstep.distributed.reduction.passes import Called
@@ -80,53 +80,60 @@ def judge(
     ``advice``: what to do, if the report was not waited for, and parameters have got the gradients of its round;
     ``unheard``: the name of the first parameter with a late gradient, where ranks may not have waited to hear of it.
     """
-    statuses = report.statuses
-    if not statuses:
+    if not report.statuses:
         return Verdict(used=report.used, is_usual=True)
-    skip = any(each.part == Part.SKIPS for each in statuses)
-    said = _Said(statuses, statuses[rank], ranks[rank], ranks, advice, unheard)
+    all_of = _columns(report.statuses)
+    skip = Part.SKIPS in all_of.part
+    said = _Said(all_of, report.statuses[rank], ranks[rank], ranks, advice, unheard)
     return Verdict(
         error=_find_error(said, (*_ALWAYS, *(_SKIPPED if skip else _COUNTING))),
-        failed=any(each.part == Part.FAILED for each in statuses),
+        failed=Part.FAILED in all_of.part,
         skip=skip,
-        factor=_factor(statuses, divisor),
-        changed=any(each.changed for each in statuses),
-        drifted=any(each.drifted for each in statuses),
+        factor=_factor(all_of, divisor),
+        changed=any(all_of.changed),
+        drifted=any(all_of.drifted),
         used=report.used,
         late=report.late,
         digests=report.digests,
-        loop=judge_loops(statuses),
-        adds=any(each.adds for each in statuses),
-        active=sum(each.part not in (Part.PADDING, Part.JOINED) for each in statuses),
-        all_wait=all(each.waits for each in statuses),
+        loop=judge_loops(report.statuses),
+        adds=any(all_of.adds),
+        active=sum(part not in (Part.PADDING, Part.JOINED) for part in all_of.part),
+        all_wait=all(all_of.waits),
     )
 
 
 def judge_loops(statuses: Sequence[Status]) -> LoopVerdict:
     """Return the part of the verdict that loops are to know."""
-    padding = [each.part == Part.PADDING for each in statuses]
-    ends = [each.ends for each in statuses]
+    all_of = _columns(statuses)
+    padding = all_of.part.count(Part.PADDING)
     return LoopVerdict(
-        stops=any(each.stops for each in statuses),
-        skipped=any(each.part == Part.SKIPS for each in statuses) or all(padding),
-        some_end=any(ends) or any(padding),
-        all_end=all(ends),
-        going_on=[rank for rank, has_ended in enumerate(ends) if not has_ended] or None,
+        stops=any(all_of.stops),
+        skipped=Part.SKIPS in all_of.part or padding == len(all_of.part),
+        some_end=any(all_of.ends) or padding > 0,
+        all_end=all(all_of.ends),
+        going_on=[rank for rank, ends in enumerate(all_of.ends) if not ends] or None,
     )
 
 
-def _factor(statuses: Sequence[Status], divisor: float) -> float:
-    if any(each.weighted for each in statuses):
-        total = sum(each.weight for each in statuses)
+def _columns(statuses: Sequence[Status]) -> Any:
+    """Return a status whose fields have those of all ranks, as tuples, so that no Python runs for each rank."""
+    return Status._make(zip(*statuses, strict=True))
+
+
+def _factor(all_of: Any, divisor: float) -> float:
+    if any(all_of.weighted):
+        total = sum(all_of.weight)
         return divisor / total if total else 0.0
-    active = sum(each.part != Part.PADDING for each in statuses)
-    return divisor / active if 0 < active < len(statuses) else 1.0
+    ranks = len(all_of.part)
+    active = ranks - all_of.part.count(Part.PADDING)
+    return divisor / active if 0 < active < ranks else 1.0
 
 
 class _Said(NamedTuple):
     """All that a rule may look at."""
 
-    statuses: Sequence[Status]
+    all_of: Any
+    """See :func:`_columns`."""
     own: Status
     me: int
     """This rank's number in messages."""
@@ -145,51 +152,57 @@ def _find_error(said: _Said, rules: "Sequence[_Rule]") -> Refusal | None:
 
 
 def _backward_failed(said: _Said) -> str:
-    for other, status in zip(said.ranks, said.statuses, strict=True):
-        if status.part == Part.FAILED:
-            return (
-                f"rank {said.me}: backward failed on rank {other} in round {said.own.round}; that rank's own error "
-                f"says why. {said.advice or NOT_HANDED_OUT}"
-            )
-    return ""
+    if Part.FAILED not in said.all_of.part:
+        return ""
+    other = said.ranks[said.all_of.part.index(Part.FAILED)]
+    return (
+        f"rank {said.me}: backward failed on rank {other} in round {said.own.round}; that rank's own error says why. "
+        f"{said.advice or NOT_HANDED_OUT}"
+    )
 
 
 def _in_other_rounds(said: _Said) -> str:
-    for other, status in zip(said.ranks, said.statuses, strict=True):
-        if ahead := status.round - said.own.round:
-            return (
-                f"rank {said.me} is in its synchronised backward number {said.own.round}, but rank {other} is "
-                f"{f'{ahead} ahead' if ahead > 0 else f'{-ahead} behind'}: ranks "
-                "have not run the same number of them, and gradients of different steps would be mixed. Let every "
-                "rank run backward for every batch, or use join()"
-            )
-    return ""
+    other, ahead = _first_other(said.all_of.round, said.own.round)
+    if not ahead:
+        return ""
+    distance = f"{ahead} ahead" if ahead > 0 else f"{-ahead} behind"
+    return (
+        f"rank {said.me} is in its synchronised backward number {said.own.round}, but rank {said.ranks[other]} is "
+        f"{distance}: ranks have not run the same number of them, and gradients of different steps would be mixed. Let "
+        "every rank run backward for every batch, or use join()"
+    )
 
 
 def _at_other_batches(said: _Said) -> str:
-    for other, status in zip(said.ranks, said.statuses, strict=True):
-        if ahead := status.batch - said.own.batch:
-            return (
-                f"rank {said.me}: rank {other} is {f'{ahead} ahead of' if ahead > 0 else f'{-ahead} behind'} this rank "
-                f"in the batches of its loop, in round {said.own.round}: a rank has gone on with its next batch "
-                "without a backward that synchronises for the last one (an error that it has caught, `continue`), and "
-                f"gradients of different batches would be mixed. {said.advice or NOT_HANDED_OUT}. Let the rank that "
-                "leaves out a batch call skip_batch(), and all iterate over lockstep.batches()"
-            )
-    return ""
+    other, ahead = _first_other(said.all_of.batch, said.own.batch)
+    if not ahead:
+        return ""
+    distance = f"{ahead} ahead of" if ahead > 0 else f"{-ahead} behind"
+    return (
+        f"rank {said.me}: rank {said.ranks[other]} is {distance} this rank in the batches of its loop, in round "
+        f"{said.own.round}: a rank has gone on with its next batch without a backward that synchronises for the last "
+        "one (an error that it has caught, `continue`), and gradients of different batches would be mixed. "
+        f"{said.advice or NOT_HANDED_OUT}. Let the rank that leaves out a batch call skip_batch(), and all iterate "
+        "over lockstep.batches()"
+    )
+
+
+def _first_other(numbers: Sequence[int], own: int) -> tuple[int, int]:
+    """Return the first rank that has another number than this one, and how far it is ahead; 0 if none has."""
+    if numbers.count(own) == len(numbers):
+        return 0, 0
+    return next((rank, number - own) for rank, number in enumerate(numbers) if number != own)
 
 
 def _in_other_passes(said: _Said) -> str:
     """Ranks that are in no pass of their own do not count; forwards do not where a rank may leave out a batch."""
-    compare_forwards = not any(each.weighted for each in said.statuses)
-    first: dict[tuple[int, int, int], int] = {}
-    for other, status in zip(said.ranks, said.statuses, strict=True):
-        if status.called:
-            first.setdefault((status.called, status.through, status.left_out), other)
-    passes = list(first.items())
-    for place, (theirs, other) in enumerate(passes):
-        for those, another in passes[:place]:
+    passes = list(zip(said.all_of.called, said.all_of.through, said.all_of.left_out, strict=True))
+    compare_forwards = not any(said.all_of.weighted)
+    kinds = [each for each in dict.fromkeys(passes) if each[0]]
+    for place, theirs in enumerate(kinds):
+        for those in kinds[:place]:
             if difference := _difference(those, theirs, compare_forwards):
+                another, other = said.ranks[passes.index(those)], said.ranks[passes.index(theirs)]
                 return (
                     f"rank {said.me}: ranks {another} and {other} are not in the same backward pass (number "
                     f"{said.own.round} that synchronises): {difference.format(another, other)}. "
@@ -239,7 +252,7 @@ def _skip_known_late(said: _Said) -> str:
 def _late_unheard(said: _Said) -> str:
     """A gradient was late, and a rank has handed out its gradients without having heard of it, so that it does not join
     in reducing it."""
-    if not said.unheard or all(each.waits for each in said.statuses):
+    if not said.unheard or all(said.all_of.waits):
         return ""
     return (
         f"rank {said.me}: in round {said.own.round}, gradients of {said.unheard} came in several pieces on some ranks "
@@ -250,10 +263,10 @@ def _late_unheard(said: _Said) -> str:
 
 
 def _without_weight(said: _Said) -> str:
-    if not any(each.weighted for each in said.statuses):
+    if not any(said.all_of.weighted):
         return ""
-    for other, status in zip(said.ranks, said.statuses, strict=True):
-        if not status.weighted and status.part not in (Part.PADDING, Part.JOINED):
+    for other, part, weighted in zip(said.ranks, said.all_of.part, said.all_of.weighted, strict=True):
+        if not weighted and part not in (Part.PADDING, Part.JOINED):
             return (
                 f"rank {other} gave no weight in round {said.own.round}, others did; give one on every rank, 0 where "
                 "there is nothing to count"
