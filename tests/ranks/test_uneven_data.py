@@ -433,19 +433,21 @@ def test_evaluation_neither_pads_nor_drops():
     assert run_ranks(2, evaluates) == [[1.0], [1.0, 1.0]]
 
 
-def goes_on(rank):
-    """Rank 1 catches its own error, and goes on with the next batch."""
+def goes_on(rank, leaves_out):
+    """Rank 1 catches its own errors, and goes on with the next batch."""
     model = lockstep.replicate(one_weight(), process_group=rank.group)
-    for number, x in enumerate(lockstep.batches([x_of(rank)] * 3, model)):
-        if rank.rank == 1 and number == 1:
+    for number, x in enumerate(lockstep.batches([x_of(rank)] * (leaves_out + 2), model)):
+        if rank.rank == 1 and 0 < number <= leaves_out:
             continue
         model(x).sum().backward()
 
 
-def test_a_rank_that_leaves_out_a_batch_by_itself_is_told_by_name():
-    for rank, error in enumerate(run_ranks(2, goes_on, errors=True)):
+@pytest.mark.parametrize("leaves_out", [1, 15, 256])
+def test_a_rank_that_leaves_out_batches_by_itself_is_told_by_name(leaves_out):
+    for rank, error in enumerate(run_ranks(2, goes_on, leaves_out, errors=True)):
         assert isinstance(error, PeerError)
-        assert f"rank {rank}: rank {1 - rank} is 1 {('ahead of', 'behind')[rank]} this rank in the batch" in str(error)
+        distance = f"{leaves_out} {('ahead of', 'behind')[rank]}"
+        assert f"rank {rank}: rank {1 - rank} is {distance} this rank in the batches of its loop" in str(error)
 
 
 def breaks(rank):

@@ -4,7 +4,7 @@
 others rank 0's. ``local``: each rank keeps its own.
 
 Buffers are made equal at the end of every backward that synchronises, so the next forward begins with the same values
-everywhere, as it does where they are broadcast before forward. Small ones are packed behind the report (``report.py``):
+everywhere, as it does where they are broadcast before forward. Small ones are packed behind the report (``status.py``):
 a value that one rank contributes and all others leave at zero is exact under a sum; what is not of the report's dtype
 is packed as bytes, one for each element. Large ones take one more collective.
 

@@ -15,6 +15,9 @@ from torch import Tensor
 
 from lockstep.distributed.agreement import Description, agree
 from lockstep.distributed.collectives import Collectives
+from lockstep.distributed.decisions import LoopVerdict
+from lockstep.distributed.reduction.status import Part, Status
+from lockstep.distributed.reduction.verdict import judge_loops
 from lockstep.errors import AgreementError, OptionError, PeerError
 from lockstep.shares.state import Step
 
@@ -26,8 +29,6 @@ class Head(NamedTuple):
 
     step: int
     """A number that tells steps apart."""
-    loop: int = 0
-    """What this rank says of its loop: an encoded :class:`~lockstep.distributed.decisions.LoopStatus`."""
     precision: int = 0
     """A number that tells the precisions of forward apart; 0 if there was none."""
     modes: int = 0
@@ -36,6 +37,12 @@ class Head(NamedTuple):
     """A number that stands for the values of the buffers, if a program has written any between steps."""
     values: int = 0
     """A digest of all parameters and buffers, in steps in which they are compared; else 0."""
+    stops: bool = False
+    """Whether this rank asks all ranks to stop after this step."""
+    skips: bool = False
+    """Whether this rank leaves out the batch, in a module that is replicated without shares."""
+    ends: bool = False
+    """Whether this rank has no batch after this one."""
     has_failed: bool = False
     """Whether this rank has left the step before its end."""
     differs: bool = False
@@ -49,10 +56,9 @@ class Head(NamedTuple):
     @classmethod
     def of_rows(cls, rows: Tensor) -> list[Self]:
         """The heads of the rows of all ranks."""
-        return [
-            cls(step, loop, precision, modes, buffers, values, bool(has_failed), bool(differs))
-            for step, loop, precision, modes, buffers, values, has_failed, differs in _numbers_of(rows[:, :HEAD_BYTES])
-        ]
+        flags = cls._fields.index("stops")
+        heads = _numbers_of(rows[:, :HEAD_BYTES])
+        return [cls._make([*head[:flags], *map(bool, head[flags:])]) for head in heads]
 
 
 HEAD_BYTES = 8 * len(Head._fields)
@@ -162,6 +168,12 @@ def check_modes(heads: Sequence[Head], collectives: Collectives) -> None:
             f"{ranks[TRAINING]}, and in evaluation mode on rank {ranks[EVALUATION]}; call train() or eval() on every "
             "rank alike. No gradient has been handed out"
         )
+
+
+def loops_of(heads: Sequence[Head]) -> LoopVerdict:
+    """Return the part of the verdict that loops are to know."""
+    parts = {True: Part.SKIPS, False: Part.FULL}
+    return judge_loops([Status(part=parts[head.skips], stops=head.stops, ends=head.ends) for head in heads])
 
 
 def weights_of_all(reports: Sequence[Report]) -> list[float] | None:

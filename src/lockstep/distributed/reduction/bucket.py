@@ -22,7 +22,7 @@ from torch.nn import Parameter
 from lockstep.distributed.dtensors import is_dtensor, like_parameter, local_part
 from lockstep.distributed.reduction.parameter import ManagedParameter
 from lockstep.distributed.reduction.plan import PlannedBucket
-from lockstep.distributed.reduction.report import Report
+from lockstep.distributed.reduction.verdict import Verdict
 
 _dtype_of, _device_of = attrgetter("dtype"), attrgetter("device")
 
@@ -129,13 +129,13 @@ class GradientBucket(ABC):
     def multiply(self, factor: float) -> None:
         """Multiply all reduced gradients."""
 
-    def copy_out(self, report: Report) -> None:
+    def copy_out(self, verdict: Verdict) -> None:
         """Give the parameters their reduced gradients; one that no rank used gets back what it had."""
         for position, member in enumerate(self.members):
-            if report.uses(member.index):
+            if verdict.uses(member.index):
                 member.parameter.grad = self._gradient(position)
         for member, grad, values in self._unused:
-            if not report.uses(member.index):
+            if not verdict.uses(member.index):
                 if values is not None:
                     local_part(grad).copy_(values)
                 member.parameter.grad = grad
@@ -197,9 +197,9 @@ class SingleBucket(GradientBucket):
         """See :meth:`GradientBucket.multiply`."""
         self._result.mul_(factor)
 
-    def copy_out(self, report: Report) -> None:
+    def copy_out(self, verdict: Verdict) -> None:
         """See :meth:`GradientBucket.copy_out`; the gradient is the parameter's alone again."""
-        super().copy_out(report)
+        super().copy_out(verdict)
         del self._result, self._own
 
     def _gradient(self, position: int) -> Tensor:

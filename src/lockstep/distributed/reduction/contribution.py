@@ -6,37 +6,22 @@ from contextlib import contextmanager
 
 from lockstep.distributed.reduction.drift import DriftWatch
 from lockstep.distributed.reduction.parameter import ManagedParameter
-from lockstep.distributed.reduction.passes import Code
-from lockstep.distributed.reduction.report import RankStatus, Weight, round_code
+from lockstep.distributed.reduction.status import Part
 from lockstep.distributed.reduction.weights import Weights
-
-_NO_WEIGHT = Weight(0.0)
 
 
 class Contribution:
     """Grows with each backward pass, and is gone when a round has been reduced, or has failed."""
 
-    def __init__(
-        self, parameters: Sequence[ManagedParameter], global_rank: int, joined: bool = False, idle: bool = False
-    ) -> None:
-        """``joined``: the rank has run out of batches, and contributes nothing, inside of ``Join``; ``idle``: the same
-        in ``batches()``."""
-        self._parameters, self._global_rank, self._joined, self._idle = parameters, global_rank, joined, idle
+    def __init__(self, parameters: Sequence[ManagedParameter], global_rank: int, part: Part = Part.FULL) -> None:
+        self._parameters, self._global_rank = parameters, global_rank
+        self.part = part
+        """How the rank takes part with it, if nothing fails."""
         self.used = bytearray(len(parameters))
         """A one for each parameter that has had a gradient since the last round."""
         self.weights = Weights()
         self.drift = DriftWatch(parameters, global_rank)
         self.weights.watch(parameters)
-
-    def describe(
-        self, number: int, failed: bool, differs: bool, backward: Code | None, loop: int, waits: bool
-    ) -> tuple[RankStatus, Weight]:
-        """What this rank says of round ``number``; ``differs``: it has other parameters, buffers or hooks than were
-        agreed on; ``loop``: what it says of its loop; ``waits``: it waits for the report."""
-        weights, code = self.weights, round_code(number)
-        drifts = self.drift.suspects
-        status = RankStatus(code, failed, weights.given, self._joined, differs, drifts, backward, loop, waits)
-        return status, Weight(weights.total, bool(weights.earlier.copies)) if weights.given else _NO_WEIGHT
 
     @property
     def is_something(self) -> bool:
@@ -44,14 +29,9 @@ class Contribution:
         return self.weights.counted
 
     @property
-    def is_idle(self) -> bool:
-        """Whether the rank has run out of batches, and contributes nothing."""
-        return self._idle
-
-    @property
     def is_usual(self) -> bool:
         """Whether it has a gradient of every parameter, and nothing else to tell."""
-        return 0 not in self.used and not (self.weights.given or self._joined or self._idle or self.drift.suspects)
+        return 0 not in self.used and self.part is Part.FULL and not (self.weights.given or self.drift.suspects)
 
     def accumulate(self) -> None:
         """A pass has ended that did not synchronise."""

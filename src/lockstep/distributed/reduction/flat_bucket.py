@@ -17,8 +17,8 @@ from lockstep.distributed.dtensors import is_dtensor
 from lockstep.distributed.reduction.bucket import BucketPart, CopiedIn, GradientBucket, accept_into, set_grads
 from lockstep.distributed.reduction.parameter import ManagedParameter
 from lockstep.distributed.reduction.plan import PlannedBucket
-from lockstep.distributed.reduction.report import Report
 from lockstep.distributed.reduction.storage import Empty, GradientMemory
+from lockstep.distributed.reduction.verdict import Verdict
 
 _grad_of = attrgetter("grad")
 _has_graph = attrgetter("requires_grad")  # of a gradient: under create_graph=True
@@ -201,10 +201,10 @@ class FlatBucket(GradientBucket):
         """See :meth:`GradientBucket.multiply`."""
         self._memory.gradients.mul_(factor)
 
-    def copy_out(self, report: Report) -> None:
+    def copy_out(self, verdict: Verdict) -> None:
         """See :meth:`GradientBucket.copy_out`."""
-        if report.used is not None and not all(map(report.used.__getitem__, self._indices)):
-            super().copy_out(report)
+        if verdict.used is not None and not all(map(verdict.used.__getitem__, self._indices)):
+            super().copy_out(verdict)
         else:
             try:
                 set_grads(self._parameters, self._memory.grads)

@@ -9,7 +9,6 @@ from lockstep.buckets import plan_buckets
 from lockstep.distributed.collectives import Collectives
 from lockstep.distributed.dtensors import like_parameter
 from lockstep.distributed.reduction.parameter import ManagedParameter
-from lockstep.distributed.reduction.passes import NOT_HANDED_OUT
 from lockstep.errors import PeerError
 
 
@@ -83,15 +82,6 @@ def reduce_again(
     for flat, name in flats:
         collectives.all_reduce(flat, name).wait()
     return results
-
-
-def late_unnoticed(name: str, number: int, rank: int, advice: str) -> PeerError:
-    """The error of a late gradient that not all ranks can reduce, since some have not waited for the report."""
-    return PeerError(
-        f"rank {rank}: in round {number}, gradients of {name} came in several pieces on some ranks only (a layer that "
-        "reentrant checkpointing runs twice), the last ones after their bucket had left; the other ranks have not "
-        f"waited for them. {advice or NOT_HANDED_OUT}. From the next round on that bucket waits for the end of backward"
-    )
 
 
 def _dense(

@@ -191,8 +191,7 @@ def hold_all(parameters: Iterable[Parameter], reducer: HookOwner) -> None:
     """Hold the hooks of those parameters that have any."""
     applied = any_applied()
     for parameter in parameters:
-        hooks = parameter._post_accumulate_grad_hooks
-        if hooks is not None or applied:
+        if applied or hooks_of(parameter) is not None:
             held = hold(parameter, reducer)
             if applied:
                 held.take_over_optimizers(parameter)

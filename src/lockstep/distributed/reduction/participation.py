@@ -18,11 +18,13 @@ from lockstep.distributed.reduction.engine import BackwardPass, current_pass
 from lockstep.distributed.reduction.idle import IdleBatch, contributing_nothing
 from lockstep.distributed.reduction.outcome import Outcome
 from lockstep.distributed.reduction.passes import PassLog
-from lockstep.distributed.reduction.report import RankStatus, Weight
 from lockstep.distributed.reduction.round import Round
 from lockstep.distributed.reduction.setup import Setup
+from lockstep.distributed.reduction.status import Part, Status
 from lockstep.distributed.reduction.weights import give_up_after_next_step
 from lockstep.errors import OptionError
+
+_NO_PASS = 0, 0, 0
 
 
 class Participation:
@@ -149,31 +151,46 @@ class Participation:
         usual = self._setup.is_settled and self.contribution.is_usual and not (has_late or self.differs)
         return usual and not self._decisions.may_be_idle
 
-    def describe(self, passive: bool, number: int, failed: bool, has_late: bool) -> tuple[RankStatus, Weight]:
-        """What this rank says of round ``number``; ``passive``: it takes part without a backward pass of its own;
-        ``has_late``: a gradient came late."""
-        waits = self._setup.may_defer and not self.may_defer(number, has_late)
-        loop = self._decisions.say(self.contribution.is_idle, self._skips)
-        failed = failed and not self._skips
-        backward = None if passive or self._skips else self.passes.summarize()
-        return self.contribution.describe(number, failed, self.differs, backward, loop, waits)
+    def describe(self, passive: bool, number: int, failed: bool, has_late: bool) -> Status:
+        """Return what this rank says of round ``number``; ``passive``: it takes part without a backward pass of its
+        own; ``has_late``: a gradient came late."""
+        own, weights, loops = self.contribution, self.contribution.weights, self._decisions
+        part = own.part
+        if self._skips or (loops.skips_next and not failed):
+            part = Part.SKIPS
+        elif failed:
+            part = Part.FAILED
+        return Status(
+            number,
+            loops.batch,
+            part,
+            loops.asks_to_stop,
+            loops.innermost.ends,
+            self.differs,
+            own.drift.suspects,
+            weights.given,
+            weights.given and bool(weights.earlier.copies),
+            self._setup.may_defer and not self.may_defer(number, has_late),
+            *(_NO_PASS if passive or self._skips else self.passes.summarize()),
+            weights.total,
+        )
 
     # ----------------------------------------------------------------- batches that count nothing, or are left out
 
     @contextmanager
-    def contributing_nothing(self, joined: bool = False, idle: bool = False) -> Iterator[None]:
+    def contributing_nothing(self, part: Part) -> Iterator[None]:
         """Inside, this rank contributes nothing; what it was to contribute, it is still to contribute afterwards.
 
-        Parameters have the reduced gradients then, unless the rank has ``joined``, in ``Join``; ``idle``: the same in
-        ``batches()``.
+        Parameters have the reduced gradients then, unless its ``part`` is :attr:`Part.JOINED`.
         """
         before = self._setup.parameters
         self.look_for_changes()
         parameters = [*before, *self._members.newcomers]
         own = self.contribution
-        self.contribution = Contribution(before, self._setup.collectives.global_rank, joined, idle)
+        self.contribution = Contribution(before, self._setup.collectives.global_rank, part)
         try:
             counts = lambda: not self._outcome.has_failed  # noqa: E731
+            joined = part is Part.JOINED
             with gradients_set_aside(parameters) if joined else contributing_nothing(parameters, counts):
                 yield
         finally:

@@ -10,7 +10,7 @@ What one backward pass of one replicated module sends is a *round* (``round.py``
 3. *look* - the pass has ended: what has changed has come. If the pass does not synchronise, that is all.
 4. *finalize* - the buckets are launched that never filled up: parameters without a gradient count as zero, or as what
    they had accumulated. The last bucket leaves now, and the report with it: who used which parameter, the round's
-   number, failures, weights, buffers (``report.py``). Then all are waited for.
+   number, failures, weights, buffers (``status.py``). Then all are waited for.
 5. *copy out* - parameters that any rank used get the mean, all others keep what they had. Gradients that came after
    their bucket had left (a layer that reentrant checkpointing runs twice), or had no place in the plan (unfrozen, used
    for the first time), are in everybody's report, so every rank joins in reducing them now. Buffers are assigned.
@@ -45,11 +45,19 @@ from lockstep.distributed.reduction.idle import IdleBatch
 from lockstep.distributed.reduction.outcome import Outcome
 from lockstep.distributed.reduction.owners import generation, owner_of
 from lockstep.distributed.reduction.parameter import ManagedParameter
-from lockstep.distributed.reduction.parameter_hooks import HookDictionary, Trigger, hold, hold_all, note_outlived, run_held_hooks
+from lockstep.distributed.reduction.parameter_hooks import (
+    HookDictionary,
+    Trigger,
+    hold,
+    hold_all,
+    note_outlived,
+    run_held_hooks,
+)
 from lockstep.distributed.reduction.participation import Participation
 from lockstep.distributed.reduction.passes import ForwardMark
 from lockstep.distributed.reduction.round import Round
 from lockstep.distributed.reduction.setup import Setup
+from lockstep.distributed.reduction.status import Part
 from lockstep.errors import (
     AgreementError,
     CommunicationError,
@@ -340,7 +348,7 @@ class Reducer:
         batch.undo()
         own = self.participation
         try:
-            with nullcontext() if own.contribution.is_something else own.contributing_nothing(idle=True):
+            with nullcontext() if own.contribution.is_something else own.contributing_nothing(Part.PADDING):
                 self._open_without_gradient(create_graph)
                 return self._finish((), weighs=False)
         finally:
@@ -392,13 +400,13 @@ class Reducer:
         What this rank has - gradients, what has piled up, its weights - it has afterwards, too: see
         tests/procs/test_join_gradients.py.
         """
-        with self.participation.contributing_nothing(joined=True):
+        with self.participation.contributing_nothing(Part.JOINED):
             self.scheduler.reduce([self])
 
     def leave_out(self) -> None:
         """Take part in the round that the other ranks are in, without a gradient, and have all leave the batch out."""
         own = self.participation
-        with own.leaving_out(), own.contributing_nothing(idle=True):
+        with own.leaving_out(), own.contributing_nothing(Part.PADDING):
             self.scheduler.reduce([self])
 
     # ------------------------------------------------------------------- the end, however it comes

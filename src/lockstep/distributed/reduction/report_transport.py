@@ -13,8 +13,7 @@ from torch import Tensor
 
 from lockstep.distributed.buffers import BufferSync
 from lockstep.distributed.collectives import Collectives
-from lockstep.distributed.decisions import SKIPS
-from lockstep.distributed.reduction.report import RankStatus, Report, ReportLayout, Weight
+from lockstep.distributed.reduction.status import Part, Report, ReportLayout, Status
 
 _OWN_DTYPE = torch.float32
 
@@ -50,25 +49,19 @@ class ReportTransport:
         return self._layout.numel
 
     def write(
-        self,
-        row: Tensor,
-        used: bytearray,
-        late: list[int],
-        status: RankStatus,
-        weight: Weight,
-        digest: Tensor | None = None,
+        self, row: Tensor, used: bytearray, late: list[int], status: Status, digest: Tensor | None = None
     ) -> None:
         """What this rank has to say, and its buffers."""
-        self._layout.write(row, used, late, status, weight, digest)
-        if self._layout.has_buffers and not status.module_changed:
+        self._layout.write(row, used, late, status, digest)
+        if self._layout.has_buffers and not status.changed:
             try:
                 self._buffers.write(row[self._layout.packed_buffers])
             except Exception:
-                if not (status.failed or status.loop & SKIPS):
+                if status.part not in (Part.FAILED, Part.SKIPS):
                     raise  # then this rank's part has failed, perhaps for this, and the others are told
 
-    def read(self, row: Tensor, may_defer: Callable[[], bool]) -> Report:
-        """What all ranks have said; an empty report, if reading takes waiting and nothing unusual is to be expected
+    def read(self, row: Tensor, may_defer: Callable[[], bool]) -> Report | None:
+        """What all ranks have said; None if reading takes waiting and nothing unusual is to be expected
         (``may_defer``): see :meth:`look`."""
         head = row[: self._layout.packed_buffers.start] if self._layout.has_buffers else row
         if head.is_cpu:
@@ -76,7 +69,7 @@ class ReportTransport:
         self._deferred = DeferredRow(head)
         if may_defer():
             self.is_unread, self._packed_buffers = True, row[self._layout.packed_buffers].clone()
-            return Report(used=None, late=[], ranks=[], weights=[])
+            return None
         return self._layout.read(self._deferred.result())
 
     def read_abandoned(self, row: Tensor | None) -> Report | None:

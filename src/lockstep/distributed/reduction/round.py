@@ -21,9 +21,10 @@ from lockstep.distributed.reduction.gradient_look import GradientLook
 from lockstep.distributed.reduction.in_flight import InFlight
 from lockstep.distributed.reduction.late import graphs_of, reduce_again, reduce_late
 from lockstep.distributed.reduction.parameter import ManagedParameter
-from lockstep.distributed.reduction.report import RankStatus, Report, Weight
 from lockstep.distributed.reduction.second_order import has_graphs, with_graphs
 from lockstep.distributed.reduction.setup import Setup
+from lockstep.distributed.reduction.status import Status
+from lockstep.distributed.reduction.verdict import Verdict
 
 
 class RoundPhase(IntEnum):
@@ -59,7 +60,7 @@ class Round:
         number: int,
         setup: Setup,
         used: bytearray,
-        describe: Callable[[int, bool, bool], tuple[RankStatus, Weight]],
+        describe: Callable[[int, bool, bool], Status],
         create_graph: bool,
         gradients_reached: WeakMethod[Callable[[], None]],
     ) -> None:
@@ -199,9 +200,9 @@ class Round:
     def _write_report(self, row: Tensor, failed: bool = False) -> None:
         for index in self._undefined:  # hooks have run, but there was no gradient
             self._used[index] = 0
-        status, weight = self._describe(self.number, failed, bool(self.late))
-        digest = None if failed or status.backward is None else self._setup.look(self.number)
-        self._setup.transport.write(row, self._used, list(self.late), status, weight, digest)
+        status = self._describe(self.number, failed, bool(self.late))
+        digest = self._setup.look(self.number) if status.called and not failed else None
+        self._setup.transport.write(row, self._used, list(self.late), status, digest)
 
     def wait(self) -> None:
         """Return when all has arrived."""
@@ -219,58 +220,57 @@ class Round:
 
     def copy_out(
         self,
-        report: Report,
-        factor: float,
+        verdict: Verdict,
         newcomers: Sequence[ManagedParameter],
         earlier: Mapping[int, Tensor],
+        is_idle: bool,
     ) -> None:
-        """Give the parameters their reduced gradients, times ``factor``: what is in the buckets, and what was late.
+        """Give the parameters their reduced gradients, times the verdict's factor: what is in the buckets, and what was
+        late.
 
-        The ranks have just agreed on ``newcomers``, which have no bucket yet. If the report says that weighted
-        contributions come on top of gradients from before, this rank's are in ``earlier``, by identity.
+        The ranks have just agreed on ``newcomers``, which have no bucket yet. If weighted contributions come on top of
+        gradients from before, this rank's are in ``earlier``, by identity. ``is_idle``: this rank's batch counts
+        nothing.
         """
-        if report.is_usual and not (self._graphs or self._create_graph):
+        if verdict.is_usual and not (self._graphs or self._create_graph):
             for bucket in self.buckets.in_order:
-                bucket.copy_out(report)
+                bucket.copy_out(verdict)
             self.is_copied_out = True
             return
-        overdue = [*(self._setup.parameters[index] for index in report.late), *newcomers]
+        factor = verdict.factor
+        overdue = [*(self._setup.parameters[index] for index in verdict.late), *newcomers]
         graphs = [*self._graphs, *graphs_of(overdue)]
         late = reduce_late(overdue, self._setup.collectives, self._divide_factor) if overdue else []
         for bucket in self.buckets.in_order:
             if factor != 1:
                 bucket.multiply(factor)
-            bucket.copy_out(report)
+            bucket.copy_out(verdict)
         for each in late:
             each.copy_out(factor)
-        if report.adds:
-            self._add_earlier(report, factor, newcomers, earlier)
+        if verdict.adds:
+            self._add_earlier(verdict, newcomers, earlier)
         if graphs or self._create_graph:
-            collectives = self._setup.collectives
-            is_idle = any(report.idle) and (len(report.idle) == 1 or report.idle[collectives.rank])
-            reduced = self._used_anywhere(report, newcomers)
-            with_graphs(graphs, reduced, factor, is_idle, self._gradients_reached, collectives)
+            reduced = self._used_anywhere(verdict, newcomers)
+            with_graphs(graphs, reduced, factor, is_idle, self._gradients_reached, self._setup.collectives)
         self.is_copied_out = True
 
-    def _used_anywhere(self, report: Report, newcomers: Sequence[ManagedParameter]) -> list[ManagedParameter]:
+    def _used_anywhere(self, verdict: Verdict, newcomers: Sequence[ManagedParameter]) -> list[ManagedParameter]:
         """The parameters that any rank has used: the same ones, in the same order, on every rank."""
-        return [*(member for member in self._setup.parameters if report.uses(member.index)), *newcomers]
+        return [*(member for member in self._setup.parameters if verdict.uses(member.index)), *newcomers]
 
     def _add_earlier(
-        self, report: Report, factor: float, newcomers: Sequence[ManagedParameter], earlier: Mapping[int, Tensor]
+        self, verdict: Verdict, newcomers: Sequence[ManagedParameter], earlier: Mapping[int, Tensor]
     ) -> None:
-        """What was there before the weighted contributions, and has been scaled with them by ``factor``, counts as it
-        was: as the mean over the ranks that have batches."""
-        collectives = self._setup.collectives
-        used = self._used_anywhere(report, newcomers)
-        active = collectives.world - sum(status.joined for status in report.ranks) - sum(report.idle)
-        for each in reduce_again(used, earlier, collectives, active, "gradient from before"):
-            each.copy_out(1 - factor * active / self._divide_factor)
+        """What was there before the weighted contributions, and has been scaled with them by the verdict's factor,
+        counts as it was: as the mean over the ranks that have batches."""
+        used, active = self._used_anywhere(verdict, newcomers), verdict.active
+        for each in reduce_again(used, earlier, self._setup.collectives, active, "gradient from before"):
+            each.copy_out(1 - verdict.factor * active / self._divide_factor)
 
-    def parameters_in_order(self, report: Report, newcomers: Sequence[ManagedParameter]) -> list[Parameter]:
+    def parameters_in_order(self, verdict: Verdict, newcomers: Sequence[ManagedParameter]) -> list[Parameter]:
         """The parameters that any rank has used, in an order that is the same on all ranks: the plan's."""
         placed = [index for bucket in self.buckets.in_order for index in bucket.planned.indices]
-        used = [self._setup.parameters[i] for i in (*placed, *self.buckets.unbucketed) if report.uses(i)]
+        used = [self._setup.parameters[i] for i in (*placed, *self.buckets.unbucketed) if verdict.uses(i)]
         return [each.parameter for each in (*used, *newcomers)]
 
     # -------------------------------------------------------------------- abandoned: backward has failed

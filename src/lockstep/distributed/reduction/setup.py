@@ -18,9 +18,9 @@ from lockstep.distributed.reduction.comm_hooks import HookChain
 from lockstep.distributed.reduction.members import Members, Membership
 from lockstep.distributed.reduction.parameter import ManagedParameter
 from lockstep.distributed.reduction.plan import AdaptivePlan
-from lockstep.distributed.reduction.report import Report
 from lockstep.distributed.reduction.report_transport import ReportTransport
 from lockstep.distributed.reduction.scheduler import GroupScheduler
+from lockstep.distributed.reduction.verdict import Verdict
 from lockstep.distributed.value_watch import ValueWatch
 
 
@@ -97,14 +97,14 @@ class Setup:
         numel = self.transport.numel if shares_bucket else 0
         self.buckets = BucketsInUse(self.plan, self.parameters, numel, empty)
 
-    def adapt(self, report: Report) -> None:
+    def adapt(self, verdict: Verdict) -> None:
         """Let the plan follow what the ranks have used. Communicates one broadcast, the first time."""
         if self.plan.observes:
             told = torch.tensor(self.plan.observed_order, dtype=torch.int64, device=self.collectives.device)
             self.collectives.broadcast(told, "order of gradients").wait()
-            self.plan.rebuild(index for index in told.tolist() if report.uses(index))
+            self.plan.rebuild(index for index in told.tolist() if verdict.uses(index))
             self.plan_changes["the order of gradients is known"] += 1
-        elif self.plan.adapt(report.late):
+        elif self.plan.adapt(verdict.late):
             self.plan_changes["gradients came that no bucket waited for"] += 1
         else:
             return
@@ -138,11 +138,11 @@ class Setup:
         kind, digest = watch.look([each.parameter for each in self.parameters], self.transport.row_device)
         return torch.nn.functional.pad(digest.view(1).view(torch.uint8), (1, 0), value=kind)
 
-    def check_values(self, report: Report, number: int) -> None:
-        """Raise :class:`OutOfSyncError`, on every rank, if the report of round ``number`` has different digests."""
+    def check_values(self, verdict: Verdict, number: int) -> None:
+        """Raise :class:`OutOfSyncError`, on every rank, if ranks have different digests in round ``number``."""
         watch = self.watch_of(number)
         if watch is not None:
-            told = [(digest[0], digest) for digest in report.digests]
+            told = [(digest[0], digest) for digest in verdict.digests]
             names = [each.name for each in self.parameters], [buffer.name for buffer in self.buffers.buffers]
             watch.check(told, *names, self.collectives)
 
