@@ -24,12 +24,12 @@ from lockstep.distributed.buffers import BufferSet, BufferSync, describe_buffer
 from lockstep.distributed.collectives import Collectives, Group, resolve_group
 from lockstep.distributed.hook_state import hook_state, restore_hook_state
 from lockstep.distributed.inputs import input_device, move_to, outputs_in
-from lockstep.distributed.membership import Membership
 from lockstep.distributed.mixed_precision import Casts, ReduceIn, reduce_dtype
 from lockstep.distributed.options import Options
 from lockstep.distributed.reduction.comm_hooks import check_hook
 from lockstep.distributed.reduction.engine import listening, watch_engine
 from lockstep.distributed.reduction.graph import mark_output
+from lockstep.distributed.reduction.parameter_set import ParameterSet
 from lockstep.distributed.reduction.passes import ForwardMark, in_backward, note_compiled
 from lockstep.distributed.reduction.reducer import Reducer
 from lockstep.distributed.reduction.scheduler import GroupScheduler, scheduler_of
@@ -136,10 +136,10 @@ class Replication:
                 buffers = contents.buffers if options.syncs_buffers_at_start else []
                 broadcast_values([p for _, p in contents.parameters], buffers, collectives)
         delayed = [parameter for _, parameter in options.delay_all_reduce_named_params or ()]
-        members = Membership(self._selection, contents, delayed, values=options.init_sync)
+        parameters = ParameterSet(self._selection, contents, delayed, values=options.init_sync)
         policy = BufferSync(self._scan(), options.policy, collectives)
         caps = options.caps_in_shared_memory() if collectives.shares_memory else options.caps
-        reducer = Reducer(Setup(members, collectives, scheduler, policy, caps))
+        reducer = Reducer(Setup(parameters, collectives, scheduler, policy, caps))
         for earlier in self._selection.superseded(contents):
             earlier.retire()
         if options.init_sync:
@@ -147,7 +147,7 @@ class Replication:
         else:  # nothing has been sent yet: the ranks agree when they first have to
             reducer.setup.do_before_next_round(self._late_agreement(contents, collectives, scheduler, reducer))
         reducer.participation.set_requires_sync(self.requires_sync)
-        members.attach(reducer)
+        parameters.attach(reducer)
         if options.mixed_precision is not None:
             self._start_casts(reducer)
         self.reducer = reducer

@@ -16,8 +16,7 @@ from lockstep.distributed.agreement import Line, describe_tensor
 from lockstep.distributed.buffers import Buffer, BufferSet, has_overlap
 from lockstep.distributed.dtensors import local_part
 from lockstep.distributed.options import Options
-from lockstep.distributed.reduction.owners import owner_of
-from lockstep.distributed.reduction.reducer import Reducer
+from lockstep.distributed.reduction.owners import Owner, owner_of
 from lockstep.errors import AlreadyManagedError, NotReplicableError, OptionError
 
 _replicated: "WeakSet[Module]" = WeakSet()
@@ -103,7 +102,7 @@ class Selection:
         """Parameters and buffers that are not initialised, or on the meta device."""
         return ((name, tensor) for name, tensor in self.named_tensors() if is_lazy(tensor) or tensor.is_meta)
 
-    def contents(self, reducer: Reducer | None = None) -> Contents:
+    def contents(self, reducer: Owner | None = None) -> Contents:
         """What is replicated, by ``reducer`` if it is already; raises a :class:`LockstepError` if that cannot be."""
         _check_scripted(self.owners())
         named = [(name, tensor) for name, tensor in self.named_tensors() if isinstance(tensor, Parameter)]
@@ -121,7 +120,7 @@ class Selection:
         """The buffers, and how to notice that there are others."""
         return BufferSet(self.module, *_left_out(self.module, self._ignored, self._options))
 
-    def _parameters(self, reducer: Reducer | None) -> tuple[list[tuple[str, Parameter]], frozenset[int]]:
+    def _parameters(self, reducer: Owner | None) -> tuple[list[tuple[str, Parameter]], frozenset[int]]:
         _, names = _left_out(self.module, self._ignored, self._options)
         found: dict[int, tuple[str, Parameter]] = {}
         sparse: set[int] = set()
@@ -135,24 +134,22 @@ class Selection:
                     sparse.add(id(parameter))
         return [pair for pair in found.values() if self._chooses(pair[1], found, reducer)], frozenset(sparse)
 
-    def _chooses(self, parameter: Parameter, found: Collection[int], reducer: Reducer | None) -> bool:
+    def _chooses(self, parameter: Parameter, found: Collection[int], reducer: Owner | None) -> bool:
         """Whether a parameter is free, or to be taken from another replicated module: as a whole, if not by a wrapper.
 
         What this module lacks when it looks anew (then ``reducer`` is its own) it leaves to a module that has it; one
         that had it, and out of which it has been moved, does not count.
         """
-        other = _reducer_of(parameter)
+        other = owner_of(parameter)
         if other is None or other is reducer:
             return True
-        takes = reducer is None and (
-            self._taking_over or other.setup.members.is_newcomer(parameter) or _is_covered(other, found)
-        )
-        return takes or not other.setup.members.have(parameter)
+        takes = reducer is None and (self._taking_over or other.is_newcomer(parameter) or _is_covered(other, found))
+        return takes or not other.has_in_module(parameter)
 
-    def superseded(self, contents: Contents) -> list[Reducer]:
+    def superseded(self, contents: Contents) -> list[Owner]:
         """Reducers of modules that were replicated before, all of whose parameters are now replicated by this one."""
         found = {id(parameter) for _, parameter in contents.parameters}
-        others = {id(each): each for _, p in contents.parameters if (each := _reducer_of(p)) is not None}
+        others = {id(each): each for _, p in contents.parameters if (each := owner_of(p)) is not None}
         return [other for other in others.values() if _is_covered(other, found)]
 
     def _check_values(self) -> None:
@@ -169,14 +166,9 @@ class Selection:
             )
 
 
-def _is_covered(reducer: Reducer, found: Collection[int]) -> bool:
-    """Whether all parameters of a reducer are found; what its module does not have any more is nobody's."""
-    return all(id(each.parameter) in found for each in reducer.setup.members.present)
-
-
-def _reducer_of(parameter: Parameter) -> Reducer | None:
-    found = owner_of(parameter)
-    return found if isinstance(found, Reducer) else None
+def _is_covered(owner: Owner, found: Collection[int]) -> bool:
+    """Return True if all parameters of a reducer are found; what its module does not have any more is nobody's."""
+    return all(id(each) in found for each in owner.present())
 
 
 # -------------------------------------------------------------------------------------- left out

@@ -149,7 +149,7 @@ class ReplicatedModules:
         """The number that this rank wants for the group; ranks take the highest of theirs."""
         return self.order or _orders + 1
 
-    def ids(self, leaving: Collection[ScheduledModule] = ()) -> list[int]:
+    def ids(self, leaving: Collection[object] = ()) -> list[int]:
         """The numbers of those that are still there on this rank, and not about to be replaced by another."""
         return sorted(n for n, module in self._modules.items() if not any(module is each for each in leaving))
 

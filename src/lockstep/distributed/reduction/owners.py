@@ -9,10 +9,31 @@ from torch.nn import Parameter
 
 
 class Owner(Protocol):
-    """A reducer."""
+    """A reducer, as what chooses parameters knows it."""
+
+    retired: bool
+    """True if another replication has taken over all of its parameters."""
 
     def manages(self, parameter: Parameter) -> bool:
         """Return True if it synchronises a parameter, or will when the ranks have agreed on it."""
+
+    def has_in_module(self, parameter: Parameter) -> bool:
+        """Return True if its module has the parameter on this rank."""
+
+    def is_newcomer(self, parameter: Parameter) -> bool:
+        """Return True if the parameter is new on this rank, and the ranks have not agreed on it yet."""
+
+    def present(self) -> list[Parameter]:
+        """Return the parameters that its module still has."""
+
+    def hold_hooks(self) -> None:
+        """A parameter has users' hooks, to be run when its gradient is reduced."""
+
+    def gradient_triggered(self, index: int) -> None:
+        """Autograd has accumulated the gradient of the parameter with that number, which has a trigger."""
+
+    def retire(self) -> None:
+        """Another replication has taken over all parameters."""
 
 
 _owners: dict[int, "ref[Owner]"] = {}

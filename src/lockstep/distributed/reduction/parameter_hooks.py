@@ -16,7 +16,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from operator import attrgetter
-from typing import Any, Protocol
+from typing import Any
 
 from torch.compiler import is_compiling, is_dynamo_compiling
 from torch.nn import Parameter
@@ -24,18 +24,8 @@ from torch.utils.hooks import RemovableHandle
 
 from lockstep.compiler import is_in_compiled_backward, outside_compiler
 from lockstep.distributed.reduction.optimizers_in_backward import StepOptimizers, any_applied, take_over
+from lockstep.distributed.reduction.owners import Owner
 from lockstep.errors import NotReplicableError
-
-
-class HookOwner(Protocol):
-    """The reducer, as hooks know it."""
-
-    def gradient_triggered(self, index: int) -> None:
-        """Autograd has accumulated the gradient of the parameter with that number, which has a trigger."""
-
-    def hold_hooks(self) -> None:
-        """A parameter has users' hooks, to be run when its gradient is reduced."""
-
 
 TRIGGER_KEY = -1
 """The key of a trigger among the hooks of a parameter; PyTorch's own numbers begin with 0."""
@@ -47,7 +37,7 @@ class Trigger:
 
     __slots__ = ("_index", "_reducer")
 
-    def __init__(self, index: int, reducer: HookOwner) -> None:
+    def __init__(self, index: int, reducer: Owner) -> None:
         self._index = index
         self._reducer = weakref.ref(reducer)
 
@@ -93,7 +83,7 @@ class HeldHook:
     def __init__(
         self,
         hook: Callable[[Parameter], None],
-        reducer: Callable[[], HookOwner | None],
+        reducer: Callable[[], Owner | None],
         key: int = -1,
         earlier: Mapping[int, Any] | None = None,
     ) -> None:
@@ -114,7 +104,7 @@ class HeldHook:
         if self._earlier is None or self._key in self._earlier:
             self.hook(parameter)
 
-    def moved_to(self, reducer: Callable[[], HookOwner | None], key: int, earlier: Mapping[int, Any]) -> "HeldHook":
+    def moved_to(self, reducer: Callable[[], Owner | None], key: int, earlier: Mapping[int, Any]) -> "HeldHook":
         """Return the same for another reducer; the user's handle still removes it from the dictionary that it was put
         into."""
         return HeldHook(self.hook, reducer, key, earlier if self._earlier is None else self._earlier)
@@ -128,7 +118,7 @@ def _run_outside(hook: HeldHook, parameter: Parameter) -> None:
 class HookDictionary(OrderedDict[int, Any]):
     """A parameter's post-accumulate hooks: perhaps a trigger, and users' hooks, held."""
 
-    def __init__(self, reducer: HookOwner) -> None:
+    def __init__(self, reducer: Owner) -> None:
         super().__init__()
         self._reducer = weakref.ref(reducer)
 
@@ -151,14 +141,14 @@ class HookDictionary(OrderedDict[int, Any]):
                 super().__setitem__(key, held.moved_to(self._reducer, key, earlier))
                 self._tell()
 
-    def held(self, reducer: HookOwner) -> list[HeldHook]:
+    def held(self, reducer: Owner) -> list[HeldHook]:
         """Return the users' hooks that wait for a reducer, those of optimizers in backward last."""
         if not self.belongs_to(reducer):
             return []
         held = [hook for hook in self.values() if isinstance(hook, HeldHook)]
         return sorted(held, key=lambda each: isinstance(each.hook, StepOptimizers))
 
-    def belongs_to(self, reducer: HookOwner) -> bool:
+    def belongs_to(self, reducer: Owner) -> bool:
         """Return True if the hooks wait for that reducer."""
         return self._reducer() is reducer
 
@@ -175,7 +165,7 @@ class HookDictionary(OrderedDict[int, Any]):
             reducer.hold_hooks()
 
 
-def hold(parameter: Parameter, reducer: HookOwner) -> HookDictionary:
+def hold(parameter: Parameter, reducer: Owner) -> HookDictionary:
     """Hold the hooks of a parameter, which may have none yet; those of an earlier reducer are moved to this one."""
     earlier = parameter._post_accumulate_grad_hooks
     if isinstance(earlier, HookDictionary) and earlier.belongs_to(reducer):
@@ -187,7 +177,7 @@ def hold(parameter: Parameter, reducer: HookOwner) -> HookDictionary:
     return hooks
 
 
-def hold_all(parameters: Iterable[Parameter], reducer: HookOwner) -> None:
+def hold_all(parameters: Iterable[Parameter], reducer: Owner) -> None:
     """Hold the hooks of those parameters that have any."""
     applied = any_applied()
     for parameter in parameters:
@@ -197,7 +187,7 @@ def hold_all(parameters: Iterable[Parameter], reducer: HookOwner) -> None:
                 held.take_over_optimizers(parameter)
 
 
-def release(parameter: Parameter, reducer: HookOwner) -> None:
+def release(parameter: Parameter, reducer: Owner) -> None:
     """Let go of the hooks of a parameter that ``reducer`` does not synchronise any more; users' hooks stay."""
     hooks = parameter._post_accumulate_grad_hooks
     if isinstance(hooks, HookDictionary) and hooks.belongs_to(reducer):
@@ -209,7 +199,7 @@ def _nobody() -> None:
     """Stands where a reducer would be referred to."""
 
 
-def run_held_hooks(parameters: Iterable[Parameter], reducer: HookOwner) -> None:
+def run_held_hooks(parameters: Iterable[Parameter], reducer: Owner) -> None:
     """Run users' hooks of parameters whose gradients ``reducer`` has reduced."""
     for parameter in parameters:
         hooks = parameter._post_accumulate_grad_hooks

@@ -56,7 +56,7 @@ class Participation:
 
     def look_for_changes(self) -> None:
         """A backward pass is about to reach the module: see whether it has other parameters than were agreed on."""
-        known = bool(self._members.newcomers or self._members.departed)
+        known = bool(self._members.newcomers)
         changed = self._members.look()
         # A pass may open the round past the forward, and get to that afterwards:
         # test_a_new_buffer_is_noticed_when_backward_first_goes_past_forward.
@@ -67,7 +67,7 @@ class Participation:
 
     def _watch_weights(self, contribution: Contribution) -> None:
         members = self._members
-        contribution.weights.watch(members.parameters, members.newcomers, members.departed)
+        contribution.weights.watch(members.parameters, members.newcomers)
 
     def pass_begins(self, this: BackwardPass) -> None:
         """A backward pass begins, and has added to no gradient yet."""

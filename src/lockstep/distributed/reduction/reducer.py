@@ -15,8 +15,8 @@ What one backward pass of one replicated module sends is a *round* (``round.py``
    their bucket had left (a layer that reentrant checkpointing runs twice), or had no place in the plan (unfrozen, used
    for the first time), are in everybody's report, so every rank joins in reducing them now. Buffers are assigned.
 6. *adapt* - the plan follows what the ranks use (``plan.py``): what is frozen or never used is never sent, without a
-   flag. If other parameters stand in the module on any rank, all choose anew what they replicate (``members.py``), and
-   reduce the gradients of what is new in the same round.
+   flag. If other parameters stand in the module on any rank, all choose anew what they replicate
+   (``parameter_set.py``), and reduce the gradients of what is new in the same round.
 
 If backward fails, the round is abandoned instead: the other ranks get what they wait for, and are told.
 
@@ -273,7 +273,7 @@ class Reducer:
         return not self._is_whole
 
     def _owns(self, parameter: Parameter) -> bool:
-        return owner_of(parameter) is self
+        return owner_of(parameter) in (None, self)
 
     def accumulate(self) -> None:
         """The pass has come to the module, and does not synchronise."""
@@ -494,6 +494,18 @@ class Reducer:
     def manages(self, parameter: Parameter) -> bool:
         """Return True if it synchronises a parameter, or will when the ranks have agreed on it."""
         return self._members.tracks(parameter)
+
+    def has_in_module(self, parameter: Parameter) -> bool:
+        """Return True if its module has the parameter on this rank."""
+        return self._members.has(parameter)
+
+    def is_newcomer(self, parameter: Parameter) -> bool:
+        """Return True if the parameter is new on this rank, and the ranks have not agreed on it yet."""
+        return self._members.is_newcomer(parameter)
+
+    def present(self) -> list[Parameter]:
+        """Return the parameters that its module still has."""
+        return [each.parameter for each in self._members.present]
 
 
 class _Watched:

@@ -15,8 +15,8 @@ from lockstep.distributed.buffers import BufferSync
 from lockstep.distributed.collectives import Collectives, plain_memory
 from lockstep.distributed.reduction.buckets import BucketsInUse
 from lockstep.distributed.reduction.comm_hooks import HookChain
-from lockstep.distributed.reduction.members import Members, Membership
 from lockstep.distributed.reduction.parameter import ManagedParameter
+from lockstep.distributed.reduction.parameter_set import ParameterSet
 from lockstep.distributed.reduction.plan import AdaptivePlan
 from lockstep.distributed.reduction.report_transport import ReportTransport
 from lockstep.distributed.reduction.scheduler import GroupScheduler
@@ -29,7 +29,7 @@ class Setup:
 
     def __init__(
         self,
-        membership: Membership,
+        members: ParameterSet,
         collectives: Collectives,
         scheduler: GroupScheduler,
         buffers: BufferSync,
@@ -37,7 +37,7 @@ class Setup:
     ) -> None:
         self.collectives, self.scheduler, self.buffers = collectives, scheduler, buffers
         self.hooks = HookChain()
-        self.members = Members(membership)
+        self.members = members
         self.rounds = 0
         """The number of the last round of which anything was sent."""
         self.gradient_divide_factor = float(collectives.world)
