@@ -408,6 +408,40 @@ def control_device(group: Group) -> torch.device:
     return torch.device(accelerator.type, torch.accelerator.current_device_index())
 
 
+_companions: "weakref.WeakKeyDictionary[Group, Group]" = weakref.WeakKeyDictionary()
+
+
+def can_have_control_plane(group: Group) -> bool:
+    """Return True if ranks of a group can send tensors on the CPU, over the group itself or over one made for it."""
+    return control_device(group).type == "cpu" or _is_registered(group)
+
+
+def control_plane(collectives: "Collectives") -> "Collectives":
+    """Return what sends tensors on the CPU between the ranks of a group: itself, or a Gloo group beside it.
+
+    Where none has been made, all ranks of the group make one now, through the store, and wait for one another.
+    """
+    group = collectives.group
+    if collectives.device.type == "cpu":
+        return collectives
+    if group not in _companions:
+        _companions[group] = dist.new_group(
+            list(collectives.global_ranks),
+            timeout=_timeout_of(group, collectives.device),
+            backend="gloo",
+            use_local_synchronization=True,
+        )
+    return Collectives(_companions[group], collectives.phases)
+
+
+def _timeout_of(group: Group, device: torch.device) -> timedelta | None:
+    try:
+        found = group._get_backend(device).options._timeout
+    except (RuntimeError, AttributeError):
+        return None
+    return found if isinstance(found, timedelta) else None
+
+
 def backends_of(group: Group) -> str:
     """The names of a group's backends: one, or pairs such as ``cpu:gloo,cuda:nccl``."""
     try:

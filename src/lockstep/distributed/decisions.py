@@ -32,11 +32,10 @@ class LoopVerdict(NamedTuple):
 
 
 class Reader(Protocol):
-    """Who has not read the report of a round yet."""
+    """Has abandoned a round, and not heard yet what the other ranks have said in it."""
 
-    def read_for_loop(self) -> None:
-        """Read it, and tell the :class:`Decisions` of it. Raises nothing: what has failed is told where all ranks can
-        go on together."""
+    def hear_abandoned(self) -> None:
+        """Tell the :class:`Decisions` of it."""
 
 
 class Loop:
@@ -128,7 +127,7 @@ class Decisions:
         self._padding: list[object] = []
         self._share: int | None = None
         self._requests: list[Callable[[], object]] = []
-        self._unread: weakref.WeakSet[Reader] = weakref.WeakSet()
+        self._unheard: weakref.WeakSet[Reader] = weakref.WeakSet()
         self.skips_next = False
         """The rank leaves out the batch in its next round, with other micro-batches."""
         self._stops = False
@@ -151,10 +150,10 @@ class Decisions:
         """Inside, a loop runs, inside of those that are under way; ``looks_ahead``: some rank does not know how many
         batches it will have. Afterwards what was known of the others counts again.
 
-        Waits for the last report, which is not one of this loop. Raises :class:`OptionError` inside of a loop of which
+        Raises :class:`OptionError` inside of a loop of which
         a rank does not know how many batches it will have.
         """
-        self._read()
+        self._hear_abandoned()
         if any(loop.looks_ahead for loop in self._loops):
             raise OptionError(
                 "batches(): a loop was begun inside of another one whose loader has no length on some rank. Ranks tell "
@@ -259,13 +258,13 @@ class Decisions:
         """A backward that synchronises is over."""
         self.skips_next = False
 
-    def has_unread(self, reader: Reader) -> None:
-        """The report of a round has not been waited for."""
-        self._unread.add(reader)
+    def has_unheard(self, reader: Reader) -> None:
+        """Note a round that this rank has abandoned, and in which it has not heard yet what the others have said."""
+        self._unheard.add(reader)
 
-    def _read(self) -> None:
-        while self._unread:
-            self._unread.pop().read_for_loop()
+    def _hear_abandoned(self) -> None:
+        while self._unheard:
+            self._unheard.pop().hear_abandoned()
 
     @property
     def is_default(self) -> bool:
@@ -295,22 +294,22 @@ class Decisions:
     def should_stop(self) -> bool:
         """Whether any rank has asked to stop before the last round ended: the same on all ranks at the same step.
 
-        Waits for the last report, where that travels over accelerators.
+        Waits for the end of a round that this rank has abandoned.
         """
-        self._read()
+        self._hear_abandoned()
         return self._stops
 
     @property
     def skipped(self) -> bool:
         """Whether any rank has left out this batch, so that all have, or none has one. Waits as :attr:`should_stop`
         does."""
-        self._read()
+        self._hear_abandoned()
         return self.innermost.skips
 
     @property
     def all_have_ended(self) -> bool:
         """Whether no rank has another batch after the one of the last round. Waits as :attr:`should_stop` does."""
-        self._read()
+        self._hear_abandoned()
         return self.innermost.all_end
 
 

@@ -64,8 +64,6 @@ def check_in_sync(module: Module, process_group: Group | None = None, *, every: 
     group = replication.group if process_group is None and replication is not None else resolve_group(process_group)
     if group is None:
         raise CommunicationError("there is no process group yet; call torch.distributed.init_process_group() first")
-    if replication is not None and replication.reducer is not None:
-        replication.reducer.outcome.update_buffers()
     collectives = Collectives(group, Phases())
     named = [*module.named_parameters(), *module.named_buffers()]
     lines = [Line(name, describe_tensor(tensor, layout=False)) for name, tensor in named]

@@ -143,17 +143,9 @@ class Participation:
 
     # ------------------------------------------------------------------------------- what it says of a round
 
-    def may_defer(self, number: int, has_late: bool) -> bool:
-        """Whether the report of round ``number`` can be read later: this rank has nothing unusual to know or to tell;
-        ``has_late``: a gradient came late."""
-        if self._outcome.has_failed or self._outcome.is_awaited or self._setup.watch_of(number) is not None:
-            return False
-        usual = self._setup.is_settled and self.contribution.is_usual and not (has_late or self.differs)
-        return usual and not self._decisions.may_be_idle
-
-    def describe(self, passive: bool, number: int, failed: bool, has_late: bool) -> Status:
+    def describe(self, passive: bool, number: int, failed: bool) -> Status:
         """Return what this rank says of round ``number``; ``passive``: it takes part without a backward pass of its
-        own; ``has_late``: a gradient came late."""
+        own."""
         own, weights, loops = self.contribution, self.contribution.weights, self._decisions
         part = own.part
         if self._skips or (loops.skips_next and not failed):
@@ -170,7 +162,6 @@ class Participation:
             own.drift.suspects,
             weights.given,
             weights.given and bool(weights.earlier.copies),
-            self._setup.may_defer and not self.may_defer(number, has_late),
             *(_NO_PASS if passive or self._skips else self.passes.summarize()),
             weights.total,
         )
@@ -225,7 +216,6 @@ class Participation:
 
     def keep_buffers(self) -> KeptBuffers:
         """What the module's buffers are now, to be given back."""
-        self._outcome.update_buffers()
         return self._setup.buffers.keep()
 
     def drop_gradients(self) -> None:

@@ -113,7 +113,6 @@ class Reducer:
     def forward_begins(self) -> None:
         """The module's forward begins: it has the buffers that have come with the last round."""
         self.home = threading.get_ident()
-        self.outcome.update_buffers()
         if self.setup.watch is not None:
             self.setup.look_at_buffers(self.rounds + 1)
 
@@ -234,20 +233,17 @@ class Reducer:
             raise
 
     def _open_round(self, expected: bool, passive: bool = False, create_graph: bool = False) -> None:
-        """Open the round, also if the report of the last one says only now that it has failed on some rank.
+        """Open the round.
 
         ``expected``: the pass was to go through the module; ``passive``: this rank takes part without one of its own;
         ``create_graph``: the pass was asked for a graph of the gradients.
         """
         own = self.participation
-        try:
-            self.outcome.read_deferred()
-        finally:
-            self.outcome.wait_for_abandoned()
-            self.setup.follow(self.scheduler.decisions.active)
-            own.begin_round(expected)
-            describe, used = partial(own.describe, passive), own.contribution.used
-            self._round = Round(self.rounds + 1, self.setup, used, describe, create_graph, self._gradients_reached)
+        self.outcome.wait_for_abandoned()
+        self.setup.follow(self.scheduler.decisions.active)
+        own.begin_round(expected)
+        describe, used = partial(own.describe, passive), own.contribution.used
+        self._round = Round(self.rounds + 1, self.setup, used, describe, create_graph, self._gradients_reached)
 
     # ------------------------------------------------------------------------------------ look
 
@@ -384,7 +380,7 @@ class Reducer:
             self.abandon()
             raise
         current.wait()
-        return self.outcome.conclude(current, own, self.participation.may_defer, lists_used=self._holds_hooks)
+        return self.outcome.conclude(current, own, lists_used=self._holds_hooks)
 
     def hold_hooks(self) -> None:
         """Some parameter has users' hooks, to be run when its gradient is reduced."""

@@ -60,12 +60,12 @@ class Round:
         number: int,
         setup: Setup,
         used: bytearray,
-        describe: Callable[[int, bool, bool], Status],
+        describe: Callable[[int, bool], Status],
         create_graph: bool,
         gradients_reached: WeakMethod[Callable[[], None]],
     ) -> None:
         """``used`` has a one for each parameter that has had a gradient on this rank since the last round; ``describe``
-        says what this rank has to report of a round of that number, failed or not, with a late gradient or without;
+        says what this rank has to report of a round of that number, failed or not;
         ``gradients_reached`` is called by backward passes that go through the gradients, where those have a graph."""
         self.number, self.phase = number, RoundPhase.FILLING
         self.buckets = setup.buckets
@@ -152,7 +152,7 @@ class Round:
             self._graphs += copied.graphs
             self._undefined += copied.undefined
             if bucket is self.buckets.report_bucket:
-                self._write_report(bucket.row)
+                self._write_in_bucket(bucket.row)
         what = self.buckets.labels[bucket.index]
         if setup.hooks.hooks:
             self._in_flight.send_through_hooks(bucket, copied.flat, what)
@@ -184,25 +184,41 @@ class Round:
 
     def launch_rest(self) -> None:
         """Launch all that is left: buckets, buffers that do not ride in the report, and the report."""
-        setup = self._setup
+        setup, row = self._setup, self._setup.transport.own_row
         setup.buffers.prepare_large()
         for bucket in self.buckets.in_order[self.next_bucket :]:
-            is_last = bucket is self.buckets.report_bucket and not setup.buffers.has_large
+            is_last = bucket is self.buckets.report_bucket and not setup.buffers.has_large and row is None
             self._launch_bucket(bucket, wait_follows=is_last)
         if setup.hooks.hooks:
             self._in_flight.order_hooks(setup.collectives.device)
         setup.buffers.send_large()
-        row = setup.transport.own_row
         if row is not None:
-            self._write_report(row)
-            self._all_reduce(row, "report", wait_follows=True)
+            self._send_own(row, "report")
 
-    def _write_report(self, row: Tensor, failed: bool = False) -> None:
+    def _send_own(self, row: Tensor, what: str, failed: bool = False) -> None:
+        """Send what of the report travels on its own."""
+        transport, what = self._setup.transport, f"{what}, round {self.number}"
+        status = self._write_report(row, failed)
+        if transport.own_buffers is not None:
+            transport.write_buffers(transport.own_buffers, status)
+            self._all_reduce(transport.own_buffers, "small buffers")
+        begun = time.perf_counter()
+        self._in_flight.add(transport.send(row, what), begun)
+
+    def _write_in_bucket(self, row: Tensor, failed: bool = False) -> None:
+        """Write what rides behind the last bucket: the report, or small buffers alone."""
+        if self._setup.transport.own_row is None:
+            self._write_report(row, failed)
+        else:
+            self._setup.transport.write_buffers(row, self._describe(self.number, failed))
+
+    def _write_report(self, row: Tensor, failed: bool = False) -> Status:
         for index in self._undefined:  # hooks have run, but there was no gradient
             self._used[index] = 0
-        status = self._describe(self.number, failed, bool(self.late))
+        status = self._describe(self.number, failed)
         digest = self._setup.look(self.number) if status.called and not failed else None
         self._setup.transport.write(row, self._used, list(self.late), status, digest)
+        return status
 
     def wait(self) -> None:
         """Return when all has arrived."""
@@ -212,11 +228,14 @@ class Round:
     @property
     def report_row(self) -> Tensor:
         """The report's place."""
-        bucket, row = self.buckets.report_bucket, self._setup.transport.own_row
-        if bucket is not None:
-            return bucket.row
-        assert row is not None
-        return row
+        row = self._setup.transport.own_row
+        return self.bucket_row if row is None else row
+
+    @property
+    def bucket_row(self) -> Tensor:
+        """What rides behind the last bucket; nothing if the report and small buffers travel on their own."""
+        bucket = self.buckets.report_bucket
+        return torch.empty(0) if bucket is None else bucket.row
 
     def copy_out(
         self,
@@ -288,16 +307,17 @@ class Round:
                 sent.send_zeros_through_hooks(bucket, zeros)
                 continue
             if bucket is self.buckets.report_bucket:
-                self.abandoned_row = zeros[bucket.planned.layout.numel :]
-                self._write_report(self.abandoned_row, failed=True)
+                row = zeros[bucket.planned.layout.numel :]
+                self._write_in_bucket(row, failed=True)
+                if setup.transport.own_row is None:
+                    self.abandoned_row = row
             self._all_reduce(zeros, "abandoned bucket")
         if setup.hooks.hooks and not setup.collectives.follows_stream(setup.collectives.device):
             sent.wait_abandoned()
         setup.buffers.send_large(failed=True)
         if setup.transport.own_row is not None:
             self.abandoned_row = setup.transport.own_row
-            self._write_report(self.abandoned_row, failed=True)
-            self._all_reduce(self.abandoned_row, "abandoned report")
+            self._send_own(self.abandoned_row, "abandoned report", failed=True)
 
     def wait_abandoned(self) -> None:
         """Return when all that an abandoned round has sent has arrived."""

@@ -68,11 +68,6 @@ class Setup:
         return self.plan.is_whole and self.is_planned
 
     @property
-    def may_defer(self) -> bool:
-        """Whether a rank may hand out gradients before it has read the report, which lies on an accelerator."""
-        return self.is_settled and self.transport.row_device.type != "cpu"
-
-    @property
     def is_ready(self) -> bool:
         """Whether nothing has to be agreed on before a bucket may leave."""
         return self.hooks.are_agreed and not self._before_next_round
@@ -94,8 +89,7 @@ class Setup:
         device = self.parameters[0].spec.device if self.parameters else self.collectives.device
         self.transport.lay_out(planned[-1].layout.dtype if shares_bucket else None, device)
         empty = plain_memory if hooked else self.collectives.empty  # some hooks resize what they are given
-        numel = self.transport.numel if shares_bucket else 0
-        self.buckets = BucketsInUse(self.plan, self.parameters, numel, empty)
+        self.buckets = BucketsInUse(self.plan, self.parameters, self.transport.numel, empty)
 
     def adapt(self, verdict: Verdict) -> None:
         """Let the plan follow what the ranks have used. Communicates one broadcast, the first time."""

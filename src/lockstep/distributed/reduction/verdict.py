@@ -16,12 +16,6 @@ from lockstep.distributed.reduction.status import Part, Report, Status
 from lockstep.errors import OptionError, PeerError
 
 NOT_HANDED_OUT = "No gradient has been handed out; every rank can go on with the next batch after zero_grad()"
-NOT_STEPPED = "The optimizer has not stepped; every rank can go on with the next batch after zero_grad()"
-KNOWN_LATE = (
-    "This rank knows of it one backward later, and has handed out gradients in that one: compare the weights with "
-    "check_in_sync(), or load a checkpoint, before going on"
-)
-"""Advice of errors: where the report was waited for, where an optimizer's step has read it, and where nothing has."""
 
 
 class Refusal(NamedTuple):
@@ -61,8 +55,6 @@ class Verdict(NamedTuple):
     """Some rank adds a weighted contribution to gradients from before."""
     active: int = 0
     """How many ranks have batches."""
-    all_wait: bool = True
-    """All ranks wait for the report, where each may have handed out gradients without it."""
     is_usual: bool = False
     """All ranks say the same, and that has no consequences: gradients are the mean, and no more."""
 
@@ -71,22 +63,17 @@ class Verdict(NamedTuple):
         return self.used is None or self.used[index]
 
 
-def judge(
-    report: Report, rank: int, ranks: Sequence[int], divisor: float, advice: str = "", unheard: str = ""
-) -> Verdict:
+def judge(report: Report, rank: int, ranks: Sequence[int], divisor: float) -> Verdict:
     """Return the verdict on a report, as rank ``rank`` of the group reads it; messages name each rank by its number in
     ``ranks``. The mean that the verdict's factor turns into another is one over ``divisor`` ranks.
-
-    ``advice``: what to do, if the report was not waited for, and parameters have got the gradients of its round;
-    ``unheard``: the name of the first parameter with a late gradient, where ranks may not have waited to hear of it.
     """
     if not report.statuses:
         return Verdict(used=report.used, is_usual=True)
     all_of = _columns(report.statuses)
     skip = Part.SKIPS in all_of.part
-    said = _Said(all_of, report.statuses[rank], ranks[rank], ranks, advice, unheard)
+    said = _Said(all_of, report.statuses[rank], ranks[rank], ranks)
     return Verdict(
-        error=_find_error(said, (*_ALWAYS, *(_SKIPPED if skip else _COUNTING))),
+        error=_find_error(said, _ALWAYS if skip else (*_ALWAYS, *_COUNTING)),
         failed=Part.FAILED in all_of.part,
         skip=skip,
         factor=_factor(all_of, divisor),
@@ -98,7 +85,6 @@ def judge(
         loop=judge_loops(report.statuses),
         adds=any(all_of.adds),
         active=sum(part not in (Part.PADDING, Part.JOINED) for part in all_of.part),
-        all_wait=all(all_of.waits),
     )
 
 
@@ -139,8 +125,6 @@ class _Said(NamedTuple):
     """This rank's number in messages."""
     ranks: Sequence[int]
     """Each rank's."""
-    advice: str
-    unheard: str
 
 
 def _find_error(said: _Said, rules: "Sequence[_Rule]") -> Refusal | None:
@@ -157,7 +141,7 @@ def _backward_failed(said: _Said) -> str:
     other = said.ranks[said.all_of.part.index(Part.FAILED)]
     return (
         f"rank {said.me}: backward failed on rank {other} in round {said.own.round}; that rank's own error says why. "
-        f"{said.advice or NOT_HANDED_OUT}"
+        f"{NOT_HANDED_OUT}"
     )
 
 
@@ -182,7 +166,7 @@ def _at_other_batches(said: _Said) -> str:
         f"rank {said.me}: rank {said.ranks[other]} is {distance} this rank in the batches of its loop, in round "
         f"{said.own.round}: a rank has gone on with its next batch without a backward that synchronises for the last "
         "one (an error that it has caught, `continue`), and gradients of different batches would be mixed. "
-        f"{said.advice or NOT_HANDED_OUT}. Let the rank that leaves out a batch call skip_batch(), and all iterate "
+        f"{NOT_HANDED_OUT}. Let the rank that leaves out a batch call skip_batch(), and all iterate "
         "over lockstep.batches()"
     )
 
@@ -206,7 +190,7 @@ def _in_other_passes(said: _Said) -> str:
                 return (
                     f"rank {said.me}: ranks {another} and {other} are not in the same backward pass (number "
                     f"{said.own.round} that synchronises): {difference.format(another, other)}. "
-                    f"{said.advice or NOT_HANDED_OUT}. Let every rank "
+                    f"{NOT_HANDED_OUT}. Let every rank "
                     "run the same backward passes; put one that is for one rank alone under no_sync(), or take its "
                     "gradients with torch.autograd.grad, and a forward that is not trained on under torch.no_grad()"
                 )
@@ -240,28 +224,6 @@ def _count(forwards: int) -> str:
     return f"{forwards or 'no'} forward{'s' if forwards != 1 else ''}"
 
 
-def _skip_known_late(said: _Said) -> str:
-    if said.advice != KNOWN_LATE:
-        return ""
-    return (
-        f"rank {said.me}: a rank has left out the batch of round {said.own.round}. {KNOWN_LATE}; "
-        "and ask `skipped` before weights are changed in another way than by a torch.optim.Optimizer"
-    )
-
-
-def _late_unheard(said: _Said) -> str:
-    """A gradient was late, and a rank has handed out its gradients without having heard of it, so that it does not join
-    in reducing it."""
-    if not said.unheard or all(said.all_of.waits):
-        return ""
-    return (
-        f"rank {said.me}: in round {said.own.round}, gradients of {said.unheard} came in several pieces on some ranks "
-        "only (a layer that reentrant checkpointing runs twice), the last ones after their bucket had left; the other "
-        f"ranks have not waited for them. {said.advice or NOT_HANDED_OUT}. From the next round on that bucket waits "
-        "for the end of backward"
-    )
-
-
 def _without_weight(said: _Said) -> str:
     if not any(said.all_of.weighted):
         return ""
@@ -281,8 +243,4 @@ _ALWAYS: Sequence[_Rule] = (
     (PeerError, _at_other_batches),
     (PeerError, _in_other_passes),
 )
-_SKIPPED: Sequence[_Rule] = ((PeerError, _skip_known_late),)  # where a rank leaves out the batch
-_COUNTING: Sequence[_Rule] = (  # and where none does
-    (PeerError, _late_unheard),
-    (OptionError, _without_weight),
-)
+_COUNTING: Sequence[_Rule] = ((OptionError, _without_weight),)  # where no rank leaves out the batch
