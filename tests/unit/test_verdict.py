@@ -7,7 +7,7 @@ import pytest
 from lockstep.distributed.decisions import LoopVerdict
 from lockstep.distributed.reduction.passes import Called
 from lockstep.distributed.reduction.status import Part, Report, Status
-from lockstep.distributed.reduction.verdict import KNOWN_LATE, NOT_STEPPED, Refusal, Verdict, judge, judge_loops
+from lockstep.distributed.reduction.verdict import Refusal, Verdict, judge, judge_loops
 from lockstep.errors import OptionError, PeerError
 
 TRAINING, EVALUATION, OTHERWISE, UNKNOWN = (each.value for each in Called)
@@ -31,14 +31,14 @@ def through(called, forwards=1, left_out=0, **fields):
     return says(called=called, through=forwards, left_out=left_out, **fields)
 
 
-def verdict_of(*statuses, rank=0, ranks=None, divisor=None, used=None, late=(), digests=(), advice="", unheard=""):
+def verdict_of(*statuses, rank=0, ranks=None, divisor=None, used=None, late=(), digests=()):
     report = Report(used, late, statuses, digests)
-    return judge(report, rank, ranks or range(len(statuses)), divisor or len(statuses), advice, unheard)
+    return judge(report, rank, ranks or range(len(statuses)), divisor or len(statuses))
 
 
 def summary_of(verdict):
     """What differs from a usual one, without what tests below look at in detail."""
-    usual = verdict._replace(loop=LoopVerdict(), active=0, all_wait=True, digests=())
+    usual = verdict._replace(loop=LoopVerdict(), active=0, digests=())
     return {name: value for name, value in usual._asdict().items() if value != Verdict._field_defaults[name]}
 
 
@@ -147,29 +147,6 @@ def test_a_weight_is_given_by_every_rank_that_counts():
     assert verdict_of(weighs(1), PADDING, JOINED, USUAL, ranks=[0, 3, 6, 9]).error == Refusal(OptionError, message)
     assert verdict_of(weighs(1), PADDING, JOINED).error is None
     assert verdict_of(weighs(1), SKIPS, USUAL).error is None  # the batch counts nothing
-
-
-def test_what_to_do_where_parameters_have_their_gradients_already():
-    for statuses in ([USUAL, FAILED], [says(batch=1), USUAL], [through(OTHERWISE), USUAL]):
-        for advice in (NOT_STEPPED, KNOWN_LATE):
-            message = verdict_of(*statuses, advice=advice).error.message
-            assert advice in message
-            assert NOT_HANDED_OUT not in message
-    assert verdict_of(USUAL, SKIPS, advice=NOT_STEPPED).error is None
-    skipped = verdict_of(USUAL, SKIPS, advice=KNOWN_LATE)
-    assert skipped.error.message.startswith("rank 0: a rank has left out the batch of round 5. This rank knows of it")
-    assert skipped.skip
-
-
-def test_a_late_gradient_that_ranks_have_not_waited_for():
-    waits = says(waits=True)
-    assert verdict_of(waits, waits, late=[1], unheard="a.weight").error is None
-    assert verdict_of(waits, USUAL, late=[1]).error is None
-    assert verdict_of(waits, SKIPS, late=[1], unheard="a.weight").error is None
-    verdict = verdict_of(waits, USUAL, late=[1], unheard="a.weight", advice=NOT_STEPPED)
-    assert verdict.error.message.startswith("rank 0: in round 5, gradients of a.weight came in several pieces on some")
-    assert NOT_STEPPED in verdict.error.message
-    assert (verdict.late, verdict.all_wait) == ([1], False)
 
 
 # ---------------------------------------------------------------------------------- what follows otherwise
