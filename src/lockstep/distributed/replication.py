@@ -11,7 +11,6 @@ Modules do not carry their replication, so that their copies and pickles are pla
 import weakref
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -31,7 +30,6 @@ from lockstep.distributed.options import Options
 from lockstep.distributed.reduction.backward import listening
 from lockstep.distributed.reduction.comm_hooks import check_hook
 from lockstep.distributed.reduction.graph import mark_output
-from lockstep.distributed.reduction.parameter_hooks import take_over_optimizers
 from lockstep.distributed.reduction.passes import ForwardMark, in_backward, note_compiled
 from lockstep.distributed.reduction.reducer import Reducer
 from lockstep.distributed.reduction.scheduler import GroupScheduler, scheduler_of
@@ -41,8 +39,6 @@ from lockstep.distributed.values import broadcast_values
 from lockstep.errors import CommunicationError, LockstepError, NotReplicableError
 from lockstep.failures.progress import Phase
 from lockstep.phases import Phases, Statistics
-
-_parameter_of = attrgetter("parameter")
 
 
 class Replication:
@@ -201,8 +197,6 @@ class Replication:
             if torch.compiler.is_compiling():
                 note_compiled(reducer.passes.name)
             else:
-                if not reducer.retired:
-                    take_over_optimizers(map(_parameter_of, reducer.parameters))
                 reducer.collectives.enter(Phase.FORWARD)
                 reducer.forward_begins()
                 reducer.passes.enter_forward(self._counts())

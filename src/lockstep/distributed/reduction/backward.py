@@ -31,11 +31,10 @@ from lockstep.distributed.reduction.graph import (
     Arguments,
     Reach,
     devices_of_leaves,
+    finish_means,
     joined_behind,
     named,
     reach_of,
-    take_part,
-    unfinished_collectives,
 )
 
 _KEY = "lockstep.backward"
@@ -59,7 +58,7 @@ class BackwardPass:
         self.told: set[PassFollower] = set()
         """Those that know already that it has ended."""
         self.means: dict[object, torch.Tensor] = {}
-        """With ``create_graph``: by group, an output of the last mean over its ranks that has been made in it."""
+        """With ``create_graph``: by group, an output of the last mean over its ranks that has been taken in it."""
         self._arguments: Arguments | None = arguments
         self._failed: set[int] = outer._failed if outer is not None else set()  # common to passes inside of one another
 
@@ -70,11 +69,6 @@ class BackwardPass:
             return False
         given = named(*self._arguments)
         return bool(given.get("accumulate_grad")) and not given.get("inputs")
-
-    @property
-    def creates_graph(self) -> bool:
-        """Whether it was asked for gradients that have a graph themselves."""
-        return self._arguments is not None and bool(named(*self._arguments).get("create_graph"))
 
     @property
     def whole(self) -> "BackwardPass":
@@ -261,7 +255,7 @@ class _Engine(torch._C._ImperativeEngine):
             given = named(args, kwargs)
             if outer is None:
                 self._wait_for_threads(devices_of_leaves(given))
-            take_part(unfinished_collectives(given, this))
+            finish_means(given, this)
             this.fail(reach_of(given) if outer is None else Reach())
             raise
         else:

@@ -17,10 +17,8 @@ from typing import Any, Protocol
 
 from torch.compiler import is_compiling, is_dynamo_compiling
 from torch.nn import Parameter
-from torch.utils.hooks import RemovableHandle
 
 from lockstep.compiler import is_in_compiled_backward, outside_compiler
-from lockstep.distributed.reduction.optimizers_in_backward import StepOptimizers, any_applied, take_over
 from lockstep.errors import NotReplicableError
 
 
@@ -177,18 +175,10 @@ class HookDictionary(OrderedDict[int, Any]):
                 self._tell()
 
     def held(self, reducer: GradientListener) -> list[HeldHook]:
-        """The users' hooks that wait for a reducer, those of optimizers in backward last."""
+        """The users' hooks that wait for a reducer."""
         if self._reducer() is not reducer:
             return []
-        held = [hook for hook in self.values() if isinstance(hook, HeldHook)]
-        return sorted(held, key=lambda each: isinstance(each.hook, StepOptimizers))
-
-    def take_over_optimizers(self, parameter: Parameter) -> None:
-        """Hold the parameter's optimizers in backward, too; again and again, for they may come at any time."""
-        step = take_over(parameter)
-        known = (isinstance(hook, HeldHook) and isinstance(hook.hook, StepOptimizers) for hook in self.values())
-        if step is not None and not any(known):
-            self[RemovableHandle(self).id] = step
+        return [hook for hook in self.values() if isinstance(hook, HeldHook)]
 
     def _tell(self) -> None:
         reducer = self._reducer()
@@ -203,7 +193,6 @@ def attach(tensor: Parameter, ours: ParameterHook, reducer: GradientListener) ->
     tensor._post_accumulate_grad_hooks = hooks
     if earlier:
         hooks.take_over(earlier)
-    hooks.take_over_optimizers(tensor)
     return hooks
 
 
@@ -217,15 +206,6 @@ def detach(tensor: Parameter, reducer: GradientListener) -> None:
 
 def _nobody() -> None:
     """Stands where a reducer would be referred to."""
-
-
-def take_over_optimizers(parameters: Iterable[Parameter]) -> None:
-    """Let optimizers of ``_apply_optimizer_in_backward`` run when gradients are reduced, whenever it was called."""
-    if any_applied():
-        for parameter in parameters:
-            hooks = parameter._post_accumulate_grad_hooks
-            if isinstance(hooks, HookDictionary):
-                hooks.take_over_optimizers(parameter)
 
 
 def run_held_hooks(parameters: Iterable[Parameter], reducer: GradientListener) -> None:

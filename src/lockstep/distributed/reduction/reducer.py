@@ -28,20 +28,20 @@ Gradients live in buckets (``buckets.py``). What a rank has accumulated since th
 import logging
 import sys
 import threading
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Sequence
 from contextlib import nullcontext, suppress
-from functools import partial
-from operator import attrgetter
-from weakref import WeakMethod
+from functools import cache, partial
 
 import torch
 from torch.nn import Parameter
 
 from lockstep.distributed.reduction.graph import Reach
 from lockstep.distributed.reduction.idle import IdleBatch
+from lockstep.distributed.reduction.optimizers_in_backward import check_optimizers
 from lockstep.distributed.reduction.outcome import Outcome
 from lockstep.distributed.reduction.parameter import ManagedParameter
-from lockstep.distributed.reduction.parameter_hooks import run_held_hooks, take_over_optimizers
+from lockstep.distributed.reduction.parameter_hooks import run_held_hooks
 from lockstep.distributed.reduction.participation import Participation
 from lockstep.distributed.reduction.passes import ForwardMark
 from lockstep.distributed.reduction.round import Round
@@ -55,8 +55,6 @@ from lockstep.errors import (
     ShareError,
 )
 from lockstep.failures.progress import Phase
-
-_parameter_of = attrgetter("parameter")
 
 
 class Reducer:
@@ -80,7 +78,6 @@ class Reducer:
         self._round_follows = False  # or if its round is to open at its end: the batch counts nothing
         self._members = setup.members
         self._holds_hooks = False  # users have hooks on parameters
-        self._gradients_reached: WeakMethod[Callable[[], None]] = WeakMethod(self.reached)
 
     @property
     def parameters(self) -> list[ManagedParameter]:
@@ -106,7 +103,8 @@ class Reducer:
             self.setup.look_at_buffers(self.rounds + 1)
 
     def reached(self, forward: ForwardMark | None = None) -> None:
-        """The backward pass has come to outputs of a forward; if it is None, to reduced gradients with a graph."""
+        """The backward pass has come to outputs of a forward; if it is None, to a mean over the ranks that leads to the
+        module's parameters on some rank."""
         self.collectives.enter(Phase.BACKWARD)
         self.scheduler.expect_backward(self)
         self.passes.reach(forward, forward is None or self._members.is_own(forward.sample))
@@ -117,10 +115,12 @@ class Reducer:
         """A backward pass has reached the module: its first gradient has come."""
         if not self.scheduler.follow():
             return  # of a pass that has failed in another thread: nobody waits for it any more
-        take_over_optimizers(map(_parameter_of, self._members.parameters))
+        check_optimizers((each.name, each.parameter) for each in self._members.parameters)
         own, expected = self.participation, self.scheduler.expects(self)
         if own.requires_sync:
             self._check_alive()
+            if torch.is_grad_enabled():  # create_graph=True
+                _warn_of_graph()
         self.scheduler.enter(self)
         if own.requires_sync and own.idle_batch is None:
             self._open_round(expected)
@@ -138,11 +138,10 @@ class Reducer:
             self.scheduler.note_failure(self)
             raise
 
-    def _open_round(self, expected: bool, passive: bool = False, create_graph: bool | None = None) -> None:
+    def _open_round(self, expected: bool, passive: bool = False) -> None:
         """Open the round, also if the report of the last one says only now that it has failed on some rank.
 
-        ``expected``: the pass was to go through the module; ``passive``: this rank takes part without one of its own;
-        ``create_graph``: the pass was asked for a graph of the gradients, as it is known inside of it if None.
+        ``expected``: the pass was to go through the module; ``passive``: this rank takes part without one of its own.
         """
         own = self.participation
         try:
@@ -152,8 +151,7 @@ class Reducer:
             self.setup.follow(self.scheduler.decisions.active)
             own.begin_round(expected)
             describe, used = partial(own.describe, passive), own.contribution.used
-            graph = torch.is_grad_enabled() if create_graph is None else create_graph
-            self._round = Round(self.rounds + 1, self.setup, used, describe, graph, self._gradients_reached)
+            self._round = Round(self.rounds + 1, self.setup, used, describe)
             self.open = True
 
     # ------------------------------------------------------------------------------------ fill
@@ -179,7 +177,7 @@ class Reducer:
 
         Perhaps it is in the module no more: ``test_a_parameter_that_was_in_the_module_for_a_moment``.
         """
-        take_over_optimizers([parameter])
+        check_optimizers([(name, parameter)])
         with self._lock:
             own = self.participation
             if not self.open:
@@ -206,19 +204,18 @@ class Reducer:
 
     # -------------------------------------------------------------------------------- finalize
 
-    def finalize_backward(self, create_graph: bool) -> Sequence[Parameter]:
-        """Reduce what is left, with ``create_graph`` to gradients that have a graph; returns the parameters whose hooks
-        have waited for this.
+    def finalize_backward(self) -> Sequence[Parameter]:
+        """Reduce what is left; returns the parameters whose hooks have waited for this.
 
         Raises :class:`PeerError` if another rank failed or is in another round.
         """
         with self._lock, torch.no_grad():
             try:
                 if self.participation.idle_batch is not None:
-                    return self._finalize_idle(self.participation.idle_batch, create_graph)
+                    return self._finalize_idle(self.participation.idle_batch)
                 without_gradient = not self.open  # this rank has none of the module, but another rank may have
                 if without_gradient:
-                    self._open_without_gradient(create_graph)
+                    self._open_without_gradient()
                 return self._finish(without_gradient and self.passes.is_reached)
             except Exception as error:
                 self.error = f"{type(error).__name__}: {error}"
@@ -226,7 +223,7 @@ class Reducer:
             finally:
                 self.end_pass()
 
-    def _finalize_idle(self, batch: IdleBatch, create_graph: bool) -> Sequence[Parameter]:
+    def _finalize_idle(self, batch: IdleBatch) -> Sequence[Parameter]:
         """The same at a batch that counts nothing: contribute what has piled up before it, if anything has."""
         self._round_follows = False
         self._members.arrivals.end_pass()
@@ -234,15 +231,15 @@ class Reducer:
         own = self.participation
         try:
             with nullcontext() if own.contribution.is_something else own.contributing_nothing(idle=True):
-                self._open_without_gradient(create_graph)
+                self._open_without_gradient()
                 return self._finish(weighs=False)
         finally:
             batch.round_ended(self.buffers.keep())
 
-    def _open_without_gradient(self, create_graph: bool) -> None:
+    def _open_without_gradient(self) -> None:
         self._check_alive()
         try:
-            self._open_round(self.scheduler.expects(self), not self.passes.is_reached, create_graph)
+            self._open_round(self.scheduler.expects(self), not self.passes.is_reached)
         except (PeerError, OptionError):
             self.abandon()
             raise
@@ -270,8 +267,6 @@ class Reducer:
             self.abandon()
             raise
         current.wait()
-        if self._members.newcomers:
-            take_over_optimizers(map(_parameter_of, self._members.newcomers))
         return self.outcome.conclude(current, own, self.participation.may_defer, lists_used=self._holds_hooks)
 
     def hold_hooks(self) -> None:
@@ -347,7 +342,7 @@ class Reducer:
         if not self.open:  # see test_a_failure_is_told_before_it_gets_to_parameters_that_are_new
             self.participation.look_for_changes()
         samples = reach.marks.get(id(self), ())
-        own = id(self) in reach.elsewhere or any(self._members.is_own(sample) for sample in samples)
+        own = any(self._members.is_own(sample) for sample in samples)
         return self._members.are_within(reach, expected or bool(samples), own)
 
     def retire(self) -> None:
@@ -355,6 +350,17 @@ class Reducer:
         self.retired = True
         self.participation.end_idle_batch()
         self.scheduler.modules.unregister(self)
+
+
+@cache  # once in a process
+def _warn_of_graph() -> None:
+    warnings.warn(
+        "backward(create_graph=True) went through a replicated module: gradients are reduced as always, and have no "
+        "graph, so nothing can be differentiated through them. For gradients of gradients take those of this rank by "
+        "torch.autograd.grad(loss, parameters, create_graph=True), and their mean by lockstep.mean_over_ranks(), which "
+        "stays differentiable",
+        stacklevel=2,
+    )
 
 
 def _no_longer_whole(name: str) -> NotReplicableError:

@@ -10,18 +10,17 @@ have to be ordered by waiting.
 import time
 from collections.abc import Callable, Mapping, Sequence
 from enum import IntEnum, auto
-from weakref import WeakMethod
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from lockstep.distributed.reduction.bucket import BucketPart, GradientBucket
+from lockstep.distributed.reduction.graph import has_means
 from lockstep.distributed.reduction.in_flight import InFlight
-from lockstep.distributed.reduction.late import graphs_of, reduce_again, reduce_late
+from lockstep.distributed.reduction.late import reduce_again, reduce_late
 from lockstep.distributed.reduction.parameter import ManagedParameter
 from lockstep.distributed.reduction.report import RankStatus, Report, Weight
-from lockstep.distributed.reduction.second_order import has_graphs, with_graphs
 from lockstep.distributed.reduction.setup import Setup
 
 
@@ -59,12 +58,9 @@ class Round:
         setup: Setup,
         used: bytearray,
         describe: Callable[[int, bool, bool], tuple[RankStatus, Weight]],
-        create_graph: bool,
-        gradients_reached: WeakMethod[Callable[[], None]],
     ) -> None:
         """``used`` has a one for each parameter that has had a gradient on this rank since the last round; ``describe``
-        says what this rank has to report of a round of that number, failed or not, with a late gradient or without;
-        ``gradients_reached`` is called by backward passes that go through the gradients, where those have a graph."""
+        says what this rank has to report of a round of that number, failed or not, with a late gradient or without."""
         self.number, self.phase = number, RoundPhase.FILLING
         self.buckets = setup.buckets
         self.next_bucket = 0
@@ -75,17 +71,15 @@ class Round:
         """Whether the parameters have their gradients."""
         self.abandoned_row: Tensor | None = None
         """The report, if the round was abandoned before it had left."""
-        self._setup, self._used, self._describe, self._create_graph = setup, used, describe, create_graph
-        self._gradients_reached = gradients_reached
+        self._setup, self._used, self._describe = setup, used, describe
         self._divide_factor = setup.gradient_divide_factor
         # Ranks that use different things come to a mean inside of the pass at different times.
-        self._launches_early = setup.is_ready and not has_graphs(setup.collectives.group)
-        self._graphs: list[tuple[ManagedParameter, Tensor]] = []
+        self._launches_early = setup.is_ready and not has_means()
         self._undefined: list[int] = []
         self._in_flight = InFlight(number, setup)
         scale = 1.0 if setup.hooks.hooks else 1.0 / self._divide_factor
         for bucket in self.buckets.in_order:
-            bucket.open(scale, copies_early=not create_graph)
+            bucket.open(scale)
         self._expect_gradients()
 
     @property
@@ -167,7 +161,6 @@ class Round:
         setup = self._setup
         with setup.collectives.phases.phase("collect"):
             copied = bucket.copy_in(self._used if bucket.missing else None)
-            self._graphs += copied.graphs
             self._undefined += copied.undefined
             if bucket is self.buckets.report_bucket:
                 self._write_report(bucket.row)
@@ -251,13 +244,12 @@ class Round:
         The ranks have just agreed on ``newcomers``, which have no bucket yet. If the report says that weighted
         contributions come on top of gradients from before, this rank's are in ``earlier``, by identity.
         """
-        if report.is_usual and not (self._graphs or self._create_graph):
+        if report.is_usual:
             for bucket in self.buckets.in_order:
                 bucket.copy_out(report)
             self.is_copied_out = True
             return
         overdue = [*(self._setup.parameters[index] for index in report.late), *newcomers]
-        graphs = [*self._graphs, *graphs_of(overdue)]
         late = reduce_late(overdue, self._setup.collectives, self._divide_factor) if overdue else []
         for bucket in self.buckets.in_order:
             if factor != 1:
@@ -267,16 +259,7 @@ class Round:
             each.copy_out(factor)
         if report.adds:
             self._add_earlier(report, factor, newcomers, earlier)
-        if graphs or self._create_graph:
-            collectives = self._setup.collectives
-            is_idle = any(report.idle) and (len(report.idle) == 1 or report.idle[collectives.rank])
-            reduced = self._used_anywhere(report, newcomers)
-            with_graphs(graphs, reduced, factor, is_idle, self._gradients_reached, collectives)
         self.is_copied_out = True
-
-    def _used_anywhere(self, report: Report, newcomers: Sequence[ManagedParameter]) -> list[ManagedParameter]:
-        """The parameters that any rank has used: the same ones, in the same order, on every rank."""
-        return [*(member for member in self._setup.parameters if report.uses(member.index)), *newcomers]
 
     def _add_earlier(
         self, report: Report, factor: float, newcomers: Sequence[ManagedParameter], earlier: Mapping[int, Tensor]
@@ -284,7 +267,7 @@ class Round:
         """What was there before the weighted contributions, and has been scaled with them by ``factor``, counts as it
         was: as the mean over the ranks that have batches."""
         collectives = self._setup.collectives
-        used = self._used_anywhere(report, newcomers)
+        used = [*(member for member in self._setup.parameters if report.uses(member.index)), *newcomers]
         active = collectives.world - sum(status.joined for status in report.ranks) - sum(report.idle)
         for each in reduce_again(used, earlier, collectives, active, "gradient from before"):
             each.copy_out(1 - factor * active / self._divide_factor)
