@@ -40,10 +40,6 @@ from lockstep.errors import CommunicationError, LockstepError
 from processes import run_processes
 from threaded import new_gloo_group, run_ranks
 
-with warnings.catch_warnings():
-    warnings.filterwarnings("ignore", "`torch.jit")  # deprecated, but used by what is imported
-    from torch.distributed.optim import _apply_optimizer_in_backward
-
 WIDTH = 3
 GROUP_TIMEOUT = 5
 SHORTEN_SECONDS = 60  # within the limit of a test, with a program that does not end before and after it
@@ -800,16 +796,13 @@ class Use:
         self.kept = [(grad, grad.clone()) for grad in grads]
         self.zero(True)
 
-    def step_in_backward(self, module: int, layer: int, optimizer: bool = False) -> None:
-        """Let a gradient hook step, or an optimizer in backward, as soon as the gradient is there."""
+    def step_in_backward(self, module: int, layer: int) -> None:
+        """Let a gradient hook step, as soon as the gradient is there."""
         weights = [nets[module].layers[layer % len(nets[module].layers)].weight for _, nets in self._all()]
         if any(not weight.requires_grad or not weight.is_leaf or weight in self.stepping for weight in weights):
             return
         mine, *refs = weights
-        if optimizer:
-            _apply_optimizer_in_backward(torch.optim.SGD, [mine], {"lr": 0.05})
-        else:
-            mine.register_post_accumulate_grad_hook(_step)
+        mine.register_post_accumulate_grad_hook(_step)
         self.stepping.update(refs)
 
     def scale_in_backward(self, module: int, layer: int, factor: float) -> None:
@@ -1187,7 +1180,7 @@ OPERATIONS: list[Draw] = [
     ),
     _one(lambda p: f"use.drop_grad({p.layer()}, {p.chance.choice([None, p.some_ranks()])})"),
     _one(lambda p: f"use.keep_grads({p.chance.random() < 0.5})"),
-    _one(lambda p: f"use.step_in_backward({p.layer()}, {p.chance.random() < 0.5})"),
+    _one(lambda p: f"use.step_in_backward({p.layer()})"),
     _one(lambda p: f"use.scale_in_backward({p.layer()}, {p.chance.choice([0.5, 2.0])})"),
     _one(lambda p: f"use.pile_up({p.some_ranks()}, {_text(p.calls())})"),
     _one(lambda p: f"use.zero({p.chance.random() < 0.5})"),

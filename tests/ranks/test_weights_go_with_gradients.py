@@ -297,6 +297,7 @@ def test_a_weight_stays_whose_gradient_is_zero_or_has_no_elements(clear, part, c
 
 
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
+@pytest.mark.filterwarnings("ignore:backward.create_graph=True. went through a replicated module")
 @counts
 def test_past_the_module_with_create_graph_which_sets_another_tensor(count):
     def call(rank):

@@ -59,7 +59,8 @@ def replicate(
     the rest of backward runs. Whatever else ranks have to tell each other rides in the last one: which parameters were
     used, small buffers, failures.
 
-    ``torch.autograd.grad`` gives this rank's gradients; see :func:`lockstep.mean_over_ranks`.
+    ``torch.autograd.grad`` gives this rank's gradients, and what ``backward(create_graph=True)`` leaves has no graph;
+    see :func:`lockstep.mean_over_ranks`.
 
     Raises:
         UnknownOptionError: A misspelt option (a ``TypeError``).

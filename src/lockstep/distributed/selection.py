@@ -16,6 +16,7 @@ from lockstep.distributed.agreement import Line, describe_tensor
 from lockstep.distributed.buffers import Buffer, BufferSet, has_overlap
 from lockstep.distributed.dtensors import local_part
 from lockstep.distributed.options import Options
+from lockstep.distributed.reduction.optimizers_in_backward import check_optimizers
 from lockstep.distributed.reduction.owners import Owner, owner_of
 from lockstep.errors import AlreadyManagedError, NotReplicableError, OptionError
 
@@ -110,6 +111,7 @@ class Selection:
         self._check_values()
         parameters, sparse = self._parameters(reducer)
         _check_kinds(parameters)
+        check_optimizers(parameters)
         chosen = {id(parameter) for _, parameter in parameters}
         _check_embeddings(
             [(name, owner) for name, owner in self.owners() if id(owner._parameters.get("weight")) in chosen]

@@ -15,6 +15,7 @@ from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
 from lockstep.distributed.dtensors import is_dtensor, like_parameter, local_part, matching_gradient
+from lockstep.distributed.reduction.optimizers_in_backward import check_optimizers
 from lockstep.errors import NotReplicableError
 from lockstep.shares.spare import SpareMemory
 from lockstep.shares.tree import PartialSums, add_up
@@ -57,6 +58,7 @@ class ShareGradients:
 
     def check_hooks(self) -> None:
         """Raise for hooks of users that would see a share's gradient in place of the step's."""
+        check_optimizers(zip(self.names, self.parameters, strict=True))
         for name, parameter in zip(self.names, self.parameters, strict=True):
             if len(getattr(parameter, "_post_accumulate_grad_hooks", None) or ()) > 1:
                 raise NotReplicableError(

@@ -36,8 +36,6 @@ class CopiedIn(NamedTuple):
     """What it is to be multiplied by before that."""
     undefined: Sequence[int] = ()
     """Parameters, by number, that have no gradient, whether or not their hooks have run."""
-    graphs: Sequence[tuple[ManagedParameter, Tensor]] = ()
-    """Gradients that backward made with ``create_graph=True``."""
 
 
 class BucketPart:
@@ -99,9 +97,8 @@ class GradientBucket(ABC):
         """Which members, by position, are waited for together."""
         return [range(len(self.members))]
 
-    def open(self, scale: float, copies_early: bool) -> None:
-        """A round begins, in which gradients are multiplied by ``scale`` before they are summed; ``copies_early``:
-        and may be taken from the parameters while backward runs."""
+    def open(self, scale: float) -> None:
+        """A round begins, in which gradients are multiplied by ``scale`` before they are summed."""
         self._scale = scale
         self.missing = len(self.parts)
         for part in self.parts:
@@ -186,8 +183,7 @@ class SingleBucket(GradientBucket):
                 self._own = grad
         self._result = taken
         member.parameter.grad = None
-        flat = flattened(taken)
-        return _copied_alone(member, grad, flat)._replace(factor=self._scale)
+        return CopiedIn(flattened(taken), self._scale, _undefined(member, grad))
 
     def accept(self, summed: Tensor) -> None:
         """See :meth:`GradientBucket.accept`."""
@@ -219,7 +215,7 @@ class SparseBucket(GradientBucket):
             self._keep_unused(member, grad, inside=False)
         member.parameter.grad = None
         self._result = (taken if taken.is_sparse else taken.to_sparse(1)).coalesce() * self._scale
-        return _copied_alone(member, grad, self._result)
+        return CopiedIn(self._result, 1.0, _undefined(member, grad))
 
     def zeros(self) -> Tensor:
         """See :meth:`GradientBucket.zeros`."""
@@ -237,11 +233,9 @@ class SparseBucket(GradientBucket):
         return self._result
 
 
-def _copied_alone(member: ManagedParameter, grad: Tensor | None, flat: Tensor) -> CopiedIn:
-    """What a bucket has taken from its only parameter."""
-    if grad is None:
-        return CopiedIn(flat, 1.0, [member.index])
-    return CopiedIn(flat, 1.0, (), [(member, grad)] if grad.requires_grad else ())
+def _undefined(member: ManagedParameter, grad: Tensor | None) -> Sequence[int]:
+    """See :attr:`CopiedIn.undefined`, of a bucket with one parameter."""
+    return (member.index,) if grad is None else ()
 
 
 class ZeroBucket(GradientBucket):

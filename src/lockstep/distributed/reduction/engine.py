@@ -36,11 +36,10 @@ from lockstep.distributed.reduction.graph import (
     Arguments,
     Reach,
     devices_of_leaves,
+    finish_means,
     joined_behind,
     named,
     reach_of,
-    take_part,
-    unfinished_collectives,
 )
 
 _KEY = "lockstep.backward"
@@ -66,7 +65,7 @@ class BackwardPass:
         self.told: set[PassObserver] = set()
         """Those that know already that it has ended."""
         self.means: dict[object, torch.Tensor] = {}
-        """With ``create_graph``: by group, an output of the last mean over its ranks that has been made in it."""
+        """With ``create_graph``: by group, an output of the last mean over its ranks that has been taken in it."""
         self._arguments = arguments
         self._failed: set[int] = outer._failed if outer is not None else set()  # common to passes inside of one another
         self._reach: Reach | None = None
@@ -249,7 +248,7 @@ class _Engine(torch._C._ImperativeEngine):
             given = named(args, kwargs)
             if outer is None:
                 self._wait_for_threads(devices_of_leaves(given))
-            take_part(unfinished_collectives(given, this))
+            finish_means(given, this)
             this.fail(this.reach if outer is None else Reach())
             raise
         else:

@@ -28,12 +28,6 @@ class LateGradient:
             parameter.grad = grad
 
 
-def graphs_of(members: Sequence[ManagedParameter]) -> list[tuple[ManagedParameter, Tensor]]:
-    """The gradients of these parameters that backward made with ``create_graph=True``."""
-    grads = [(member, member.parameter.grad) for member in members]
-    return [(member, grad) for member, grad in grads if grad is not None and grad.requires_grad]
-
-
 def reduce_late(members: Sequence[ManagedParameter], collectives: Collectives, divisor: float) -> list[LateGradient]:
     """The means over the ranks of what these parameters have as gradients now, and have no more; see
     :func:`reduce_again`."""

@@ -99,7 +99,7 @@ class ScheduledModule(Protocol):
     def is_within(self, reach: Reach, expected: bool) -> bool:
         """Whether a pass of that reach is a round of the module; ``expected``: it goes through the module."""
 
-    def finalize_backward(self, create_graph: bool) -> Sequence[Parameter]:
+    def finalize_backward(self) -> Sequence[Parameter]:
         """Reduce what is left; returns the parameters whose users' hooks have waited for this."""
 
     def run_held_hooks(self, parameters: Sequence[Parameter]) -> None:

@@ -11,7 +11,7 @@ from lockstep.distributed.reduction.drift import Drift, warn_of_drift
 from lockstep.distributed.reduction.parameter import ManagedParameter
 from lockstep.distributed.reduction.round import Round
 from lockstep.distributed.reduction.setup import Setup
-from lockstep.distributed.reduction.status import Part, Report
+from lockstep.distributed.reduction.status import Report
 from lockstep.distributed.reduction.usage import Usage
 from lockstep.distributed.reduction.verdict import Verdict, judge, judge_loops
 from lockstep.errors import AgreementError, OptionError, PeerError
@@ -76,7 +76,7 @@ class Outcome:
             own.leave_out()
             return ()
         try:
-            ended.copy_out(verdict, found.newcomers, own.weights.earlier.copies, own.part is Part.PADDING)
+            ended.copy_out(verdict, found.newcomers, own.weights.earlier.copies)
         except BaseException:  # of a late gradient, on every rank
             self._drop()
             raise

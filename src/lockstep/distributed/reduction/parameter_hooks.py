@@ -20,10 +20,8 @@ from typing import Any
 
 from torch.compiler import is_compiling, is_dynamo_compiling
 from torch.nn import Parameter
-from torch.utils.hooks import RemovableHandle
 
 from lockstep.compiler import is_in_compiled_backward, outside_compiler
-from lockstep.distributed.reduction.optimizers_in_backward import StepOptimizers, any_applied, take_over
 from lockstep.distributed.reduction.owners import Owner
 from lockstep.errors import NotReplicableError
 
@@ -142,22 +140,12 @@ class HookDictionary(OrderedDict[int, Any]):
                 self._tell()
 
     def held(self, reducer: Owner) -> list[HeldHook]:
-        """Return the users' hooks that wait for a reducer, those of optimizers in backward last."""
-        if not self.belongs_to(reducer):
-            return []
-        held = [hook for hook in self.values() if isinstance(hook, HeldHook)]
-        return sorted(held, key=lambda each: isinstance(each.hook, StepOptimizers))
+        """Return the users' hooks that wait for a reducer."""
+        return [hook for hook in self.values() if isinstance(hook, HeldHook)] if self.belongs_to(reducer) else []
 
     def belongs_to(self, reducer: Owner) -> bool:
         """Return True if the hooks wait for that reducer."""
         return self._reducer() is reducer
-
-    def take_over_optimizers(self, parameter: Parameter) -> None:
-        """Hold the parameter's optimizers in backward, too; again and again, for they may come at any time."""
-        step = take_over(parameter)
-        known = (isinstance(hook, HeldHook) and isinstance(hook.hook, StepOptimizers) for hook in self.values())
-        if step is not None and not any(known):
-            self[RemovableHandle(self).id] = step
 
     def _tell(self) -> None:
         reducer = self._reducer()
@@ -179,12 +167,9 @@ def hold(parameter: Parameter, reducer: Owner) -> HookDictionary:
 
 def hold_all(parameters: Iterable[Parameter], reducer: Owner) -> None:
     """Hold the hooks of those parameters that have any."""
-    applied = any_applied()
     for parameter in parameters:
-        if applied or hooks_of(parameter) is not None:
-            held = hold(parameter, reducer)
-            if applied:
-                held.take_over_optimizers(parameter)
+        if hooks_of(parameter) is not None:
+            hold(parameter, reducer)
 
 
 def release(parameter: Parameter, reducer: Owner) -> None:

@@ -26,8 +26,8 @@ class Called(Flag):
     OTHERWISE = auto()
     """Its parameters were reached, but not through outputs of its forward."""
     UNKNOWN = auto()
-    """The compiler runs its forward, and does not say; or it was reached through gradients, of which some rank's may
-    go back through the forward, and another's not."""
+    """The compiler runs its forward, and does not say; or it was reached through a mean over the ranks, from which some
+    rank's pass goes back through the forward, and another's does not."""
 
 
 _TRAINING, _EVALUATION, _OTHERWISE, _UNKNOWN = (each.value for each in Called)  # numbers are cheaper
@@ -78,7 +78,7 @@ class PassLog:
 
     def reach(self, mark: ForwardMark | None, own: bool) -> None:
         """The backward pass under way goes through a forward, on the module's ``own`` parameters or on others; through
-        gradients, if it is None."""
+        a mean over the ranks, if it is None."""
         self._called |= _UNKNOWN if mark is None else mark.called
         if own:
             self._own = True
@@ -90,8 +90,8 @@ class PassLog:
 
     @property
     def is_reached(self) -> bool:
-        """Whether the backward pass under way has gone through a forward on the module's own parameters, or through
-        their gradients."""
+        """Whether the backward pass under way has gone through a forward on the module's own parameters, or through a
+        mean over the ranks that leads to them."""
         return self._own
 
     def summarize(self) -> tuple[int, int, int]:

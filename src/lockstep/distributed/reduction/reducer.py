@@ -28,11 +28,10 @@ Lifetimes: every module that holds a parameter keeps the reducer (``keeping.py``
 import logging
 import sys
 import threading
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Sequence
 from contextlib import nullcontext, suppress
-from functools import partial
-from operator import attrgetter
-from weakref import WeakMethod
+from functools import cache, partial
 
 import torch
 from torch.nn import Parameter
@@ -42,6 +41,7 @@ from lockstep.distributed.reduction.engine import BackwardPass, current_pass, fo
 from lockstep.distributed.reduction.gradient_look import GradientLook
 from lockstep.distributed.reduction.graph import Reach
 from lockstep.distributed.reduction.idle import IdleBatch
+from lockstep.distributed.reduction.optimizers_in_backward import check_optimizers
 from lockstep.distributed.reduction.outcome import Outcome
 from lockstep.distributed.reduction.owners import generation, owner_of
 from lockstep.distributed.reduction.parameter import ManagedParameter
@@ -67,8 +67,6 @@ from lockstep.errors import (
     ShareError,
 )
 from lockstep.failures.progress import Phase
-
-_parameter_of = attrgetter("parameter")
 
 
 class Reducer:
@@ -96,7 +94,6 @@ class Reducer:
         self._is_whole = True  # this reducer synchronises all of the parameters
         self._triggers: dict[int, HookDictionary] = {}  # by the number of the parameter
         self._triggered: BucketsInUse | None = None  # the buckets that the triggers are for
-        self._gradients_reached: WeakMethod[Callable[[], None]] = WeakMethod(self.reached)
 
     @property
     def parameters(self) -> list[ManagedParameter]:
@@ -130,6 +127,7 @@ class Reducer:
         if not this.adds:
             return _Watched(this, GradientLook(()), own.requires_sync)
         own.look_for_changes()
+        check_optimizers((each.name, each.parameter) for each in (*self.parameters, *self._members.newcomers))
         parameters = self._members.tracked
         hold_all(parameters, self)
         if self._triggered is not self.setup.buckets:
@@ -163,7 +161,8 @@ class Reducer:
         return self._watched[-1].synchronises if self._watched else self.participation.requires_sync
 
     def reached(self, forward: ForwardMark | None = None) -> None:
-        """The backward pass has come to outputs of a forward; if it is None, to reduced gradients with a graph."""
+        """The backward pass has come to outputs of a forward; if it is None, to a mean over the ranks that leads to the
+        module's parameters on some rank."""
         self.collectives.enter(Phase.BACKWARD)
         if self.retired:
             return
@@ -215,7 +214,7 @@ class Reducer:
         if watched.this.over:
             return  # it has failed in another thread: nobody waits for it any more
         self._check_alive()
-        self._open_round(watched.is_expected, create_graph=watched.this.creates_graph)
+        self._open_round(watched.is_expected)
 
     def _move_trigger(self, before: int, number: int) -> None:
         """The gradient of another parameter was the last one of its part."""
@@ -232,18 +231,17 @@ class Reducer:
             self.scheduler.note_failure(self)
             raise
 
-    def _open_round(self, expected: bool, passive: bool = False, create_graph: bool = False) -> None:
+    def _open_round(self, expected: bool, passive: bool = False) -> None:
         """Open the round.
 
-        ``expected``: the pass was to go through the module; ``passive``: this rank takes part without one of its own;
-        ``create_graph``: the pass was asked for a graph of the gradients.
+        ``expected``: the pass was to go through the module; ``passive``: this rank takes part without one of its own.
         """
         own = self.participation
         self.outcome.wait_for_abandoned()
         self.setup.follow(self.scheduler.decisions.active)
         own.begin_round(expected)
         describe, used = partial(own.describe, passive), own.contribution.used
-        self._round = Round(self.rounds + 1, self.setup, used, describe, create_graph, self._gradients_reached)
+        self._round = Round(self.rounds + 1, self.setup, used, describe)
 
     # ------------------------------------------------------------------------------------ look
 
@@ -304,20 +302,19 @@ class Reducer:
 
     # -------------------------------------------------------------------------------- finalize
 
-    def finalize_backward(self, create_graph: bool) -> Sequence[Parameter]:
-        """Reduce what is left, with ``create_graph`` to gradients that have a graph; returns the parameters whose hooks
-        have waited for this.
+    def finalize_backward(self) -> Sequence[Parameter]:
+        """Reduce what is left; returns the parameters whose hooks have waited for this.
 
         Raises :class:`PeerError` if another rank failed or is in another round.
         """
         with self._lock, torch.no_grad():
             try:
                 if self.participation.idle_batch is not None:
-                    return self._finalize_idle(self.participation.idle_batch, create_graph)
+                    return self._finalize_idle(self.participation.idle_batch)
                 watched = self._watched[-1] if self._watched else None
                 if watched is None or not (watched.came or self._round is not None):
                     # This rank has no gradient of the module, but another rank may have.
-                    self._open_without_gradient(create_graph)
+                    self._open_without_gradient()
                     return self._finish((), weighs=self.passes.is_reached)
                 return self._finalize_pass(watched)
             except Exception as error:
@@ -327,6 +324,8 @@ class Reducer:
                 self.end_pass()
 
     def _finalize_pass(self, watched: "_Watched") -> Sequence[Parameter]:
+        if watched.this.creates_graph:
+            _warn_of_graph()
         if self._round is None:
             self._open(watched)
         try:
@@ -337,7 +336,7 @@ class Reducer:
             raise
         return self._finish(watched.came, weighs=False)
 
-    def _finalize_idle(self, batch: IdleBatch, create_graph: bool) -> Sequence[Parameter]:
+    def _finalize_idle(self, batch: IdleBatch) -> Sequence[Parameter]:
         """The same at a batch that counts nothing: contribute what has piled up before it, if anything has."""
         if self._watched:
             self._note_idle(self._watched[-1])
@@ -345,15 +344,15 @@ class Reducer:
         own = self.participation
         try:
             with nullcontext() if own.contribution.is_something else own.contributing_nothing(Part.PADDING):
-                self._open_without_gradient(create_graph)
+                self._open_without_gradient()
                 return self._finish((), weighs=False)
         finally:
             batch.round_ended(self.buffers.keep())
 
-    def _open_without_gradient(self, create_graph: bool) -> None:
+    def _open_without_gradient(self) -> None:
         self._check_alive()
         try:
-            self._open_round(self.is_expected, not self.passes.is_reached, create_graph)
+            self._open_round(self.is_expected, not self.passes.is_reached)
         except (PeerError, OptionError):
             self.abandon()
             raise
@@ -460,7 +459,7 @@ class Reducer:
 
     def is_in_reach(self, reach: Reach) -> bool:
         """Return True if a pass of that reach accumulates into parameters of the module, as far as its graph shows."""
-        if id(self) in reach.marks or id(self) in reach.elsewhere:
+        if id(self) in reach.marks:
             return True
         return any(id(parameter) in reach.leaves for parameter in self._members.tracked)
 
@@ -470,7 +469,7 @@ class Reducer:
         if not self._watched:
             self.participation.look_for_changes()
         samples = reach.marks.get(id(self), ())
-        own = id(self) in reach.elsewhere or any(self._members.is_own(sample) for sample in samples)
+        own = any(self._members.is_own(sample) for sample in samples)
         return self._members.are_within(reach, expected or bool(samples), own)
 
     def retire(self) -> None:
@@ -518,6 +517,17 @@ class _Watched:
         """True if it has gone through outputs of a forward."""
         self.came: Sequence[int] = ()
         """The gradients that have come in it, as far as is known, by position in the look."""
+
+
+@cache  # once in a process
+def _warn_of_graph() -> None:
+    warnings.warn(
+        "backward(create_graph=True) went through a replicated module: gradients are reduced as always, and have no "
+        "graph, so nothing can be differentiated through them. For gradients of gradients take those of this rank by "
+        "torch.autograd.grad(loss, parameters, create_graph=True), and their mean by lockstep.mean_over_ranks(), which "
+        "stays differentiable",
+        stacklevel=2,
+    )
 
 
 def _no_longer_whole(name: str) -> NotReplicableError:

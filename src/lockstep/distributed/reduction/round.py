@@ -10,7 +10,6 @@ have to be ordered by waiting.
 import time
 from collections.abc import Callable, Mapping, Sequence
 from enum import IntEnum, auto
-from weakref import WeakMethod
 
 import torch
 from torch import Tensor
@@ -18,10 +17,10 @@ from torch.nn import Parameter
 
 from lockstep.distributed.reduction.bucket import GradientBucket
 from lockstep.distributed.reduction.gradient_look import GradientLook
+from lockstep.distributed.reduction.graph import has_means
 from lockstep.distributed.reduction.in_flight import InFlight
-from lockstep.distributed.reduction.late import graphs_of, reduce_again, reduce_late
+from lockstep.distributed.reduction.late import reduce_again, reduce_late
 from lockstep.distributed.reduction.parameter import ManagedParameter
-from lockstep.distributed.reduction.second_order import has_graphs, with_graphs
 from lockstep.distributed.reduction.setup import Setup
 from lockstep.distributed.reduction.status import Status
 from lockstep.distributed.reduction.verdict import Verdict
@@ -61,12 +60,9 @@ class Round:
         setup: Setup,
         used: bytearray,
         describe: Callable[[int, bool], Status],
-        create_graph: bool,
-        gradients_reached: WeakMethod[Callable[[], None]],
     ) -> None:
         """``used`` has a one for each parameter that has had a gradient on this rank since the last round; ``describe``
-        says what this rank has to report of a round of that number, failed or not;
-        ``gradients_reached`` is called by backward passes that go through the gradients, where those have a graph."""
+        says what this rank has to report of a round of that number, failed or not."""
         self.number, self.phase = number, RoundPhase.FILLING
         self.buckets = setup.buckets
         self.next_bucket = 0
@@ -77,17 +73,15 @@ class Round:
         """Whether the parameters have their gradients."""
         self.abandoned_row: Tensor | None = None
         """The report, if the round was abandoned before it had left."""
-        self._setup, self._used, self._describe, self._create_graph = setup, used, describe, create_graph
-        self._gradients_reached = gradients_reached
+        self._setup, self._used, self._describe = setup, used, describe
         self._divide_factor = setup.gradient_divide_factor
         # Ranks that use different things come to a mean inside of the pass at different times.
-        self._launches_early = setup.is_ready and not has_graphs(setup.collectives.group)
-        self._graphs: list[tuple[ManagedParameter, Tensor]] = []
+        self._launches_early = setup.is_ready and not has_means()
         self._undefined: list[int] = []
         self._in_flight = InFlight(number, setup)
         scale = 1.0 if setup.hooks.hooks else 1.0 / self._divide_factor
         for bucket in self.buckets.in_order:
-            bucket.open(scale, copies_early=not create_graph)
+            bucket.open(scale)
         self._moved: dict[int, int] = {}  # triggers
 
     @property
@@ -149,7 +143,6 @@ class Round:
         setup = self._setup
         with setup.collectives.phases.phase("collect"):
             copied = bucket.copy_in(self._used if 0 in self._used else None)
-            self._graphs += copied.graphs
             self._undefined += copied.undefined
             if bucket is self.buckets.report_bucket:
                 self._write_in_bucket(bucket.row)
@@ -242,23 +235,20 @@ class Round:
         verdict: Verdict,
         newcomers: Sequence[ManagedParameter],
         earlier: Mapping[int, Tensor],
-        is_idle: bool,
     ) -> None:
         """Give the parameters their reduced gradients, times the verdict's factor: what is in the buckets, and what was
         late.
 
         The ranks have just agreed on ``newcomers``, which have no bucket yet. If weighted contributions come on top of
-        gradients from before, this rank's are in ``earlier``, by identity. ``is_idle``: this rank's batch counts
-        nothing.
+        gradients from before, this rank's are in ``earlier``, by identity.
         """
-        if verdict.is_usual and not (self._graphs or self._create_graph):
+        if verdict.is_usual:
             for bucket in self.buckets.in_order:
                 bucket.copy_out(verdict)
             self.is_copied_out = True
             return
         factor = verdict.factor
         overdue = [*(self._setup.parameters[index] for index in verdict.late), *newcomers]
-        graphs = [*self._graphs, *graphs_of(overdue)]
         late = reduce_late(overdue, self._setup.collectives, self._divide_factor) if overdue else []
         for bucket in self.buckets.in_order:
             if factor != 1:
@@ -268,9 +258,6 @@ class Round:
             each.copy_out(factor)
         if verdict.adds:
             self._add_earlier(verdict, newcomers, earlier)
-        if graphs or self._create_graph:
-            reduced = self._used_anywhere(verdict, newcomers)
-            with_graphs(graphs, reduced, factor, is_idle, self._gradients_reached, self._setup.collectives)
         self.is_copied_out = True
 
     def _used_anywhere(self, verdict: Verdict, newcomers: Sequence[ManagedParameter]) -> list[ManagedParameter]:

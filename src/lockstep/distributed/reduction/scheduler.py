@@ -103,7 +103,7 @@ class GroupScheduler(PassObserver):
                     module.accumulate()
             if reducing:
                 modules = reducing if self.modules.exclusive else self._agree_who_takes_part(reducing)
-                self.reduce(modules, this.creates_graph)
+                self.reduce(modules)
             if reached or silent:
                 self._collectives.enter(TRAINING)
         except BaseException:
@@ -117,13 +117,13 @@ class GroupScheduler(PassObserver):
                 if module.watches(this):
                     module.end_pass()
 
-    def reduce(self, modules: Sequence[ScheduledModule], create_graph: bool = False) -> None:
-        """Run the rounds of modules, with ``create_graph`` of gradients that have a graph; then users' hooks."""
+    def reduce(self, modules: Sequence[ScheduledModule]) -> None:
+        """Run the rounds of modules; then users' hooks."""
         steps = OneByOne()
         reduced: list[tuple[ScheduledModule, Sequence[Parameter]]] = []
         for module in modules:
             with steps:
-                reduced.append((module, module.finalize_backward(create_graph)))
+                reduced.append((module, module.finalize_backward()))
         for module, parameters in reduced:
             if parameters:
                 with steps:
