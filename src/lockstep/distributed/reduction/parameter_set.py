@@ -12,6 +12,7 @@ from typing import Any
 from weakref import ref
 
 from torch.nn import Module, Parameter
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lockstep.distributed.agreement import Description, agree, check_new_everywhere
@@ -175,21 +176,27 @@ class ParameterSet:
         owner = self._owner_now
         try:
             contents = self._selection.contents(owner)
-        except LockstepError:
-            return []  # told to all when they compare
-        new = [each for each in _managed(contents) if id(each.parameter) not in self._known]
+            new = [each for each in _managed(contents) if id(each.parameter) not in self._known]
+        except LockstepError:  # which is told to all when they compare
+            new = self._unknown([self._selection.module])
         claim([each.parameter for each in new if owner_of(each.parameter) is not owner], owner)
         return new
 
     def _orphans(self) -> list[ManagedParameter]:
         """Return parameters that were put into parts of the module when that was there no more."""
-        parts = [part for link in self._owners if (part := link()) is not None]
+        return self._unknown([part for link in self._owners if (part := link()) is not None])
+
+    def _unknown(self, parts: Sequence[Module]) -> list[ManagedParameter]:
+        """Return parameters that nobody synchronises, by the shortest of their names."""
         found = {
             id(tensor): (f"{name}.{key}" if name else key, tensor)
             for part in parts
             for name, owner in part.named_modules()
             for key, tensor in owner._parameters.items()
-            if tensor is not None and id(tensor) not in self._known and can_have_gradient(tensor)
+            if tensor is not None
+            and id(tensor) not in self._known
+            and not is_lazy(tensor)
+            and can_have_gradient(tensor)
         }
         unowned = [(name, tensor) for name, tensor in found.values() if owner_of(tensor) in (None, self._owner_now)]
         count = len(self._agreed)
