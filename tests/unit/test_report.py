@@ -12,7 +12,7 @@ import torch
 
 from lockstep.distributed.decisions import LoopStatus
 from lockstep.distributed.reduction.passes import MOST, Called, PassSummary
-from lockstep.distributed.reduction.report import RankStatus, ReportLayout, Weight, check_ranks, mean_factor, round_code
+from lockstep.distributed.reduction.report import RankStatus, ReportLayout, check_ranks, mean_factor, round_code
 from lockstep.errors import OptionError, PeerError
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -34,8 +34,8 @@ def exchange(dtype, said, parameters=3, packed_buffers=0, digests=()):
     for layout, (used, late, status, weight, *load), digest in zip(layouts, said, digests, strict=True):
         row = torch.full((layout.numel,), math.nan, dtype=dtype)  # as if it had never been written
         other = torch.full((9,), 3, dtype=torch.uint8)
-        layout.write(row, bytearray(parameters), [*range(parameters)], SOMETHING_ELSE, Weight(7.0, True), other)
-        layout.write(row, bytearray(used), late, status, Weight(weight), digest)
+        layout.write(row, bytearray(parameters), [*range(parameters)], SOMETHING_ELSE, 7.0, other)
+        layout.write(row, bytearray(used), late, status, weight, digest)
         for values in load:
             row[layout.packed_buffers] = values
         total = row if total is None else total + row
@@ -333,7 +333,7 @@ def test_cargo_of_one_rank_arrives_and_touches_nothing_else(dtype, world):
 def test_writing_clears_what_the_row_held():
     layout = ReportLayout(2, 1, 2, 3)
     row = torch.full((layout.numel,), 9.0)
-    layout.write(row, bytearray([1, 0]), [], RankStatus(5), Weight(0.0))
+    layout.write(row, bytearray([1, 0]), [], RankStatus(5), 0.0)
 
     assert row.count_nonzero() == 2  # one parameter and the status
     assert row[layout.packed_buffers].tolist() == [0.0] * 3
@@ -353,7 +353,7 @@ def test_who_says_the_same_round_after_round_notices_who_does_not(dtype):
         return reports[0]
 
     def usual(number, used=(1, 1, 1)):
-        return used, [], RankStatus(number, backward=(2, 18)), Weight(0.0)
+        return used, [], RankStatus(number, backward=(2, 18)), 0.0
 
     for number in range(1, 4):
         assert told(usual(number), usual(number)).used is None
@@ -361,10 +361,10 @@ def test_who_says_the_same_round_after_round_notices_who_does_not(dtype):
         assert told(usual(number, [1, 0, 1]), usual(number, [1, 0, 1])).used == [True, False, True]
     assert told(usual(6, [1, 0, 1]), usual(6, [0, 0, 1])).used == [True, False, True]
     assert [status.round for status in told(usual(7), usual(8)).ranks] == [7, 8]
-    assert told(usual(9), (*usual(9)[:3], Weight(0.0))).used is None
+    assert told(usual(9), (*usual(9)[:3], 0.0)).used is None
     assert told(usual(10), ([1, 1, 1], [2], *usual(10)[2:])).late == [2]
-    assert told(usual(11), ([1, 1, 1], [], RankStatus(11, failed=True), Weight(0.0))).ranks[1].failed
-    weighted = [1, 1, 1], [], RankStatus(12, weighted=True), Weight(0.5, True)
+    assert told(usual(11), ([1, 1, 1], [], RankStatus(11, failed=True), 0.0)).ranks[1].failed
+    weighted = [1, 1, 1], [], RankStatus(12, weighted=True), 0.5
     assert told(weighted, weighted).weights == [0.5, 0.5]
     assert told(usual(13), usual(13)).weights == []
-    assert told(usual(14), ([1, 1, 1], [], RankStatus(14, backward=(3, 18)), Weight(0.0))).ranks[1].backward == (3, 18)
+    assert told(usual(14), ([1, 1, 1], [], RankStatus(14, backward=(3, 18)), 0.0)).ranks[1].backward == (3, 18)

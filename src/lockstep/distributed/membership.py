@@ -139,21 +139,19 @@ class Membership:
         """Whether that, as a forward has found it, was the module's own parameter, and not lent to it meanwhile."""
         return sample is self._last_slot[2] or sample is self.sample()
 
-    def welcome(self) -> tuple[list[ManagedParameter], set[int]]:
-        """Let gradients of parameters that are new on this rank open a round; returns them, and the identities of those
-        that have gone."""
+    def welcome(self) -> list[ManagedParameter]:
+        """Let gradients of parameters that are new on this rank open a round; returns them."""
         reducer = self._reducer_now
         try:
             contents = self._selection.contents(reducer)
         except LockstepError:
-            return [], set()  # told to all when they compare
+            return []  # told to all when they compare
         known = {id(each.parameter) for each in self.parameters}
-        managed = _managed(contents)
-        new = [each for each in managed if id(each.parameter) not in known]
+        new = [each for each in _managed(contents) if id(each.parameter) not in known]
         for each in new:
             if listener_of(each.parameter) is not reducer:
                 attach(each.parameter, NewcomerHook(each.name, reducer), reducer)
-        return new, known - {id(each.parameter) for each in managed}
+        return new
 
     def hook_again(self, idle: Sequence[int]) -> list[int]:
         """Of the parameters in ``idle``, those that have a gradient and had lost their hook; they have it again."""

@@ -17,9 +17,7 @@ import sys
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.autograd import Variable
@@ -247,9 +245,6 @@ class _Engine(torch._C._ImperativeEngine):
         handed_on.put(_KEY, this)
         try:
             given = named(args, kwargs)
-            if given.get("accumulate_grad") and not this.is_step:
-                for watcher in tuple(getattr(_watchers, "all", ())):
-                    watcher.pass_begins(this)
             if joined := joined_behind(given):
                 args, kwargs = (), {**given, "inputs": (*given["inputs"], *joined)}
             result = super().run_backward(*args, **kwargs)
@@ -265,9 +260,6 @@ class _Engine(torch._C._ImperativeEngine):
             this.fail(reach_of(given) if outer is None else Reach())
             raise
         else:
-            if outer is None and (listeners := getattr(_listeners, "all", ())) and this.accumulates:
-                for listener in tuple(listeners):
-                    listener()
             return result
         finally:
             this.close()
@@ -286,34 +278,6 @@ class _Engine(torch._C._ImperativeEngine):
                     super().run_backward((leaf * 1,), (torch.ones_like(leaf),), False, False, (leaf,), True, False)
             except RuntimeError as error:  # of a device that does not work any more
                 logging.getLogger("lockstep").debug("a thread of the autograd engine cannot be waited for: %s", error)
-
-
-class PassWatcher(Protocol):
-    """Who looks at gradients before backward passes add to them."""
-
-    def pass_begins(self, this: BackwardPass) -> None:
-        """A pass that accumulates gradients, of whatever, is about to begin."""
-
-
-_watchers = threading.local()
-_listeners = threading.local()
-
-
-def watch_passes(watcher: PassWatcher) -> None:
-    """From now on tell ``watcher`` of the passes that begin in this thread, for as long as it lives."""
-    watchers: weakref.WeakSet[PassWatcher] = _watchers.__dict__.setdefault("all", weakref.WeakSet())
-    watchers.add(watcher)
-
-
-@contextmanager
-def listening(listener: Callable[[], None]) -> Iterator[None]:
-    """Inside, ``listener`` is called when a ``backward()`` of this thread has ended well, whatever it has reached."""
-    listeners: list[Callable[[], None]] = _listeners.__dict__.setdefault("all", [])
-    listeners.append(listener)
-    try:
-        yield
-    finally:
-        listeners.remove(listener)
 
 
 def _is_in_function() -> bool:

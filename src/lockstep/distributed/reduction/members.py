@@ -1,7 +1,7 @@
 """The parameters of a reducer: those that the ranks have agreed on, and what this rank has besides."""
 
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 from torch.nn import Module, Parameter
@@ -53,9 +53,8 @@ class Membership(Protocol):
     def is_own(self, sample: object) -> bool:
         """Whether that, as a forward has found it, was the module's own parameter, and not lent to it meanwhile."""
 
-    def welcome(self) -> tuple[Sequence[ManagedParameter], Collection[int]]:
-        """Hook those that are new on this rank, and return them, numbered as they will be, and the identities of those
-        that have gone."""
+    def welcome(self) -> Sequence[ManagedParameter]:
+        """Hook those that are new on this rank, and return them, numbered as they will be."""
 
     def hook_again(self, idle: Sequence[int]) -> list[int]:
         """Hook those among ``idle`` that had lost their hook; returns which of them have a gradient."""
@@ -72,8 +71,6 @@ class Members:
         self._take(membership)
         self.newcomers: Sequence[ManagedParameter] = ()
         """Parameters of this rank that the ranks have not agreed on yet."""
-        self.departed: Collection[int] = ()
-        """The identities of those that they have agreed on, and that this rank has no more."""
 
     def _take(self, membership: Membership) -> None:
         self.parameters, self.arrivals = membership.parameters, membership.arrivals
@@ -91,6 +88,11 @@ class Members:
         membership = self._membership()
         return self.parameters if membership is None else membership.present
 
+    @property
+    def here(self) -> list[ManagedParameter]:
+        """The parameters that the module has on this rank, agreed on or not, as the last look has found them."""
+        return [*self.present, *self.newcomers]
+
     def have(self, parameter: Parameter) -> bool:
         """Whether the module has the parameter on this rank, agreed on or not."""
         membership = self._membership()
@@ -107,7 +109,7 @@ class Members:
         """Look for parameters that have come or gone on this rank; returns whether any have."""
         membership = self._membership()
         changed = membership is not None and membership.changed()
-        self.newcomers, self.departed = membership.welcome() if membership is not None and changed else ((), ())
+        self.newcomers = membership.welcome() if membership is not None and changed else ()
         return changed
 
     @property
@@ -168,7 +170,7 @@ class Members:
         if membership is None or membership.parameters is self.parameters:
             return False
         self._take(membership)
-        self.newcomers, self.departed = (), ()
+        self.newcomers = ()
         return True
 
     def are_within(self, reach: Reach, expected: bool, own: bool) -> bool:

@@ -94,10 +94,10 @@ class Outcome:
         usual = report.is_usual and self._decisions.is_default
         found = _USUAL if usual else self._find(report, ended.number, own)
         if found is None:
-            own.leave_out()
+            own.forget()
             return ()
         try:
-            ended.copy_out(report, found.factor, found.newcomers, own.weights.earlier.copies)
+            ended.copy_out(report, found.factor, found.newcomers)
         except BaseException:  # of a late gradient, on every rank
             self._drop()
             raise
@@ -106,7 +106,6 @@ class Outcome:
             if not report.module_changed:
                 transport.take_buffers(row)
         self.usage.look(own.used)
-        own.end_round()
         used = ended.parameters_in_order(report, found.newcomers) if lists_used else ()
         if found.renews:
             self._renew(own)

@@ -127,8 +127,8 @@ class Reducer:
         else:
             self.open, self._round_follows = True, own.requires_sync
             self._members.arrivals.accumulate()
-        if own.idle_batch is None:  # what follows may fail on this rank alone: then the others are told
-            own.begin_pass(expected)
+        if own.idle_batch is None:
+            own.begin_pass()
 
     def _check_alive(self) -> None:
         try:
@@ -189,7 +189,6 @@ class Reducer:
                     self._open()
             if self._members.is_dropped:
                 raise _no_longer_whole(name)
-            own.newcomer_arrived(parameter)
 
     def is_marked(self) -> bool:
         """Whether compiled autograd has run hooks of the parameters."""
@@ -216,10 +215,9 @@ class Reducer:
             try:
                 if self.participation.idle_batch is not None:
                     return self._finalize_idle(self.participation.idle_batch, create_graph)
-                without_gradient = not self.open  # this rank has none of the module, but another rank may have
-                if without_gradient:
+                if not self.open:  # this rank has no gradient of the module, but another rank may have
                     self._open_without_gradient(create_graph)
-                return self._finish(without_gradient and self.passes.is_reached)
+                return self._finish()
             except Exception as error:
                 self.error = f"{type(error).__name__}: {error}"
                 raise
@@ -232,12 +230,14 @@ class Reducer:
         self._members.arrivals.end_pass()
         batch.undo()
         own = self.participation
+        own.look_for_changes()
+        something = own.contribution.is_something(self._members.newcomers)
         try:
-            with nullcontext() if own.contribution.is_something else own.contributing_nothing(idle=True):
+            with nullcontext() if something else own.contributing_nothing(idle=True):
                 self._open_without_gradient(create_graph)
-                return self._finish(weighs=False)
+                return self._finish()
         finally:
-            batch.round_ended(self.buffers.keep())
+            batch.round_ended(self._members.here, self.buffers.keep())
 
     def _open_without_gradient(self, create_graph: bool) -> None:
         self._check_alive()
@@ -248,21 +248,18 @@ class Reducer:
             raise
         self.participation.contribution.drift.look(True)
 
-    def _finish(self, weighs: bool) -> Sequence[Parameter]:
-        """``weighs``: no gradient has come, but what this rank contributes counts."""
+    def _finish(self) -> Sequence[Parameter]:
         if self._round is None:
             return ()
         self.setup.get_ready()
         with self.collectives.phases.phase("finish", f"round {self._round.number}"):
-            return self._finalize(self._round, weighs)
+            return self._finalize(self._round)
 
-    def _finalize(self, current: Round, weighs: bool) -> Sequence[Parameter]:
+    def _finalize(self, current: Round) -> Sequence[Parameter]:
         own = self.participation.contribution
         current.end_filling()
         try:
-            if weighs:
-                own.weights.use()
-            own.weights.check()
+            own.check()
             if 0 in own.used:
                 current.mark_unhooked(self._members.find_swapped(own.used))
             current.launch_rest()
@@ -345,7 +342,7 @@ class Reducer:
         """Whether a pass of that reach is a round, as :meth:`Participation.takes_part` has it or because it accumulates
         into a parameter; ``expected``: it goes through the module."""
         if not self.open:  # see test_a_failure_is_told_before_it_gets_to_parameters_that_are_new
-            self.participation.look_for_changes()
+            self._members.look()
         samples = reach.marks.get(id(self), ())
         own = id(self) in reach.elsewhere or any(self._members.is_own(sample) for sample in samples)
         return self._members.are_within(reach, expected or bool(samples), own)

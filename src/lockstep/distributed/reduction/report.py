@@ -9,8 +9,7 @@ own, or whole numbers so small that their sum is exact, or is at least not zero,
                                        which backward pass it is in (``passes.py``), 0 if in none of its own,
                                        whether its parameters may have drifted (``drift.py``), and whether it
                                        waits for the report; what it says of its loop (``decisions.py``)
-    weight   nine for each rank        the bytes of a float64: what this rank's contribution counts; and whether it
-                                       adds to gradients from before
+    weight   eight for each rank       the bytes of a float64: what this rank's contribution counts
     digest   nine for each rank        in the rounds in which values are compared: of what there is a digest, and its
                                        bytes (``value_watch.py``)
     buffers  the rest                  small ones (``buffers.py``)
@@ -19,7 +18,6 @@ own, or whole numbers so small that their sum is exact, or is at least not zero,
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,7 +29,7 @@ from lockstep.errors import OptionError, PeerError
 _ROUNDS = 15  # status = 16 * (round % 15) + flags + 1 <= 240: exact even in bfloat16
 _FAILED, _WEIGHTED, _JOINED, _MODULE_CHANGED = 1, 2, 4, 8
 _WAITS, _VALUES_CHANGED = 64, 128  # beside how the module was called, at most 16
-_WEIGHT = struct.Struct("<d?")
+_WEIGHT = struct.Struct("<d")
 _STATUS = 4
 """Places of each rank's status."""
 DIGEST_BYTES = 9
@@ -59,14 +57,6 @@ class RankStatus:
     """Whether it waits for the report before it hands out gradients, where another rank may not."""
 
 
-class Weight(NamedTuple):
-    """What a rank's contribution counts."""
-
-    total: float
-    adds: bool = False
-    """Whether it comes on top of gradients that have been reduced before."""
-
-
 @dataclass(slots=True)
 class Report:
     """What all ranks have said."""
@@ -78,8 +68,7 @@ class Report:
     ranks: Sequence[RankStatus]
     """Each rank's status; only this rank's, if all are alike."""
     weights: Sequence[float]
-    adds: bool = False
-    """Whether any rank adds a weighted contribution to gradients from before."""
+    """What each rank's contribution counts; empty if no rank weighs its own."""
     digests: Sequence[bytes] = ()
     """Each rank's digest of its values, zeros if it has given none; empty if no rank has, or all are alike."""
     is_usual: bool = field(default=False, compare=False, repr=False)
@@ -147,7 +136,7 @@ class ReportLayout:
         used: bytearray,
         late: Sequence[int],
         status: RankStatus,
-        weight: Weight,
+        weight: float,
         digest: Tensor | None = None,
     ) -> None:
         """Fill this rank's places of a row of ``numel`` elements, and clear all others.
@@ -168,7 +157,7 @@ class ReportLayout:
         head[place + 1] += status.values_changed * _VALUES_CHANGED + status.waits * _WAITS
         head[place + 3] = status.loop
         if status.weighted:
-            _WEIGHT.pack_into(head, self._weight + _WEIGHT.size * self._rank, *weight)
+            _WEIGHT.pack_into(head, self._weight + _WEIGHT.size * self._rank, weight)
         self._is_clean = not (late or flags or status.values_changed or status.waits or digest is not None)
         self._said = status if status.round < _ROUNDS else replace(status, round=round_code(status.round))
         numbers = self._numbers if row.is_cpu else self._numbers.pin_memory()  # a copy: this one is written again
@@ -197,16 +186,15 @@ class ReportLayout:
         if numbers != own * self._world and (any(numbers[:begin]) or any(numbers[end:])):
             entries = (numbers[place : place + _STATUS] for place in range(0, len(numbers), _STATUS))
             ranks = [_status(entry if entry[0] else own) for entry in entries]
-        weights: list[Weight] = []
+        weights: list[float] = []
         if any(status.weighted for status in ranks):
             raw = bytes(int(byte) for byte in head[self._weight : self._digest].tolist())
-            weights = [Weight(*each) for each in _WEIGHT.iter_unpack(raw)]
+            weights = [weight for (weight,) in _WEIGHT.iter_unpack(raw)]
         return Report(
             used=None if all(used) else used,
             late=[index for index, is_late in enumerate(late) if is_late] if True in late else [],
             ranks=ranks,
-            weights=[weight.total for weight in weights],
-            adds=any(weight.adds for weight in weights),
+            weights=weights,
             digests=self._read_digests(head, numbers[::_STATUS]),
         )
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from lockstep.distributed.buffers import BufferSync
 from lockstep.distributed.collectives import Collectives
 from lockstep.distributed.decisions import SKIPS
-from lockstep.distributed.reduction.report import RankStatus, Report, ReportLayout, Weight
+from lockstep.distributed.reduction.report import RankStatus, Report, ReportLayout
 
 _OWN_DTYPE = torch.float32
 
@@ -55,7 +55,7 @@ class ReportTransport:
         used: bytearray,
         late: list[int],
         status: RankStatus,
-        weight: Weight,
+        weight: float,
         digest: Tensor | None = None,
     ) -> None:
         """What this rank has to say, and its buffers."""

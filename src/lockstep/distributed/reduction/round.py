@@ -8,7 +8,7 @@ have to be ordered by waiting.
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from enum import IntEnum, auto
 from weakref import WeakMethod
 
@@ -18,9 +18,9 @@ from torch.nn import Parameter
 
 from lockstep.distributed.reduction.bucket import BucketPart, GradientBucket
 from lockstep.distributed.reduction.in_flight import InFlight
-from lockstep.distributed.reduction.late import graphs_of, reduce_again, reduce_late
+from lockstep.distributed.reduction.late import graphs_of, reduce_late
 from lockstep.distributed.reduction.parameter import ManagedParameter
-from lockstep.distributed.reduction.report import RankStatus, Report, Weight
+from lockstep.distributed.reduction.report import RankStatus, Report
 from lockstep.distributed.reduction.second_order import has_graphs, with_graphs
 from lockstep.distributed.reduction.setup import Setup
 
@@ -58,7 +58,7 @@ class Round:
         number: int,
         setup: Setup,
         used: bytearray,
-        describe: Callable[[int, bool, bool], tuple[RankStatus, Weight]],
+        describe: Callable[[int, bool, bool], tuple[RankStatus, float]],
         create_graph: bool,
         gradients_reached: WeakMethod[Callable[[], None]],
     ) -> None:
@@ -239,17 +239,10 @@ class Round:
         assert row is not None
         return row
 
-    def copy_out(
-        self,
-        report: Report,
-        factor: float,
-        newcomers: Sequence[ManagedParameter],
-        earlier: Mapping[int, Tensor],
-    ) -> None:
+    def copy_out(self, report: Report, factor: float, newcomers: Sequence[ManagedParameter]) -> None:
         """Give the parameters their reduced gradients, times ``factor``: what is in the buckets, and what was late.
 
-        The ranks have just agreed on ``newcomers``, which have no bucket yet. If the report says that weighted
-        contributions come on top of gradients from before, this rank's are in ``earlier``, by identity.
+        The ranks have just agreed on ``newcomers``, which have no bucket yet.
         """
         if report.is_usual and not (self._graphs or self._create_graph):
             for bucket in self.buckets.in_order:
@@ -265,29 +258,12 @@ class Round:
             bucket.copy_out(report)
         for each in late:
             each.copy_out(factor)
-        if report.adds:
-            self._add_earlier(report, factor, newcomers, earlier)
         if graphs or self._create_graph:
             collectives = self._setup.collectives
             is_idle = any(report.idle) and (len(report.idle) == 1 or report.idle[collectives.rank])
-            reduced = self._used_anywhere(report, newcomers)
+            reduced = [*(member for member in self._setup.parameters if report.uses(member.index)), *newcomers]
             with_graphs(graphs, reduced, factor, is_idle, self._gradients_reached, collectives)
         self.is_copied_out = True
-
-    def _used_anywhere(self, report: Report, newcomers: Sequence[ManagedParameter]) -> list[ManagedParameter]:
-        """The parameters that any rank has used: the same ones, in the same order, on every rank."""
-        return [*(member for member in self._setup.parameters if report.uses(member.index)), *newcomers]
-
-    def _add_earlier(
-        self, report: Report, factor: float, newcomers: Sequence[ManagedParameter], earlier: Mapping[int, Tensor]
-    ) -> None:
-        """What was there before the weighted contributions, and has been scaled with them by ``factor``, counts as it
-        was: as the mean over the ranks that have batches."""
-        collectives = self._setup.collectives
-        used = self._used_anywhere(report, newcomers)
-        active = collectives.world - sum(status.joined for status in report.ranks) - sum(report.idle)
-        for each in reduce_again(used, earlier, collectives, active, "gradient from before"):
-            each.copy_out(1 - factor * active / self._divide_factor)
 
     def parameters_in_order(self, report: Report, newcomers: Sequence[ManagedParameter]) -> list[Parameter]:
         """The parameters that any rank has used, in an order that is the same on all ranks: the plan's."""
