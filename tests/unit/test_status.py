@@ -15,7 +15,7 @@ DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
 every_world = pytest.mark.parametrize("world", [1, 2, 3, 64, 512])
 
-FLAGS = ("stops", "ends", "changed", "drifted", "weighted", "adds")
+FLAGS = ("stops", "ends", "changed", "drifted", "weighted")
 ALL_FLAGS = dict.fromkeys(FLAGS, True)
 SOMETHING_ELSE = Status(2**64 - 1, 2**64 - 1, Part.FAILED, **ALL_FLAGS, called=15, through=257, left_out=9, weight=7.0)
 ODD_WEIGHTS = [0.0, 1.0, 1 / 3, math.pi, 5e-324, 1.7976931348623157e308, 2.0**53 - 1, 123456789.123, -1e-300, math.inf]

@@ -38,7 +38,7 @@ def verdict_of(*statuses, rank=0, ranks=None, divisor=None, used=None, late=(), 
 
 def summary_of(verdict):
     """What differs from a usual one, without what tests below look at in detail."""
-    usual = verdict._replace(loop=LoopVerdict(), active=0, digests=())
+    usual = verdict._replace(loop=LoopVerdict(), digests=())
     return {name: value for name, value in usual._asdict().items() if value != Verdict._field_defaults[name]}
 
 

@@ -133,15 +133,6 @@ class Replicated:
         """
         _of(self).register_comm_hook(state, hook)
 
-    def zero_grad(self, *args: Any, **kwargs: Any) -> Any:
-        """What the module's class does; besides, weights of ``accumulate`` since the last synchronisation are given up,
-        unless it leaves gradients as they are."""
-        result = super().zero_grad(*args, **kwargs)  # type: ignore[misc]  # of the class beside this one
-        replication = find_replication(self)  # type: ignore[arg-type]  # a module
-        if replication is not None:
-            replication.gradients_zeroed()
-        return result
-
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _as_plain(super().__reduce_ex__(protocol), type(self))
 

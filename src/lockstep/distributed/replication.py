@@ -27,7 +27,7 @@ from lockstep.distributed.inputs import input_device, move_to, outputs_in
 from lockstep.distributed.mixed_precision import Casts, ReduceIn, reduce_dtype
 from lockstep.distributed.options import Options
 from lockstep.distributed.reduction.comm_hooks import check_hook
-from lockstep.distributed.reduction.engine import listening, watch_engine
+from lockstep.distributed.reduction.engine import watch_engine
 from lockstep.distributed.reduction.graph import mark_output
 from lockstep.distributed.reduction.parameter_set import ParameterSet
 from lockstep.distributed.reduction.passes import ForwardMark, in_backward, note_compiled
@@ -261,21 +261,12 @@ class Replication:
         """What the loss of the backward passes inside counts, of all together; None if they are not weighed."""
         own = self.started_reducer.participation
         self._check_in_charge("accumulate()")
-        own.announce(weight)
-        try:
-            with nullcontext() if weight is None else listening(own.count_without_gradient):
-                yield
-        finally:
-            own.announce(None)
+        with nullcontext() if weight is None else own.weighing(weight):
+            yield
 
     def watch_values(self, every: int) -> None:
         """Compare values in every ``every``-th round from now on, or in none if it is 0; all ranks must."""
         self.started_reducer.setup.watch_values(every)
-
-    def gradients_zeroed(self) -> None:
-        """``zero_grad()`` of the module has given up what had accumulated."""
-        if self.reducer is not None and not torch.compiler.is_compiling():
-            self.reducer.participation.gradients_zeroed()
 
     @torch.inference_mode(False)
     def register_comm_hook(self, state: Any, hook: Any) -> None:

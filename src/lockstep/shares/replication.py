@@ -147,9 +147,6 @@ class ShareReplication(Replication):
         """Compare values in every ``every``-th step from now on, or in none if it is 0; all ranks must."""
         self._started.agreement.watch_values(every)
 
-    def gradients_zeroed(self) -> None:
-        """Do nothing: weights are of the step under way."""
-
     def audit(self, every: int | None) -> None:
         """See :func:`lockstep.audit`."""
         self._started.world.audit(every)

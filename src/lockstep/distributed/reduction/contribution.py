@@ -3,54 +3,47 @@ parameters were changed on them."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import compress
 
 from lockstep.distributed.reduction.drift import DriftWatch
 from lockstep.distributed.reduction.parameter import ManagedParameter
 from lockstep.distributed.reduction.status import Part
-from lockstep.distributed.reduction.weights import Weights
+from lockstep.distributed.reduction.window import Window, are_zero
+from lockstep.errors import OptionError
 
 
 class Contribution:
     """Grows with each backward pass, and is gone when a round has been reduced, or has failed."""
 
     def __init__(self, parameters: Sequence[ManagedParameter], global_rank: int, part: Part = Part.FULL) -> None:
-        self._parameters, self._global_rank = parameters, global_rank
+        self._parameters = parameters
+        self._global_rank = global_rank
         self.part = part
         """How the rank takes part with it, if nothing fails."""
         self.used = bytearray(len(parameters))
         """A one for each parameter that has had a gradient since the last round."""
-        self.weights = Weights()
+        self.window = Window()
         self.drift = DriftWatch(parameters, global_rank)
-        self.weights.watch(parameters)
 
-    @property
-    def is_something(self) -> bool:
-        """Whether there is anything to contribute: a gradient, or a weight, that has not been given up."""
-        return self.weights.counted
+    def check(self) -> None:
+        """Raise :class:`OptionError` if this rank's part in the round has to fail."""
+        if self.window.problem:
+            raise OptionError(self.window.problem)
 
-    @property
-    def is_usual(self) -> bool:
-        """Whether it has a gradient of every parameter, and nothing else to tell."""
-        return 0 not in self.used and self.part is Part.FULL and not (self.weights.given or self.drift.suspects)
-
-    def accumulate(self) -> None:
-        """A pass has ended that did not synchronise."""
-        self.weights.pass_ended(self.used)
-
-    def end_round(self) -> None:
-        """All of it has been reduced; :meth:`forget` follows."""
-        self.weights.reduced()
+    def is_something(self, newcomers: Sequence[ManagedParameter]) -> bool:
+        """Return True if there is anything to contribute: a weight, a failure, or a gradient that is not zero, also of
+        ``newcomers``, which the ranks have not agreed on yet. May wait for the device."""
+        if self.window.is_open or self.window.problem:
+            return True
+        piled = [*compress(self._parameters, self.used), *newcomers]
+        return not all(are_zero([member.parameter.grad for member in piled]))
 
     def forget(self) -> None:
-        """What has been contributed is not this rank's alone any more; after a failure it is gone."""
+        """What has been contributed is not this rank's alone any more; after a failure, or where the batch is left out,
+        it is gone."""
         self.used[:] = bytes(len(self.used))
         self.drift.forget()
-        self.weights.give_up()
-
-    def leave_out(self) -> None:
-        """The batch is left out."""
-        self.forget()
-        self.weights.leave_out()
+        self.window.close()
 
     def renumber(self, before: Sequence[ManagedParameter], parameters: Sequence[ManagedParameter]) -> None:
         """Go on with other parameters: what has had a gradient under its old number has it under the new one."""
@@ -58,7 +51,6 @@ class Contribution:
         self.used = bytearray(id(each.parameter) in used for each in parameters)
         self._parameters = parameters
         self.drift = DriftWatch(parameters, self._global_rank)
-        self.weights.watch(parameters)
 
 
 @contextmanager

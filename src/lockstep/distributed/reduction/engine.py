@@ -22,8 +22,6 @@ import sys
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -252,9 +250,6 @@ class _Engine(torch._C._ImperativeEngine):
             this.fail(this.reach if outer is None else Reach())
             raise
         else:
-            if outer is None and (listeners := getattr(_listeners, "all", ())) and this.accumulates:
-                for listener in tuple(listeners):
-                    listener()
             return result
         finally:
             this.close()
@@ -273,20 +268,6 @@ class _Engine(torch._C._ImperativeEngine):
                     super().run_backward((leaf * 1,), (torch.ones_like(leaf),), False, False, (leaf,), True, False)
             except RuntimeError as error:  # of a device that does not work any more
                 logging.getLogger("lockstep").debug("a thread of the autograd engine cannot be waited for: %s", error)
-
-
-_listeners = threading.local()
-
-
-@contextmanager
-def listening(listener: Callable[[], None]) -> Iterator[None]:
-    """Inside, ``listener`` is called when a ``backward()`` of this thread has ended well, whatever it has reached."""
-    listeners: list[Callable[[], None]] = _listeners.__dict__.setdefault("all", [])
-    listeners.append(listener)
-    try:
-        yield
-    finally:
-        listeners.remove(listener)
 
 
 def is_autograd_compiled() -> bool:

@@ -21,8 +21,10 @@ from lockstep.distributed.reduction.parameter import ManagedParameter
 class IdleBatch:
     """One such batch, from :meth:`__init__` to :meth:`end`."""
 
-    def __init__(self, parameters: Sequence[Parameter], buffers: KeptBuffers) -> None:
-        self._parameters = parameters
+    def __init__(self, members: Sequence[ManagedParameter], buffers: KeptBuffers) -> None:
+        self.members = members
+        """The parameters that the module has in it."""
+        parameters = [member.parameter for member in members]
         self._new: list[Parameter] = []  # those that had no gradient before
         self._buffers = buffers
         self._hooks = [self._hook(each) for each in parameters if each.requires_grad]
@@ -39,11 +41,6 @@ class IdleBatch:
         """A parameter without a gradient is about to get one."""
         self._new.append(parameter)
 
-    def newcomer_arrived(self, parameter: Parameter) -> None:
-        """A parameter has got a gradient: of this batch alone, if it has come into the module since that began."""
-        if not any(parameter is each for each in self._parameters):
-            self._new.append(parameter)
-
     def undo(self) -> None:
         """Parameters and buffers are as if no backward pass and no forward had been."""
         for parameter in self._new:
@@ -55,9 +52,13 @@ class IdleBatch:
         self._frozen = [each for each in self._frozen if not each[0].requires_grad]
         self._buffers.give_back()
 
-    def round_ended(self, buffers: KeptBuffers) -> None:
-        """The rank has taken part in a round, and has ``buffers`` since."""
-        self._buffers = buffers
+    def round_ended(self, members: Sequence[ManagedParameter], buffers: KeptBuffers) -> None:
+        """The rank has taken part in a round, and has these parameters and ``buffers`` since; new ones if that was
+        refused."""
+        known = {id(member.parameter) for member in self.members}
+        new = [each.parameter for each in members if id(each.parameter) not in known]
+        self._hooks += [self._hook(each) for each in new if each.requires_grad]
+        self.members, self._buffers = members, buffers
 
     def end(self) -> None:
         """The loop goes on."""

@@ -36,6 +36,9 @@ class RankParticipation(Protocol):
     def takes_part(self, accumulates: bool) -> bool:
         """Whether a pass that has gone through the module without any gradient of it is a round all the same."""
 
+    def pass_failed(self) -> None:
+        """A backward pass has failed on this rank."""
+
     def begin_idle_batch(self) -> None:
         """The loop is at a batch that counts nothing, until :meth:`end_idle_batch`; or already was."""
 

@@ -73,10 +73,10 @@ class Outcome:
         self.has_failed = False
         found = _USUAL if verdict.is_usual and self._decisions.is_default else self._find(verdict, ended.number, own)
         if found is None:
-            own.leave_out()
+            own.forget()
             return ()
         try:
-            ended.copy_out(verdict, found.newcomers, own.weights.earlier.copies)
+            ended.copy_out(verdict, found.newcomers)
         except BaseException:  # of a late gradient, on every rank
             self._drop()
             raise
@@ -84,7 +84,6 @@ class Outcome:
         if not verdict.changed:
             transport.take_buffers(buffers_row)
         self.usage.look(own.used)
-        own.end_round()
         used = ended.parameters_in_order(verdict, found.newcomers) if lists_used else ()
         if found.renews:
             self._renew(own)

@@ -112,6 +112,11 @@ class ParameterSet:
         there = {id(parameter) for parameter in self._selection.module.parameters()}
         return [each for each in self.parameters if id(each.parameter) in there]
 
+    @property
+    def here(self) -> list[ManagedParameter]:
+        """The parameters that the module has on this rank, agreed on or not, as the last look has found them."""
+        return [*self.present, *self.newcomers]
+
     def has(self, parameter: Parameter) -> bool:
         """Return True if the module has the parameter on this rank, agreed on or not."""
         if self.is_dropped:

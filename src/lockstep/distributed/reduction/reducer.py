@@ -126,7 +126,7 @@ class Reducer:
         own = self.participation
         if not this.adds:
             return _Watched(this, GradientLook(()), own.requires_sync)
-        own.look_for_changes()
+        own.pass_begins()
         check_optimizers((each.name, each.parameter) for each in (*self.parameters, *self._members.newcomers))
         parameters = self._members.tracked
         hold_all(parameters, self)
@@ -134,7 +134,6 @@ class Reducer:
             self._place_triggers()
         if self.setup.plan.observes:
             self.setup.plan.begin_round()
-        own.pass_begins(this)
         return _Watched(this, GradientLook(parameters), own.requires_sync)
 
     def _has_been_reached(self, watched: "_Watched") -> bool:
@@ -273,18 +272,9 @@ class Reducer:
         """The pass has come to the module, and does not synchronise."""
         with self._lock:
             watched = self._watched[-1]
-            if self.participation.idle_batch is not None:
-                self._note_idle(watched)
-                return
-            self._note_used(watched)
-            self.participation.begin_pass(watched.is_expected)
-
-    def _note_idle(self, watched: "_Watched") -> None:
-        """The batch counts nothing; nor does what parameters have got that are new in the module."""
-        agreed = len(self.parameters)
-        for position in watched.came:
-            if position >= agreed:
-                self.participation.newcomer_arrived(watched.look.parameters[position])
+            if self.participation.idle_batch is None:
+                self._note_used(watched)
+                self.participation.begin_pass()
 
     def _note_used(self, watched: "_Watched") -> None:
         used = self.participation.contribution.used
@@ -292,13 +282,10 @@ class Reducer:
             used[:] = self.setup.buckets.all_used
             return
         for position in watched.came:
-            parameter = watched.look.parameters[position]
             if position < len(used):
                 used[position] = 1
-            elif not self._members.is_dropped:
-                self.participation.newcomer_arrived(parameter)
-            else:
-                raise _no_longer_whole(self._members.name_of(parameter))
+            elif self._members.is_dropped:
+                raise _no_longer_whole(self._members.name_of(watched.look.parameters[position]))
 
     # -------------------------------------------------------------------------------- finalize
 
@@ -315,7 +302,7 @@ class Reducer:
                 if watched is None or not (watched.came or self._round is not None):
                     # This rank has no gradient of the module, but another rank may have.
                     self._open_without_gradient()
-                    return self._finish((), weighs=self.passes.is_reached)
+                    return self._finish(())
                 return self._finalize_pass(watched)
             except Exception as error:
                 self.error = f"{type(error).__name__}: {error}"
@@ -330,24 +317,24 @@ class Reducer:
             self._open(watched)
         try:
             self._note_used(watched)
-            self.participation.begin_pass(watched.is_expected)
+            self.participation.begin_pass()
         except BaseException:  # of this rank alone: the others are told
             self.abandon()
             raise
-        return self._finish(watched.came, weighs=False)
+        return self._finish(watched.came)
 
     def _finalize_idle(self, batch: IdleBatch) -> Sequence[Parameter]:
         """The same at a batch that counts nothing: contribute what has piled up before it, if anything has."""
-        if self._watched:
-            self._note_idle(self._watched[-1])
         batch.undo()
         own = self.participation
+        own.look_for_changes()
+        something = own.contribution.is_something(self._members.newcomers)
         try:
-            with nullcontext() if own.contribution.is_something else own.contributing_nothing(Part.PADDING):
+            with nullcontext() if something else own.contributing_nothing(Part.PADDING):
                 self._open_without_gradient()
-                return self._finish((), weighs=False)
+                return self._finish(())
         finally:
-            batch.round_ended(self.buffers.keep())
+            batch.round_ended(self._members.here, self.buffers.keep())
 
     def _open_without_gradient(self) -> None:
         self._check_alive()
@@ -358,22 +345,19 @@ class Reducer:
             raise
         self.participation.contribution.drift.look(True)
 
-    def _finish(self, came: Sequence[int], weighs: bool) -> Sequence[Parameter]:
-        """``came``: the gradients that have come in the pass; ``weighs``: none has, but what this rank contributes
-        counts."""
+    def _finish(self, came: Sequence[int]) -> Sequence[Parameter]:
+        """``came``: the gradients that have come in the pass."""
         if self._round is None:
             return ()
         self.setup.get_ready()
         with self.collectives.phases.phase("finish", f"round {self._round.number}"):
-            return self._finalize(self._round, came, weighs)
+            return self._finalize(self._round, came)
 
-    def _finalize(self, current: Round, came: Sequence[int], weighs: bool) -> Sequence[Parameter]:
+    def _finalize(self, current: Round, came: Sequence[int]) -> Sequence[Parameter]:
         own = self.participation.contribution
         current.end_filling(came)
         try:
-            if weighs:
-                own.weights.use()
-            own.weights.check()
+            own.check()
             current.launch_rest()
         except BaseException:  # of this rank alone: the others wait for what is not sent
             self.abandon()
@@ -467,7 +451,7 @@ class Reducer:
         """Whether a pass of that reach is a round, as :meth:`Participation.takes_part` has it or because it accumulates
         into a parameter; ``expected``: it goes through the module."""
         if not self._watched:
-            self.participation.look_for_changes()
+            self._members.look()
         samples = reach.marks.get(id(self), ())
         own = any(self._members.is_own(sample) for sample in samples)
         return self._members.are_within(reach, expected or bool(samples), own)

@@ -8,7 +8,7 @@ have to be ordered by waiting.
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from enum import IntEnum, auto
 
 import torch
@@ -19,7 +19,7 @@ from lockstep.distributed.reduction.bucket import GradientBucket
 from lockstep.distributed.reduction.gradient_look import GradientLook
 from lockstep.distributed.reduction.graph import has_means
 from lockstep.distributed.reduction.in_flight import InFlight
-from lockstep.distributed.reduction.late import reduce_again, reduce_late
+from lockstep.distributed.reduction.late import reduce_late
 from lockstep.distributed.reduction.parameter import ManagedParameter
 from lockstep.distributed.reduction.setup import Setup
 from lockstep.distributed.reduction.status import Status
@@ -230,17 +230,11 @@ class Round:
         bucket = self.buckets.report_bucket
         return torch.empty(0) if bucket is None else bucket.row
 
-    def copy_out(
-        self,
-        verdict: Verdict,
-        newcomers: Sequence[ManagedParameter],
-        earlier: Mapping[int, Tensor],
-    ) -> None:
+    def copy_out(self, verdict: Verdict, newcomers: Sequence[ManagedParameter]) -> None:
         """Give the parameters their reduced gradients, times the verdict's factor: what is in the buckets, and what was
         late.
 
-        The ranks have just agreed on ``newcomers``, which have no bucket yet. If weighted contributions come on top of
-        gradients from before, this rank's are in ``earlier``, by identity.
+        The ranks have just agreed on ``newcomers``, which have no bucket yet.
         """
         if verdict.is_usual:
             for bucket in self.buckets.in_order:
@@ -256,22 +250,7 @@ class Round:
             bucket.copy_out(verdict)
         for each in late:
             each.copy_out(factor)
-        if verdict.adds:
-            self._add_earlier(verdict, newcomers, earlier)
         self.is_copied_out = True
-
-    def _used_anywhere(self, verdict: Verdict, newcomers: Sequence[ManagedParameter]) -> list[ManagedParameter]:
-        """The parameters that any rank has used: the same ones, in the same order, on every rank."""
-        return [*(member for member in self._setup.parameters if verdict.uses(member.index)), *newcomers]
-
-    def _add_earlier(
-        self, verdict: Verdict, newcomers: Sequence[ManagedParameter], earlier: Mapping[int, Tensor]
-    ) -> None:
-        """What was there before the weighted contributions, and has been scaled with them by the verdict's factor,
-        counts as it was: as the mean over the ranks that have batches."""
-        used, active = self._used_anywhere(verdict, newcomers), verdict.active
-        for each in reduce_again(used, earlier, self._setup.collectives, active, "gradient from before"):
-            each.copy_out(1 - verdict.factor * active / self._divide_factor)
 
     def parameters_in_order(self, verdict: Verdict, newcomers: Sequence[ManagedParameter]) -> list[Parameter]:
         """The parameters that any rank has used, in an order that is the same on all ranks: the plan's."""

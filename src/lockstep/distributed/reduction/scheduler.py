@@ -170,6 +170,7 @@ class GroupScheduler(PassObserver):
             for module in modules:
                 if this is not None:
                     this.note_failure(module)
+                module.participation.pass_failed()
                 module.end_pass(failed=any(module is each for each in failing))
             if failing and not self.modules.exclusive:
                 self._end_rounds()
@@ -247,6 +248,8 @@ class GroupScheduler(PassObserver):
         modules = list(self.modules)
         if self.decisions.take_local_failure() or not self._synchronising():
             self.decisions.skip_in_next_round()
+            for module in modules:
+                module.participation.drop_gradients()
             return
         if not self.decisions.has_failed:
             if not self.modules.exclusive:

@@ -5,7 +5,7 @@ of its own, which every floating dtype of at least 16 bits holds exactly, or one
 
     used     one for each parameter    1 where this rank has a gradient to contribute
     late     one for each parameter    1 where a gradient came after its bucket had left, or had no place in the plan
-    status   40 for each rank          the bytes of its :class:`Status`
+    status   39 for each rank          the bytes of its :class:`Status`
     digest   nine for each rank        in the rounds in which values are compared: of what there is a digest, and its
                                        bytes (``value_watch.py``)
     buffers  the rest                  small ones (``buffers.py``)
@@ -24,7 +24,7 @@ from torch import Tensor
 
 DIGEST_BYTES = 9
 """Places of each rank's digest."""
-_FORMAT = struct.Struct("<QQB6?BIId")
+_FORMAT = struct.Struct("<QQB5?BIId")
 
 
 class Part(IntEnum):
@@ -61,8 +61,6 @@ class Status(NamedTuple):
     """Its parameters were changed while a gradient was only its own (``drift.py``)."""
     weighted: bool = False
     """Its contribution has a weight."""
-    adds: bool = False
-    """Its contribution comes on top of gradients that have been reduced before."""
     called: int = 0
     """How the module was called in its backward pass: a :class:`~lockstep.distributed.reduction.passes.Called`; 0 if it
     has no pass of its own."""

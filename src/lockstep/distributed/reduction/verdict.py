@@ -51,10 +51,6 @@ class Verdict(NamedTuple):
     """Each rank's digest of its values, where they differ."""
     loop: LoopVerdict = LoopVerdict()
     """For the loop (``decisions.py``)."""
-    adds: bool = False
-    """Some rank adds a weighted contribution to gradients from before."""
-    active: int = 0
-    """How many ranks have batches."""
     is_usual: bool = False
     """All ranks say the same, and that has no consequences: gradients are the mean, and no more."""
 
@@ -83,8 +79,6 @@ def judge(report: Report, rank: int, ranks: Sequence[int], divisor: float) -> Ve
         late=report.late,
         digests=report.digests,
         loop=judge_loops(report.statuses),
-        adds=any(all_of.adds),
-        active=sum(part not in (Part.PADDING, Part.JOINED) for part in all_of.part),
     )
 
 
