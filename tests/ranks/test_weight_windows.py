@@ -444,6 +444,7 @@ def test_a_gradient_that_is_zero_or_has_no_elements_has_a_weight(clear, part, ca
 
 
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
+@pytest.mark.filterwarnings("ignore:backward.create_graph=True. went through")
 @pytest.mark.parametrize("count", [1, 2])
 @parts
 def test_with_create_graph_which_sets_another_tensor(count, part):

@@ -160,7 +160,6 @@ def test_a_weight_is_given_by_every_rank_that_counts():
         ([USUAL, SKIPS], {"skip": True}),
         ([USUAL, says(changed=True)], {"changed": True}),
         ([USUAL, says(drifted=True)], {"drifted": True}),
-        ([weighs(1), weighs(1, adds=True)], {"adds": True}),
         ([weighs(3), weighs(5)], {"factor": 0.25}),
         ([weighs(4), JOINED, weighs(2)], {"factor": 0.5}),  # one that has run out counts nothing
         ([weighs(4), PADDING, weighs(2)], {"factor": 0.5}),
@@ -198,10 +197,6 @@ def test_who_uses_what_and_digests_are_handed_on():
     verdict = verdict_of(USUAL, USUAL, used=[True, False], late=[0], digests=[b"1", b"2"])
     assert (verdict.used, verdict.late, verdict.digests) == ([True, False], [0], [b"1", b"2"])
     assert [verdict.uses(index) for index in range(2)] == [True, False]
-
-
-def test_who_contributes():
-    assert verdict_of(USUAL, PADDING, JOINED, SILENT).active == 2
 
 
 @pytest.mark.parametrize(

@@ -74,6 +74,10 @@ class Selection:
         """Whether the module is still there."""
         return self._module() is not None
 
+    def hold(self) -> Module | None:
+        """Return the module, so that it stays there for a while; None if it is not there any more."""
+        return self._module()
+
     def owners(self) -> list[tuple[str, Module]]:
         """The modules whose own parameters and buffers are replicated, by name."""
         skipped, _ = _left_out(self.module, self._ignored, self._options)

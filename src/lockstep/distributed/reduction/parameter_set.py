@@ -164,7 +164,8 @@ class ParameterSet:
 
     def look(self) -> bool:
         """Look for parameters that have come or gone on this rank; return True if any have."""
-        if self.is_dropped:
+        held = self._selection.hold()  # another thread may let go of it
+        if held is None:
             self._track(self._orphans())
             return False
         slots = self._slots()

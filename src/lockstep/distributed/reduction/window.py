@@ -123,7 +123,8 @@ class Window:
         self._left = [_Left.now(left.member) for left in self._left]
 
     def pass_failed(self) -> None:
-        """It has failed on this rank, which the others have not been told."""
+        """A backward pass has reached the module, and failed on this rank, which the others have not been told."""
+        self._passes += 1
         if self.is_open:
             self.fail(_INCOMPLETE)
 
