@@ -156,10 +156,10 @@ class ReportLayout:
             late=[index for index, is_late in enumerate(late) if is_late] if True in late else (),
             digests=digests if len(digests) > 1 else (),
         )
-        if len(statuses) == 1 and self._said[_FLAGS] == _USUAL and not (report.late or report.digests):
+        decoded = list(map(Status._make, map(_FORMAT.unpack, statuses)))
+        if len(decoded) == 1 and decoded[0][_FLAGS] == _USUAL and not (report.late or report.digests):
             return report
-        decoded = map(Status._make, map(_FORMAT.unpack, statuses))
-        return report._replace(statuses=[*decoded] * (self._world // len(statuses)))
+        return report._replace(statuses=decoded * (self._world // len(decoded)))
 
     def _split(self, places: Tensor, silent: Sequence[int] = ()) -> list[bytes]:
         """Return the bytes that each rank has written into places of its own, or these once, if all have written the
