@@ -268,3 +268,15 @@ def test_optimizers_in_backward_of_a_new_layer_that_another_rank_has_used():
         return values(module), type(caught.value)
 
     assert run_ranks(2, call) == [([1.0, 1.0], NotReplicableError)] * 2
+
+
+def test_optimizers_in_backward_that_would_step_on_the_gradients_of_a_share_are_refused():
+    def call(rank):
+        model = lockstep.replicate(nn.Linear(1, 1), process_group=rank.group, shares=2)
+        rows = torch.utils.data.TensorDataset(torch.ones(4, 1))
+        data = lockstep.GlobalBatches(rows, 2, 2, process_group=rank.group)
+        apply_optimizers(model)
+        with pytest.raises(NotReplicableError, match=REFUSED.format("weight")):
+            list(next(iter(data)))
+
+    run_ranks(1, call)
