@@ -31,7 +31,6 @@ from torch.autograd.function import BackwardCFunction
 from lockstep.compiler import outside_compiler
 from lockstep.distributed.reduction import handed_on
 from lockstep.distributed.reduction.graph import (
-    Arguments,
     Reach,
     devices_of_leaves,
     finish_means,
@@ -47,10 +46,10 @@ _lock = threading.Lock()
 class BackwardPass:
     """One call of the engine."""
 
-    __slots__ = ("_arguments", "_failed", "_reach", "is_step", "means", "outer", "over", "thread", "told")
+    __slots__ = ("_failed", "_given", "_is_known", "_reach", "is_step", "means", "outer", "over", "thread", "told")
 
-    def __init__(self, outer: "BackwardPass | None", is_step: bool, arguments: Arguments | None) -> None:
-        """``arguments``: what the engine's entry was given; None if C++ has begun the pass."""
+    def __init__(self, outer: "BackwardPass | None", is_step: bool, given: dict[str, Any] | None) -> None:
+        """``given``: the arguments of the engine's entry, by name; None if C++ has begun the pass."""
         self.outer = outer
         """The pass in which this one was begun."""
         self.is_step = is_step
@@ -64,33 +63,31 @@ class BackwardPass:
         """Those that know already that it has ended."""
         self.means: dict[object, torch.Tensor] = {}
         """With ``create_graph``: by group, an output of the last mean over its ranks that has been taken in it."""
-        self._arguments = arguments
+        self._is_known = given is not None
+        self._given = given or {}
         self._failed: set[int] = outer._failed if outer is not None else set()  # common to passes inside of one another
         self._reach: Reach | None = None
 
     @property
     def accumulates(self) -> bool:
         """Return True if it adds gradients to whatever leaves it reaches: ``backward()``, but not with ``inputs``."""
-        if self._arguments is None:
-            return False
-        given = named(*self._arguments)
-        return bool(given.get("accumulate_grad")) and not given.get("inputs")
+        return self._is_known and self.adds and not self._given.get("inputs")
 
     @property
     def adds(self) -> bool:
         """Return True if it adds to gradients: ``backward()``, and not ``torch.autograd.grad``."""
-        return self._arguments is None or bool(named(*self._arguments).get("accumulate_grad"))
+        return not self._is_known or bool(self._given.get("accumulate_grad"))
 
     @property
     def creates_graph(self) -> bool:
         """Return True if it was asked for gradients that have a graph themselves."""
-        return self._arguments is not None and bool(named(*self._arguments).get("create_graph"))
+        return bool(self._given.get("create_graph"))
 
     @property
     def reach(self) -> Reach:
         """What it was to accumulate into, by its graph, which is searched when this is first asked."""
         if self._reach is None:
-            self._reach = Reach() if self._arguments is None else reach_of(named(*self._arguments))
+            self._reach = reach_of(self._given)
         return self._reach
 
     @property
@@ -130,7 +127,8 @@ class BackwardPass:
         (``test_a_pass_that_is_over_keeps_no_group``).
         """
         self.over = True
-        self._arguments = self._reach = None
+        self._given = {}
+        self._reach = None
         self.told.clear()
         self.means.clear()
 
@@ -228,10 +226,10 @@ class _Engine(torch._C._ImperativeEngine):
     def run_backward(self, *args: Any, **kwargs: Any) -> Any:
         """Run a backward pass."""
         outer = current_pass()
-        this = BackwardPass(outer, outer is not None and _is_in_function(), (args, kwargs))
+        given = named(args, kwargs)
+        this = BackwardPass(outer, outer is not None and _is_in_function(), given)
         handed_on.put(_KEY, this)
         try:
-            given = named(args, kwargs)
             observed = [] if this.is_step else observers()
             for observer in observed:
                 observer.pass_begins(this)
@@ -243,7 +241,6 @@ class _Engine(torch._C._ImperativeEngine):
             for observer in observed:
                 observer.pass_ended(this)
         except BaseException:
-            given = named(args, kwargs)
             if outer is None:
                 self._wait_for_threads(devices_of_leaves(given))
             finish_means(given, this)

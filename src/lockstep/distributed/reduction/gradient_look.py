@@ -9,7 +9,8 @@ Gradients that share memory have versions of their own: what is handed out of a 
 """
 
 from collections.abc import Sequence
-from operator import attrgetter, is_
+from itertools import repeat
+from operator import attrgetter, is_, is_not
 from typing import Any
 
 from torch import Tensor
@@ -28,7 +29,7 @@ class GradientLook:
         self.parameters = parameters
         self._grads: list[Tensor | None] = list(map(grad_of, parameters))
         self._versions: list[int] | None = None  # None: there is no gradient
-        if any(each is not None for each in self._grads):
+        if any(map(is_not, self._grads, repeat(None))):
             self._versions = _versions(self._grads)
 
     def changed(self) -> Sequence[int]:

@@ -14,8 +14,9 @@ The garbage collector does not see through hooks, so they refer to their reducer
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
-from operator import attrgetter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import repeat
+from operator import attrgetter, is_not
 from typing import Any
 
 from torch.compiler import is_compiling, is_dynamo_compiling
@@ -124,12 +125,9 @@ class HookDictionary(OrderedDict[int, Any]):
         super().__setitem__(key, HeldHook(hook, self._reducer))
         self._tell()
 
-    def set_trigger(self, trigger: Callable[[Parameter], object] | None) -> None:
-        """Call ``trigger`` when a gradient has come; None: nothing any more."""
-        if trigger is None:
-            self.pop(TRIGGER_KEY, None)
-        else:
-            super().__setitem__(TRIGGER_KEY, trigger)
+    def set_trigger(self, trigger: Callable[[Parameter], object]) -> None:
+        """Call ``trigger`` when a gradient has come."""
+        super().__setitem__(TRIGGER_KEY, trigger)
 
     def take_over(self, earlier: Mapping[int, Any]) -> None:
         """Hold the users' hooks of a dictionary that autograd has used so far; their handles go on working."""
@@ -165,11 +163,21 @@ def hold(parameter: Parameter, reducer: Owner) -> HookDictionary:
     return hooks
 
 
-def hold_all(parameters: Iterable[Parameter], reducer: Owner) -> None:
+def hold_all(parameters: Sequence[Parameter], reducer: Owner) -> None:
     """Hold the hooks of those parameters that have any."""
-    for parameter in parameters:
-        if hooks_of(parameter) is not None:
-            hold(parameter, reducer)
+    if any(map(is_not, map(hooks_of, parameters), repeat(None))):
+        for parameter in parameters:
+            if hooks_of(parameter) is not None:
+                hold(parameter, reducer)
+
+
+def remove_trigger(parameter: Parameter) -> None:
+    """Take the trigger off a parameter; without any hook, autograd calls nothing for its gradient."""
+    hooks = hooks_of(parameter)
+    if isinstance(hooks, HookDictionary):
+        hooks.pop(TRIGGER_KEY, None)
+        if not hooks:
+            parameter._post_accumulate_grad_hooks = None  # type: ignore[assignment]  # as it is without hooks
 
 
 def release(parameter: Parameter, reducer: Owner) -> None:

@@ -46,11 +46,11 @@ from lockstep.distributed.reduction.outcome import Outcome
 from lockstep.distributed.reduction.owners import generation, owner_of
 from lockstep.distributed.reduction.parameter import ManagedParameter
 from lockstep.distributed.reduction.parameter_hooks import (
-    HookDictionary,
     Trigger,
     hold,
     hold_all,
     note_outlived,
+    remove_trigger,
     run_held_hooks,
 )
 from lockstep.distributed.reduction.participation import Participation
@@ -92,7 +92,7 @@ class Reducer:
         self._holds_hooks = False  # users have hooks on parameters
         self._generation = -1  # of what is known of owners
         self._is_whole = True  # this reducer synchronises all of the parameters
-        self._triggers: dict[int, HookDictionary] = {}  # by the number of the parameter
+        self._triggers: dict[int, Parameter] = {}  # the parameters that have one, by their number
         self._triggered: BucketsInUse | None = None  # the buckets that the triggers are for
 
     @property
@@ -182,17 +182,23 @@ class Reducer:
     def _place_triggers(self) -> None:
         """Put triggers on those parameters whose gradients are expected to be the last ones of their part, or, as long
         as the order is not known, on all."""
-        for hooks in self._triggers.values():
-            hooks.set_trigger(None)
+        self._remove_triggers()
         buckets = self._triggered = self.setup.buckets
         if self.setup.plan.observes:
             numbers = [member.index for member in self.parameters]
         else:
             numbers = [part.awaited for part in buckets.parts if part.is_looked_at]
-        self._triggers = {}
         for number in numbers:
-            self._triggers[number] = hold(self.parameters[number].parameter, self)
-            self._triggers[number].set_trigger(Trigger(number, self))
+            self._put_trigger(number)
+
+    def _put_trigger(self, number: int) -> None:
+        parameter = self._triggers[number] = self.parameters[number].parameter
+        hold(parameter, self).set_trigger(Trigger(number, self))
+
+    def _remove_triggers(self) -> None:
+        for parameter in self._triggers.values():
+            remove_trigger(parameter)
+        self._triggers = {}
 
     def gradient_triggered(self, index: int) -> None:
         """Autograd has accumulated the gradient of a parameter that has a trigger."""
@@ -218,9 +224,8 @@ class Reducer:
     def _move_trigger(self, before: int, number: int) -> None:
         """The gradient of another parameter was the last one of its part."""
         if before in self._triggers and self._triggered is self.setup.buckets:
-            self._triggers.pop(before).set_trigger(None)
-            self._triggers[number] = hold(self.parameters[number].parameter, self)
-            self._triggers[number].set_trigger(Trigger(number, self))
+            remove_trigger(self._triggers.pop(before))
+            self._put_trigger(number)
 
     def _check_alive(self) -> None:
         try:
@@ -461,9 +466,7 @@ class Reducer:
         self.retired = True
         self.participation.end_idle_batch()
         self.scheduler.modules.unregister(self)
-        for hooks in self._triggers.values():
-            hooks.set_trigger(None)
-        self._triggers = {}
+        self._remove_triggers()
 
     def __del__(self) -> None:
         for each in self.parameters if not self.retired else ():
