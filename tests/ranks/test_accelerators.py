@@ -158,8 +158,9 @@ def mean_with_a_graph(rank):
 
 
 @pytest.mark.parametrize("function", [piled_up, late, twice_in_one_pass, weighted, lower_precision, mean_with_a_graph])
-def test_what_a_step_may_be(function):
-    assert on_accelerators(function) == [True, True]
+@pytest.mark.parametrize("control", [True, False], ids=["control", "device"])
+def test_what_a_step_may_be(function, control):
+    assert on_accelerators(function, control=control) == [True, True]
 
 
 HOOKS = {
@@ -185,8 +186,9 @@ def through_hooks(rank, kind):
 
 
 @pytest.mark.parametrize("kind", [*HOOKS, "power"])
-def test_communication_hooks(kind, draws_in_turn):
-    assert on_accelerators(through_hooks, kind) == [True, True]
+@pytest.mark.parametrize("control", [True, False], ids=["control", "device"])
+def test_communication_hooks(kind, draws_in_turn, control):
+    assert on_accelerators(through_hooks, kind, control=control) == [True, True]
 
 
 def goes_back(rank):
@@ -263,8 +265,9 @@ def one_fails_quietly(rank):
     return seen
 
 
-def test_a_failure_is_told_at_once_also_in_a_settled_round():
-    failing, told = on_accelerators(one_fails_quietly)
+@pytest.mark.parametrize("control", [True, False], ids=["control", "device"])
+def test_a_failure_is_told_at_once_also_in_a_settled_round(control):
+    failing, told = on_accelerators(one_fails_quietly, control=control)
     assert [raised for raised, _ in failing] == [ArithmeticError] * 2
     for raised, text in told:
         assert raised is PeerError
@@ -327,8 +330,9 @@ def buffers_of_a_failed_round(rank):
     return error, [torch.equal(a, b) for a, b in zip(before, model.state_dict().values(), strict=True)]
 
 
-def test_a_round_that_has_failed_leaves_weights_and_buffers_as_they_were():
-    failing, told = on_accelerators(buffers_of_a_failed_round)
+@pytest.mark.parametrize("control", [True, False], ids=["control", "device"])
+def test_a_round_that_has_failed_leaves_weights_and_buffers_as_they_were(control):
+    failing, told = on_accelerators(buffers_of_a_failed_round, control=control)
     assert failing == (ArithmeticError, [True] * 7)
     assert told == (PeerError, [True] * 7)
 
@@ -441,8 +445,9 @@ def goes_on_after_a_batch_left_out(rank):
     return gone, step(rank, model) and all(rank.all_equal(each) for each in model.buffers())
 
 
-def test_a_batch_left_out_leaves_no_gradient_on_any_rank():
-    assert on_accelerators(goes_on_after_a_batch_left_out) == [(True, True)] * 2
+@pytest.mark.parametrize("control", [True, False], ids=["control", "device"])
+def test_a_batch_left_out_leaves_no_gradient_on_any_rank(control):
+    assert on_accelerators(goes_on_after_a_batch_left_out, control=control) == [(True, True)] * 2
 
 
 def asked_to_stop(rank):
