@@ -80,7 +80,7 @@ def run_ranks(
     """Calls `function(Rank(...), *args)` in `world` threads and returns what they return, by rank.
 
     `hosts` gives them `shm` groups instead of Gloo's, and names the host of each rank by a letter: "aabb", or "aa".
-    `device` is a type of accelerators: each rank has one of its own, on which tensors are made by default; for `control`
+    `device` is a type of accelerators: each rank has one of its own, on which tensors are made by default. `control`:
     see `for_accelerators`.
 
     If ranks raise, the error that was raised first is raised here - the others mostly follow from it - with a note that
