@@ -480,21 +480,31 @@ def test_a_new_layer_where_a_rank_has_run_out_is_an_error_on_all(change, after):
         assert found == after
 
 
-def new_layer_before_an_idle_batch(rank, weight):
-    """The ranks have not agreed on it yet when rank 1 runs out."""
+def new_layers_before_an_idle_batch(rank, layers, weight, after):
+    """The ranks have not agreed on them yet when rank 1 runs out."""
     model = lockstep.replicate(nn.Sequential(one_weight(), one_weight()), process_group=rank.group)
-    for turn, x in enumerate(lockstep.batches([x_of(rank)] * (2 - rank.rank), model)):
-        if turn == 0:
-            model[1] = one_weight()
-        with lockstep.accumulate(model, last=turn == 1, weight=weight):
+    for turn, x in enumerate(lockstep.batches([x_of(rank)] * (3 - 2 * rank.rank), model)):
+        for layer in layers if turn == 0 and not after else ():
+            model[layer] = one_weight()
+        with lockstep.accumulate(model, last=turn == 2, weight=weight):
             model(x).sum().backward()
+        for layer in layers if turn == 0 and after else ():
+            model[layer] = one_weight()
     return [parameter.grad.item() for parameter in model.parameters()]
 
 
-@pytest.mark.parametrize(("weight", "expected"), [(None, (1 + 1 + 2) / 2), (4, (1 + 1 + 2) / 12)])
-def test_a_rank_that_has_run_out_contributes_what_it_had_of_a_new_layer(weight, expected):
-    for found in run_ranks(2, new_layer_before_an_idle_batch, weight):
-        assert found == [pytest.approx(expected)] * 2
+@pytest.mark.parametrize(
+    ("layers", "weight", "after", "expected"),
+    [
+        ([1], None, False, [(1 + 1 + 1 + 2) / 2] * 2),
+        ([0, 1], None, False, [(1 + 1 + 1 + 2) / 2] * 2),
+        ([1], None, True, [(1 + 1 + 1 + 2) / 2, (1 + 1) / 2]),
+        ([1], 4, False, [pytest.approx((1 + 1 + 1 + 2) / 16)] * 2),
+        ([0, 1], 4, False, [pytest.approx((1 + 1 + 1 + 2) / 16)] * 2),
+    ],
+)
+def test_a_rank_that_has_run_out_contributes_what_it_had_of_new_layers(layers, weight, after, expected):
+    assert run_ranks(2, new_layers_before_an_idle_batch, layers, weight, after) == [expected] * 2
 
 
 @pytest.mark.parametrize("has_gradient", [False, True])

@@ -52,13 +52,9 @@ class IdleBatch:
         self._frozen = [each for each in self._frozen if not each[0].requires_grad]
         self._buffers.give_back()
 
-    def round_ended(self, members: Sequence[ManagedParameter], buffers: KeptBuffers) -> None:
-        """The rank has taken part in a round, and has these parameters and ``buffers`` since; new ones if that was
-        refused."""
-        known = {id(member.parameter) for member in self.members}
-        new = [each.parameter for each in members if id(each.parameter) not in known]
-        self._hooks += [self._hook(each) for each in new if each.requires_grad]
-        self.members, self._buffers = members, buffers
+    def round_ended(self, buffers: KeptBuffers) -> None:
+        """The rank has taken part in a round, and has ``buffers`` since."""
+        self._buffers = buffers
 
     def end(self) -> None:
         """The loop goes on."""

@@ -332,14 +332,13 @@ class Reducer:
         """The same at a batch that counts nothing: contribute what has piled up before it, if anything has."""
         batch.undo()
         own = self.participation
-        own.look_for_changes()
         something = own.contribution.is_something(self._members.newcomers)
         try:
             with nullcontext() if something else own.contributing_nothing(Part.PADDING):
                 self._open_without_gradient()
                 return self._finish(())
         finally:
-            batch.round_ended(self._members.here, self.buffers.keep())
+            batch.round_ended(self.buffers.keep())
 
     def _open_without_gradient(self) -> None:
         self._check_alive()
