@@ -199,7 +199,7 @@ class BufferSet:
     def changed(self) -> bool:
         """Whether buffers have been registered, removed, tied, untied, or replaced by others of another kind since.
 
-        Whether there are other modules, :class:`lockstep.distributed.slots.SlotWatch` knows.
+        Whether there are other modules, :class:`lockstep.distributed.reduction.slots.SlotWatch` knows.
         """
         if list(map(len, self._registries)) != self._sizes:
             return True

@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 from torch.nn import Module
 
 from lockstep.distributed.options import Options, read_options
+from lockstep.distributed.reduction.selection import sharded_children
 from lockstep.distributed.replication import Replication, find_replication, register, replication_of
-from lockstep.distributed.selection import sharded_children
 from lockstep.errors import AlreadyManagedError, OptionError
 from lockstep.shares.module import Loss
 from lockstep.shares.replication import ShareReplication

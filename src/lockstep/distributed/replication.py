@@ -33,8 +33,8 @@ from lockstep.distributed.reduction.parameter_set import ParameterSet
 from lockstep.distributed.reduction.passes import ForwardMark, in_backward, note_compiled
 from lockstep.distributed.reduction.reducer import Reducer
 from lockstep.distributed.reduction.scheduler import GroupScheduler, scheduler_of
+from lockstep.distributed.reduction.selection import Contents, Selection, describe_parameter, note_replicated
 from lockstep.distributed.reduction.setup import Setup
-from lockstep.distributed.selection import Contents, Selection, describe_parameter, note_replicated
 from lockstep.distributed.values import broadcast_values
 from lockstep.errors import CommunicationError, LockstepError, NotReplicableError
 from lockstep.failures.progress import Phase
@@ -52,7 +52,14 @@ class Replication:
         self.phases = Phases()
         self.reducer: Reducer | None = None
         self.requires_sync = True
-        self._selection = Selection(module, options, ignored, taking_over)
+        self._selection = Selection(
+            module,
+            ignored,
+            taking_over,
+            options.params_and_buffers_to_ignore,
+            options.device_ids,
+            options.output_device,
+        )
         self.hooks: list[tuple[Any, Any]] = []
         """Communication hooks, each with its state."""
         self._casts: Casts | None = None

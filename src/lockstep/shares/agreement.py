@@ -20,7 +20,7 @@ from lockstep.distributed.agreement import Description, Line, agree, check_new_e
 from lockstep.distributed.buffers import Buffer, describe_buffer
 from lockstep.distributed.collectives import Collectives
 from lockstep.distributed.dtensors import local_part
-from lockstep.distributed.selection import Contents, describe_parameter
+from lockstep.distributed.reduction.selection import Contents, describe_parameter
 from lockstep.distributed.value_watch import PARAMETERS_AND_BUFFERS, ValueWatch
 from lockstep.distributed.values import check_equal_values
 from lockstep.errors import AgreementError

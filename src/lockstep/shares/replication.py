@@ -12,9 +12,9 @@ from lockstep.distributed.agreement import Description, Line, agree
 from lockstep.distributed.collectives import Collectives, Group, resolve_group
 from lockstep.distributed.inputs import input_device, move_to
 from lockstep.distributed.options import Options
+from lockstep.distributed.reduction.selection import Contents, Selection
+from lockstep.distributed.reduction.slots import SlotWatch
 from lockstep.distributed.replication import Replication
-from lockstep.distributed.selection import Contents, Selection
-from lockstep.distributed.slots import SlotWatch
 from lockstep.distributed.values import broadcast_values
 from lockstep.errors import CommunicationError, LockstepError, NotReplicableError, OptionError
 from lockstep.shares.agreement import Members

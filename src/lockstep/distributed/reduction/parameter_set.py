@@ -17,13 +17,13 @@ from torch.optim import Optimizer
 
 from lockstep.distributed.agreement import Description, agree, check_new_everywhere
 from lockstep.distributed.collectives import Collectives
-from lockstep.distributed.keeping import keep
 from lockstep.distributed.reduction.graph import Reach
+from lockstep.distributed.reduction.keeping import keep
 from lockstep.distributed.reduction.owners import Owner, claim, owner_of
 from lockstep.distributed.reduction.parameter import ManagedParameter
 from lockstep.distributed.reduction.parameter_hooks import can_have_gradient, release
-from lockstep.distributed.selection import Contents, Selection, describe_parameter
-from lockstep.distributed.slots import SlotWatch
+from lockstep.distributed.reduction.selection import Contents, Selection, describe_parameter
+from lockstep.distributed.reduction.slots import SlotWatch
 from lockstep.distributed.values import check_equal_values
 from lockstep.errors import LockstepError
 
@@ -199,10 +199,7 @@ class ParameterSet:
             for part in parts
             for name, owner in part.named_modules()
             for key, tensor in owner._parameters.items()
-            if tensor is not None
-            and id(tensor) not in self._known
-            and not is_lazy(tensor)
-            and can_have_gradient(tensor)
+            if _can_be_managed(tensor) and id(tensor) not in self._known
         }
         unowned = [(name, tensor) for name, tensor in found.values() if owner_of(tensor) in (None, self._owner_now)]
         count = len(self._agreed)
@@ -265,6 +262,10 @@ def _last_slot(owners: Sequence[Module]) -> tuple[dict[str, Any], str, Any]:
             if parameter is not None and parameter.requires_grad:
                 return owner._parameters, key, parameter
     return {}, "", None
+
+
+def _can_be_managed(tensor: Any) -> bool:
+    return isinstance(tensor, Parameter) and not is_lazy(tensor) and tensor.is_leaf and can_have_gradient(tensor)
 
 
 def _managed(contents: Contents) -> list[ManagedParameter]:

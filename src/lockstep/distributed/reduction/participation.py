@@ -48,7 +48,7 @@ class Participation:
     # ------------------------------------------------------------------------------------- passes and rounds
 
     def look_for_changes(self) -> None:
-        """A backward pass, a batch or a block begins: see whether the module has other parameters than were agreed on."""
+        """A backward pass, a batch or a block begins: see whether the module has other parameters than agreed on."""
         changed = self._members.look()
         # A pass may open the round past the forward, and get to that afterwards:
         # test_a_new_buffer_is_noticed_when_backward_first_goes_past_forward.
