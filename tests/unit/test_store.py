@@ -86,6 +86,7 @@ def test_calls_end_while_the_process_of_the_store_is_stopped_and_work_again_afte
     store = BoundedStore(own_connection(plain, 30.0), 0.2)
     store.set("key", "value")
     os.kill(process.pid, signal.SIGSTOP)
+    os.waitpid(process.pid, os.WUNTRACED)  # it may run on for a moment after the signal has been sent
     for call in (
         lambda: store.check(["key"]),
         lambda: store.get("key"),  # at once: the thread still waits for the first
