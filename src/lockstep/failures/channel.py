@@ -17,10 +17,9 @@ from typing import Any
 
 from lockstep import network
 from lockstep.errors import CommunicationError, InspectionError, PeerFailure
-from lockstep.failures.failure import GIVEN_UP, Failure, Kind, peer_failure_in, unreachable
-from lockstep.failures.log import FailureLog
+from lockstep.failures.failure import GIVEN_UP, Failure, FailureLog, Kind, peer_failure_in, unreachable
 from lockstep.failures.messenger import LOOK_SECONDS, Messenger
-from lockstep.failures.progress import Page, Progress, page_of
+from lockstep.failures.progress import PHASES_OF_A_STEP, Page, Progress, page_of
 from lockstep.failures.ring import (
     Connection,
     Meeting,
@@ -32,7 +31,6 @@ from lockstep.failures.ring import (
     reach,
     store_lost,
 )
-from lockstep.failures.where import OF_A_STEP
 from lockstep.store import BoundedStore, StoreLostError, own_connection
 
 GRACE_SECONDS = 1.0
@@ -152,7 +150,7 @@ class FailureChannel:
 
     def enter(self, phase: str) -> None:
         """Note the phase of its step in which this rank is from now on; what the program has named itself stays."""
-        if self.progress.current_phase in OF_A_STEP:
+        if self.progress.current_phase in PHASES_OF_A_STEP:
             self.progress.current_phase = phase
 
     # ------------------------------------------------------------------------------- what is known

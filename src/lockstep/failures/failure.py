@@ -1,14 +1,21 @@
-"""What is told of a failure: which rank, where in its training, and what happened. And what is raised on the others."""
+"""What is told of a failure: which rank, where in its training, and what happened. And what is raised on the others.
+
+The log is in the store of a group: every rank reads the same entries in the same order. Each entry has a number, which
+is claimed by ``compare_set``; so of two ranks that fail at once one is the first, for all that reach the store. A rank
+that does not reach it goes by what it is told.
+"""
 
 import json
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from traceback import format_exception, format_exception_only
 from typing import Any
 
 from lockstep.errors import CommunicationError, PeerError, PeerFailure, StalledError
-from lockstep.failures.where import TRAINING, phase_of
+from lockstep.failures.progress import Phase, phase_of
+from lockstep.store import BoundedStore, StoreLostError
 
 LONGEST_HEADLINE, LONGEST_TRACEBACK = 4 * 1024, 48 * 1024
 """Characters that travel of an exception's type and message, and of its traceback: a failure fits into one message of
@@ -81,7 +88,7 @@ class Failure:
             return f"after step {self.step}"
         if self.step is None:
             return ""
-        if not self.step and self.phase == TRAINING:  # steps are not counted
+        if not self.step and self.phase == Phase.TRAINING:  # steps are not counted
             return f"in {self.phase}"
         where = f"at step {self.step}" if self.step else "before its first step"
         return f"{where}, in {self.phase}" if self.phase else where
@@ -121,6 +128,54 @@ _VERBS = {
     Kind.GAVE_UP: "gave up waiting for the other ranks",
     Kind.ABSENT: "did not come",
 }
+
+
+class FailureLog:
+    """The failures of a run, in the order that is the same for all ranks."""
+
+    def __init__(self, store: Any) -> None:
+        self._bounded_store = BoundedStore(store)
+        self._lock = threading.Lock()
+        self.entries: list[Failure] = []
+        """What has been read so far."""
+
+    def append(self, failure: Failure) -> Failure:
+        """Write an entry behind those that are there; return the first of all, or this one if the store is lost."""
+        text = failure.pack()
+        try:
+            with self._lock:
+                while True:
+                    there = self._bounded_store.compare_set(_key(len(self.entries)), "", text)
+                    self.entries.append(Failure.unpack(there))
+                    if there == text:
+                        break
+        except StoreLostError:
+            pass
+        return self.first or failure
+
+    def read(self) -> list[Failure]:
+        """Read what has been written since; return all entries. Raises :class:`StoreLostError`."""
+        with self._lock:
+            while self._bounded_store.check([_key(len(self.entries))]):
+                self.entries.append(Failure.unpack(self._bounded_store.get(_key(len(self.entries)))))
+        return self.entries
+
+    def look(self, found: Callable[[Failure], object]) -> None:
+        """Call ``found`` with the first entry, from another thread, if there is one; does not wait for the store."""
+        self._bounded_store.look(_key(0), lambda text: found(Failure.unpack(text)))
+
+    def close(self) -> None:
+        """End the connection; use the log no more."""
+        self._bounded_store.close()
+
+    @property
+    def first(self) -> Failure | None:
+        """The first entry, if one has been read."""
+        return self.entries[0] if self.entries else None
+
+
+def _key(number: int) -> str:
+    return f"failure {number}"
 
 
 def unreachable(
