@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from lockstep.distributed.collectives import Collectives, Group, resolve_group
-from lockstep.errors import AgreementError, CheckpointError
-from lockstep.failures.failure import shortened
+from lockstep.errors import AgreementError, CheckpointError, shortened
 from lockstep.phases import Phases
 
 LONGEST_ERROR = 16 * 1024

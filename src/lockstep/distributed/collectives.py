@@ -9,9 +9,10 @@ import atexit
 import os
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -21,13 +22,47 @@ from torch._C._distributed_c10d import AllgatherOptions
 from lockstep.buckets import TensorSpec, plan_buckets
 from lockstep.distributed.traffic import Traffic
 from lockstep.errors import AgreementError, CommunicationError, OptionError, PeerFailure
-from lockstep.failures.channel import FailureChannel, channel_of, watched_groups
 from lockstep.phases import Phases
 from lockstep.shm import ProcessGroupShm
 from lockstep.shm.algorithm import Addition
 
 Group = Any
 """A ``dist.ProcessGroup`` or a bare backend: both have ``rank()`` and ``size()``."""
+
+
+class Watcher(Protocol):
+    """Tells the ranks of a group of each other's failures, once it is plugged in by :func:`watch_group`."""
+
+    global_ranks: list[int]
+
+    def enter(self, phase: str) -> None:
+        """Note the phase of its step in which this rank is from now on."""
+
+    def waiting(self, what: str) -> AbstractContextManager[None]:
+        """Within: this rank waits for the others, in a collective of ours."""
+
+    def check(self) -> None:
+        """Raise :class:`PeerFailure` if another rank has failed."""
+
+    def check_waiting(self, ranks: Collection[int], since: float) -> None:
+        """As :meth:`check`, for a rank that has waited since then; raises, too, if one of ``ranks`` has left."""
+
+    def explain(self, error: BaseException) -> PeerFailure | None:
+        """Return the failure of another rank from which an error follows, if there is one, or soon will be."""
+
+
+_watched: list[tuple["weakref.ref[Any]", Watcher]] = []
+"""Groups and their watchers: empty where nobody watches, which is all that a step has to look at then."""
+
+
+def watch_group(group: Group, watcher: Watcher) -> None:
+    """From now on, waits for this group's collectives hear of failures from this watcher."""
+    _watched.append((weakref.ref(group), watcher))
+
+
+def forget_watcher(watcher: Watcher) -> None:
+    """Its groups have no watcher any more."""
+    _watched[:] = [(group, each) for group, each in _watched if each is not watcher and group() is not None]
 
 
 _SLICE = timedelta(seconds=0.2)
@@ -82,6 +117,7 @@ class _Process:
 
     def _forked(self) -> None:
         self._parent, self.number = self.number, os.getpid()
+        _watched.clear()
         if dist.is_available():
             self._inherited += dist.distributed_c10d._world.pg_map
         self._inherited += [each.group for each in _known]
@@ -99,13 +135,13 @@ class Pending:
 
     def wait(self) -> None:
         """Return when the tensor holds the result (for the current stream, where there are streams)."""
-        channel = self._owner.channel
+        watcher = self._owner.watcher
         try:
-            if channel is None:
+            if watcher is None:
                 self._work.wait(_GROUPS_OWN_TIMEOUT)
             else:
-                with channel.progress.waiting(self._what):
-                    self._owner.wait_watched(self._work, channel)
+                with watcher.waiting(self._what):
+                    self._owner.wait_watched(self._work, watcher)
         except PeerFailure:
             raise
         except RuntimeError as error:
@@ -135,29 +171,36 @@ class Collectives:
         _known.add(self)
 
     @property
-    def channel(self) -> FailureChannel | None:
-        """What tells of failures of the group's ranks, if somebody watches them."""
-        if not watched_groups:
+    def watcher(self) -> Watcher | None:
+        """The watcher of the group, or one that watches all its ranks; None if there is none."""
+        if not _watched:
             return None
-        return channel_of(self.group, self.global_ranks if self._registered else ())
+        for group, watcher in _watched:
+            if group() is self.group:
+                return watcher
+        if self._registered:
+            for _, watcher in _watched:
+                if set(self.global_ranks) <= set(watcher.global_ranks):
+                    return watcher
+        return None
 
     def enter(self, phase: str) -> None:
         """Note the phase of its step in which this rank is from now on; others name it if it fails."""
-        if watched_groups and (channel := self.channel) is not None:
-            channel.enter(phase)
+        if _watched and (watcher := self.watcher) is not None:
+            watcher.enter(phase)
 
-    def wait_watched(self, work: Any, channel: FailureChannel) -> None:
-        """Wait for what a group does; raises :class:`PeerFailure` if the channel knows of one.
+    def wait_watched(self, work: Any, watcher: Watcher) -> None:
+        """Wait for what a group does; raises :class:`PeerFailure` if the watcher knows of one.
 
         ``shm`` and NCCL are ended when a rank fails. A work of Gloo can be waited for again when a wait has timed out.
         """
-        channel.check()
+        watcher.check()
         if not self._in_slices:
             work.wait(_GROUPS_OWN_TIMEOUT)
             return
         since = time.monotonic()
         while not _is_over(work):
-            channel.check_waiting(self.global_ranks, since)
+            watcher.check_waiting(self.global_ranks, since)
 
     @property
     def global_rank(self) -> int:
@@ -339,9 +382,9 @@ class Collectives:
 
     def failure(self, what: str, error: BaseException) -> CommunicationError | PeerFailure:
         """The error to raise for what a collective raised."""
-        channel = self.channel
-        if channel is not None and not isinstance(error, AgreementError | OptionError):
-            known = channel.explain(error)
+        watcher = self.watcher
+        if watcher is not None and not isinstance(error, AgreementError | OptionError):
+            known = watcher.explain(error)
             if known is not None:
                 return known
         gist = (str(error) or type(error).__name__).splitlines()[0]

@@ -39,7 +39,6 @@ from lockstep.distributed.reduction.setup import Setup
 from lockstep.distributed.selection import Contents, Selection, describe_parameter, note_replicated
 from lockstep.distributed.values import broadcast_values
 from lockstep.errors import CommunicationError, LockstepError, NotReplicableError
-from lockstep.failures.progress import Phase
 from lockstep.phases import Phases, Statistics
 
 _parameter_of = attrgetter("parameter")
@@ -203,7 +202,7 @@ class Replication:
             else:
                 if not reducer.retired:
                     take_over_optimizers(map(_parameter_of, reducer.parameters))
-                reducer.collectives.enter(Phase.FORWARD)
+                reducer.collectives.enter("forward")
                 reducer.forward_begins()
                 reducer.passes.enter_forward(self._counts())
         if self._moves_inputs and (device := input_device(self.options)) is not None:

@@ -13,13 +13,13 @@ from enum import StrEnum
 from traceback import format_exception, format_exception_only
 from typing import Any
 
-from lockstep.errors import CommunicationError, PeerError, PeerFailure, StalledError
+from lockstep.errors import LONGEST_HEADLINE, CommunicationError, PeerError, PeerFailure, StalledError, shortened
 from lockstep.failures.progress import Phase, phase_of
 from lockstep.store import BoundedStore, StoreLostError
 
-LONGEST_HEADLINE, LONGEST_TRACEBACK = 4 * 1024, 48 * 1024
-"""Characters that travel of an exception's type and message, and of its traceback: a failure fits into one message of
-the ring, whatever the characters are."""
+LONGEST_TRACEBACK = 48 * 1024
+"""Characters that travel of a traceback: with its headline, a failure fits into one message of the ring, whatever the
+characters are."""
 
 
 class Kind(StrEnum):
@@ -212,16 +212,6 @@ def of_exception(error: BaseException, rank: int, step: int, phase: str) -> Fail
         what += f" (and while that was handled: {_headline(error)})"
     text = shortened("".join(format_exception(error)).rstrip(), LONGEST_TRACEBACK)
     return Failure(rank, Kind.RAISED, step, phase_of(first.__traceback__, phase), what, text)
-
-
-def shortened(text: str, longest: int) -> str:
-    """A text as it travels: of one that is too long, both ends. What UTF-8 does not have, such as a byte of a file's
-    name, is written as an escape."""
-    text = text.encode(errors="backslashreplace").decode()
-    if len(text) <= longest:
-        return text
-    half = longest // 2
-    return f"{text[:half]} [... {len(text) - 2 * half} characters left out ...] {text[-half:]}"
 
 
 def origin(error: BaseException) -> BaseException:

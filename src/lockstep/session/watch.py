@@ -20,9 +20,17 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
-from lockstep.distributed.collectives import Collectives, Group, backends_of, global_ranks, resolve_group
+from lockstep.distributed.collectives import (
+    Collectives,
+    Group,
+    backends_of,
+    forget_watcher,
+    global_ranks,
+    resolve_group,
+    watch_group,
+)
 from lockstep.errors import OptionError, PeerFailure
-from lockstep.failures.channel import LEFT_SECONDS, LINK_SECONDS, FailureChannel, forget, watch_group
+from lockstep.failures.channel import LEFT_SECONDS, LINK_SECONDS, FailureChannel
 from lockstep.failures.connections import Connections
 from lockstep.failures.failure import Failure, Kind, chain, follows_from_another, of_exception, peer_failure_in
 from lockstep.failures.progress import Phase, Progress
@@ -138,7 +146,7 @@ class Watch:
                     self._connections.shut_down()  # others may wait for this rank, which does not come any more
                 channel.wait_for_others(self._timeout)
         finally:
-            forget(channel)
+            forget_watcher(channel)
             channel.close()
         if told is None and channel.failure is not None and (error is None or peer_failure_in(error) is not None):
             told = channel.error()

@@ -10,8 +10,7 @@ from torch import Tensor
 from lockstep.distributed.reduction.bucket import GradientBucket, ZeroBucket
 from lockstep.distributed.reduction.comm_hooks import Waitable
 from lockstep.distributed.reduction.setup import Setup
-from lockstep.errors import CommunicationError
-from lockstep.failures.failure import LONGEST_HEADLINE, shortened
+from lockstep.errors import LONGEST_HEADLINE, CommunicationError, shortened
 
 
 class InFlight:

@@ -54,7 +54,6 @@ from lockstep.errors import (
     PeerError,
     ShareError,
 )
-from lockstep.failures.progress import Phase
 
 _parameter_of = attrgetter("parameter")
 
@@ -107,7 +106,7 @@ class Reducer:
 
     def reached(self, forward: ForwardMark | None = None) -> None:
         """The backward pass has come to outputs of a forward; if it is None, to reduced gradients with a graph."""
-        self.collectives.enter(Phase.BACKWARD)
+        self.collectives.enter("backward")
         self.scheduler.expect_backward(self)
         self.passes.reach(forward, forward is None or self._members.is_own(forward.sample))
         if not self.open:

@@ -36,7 +36,6 @@ from lockstep.distributed.reduction.backward import BackwardPass, PassFollower
 from lockstep.distributed.reduction.graph import Reach
 from lockstep.distributed.reduction.modules import FAILED, SKIPPED, Attendance, ReplicatedModules, ScheduledModule
 from lockstep.errors import CommunicationError, PeerError, ShareError
-from lockstep.failures.progress import Phase
 from lockstep.phases import Phases
 
 _lock = threading.Lock()
@@ -110,7 +109,7 @@ class GroupScheduler(PassFollower):
             if reducing:
                 modules = reducing if self.modules.exclusive else self._agree_who_takes_part(reducing)
                 self.reduce(modules, this is not None and this.creates_graph)
-            self._collectives.enter(Phase.TRAINING)
+            self._collectives.enter("training")
         except BaseException:
             for module in reducing:
                 if this is not None:
