@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from lockstep.distributed.collectives import Collectives, Group, resolve_group
-from lockstep.errors import AgreementError, CheckpointError, shortened
+from lockstep.errors import AgreementError, CheckpointError
 from lockstep.phases import Phases
+from lockstep.texts import shortened
 
 LONGEST_ERROR = 16 * 1024
 """Characters of an error's message that all other ranks are told."""

@@ -19,12 +19,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions
 
+from lockstep.abilities import Addition, abilities_of
 from lockstep.buckets import TensorSpec, plan_buckets
 from lockstep.distributed.traffic import Traffic
 from lockstep.errors import AgreementError, CommunicationError, OptionError, PeerFailure
 from lockstep.phases import Phases
-from lockstep.shm import ProcessGroupShm
-from lockstep.shm.algorithm import Addition
 
 Group = Any
 """A ``dist.ProcessGroup`` or a bare backend: both have ``rank()`` and ``size()``."""
@@ -164,7 +163,7 @@ class Collectives:
         self.device = control_device(group)
         self._registered = _is_registered(group)
         self._process = _process.owner_of(group)
-        self._shm: ProcessGroupShm | None = group if isinstance(group, ProcessGroupShm) else None
+        self._abilities = abilities_of(group)
         self._begin_only, self._waited_for = dist.AllreduceOptions(), dist.AllreduceOptions()
         self._begin_only.asyncOp, self._waited_for.asyncOp = True, False
         self._in_slices = {each.rpartition(":")[2] for each in backends_of(group).split(",")} == {"gloo"}
@@ -230,8 +229,8 @@ class Collectives:
 
     def end(self, reason: str) -> None:
         """End the group on all ranks, if it can do that."""
-        if self._shm is not None:
-            self._shm._abort(reason)
+        if self._abilities is not None:
+            self._abilities._abort(reason)
 
     def _check_process(self) -> None:
         if self._process != _process.number:
@@ -243,8 +242,8 @@ class Collectives:
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Uninitialised memory for what is sent often: shared with the other ranks, if the group can do that."""
-        if self._shm is not None and device.type == "cpu":
-            return self._shm.allocate(numel, dtype)
+        if self._abilities is not None and device.type == "cpu":
+            return self._abilities.allocate(numel, dtype)
         return plain_memory(numel, dtype, device)
 
     def follows_stream(self, device: torch.device) -> bool:
@@ -269,8 +268,8 @@ class Collectives:
         options = self._waited_for if wait_follows else self._begin_only
         self.traffic.reduces(_bytes_of(tensor))
         with self.phases.phase("collective", f"all_reduce, {what}"):
-            if self._shm is not None:  # multiplies on the way
-                return self._begin(what, self._shm.allreduce, [tensor], options, factor=factor)
+            if self._abilities is not None:  # multiplies on the way
+                return self._begin(what, self._abilities.allreduce, [tensor], options, factor=factor)
             if factor != 1:
                 tensor.mul_(factor)
             real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
@@ -329,7 +328,7 @@ class Collectives:
     @property
     def shares_memory(self) -> bool:
         """Whether all ranks reduce in memory that they share."""
-        return self._shm is not None and self._shm._is_on_one_host
+        return self._abilities is not None and self._abilities._shares_memory
 
     def can_add_in_order(self, device: torch.device) -> bool:
         """Whether :meth:`add_in_order` works for tensors from :meth:`empty` on a device."""
@@ -345,15 +344,16 @@ class Collectives:
         *,
         wait_follows: bool = False,
     ) -> Pending:
-        """Begin to add parts of tensors in memory that ranks share: see :meth:`ProcessGroupShm._add_in_order`.
+        """Begin to add parts of tensors in memory that ranks share: see :class:`~lockstep.abilities.Abilities`.
 
         ``wait_follows``: as in :meth:`all_reduce`.
         """
+        assert self._abilities is not None
         each = 2 if tensor.is_complex() else 1
         sizes = each * numel, additions, each * gathered
         options = self._waited_for if wait_follows else self._begin_only
         with self.phases.phase("collective", f"add_in_order, {what}"):
-            return self._begin(what, lambda: self.group._add_in_order(_real(tensor), *sizes, options))
+            return self._begin(what, self._abilities._add_in_order, _real(tensor), *sizes, options)
 
     def all_gather_bytes(self, data: bytes, what: str) -> list[bytes]:
         """The bytes of every rank, of any length, in rank order; two collectives."""

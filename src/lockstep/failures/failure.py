@@ -13,9 +13,10 @@ from enum import StrEnum
 from traceback import format_exception, format_exception_only
 from typing import Any
 
-from lockstep.errors import LONGEST_HEADLINE, CommunicationError, PeerError, PeerFailure, StalledError, shortened
+from lockstep.errors import CommunicationError, PeerError, PeerFailure, StalledError
 from lockstep.failures.progress import Phase, phase_of
 from lockstep.store import BoundedStore, StoreLostError
+from lockstep.texts import LONGEST_HEADLINE, shortened
 
 LONGEST_TRACEBACK = 48 * 1024
 """Characters that travel of a traceback: with its headline, a failure fits into one message of the ring, whatever the

@@ -4,7 +4,6 @@ import contextlib
 import logging
 import os
 import signal
-import socket
 import sys
 import threading
 import time
@@ -20,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
+from lockstep.abilities import abilities_of
 from lockstep.distributed.collectives import (
     Collectives,
     Group,
@@ -36,9 +36,8 @@ from lockstep.failures.failure import Failure, Kind, chain, follows_from_another
 from lockstep.failures.progress import Phase, Progress
 from lockstep.failures.stacks import answering
 from lockstep.failures.stall import StallLimits, StallWatch
+from lockstep.network import host_identity
 from lockstep.phases import Phases
-from lockstep.shm import ProcessGroupShm
-from lockstep.shm.rendezvous import host_identity
 
 END_SECONDS = 600.0
 """How long a rank that is done waits for the others, to hear of their failures."""
@@ -259,7 +258,7 @@ def make_channel(
 ) -> FailureChannel:
     """The channel of this rank, in a part of the store that no other one has had."""
     store = PrefixStore("failures", store)
-    return FailureChannel(store, rank, ranks, progress, _host(), timeout, link_timeout)
+    return FailureChannel(store, rank, ranks, progress, host_identity(), timeout, link_timeout)
 
 
 def check_link_timeout(seconds: float, caller: str) -> None:
@@ -271,10 +270,6 @@ def check_link_timeout(seconds: float, caller: str) -> None:
 def run_name(of_run: str) -> str:
     """What a run is called on its host: by its program, and by what tells it from others of the same program."""
     return f"{Path(sys.argv[0]).stem or 'python'}-{of_run}"
-
-
-def _host() -> str:
-    return host_identity() if sys.platform == "linux" else socket.gethostname()
 
 
 def _begun(group: Group | None) -> int | None:
@@ -291,12 +286,13 @@ def attach(channel: FailureChannel, group: Group, connections: Connections | Non
     ``connections`` are those of the group, if it is Gloo's.
     """
     watch_group(group, channel)
+    abilities = abilities_of(group)
     channel.when_failed(lambda failure: say_at_once(failure, channel.rank))
 
     def end(failure: Failure) -> None:
         with contextlib.suppress(RuntimeError):
-            if isinstance(group, ProcessGroupShm):
-                group._abort(failure.summary)
+            if abilities is not None:
+                abilities._abort(failure.summary)
             else:
                 if connections is not None:
                     connections.shut_down()
@@ -308,7 +304,7 @@ def attach(channel: FailureChannel, group: Group, connections: Connections | Non
 
 def _find_connections_of_gloo(group: Group, connections: Connections) -> None:
     """Collective. Nothing is found for other backends; the ``shm`` group ends those of its own by itself."""
-    if isinstance(group, ProcessGroupShm) or "gloo" not in backends_of(group):
+    if "gloo" not in backends_of(group):
         return
     collectives, world = Collectives(group, Phases()), group.size()
 

@@ -10,7 +10,8 @@ from torch import Tensor
 from lockstep.distributed.reduction.bucket import GradientBucket, ZeroBucket
 from lockstep.distributed.reduction.comm_hooks import Waitable
 from lockstep.distributed.reduction.setup import Setup
-from lockstep.errors import LONGEST_HEADLINE, CommunicationError, shortened
+from lockstep.errors import CommunicationError
+from lockstep.texts import LONGEST_HEADLINE, shortened
 
 
 class InFlight:
