@@ -37,7 +37,6 @@ from lockstep.distributed.reduction.selection import Contents, Selection, descri
 from lockstep.distributed.reduction.setup import Setup
 from lockstep.distributed.values import broadcast_values
 from lockstep.errors import CommunicationError, LockstepError, NotReplicableError
-from lockstep.failures.progress import Phase
 from lockstep.phases import Phases, Statistics
 
 
@@ -205,7 +204,7 @@ class Replication:
                 note_compiled(reducer.passes.name)
             else:
                 watch_engine()
-                reducer.collectives.enter(Phase.FORWARD)
+                reducer.collectives.enter("forward")
                 reducer.forward_begins()
                 reducer.passes.enter_forward(self._counts())
         if self._moves_inputs and (device := input_device(self.options)) is not None:

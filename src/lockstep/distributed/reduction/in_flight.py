@@ -11,7 +11,7 @@ from lockstep.distributed.reduction.bucket import GradientBucket, ZeroBucket
 from lockstep.distributed.reduction.comm_hooks import Waitable
 from lockstep.distributed.reduction.setup import Setup
 from lockstep.errors import CommunicationError
-from lockstep.failures.failure import LONGEST_HEADLINE, shortened
+from lockstep.texts import LONGEST_HEADLINE, shortened
 
 
 class InFlight:

@@ -66,7 +66,6 @@ from lockstep.errors import (
     PeerError,
     ShareError,
 )
-from lockstep.failures.progress import Phase
 
 
 class Reducer:
@@ -162,7 +161,7 @@ class Reducer:
     def reached(self, forward: ForwardMark | None = None) -> None:
         """The backward pass has come to outputs of a forward; if it is None, to a mean over the ranks that leads to the
         module's parameters on some rank."""
-        self.collectives.enter(Phase.BACKWARD)
+        self.collectives.enter("backward")
         if self.retired:
             return
         with self._lock:

@@ -36,7 +36,6 @@ from lockstep.distributed.reduction.engine import BackwardPass, PassObserver, cu
 from lockstep.distributed.reduction.graph import Reach
 from lockstep.distributed.reduction.modules import FAILED, SKIPPED, Attendance, ReplicatedModules, ScheduledModule
 from lockstep.errors import CommunicationError, PeerError, ShareError
-from lockstep.failures.where import TRAINING
 from lockstep.phases import Phases
 
 _lock = threading.Lock()
@@ -105,7 +104,7 @@ class GroupScheduler(PassObserver):
                 modules = reducing if self.modules.exclusive else self._agree_who_takes_part(reducing)
                 self.reduce(modules)
             if reached or silent:
-                self._collectives.enter(TRAINING)
+                self._collectives.enter("training")
         except BaseException:
             for module in reducing:
                 this.note_failure(module)

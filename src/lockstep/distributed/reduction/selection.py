@@ -65,8 +65,8 @@ class Selection:
         device_ids: Sequence[object] | None = None,
         output_device: object = None,
     ) -> None:
-        """``ignored`` modules, and parameters and buffers of ``ignored_names``, are left out; ``taking_over``: parameters
-        of other replicated modules are chosen, too; ``device_ids`` and ``output_device``: as DDP's, to be checked."""
+        """``ignored`` modules, and parameters and buffers of ``ignored_names``, are left out; ``taking_over``: those of
+        other replicated modules are not; ``device_ids`` and ``output_device``: as DDP's, to be checked."""
         self._module = ref(module)
         self._taking_over = taking_over
         self._ignored_names = frozenset(ignored_names)
