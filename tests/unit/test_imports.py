@@ -16,7 +16,7 @@ USES = {
     "lockstep.shm": set(),
     "lockstep.distributed.reduction": {"lockstep.distributed"},
     "lockstep.distributed": {"lockstep.distributed.reduction", "lockstep.shares"},
-    "lockstep.shares": {"lockstep.distributed", "lockstep.local"},
+    "lockstep.shares": {"lockstep.distributed", "lockstep.distributed.reduction", "lockstep.local"},
     "lockstep.data": {"lockstep.distributed", "lockstep.shares"},
     "lockstep.checkpoints": {"lockstep.distributed"},
     "lockstep.session": {"lockstep.checkpoints", "lockstep.distributed", "lockstep.failures"},
