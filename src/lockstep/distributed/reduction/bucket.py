@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Sequence
 from itertools import repeat
-from operator import attrgetter
+from operator import attrgetter, is_not
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +24,7 @@ from lockstep.distributed.reduction.parameter import ManagedParameter
 from lockstep.distributed.reduction.plan import PlannedBucket
 from lockstep.distributed.reduction.verdict import Verdict
 
-_dtype_of, _device_of = attrgetter("dtype"), attrgetter("device")
+_dtype_of, _device_of, _grad_of = attrgetter("dtype"), attrgetter("device"), attrgetter("grad")
 
 
 class CopiedIn(NamedTuple):
@@ -92,6 +92,11 @@ class GradientBucket(ABC):
         if self._kinds_now() != self._kinds:
             for member in self.members:
                 member.check_parameter()
+
+    @property
+    def has_gradients(self) -> bool:
+        """Return True if any of its parameters has a gradient now."""
+        return any(map(is_not, map(_grad_of, self._parameters), repeat(None)))
 
     def _cut(self) -> list[range]:
         """Which members, by position, are waited for together."""

@@ -254,7 +254,7 @@ class Reducer:
             watched = self._watched[-1]
             came = watched.look.changed()
             if self._round is not None:
-                came = sorted({*came, *self._round.taken})
+                came = self._round.with_taken(came)
             if came and self._taken_over():
                 came = [position for position in came if self._owns(watched.look.parameters[position])]
             watched.came = came
@@ -306,7 +306,7 @@ class Reducer:
                 if watched is None or not (watched.came or self._round is not None):
                     # This rank has no gradient of the module, but another rank may have.
                     self._open_without_gradient()
-                    return self._finish(())
+                    return self._finish()
                 return self._finalize_pass(watched)
             except Exception as error:
                 self.error = f"{type(error).__name__}: {error}"
@@ -325,7 +325,7 @@ class Reducer:
         except BaseException:  # of this rank alone: the others are told
             self.abandon()
             raise
-        return self._finish(watched.came)
+        return self._finish()
 
     def _finalize_idle(self, batch: IdleBatch) -> Sequence[Parameter]:
         """The same at a batch that counts nothing: contribute what has piled up before it, if anything has."""
@@ -335,7 +335,7 @@ class Reducer:
         try:
             with nullcontext() if something else own.contributing_nothing(Part.PADDING):
                 self._open_without_gradient()
-                return self._finish(())
+                return self._finish()
         finally:
             batch.round_ended(self.buffers.keep())
 
@@ -348,17 +348,16 @@ class Reducer:
             raise
         self.participation.contribution.drift.look(True)
 
-    def _finish(self, came: Sequence[int]) -> Sequence[Parameter]:
-        """``came``: the gradients that have come in the pass."""
+    def _finish(self) -> Sequence[Parameter]:
         if self._round is None:
             return ()
         self.setup.get_ready()
         with self.collectives.phases.phase("finish", f"round {self._round.number}"):
-            return self._finalize(self._round, came)
+            return self._finalize(self._round)
 
-    def _finalize(self, current: Round, came: Sequence[int]) -> Sequence[Parameter]:
+    def _finalize(self, current: Round) -> Sequence[Parameter]:
         own = self.participation.contribution
-        current.end_filling(came)
+        current.end_filling()
         try:
             own.check()
             current.launch_rest()

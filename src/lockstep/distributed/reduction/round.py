@@ -7,6 +7,7 @@ so. An abandoned round is kept until what it has sent has arrived; nobody waits 
 have to be ordered by waiting.
 """
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from enum import IntEnum, auto
@@ -15,15 +16,17 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lockstep.distributed.reduction.bucket import GradientBucket
+from lockstep.distributed.reduction.bucket import GradientBucket, ZeroBucket
+from lockstep.distributed.reduction.comm_hooks import Waitable
 from lockstep.distributed.reduction.gradient_look import GradientLook
 from lockstep.distributed.reduction.graph import has_means
-from lockstep.distributed.reduction.in_flight import InFlight
 from lockstep.distributed.reduction.late import reduce_late
 from lockstep.distributed.reduction.parameter import ManagedParameter
 from lockstep.distributed.reduction.setup import Setup
 from lockstep.distributed.reduction.status import Status
 from lockstep.distributed.reduction.verdict import Verdict
+from lockstep.errors import CommunicationError
+from lockstep.texts import LONGEST_HEADLINE, shortened
 
 
 class RoundPhase(IntEnum):
@@ -78,7 +81,8 @@ class Round:
         # Ranks that use different things come to a mean inside of the pass at different times.
         self._launches_early = setup.is_ready and not has_means()
         self._undefined: list[int] = []
-        self._in_flight = InFlight(number, setup)
+        self._pending: list[Waitable] = []
+        self._begun = 0.0  # when the first collective has begun
         scale = 1.0 if setup.hooks.hooks else 1.0 / self._divide_factor
         for bucket in self.buckets.in_order:
             bucket.open(scale)
@@ -110,10 +114,13 @@ class Round:
         if part.bucket.part_is_complete(part):
             self.launch_ready_buckets()
 
-    @property
-    def taken(self) -> list[int]:
-        """The parameters whose gradients have been taken from them, or may have been, before the pass has ended."""
-        return [index for part in self.buckets.parts if part.is_complete for index in part.indices]
+    def with_taken(self, came: Sequence[int]) -> Sequence[int]:
+        """Return the gradients that ``came``, and those that have been taken before the pass has ended."""
+        count = len(self._used)
+        if not self.buckets.unbucketed and all(part.is_complete for part in self.buckets.parts):
+            return [*range(count), *(position for position in came if position >= count)]
+        taken = {index for part in self.buckets.parts if part.is_complete for index in part.indices}
+        return sorted(taken.union(came))
 
     def moved_triggers(self) -> list[tuple[int, int]]:
         """The triggers that came too early, by the number of their parameter, and those of the parameters to which
@@ -136,7 +143,7 @@ class Round:
         """Whether a bucket may leave while backward runs."""
         if not (self._launches_early and self._setup.scheduler.modules.exclusive):
             return False
-        return not self._setup.hooks.hooks or self._in_flight.may_call_hooks(bucket.members[0].spec.device)
+        return not self._setup.hooks.hooks or self._may_call_hooks(bucket.members[0].spec.device)
 
     def _launch_bucket(self, bucket: GradientBucket, wait_follows: bool = False) -> None:
         """``wait_follows``: nothing else is launched."""
@@ -148,7 +155,7 @@ class Round:
                 self._write_in_bucket(bucket.row)
         what = self.buckets.labels[bucket.index]
         if setup.hooks.hooks:
-            self._in_flight.send_through_hooks(bucket, copied.flat, what)
+            self._send_through_hooks(bucket, copied.flat, what)
         else:
             self._all_reduce(copied.flat, what, copied.factor, wait_follows)
         self.next_bucket += 1
@@ -157,18 +164,18 @@ class Round:
         """Begin to sum a tensor, times ``factor``, over the ranks."""
         begun, collectives = time.perf_counter(), self._setup.collectives
         what = f"{what}, round {self.number}"
-        self._in_flight.add(collectives.all_reduce(tensor, what, factor, wait_follows=wait_follows), begun)
+        self._note_sent(collectives.all_reduce(tensor, what, factor, wait_follows=wait_follows), begun)
 
     # ------------------------------------------------------------- finalizing: backward has ended
 
-    def end_filling(self, came: Sequence[int]) -> None:
-        """Backward has ended, and these gradients have come in it: what has not come counts as zero."""
+    def end_filling(self) -> None:
+        """Backward has ended: what has not come counts as zero."""
         self._become(RoundPhase.FINALIZING)
         parameters = self._setup.parameters
         for bucket in self.buckets.in_order[: self.next_bucket]:
-            for index in bucket.planned.indices:
-                if parameters[index].parameter.grad is not None:
-                    self.late[index] = None
+            if bucket.has_gradients:
+                late = [index for index in bucket.planned.indices if parameters[index].parameter.grad is not None]
+                self.late.update(dict.fromkeys(late))
         for index in self.buckets.unbucketed:
             if parameters[index].parameter.grad is None:
                 self._used[index] = 0  # given up
@@ -183,7 +190,7 @@ class Round:
             is_last = bucket is self.buckets.report_bucket and not setup.buffers.has_large and row is None
             self._launch_bucket(bucket, wait_follows=is_last)
         if setup.hooks.hooks:
-            self._in_flight.order_hooks(setup.collectives.device)
+            self._order_hooks(setup.collectives.device)
         setup.buffers.send_large()
         if row is not None:
             self._send_own(row, "report")
@@ -196,7 +203,7 @@ class Round:
             transport.write_buffers(transport.own_buffers, status)
             self._all_reduce(transport.own_buffers, "small buffers")
         begun = time.perf_counter()
-        self._in_flight.add(transport.send(row, what), begun)
+        self._note_sent(transport.send(row, what), begun)
 
     def _write_in_bucket(self, row: Tensor, failed: bool = False) -> None:
         """Write what rides behind the last bucket: the report, or small buffers alone."""
@@ -215,7 +222,14 @@ class Round:
 
     def wait(self) -> None:
         """Return when all has arrived."""
-        self._in_flight.wait()
+        now, traffic = time.perf_counter(), self._setup.collectives.traffic
+        traffic.pace.waits(now)
+        if self._begun:
+            traffic.was_hidden(now - self._begun)
+        with self._setup.collectives.phases.phase("wait"):
+            for pending in self._pending:
+                pending.wait()
+        traffic.pace.has_waited(time.perf_counter())
         self._become(RoundPhase.REDUCED)
 
     @property
@@ -266,11 +280,11 @@ class Round:
         Communication hooks run, too, on buckets of zeros: what they send is what the other ranks' hooks wait for.
         """
         self._become(RoundPhase.ABANDONED)
-        setup, sent = self._setup, self._in_flight
+        setup = self._setup
         for bucket in self.buckets.in_order[self.next_bucket :]:
-            zeros = sent.make(bucket.zeros)
+            zeros = self._make(bucket.zeros)
             if setup.hooks.hooks:
-                sent.send_zeros_through_hooks(bucket, zeros)
+                self._send_zeros_through_hooks(bucket, zeros)
                 continue
             if bucket is self.buckets.report_bucket:
                 row = zeros[bucket.planned.layout.numel :]
@@ -279,12 +293,70 @@ class Round:
                     self.abandoned_row = row
             self._all_reduce(zeros, "abandoned bucket")
         if setup.hooks.hooks and not setup.collectives.follows_stream(setup.collectives.device):
-            sent.wait_abandoned()
+            self.wait_abandoned()
         setup.buffers.send_large(failed=True)
         if setup.transport.own_row is not None:
             self.abandoned_row = setup.transport.own_row
             self._send_own(self.abandoned_row, "abandoned report", failed=True)
 
+    # ----------------------------------------------------------------- what has been sent, and not waited for yet
+
+    def _note_sent(self, pending: Waitable, begun: float) -> None:
+        """A collective is on its way, since ``begun`` of ``time.perf_counter()``."""
+        if not self._pending:
+            self._begun = begun
+        self._pending.append(pending)
+
+    def _send_through_hooks(self, bucket: GradientBucket, flat: Tensor, what: str) -> None:
+        """Let communication hooks reduce a bucket, whose gradients are in ``flat``."""
+        self._order_hooks(flat.device)
+        collectives, begun = self._setup.collectives, self._setup.collectives.begun()
+        try:
+            with collectives.phases.phase("hook", f"{what}, round {self.number}"):
+                self._pending.append(self._call_hooks(bucket, flat))
+        except BaseException as error:
+            if begun is None or collectives.begun() != begun:
+                gist = shortened(f"{type(error).__name__}: {error}", LONGEST_HEADLINE)
+                self._setup.scheduler.lose(f"a communication hook raised {gist}, after it had begun to communicate")
+            raise
+
+    def _call_hooks(self, bucket: GradientBucket, flat: Tensor) -> Waitable:
+        is_last = bucket.index == len(self.buckets.in_order) - 1
+        setup = self._setup
+        return setup.hooks.send(bucket, flat, is_last, self._setup.collectives, self._divide_factor, setup.is_planned)
+
+    def _order_hooks(self, device: torch.device) -> None:
+        """Where hooks are not ordered by a stream, what one sends from a callback must not meet what comes next."""
+        if not self._setup.collectives.follows_stream(device):
+            while self._pending:
+                self._pending.pop(0).wait()
+
+    def _may_call_hooks(self, device: torch.device) -> bool:
+        """Whether hooks can be called while backward runs: no call may wait for other ranks."""
+        if self._setup.collectives.follows_stream(device):
+            return True
+        return not self._setup.hooks.may_wait and all(pending.done() for pending in self._pending)
+
+    def _send_zeros_through_hooks(self, bucket: GradientBucket, zeros: Tensor) -> None:
+        """Let communication hooks send what the other ranks' hooks wait for, of a bucket without gradients."""
+        if not self._setup.collectives.follows_stream(zeros.device):  # see order_hooks
+            self.wait_abandoned()
+        self._pending.append(self._call_hooks(ZeroBucket(bucket), zeros))
+
     def wait_abandoned(self) -> None:
-        """Return when all that an abandoned round has sent has arrived."""
-        self._in_flight.wait_abandoned()
+        """Return when all has arrived of a round that this rank has abandoned."""
+        while self._pending:
+            try:
+                self._pending.pop(0).wait()
+            except CommunicationError:
+                raise
+            except Exception as error:  # of a communication hook: its round has failed already
+                logging.getLogger("lockstep").debug("round %d, abandoned: %r", self.number, error)
+
+    def _make(self, make: Callable[[], Tensor]) -> Tensor:
+        """New memory; where there is none left, what has been sent is waited for first, and given back."""
+        try:
+            return make()
+        except (RuntimeError, MemoryError, OSError):
+            self.wait_abandoned()
+            return make()
