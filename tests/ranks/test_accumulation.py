@@ -262,17 +262,21 @@ def test_backward_for_some_of_the_parameters():
     assert run_ranks(2, with_inputs) == [[None, 1.5]] * 2
 
 
-def backward_in_another_thread(rank):
-    module = attach(rank, "module", one_weight())
-    loss = module(x_of(rank)).sum()
-    thread = threading.Thread(target=loss.backward)
-    thread.start()
-    thread.join()
-    return grad(module)
+def backward_in_another_thread(rank, past_forward):
+    module, seen = attach(rank, "module", one_weight()), []
+    for step in range(4):  # with triggers on all parameters, then on a few
+        module.zero_grad()
+        loss = (step + 1) * (x_of(rank) * module.weight if past_forward else module(x_of(rank))).sum()
+        thread = threading.Thread(target=loss.backward)
+        thread.start()
+        thread.join()
+        seen.append(grad(module))
+    return seen
 
 
-def test_backward_may_run_in_another_thread():
-    assert run_ranks(2, backward_in_another_thread) == [1.5] * 2
+@pytest.mark.parametrize("past_forward", [False, True])
+def test_backward_may_run_in_another_thread(past_forward):
+    assert run_ranks(2, backward_in_another_thread, past_forward) == [[1.5, 3.0, 4.5, 6.0]] * 2
 
 
 # ---------------------------------------------------------------------------------------------- weights

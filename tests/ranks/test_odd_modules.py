@@ -334,8 +334,10 @@ def test_a_tensor_that_was_swapped_for_one_without_a_place_in_the_plan():
 def test_modules_of_torchscript_are_refused_by_name():
     """At the start, or when one comes later; none is needed on all ranks to know."""
 
+    both = [torch.jit.script(nn.Linear(1, 1)) for _ in range(2)]  # not in threads: that is not safe
+
     def work(rank):
-        scripted = torch.jit.script(nn.Linear(1, 1))
+        scripted = both[rank.rank]
         with pytest.raises((NotReplicableError, AgreementError), match="0 is a TorchScript module"):
             lockstep.replicate(nn.Sequential(scripted), process_group=rank.group)(torch.ones(1, 1))
         model = lockstep.replicate(nn.Sequential(nn.Linear(1, 1)), process_group=rank.group)

@@ -374,3 +374,31 @@ def sparse_and_unused(rank):
 
 def test_what_a_rank_has_made_of_an_unused_sparse_gradient_stays():
     assert run_ranks(2, sparse_and_unused) == [[[3.0, 1.0, 0.0, 0.0]] * 2, [[4.5, 1.5, 0.0, 0.0]] * 2]
+
+
+class Stop(torch.autograd.Function):
+    """Gives its input no gradient if it ``stops``, not even zeros."""
+
+    @staticmethod
+    def forward(ctx, x, stops):
+        ctx.stops = stops
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return None if ctx.stops else grad, None
+
+
+@pytest.mark.parametrize("keywords", [{}, {"inputs": True}], ids=["all", "inputs"])
+def test_a_pass_past_forward_whose_gradients_are_all_undefined_on_a_rank(keywords):
+    def call(rank):
+        module, seen = lockstep.replicate(one_weight(1.0), process_group=rank.group), []
+        weight = next(module.parameters())
+        for step in range(4):
+            module.zero_grad()
+            loss = Stop.apply(weight, rank.rank == step % 2).sum() * (step + 1)
+            loss.backward(**({"inputs": [weight]} if keywords else {}))
+            seen.append(weight.grad.item())
+        return seen
+
+    assert run_ranks(2, call) == [[0.5, 1.0, 1.5, 2.0]] * 2

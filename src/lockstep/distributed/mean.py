@@ -1,6 +1,6 @@
 """The mean over the ranks of a program's own tensors, which autograd can go through: for ``torch.autograd.grad``."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, overload
 from weakref import WeakMethod
 
@@ -12,7 +12,7 @@ from lockstep.distributed.agreement import Description, Line, agree, describe_te
 from lockstep.distributed.collectives import Collectives, Group, resolve_group
 from lockstep.distributed.dtensors import like_parameter, local_part
 from lockstep.distributed.reduction.engine import BackwardPass, current_pass
-from lockstep.distributed.reduction.graph import MEANS, MeanInPass, mark_output, means_behind, reach_of
+from lockstep.distributed.reduction.graph import MEANS, MeanInPass, Reach, mark_output, means_behind, reach_of
 from lockstep.distributed.reduction.modules import ScheduledModule
 from lockstep.distributed.reduction.scheduler import scheduler_of
 from lockstep.errors import AgreementError, CommunicationError, PeerError
@@ -38,12 +38,11 @@ def mean_over_ranks(tensors: Tensor | Sequence[Tensor], process_group: Group | N
     Returns:
         New tensors, of the same shapes and dtypes, as a tuple if a sequence was given.
 
-    Communicates one all-gather of some bytes, which compares the shapes, another one if a tensor has a graph, a few
-    more if it has on some ranks only, and one all-reduce for each dtype and device; in each backward through it, the
-    latter again. Waits for them. Every rank must call it, and run backward through it, equally often: also
-    ``torch.autograd.grad`` goes through all means behind its outputs, whether they lead to its inputs on this rank or
-    not. Strides may differ. The means have a graph on every rank if a tensor of any rank has one, so that
-    ``backward()`` goes through them on all.
+    Communicates one all-gather of some bytes, which compares the shapes, another one if a tensor of any rank has a
+    graph, and one all-reduce for each dtype and device; in each backward through it, the latter again. Waits for them.
+    Every rank must call it, and run backward through it, equally often: also ``torch.autograd.grad`` goes through all
+    means behind its outputs, whether they lead to its inputs on this rank or not. Strides may differ. The means have a
+    graph on every rank if a tensor of any rank has one, so that ``backward()`` goes through them on all.
 
     Raises:
         AgreementError: Ranks pass other shapes, dtypes or numbers of tensors, or tensors whose graph goes through
@@ -72,13 +71,14 @@ def mean_over_ranks(tensors: Tensor | Sequence[Tensor], process_group: Group | N
     lines += [Line(f"tensor {n} given to mean_over_ranks()", _described(each)) for n, each in enumerate(listed)]
     has_graph = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in listed if isinstance(tensor, Tensor))
     earlier = [each for each in means_behind(listed) if each.collectives.group is group] if has_graph else []
-    graphs = agree(Description(lines), [1, len(earlier)] if has_graph else [], collectives)
-    _check_earlier_means([row[1] if row else 0 for row in graphs], collectives)
+    modules = dict(zip(scheduler_of(group).modules.ids(), scheduler_of(group).modules, strict=True))
+    behind = _numbers_behind(listed, modules) if has_graph else []
+    graphs = agree(Description(lines), [len(earlier), *behind] if has_graph else [], collectives)
+    _check_earlier_means([row[0] if row else 0 for row in graphs], collectives)
     joined = [torch.empty(0, requires_grad=True)] if any(graphs) else []
     *means, _ = _Mean.apply(collectives, len(joined), *joined, *listed)
-    if any(graphs) and not all(graphs):
-        for module in _modules_behind(listed if has_graph else [], collectives):
-            _lead_to(module, means[0])
+    for number in sorted({number for row in graphs for number in row[1:]} & modules.keys()):
+        _lead_to(modules[number], means[0])
     return means[0] if isinstance(tensors, Tensor) else tuple(means)
 
 
@@ -95,14 +95,10 @@ def _check_earlier_means(counts: Sequence[int], collectives: Collectives) -> Non
             )
 
 
-def _modules_behind(tensors: Sequence[Tensor], collectives: Collectives) -> list[ScheduledModule]:
-    """The replicated modules to whose parameters these tensors lead on any rank, some of which have no graph."""
-    modules = scheduler_of(collectives.group).modules
-    known = dict(zip(modules.ids(), modules, strict=True))
-    reach = reach_of({"tensors": tensors, "accumulate_grad": True})
-    numbers = [number for number, module in known.items() if module.is_within(reach, False)]
-    found = {number for row in agree(Description([]), numbers, collectives) for number in row}
-    return [known[number] for number in sorted(found & known.keys())]
+def _numbers_behind(tensors: Sequence[Tensor], modules: Mapping[int, ScheduledModule]) -> list[int]:
+    """Return the numbers of those replicated modules to whose parameters these tensors lead."""
+    reach = reach_of({"tensors": tensors, "accumulate_grad": True}) if modules else Reach()
+    return [number for number, module in modules.items() if module.is_within(reach, False)]
 
 
 def _lead_to(module: ScheduledModule, mean: Tensor) -> None:

@@ -234,10 +234,11 @@ class _Engine(torch._C._ImperativeEngine):
             for observer in observed:
                 observer.pass_begins(this)
             if joined := joined_behind(given):
-                args, kwargs = (), {**given, "inputs": (*given["inputs"], *joined)}
+                given["inputs"] = (*given["inputs"], *joined)
+                args, kwargs = (), given
             result = self._run(*args, **kwargs)
             if joined and not given["accumulate_grad"]:
-                result = result[: len(given["inputs"])]
+                result = result[: -len(joined)]
             for observer in observed:
                 observer.pass_ended(this)
         except BaseException:

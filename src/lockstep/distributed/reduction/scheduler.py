@@ -85,12 +85,18 @@ class GroupScheduler(PassObserver):
         this.told.add(self)
         reached: list[ScheduledModule] = []
         silent: list[ScheduledModule] = []
+        others: list[ScheduledModule] = []
         for module in watching:
             if module.look():
                 reached.append(module)
             elif module.is_expected:
                 silent.append(module)
             else:
+                others.append(module)
+        if others and not (reached or silent):  # functions may have left all gradients of this rank undefined
+            reached = [module for module in others if module.is_in_reach(this.reach)]
+        for module in others:
+            if module not in reached:
                 module.pass_leaves()
         reducing = [module for module in reached if module.synchronises]
         if silent:
