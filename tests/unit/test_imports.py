@@ -27,8 +27,6 @@ FOUNDATION = {
     "buffers",
     "collectives",
     "decisions",
-    "digests",
-    "dtensors",
     "one_by_one",
     "pace",
     "traffic",

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lockstep.buckets import contiguous_stride, dense_stride
 from lockstep.distributed.collectives import Collectives
-from lockstep.distributed.dtensors import local_part
+from lockstep.dtensors import local_part
 from lockstep.errors import AgreementError
 
 _DIGEST_BYTES = 16

@@ -9,8 +9,8 @@ from torch.nn import Module
 
 from lockstep.distributed.agreement import Description, Line, agree, describe_tensor
 from lockstep.distributed.collectives import Collectives, Group, resolve_group, to_bytes
-from lockstep.distributed.dtensors import local_part
 from lockstep.distributed.replication import find_replication, replication_of
+from lockstep.dtensors import local_part
 from lockstep.errors import CommunicationError, OptionError, OutOfSyncError
 from lockstep.phases import Phases
 

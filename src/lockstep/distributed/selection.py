@@ -14,10 +14,10 @@ from torch.nn.parameter import is_lazy
 
 from lockstep.distributed.agreement import Line, describe_tensor
 from lockstep.distributed.buffers import Buffer, BufferSet, has_overlap
-from lockstep.distributed.dtensors import local_part
 from lockstep.distributed.options import Options
 from lockstep.distributed.reduction.parameter_hooks import is_newcomer, listener_of
 from lockstep.distributed.reduction.reducer import Reducer
+from lockstep.dtensors import local_part
 from lockstep.errors import AlreadyManagedError, NotReplicableError, OptionError
 
 _replicated: "WeakSet[Module]" = WeakSet()

@@ -10,8 +10,8 @@ from collections.abc import Hashable, Iterable, Sequence
 import torch
 from torch import Tensor
 
+from lockstep.digests import Digests
 from lockstep.distributed.collectives import Collectives
-from lockstep.distributed.digests import Look
 from lockstep.errors import OutOfSyncError
 
 NOTHING, PARAMETERS, PARAMETERS_AND_BUFFERS = 0, 1, 2
@@ -23,8 +23,8 @@ class ValueWatch:
 
     def __init__(self, every: int) -> None:
         self.every = every
-        self._of_buffers: Look | None = None
-        self._of_parameters: Look | None = None
+        self._of_buffers: Digests | None = None
+        self._of_parameters: Digests | None = None
 
     def is_due(self, number: int) -> bool:
         """Whether values are compared in the round of that number."""
@@ -33,11 +33,11 @@ class ValueWatch:
     def look_at_buffers(self, buffers: Sequence[Tensor | None]) -> None:
         """Look at buffers that all ranks have alike, as they are before the forward passes of the round; once."""
         if self._of_buffers is None:
-            self._of_buffers = Look([torch.empty(0) if tensor is None else tensor for tensor in buffers])
+            self._of_buffers = Digests([torch.empty(0) if tensor is None else tensor for tensor in buffers])
 
     def look(self, parameters: Sequence[Tensor], device: torch.device) -> tuple[int, Tensor]:
         """What this rank tells the others: what its digest is of, and the digest, one number of eight bytes."""
-        self._of_parameters = Look(parameters)
+        self._of_parameters = Digests(parameters)
         digest = self._of_parameters.digest(device)
         if self._of_buffers is None:
             return PARAMETERS, digest

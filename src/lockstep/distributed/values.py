@@ -7,7 +7,7 @@ from torch import Tensor
 
 from lockstep.distributed.buffers import Buffer
 from lockstep.distributed.collectives import Collectives
-from lockstep.distributed.dtensors import local_part
+from lockstep.dtensors import local_part
 from lockstep.errors import OutOfSyncError
 
 

@@ -19,10 +19,10 @@ from lockstep.buckets import TensorSpec, dense_stride
 from lockstep.distributed.agreement import Description, Line, agree, check_new_everywhere
 from lockstep.distributed.buffers import Buffer, describe_buffer
 from lockstep.distributed.collectives import Collectives
-from lockstep.distributed.dtensors import local_part
 from lockstep.distributed.selection import Contents, describe_parameter
 from lockstep.distributed.value_watch import PARAMETERS_AND_BUFFERS, ValueWatch
 from lockstep.distributed.values import check_equal_values
+from lockstep.dtensors import local_part
 from lockstep.errors import AgreementError
 from lockstep.shares.buffers import TravellingBuffers, specs_of
 from lockstep.shares.gradients import sum_dtype

@@ -6,9 +6,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lockstep.digests import Digests
 from lockstep.distributed.collectives import Collectives
 from lockstep.errors import AuditError
-from lockstep.local.checksums import checksum
 from lockstep.seeds import derive_seed
 from lockstep.shares.tree import shares_of
 
@@ -45,7 +45,7 @@ class Evidence:
 
     def note(self, tensors: Sequence[Tensor | None], again: bool) -> None:
         """Keep what the share has given on this rank, which has computed it, perhaps ``again``."""
-        self._rows[again] = [_NONE if each is None else int(checksum([each.contiguous()])) for each in tensors]
+        self._rows[again] = Digests([torch.empty(0) if each is None else each for each in tensors]).each()
 
     @torch.no_grad()
     def compare(self, audit: Audit, step: str, collectives: Collectives) -> None:

@@ -14,8 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lockstep.distributed.dtensors import local_part
 from lockstep.distributed.reduction.parameter import ManagedParameter
+from lockstep.dtensors import local_part
 
 
 class Found(NamedTuple):

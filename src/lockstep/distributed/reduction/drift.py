@@ -9,9 +9,9 @@ from typing import NamedTuple
 from torch.nn import Parameter
 
 from lockstep.distributed.collectives import Collectives
-from lockstep.distributed.dtensors import is_dtensor
 from lockstep.distributed.reduction.parameter import ManagedParameter
 from lockstep.distributed.values import find_difference
+from lockstep.dtensors import is_dtensor
 
 _version_of = attrgetter("parameter._version")
 _PARAMETERS, _BYTES = 3, 64  # of so many parameters so many bytes are compared

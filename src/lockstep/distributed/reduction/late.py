@@ -7,9 +7,9 @@ from torch import Tensor
 
 from lockstep.buckets import plan_buckets
 from lockstep.distributed.collectives import Collectives
-from lockstep.distributed.dtensors import like_parameter
 from lockstep.distributed.reduction.parameter import ManagedParameter
 from lockstep.distributed.reduction.passes import NOT_HANDED_OUT
+from lockstep.dtensors import like_parameter
 from lockstep.errors import PeerError
 
 

@@ -11,10 +11,10 @@ from torch.autograd import Function
 from torch.nn import Parameter
 
 from lockstep.distributed.collectives import Collectives, Group
-from lockstep.distributed.dtensors import like_parameter, local_part
 from lockstep.distributed.reduction.backward import BackwardPass, current_pass
 from lockstep.distributed.reduction.graph import CollectiveInPass, collectives_behind
 from lockstep.distributed.reduction.parameter import ManagedParameter
+from lockstep.dtensors import like_parameter, local_part
 from lockstep.errors import PeerError
 
 Reached = WeakMethod[Callable[[], None]]

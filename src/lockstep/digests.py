@@ -1,17 +1,19 @@
-"""Digests of tensors' bits, computed where the tensors lie: whether replicas are still equal, in one pass over them.
+"""The library's two digests: a fast one of tensors' bits, computed where they lie, and a strong one of texts.
 
-A digest is a sum, modulo 2**64, of the tensors' bits, eight bytes at a time, each times an odd number that depends on
-its place. So a single bit that flips always changes it: by a power of two below 2**64 times an odd number. Values that
-change places do, too, but for a chance of about 2**-60. It is no digest against somebody who means to deceive.
+The fast one is a sum, modulo 2**64, of the tensors' bits, eight bytes at a time, each times an odd number that depends
+on its place and looks random. So a single bit that flips always changes it: by a power of two below 2**64 times an odd
+number. Other changes do, too, except by a chance of about 2**-60. It is no digest against somebody who means to
+deceive; the strong one, SHA-256, is. Files of checkpoints and :func:`lockstep.fingerprint` have the strong one in full.
 """
 
+import hashlib
 from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from lockstep.distributed.dtensors import local_part
+from lockstep.dtensors import local_part
 
 _ROW = 1 << 16
 """Numbers of eight bytes that are summed together: their factors stay in a processor's cache."""
@@ -19,13 +21,20 @@ _BLOCK = 1 << 22
 """The same where products take memory of their own."""
 _SMALL_BYTES = 1 << 16
 """Tensors smaller than this are put side by side first: one by one, each would take longer than its values."""
-_FACTOR, _OFFSET = 0x5851F42D4C957F2D, 0x14057B7EF767814F
 BYTES = 8
-"""The size of a digest."""
+"""The size of a fast digest."""
+_IN_ROW, _OF_ROWS, _OF_TENSORS = 0, 1, 2
+"""What is summed. Each has factors of its own: with the same ones, values that change places between a row and a column
+would leave the sum as it was."""
 
 
-class Look:
-    """What tensors hold at one moment: digests, and copies of what is small."""
+def text_digest(text: str, bits: int = 63) -> int:
+    """Return the first ``bits`` bits of a text's SHA-256, as a number."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()) >> (256 - bits)
+
+
+class Digests:
+    """Digests of tensors at one moment; what is small is copied, and added up when it is asked for."""
 
     @torch.no_grad()
     def __init__(self, tensors: Sequence[Tensor]) -> None:
@@ -45,16 +54,16 @@ class Look:
 
     @torch.no_grad()
     def digest(self, device: torch.device) -> Tensor:
-        """The digest of all together: one number of eight bytes."""
+        """Return the digest of all together: one number of eight bytes."""
         sums = [*self._sums.values(), *(_sum(_lanes(flat)) for flat, _, _ in self._flats)]
         if not sums:
             return torch.ones((), dtype=torch.int64, device=device)
         together = torch.stack([each.to(device) for each in sums])
-        return (together * _factors(len(sums), device)).sum()
+        return (together * _factors(len(sums), device, _OF_TENSORS)).sum()
 
     @torch.no_grad()
     def each(self) -> list[int]:
-        """A digest of each tensor; 0 for an empty one."""
+        """Return a digest of each tensor; 0 for an empty one."""
         found = [0] * self._count
         for number, value in self._sums.items():
             found[number] = int(value)
@@ -68,8 +77,9 @@ def _flat(tensor: Tensor) -> Tensor:
     """The elements of this rank's part of a tensor, one after the other."""
     local = local_part(tensor).detach()
     if local.layout is not torch.strided:
-        return torch.empty(0)
-    return local.contiguous().view(-1)
+        sparse = local.to_sparse_coo().coalesce()
+        return torch.cat([_flat(each).view(torch.uint8) for each in (sparse.indices(), sparse.values())])
+    return local.resolve_conj().resolve_neg().contiguous().view(-1)
 
 
 def _lanes(flat: Tensor) -> Tensor:
@@ -86,11 +96,11 @@ def _lanes(flat: Tensor) -> Tensor:
 def _sum(lanes: Tensor) -> Tensor:
     """The sum of numbers times odd factors."""
     whole = lanes.numel() // _ROW * _ROW
-    factors = _factors(_ROW, lanes.device)
+    factors = _factors(_ROW, lanes.device, _IN_ROW)
     total = (lanes[whole:] * factors[: lanes.numel() - whole]).sum()
     if whole:
         rows = _row_sums(lanes[:whole].view(-1, _ROW), factors)
-        total = total + (rows * _factors(len(rows), lanes.device)).sum()
+        total = total + (rows * _factors(len(rows), lanes.device, _OF_ROWS)).sum()
     return total
 
 
@@ -101,8 +111,19 @@ def _row_sums(rows: Tensor, factors: Tensor) -> Tensor:
 
 
 @lru_cache(maxsize=32)
-def _factors(count: int, device: torch.device) -> Tensor:
-    """Odd numbers, no two alike."""
+def _factors(count: int, device: torch.device, of: int) -> Tensor:
+    """Return odd numbers that look random: SplitMix64 of their places.
+
+    Not of an arithmetic series, in which +1, -2, +1 at three places in a row, as counts in a histogram may differ, adds
+    up to nothing.
+    """
     with torch.inference_mode(False):
-        places = torch.arange(1, count + 1, dtype=torch.int64, device=device)
-        return (places * _FACTOR + _OFFSET) | 1
+        numbers = torch.arange(1, count + 1, dtype=torch.int64, device=device) + (of << 40)
+        numbers = numbers * _signed(0x9E3779B97F4A7C15)
+        for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+            numbers = (numbers ^ (numbers >> shift & (1 << 64 - shift) - 1)) * _signed(factor)
+        return numbers ^ (numbers >> 31 & (1 << 33) - 1) | 1
+
+
+def _signed(number: int) -> int:
+    return number - (1 << 64) if number >> 63 else number
