@@ -414,6 +414,16 @@ def test_check_in_sync_names_the_first_difference_on_every_rank(change, first):
     assert " on rank 2; " in messages[0]
 
 
+def test_check_in_sync_sees_counts_that_differ_by_as_much_up_as_down():
+    def call(rank):
+        module = nn.Module()
+        module.register_buffer("histogram", torch.tensor([4, 7, 5] if rank.rank else [5, 5, 6], device=rank.device))
+        with pytest.raises(OutOfSyncError, match="buffer histogram is out of sync"):
+            lockstep.check_in_sync(module, rank.group)
+
+    run_ranks(2, call)
+
+
 def test_check_in_sync_takes_any_module_with_a_group_and_says_if_modules_differ():
     def call(rank):
         same = rank.make(lambda: nn.Linear(2, 2))

@@ -1,6 +1,5 @@
 """Exact means of a program's own numbers over unequal shards: ``mean``."""
 
-import hashlib
 import json
 from collections.abc import Sequence
 from itertools import zip_longest
@@ -9,6 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from lockstep.digests import text_digest
 from lockstep.distributed.agreement import Line
 from lockstep.distributed.collectives import Collectives, Group
 from lockstep.distributed.decisions import decisions_of
@@ -118,8 +118,7 @@ def _sums(flat: Tensor, weight: float, lines: Sequence[Line], collectives: Colle
     """
     world = collectives.world
     row = torch.zeros(world + 1 + _AT_ONCE, dtype=torch.float64, device=collectives.device)
-    digest = hashlib.sha256(repr(list(lines)).encode()).digest()
-    row[collectives.rank] = int.from_bytes(digest[:6], "little")  # exact in float64
+    row[collectives.rank] = text_digest(repr(list(lines)), bits=48)  # exact in float64
     row[world] = weight
     first = flat[:_AT_ONCE]
     row[world + 1 : world + 1 + first.numel()] = first

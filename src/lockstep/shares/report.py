@@ -2,7 +2,6 @@
 
 A row begins with a head, which means the same on every rank, even if their modules or steps are not the same."""
 
-import hashlib
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
+from lockstep.digests import text_digest
 from lockstep.distributed.agreement import Description, agree
 from lockstep.distributed.collectives import Collectives
 from lockstep.errors import AgreementError, OptionError, PeerError
@@ -113,8 +113,7 @@ def _numbers_of(rows: Tensor) -> list[list[int]]:
 
 def number_of(*parts: object) -> int:
     """A number that is another one for other parts."""
-    digest = hashlib.blake2b("\n".join(map(repr, parts)).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little", signed=True)
+    return text_digest("\n".join(map(repr, parts)))
 
 
 def check_heads(heads: Sequence[Head], step: Step, collectives: Collectives) -> None:

@@ -70,7 +70,7 @@ class DriftWatch:
         """
         self.suspects = False
         found = find_difference([(each.name, each.parameter) for each in parameters], collectives)
-        return None if found is None else Drift(*found, collectives.global_ranks[0])
+        return None if found is None else Drift(found.name, found.rank, collectives.global_ranks[0])
 
     def _changed(self, before: Sequence[int], versions: Sequence[int], first_bytes: Sequence[bytes]) -> str | None:
         """The name of the first parameter that has other values than it had."""
