@@ -312,16 +312,6 @@ class Collectives:
         with self.phases.phase("collective", f"add_in_order, {what}"):
             return self._begin(what, lambda: self.group._add_in_order(_real(tensor), *sizes, options))
 
-    def all_gather_bytes(self, data: bytes, what: str) -> list[bytes]:
-        """The bytes of every rank, of any length, in rank order; two collectives."""
-        size = torch.tensor([len(data)], dtype=torch.int64, device=self.device)
-        sizes = [int(each) for each in self.all_gather(size, f"size of {what}")]
-        padded = torch.zeros(max(1, *sizes), dtype=torch.uint8, device="cpu")
-        if data:
-            padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        rows = self.all_gather(padded.to(self.device), what)
-        return [to_bytes(row[:length]) for row, length in zip(rows, sizes, strict=True)]
-
     def _begin(self, what: str, collective: Callable[..., Any], *args: Any, **options: Any) -> Pending:
         self._check_process()
         try:
@@ -390,11 +380,6 @@ def _bytes_of(tensor: Tensor) -> int:
 def plain_memory(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Memory of this process alone."""
     return torch.empty(numel, dtype=dtype, device=device)
-
-
-def to_bytes(tensor: Tensor) -> bytes:
-    """The values of a one-dimensional uint8 tensor."""
-    return bytes(tensor.cpu().tolist())
 
 
 def control_device(group: Group) -> torch.device:

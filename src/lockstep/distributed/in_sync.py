@@ -2,7 +2,7 @@
 
 from torch.nn import Module, Parameter
 
-from lockstep.distributed.agreement import Description, Line, agree, describe_tensor
+from lockstep.distributed.agreement import Description, Line, check_same_on_all_ranks, describe_tensor
 from lockstep.distributed.collectives import Collectives, Group, resolve_group
 from lockstep.distributed.replication import find_replication, replication_of
 from lockstep.distributed.values import find_difference
@@ -36,7 +36,7 @@ def check_in_sync(module: Module, process_group: Group | None = None, *, every: 
         NotReplicableError: ``every`` comes with a module that is not replicated.
         CommunicationError: There is no group, or a rank does not answer.
 
-    Communicates one all-gather of 8 bytes, after one of 24 for names and layouts, and more only if there is a
+    Communicates one all-gather of 128 bytes for names and layouts, another for values, and more only if there is a
     difference. In later rounds nothing, but one all-gather if there is.
 
     Example:
@@ -63,7 +63,7 @@ def check_in_sync(module: Module, process_group: Group | None = None, *, every: 
     named = [*module.named_parameters(), *module.named_buffers()]
     lines = [Line(name, describe_tensor(tensor, layout=False)) for name, tensor in named]
     values = [(f"{'parameter' if isinstance(each, Parameter) else 'buffer'} {name}", each) for name, each in named]
-    agree(Description([Line("check_in_sync(every=...)", str(every)), *lines]), [], collectives)
+    check_same_on_all_ranks(Description([Line("check_in_sync(every=...)", str(every)), *lines]), [], collectives)
     if every is not None and replication is not None:
         replication.watch_values(every)
     found = find_difference(values, collectives)

@@ -7,7 +7,7 @@ from weakref import WeakMethod
 import torch
 from torch import Tensor
 
-from lockstep.distributed.agreement import Description, Line, agree, describe_tensor
+from lockstep.distributed.agreement import Description, Line, check_same_on_all_ranks, describe_tensor
 from lockstep.distributed.collectives import Collectives, Group, resolve_group
 from lockstep.distributed.reduction.graph import reach_of
 from lockstep.distributed.reduction.modules import ScheduledModule
@@ -69,7 +69,9 @@ def mean_over_ranks(tensors: Tensor | Sequence[Tensor], process_group: Group | N
     lines = [Line("the number of tensors given to mean_over_ranks()", str(len(listed)))]
     lines += [Line(f"tensor {n} given to mean_over_ranks()", _described(each)) for n, each in enumerate(listed)]
     has_graph = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in listed if isinstance(tensor, Tensor))
-    graphs = agree(Description(lines), [1, means_behind(listed, group)] if has_graph else [], collectives)
+    graphs = check_same_on_all_ranks(
+        Description(lines), [1, means_behind(listed, group)] if has_graph else [], collectives
+    )
     _check_earlier_means([row[1] if row else 0 for row in graphs], collectives)
     joined = [torch.empty(0, requires_grad=True)] if any(graphs) else []
     modules = _modules_behind(listed if has_graph else [], collectives) if any(graphs) and not all(graphs) else []
@@ -96,7 +98,7 @@ def _modules_behind(tensors: Sequence[Tensor], collectives: Collectives) -> list
     known = dict(zip(modules.ids(), modules, strict=True))
     reach = reach_of({"tensors": tensors, "accumulate_grad": True})
     numbers = [number for number, module in known.items() if module.is_within(reach, False)]
-    found = {number for row in agree(Description([]), numbers, collectives) for number in row}
+    found = {number for row in check_same_on_all_ranks(Description([]), numbers, collectives) for number in row}
     return [known[number] for number in sorted(found & known.keys())]
 
 

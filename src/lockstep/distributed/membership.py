@@ -18,7 +18,7 @@ from weakref import ref
 
 from torch.nn import Module, Parameter
 
-from lockstep.distributed.agreement import Description, agree, check_new_everywhere
+from lockstep.distributed.agreement import Description, check_new_everywhere, check_same_on_all_ranks
 from lockstep.distributed.collectives import Collectives
 from lockstep.distributed.keeping import keep
 from lockstep.distributed.reduction.arrivals import Arrivals
@@ -185,7 +185,7 @@ class Membership:
         new = [each for each in managed if id(each.parameter) not in known]
         numbers = [2 * each.index + (each.parameter.grad is not None) for each in new]
         trained = [each.index for each in managed if each.parameter.requires_grad]
-        rows = agree(Description(lines, failure), [len(new), *numbers, *trained], collectives)
+        rows = check_same_on_all_ranks(Description(lines, failure), [len(new), *numbers, *trained], collectives)
         trained = sorted({index for row in rows for index in row[1 + row[0] :]})
         rows = [row[1 : 1 + row[0]] for row in rows]
         told = {number for row in rows for number in row}

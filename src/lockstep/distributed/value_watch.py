@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lockstep.digests import Digests
+from lockstep.distributed.agreement import all_gather_object
 from lockstep.distributed.collectives import Collectives
 from lockstep.errors import OutOfSyncError
 
@@ -56,8 +57,8 @@ class ValueWatch:
     ) -> None:
         """Raise :class:`OutOfSyncError`, on every rank, if ranks have ``told`` different digests.
 
-        ``parameters`` and ``buffers`` are the names of what ranks look at, the same on all. Communicates one all-gather
-        of eight bytes for each of them, only if digests differ.
+        ``parameters`` and ``buffers`` are the names of what ranks look at, the same on all. Communicates what
+        :func:`all_gather_object` does, of a digest for each of them, only if digests differ.
         """
         kinds: dict[int, set[Hashable]] = {}
         for kind, digest in told:
@@ -70,8 +71,8 @@ class ValueWatch:
         of_parameters, of_buffers = self._of_parameters, self._of_buffers
         own = [0] * len(parameters) if of_parameters is None else of_parameters.each()
         own += [0] * len(buffers) if of_buffers is None else of_buffers.each()
-        row = torch.tensor([of_parameters is not None, of_buffers is not None, *own], dtype=torch.int64)
-        rows = [each.tolist() for each in collectives.all_gather(row.to(collectives.device), "digests of values")]
+        row = [of_parameters is not None, of_buffers is not None, *own]
+        rows = all_gather_object(row, "digests of values", collectives)
         names = [*(f"parameter {name}" for name in parameters), *(f"buffer {name}" for name in buffers)]
         for place, name in enumerate(names):
             ranks: dict[int, list[int]] = {}

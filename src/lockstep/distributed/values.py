@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from lockstep.digests import Digests
+from lockstep.distributed.agreement import all_gather_object, first_differing
 from lockstep.distributed.buffers import Buffer
 from lockstep.distributed.collectives import Collectives
 from lockstep.dtensors import local_part
@@ -61,16 +62,15 @@ class Difference(NamedTuple):
 def find_difference(named: Sequence[tuple[str, Tensor]], collectives: Collectives) -> Difference | None:
     """Return the first tensor whose bits are others on some rank than on the group's first; the same on every rank.
 
-    Communicates one all-gather of a digest, and one more of a digest of each tensor if there is a difference.
+    Communicates what :func:`all_gather_object` does, and once more if there is a difference.
     """
     if not named:
         return None
     digests = Digests([tensor for _, tensor in named])
-    whole = digests.digest(collectives.device).view(1)
-    if len({int(each) for each in collectives.all_gather(whole, "digest of all values")}) == 1:
+    whole = int(digests.digest(collectives.device))
+    if first_differing(all_gather_object(whole, "digest of all values", collectives)) is None:
         return None
-    own = torch.tensor(digests.each(), dtype=torch.int64)
-    rows = [row.tolist() for row in collectives.all_gather(own.to(collectives.device), "digests of values")]
+    rows = all_gather_object(digests.each(), "digests of values", collectives)
     for number, (name, _) in enumerate(named):
         for rank, row in zip(collectives.global_ranks, rows, strict=True):
             if row[number] != rows[0][number]:

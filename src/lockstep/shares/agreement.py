@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lockstep.buckets import TensorSpec, dense_stride
-from lockstep.distributed.agreement import Description, Line, agree, check_new_everywhere
+from lockstep.distributed.agreement import Description, Line, check_new_everywhere, check_same_on_all_ranks
 from lockstep.distributed.buffers import Buffer, describe_buffer
 from lockstep.distributed.collectives import Collectives
 from lockstep.distributed.selection import Contents, describe_parameter
@@ -128,7 +128,7 @@ class Agreement:
         """
         known = {id(parameter) for _, parameter in self._members.parameters}
         new = [number for number, (_, parameter) in enumerate(members.parameters) if id(parameter) not in known]
-        rows = agree(Description(members.describe(self._members)), new, self._collectives)
+        rows = check_same_on_all_ranks(Description(members.describe(self._members)), new, self._collectives)
         names, ranks = [name for name, _ in members.parameters], self._collectives.global_ranks
         check_new_everywhere(names, rows, ranks)
         for rank, head in zip(ranks, heads, strict=True):

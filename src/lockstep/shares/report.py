@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lockstep.digests import text_digest
-from lockstep.distributed.agreement import Description, agree
+from lockstep.distributed.agreement import Description, check_same_on_all_ranks
 from lockstep.distributed.collectives import Collectives
 from lockstep.errors import AgreementError, OptionError, PeerError
 from lockstep.shares.state import Step
@@ -131,7 +131,7 @@ def check_heads(heads: Sequence[Head], step: Step, collectives: Collectives) -> 
     if others:
         first, other = collectives.global_ranks[0], collectives.global_ranks[others[0]]
         try:
-            agree(Description(step.describe()), [], collectives)
+            check_same_on_all_ranks(Description(step.describe()), [], collectives)
         except AgreementError as error:
             raise PeerError(
                 f"rank {other} is at the end of another step than rank {first} (rank {collectives.global_rank} is at "

@@ -7,7 +7,7 @@ from typing import Protocol
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
-from lockstep.distributed.agreement import Description, agree
+from lockstep.distributed.agreement import Description, check_same_on_all_ranks
 from lockstep.distributed.collectives import Collectives
 from lockstep.distributed.reduction.arrivals import Arrivals
 from lockstep.distributed.reduction.graph import Reach
@@ -159,7 +159,7 @@ class Members:
         if membership is not None:
             return membership.renew(collectives)
         gone = "the replicated module has been dropped, and only parts of it are left"
-        agree(Description([], gone), [], collectives)
+        check_same_on_all_ranks(Description([], gone), [], collectives)
         return []
 
     def take_over(self) -> bool:
