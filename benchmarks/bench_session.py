@@ -81,7 +81,7 @@ def added(rank: int, backend: str, width: int, repeats: int) -> tuple[float, flo
         collectives, channel = Collectives(group, Phases()), watch.channel
 
         def a_wait() -> None:
-            with collectives.channel.progress.waiting("what"):
+            with collectives.watcher.waiting("what"):
                 channel.check()
 
         seconds = phases * fastest_call(lambda: collectives.enter("backward"), repeats)

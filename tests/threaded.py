@@ -75,11 +75,13 @@ def run_ranks(
     errors: bool = False,
     hosts: str = "",
     device: str = os.environ.get("LOCKSTEP_RANKS_DEVICE", ""),
+    control: bool = True,
 ) -> list[Any]:
     """Calls `function(Rank(...), *args)` in `world` threads and returns what they return, by rank.
 
     `hosts` gives them `shm` groups instead of Gloo's, and names the host of each rank by a letter: "aabb", or "aa".
-    `device` is a type of accelerators: each rank has one of its own, on which tensors are made by default.
+    `device` is a type of accelerators: each rank has one of its own, on which tensors are made by default. `control`:
+    see `for_accelerators`.
 
     If ranks raise, the error that was raised first is raised here - the others mostly follow from it - with a note that
     names its rank. With `errors=True` nothing is raised, and an error stands in its rank's place. A rank that has
@@ -97,7 +99,7 @@ def run_ranks(
             with contextlib.ExitStack() as stack:
                 place = torch.device(device, number) if device else CPU
                 if device:
-                    groups[number] = for_accelerators(store, groups[number])
+                    groups[number] = for_accelerators(store, groups[number], control)
                     stack.enter_context(torch.accelerator.device_index(number))
                     stack.enter_context(place)
                 results[number] = function(Rank(number, world, groups[number], place), *args)
@@ -142,13 +144,16 @@ def new_gloo_group(store: dist.Store, rank: int, world: int, timeout: float, _ho
     return group
 
 
-def for_accelerators(store: dist.Store, backend: dist.ProcessGroupGloo) -> dist.ProcessGroup:
-    """A group for simulated accelerators, which sum on the CPU (see `sim`), but goes by another name: what ranks agree
-    on travels over accelerators, too.
+def for_accelerators(store: dist.Store, backend: dist.ProcessGroupGloo, control: bool = True) -> dist.ProcessGroup:
+    """A group for simulated accelerators, which sum on the CPU (see `sim`).
+
+    Without `control` it goes by another name, as a backend for accelerators alone: what ranks agree on, and what they
+    say in a round, travels over accelerators, too.
 
     (A class of its own, in Python, would hold Python's lock while Gloo waits for a thread that needs it.)
     """
-    group, kind = dist.ProcessGroup(store, backend.rank(), backend.size()), dist.ProcessGroup.BackendType.NCCL
+    kinds = dist.ProcessGroup.BackendType
+    group, kind = dist.ProcessGroup(store, backend.rank(), backend.size()), kinds.GLOO if control else kinds.NCCL
     group._set_default_backend(kind)
     group._register_backend(CPU, kind, backend)
     return group

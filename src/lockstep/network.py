@@ -1,4 +1,4 @@
-"""Under which address the ranks of other hosts reach this one."""
+"""Which host this is, and under which address the ranks of other hosts reach it."""
 
 import contextlib
 import fcntl
@@ -6,6 +6,7 @@ import ipaddress
 import os
 import socket
 import struct
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -21,6 +22,15 @@ _SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
 _ADDRESS_AT = 20  # bytes into the answer
 _LINK_LOCAL = ipaddress.ip_network("fe80::/10")
 _IPV6_TABLE = Path("/proc/net/if_inet6")
+
+
+def host_identity() -> str:
+    """Return what is the same for processes that can share memory, and differs else."""
+    if sys.platform != "linux":
+        return socket.gethostname()
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    machine = boot.read_text().strip() if boot.exists() else socket.gethostname()
+    return f"{machine}/{os.stat('/proc/self/ns/net').st_ino}/{os.getuid()}"
 
 
 def is_loopback(ip: str) -> bool:

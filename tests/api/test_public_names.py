@@ -50,7 +50,6 @@ PUBLIC = {
             .require_backward_grad_sync
             .set_requires_gradient_sync(requires_gradient_sync)
             .train(mode=True)
-            .zero_grad(set_to_none=True)
         class Event(phase, replica, start, end)
         class GlobalBatches(dataset, batch_size, shares, seed=0, *, shuffle=True, last='drop', process_group=None, collate_fn=None, **loader_options)
             .batch
@@ -135,7 +134,6 @@ PUBLIC = {
             .require_backward_grad_sync
             .set_requires_gradient_sync(requires_gradient_sync)
             .train(mode=True)
-            .zero_grad(set_to_none=True)
         class GradBucket(bucket, buffer, last)
             .buffer()
             .gradients()
@@ -162,7 +160,6 @@ PUBLIC = {
             .no_sync()
             .register_comm_hook(state, hook)
             .set_requires_gradient_sync(requires_gradient_sync)
-            .zero_grad(*args, **kwargs)
         class ShmOptions(*, host=None, between=None)
         accumulate(module, last=True, weight=None)
         agree(flag, group=None)

@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.data import DataLoader, SequentialSampler
 
 import lockstep
-from lockstep.failures.where import phase_of
+from lockstep.failures.progress import phase_of
 
 
 def numbers(run):

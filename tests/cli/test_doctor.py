@@ -9,12 +9,12 @@ import pytest
 import torch
 
 import lockstep
-from lockstep.cli import findings
+from lockstep.cli import doctor
 from lockstep.cli.main import main
 
 
 def by_name():
-    return {each.name: each for each in findings.look()}
+    return {each.name: each for each in doctor.look()}
 
 
 def test_it_measures_every_backend_and_size_between_two_ranks(capsys):
@@ -22,7 +22,7 @@ def test_it_measures_every_backend_and_size_between_two_ranks(capsys):
     told = json.loads(capsys.readouterr().out)
     assert {each["name"]: each["value"] for each in told["findings"]}["PyTorch"] == torch.__version__
     measured = {(row["backend"], row["bytes"]) for row in told["all_reduce"]}
-    assert measured == {(name, size) for name in findings.usable_backends() for size in (4 << 10, 1 << 20, 64 << 20)}
+    assert measured == {(name, size) for name in doctor.usable_backends() for size in (4 << 10, 1 << 20, 64 << 20)}
     assert all(row["seconds"] > 0 and row["copies"] > 0 for row in told["all_reduce"])
 
 
@@ -80,5 +80,5 @@ def test_without_memory_that_can_be_shared_shm_is_not_offered(monkeypatch):
         raise OSError("refused")
 
     monkeypatch.setattr("os.memfd_create", refused)
-    assert "shm" not in findings.usable_backends()
+    assert "shm" not in doctor.usable_backends()
     assert by_name()["backends"].status == "note"

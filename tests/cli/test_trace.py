@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import lockstep
 from lockstep.cli.main import main
-from lockstep.cli.traces import read_traces, summarize
+from lockstep.cli.trace import KINDS, read_traces, summarize
 from processes import run_processes
 
 
@@ -76,7 +76,9 @@ def test_all_ranks_are_in_one_file_on_one_clock_and_are_told_apart(tmp_path, cap
     ends = {names[e["pid"]]: e["ts"] + e["dur"] for e in events if e["name"] == "lockstep::wait"}
     assert ends == {"rank 0, python": pytest.approx(1400.0), "rank 1, python": pytest.approx(1400.0)}
     texts = [each.text for each in ElementTree.parse(picture).iter("{http://www.w3.org/2000/svg}text")]
-    assert {"rank 0", "rank 1", "waiting"} <= set(texts)
+    assert {"rank 0", "rank 1", "waiting", "milliseconds"} <= set(texts)
+    lanes = list(ElementTree.parse(picture).iter("{http://www.w3.org/2000/svg}title"))
+    assert [each.text for each in lanes[:3]] == [label for _, label in KINDS.values()]
 
 
 def test_its_own_output_is_not_taken_for_a_trace(tmp_path, capsys):

@@ -18,7 +18,11 @@ from threaded import run_ranks
 SOON = 30.0  # ends what hangs
 
 
+stores = []  # kept: pages of earlier tests, which last until they are collected, are told apart by their store
+
+
 def channel(store, rank, timeout=SOON):
+    stores.append(store)
     progress = Progress(f"test {id(store)}", rank.rank, rank.world)
     return FailureChannel(dist.PrefixStore("test", store), rank.rank, range(rank.world), progress, "here", timeout)
 

@@ -9,11 +9,21 @@ import pytest
 import torch
 
 from lockstep.errors import OptionError
-from lockstep.failures.deadline import FIRST_STEPS, Deadline, StallLimits
 from lockstep.failures.failure import Kind, unreachable
-from lockstep.failures.inquiry import Answer, absent, late, stalled, waited_in_vain
-from lockstep.failures.places import collective_of, compiles, program_frame
 from lockstep.failures.stacks import Frame, Thread, own_stack
+from lockstep.failures.stall import (
+    FIRST_STEPS,
+    Answer,
+    Deadline,
+    StallLimits,
+    absent,
+    collective_of,
+    compiles,
+    late,
+    program_frame,
+    stalled,
+    waited_in_vain,
+)
 
 TORCH = torch.__path__[0]
 WAITS = Answer(0, 100, step=7, phase="backward", idle=61, waits_for="all_reduce, bucket 0", begun=20)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import lockstep
 from lockstep.failures.channel import LEFT_SECONDS
-from lockstep.session.failed_passes import forget_failed_passes
+from lockstep.session.watch import forget_failed_passes
 from processes import run_processes
 
 

@@ -40,10 +40,6 @@ from lockstep.errors import CommunicationError, LockstepError
 from processes import run_processes
 from threaded import new_gloo_group, run_ranks
 
-with warnings.catch_warnings():
-    warnings.filterwarnings("ignore", "`torch.jit")  # deprecated, but used by what is imported
-    from torch.distributed.optim import _apply_optimizer_in_backward
-
 WIDTH = 3
 GROUP_TIMEOUT = 5
 SHORTEN_SECONDS = 60  # within the limit of a test, with a program that does not end before and after it
@@ -391,11 +387,10 @@ class Use:
                 buffer.data.copy_(value)  # a graph that is still needed may have saved it
 
     def weighted(
-        self, batches: list[list[list[F]]], weights: list[list[float]], zero: bool | None = True, times: int = 1
+        self, batches: list[list[list[F]]], weights: list[list[float]], zero: bool = True, times: int = 1
     ) -> None:
-        """Micro-batches with weights, by rank; the last one synchronises. The backward of each runs ``times`` times.
-        Gradients before it are set to None (``zero`` is True), to zero (False), or kept, if they are those of a
-        round."""
+        """Micro-batches with weights, by rank; the last one synchronises. The backward of each runs ``times`` times, of
+        which the last one does. Gradients before it are set to None (``zero`` is True), or to zero."""
         self._begin(zero)
         times = 1 if self.stepping else times  # values that have changed cannot be gone through again
         held, everybody = self._set_aside(), range(self.world)
@@ -404,22 +399,22 @@ class Use:
             loss, losses = self._losses(calls, everybody)
             for _ in range(times):
                 self._pile(losses, everybody)
-                if last:
-                    self._reduce(held, everybody, sum(map(sum, weights)))
+            if last:
+                self._reduce(held, everybody, sum(map(sum, weights)))
             with self._accumulating(last, weights[number]):
                 for left in reversed(range(times)):
-                    loss.backward(retain_graph=left > 0)
+                    with self._no_sync() if left else contextlib.nullcontext():
+                        loss.backward(retain_graph=left > 0)
         self._give_back(held)
 
-    def _begin(self, zero: bool | None) -> None:
-        """Set gradients to None (True), to zero (False), or keep them, but those that are one rank's alone."""
+    def _begin(self, zero: bool) -> None:
+        """Set gradients to None (True), or to zero (False), but those that are one rank's alone."""
         if any(p.grad is not None and bool(p.grad.any()) for touched in self.touched for p in touched):
             zero = True
         if zero:
             for touched in self.touched:
                 touched.clear()
-        if zero is not None:
-            self.zero(zero)
+        self.zero(zero)
 
     @contextlib.contextmanager
     def _accumulating(self, last: bool, weights: list[float] | None) -> Iterator[None]:
@@ -534,25 +529,29 @@ class Use:
         held[:] = self._set_aside()
 
     def given_up(self, calls: list[list[F]], weights: list[float], how: str = "module") -> None:
-        """A weighted micro-batch that every rank gives up again: gradients are set to None or to zero, by the module or
-        by others. Gradients before it are dropped."""
+        """A weighted micro-batch that every rank gives up again: gradients are set to None, to zero, or written. All
+        hear of it in the round; then they start over."""
         self._begin(True)
-        loss, losses = self._losses(calls, range(self.world))
+        calls = self._taking_part(calls)
+        self._pile({r: plain_loss(refs, calls[r]) for r, refs in enumerate(self.refs)}, range(self.world))
+        by_module = zip(*self.refs, strict=True)
+        if not all(any(p.grad is not None for net in nets for p in net.parameters()) for nets in by_module):
+            return self._begin(True)  # of a module without gradients nobody could notice it
         with self._accumulating(False, weights):
-            loss.backward()
-        self._pile(losses, range(self.world))
-        nets = [net for refs in self.refs for net in refs]
-        if not all(any(bool(p.grad.any()) for p in net.parameters() if p.grad is not None) for net in nets):
-            how = "none"  # nothing but the module's own method tells that a weight is given up which came with nothing
+            self._loss(calls[self.number]).backward()
         match how:
             case "module":
                 self.zero(False)
             case "none":
                 self.zero(True)
             case _:
-                for _, each in self._all():
-                    for grad in [p.grad for net in each for p in net.parameters() if p.grad is not None]:
-                        (grad.data if how == "data" and grad.is_cpu else grad).zero_()
+                for grad in [p.grad for net in self.mine for p in net.parameters() if p.grad is not None]:
+                    grad.mul_(0.5)
+        for r, refs in enumerate(self.refs):
+            plain_loss(refs, calls[r])
+        with self._accumulating(True, weights):
+            self._is_refused(calls)
+        return self._begin(True)
 
     def failing(self, calls: list[list[F]], sync: bool = True, ranks: Sequence[int] = (), where: str = "") -> None:
         """A backward that raises, on the ranks whose forwards say so, or at the loss (``where``), in a hook of a
@@ -757,7 +756,7 @@ class Use:
         yield from enumerate(self.refs)
 
     def zero(self, to_none: bool) -> None:
-        """Of what is replicated, be it a wrapper: that gives up weights, too."""
+        """Of what is replicated, be it a wrapper."""
         for nets in (self.called, *self.refs):
             for net in nets:
                 net.zero_grad(set_to_none=to_none)
@@ -800,16 +799,13 @@ class Use:
         self.kept = [(grad, grad.clone()) for grad in grads]
         self.zero(True)
 
-    def step_in_backward(self, module: int, layer: int, optimizer: bool = False) -> None:
-        """Let a gradient hook step, or an optimizer in backward, as soon as the gradient is there."""
+    def step_in_backward(self, module: int, layer: int) -> None:
+        """Let a gradient hook step, as soon as the gradient is there."""
         weights = [nets[module].layers[layer % len(nets[module].layers)].weight for _, nets in self._all()]
         if any(not weight.requires_grad or not weight.is_leaf or weight in self.stepping for weight in weights):
             return
         mine, *refs = weights
-        if optimizer:
-            _apply_optimizer_in_backward(torch.optim.SGD, [mine], {"lr": 0.05})
-        else:
-            mine.register_post_accumulate_grad_hook(_step)
+        mine.register_post_accumulate_grad_hook(_step)
         self.stepping.update(refs)
 
     def scale_in_backward(self, module: int, layer: int, factor: float) -> None:
@@ -1104,15 +1100,15 @@ class Programs:
         chance = self.chance
         count, past = chance.randint(1, 3), not self.setting.mixed and chance.random() < 0.4
         batches, weights = [self.calls(past) for _ in range(count)], [self.weights() for _ in range(count)]
-        options = f"{chance.choice([True, False, None])}, {chance.choice([1, 1, 2])}"
+        options = f"{chance.choice([True, False])}, {chance.choice([1, 1, 2])}"
         return [f"use.weighted([{', '.join(map(_text, batches))}], {weights}, {options})", *self.finish()]
 
     def given_up(self) -> list[str]:
-        how = self.chance.choice(["module", "none", "in place", "data"])
+        how = self.chance.choice(["module", "none", "in place"])
         past = not self.setting.mixed and self.chance.random() < 0.4
         lines = [f"use.given_up({_text(self.calls(past))}, {self.weights()}, {how!r})"]
         if self.chance.random() < 0.7:
-            lines.append(f"use.weighted([{_text(self.calls(past))}], {[self.weights()]}, None)")
+            lines.append(f"use.weighted([{_text(self.calls(past))}], {[self.weights()]})")
         return lines
 
     def loops(self) -> list[str]:
@@ -1122,7 +1118,7 @@ class Programs:
         piles = chance.random() < 0.5
         streams = not piles and chance.random() < 0.4
         weights = self.weights() if chance.random() < 0.5 else None
-        zero = chance.choice([True, False, None])
+        zero = chance.choice([True, False, *([None] if weights is None else [])])
         options = f"piles={piles}, streams={streams}, zero={zero}, weights={weights}"
         return [f"use.loops({lengths}, [{calls}], {options})"]
 
@@ -1187,7 +1183,7 @@ OPERATIONS: list[Draw] = [
     ),
     _one(lambda p: f"use.drop_grad({p.layer()}, {p.chance.choice([None, p.some_ranks()])})"),
     _one(lambda p: f"use.keep_grads({p.chance.random() < 0.5})"),
-    _one(lambda p: f"use.step_in_backward({p.layer()}, {p.chance.random() < 0.5})"),
+    _one(lambda p: f"use.step_in_backward({p.layer()})"),
     _one(lambda p: f"use.scale_in_backward({p.layer()}, {p.chance.choice([0.5, 2.0])})"),
     _one(lambda p: f"use.pile_up({p.some_ranks()}, {_text(p.calls())})"),
     _one(lambda p: f"use.zero({p.chance.random() < 0.5})"),

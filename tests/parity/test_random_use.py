@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 
-from lockstep.local import dict_versions, tensor_state
+from lockstep.local import tensor_state
 from parity.random_programs import Factor, Pair, random_program, shortened
 
 
@@ -33,8 +33,7 @@ def test_random_programs(devices, scripted, seed):
 
 
 @pytest.mark.parametrize("seed", range(4, 6))
-def test_random_programs_where_writes_to_dictionaries_are_not_numbered(devices, scripted, seed, monkeypatch):
-    monkeypatch.setattr(dict_versions, "_version_of", None)
+def test_random_programs_where_nothing_guards_the_layout_of_tensors(devices, scripted, seed, monkeypatch):
     monkeypatch.setattr(tensor_state, "_TensorGuards", None)
     agree(seed, 25, devices(2), scripted)
 

@@ -616,7 +616,7 @@ def second_order(rank, implementation):
 
     def penalty():
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Using backward\\(\\) with create_graph=True")
+            warnings.filterwarnings("ignore", message="(Using )?backward\\(.*create_graph=True")
             (wrapper(x_of(rank)) * weight).sum().backward(create_graph=True)
         grad, weight.grad = weight.grad, None
         grad.square().sum().backward()
@@ -628,7 +628,9 @@ def second_order(rank, implementation):
 def test_second_order(of):
     theirs, ours = of
     assert theirs == [([], "12.0"), ([], "24.0")]  # wrong, and other on each rank, in silence
-    assert ours == [([], str(8.0 * 2.0 * 1.5**2))] * 2
+    for kinds, message in ours:  # see test_gradients_by_autograd_grad
+        assert "RuntimeError" in kinds
+        assert "element 0 of tensors does not require grad" in message
 
 
 @case

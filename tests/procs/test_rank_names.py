@@ -144,7 +144,7 @@ def failed_collective(rank, group):
 
 
 def late_gradient_not_put_together(rank, group):
-    check_all(KeyError() if rank.rank == 2 else None, Collectives(group, Phases()), "late gradient")
+    check_all(KeyError() if rank.rank == 2 else None, Collectives(group, Phases()))
 
 
 def forked(rank, group):

@@ -259,7 +259,7 @@ def another_round(rank, ahead):
     return error_of(lambda: model(inputs(rank)).backward())
 
 
-@pytest.mark.parametrize("ahead", [1, 5])
+@pytest.mark.parametrize("ahead", [1, 5, 15])
 def test_ranks_in_different_rounds_do_not_mix_their_gradients(ahead):
     words = f"{ahead} ahead", f"{ahead} behind"
     for rank, (kind, message) in enumerate(run_processes(2, another_round, ahead)):

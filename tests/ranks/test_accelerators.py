@@ -158,8 +158,9 @@ def mean_with_a_graph(rank):
 
 
 @pytest.mark.parametrize("function", [piled_up, late, twice_in_one_pass, weighted, lower_precision, mean_with_a_graph])
-def test_what_a_step_may_be(function):
-    assert on_accelerators(function) == [True, True]
+@pytest.mark.parametrize("control", [True, False], ids=["control", "device"])
+def test_what_a_step_may_be(function, control):
+    assert on_accelerators(function, control=control) == [True, True]
 
 
 HOOKS = {
@@ -185,15 +186,15 @@ def through_hooks(rank, kind):
 
 
 @pytest.mark.parametrize("kind", [*HOOKS, "power"])
-def test_communication_hooks(kind, draws_in_turn):
-    assert on_accelerators(through_hooks, kind) == [True, True]
+@pytest.mark.parametrize("control", [True, False], ids=["control", "device"])
+def test_communication_hooks(kind, draws_in_turn, control):
+    assert on_accelerators(through_hooks, kind, control=control) == [True, True]
 
 
 def goes_back(rank):
-    """A checkpoint is loaded while the report of the last round has not been read."""
+    """A checkpoint is loaded when buffers have come with a round."""
     model = replicated(rank, make=Normed, buffer_policy="mean")
     assert all(step(rank, model, seed) for seed in range(3))
-    model.eval()(inputs(rank))  # waits for the report
     saved = copy.deepcopy(model.state_dict()), lockstep.training_state_dict(model)
     assert all(step(rank, model.train(), seed) for seed in range(3))
     model.load_state_dict(saved[0])
@@ -225,7 +226,7 @@ def test_after_a_failure_on_all_ranks_collectives_are_in_order():
 
 
 def one_fails_unusually(rank):
-    """Not every parameter is used, so that each rank waits for what the others say."""
+    """Not every parameter is used."""
     model, seen = replicated(rank), []
     for seed in range(4):
         raised = error_of(lambda seed=seed: model(inputs(rank, seed), fails=rank.rank == 1).backward())
@@ -233,14 +234,14 @@ def one_fails_unusually(rank):
     return seen
 
 
-def test_a_failure_is_an_error_on_every_rank_where_the_report_is_waited_for():
+def test_a_failure_is_an_error_on_every_rank():
     told, failing = on_accelerators(one_fails_unusually)
     assert told == [(PeerError, True)] * 4
     assert failing == [(ArithmeticError, True)] * 4
 
 
 class Whole(nn.Module):
-    """Every parameter is used in every round, so that the report of a round is read when the next one opens."""
+    """Every parameter is used in every round."""
 
     def __init__(self):
         super().__init__()
@@ -256,23 +257,21 @@ def one_fails_quietly(rank):
     seen = []
     for _ in range(2):
         assert all(step(rank, model, seed) for seed in range(3))
-        failed = error_of(lambda: model(inputs(rank), fails=rank.rank == 0).backward())
-        with pytest.raises(PeerError) as caught:
-            model(inputs(rank)).backward()
-        seen.append((failed, str(caught.value)))
+        with pytest.raises((ArithmeticError, PeerError)) as caught:
+            model(inputs(rank), fails=rank.rank == 0).backward()
+        assert all(parameter.grad is None for parameter in model.parameters())
+        seen.append((caught.type, str(caught.value)))
     assert all(step(rank, model, seed) for seed in range(2))
     return seen
 
 
-def test_a_failure_that_is_told_one_backward_later_does_not_say_that_nothing_was_handed_out():
-    failing, told = on_accelerators(one_fails_quietly)
+@pytest.mark.parametrize("control", [True, False], ids=["control", "device"])
+def test_a_failure_is_told_at_once_also_in_a_settled_round(control):
+    failing, told = on_accelerators(one_fails_quietly, control=control)
+    assert [raised for raised, _ in failing] == [ArithmeticError] * 2
     for raised, text in told:
-        assert raised is None
+        assert raised is PeerError
         assert "rank 1: backward failed on rank 0" in text
-        assert "one backward later, and has handed out gradients in that one: compare the weights" in text
-    for raised, text in failing:
-        assert raised is ArithmeticError
-        assert "rank 0: backward failed on rank 1" in text
         assert "No gradient has been handed out" in text
 
 
@@ -297,7 +296,7 @@ def optimizer_steps(rank, policy):
         optimizer.zero_grad()
         try:
             model(inputs(rank, seed), fails=rank.rank == 0 and seed in (3, 6)).backward()
-            other.step()  # has nothing to wait for
+            other.step()
             optimizer.step()
         except (ArithmeticError, PeerError) as error:
             seen.append((seed, type(error).__name__, str(error)))
@@ -314,7 +313,7 @@ def test_no_optimizer_steps_on_the_gradients_of_a_round_that_has_failed(policy):
     assert [(seed, name) for seed, name, _ in told] == [(3, "PeerError"), (6, "PeerError")]
     for _, _, text in told:
         assert "rank 1: backward failed on rank 0" in text
-        assert "The optimizer has not stepped; every rank can go on with the next batch after zero_grad()" in text
+        assert "No gradient has been handed out; every rank can go on with the next batch after zero_grad()" in text
 
 
 def buffers_of_a_failed_round(rank):
@@ -331,8 +330,9 @@ def buffers_of_a_failed_round(rank):
     return error, [torch.equal(a, b) for a, b in zip(before, model.state_dict().values(), strict=True)]
 
 
-def test_a_round_that_has_failed_leaves_weights_and_buffers_as_they_were():
-    failing, told = on_accelerators(buffers_of_a_failed_round)
+@pytest.mark.parametrize("control", [True, False], ids=["control", "device"])
+def test_a_round_that_has_failed_leaves_weights_and_buffers_as_they_were(control):
+    failing, told = on_accelerators(buffers_of_a_failed_round, control=control)
     assert failing == (ArithmeticError, [True] * 7)
     assert told == (PeerError, [True] * 7)
 
@@ -350,11 +350,11 @@ def another_backward(rank):
     return texts, step(rank, model)
 
 
-def test_another_backward_is_told_one_backward_later():
+def test_another_backward_is_told_at_once():
     for texts, right in on_accelerators(another_backward):
         (text,) = texts
         assert "ranks 0 and 1 are not in the same backward pass" in text
-        assert "has handed out gradients in that one" in text
+        assert "No gradient has been handed out" in text
         assert right
 
 
@@ -365,14 +365,14 @@ def another_layer(rank):
     old = model.layer
     if rank.rank == 0:
         model.layer = nn.Linear(3, 1)
-    model(inputs(rank)).backward()
-    with pytest.raises(AgreementError, match=r"layer\.weight is another object .* on rank 0"):
-        model(inputs(rank)).backward()
+    for _ in range(2):
+        with pytest.raises(AgreementError, match=r"layer\.weight is another object .* on rank 0"):
+            model(inputs(rank)).backward()
     model.layer = old
     return all(step(rank, model, seed) for seed in range(2))
 
 
-def test_another_layer_on_one_rank_is_told_one_backward_later():
+def test_another_layer_on_one_rank_is_told_at_once():
     assert on_accelerators(another_layer) == [True, True]
 
 
@@ -390,41 +390,27 @@ class Twice(nn.Module):
 
 
 def recomputing(rank, recomputing_ranks, leaving_out):
-    """In two batches a layer comes in two pieces on some ranks; returns where that was an error, and its text."""
+    """In two batches a layer comes in two pieces on some ranks."""
     model = replicated(rank, make=Twice, bucket_cap_mb=1e-6)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    seen = []
     for seed in range(7):
         optimizer.zero_grad()
         leaves_out = rank.rank in leaving_out and seed == 3
         recomputes = rank.rank in recomputing_ranks and seed in (3, 5)
         own = own_gradients(model, inputs(rank, seed), leaves_out=leaves_out)
-        try:
-            model(inputs(rank, seed), recomputes, leaves_out).backward()
-            optimizer.step()
-        except PeerError as error:
-            assert all(parameter.grad is None for parameter in model.parameters())
-            seen.append((seed, str(error)))
-        else:
-            assert holds_means(rank, model, own)
+        model(inputs(rank, seed), recomputes, leaves_out).backward()
+        assert holds_means(rank, model, own)
+        optimizer.step()
     lockstep.check_in_sync(model)
-    return seen
+    return True
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_gradient_that_comes_in_pieces_on_one_rank_alone_is_an_error_on_every_rank_and_then_has_room(rank):
-    """Where the report is not waited for, the other rank has handed out its gradients, and cannot reduce the pieces."""
-    seen = on_accelerators(recomputing, (rank,), ())
-    for me, found in enumerate(seen):
-        ((seed, text),) = found
-        assert seed == 3
-        assert f"rank {me}: in round 4, gradients of twice.weight came in several pieces" in text
-        assert ("No gradient has been handed out" if me == rank else "The optimizer has not stepped") in text
+PIECES = [((0,), ()), ((1,), ()), ((0, 1), ()), ((0,), (1,)), ((1,), (0,))]
 
 
-@pytest.mark.parametrize(("recomputing_ranks", "leaving_out"), [((0, 1), ()), ((0,), (1,)), ((1,), (0,))])
-def test_a_gradient_that_comes_in_pieces_is_reduced_where_all_ranks_wait_for_the_report(recomputing_ranks, leaving_out):
-    assert on_accelerators(recomputing, recomputing_ranks, leaving_out) == [[], []]
+@pytest.mark.parametrize(("recomputing_ranks", "leaving_out"), PIECES)
+def test_a_gradient_that_comes_in_pieces_on_any_rank_is_reduced(recomputing_ranks, leaving_out):
+    assert on_accelerators(recomputing, recomputing_ranks, leaving_out) == [True, True]
 
 
 class Through(Whole):
@@ -438,44 +424,34 @@ def told_without_a_gradient(rank):
     """Rank 1 hears of a failure in a backward that gives it no gradient."""
     model = replicated(rank, make=Through)
     assert all(step(rank, model, seed) for seed in range(3))
-    failed = error_of(lambda: model(inputs(rank), fails=rank.rank == 0).backward())
-    told = error_of(lambda: model(inputs(rank).requires_grad_(), nothing=rank.rank == 1).backward())
-    return failed, told, all(step(rank, model, seed) for seed in range(2))
+    x, fails = inputs(rank).requires_grad_(), rank.rank == 0
+    raised = error_of(lambda: model(x, fails=fails, nothing=not fails).backward())
+    return raised, all(step(rank, model, seed) for seed in range(2))
 
 
 def test_a_failure_that_is_told_where_there_is_no_gradient_keeps_nobody_waiting():
-    failing, told = on_accelerators(told_without_a_gradient)
-    assert failing == (ArithmeticError, PeerError, True)
-    assert told == (None, PeerError, True)
+    assert on_accelerators(told_without_a_gradient) == [(ArithmeticError, True), (PeerError, True)]
 
 
 def goes_on_after_a_batch_left_out(rank):
-    """Rank 0 leaves out a batch, and rank 1 goes on without asking; the next backward says so."""
+    """Rank 0 leaves out a batch, and rank 1 goes on without asking."""
     model = replicated(rank, make=Normed, buffer_policy="mean")
     assert all(step(rank, model, seed) for seed in range(3))
     if rank.rank == 0:
         lockstep.skip_batch(model)
     else:
         model(inputs(rank)).backward()
-    text = ""
-    try:
-        model(inputs(rank)).backward()
-    except PeerError as error:
-        text = str(error)
-    return text, step(rank, model) and all(rank.all_equal(each) for each in model.buffers())
+    gone = all(parameter.grad is None for parameter in model.parameters())
+    return gone, step(rank, model) and all(rank.all_equal(each) for each in model.buffers())
 
 
-def test_a_batch_left_out_that_nobody_has_asked_for_is_an_error_one_backward_later():
-    (_, right), (text, also) = on_accelerators(goes_on_after_a_batch_left_out)
-    assert "rank 1: a rank has left out the batch of round 4" in text
-    assert "ask `skipped` before weights are changed" in text
-    assert right
-    assert also
+@pytest.mark.parametrize("control", [True, False], ids=["control", "device"])
+def test_a_batch_left_out_leaves_no_gradient_on_any_rank(control):
+    assert on_accelerators(goes_on_after_a_batch_left_out, control=control) == [(True, True)] * 2
 
 
 def asked_to_stop(rank):
-    """Whether to stop, after each of some steps; in the last two rank 0 has a reason, of which rank 1 does not wait to
-    hear in backward."""
+    """Whether to stop, after each of some steps; in the last two rank 0 has a reason."""
     model, reasons, seen = replicated(rank, make=Whole), [], []
     decisions = lockstep.stop_when(lambda: rank.rank == 0 and bool(reasons), rank.group)
     for seed in range(5):
@@ -503,24 +479,16 @@ class Growing(nn.Module):
         return x.square().mean()
 
 
-def grows(rank, later):
-    """A layer comes in front of the others, on the ranks ``later`` one backward later than on the rest."""
+def grows(rank):
+    """A layer comes in front of the others."""
     model = replicated(rank, make=Growing)
     right = [step(rank, model, seed) for seed in range(3)]
-    new = rank.make(lambda: nn.Linear(3, 3, bias=False))
-    if rank.rank not in later:
-        model.layers.insert(0, new)
-    if later:
-        model.zero_grad()
-        model(inputs(rank)).backward()
-    if rank.rank in later:
-        model.layers.insert(0, new)
+    model.layers.insert(0, rank.make(lambda: nn.Linear(3, 3, bias=False)))
     return right + [step(rank, model, seed) for seed in range(3)]
 
 
-@pytest.mark.parametrize("later", [(), (0,), (1,)])
-def test_a_layer_that_all_ranks_have_when_they_agree_anew(later):
-    assert on_accelerators(grows, later) == [[True] * 6] * 2
+def test_a_layer_that_all_ranks_have_when_they_agree_anew():
+    assert on_accelerators(grows) == [[True] * 6] * 2
 
 
 def written(model):
@@ -537,43 +505,19 @@ def loaded(model):
     model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
 
 
-def has_news(rank, change, models):
-    """Rank 0 alone changes modules. Rank 1 hears of it when their next rounds open."""
+def go_through_groups_in_other_orders(rank, change, store):
+    """Both modules are changed on all ranks, in a pass that goes through them in another order on each."""
+    group = for_accelerators(store, new_gloo_group(store, rank.rank, rank.world, 5.0))
+    models = [replicated(rank, make=Whole), lockstep.replicate(rank.make(Whole), process_group=group)]
     for model in models:
         assert all(step(rank, model, seed) for seed in range(3))
         model.zero_grad()
-        if rank.rank == 0:
-            change(model)
-    sum(model(inputs(rank)) for model in models).backward()
-    for model in models:
+        change(model)
         model.zero_grad()
-        if rank.rank == 1 and change is loaded:
-            change(model)
-
-
-def go_through_one_module_each(rank, change):
-    models = [replicated(rank, make=Whole) for _ in range(2)]
-    has_news(rank, change, models)
-    own = [own_gradients(model, inputs(rank)) for model in models]
-    own[1 - rank.rank] = [torch.zeros_like(gradient) for gradient in own[1 - rank.rank]]
-    models[rank.rank](inputs(rank)).backward()
-    right = [holds_means(rank, model, each) for model, each in zip(models, own, strict=True)]
-    return right + [step(rank, model) for model in models]
-
-
-def go_through_groups_in_other_orders(rank, change, store):
-    group = for_accelerators(store, new_gloo_group(store, rank.rank, rank.world, 5.0))
-    models = [replicated(rank, make=Whole), lockstep.replicate(rank.make(Whole), process_group=group)]
-    has_news(rank, change, models)
     own = [own_gradients(model, inputs(rank)) for model in models]
     sum(model(inputs(rank)) for model in (models if rank.rank else models[::-1])).backward()
     right = [holds_means(rank, model, each) for model, each in zip(models, own, strict=True)]
     return right + [step(rank, model) for model in models]
-
-
-@pytest.mark.parametrize("change", [written, loaded])
-def test_what_takes_all_ranks_waits_until_all_are_in_the_round(change):
-    assert on_accelerators(go_through_one_module_each, change) == [[True] * 4] * 2
 
 
 @pytest.mark.parametrize("change", [written, loaded])
@@ -595,7 +539,7 @@ class Digits(nn.Module):
 
 
 def noted(rank, known):
-    """Rank 0 has fewer batches, and no rank waits for the report of the last one that it has."""
+    """Rank 0 has fewer batches."""
     model = replicated(rank, make=Digits)
     for _ in range(3):
         model(torch.ones(1, 3), rank.rank + 1).backward()
@@ -603,7 +547,6 @@ def noted(rank, known):
     for x in lockstep.batches(own if known else iter(own), model):
         model.zero_grad()
         model(x, rank.rank + 1).backward()
-    lockstep.skipped(model)  # waits for the last report
     return model.digits.item()
 
 

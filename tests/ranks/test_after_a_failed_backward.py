@@ -82,8 +82,7 @@ def both(rank, model):
 
 
 def weighed(rank, model):
-    """A micro-batch with a weight, on top of a reduced gradient."""
-    reduced(rank, model)
+    """A micro-batch with a weight."""
     with lockstep.accumulate(model, last=False, weight=1 + rank.rank):
         model(rank).backward()
 

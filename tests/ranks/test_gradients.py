@@ -418,7 +418,7 @@ def test_whatever_is_called():
     assert run_ranks(2, call) == [[[1.5, None], [1.5, None], [1.5, 1.5], [1.5, 1.5], [None, 1.5]]] * 2
 
 
-def penalty(rank, by):
+def penalty(rank):
     """A gradient penalty beside one process, over three steps."""
     module = lockstep.replicate(rank.make(network).double(), process_group=rank.group)
     reference = copy.deepcopy(module)
@@ -427,13 +427,7 @@ def penalty(rank, by):
             each.zero_grad()
         parameters = list(module.parameters())
         loss = module(rows(step, rank.rank)).square().mean()
-        if by == "backward":
-            loss.backward(create_graph=True)
-            grads = [parameter.grad for parameter in parameters]
-            for parameter in parameters:
-                parameter.grad = None
-        else:
-            grads = lockstep.mean_over_ranks(torch.autograd.grad(loss, parameters, create_graph=True), rank.group)
+        grads = lockstep.mean_over_ranks(torch.autograd.grad(loss, parameters, create_graph=True), rank.group)
         sum(grad.square().sum() for grad in grads).backward()
         whole = reference(torch.cat([rows(step, r) for r in range(rank.world)])).square().mean()
         wanted = torch.autograd.grad(whole, list(reference.parameters()), create_graph=True)
@@ -444,10 +438,8 @@ def penalty(rank, by):
             torch.testing.assert_close(got, wanted_grad, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
-@pytest.mark.parametrize("by", ["backward", "grad"])
-def test_second_order(by):
-    run_ranks(2, penalty, by)
+def test_second_order():
+    run_ranks(2, penalty)
 
 
 def local_only(rank):
@@ -564,33 +556,6 @@ def test_statistics_and_labels():
         assert "lockstep::wait" in labels
         assert any(label.startswith("lockstep::finish (round ") for label in labels)
         assert "lockstep::collect" in labels
-
-
-@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
-def test_second_order_where_only_some_gradients_have_a_graph():
-    """The bias of a summed head has a constant gradient, first in its bucket; that of others has a graph."""
-
-    def penalty(model, x):
-        model(x).sum().backward(create_graph=True)
-        grads = [p.grad for p in model.parameters()]
-        model.zero_grad()
-        sum(grad.square().sum() for grad in grads).backward()
-        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
-
-    def call(rank):
-        def make():
-            return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
-
-        model = rank.make(make, seed=3)
-        alone = copy.deepcopy(model)
-        lockstep.replicate(model, process_group=rank.group)
-        x = torch.linspace(-1, 1, 6, dtype=torch.float64).view(2, 3)  # the same on every rank: so is the mean
-        for _ in range(2):
-            torch.testing.assert_close(penalty(model, x), penalty(alone, x))
-            model.zero_grad()
-            alone.zero_grad()
-
-    run_ranks(2, call)
 
 
 def collectives_of_a_step(rank):

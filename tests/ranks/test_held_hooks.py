@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 
 import pytest
@@ -12,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import lockstep
-from lockstep.errors import NotReplicableError, PeerError
+from lockstep.errors import AgreementError, NotReplicableError, PeerError
 from small_modules import fails_in_backward, x_of
 from threaded import run_ranks
 
@@ -203,59 +202,6 @@ def test_handles_remove_their_hooks_when_a_module_is_wrapped_again():
 # -------------------------------------------------------------------- PyTorch's optimizers in backward
 
 
-@pytest.fixture(params=["as it is", "in a map", "as an attribute"])
-def handles(request, monkeypatch):
-    """Where PyTorch keeps the handles: an attribute of the parameter up to 2.11, in a map from 2.13 on."""
-    module = sys.modules["torch.distributed.optim.apply_optimizer_in_backward"]
-    name = "param_to_optim_hook_handle_map"
-
-    def to_map(parameter):
-        if hasattr(parameter, "_optimizer_hook_handles"):
-            getattr(module, name)[parameter] = parameter._optimizer_hook_handles
-            del parameter._optimizer_hook_handles
-
-    def to_attribute(parameter):
-        if not hasattr(parameter, "_optimizer_hook_handles"):
-            parameter._optimizer_hook_handles = original.pop(parameter)
-
-    original = getattr(module, name, None)
-    if request.param == "in a map" and original is None:
-        monkeypatch.setattr(module, name, torch.utils.weak.WeakTensorKeyDictionary(), raising=False)
-        return to_map
-    if request.param == "as an attribute" and original is not None:
-        return to_attribute
-    return lambda parameter: None
-
-
-def in_backward(rank, store, when, way):
-    module = weights(3)
-
-    def apply():
-        for parameter in module.parameters():
-            _apply_optimizer_in_backward(torch.optim.SGD, [parameter], {"lr": 0.1})
-            store(parameter)
-
-    def backward(i):
-        (module[i] if way == "part" else (lambda x: whole(x, i)))(x_of(rank)).sum().backward()
-
-    if when == "before":
-        apply()
-    whole = lockstep.DistributedDataParallel(Way(module), process_group=rank.group)
-    if when in ("later", "on new layers"):
-        backward(0)
-        module.zero_grad()
-    for i, layer in enumerate(weights(3)) if when == "on new layers" else ():
-        module[i] = layer
-    if when != "before":
-        apply()
-    for _ in range(2):
-        backward(0 if rank.rank else 1)
-        assert all(p.grad is None for p in module.parameters())
-    with whole.no_sync():
-        backward(0)
-    return values(module)
-
-
 class Way(nn.Module):
     def __init__(self, layers):
         super().__init__()
@@ -265,38 +211,72 @@ class Way(nn.Module):
         return self.layers[i](x)
 
 
+def apply_optimizers(module):
+    _apply_optimizer_in_backward(torch.optim.SGD, module.parameters(), {"lr": 0.1})
+
+
+REFUSED = "parameter {} has an optimizer from _apply_optimizer_in_backward.*register_post_accumulate_grad_hook"
+
+
+def test_optimizers_in_backward_are_refused_before_a_module_is_replicated():
+    """On a rank that has none, too."""
+
+    def call(rank):
+        module = weights(2)
+        if rank.rank:
+            apply_optimizers(module[1])
+        with pytest.raises(NotReplicableError if rank.rank else AgreementError, match=REFUSED.format("1.weight")):
+            lockstep.replicate(module, process_group=rank.group)
+
+    run_ranks(2, call)
+
+
+def refused_in_backward(rank, when, way):
+    module = weights(3)
+    whole = lockstep.DistributedDataParallel(Way(module), process_group=rank.group)
+
+    def backward(i):
+        (module[i] if way == "part" else (lambda x: whole(x, i)))(x_of(rank)).sum().backward()
+
+    for _ in range(0 if when == "at once" else 3):
+        backward(0)
+        module.zero_grad()
+    for i, layer in enumerate(weights(3)) if when == "on new layers" else ():
+        module[i] = layer
+    apply_optimizers(module)
+    for sync in (True, False):
+        whole.set_requires_gradient_sync(sync)
+        with pytest.raises(NotReplicableError, match=REFUSED.format(r"(layers.)?0.weight")):
+            backward(rank.rank)
+    return values(module)
+
+
 @pytest.mark.parametrize("way", ["whole", "part"])
-@pytest.mark.parametrize("when", ["before", "after", "later", "on new layers"])
-def test_optimizers_in_backward_step_on_reduced_gradients(handles, when, way):
-    after = [pytest.approx(1 - 2 * 0.1 * 2 / 2), pytest.approx(1 - 2 * 0.1 * 1 / 2), 1.0]
-    assert run_ranks(2, in_backward, handles, when, way) == [after] * 2
+@pytest.mark.parametrize("when", ["at once", "later", "on new layers"])
+def test_optimizers_in_backward_are_refused_before_they_step(when, way):
+    assert run_ranks(2, refused_in_backward, when, way) == [[1.0] * 3] * 2
 
 
-def test_an_optimizer_in_backward_of_a_new_layer_that_another_rank_has_used():
+def test_optimizers_in_backward_of_a_new_layer_that_another_rank_has_used():
     def call(rank):
         module = weights(2)
         whole = lockstep.DistributedDataParallel(Way(module), process_group=rank.group)
         module[1] = weights(1)[0]
-        _apply_optimizer_in_backward(torch.optim.SGD, module[1].parameters(), {"lr": 0.1})
-        whole(x_of(rank), rank.rank).sum().backward()
-        return values(module)
+        apply_optimizers(module[1])
+        with pytest.raises(NotReplicableError) as caught:
+            whole(x_of(rank), rank.rank).sum().backward()
+        return values(module), type(caught.value)
 
-    assert run_ranks(2, call) == [[1.0, pytest.approx(1 - 0.1 * 2 / 2)]] * 2
+    assert run_ranks(2, call) == [([1.0, 1.0], NotReplicableError)] * 2
 
 
-def test_optimizers_in_backward_that_are_hooked_in_an_unknown_way_are_an_error(monkeypatch):
-    module = sys.modules["torch.distributed.optim.apply_optimizer_in_backward"]
-    if not hasattr(module, "param_to_optim_hook_handle_map"):
-        pytest.skip("this version of PyTorch keeps an attribute")
-    original = module.param_to_optim_hook_handle_map
+def test_optimizers_in_backward_that_would_step_on_the_gradients_of_a_share_are_refused():
+    def call(rank):
+        model = lockstep.replicate(nn.Linear(1, 1), process_group=rank.group, shares=2)
+        rows = torch.utils.data.TensorDataset(torch.ones(4, 1))
+        data = lockstep.GlobalBatches(rows, 2, 2, process_group=rank.group)
+        apply_optimizers(model)
+        with pytest.raises(NotReplicableError, match=REFUSED.format("weight")):
+            list(next(iter(data)))
 
-    def apply_and_forget(rank):
-        with monkeypatch.context() as patch:
-            layer = weights(1)
-            _apply_optimizer_in_backward(torch.optim.SGD, layer.parameters(), {"lr": 0.1})
-            patch.delattr(module, "param_to_optim_hook_handle_map")
-            with pytest.raises(NotReplicableError, match="does not say how they are hooked"):
-                lockstep.replicate(layer, process_group=rank.group)
-
-    run_ranks(1, apply_and_forget)
-    assert module.param_to_optim_hook_handle_map is original
+    run_ranks(1, call)

@@ -81,12 +81,15 @@ class Beside:
                     stack.enter_context(lockstep.accumulate(module, last=synchronise, weight=weight))
                 elif not synchronise:
                     stack.enter_context(module.no_sync())
-            for _ in range(plan["backwards"] - 1):
-                loss.backward(retain_graph=True)
-            loss.backward()
+            for left in reversed(range(plan["backwards"])):
+                shares = synchronise and (weights is None or not left)  # the first that does ends a block with a weight
+                with contextlib.ExitStack() as local:
+                    for module in self.modules if synchronise and not shares else ():
+                        local.enter_context(module.no_sync())
+                    loss.backward(retain_graph=left > 0)
         self.counted += sum(weights or ())
-        for _ in range(plan["backwards"]):
-            self.add_reference(plan, synchronise)
+        for left in reversed(range(plan["backwards"])):
+            self.add_reference(plan, synchronise and (weights is None or not left))
         if synchronise:
             self.counted = 0.0
 
@@ -187,10 +190,11 @@ def draw_program(chance, world, modules, length):
     for _ in range(length):
         what = chance.choice(["train", "train", "train", "pile", "freeze", "zero", "shift"])
         if what in ("train", "pile"):
-            weighs = modules == 1 and chance.random() < 0.5  # of several, some rank may not reach one past its forward
+            weighs = chance.random() < 0.5
+            program += [{"what": "zero", "to_none": chance.random() < 0.5}] if weighs else []
             piled = [draw_backward(chance, world, modules, False, weighs) for _ in range(chance.randint(1, 2))]
             program += piled if what == "pile" else []
-            if what == "pile" and chance.random() < 0.3:
+            if what == "pile" and not weighs and chance.random() < 0.3:
                 program += [{"what": "zero", "to_none": chance.random() < 0.3}]
             program += [reach_all(draw_backward(chance, world, modules, True, weighs), modules, chance)]
             program += [{"what": "compare"}]

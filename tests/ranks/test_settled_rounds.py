@@ -11,20 +11,20 @@ import torch
 from torch import nn
 
 import lockstep
-from lockstep.distributed.reduction.parameter_hooks import ParameterHook
+from lockstep.distributed.reduction.parameter_hooks import Trigger
 from threaded import run_ranks
 
 
 @pytest.mark.parametrize("synchronises", [True, False])
-def test_only_the_hook_that_opens_a_pass_is_called(monkeypatch, synchronises):
+def test_no_hook_is_called_where_nothing_can_leave_early(monkeypatch, synchronises):
     calls: Counter[int] = Counter()
-    tell = ParameterHook._tell
+    call_trigger = Trigger.__call__
 
     def counted(self, parameter):
         calls[threading.get_ident()] += 1
-        tell(self, parameter)
+        call_trigger(self, parameter)
 
-    monkeypatch.setattr(ParameterHook, "_tell", counted)
+    monkeypatch.setattr(Trigger, "__call__", counted)
 
     def call(rank):
         net = lockstep.replicate(
@@ -40,5 +40,5 @@ def test_only_the_hook_that_opens_a_pass_is_called(monkeypatch, synchronises):
             assert all(p.grad is not None for p in net.parameters())
         return found
 
-    # The first round looks at each gradient, to learn their order.
-    assert run_ranks(2, call) == [[10, 1, 1, 1]] * 2
+    # In the first round each gradient has a trigger, by which ranks learn their order.
+    assert run_ranks(2, call) == [[10, 0, 0, 0]] * 2

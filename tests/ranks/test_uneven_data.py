@@ -344,19 +344,6 @@ def test_gradients_that_are_kept():
     assert run_ranks(2, adds_up) == [[1.5, 3.5]] * 2
 
 
-def adds_up_with_weights(rank):
-    model, seen = lockstep.replicate(one_weight(), process_group=rank.group), []
-    for x in lockstep.batches([x_of(rank)] * (1 + rank.rank), model):
-        with lockstep.accumulate(model, weight=4.0):
-            (4 * model(x)).sum().backward()
-        seen.append(model.weight.grad.item())
-    return seen
-
-
-def test_gradients_that_are_kept_are_not_divided_by_weights_again():
-    assert run_ranks(2, adds_up_with_weights) == [[1.5, 3.5]] * 2
-
-
 def stops_where_a_rank_fails(rank):
     model = lockstep.replicate(one_weight(), process_group=rank.group)
     decisions = lockstep.stop_when(lambda: rank.rank == 0, rank.group)
@@ -433,19 +420,21 @@ def test_evaluation_neither_pads_nor_drops():
     assert run_ranks(2, evaluates) == [[1.0], [1.0, 1.0]]
 
 
-def goes_on(rank):
-    """Rank 1 catches its own error, and goes on with the next batch."""
+def goes_on(rank, leaves_out):
+    """Rank 1 catches its own errors, and goes on with the next batch."""
     model = lockstep.replicate(one_weight(), process_group=rank.group)
-    for number, x in enumerate(lockstep.batches([x_of(rank)] * 3, model)):
-        if rank.rank == 1 and number == 1:
+    for number, x in enumerate(lockstep.batches([x_of(rank)] * (leaves_out + 2), model)):
+        if rank.rank == 1 and 0 < number <= leaves_out:
             continue
         model(x).sum().backward()
 
 
-def test_a_rank_that_leaves_out_a_batch_by_itself_is_told_by_name():
-    for rank, error in enumerate(run_ranks(2, goes_on, errors=True)):
+@pytest.mark.parametrize("leaves_out", [1, 15, 256])
+def test_a_rank_that_leaves_out_batches_by_itself_is_told_by_name(leaves_out):
+    for rank, error in enumerate(run_ranks(2, goes_on, leaves_out, errors=True)):
         assert isinstance(error, PeerError)
-        assert f"rank {rank}: rank {1 - rank} is 1 {('ahead of', 'behind')[rank]} this rank in the batch" in str(error)
+        distance = f"{leaves_out} {('ahead of', 'behind')[rank]}"
+        assert f"rank {rank}: rank {1 - rank} is {distance} this rank in the batches of its loop" in str(error)
 
 
 def breaks(rank):
@@ -468,45 +457,54 @@ def test_the_loop_may_end_early():
 
 
 def new_layer_in_an_idle_batch(rank, change):
-    """A layer is put in, on both ranks, when rank 1 has run out; then a pass follows that does not synchronise."""
-    model = lockstep.replicate(nn.Sequential(one_weight(), one_weight()), process_group=rank.group)
+    """A layer is put in, on both ranks, when rank 1 has run out; then both have a batch again."""
+    model, raised = lockstep.replicate(nn.Sequential(one_weight(), one_weight()), process_group=rank.group), []
     for turn, x in enumerate(lockstep.batches([x_of(rank)] * (2 - rank.rank), model)):
         if turn == 1 and change == "replaced":
             model[0] = one_weight()
         if turn == 1 and change == "inserted":
             model.insert(0, one_weight())
-        model(x).sum().backward()
-    reduced = [parameter.grad.item() for parameter in model.parameters()]
-    model.zero_grad()
-    with model.no_sync():
-        model(x_of(rank)).sum().backward()
-    model[-1](x_of(rank)).sum().backward()
-    return reduced, [parameter.grad.item() for parameter in model.parameters()]
+        raised.append(error_of(model(x).sum().backward))
+    left = [parameter.grad for parameter in model.parameters()]
+    model(x_of(rank)).sum().backward()
+    return raised, set(left), [parameter.grad.item() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize(("change", "after"), [("replaced", [1.5] * 2), ("inserted", [1.5] * 3)])
+def test_a_new_layer_where_a_rank_has_run_out_is_an_error_on_all(change, after):
+    for kind, (raised, left, found) in zip(
+        (PeerError, OptionError), run_ranks(2, new_layer_in_an_idle_batch, change), strict=True
+    ):
+        assert raised == [None, kind]
+        assert left == {None}
+        assert found == after
+
+
+def new_layers_before_an_idle_batch(rank, layers, weight, after):
+    """The ranks have not agreed on them yet when rank 1 runs out."""
+    model = lockstep.replicate(nn.Sequential(one_weight(), one_weight()), process_group=rank.group)
+    for turn, x in enumerate(lockstep.batches([x_of(rank)] * (3 - 2 * rank.rank), model)):
+        for layer in layers if turn == 0 and not after else ():
+            model[layer] = one_weight()
+        with lockstep.accumulate(model, last=turn == 2, weight=weight):
+            model(x).sum().backward()
+        for layer in layers if turn == 0 and after else ():
+            model[layer] = one_weight()
+    return [parameter.grad.item() for parameter in model.parameters()]
 
 
 @pytest.mark.parametrize(
-    ("change", "reduced", "after"),
-    [("replaced", [1.0, 2.5], [1.5, 3.0]), ("inserted", [1.0, 2.5, 2.5], [1.5, 1.5, 3.0])],
+    ("layers", "weight", "after", "expected"),
+    [
+        ([1], None, False, [(1 + 1 + 1 + 2) / 2] * 2),
+        ([0, 1], None, False, [(1 + 1 + 1 + 2) / 2] * 2),
+        ([1], None, True, [(1 + 1 + 1 + 2) / 2, (1 + 1) / 2]),
+        ([1], 4, False, [pytest.approx((1 + 1 + 1 + 2) / 16)] * 2),
+        ([0, 1], 4, False, [pytest.approx((1 + 1 + 1 + 2) / 16)] * 2),
+    ],
 )
-def test_a_rank_that_has_run_out_goes_on_with_a_new_layer(change, reduced, after):
-    assert run_ranks(2, new_layer_in_an_idle_batch, change) == [(reduced, after)] * 2
-
-
-@pytest.mark.parametrize("past_forward", [False, True])
-def test_what_a_rank_that_has_run_out_has_of_a_new_layer_does_not_count(past_forward):
-    """Also where the rank has something to contribute, of micro-batches before."""
-
-    def call(rank):
-        model = lockstep.replicate(nn.Sequential(one_weight(), one_weight()), process_group=rank.group)
-        for turn, x in enumerate(lockstep.batches([x_of(rank)] * (2 - rank.rank), model)):
-            if turn == 1:
-                model[1] = one_weight()
-            with lockstep.accumulate(model, last=turn == 1):
-                (model[1](model[0](x)) if past_forward else model(x)).sum().backward()
-        return [parameter.grad.item() for parameter in model.parameters()]
-
-    # of the first layer two of rank 0 and one of rank 1; of the new one one of rank 0
-    assert run_ranks(2, call) == [[(1 + 1 + 2) / 2, 1 / 2]] * 2
+def test_a_rank_that_has_run_out_contributes_what_it_had_of_new_layers(layers, weight, after, expected):
+    assert run_ranks(2, new_layers_before_an_idle_batch, layers, weight, after) == [expected] * 2
 
 
 @pytest.mark.parametrize("has_gradient", [False, True])

@@ -1,4 +1,4 @@
-"""A loss that reaches no trained parameter has a weight, too: it counts, and goes when the batch is given up."""
+"""A loss that reaches no trained parameter has a weight, too, and a block without any."""
 
 from __future__ import annotations
 
@@ -60,11 +60,6 @@ def without_gradient(model, weight, way=through_forward):
         way(model).sum().backward()
 
 
-def step(model):
-    """Of an optimizer, of all parameters, which leaves them as they are."""
-    torch.optim.SGD(model.parameters(), lr=0.0).step()
-
-
 def last(model, weight=1, value=1.0):
     with lockstep.accumulate(model, weight=weight):
         model(rows(value)).sum().backward()
@@ -81,7 +76,6 @@ def test_it_counts(way, wrap):
         if rank.rank:
             without_gradient(model, 2, way)
         last(model)
-        step(model)
         first = grad(model)
         model.zero_grad()
         last(model)  # it has been taken along
@@ -117,7 +111,6 @@ def test_it_counts_in_the_backward_that_synchronises():
             else:
                 last(model, 1, 3.0)
             seen.append(grad(model))
-            step(model)
             model.zero_grad()
         return seen
 
@@ -148,41 +141,11 @@ def test_where_several_modules_are_weighed_each_counts_its_own():
     assert run_ranks(2, call) == [(0.5, 0.25)] * 2
 
 
-def test_it_waits_for_a_round_that_is_in_the_closure_of_a_step():
+def test_a_block_counts_whatever_happens_in_it():
     def call(rank):
         model = net(rank)
-        without_gradient(model, 1)
-        torch.optim.SGD(model.parameters(), lr=0.0).step(lambda: last(model))
-        return grad(model)
-
-    assert run_ranks(2, call) == [0.5] * 2
-
-
-def test_a_step_of_other_parameters_does_not_concern_it():
-    def call(rank):
-        model = net(rank)
-        without_gradient(model, 1)
-        step(nn.Linear(1, 1))
-        last(model)
-        return grad(model)
-
-    assert run_ranks(2, call) == [0.5] * 2
-
-
-def test_gradients_from_before_are_not_divided_by_it():
-    def call(rank):
-        model = net(rank)
-        last(model)
-        without_gradient(model, 1)
-        last(model)
-        return grad(model)
-
-    assert run_ranks(2, call) == [1.5] * 2  # 1, and (1 + 1) / (1 + 1 + 1 + 1)
-
-
-def test_what_is_no_backward_of_the_block_does_not_count():
-    def call(rank):
-        model = net(rank)
+        with lockstep.accumulate(model, last=False, weight=1):
+            pass
         with lockstep.accumulate(model, last=False, weight=1):
             model(rows(), frozen=True)
             x = rows()
@@ -193,63 +156,44 @@ def test_what_is_no_backward_of_the_block_does_not_count():
         last(model)
         return grad(model)
 
-    assert run_ranks(2, call) == [1.0] * 2
+    assert run_ranks(2, call) == [0.25] * 2
+
+
+def test_a_module_that_this_ranks_backward_does_not_reach():
+    """Of two on one group: what the block counts is told in the round that the other rank's backward is."""
+
+    def call(rank):
+        one, other = net(rank), net(rank)
+        with lockstep.accumulate(one, weight=1), lockstep.accumulate(other, weight=3):
+            loss = one(rows())
+            (loss if rank.rank else loss + other(rows(6.0))).sum().backward()
+        return grad(one), grad(other)
+
+    assert run_ranks(2, call) == [(1.0, 1.0)] * 2
+
+
+def test_a_module_that_has_no_round_counts_nothing_afterwards():
+    """All of it is frozen, or no rank comes to it, in the block that synchronises."""
+
+    def call(rank):
+        model, seen = net(rank), []
+        for frozen in (True, False):
+            model.trained.requires_grad_(not frozen)
+            with lockstep.accumulate(model, weight=100):
+                (model(rows()) if frozen else past_the_module(model)).sum().backward()
+            model.trained.requires_grad_(True)
+            model(rows()).sum().backward()  # without a weight
+            seen.append(grad(model))
+            model.zero_grad()
+            last(model)
+            seen.append(grad(model))
+            model.zero_grad()
+        return seen
+
+    assert run_ranks(2, call) == [[1.0] * 4] * 2
 
 
 # ------------------------------------------------------------------------------------------- given up
-
-
-def cleared(model):
-    model.zero_grad()
-
-
-def zeroed(model):
-    model.zero_grad(set_to_none=False)
-
-
-@pytest.mark.parametrize("wrap", [False, True], ids=["replicated", "wrapped"])
-@pytest.mark.parametrize("give_up", [step, cleared, zeroed], ids=lambda each: each.__name__)
-def test_it_goes_with_a_batch_that_is_given_up(give_up, wrap):
-    def call(rank):
-        model = net(rank, wrap)
-        if rank.rank:
-            without_gradient(model, 2)
-            give_up(model)
-        last(model)
-        return grad(model)
-
-    assert run_ranks(2, call) == [1.0] * 2
-
-
-@pytest.mark.parametrize("give_up", [step, cleared], ids=lambda each: each.__name__)
-def test_it_goes_with_a_batch_that_is_given_up_where_gradients_are_left_from_before(give_up):
-    def call(rank):
-        model = net(rank)
-        last(model)
-        without_gradient(model, 2)
-        give_up(model)
-        before = grad(model) or 0.0
-        last(model)
-        return grad(model) - before
-
-    assert run_ranks(2, call) == [1.0] * 2
-
-
-@pytest.mark.parametrize("first", [False, True])
-def test_it_goes_with_gradients_that_it_has_accumulated_beside(first):
-    def call(rank):
-        model = net(rank)
-        for nothing in (first, not first):
-            if nothing:
-                without_gradient(model, 3)
-            else:
-                with lockstep.accumulate(model, last=False, weight=1):
-                    model(rows()).sum().backward()
-        model.trained.weight.grad = None  # as an optimizer's zero_grad() does
-        last(model)
-        return grad(model)
-
-    assert run_ranks(2, call) == [1.0] * 2
 
 
 def test_it_goes_with_a_round_that_fails():
@@ -286,11 +230,7 @@ def test_it_is_not_mixed_with_losses_that_have_no_weight():
         without_gradient(model, 1)
         with pytest.raises(OptionError, match="this backward pass has no weight, an earlier one"):
             model(rows()).sum().backward()
-        model.zero_grad()
-        with model.no_sync():
-            model(rows()).sum().backward()
-        with pytest.raises(OptionError, match="this backward pass has a weight, an earlier one"):
-            without_gradient(model, 1)
-        return True
+        last(model)
+        return grad(model)
 
-    assert all(run_ranks(2, call))
+    assert run_ranks(2, call) == [1.0] * 2

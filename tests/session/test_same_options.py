@@ -9,8 +9,7 @@ import torch.distributed as dist
 
 import lockstep
 from lockstep.errors import AgreementError, PeerFailure
-from lockstep.session.same_options import OF_EACH_RANK
-from lockstep.session.session import SessionOptions
+from lockstep.session.start import OF_EACH_RANK, SessionOptions
 from processes import be_launched, run_processes
 
 OTHERS = {

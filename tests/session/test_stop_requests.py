@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import lockstep
 from lockstep.loader_workers import workers_protected
-from lockstep.session import taken_signals
+from lockstep.session import stop_requests
 from lockstep.session.stop_requests import StopRequests
 from processes import run_processes
 
@@ -67,7 +67,7 @@ def test_a_signal_is_a_request_at_once_even_while_the_main_thread_waits_in_c(num
 def sent_again(rank, number, times):
     requests = StopRequests(name="rank 0")
     requests.take_over()
-    taken_signals._AT_ONCE = 0.05
+    stop_requests._AT_ONCE = 0.05
     store = dist.HashStore()
 
     def sends():

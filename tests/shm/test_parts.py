@@ -17,11 +17,12 @@ import torch
 import torch.distributed as dist
 
 from lockstep.errors import AgreementError, CommunicationError, DeviceError, LayoutError, OptionError
+from lockstep.network import host_identity
 from lockstep.shm import arithmetic, flatten, messages, one_host, peers, staging
 from lockstep.shm.messages import Descriptor, Kind, MessageKind, Op
 from lockstep.shm.peers import LONGEST, Peers
 from lockstep.shm.pool import PAGE_BYTES, Pool
-from lockstep.shm.rendezvous import host_identity, meet
+from lockstep.shm.rendezvous import meet
 from lockstep.shm.works import ShmWork, WorkQueue
 
 DTYPES = list(messages._codes())

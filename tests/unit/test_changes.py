@@ -10,17 +10,16 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep.local import dict_versions, tensor_state
+from lockstep.local import tensor_state
 from lockstep.local.changes import AttributeSnapshot, StructureSnapshot
-from lockstep.local.contents import identical
+from lockstep.local.contents import differing_dicts, identical
 from lockstep.local.tensor_state import Change, TensorSnapshot
 
 
-@pytest.fixture(params=["numbered", "gone through"], autouse=True)
-def without_numbers(request, monkeypatch):
-    """Also where nothing tells that dictionaries were written, or that tensors are laid out as they were."""
+@pytest.fixture(params=["guarded", "gone through"], autouse=True)
+def without_guards(request, monkeypatch):
+    """Also where nothing tells that tensors are laid out as they were."""
     if request.param == "gone through":
-        monkeypatch.setattr(dict_versions, "_version_of", None)
         monkeypatch.setattr(tensor_state, "_TensorGuards", None)
 
 
@@ -432,3 +431,26 @@ def test_sparse_tensors_are_known_by_identity_and_version():
     assert tensors.change() is Change.NONE
     sparse.mul_(2)
     assert tensors.written() == [1]
+
+
+# ------------------------------------------------------------------------------ dictionaries and copies
+
+NET = nn.Linear(2, 2)
+SAME = {"put back": {"a": 1, "b": NET}, "another order": {"b": NET, "a": 1}}
+OTHERS = {
+    "another value": {"a": 1, "b": nn.Linear(2, 2)},
+    "a value that is equal": {"a": True, "b": NET},
+    "another name": {"a": 1, "c": NET},
+    "one more": {"a": 1, "b": NET, "c": 2},
+    "one less": {"b": NET},
+}
+
+
+@pytest.mark.parametrize("now", SAME.values(), ids=SAME)
+def test_a_dictionary_with_the_same_items_does_not_differ(now):
+    assert differing_dicts([{}, now], [{}, {"a": 1, "b": NET}]) == []
+
+
+@pytest.mark.parametrize("now", OTHERS.values(), ids=OTHERS)
+def test_a_dictionary_with_other_items_differs(now):
+    assert differing_dicts([{"d": 3}, now, {}], [{"d": 3}, {"a": 1, "b": NET}, {}]) == [1]

@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep.distributed.options import Options
-from lockstep.distributed.selection import Selection
-from lockstep.distributed.slots import SlotWatch
+from lockstep.distributed.reduction.selection import Selection
+from lockstep.distributed.reduction.slots import SlotWatch
 from lockstep.errors import NotReplicableError
 
 
@@ -24,7 +23,7 @@ def test_a_module_that_is_gone_is_a_change():
 
 def test_what_was_replicated_does_not_keep_the_module():
     net = nn.Linear(1, 1)
-    selection = Selection(net, Options(), (), taking_over=False)
+    selection = Selection(net, (), taking_over=False)
     assert selection.alive
     assert selection.module is net
     del net

@@ -10,8 +10,8 @@ import torch
 from lockstep.distributed.agreement import all_gather_object
 from lockstep.distributed.collectives import Collectives, Group, resolve_group
 from lockstep.errors import AgreementError, CheckpointError
-from lockstep.failures.failure import shortened
 from lockstep.phases import Phases
+from lockstep.texts import shortened
 
 LONGEST_ERROR = 16 * 1024
 """Characters of an error's message that all other ranks are told."""

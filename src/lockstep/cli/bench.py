@@ -1,14 +1,33 @@
 """``lockstep bench``: what a training step takes in PyTorch's way and in ours, on this host, with one's own model."""
 
 import argparse
+import contextlib
+import copy
+import gc
+import importlib
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Module
+
+import lockstep
 from lockstep.cli import printing
-from lockstep.cli.drawing import Bar, lanes
-from lockstep.cli.findings import usable_backends
-from lockstep.cli.local_ranks import run_ranks
+from lockstep.cli.doctor import usable_backends
+from lockstep.cli.local_ranks import as_rank, run_ranks
+from lockstep.devices import all_accelerators
 from lockstep.errors import OptionError
+
+Step = Callable[[Module], Tensor]
+Wrap = Callable[[Module], Module]
 
 DESCRIPTION = """
 Train a model in several ways that take turns in one run: alone (every rank for itself), with PyTorch's
@@ -20,6 +39,8 @@ MODEL = """
 your model, as MODULE:FUNCTION: a function without arguments that returns a module, and a function that gives the loss
 of one batch when it is called with that module (default: a small encoder)
 """
+WARMUP = 2
+"""Turns that do not count."""
 
 
 def add_to(subparsers: Any) -> None:
@@ -34,7 +55,6 @@ def add_to(subparsers: Any) -> None:
     parser.add_argument("--one-process", action="store_true", help="all replicas in one process, on threads")
     parser.add_argument("--rounds", type=int, default=15, help="how many steps of each way (default: %(default)s)")
     parser.add_argument("--json", action="store_true", help="one JSON document, for machines")
-    parser.add_argument("--picture", type=Path, help="write a picture of the times to this file, an SVG")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds for all of it (default: %(default)s)")
     parser.set_defaults(call=run)
 
@@ -43,18 +63,14 @@ def run(options: argparse.Namespace) -> int:
     """Measure and print."""
     if options.ranks < 1 or options.rounds < 1:
         raise OptionError(f"--ranks {options.ranks} --rounds {options.rounds}: expected at least 1 of each")
-    if options.picture is not None and options.picture.suffix != ".svg":
-        raise OptionError(f"--picture {options.picture}: expected a name that ends with .svg")
     wanted = {
         "model": options.model,
         "backends": usable_backends(),
         "replicas": options.ranks if options.one_process else 0,
         "rounds": options.rounds,
-        "warmup": 2,
         "timeout": options.timeout,
     }
-    processes = 1 if options.one_process else options.ranks
-    by_rank = run_ranks("lockstep.cli.training_times", wanted, processes, options.timeout)
+    by_rank = run_ranks("lockstep.cli.bench", wanted, 1 if options.one_process else options.ranks, options.timeout)
     devices = by_rank[0]["devices"]
     ways = {name: _slowest([found["ways"][name] for found in by_rank]) for name in by_rank[0]["ways"]}
     for way in [] if options.one_process else ways.values():
@@ -66,8 +82,6 @@ def run(options: argparse.Namespace) -> int:
         _show_replicas(ways, devices)
     else:
         _show_ranks(ways, options.ranks)
-    if options.picture is not None:
-        options.picture.write_text(_picture(ways, devices, options.ranks))
     return 0
 
 
@@ -76,18 +90,19 @@ def _slowest(ranks: list[dict[str, float]]) -> dict[str, float]:
 
 
 def _show_ranks(ways: dict[str, dict[str, float]], ranks: int) -> None:
-    alone = ways["alone"]
-    reference = ways.get("DDP, nccl") or ways["DDP, gloo"]
-    rows = [
+    alone, reference = ways["alone"], ways.get("DDP, nccl") or ways["DDP, gloo"]
+    rows = [("alone", printing.seconds(alone["seconds"]), "", "", printing.size(alone["memory"]), "")]
+    rows += [
         (
             name,
             printing.seconds(way["seconds"]),
-            "" if way is alone else printing.seconds(way["exposed_seconds"]),
-            "" if way is alone else printing.seconds(way["host_seconds"] - alone["host_seconds"]),
+            printing.seconds(way["exposed_seconds"]),
+            printing.seconds(way["host_seconds"] - alone["host_seconds"]),
             printing.size(way["memory"]),
-            "" if way is alone else f"{way['seconds'] / reference['seconds']:.2f}",
+            f"{way['seconds'] / reference['seconds']:.2f}",
         )
         for name, way in ways.items()
+        if way is not alone
     ]
     headers = ("way", "step", "exposed communication", "processor beyond alone", "memory", "step / DDP")
     printing.print_table(f"{ranks} ranks on this host; medians, of the slowest rank", headers, rows)
@@ -114,17 +129,133 @@ def _show_replicas(ways: dict[str, dict[str, float]], devices: list[str]) -> Non
         print("There is no row of torch.nn.DataParallel: without accelerators it calls the module once, as alone does.")
 
 
-def _picture(ways: dict[str, dict[str, float]], devices: list[str], ranks: int) -> str:
-    alone = ways["alone"]["seconds"] * 1e3
-    rows = []
-    for name, way in ways.items():
-        took = way["seconds"] * 1e3
-        computed = (
-            took if devices else min(alone, took)
-        )  # of replicas in one process, nothing is known of what they send
-        bars = [Bar(0.0, computed, "compute", f"{computed:.2f} ms")]
-        if took > computed:
-            bars.append(Bar(computed, took, "communication", f"{took - computed:.2f} ms that nothing hides"))
-        rows.append((f"{name}: {took:.3g} ms", bars))
-    place = f"{len(devices)} replicas in one process" if devices else f"{ranks} ranks on one host"
-    return lanes(f"A training step, {place}", rows, "milliseconds")
+# -------------------------------------------------------------------------------------------- in each process
+
+
+def measure(options: dict[str, Any]) -> dict[str, Any]:
+    """By way of training: seconds and processor seconds of a step, the median, and bytes of memory that it takes.
+
+    ``devices`` are those of the replicas in one process, and empty where each process has one.
+    """
+    dist.init_process_group("gloo", timeout=timedelta(seconds=options["timeout"]))
+    build = find_builder(options["model"])
+    _Way(*build(), wrap=lambda module: module)  # what is needed once, and by all, is not counted for the first of them
+    device, replicas = next(build()[0].parameters()).device, options["replicas"]
+    devices = _devices(device, replicas) if replicas else []
+    ways = {name: _Way(*build(), wrap=wrap) for name, wrap in _wraps(device, devices, options["backends"]).items()}
+    for number in range(-WARMUP, options["rounds"]):
+        for way in list(ways.values())[:: 1 if number % 2 else -1]:
+            dist.barrier()
+            way.turn(counts=number >= 0)
+    found = {name: way.result() for name, way in ways.items()}
+    del way
+    ways.clear()
+    gc.collect()
+    dist.destroy_process_group()
+    return {"ways": found, "devices": list(map(str, devices))}
+
+
+def find_builder(name: str) -> Callable[[], tuple[Module, Step]]:
+    """The user's function of that name, or ours."""
+    if not name:
+        return _build_encoder
+    module, _, function = name.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise OptionError(
+            f"--model {name}: {error}. Expected MODULE:FUNCTION, a function without arguments that returns a module "
+            "and a function that gives the loss of one batch when it is called with that module"
+        ) from error
+    return found  # type: ignore[no-any-return]
+
+
+def _build_encoder() -> tuple[Module, Step]:
+    """The built-in model: an encoder of four layers, and its loss on one batch; on an accelerator if there is one."""
+    torch.manual_seed(0)
+    count = torch.accelerator.device_count()
+    device = all_accelerators()[int(os.environ.get("LOCAL_RANK", "0")) % count] if count else torch.device("cpu")
+    layer = torch.nn.TransformerEncoderLayer(256, 4, 1024, dropout=0.0, batch_first=True)
+    inputs = torch.randn(8, 32, 256, device=device)
+    model = torch.nn.TransformerEncoder(layer, 4, enable_nested_tensor=False).to(device)
+    return model, lambda model: model(inputs).square().mean()
+
+
+def _devices(first: torch.device, count: int) -> list[torch.device]:
+    """Where replicas are: on accelerators if the model is, and there are enough of them."""
+    if first.type == "cpu":
+        return [first] * count
+    there = all_accelerators()
+    if count > len(there):
+        raise OptionError(f"--ranks {count}: the model is on {first}, and there are {len(there)} of that kind")
+    return there[:count]
+
+
+def _wraps(device: torch.device, devices: list[torch.device], backends: Sequence[str]) -> dict[str, Wrap]:
+    """The ways of training: with all replicas in this process, on ``devices`` if there are any, or with one."""
+    ways: dict[str, Wrap] = {"alone": lambda module: module}
+    if devices:
+        if device.type != "cpu":  # on the CPU, PyTorch's wrapper only calls the module
+            ways["torch.nn.DataParallel"] = lambda module: torch.nn.DataParallel(module, devices)
+        ways["lockstep.DataParallel"] = lambda module: lockstep.DataParallel(module, devices)
+        return ways
+
+    def ddp(module: Module, backend: str) -> Module:
+        return torch.nn.parallel.DistributedDataParallel(module, process_group=dist.new_group(backend=backend))
+
+    def ours(module: Module, backend: str) -> Module:
+        return lockstep.replicate(module, process_group=dist.new_group(backend=backend))
+
+    suitable = [name for name in backends if name != ("nccl" if device.type == "cpu" else "shm")]
+    for name, wrap in (("DDP", ddp), ("lockstep", ours)):
+        ways |= {f"{name}, {backend}": partial(wrap, backend=backend) for backend in suitable}
+    return ways
+
+
+class _Way:
+    """One way to train, with a model and a process group of its own."""
+
+    def __init__(self, module: Module, step: Step, wrap: Wrap) -> None:
+        with contextlib.suppress(OSError):  # resets the peak of VmHWM
+            Path("/proc/self/clear_refs").write_text("5")
+        before = _memory("VmRSS")
+        self._step = step
+        self._turns: list[tuple[float, float]] = []
+        self._model = wrap(copy.deepcopy(module))
+        self._optimizer = torch.optim.SGD(self._model.parameters(), lr=1e-3)
+        for _ in range(3):
+            self._run()
+        self._peak = max(0, _memory("VmHWM") - before)
+
+    def turn(self, counts: bool) -> None:
+        """One step."""
+        gc.collect()
+        begin, host = time.perf_counter(), time.process_time()
+        self._run()
+        if counts:
+            self._turns.append((time.perf_counter() - begin, time.process_time() - host))
+
+    def result(self) -> dict[str, float]:
+        """What the turns have taken."""
+        seconds, host = map(statistics.median, zip(*self._turns, strict=True))
+        return {"seconds": seconds, "host_seconds": host, "memory": float(self._peak)}
+
+    def _run(self) -> None:
+        self._optimizer.zero_grad()
+        self._step(self._model).backward()
+        self._optimizer.step()
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()
+
+
+def _memory(entry: str) -> int:
+    """Bytes, of Linux's count for this process; 0 elsewhere."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith(f"{entry}:"):
+                return int(line.split()[1]) * 1024
+    return 0
+
+
+if __name__ == "__main__":
+    as_rank(measure)

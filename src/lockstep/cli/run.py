@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lockstep.cli.findings import usable_cores
+from lockstep.cli.doctor import usable_cores
 from lockstep.errors import OptionError
 
 DESCRIPTION = """

@@ -23,16 +23,22 @@ def accumulate(module: Module, last: bool = True, weight: float | torch.Tensor |
         module: A module from :func:`lockstep.replicate`, or a :class:`lockstep.DistributedDataParallel`.
         last: Whether the backward pass inside synchronises.
         weight: What this rank's loss inside counts, of all backward passes together: a number or a tensor with one
-            element, 0 or more. Weights add up until gradients are synchronised or given up (``zero_grad()``), and are
-            summed over the ranks in float64. Give one on every rank and in every micro-batch, or on none. It counts
-            once ``backward()`` has run inside, also where that reaches nothing that is trained.
+            element, 0 or more. Weights are summed in float64, from the first block after a synchronisation to the one
+            that synchronises, and over the ranks. Give one on every rank and in every micro-batch, or on none. It
+            counts whether or not a backward inside reaches anything that is trained; not if an exception leaves the
+            block before that.
+
+    With weights, call ``zero_grad()`` before the first block, and not again until the last one has ended: gradients
+    have to be None or zero when the first block begins, and to stay as they are between backward passes. The module
+    must not change meanwhile.
 
     Communicates nothing of its own: weights ride with the gradients.
 
     Raises:
-        OptionError: A weight is negative or not finite, or missing in some micro-batch, or gradients of some parameters
-            only were given up before they were synchronised (at once; other ranks raise ``PeerError``), or a weight
-            is missing on some rank (on every rank, at the end of the backward that synchronises).
+        OptionError: A weight is negative or not finite (at once). At the end of the backward that synchronises, on the
+            rank that it concerns, while other ranks raise ``PeerError``: a weight is missing in some micro-batch, there
+            were gradients when the first block began, they were changed since, or are not complete, or the module
+            has changed. On every rank: a weight is missing on some rank.
 
     Example:
         >>> import torch, torch.distributed as dist, lockstep
@@ -52,5 +58,5 @@ def accumulate(module: Module, last: bool = True, weight: float | torch.Tensor |
         weight = float(weight)
         if not 0 <= weight < float("inf"):
             raise OptionError(f"accumulate() got a weight of {weight}; expected a finite number, 0 or more")
-    with replication.weighing(weight), replication.synchronising(last and replication.requires_sync):
+    with replication.synchronising(last and replication.requires_sync), replication.weighing(weight):
         yield

@@ -12,7 +12,7 @@ nobody waits for it.
 import json
 from collections.abc import Collection, Sequence
 from ctypes import string_at
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -85,13 +85,6 @@ class Line(NamedTuple):
     value: str
 
 
-class Description(NamedTuple):
-    """What a rank is about to replicate, or why it cannot."""
-
-    lines: Sequence[Line]
-    error: str = ""
-
-
 def describe_tensor(tensor: Tensor, layout: bool = True) -> str:
     """Dtype and shape, a DTensor's placements, and the strides if ``layout`` counts and is out of the ordinary."""
     local = local_part(tensor)
@@ -106,24 +99,25 @@ def describe_tensor(tensor: Tensor, layout: bool = True) -> str:
 
 
 def check_same_on_all_ranks(
-    description: Description, numbers: Sequence[int], collectives: Collectives
+    lines: Sequence[Line], collectives: Collectives, numbers: Sequence[int] = (), error: str = ""
 ) -> list[list[int]]:
-    """Raise :class:`AgreementError`, on every rank, unless all describe the same; return every rank's
-    ``numbers``.
+    """Raise :class:`AgreementError`, on every rank, unless all have the same lines; return every rank's ``numbers``.
 
-    Communicates what :func:`all_gather_object` does, and once more if there is a difference.
+    A rank that has no lines says why in ``error``, which is raised on every rank. Communicates what
+    :func:`all_gather_object` does, and once more if there is a difference.
     """
-    digest = None if description.error else text_digest(json.dumps(description.lines))
+    digest = None if error else text_digest(json.dumps(lines))
     rows = all_gather_object([digest, *numbers], "digest of the module", collectives)
     digests = [each for each, *_ in rows]
+    ranks = collectives.global_ranks
     if None in digests:
         failed = digests.index(None)
-        (error,) = objects_of([failed], description.error, "error of a rank", collectives)
-        raise AgreementError(f"rank {collectives.global_ranks[failed]} cannot replicate its module: {error}")
+        (error,) = objects_of([failed], error, "error of a rank", collectives)
+        raise AgreementError(f"rank {ranks[failed]} cannot replicate its module: {error}")
     other = first_differing(digests)
     if other is not None:
-        first, its = objects_of([0, other], description.lines, "description of the module", collectives)
-        raise AgreementError(_difference(first, its, (collectives.global_ranks[0], collectives.global_ranks[other])))
+        reference, its = objects_of([0, other], lines, "description of the module", collectives)
+        _raise_difference(reference, its, (ranks[0], ranks[other]))
     return [each for _, *each in rows]
 
 
@@ -147,23 +141,24 @@ def check_new_everywhere(names: Sequence[str], new: Sequence[Collection[int]], g
             )
 
 
-def _difference(reference: Sequence[Sequence[str]], lines: Sequence[Sequence[str]], ranks: tuple[int, int]) -> str:
-    """Say in which line two ranks differ."""
+def _raise_difference(
+    reference: Sequence[Sequence[str]], lines: Sequence[Sequence[str]], ranks: tuple[int, int]
+) -> NoReturn:
     first, rank = ranks
     for mine, theirs in zip(reference, lines, strict=False):
         if mine != theirs:
-            return _difference_of_lines(ranks, mine, theirs, {name for name, _ in reference})
+            raise AgreementError(_difference(ranks, mine, theirs, {name for name, _ in reference}))
     here, there = (first, reference), (rank, lines)
     (longer, more), (shorter, less) = (here, there) if len(reference) > len(lines) else (there, here)
     name, value = more[len(less)]
-    return (
+    raise AgreementError(
         f"ranks differ: rank {longer} has {name} ({value}), rank {shorter} has no such "
         f"thing ({len(reference)} entries on rank {first}, {len(lines)} on rank {rank}); build the same module "
         "on every rank"
     )
 
 
-def _difference_of_lines(ranks: tuple[int, int], mine: Sequence[str], theirs: Sequence[str], known: set[str]) -> str:
+def _difference(ranks: tuple[int, int], mine: Sequence[str], theirs: Sequence[str], known: set[str]) -> str:
     first, rank = ranks
     if mine[0] == theirs[0]:
         text = (

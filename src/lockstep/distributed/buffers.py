@@ -4,7 +4,7 @@
 others rank 0's. ``local``: each rank keeps its own.
 
 Buffers are made equal at the end of every backward that synchronises, so the next forward begins with the same values
-everywhere, as it does where they are broadcast before forward. Small ones are packed behind the report (``report.py``):
+everywhere, as it does where they are broadcast before forward. Small ones are packed behind the report (``status.py``):
 a value that one rank contributes and all others leave at zero is exact under a sum; what is not of the report's dtype
 is packed as bytes, one for each element. Large ones take one more collective.
 
@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from lockstep.distributed.agreement import Description, Line, check_same_on_all_ranks
+from lockstep.distributed.agreement import Line, check_same_on_all_ranks
 from lockstep.distributed.collectives import Collectives, Pending
 
 Policy = Literal["rank0", "mean", "local"]
@@ -199,7 +199,7 @@ class BufferSet:
     def changed(self) -> bool:
         """Whether buffers have been registered, removed, tied, untied, or replaced by others of another kind since.
 
-        Whether there are other modules, :class:`lockstep.distributed.slots.SlotWatch` knows.
+        Whether there are other modules, :class:`lockstep.distributed.reduction.slots.SlotWatch` knows.
         """
         if list(map(len, self._registries)) != self._sizes:
             return True
@@ -301,9 +301,7 @@ class BufferSync:
         if self.policy == "local":
             return
         found = self._scan()
-        check_same_on_all_ranks(
-            Description([describe_buffer(buffer) for buffer in found.buffers]), [], self._collectives
-        )
+        check_same_on_all_ranks([describe_buffer(buffer) for buffer in found.buffers], self._collectives)
         self._set = found
         self._flats = self._put_together(self.buffers)
         self.send_large()

@@ -9,25 +9,59 @@ import atexit
 import os
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions
 
+from lockstep.abilities import Addition, abilities_of
 from lockstep.buckets import TensorSpec, plan_buckets
 from lockstep.distributed.traffic import Traffic
 from lockstep.errors import AgreementError, CommunicationError, OptionError, PeerFailure
-from lockstep.failures.channel import FailureChannel, channel_of, watched_groups
 from lockstep.phases import Phases
-from lockstep.shm import ProcessGroupShm
-from lockstep.shm.algorithm import Addition
 
 Group = Any
 """A ``dist.ProcessGroup`` or a bare backend: both have ``rank()`` and ``size()``."""
+
+
+class Watcher(Protocol):
+    """Tells the ranks of a group of each other's failures, once it is plugged in by :func:`watch_group`."""
+
+    global_ranks: list[int]
+
+    def enter(self, phase: str) -> None:
+        """Note the phase of its step in which this rank is from now on."""
+
+    def waiting(self, what: str) -> AbstractContextManager[None]:
+        """Within: this rank waits for the others, in a collective of ours."""
+
+    def check(self) -> None:
+        """Raise :class:`PeerFailure` if another rank has failed."""
+
+    def check_waiting(self, ranks: Collection[int], since: float) -> None:
+        """As :meth:`check`, for a rank that has waited since then; raises, too, if one of ``ranks`` has left."""
+
+    def explain(self, error: BaseException) -> PeerFailure | None:
+        """Return the failure of another rank from which an error follows, if there is one, or soon will be."""
+
+
+_watched: list[tuple["weakref.ref[Any]", Watcher]] = []
+"""Groups and their watchers: empty where nobody watches, which is all that a step has to look at then."""
+
+
+def watch_group(group: Group, watcher: Watcher) -> None:
+    """From now on, waits for this group's collectives hear of failures from this watcher."""
+    _watched.append((weakref.ref(group), watcher))
+
+
+def forget_watcher(watcher: Watcher) -> None:
+    """Its groups have no watcher any more."""
+    _watched[:] = [(group, each) for group, each in _watched if each is not watcher and group() is not None]
 
 
 _SLICE = timedelta(seconds=0.2)
@@ -82,6 +116,7 @@ class _Process:
 
     def _forked(self) -> None:
         self._parent, self.number = self.number, os.getpid()
+        _watched.clear()
         if dist.is_available():
             self._inherited += dist.distributed_c10d._world.pg_map
         self._inherited += [each.group for each in _known]
@@ -99,13 +134,13 @@ class Pending:
 
     def wait(self) -> None:
         """Return when the tensor holds the result (for the current stream, where there are streams)."""
-        channel = self._owner.channel
+        watcher = self._owner.watcher
         try:
-            if channel is None:
+            if watcher is None:
                 self._work.wait(_GROUPS_OWN_TIMEOUT)
             else:
-                with channel.progress.waiting(self._what):
-                    self._owner.wait_watched(self._work, channel)
+                with watcher.waiting(self._what):
+                    self._owner.wait_watched(self._work, watcher)
         except PeerFailure:
             raise
         except RuntimeError as error:
@@ -128,36 +163,43 @@ class Collectives:
         self.device = control_device(group)
         self._registered = _is_registered(group)
         self._process = _process.owner_of(group)
-        self._shm: ProcessGroupShm | None = group if isinstance(group, ProcessGroupShm) else None
+        self._abilities = abilities_of(group)
         self._begin_only, self._waited_for = dist.AllreduceOptions(), dist.AllreduceOptions()
         self._begin_only.asyncOp, self._waited_for.asyncOp = True, False
         self._in_slices = {each.rpartition(":")[2] for each in backends_of(group).split(",")} == {"gloo"}
         _known.add(self)
 
     @property
-    def channel(self) -> FailureChannel | None:
-        """What tells of failures of the group's ranks, if somebody watches them."""
-        if not watched_groups:
+    def watcher(self) -> Watcher | None:
+        """The watcher of the group, or one that watches all its ranks; None if there is none."""
+        if not _watched:
             return None
-        return channel_of(self.group, self.global_ranks if self._registered else ())
+        for group, watcher in _watched:
+            if group() is self.group:
+                return watcher
+        if self._registered:
+            for _, watcher in _watched:
+                if set(self.global_ranks) <= set(watcher.global_ranks):
+                    return watcher
+        return None
 
     def enter(self, phase: str) -> None:
         """Note the phase of its step in which this rank is from now on; others name it if it fails."""
-        if watched_groups and (channel := self.channel) is not None:
-            channel.enter(phase)
+        if _watched and (watcher := self.watcher) is not None:
+            watcher.enter(phase)
 
-    def wait_watched(self, work: Any, channel: FailureChannel) -> None:
-        """Wait for what a group does; raises :class:`PeerFailure` if the channel knows of one.
+    def wait_watched(self, work: Any, watcher: Watcher) -> None:
+        """Wait for what a group does; raises :class:`PeerFailure` if the watcher knows of one.
 
         ``shm`` and NCCL are ended when a rank fails. A work of Gloo can be waited for again when a wait has timed out.
         """
-        channel.check()
+        watcher.check()
         if not self._in_slices:
             work.wait(_GROUPS_OWN_TIMEOUT)
             return
         since = time.monotonic()
         while not _is_over(work):
-            channel.check_waiting(self.global_ranks, since)
+            watcher.check_waiting(self.global_ranks, since)
 
     @property
     def global_rank(self) -> int:
@@ -187,8 +229,8 @@ class Collectives:
 
     def end(self, reason: str) -> None:
         """End the group on all ranks, if it can do that."""
-        if self._shm is not None:
-            self._shm._abort(reason)
+        if self._abilities is not None:
+            self._abilities._abort(reason)
 
     def _check_process(self) -> None:
         if self._process != _process.number:
@@ -200,8 +242,8 @@ class Collectives:
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Uninitialised memory for what is sent often: shared with the other ranks, if the group can do that."""
-        if self._shm is not None and device.type == "cpu":
-            return self._shm.allocate(numel, dtype)
+        if self._abilities is not None and device.type == "cpu":
+            return self._abilities.allocate(numel, dtype)
         return plain_memory(numel, dtype, device)
 
     def follows_stream(self, device: torch.device) -> bool:
@@ -226,8 +268,8 @@ class Collectives:
         options = self._waited_for if wait_follows else self._begin_only
         self.traffic.reduces(_bytes_of(tensor))
         with self.phases.phase("collective", f"all_reduce, {what}"):
-            if self._shm is not None:  # multiplies on the way
-                return self._begin(what, self._shm.allreduce, [tensor], options, factor=factor)
+            if self._abilities is not None:  # multiplies on the way
+                return self._begin(what, self._abilities.allreduce, [tensor], options, factor=factor)
             if factor != 1:
                 tensor.mul_(factor)
             real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
@@ -286,7 +328,7 @@ class Collectives:
     @property
     def shares_memory(self) -> bool:
         """Whether all ranks reduce in memory that they share."""
-        return self._shm is not None and self._shm._is_on_one_host
+        return self._abilities is not None and self._abilities._shares_memory
 
     def can_add_in_order(self, device: torch.device) -> bool:
         """Whether :meth:`add_in_order` works for tensors from :meth:`empty` on a device."""
@@ -302,15 +344,16 @@ class Collectives:
         *,
         wait_follows: bool = False,
     ) -> Pending:
-        """Begin to add parts of tensors in memory that ranks share: see :meth:`ProcessGroupShm._add_in_order`.
+        """Begin to add parts of tensors in memory that ranks share: see :class:`~lockstep.abilities.Abilities`.
 
         ``wait_follows``: as in :meth:`all_reduce`.
         """
+        assert self._abilities is not None
         each = 2 if tensor.is_complex() else 1
         sizes = each * numel, additions, each * gathered
         options = self._waited_for if wait_follows else self._begin_only
         with self.phases.phase("collective", f"add_in_order, {what}"):
-            return self._begin(what, lambda: self.group._add_in_order(_real(tensor), *sizes, options))
+            return self._begin(what, self._abilities._add_in_order, _real(tensor), *sizes, options)
 
     def _begin(self, what: str, collective: Callable[..., Any], *args: Any, **options: Any) -> Pending:
         self._check_process()
@@ -329,9 +372,9 @@ class Collectives:
 
     def failure(self, what: str, error: BaseException) -> CommunicationError | PeerFailure:
         """The error to raise for what a collective raised."""
-        channel = self.channel
-        if channel is not None and not isinstance(error, AgreementError | OptionError):
-            known = channel.explain(error)
+        watcher = self.watcher
+        if watcher is not None and not isinstance(error, AgreementError | OptionError):
+            known = watcher.explain(error)
             if known is not None:
                 return known
         gist = (str(error) or type(error).__name__).splitlines()[0]
@@ -391,6 +434,40 @@ def control_device(group: Group) -> torch.device:
     if accelerator is None:
         return torch.device("cpu")
     return torch.device(accelerator.type, torch.accelerator.current_device_index())
+
+
+_companions: "weakref.WeakKeyDictionary[Group, Group]" = weakref.WeakKeyDictionary()
+
+
+def can_have_control_plane(group: Group) -> bool:
+    """Return True if ranks of a group can send tensors on the CPU, over the group itself or over one made for it."""
+    return control_device(group).type == "cpu" or _is_registered(group)
+
+
+def control_plane(collectives: "Collectives") -> "Collectives":
+    """Return what sends tensors on the CPU between the ranks of a group: itself, or a Gloo group beside it.
+
+    Where none has been made, all ranks of the group make one now, through the store, and wait for one another.
+    """
+    group = collectives.group
+    if collectives.device.type == "cpu":
+        return collectives
+    if group not in _companions:
+        _companions[group] = dist.new_group(
+            list(collectives.global_ranks),
+            timeout=_timeout_of(group, collectives.device),
+            backend="gloo",
+            use_local_synchronization=True,
+        )
+    return Collectives(_companions[group], collectives.phases)
+
+
+def _timeout_of(group: Group, device: torch.device) -> timedelta | None:
+    try:
+        found = group._get_backend(device).options._timeout
+    except (RuntimeError, AttributeError):
+        return None
+    return found if isinstance(found, timedelta) else None
 
 
 def backends_of(group: Group) -> str:

@@ -194,12 +194,6 @@ class DistributedDataParallel(CompatibleNames, _PyTorchs, Module, Joinable, Gene
         :meth:`lockstep.distributed.Replicated.register_comm_hook`."""
         self._replication.register_comm_hook(state, hook)
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """As of any module; besides, weights of ``accumulate`` since the last synchronisation are given up."""
-        Module.zero_grad(self, set_to_none)
-        if self._began:
-            self._replication.gradients_zeroed()
-
     # ------------------------------------------------------------------------------- uneven inputs
 
     def join(

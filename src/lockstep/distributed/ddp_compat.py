@@ -34,6 +34,7 @@ _MOVED = "forward moves its inputs itself (device_ids); lockstep.DataParallel an
 _BUFFERS = "buffers are made equal at the end of each synchronised backward, by buffer_policy"
 _JOINED = "use wrapper.join()"
 _DELAYED = "delay_all_reduce_named_params are reduced at the end of backward, in buckets like all others"
+_IN_BACKWARD = "run the optimizer in register_post_accumulate_grad_hook, which waits for the reduced gradient"
 _MIXED = "mixed_precision casts in forward, and leaves the parameters as they are"
 
 INSTEAD = {
@@ -65,12 +66,11 @@ INSTEAD = {
     "_pre_forward": "call the wrapper; gradients are synchronised whatever is called",
     "_register_accum_grad_hook": "gradients are noticed by hooks on the parameters",
     "_register_delay_all_reduce_hook": _DELAYED,
-    "_register_fused_optim": "run the optimizer in register_post_accumulate_grad_hook, which waits for the reduced "
-    "gradient, or use torch.distributed.optim._apply_optimizer_in_backward",
+    "_register_fused_optim": _IN_BACKWARD,
     "_root_copy_hook": _MIXED,
     "_run_ddp_forward": "call the wrapper",
     "_set_sparse_metadata": "sparse gradients need none",
-    "_setup_in_backward_optimizers": "optimizers in backward are found when the wrapper is made",
+    "_setup_in_backward_optimizers": _IN_BACKWARD,
     "_sync_buffers": _BUFFERS,
     "_sync_final_model": _JOINED,
     "_sync_module_buffers": _BUFFERS,

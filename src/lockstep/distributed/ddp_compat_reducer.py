@@ -76,7 +76,7 @@ class CompatibleReducer(_OfWrapper):
     def _check_reducer_finalized(self) -> None:
         """Raise :class:`CommunicationError` inside a backward pass; when one has returned, it has ended."""
         reducer = self._of()._replication.reducer
-        if reducer is not None and reducer.open:
+        if reducer is not None and reducer.in_backward:
             raise CommunicationError("the backward pass under way has not ended: its gradients are not reduced yet")
 
     def _ddp_graph_static(self) -> bool:

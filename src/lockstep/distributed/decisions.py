@@ -1,13 +1,13 @@
 """What ranks decide together without a collective: to stop, to leave a batch out; which batch they are at, and who has
 run out of batches.
 
-Each rank says it of its own loop in the report of its next round (``reduction/report.py``). All ranks read the same
+Each rank says it of its own loop in its status of its next round (``reduction/status.py``). All ranks read the same
 report, so all know in the same step. Loops may run inside of one another: a round belongs to the innermost.
 """
 
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
 from typing import NamedTuple, Protocol
@@ -15,52 +15,27 @@ from typing import NamedTuple, Protocol
 from lockstep.distributed.collectives import Group
 from lockstep.errors import OptionError
 
-STOPS, SKIPS, IDLE, ENDS = 1, 2, 4, 8
-_BATCHES = 15  # 16 * (batch % 15) + flags <= 239: exact even in bfloat16
 
+class LoopVerdict(NamedTuple):
+    """The part of a round's verdict that a loop is to know; by default, that all ranks go on."""
 
-class LoopStatus(NamedTuple):
-    """What one rank says of its loop."""
-
-    batch: int = 0
-    """Which batch it is at; 0 if nobody counts them."""
     stops: bool = False
-    """Whether all ranks are to stop after this step."""
-    skips: bool = False
-    """Whether all ranks are to leave this batch out."""
-    idle: bool = False
-    """Whether it has run out of batches, and contributes nothing."""
-    ends: bool = False
-    """Whether it has no batch after this one."""
-
-    def encode(self) -> int:
-        """As it travels: a whole number below 256, with the last bits of the batch's number."""
-        flags = self.stops * STOPS + self.skips * SKIPS + self.idle * IDLE + self.ends * ENDS
-        return 16 * batch_code(self.batch) + flags
-
-    @classmethod
-    def decode(cls, code: int) -> "LoopStatus":
-        """What :meth:`encode` gave."""
-        batch, flags = divmod(code, 16)
-        return cls(batch, *(bool(flags & flag) for flag in (STOPS, SKIPS, IDLE, ENDS)))
-
-
-def batch_code(number: int) -> int:
-    """The part of a batch's number that travels."""
-    return number % _BATCHES
-
-
-def says_more(code: int) -> bool:
-    """Whether an encoded :class:`LoopStatus` says more than which batch it is."""
-    return code % 16 != 0
+    """Some rank asks all to stop after this step."""
+    skipped: bool = False
+    """Some rank leaves out this batch, so that all do, or none has one."""
+    some_end: bool = False
+    """Some rank has no batch after this one, or none already."""
+    all_end: bool = False
+    """No rank has a batch after this one."""
+    going_on: Sequence[int] | None = None
+    """The ranks that have one; None: all, as far as it matters."""
 
 
 class Reader(Protocol):
-    """Who has not read the report of a round yet."""
+    """Has abandoned a round, and not heard yet what the other ranks have said in it."""
 
-    def read_for_loop(self) -> None:
-        """Read it, and tell the :class:`Decisions` of it. Raises nothing: what has failed is told where all ranks can
-        go on together."""
+    def hear_abandoned(self) -> None:
+        """Tell the :class:`Decisions` of it."""
 
 
 class Loop:
@@ -94,19 +69,15 @@ class Loop:
             self._active = self._active_next = active
         self._has_begun = True
 
-    def hear(self, codes: Sequence[int], abandoned: bool, batch: int) -> None:
-        """A report has been read: see :meth:`Decisions.hear`; the loop is at that ``batch``, by its number."""
-        some, every = 0, ENDS | IDLE
-        for code in codes:
-            some |= code
-            every &= code
-        self._some_end, self.all_end = bool(some & (ENDS | IDLE)), bool(every & ENDS)
+    def hear(self, said: LoopVerdict, abandoned: bool, is_over: bool) -> None:
+        """A report has been read: see :meth:`Decisions.hear`; ``is_over``: the loop is at a later batch now."""
+        self._some_end, self.all_end = said.some_end, said.all_end
         if self.looks_ahead:
-            self._active_next = [rank for rank, code in enumerate(codes) if not code & ENDS] if len(codes) > 1 else None
-            if codes[0] // 16 != batch_code(batch):  # of the one before, whose report was not waited for
-                self._active = self._active_next
+            self._active_next = said.going_on
+            if is_over:
+                self._active = said.going_on
         if not abandoned:
-            self.skips, self.has_failed = bool(some & SKIPS or every & IDLE), False
+            self.skips, self.has_failed = said.skipped, False
 
     def note_failure(self) -> None:
         """All ranks know that the round of this batch has failed."""
@@ -156,22 +127,18 @@ class Decisions:
         self._padding: list[object] = []
         self._share: int | None = None
         self._requests: list[Callable[[], object]] = []
-        self._unread: weakref.WeakSet[Reader] = weakref.WeakSet()
-        self._stops = self._skips_next = False
+        self._unheard: weakref.WeakSet[Reader] = weakref.WeakSet()
+        self.skips_next = False
+        """The rank leaves out the batch in its next round, with other micro-batches."""
+        self._stops = False
         self._skippable: list[tuple[type[BaseException], ...]] = []
 
     # ------------------------------------------------------------------------------ what this rank says
 
-    def say(self, idle: bool, skips: bool) -> int:
-        """What this rank says in its next report, encoded; ``idle``: it contributes nothing; ``skips``: it has just
-        decided to leave out the batch."""
-        ends = self.innermost.ends
-        if not (self.batch or self._requests or self._skips_next or ends or idle or skips):
-            return 0
-        if not (idle or skips or self._skips_next or ends or self._requests):
-            return 16 * batch_code(self.batch)
-        stops = any(asks() for asks in self._requests)
-        return LoopStatus(self.batch, stops, skips or self._skips_next, idle, ends).encode()
+    @property
+    def asks_to_stop(self) -> bool:
+        """True if this rank asks all ranks to stop, in its next report."""
+        return bool(self._requests) and any(asks() for asks in self._requests)
 
     def stop_when(self, request: Callable[[], object]) -> None:
         """Ask all ranks to stop from the first report on before which ``request()`` is something: a reason, True."""
@@ -183,10 +150,10 @@ class Decisions:
         """Inside, a loop runs, inside of those that are under way; ``looks_ahead``: some rank does not know how many
         batches it will have. Afterwards what was known of the others counts again.
 
-        Waits for the last report, which is not one of this loop. Raises :class:`OptionError` inside of a loop of which
+        Raises :class:`OptionError` inside of a loop of which
         a rank does not know how many batches it will have.
         """
-        self._read()
+        self._hear_abandoned()
         if any(loop.looks_ahead for loop in self._loops):
             raise OptionError(
                 "batches(): a loop was begun inside of another one whose loader has no length on some rank. Ranks tell "
@@ -203,7 +170,7 @@ class Decisions:
             self._loops = [each for each in self._loops if each is not loop]
             self.innermost = self._loops[-1]
             if len(self._loops) == 1:
-                self._skips_next = False
+                self.skips_next = False
 
     def next_batch(self, loop: Loop, ends: bool, uneven: bool, active: Collection[int] | None) -> None:
         """A loop goes on with its next batch, which ``ends`` its own; ``uneven``: some rank may have run out;
@@ -243,7 +210,7 @@ class Decisions:
 
     def skip_in_next_round(self) -> None:
         """The rank leaves out the batch in a round that is still to come, with other micro-batches."""
-        self._skips_next = True
+        self.skips_next = True
 
     def note_local_failure(self) -> None:
         """A micro-batch that does not synchronise has failed."""
@@ -268,37 +235,36 @@ class Decisions:
 
     # ------------------------------------------------------------------------------ what all ranks have said
 
-    def hear(self, codes: Iterable[int], loop: Loop | None = None, abandoned: bool = False) -> None:
-        """A report has been read; ``codes`` is what the ranks have said in it, once if all have said the same.
+    def hear(self, said: LoopVerdict, batch: int, loop: Loop | None = None, abandoned: bool = False) -> None:
+        """The report of a round has been read, at the batch of that number; ``said`` is what the ranks have said in it.
 
         ``loop`` is the one of its round, which may have ended since; the innermost if None. ``abandoned``: of a round
         in which this rank has failed, so that what becomes of the batch is known.
         """
-        said = list(codes)
-        self._stops = any(code & STOPS for code in said)
-        (loop or self.innermost).hear(said, abandoned, self.batch)
+        self._stops = said.stops
+        (loop or self.innermost).hear(said, abandoned, batch != self.batch)
 
     def note_failure(self, loop: Loop | None = None) -> None:
         """All ranks know that the round of this batch has failed; ``loop`` as in :meth:`hear`."""
         (loop or self.innermost).note_failure()
-        self._skips_next = False
+        self.skips_next = False
 
     def note_skipped(self) -> None:
         """All ranks know that this batch is left out."""
         self.innermost.note_skipped()
-        self._skips_next = False
+        self.skips_next = False
 
     def round_ended(self) -> None:
         """A backward that synchronises is over."""
-        self._skips_next = False
+        self.skips_next = False
 
-    def has_unread(self, reader: Reader) -> None:
-        """The report of a round has not been waited for."""
-        self._unread.add(reader)
+    def has_unheard(self, reader: Reader) -> None:
+        """Note a round that this rank has abandoned, and in which it has not heard yet what the others have said."""
+        self._unheard.add(reader)
 
-    def _read(self) -> None:
-        while self._unread:
-            self._unread.pop().read_for_loop()
+    def _hear_abandoned(self) -> None:
+        while self._unheard:
+            self._unheard.pop().hear_abandoned()
 
     @property
     def is_default(self) -> bool:
@@ -328,22 +294,22 @@ class Decisions:
     def should_stop(self) -> bool:
         """Whether any rank has asked to stop before the last round ended: the same on all ranks at the same step.
 
-        Waits for the last report, where that travels over accelerators.
+        Waits for the end of a round that this rank has abandoned.
         """
-        self._read()
+        self._hear_abandoned()
         return self._stops
 
     @property
     def skipped(self) -> bool:
         """Whether any rank has left out this batch, so that all have, or none has one. Waits as :attr:`should_stop`
         does."""
-        self._read()
+        self._hear_abandoned()
         return self.innermost.skips
 
     @property
     def all_have_ended(self) -> bool:
         """Whether no rank has another batch after the one of the last round. Waits as :attr:`should_stop` does."""
-        self._read()
+        self._hear_abandoned()
         return self.innermost.all_end
 
 

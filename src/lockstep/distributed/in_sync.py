@@ -2,7 +2,7 @@
 
 from torch.nn import Module, Parameter
 
-from lockstep.distributed.agreement import Description, Line, check_same_on_all_ranks, describe_tensor
+from lockstep.distributed.agreement import Line, check_same_on_all_ranks, describe_tensor
 from lockstep.distributed.collectives import Collectives, Group, resolve_group
 from lockstep.distributed.replication import find_replication, replication_of
 from lockstep.distributed.values import find_difference
@@ -57,13 +57,11 @@ def check_in_sync(module: Module, process_group: Group | None = None, *, every: 
     group = replication.group if process_group is None and replication is not None else resolve_group(process_group)
     if group is None:
         raise CommunicationError("there is no process group yet; call torch.distributed.init_process_group() first")
-    if replication is not None and replication.reducer is not None:
-        replication.reducer.outcome.update_buffers()
     collectives = Collectives(group, Phases())
     named = [*module.named_parameters(), *module.named_buffers()]
     lines = [Line(name, describe_tensor(tensor, layout=False)) for name, tensor in named]
     values = [(f"{'parameter' if isinstance(each, Parameter) else 'buffer'} {name}", each) for name, each in named]
-    check_same_on_all_ranks(Description([Line("check_in_sync(every=...)", str(every)), *lines]), [], collectives)
+    check_same_on_all_ranks([Line("check_in_sync(every=...)", str(every)), *lines], collectives)
     if every is not None and replication is not None:
         replication.watch_values(every)
     found = find_difference(values, collectives)

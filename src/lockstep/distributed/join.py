@@ -98,7 +98,6 @@ class ShadowHook(JoinHook):
         """Take over the values of a rank that ended last."""
         self.ended = True
         reducer = self.reducer
-        reducer.outcome.update_buffers()  # those of the last round must not come after what is sent now
         collectives = reducer.collectives
         row = torch.zeros(collectives.world, dtype=torch.int64)
         row[collectives.rank] = int(is_last_joiner)

@@ -6,14 +6,16 @@ from weakref import WeakMethod
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
 
-from lockstep.distributed.agreement import Description, Line, check_same_on_all_ranks, describe_tensor
+from lockstep.distributed.agreement import Line, all_gather_object, check_same_on_all_ranks, describe_tensor
 from lockstep.distributed.collectives import Collectives, Group, resolve_group
-from lockstep.distributed.reduction.graph import reach_of
+from lockstep.distributed.reduction.engine import BackwardPass, current_pass
+from lockstep.distributed.reduction.graph import MEANS, MeanInPass, mark_output, means_behind, reach_of
 from lockstep.distributed.reduction.modules import ScheduledModule
 from lockstep.distributed.reduction.scheduler import scheduler_of
-from lockstep.distributed.reduction.second_order import Mean, means_behind
-from lockstep.errors import AgreementError, CommunicationError
+from lockstep.dtensors import like_parameter, local_part
+from lockstep.errors import AgreementError, CommunicationError, PeerError
 from lockstep.phases import Phases
 
 
@@ -69,14 +71,14 @@ def mean_over_ranks(tensors: Tensor | Sequence[Tensor], process_group: Group | N
     lines = [Line("the number of tensors given to mean_over_ranks()", str(len(listed)))]
     lines += [Line(f"tensor {n} given to mean_over_ranks()", _described(each)) for n, each in enumerate(listed)]
     has_graph = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in listed if isinstance(tensor, Tensor))
-    graphs = check_same_on_all_ranks(
-        Description(lines), [1, means_behind(listed, group)] if has_graph else [], collectives
-    )
+    earlier = [each for each in means_behind(listed) if each.collectives.group is group] if has_graph else []
+    graphs = check_same_on_all_ranks(lines, collectives, [1, len(earlier)] if has_graph else [])
     _check_earlier_means([row[1] if row else 0 for row in graphs], collectives)
     joined = [torch.empty(0, requires_grad=True)] if any(graphs) else []
-    modules = _modules_behind(listed if has_graph else [], collectives) if any(graphs) and not all(graphs) else []
-    reached = [WeakMethod(each.reached) for each in modules]
-    *means, _ = Mean.apply(collectives, reached, len(joined), *joined, *listed)
+    *means, _ = _Mean.apply(collectives, len(joined), *joined, *listed)
+    if any(graphs) and not all(graphs):
+        for module in _modules_behind(listed if has_graph else [], collectives):
+            _lead_to(module, means[0])
     return means[0] if isinstance(tensors, Tensor) else tuple(means)
 
 
@@ -87,8 +89,9 @@ def _check_earlier_means(counts: Sequence[int], collectives: Collectives) -> Non
             raise AgreementError(
                 f"mean_over_ranks() got tensors whose graph goes through {counts[0]} earlier mean(s) over the ranks on "
                 f"rank {collectives.global_ranks[0]}, and through {count} on rank {rank}. Going back through those "
-                "takes all ranks, and where gradients are constant there is no way to them: use "
-                "backward(create_graph=True) in place of torch.autograd.grad and mean_over_ranks()"
+                "takes all ranks, and where gradients are constant there is no way to them: pass "
+                "gradient + 0 * parameter in place of each gradient (0 * parameter where there is none), from the "
+                "first order on"
             )
 
 
@@ -98,9 +101,86 @@ def _modules_behind(tensors: Sequence[Tensor], collectives: Collectives) -> list
     known = dict(zip(modules.ids(), modules, strict=True))
     reach = reach_of({"tensors": tensors, "accumulate_grad": True})
     numbers = [number for number, module in known.items() if module.is_within(reach, False)]
-    found = {number for row in check_same_on_all_ranks(Description([]), numbers, collectives) for number in row}
+    found = {number for row in all_gather_object(numbers, "modules behind tensors", collectives) for number in row}
     return [known[number] for number in sorted(found & known.keys())]
+
+
+def _lead_to(module: ScheduledModule, mean: Tensor) -> None:
+    """A pass through ``mean`` may come to the parameters of ``module`` on some ranks only: tell it on all."""
+    reached = WeakMethod(module.reached)
+
+    def tell(grads: object) -> None:
+        if (method := reached()) is not None:
+            method()
+
+    if mean.grad_fn is not None:  # else under no_grad()
+        mean.grad_fn.register_prehook(tell)
+        mark_output(mean, module, None)
 
 
 def _described(tensor: Any) -> str:
     return describe_tensor(tensor, layout=False) if isinstance(tensor, Tensor) else f"a {type(tensor).__name__}"
+
+
+# ------------------------------------------------------------------------------------- through autograd
+
+
+class _Mean(Function):
+    """The mean over the ranks of each of several tensors; forward and backward are the same.
+
+    The first ``linked`` tensors have no elements. They give the function a graph on every rank, and lead to means that
+    were taken before: a pass that comes to this one comes to those afterwards. Behind the means comes an output without
+    elements, by which later ones are linked to this.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, collectives: Collectives, linked: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """All-reduce the tensors."""
+        ctx.set_materialize_grads(False)
+        links, tensors = tensors[:linked], tensors[linked:]
+        parts = [local_part(tensor) for tensor in tensors]
+        likes = [part.new_zeros(()).expand(part.shape) for part in parts]
+        ctx.likes = [like_parameter(like, tensor) for like, tensor in zip(likes, tensors, strict=True)]
+        ctx.in_pass = MeanInPass(collectives, ctx.likes, links[0] if links else None)
+        ctx.to_links = [torch.empty_like(each) for each in links]  # nothing but that a pass has come to them
+        means = list(tensors)
+        for number, mean in collectives.all_reduce_coalesced(parts, MEANS, 1 / collectives.world):
+            means[number] = like_parameter(torch.empty_like(parts[number]).copy_(mean), tensors[number])
+        handle = parts[0].new_empty(0) if parts else torch.empty(0)
+        ctx.save_for_backward(handle)
+        return *means, handle
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        """All-reduce their gradients; None stays None where no rank has any.
+
+        Raises :class:`PeerError` if the pass has failed on another rank before.
+        """
+        in_pass, this = ctx.in_pass, current_pass()
+        in_pass.taken_in = this
+        *given, _ = grads
+        whole = [torch.zeros_like(like) if grad is None else grad for grad, like in zip(given, ctx.likes, strict=True)]
+        first = local_part(whole[0])
+        flags = torch.tensor([False, *(grad is not None for grad in given)], dtype=first.dtype, device=first.device)
+        linked = _links(ctx, this) if torch.is_grad_enabled() else []  # it is with ``create_graph``
+        *means, heard, handle = _Mean.apply(in_pass.collectives, len(linked), *linked, *whole, flags)
+        if linked and this is not None:
+            this.whole.means[in_pass.collectives.group] = handle
+        failed, *there = heard.tolist()
+        if failed != failed:  # NaN
+            raise PeerError(
+                f"rank {in_pass.collectives.global_rank}: backward failed on another rank before it came to a mean "
+                "over the ranks that this rank's goes through (mean_over_ranks()); that rank's own error says why. No "
+                "gradient has been handed out"
+            )
+        found = [mean if each else None for mean, each in zip(means, there, strict=True)]
+        return None, None, *ctx.to_links, *found
+
+
+def _links(ctx: Any, this: BackwardPass | None) -> list[Tensor]:
+    """Return what a mean that is taken in a pass is linked to: a leaf, so that it has a graph on every rank, the last
+    mean that was taken in the pass, and the one whose backward it is."""
+    collectives = ctx.in_pass.collectives
+    last = None if this is None else this.whole.means.get(collectives.group)
+    joined = torch.empty(0, device=collectives.device, requires_grad=True)
+    return [joined, *([] if last is None else [last]), *ctx.saved_tensors]

@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 from torch.nn import Module
 
 from lockstep.distributed.options import Options, read_options
+from lockstep.distributed.reduction.selection import sharded_children
 from lockstep.distributed.replication import Replication, find_replication, register, replication_of
-from lockstep.distributed.selection import sharded_children
 from lockstep.errors import AlreadyManagedError, OptionError
 from lockstep.shares.module import Loss
 from lockstep.shares.replication import ShareReplication
@@ -59,7 +59,8 @@ def replicate(
     the rest of backward runs. Whatever else ranks have to tell each other rides in the last one: which parameters were
     used, small buffers, failures.
 
-    ``torch.autograd.grad`` gives this rank's gradients; see :func:`lockstep.mean_over_ranks`.
+    ``torch.autograd.grad`` gives this rank's gradients, and what ``backward(create_graph=True)`` leaves has no graph;
+    see :func:`lockstep.mean_over_ranks`.
 
     Raises:
         UnknownOptionError: A misspelt option (a ``TypeError``).
@@ -131,15 +132,6 @@ class Replicated:
         Stands for: ``DistributedDataParallel.register_comm_hook``.
         """
         _of(self).register_comm_hook(state, hook)
-
-    def zero_grad(self, *args: Any, **kwargs: Any) -> Any:
-        """What the module's class does; besides, weights of ``accumulate`` since the last synchronisation are given up,
-        unless it leaves gradients as they are."""
-        result = super().zero_grad(*args, **kwargs)  # type: ignore[misc]  # of the class beside this one
-        replication = find_replication(self)  # type: ignore[arg-type]  # a module
-        if replication is not None:
-            replication.gradients_zeroed()
-        return result
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _as_plain(super().__reduce_ex__(protocol), type(self))

@@ -11,7 +11,6 @@ Modules do not carry their replication, so that their copies and pickles are pla
 import weakref
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -20,29 +19,25 @@ from torch.nn import Module
 from torch.nn.parameter import is_lazy
 
 from lockstep.compiler import is_in_compiled_backward, outside_compiler
-from lockstep.distributed.agreement import Description, Line, check_same_on_all_ranks
+from lockstep.distributed.agreement import Line, check_same_on_all_ranks
 from lockstep.distributed.buffers import BufferSet, BufferSync, describe_buffer
 from lockstep.distributed.collectives import Collectives, Group, resolve_group
 from lockstep.distributed.hook_state import hook_state, restore_hook_state
 from lockstep.distributed.inputs import input_device, move_to, outputs_in
-from lockstep.distributed.membership import Membership
 from lockstep.distributed.mixed_precision import Casts, ReduceIn, reduce_dtype
 from lockstep.distributed.options import Options
-from lockstep.distributed.reduction.backward import listening
 from lockstep.distributed.reduction.comm_hooks import check_hook
+from lockstep.distributed.reduction.engine import watch_engine
 from lockstep.distributed.reduction.graph import mark_output
-from lockstep.distributed.reduction.parameter_hooks import take_over_optimizers
+from lockstep.distributed.reduction.parameter_set import ParameterSet
 from lockstep.distributed.reduction.passes import ForwardMark, in_backward, note_compiled
 from lockstep.distributed.reduction.reducer import Reducer
 from lockstep.distributed.reduction.scheduler import GroupScheduler, scheduler_of
+from lockstep.distributed.reduction.selection import Contents, Selection, describe_parameter, note_replicated
 from lockstep.distributed.reduction.setup import Setup
-from lockstep.distributed.selection import Contents, Selection, describe_parameter, note_replicated
 from lockstep.distributed.values import broadcast_values
 from lockstep.errors import CommunicationError, LockstepError, NotReplicableError
-from lockstep.failures.progress import Phase
 from lockstep.phases import Phases, Statistics
-
-_parameter_of = attrgetter("parameter")
 
 
 class Replication:
@@ -56,7 +51,14 @@ class Replication:
         self.phases = Phases()
         self.reducer: Reducer | None = None
         self.requires_sync = True
-        self._selection = Selection(module, options, ignored, taking_over)
+        self._selection = Selection(
+            module,
+            ignored,
+            taking_over,
+            options.params_and_buffers_to_ignore,
+            options.device_ids,
+            options.output_device,
+        )
         self.hooks: list[tuple[Any, Any]] = []
         """Communication hooks, each with its state."""
         self._casts: Casts | None = None
@@ -124,7 +126,7 @@ class Replication:
         modules = scheduler.modules
         numbers = [modules.next_id, modules.propose_order(), *modules.ids(leaving)]
         try:
-            rows = check_same_on_all_ranks(Description(lines, str(failure or "")), numbers, collectives)
+            rows = check_same_on_all_ranks(lines, collectives, numbers, str(failure or ""))
         except LockstepError as error:
             if failure is not None:
                 raise failure from error
@@ -140,10 +142,10 @@ class Replication:
                 buffers = contents.buffers if options.syncs_buffers_at_start else []
                 broadcast_values([p for _, p in contents.parameters], buffers, collectives)
         delayed = [parameter for _, parameter in options.delay_all_reduce_named_params or ()]
-        members = Membership(self._selection, contents, delayed, values=options.init_sync)
+        parameters = ParameterSet(self._selection, contents, delayed, values=options.init_sync)
         policy = BufferSync(self._scan(), options.policy, collectives)
         caps = options.caps_in_shared_memory() if collectives.shares_memory else options.caps
-        reducer = Reducer(Setup(members, collectives, scheduler, policy, caps))
+        reducer = Reducer(Setup(parameters, collectives, scheduler, policy, caps))
         for earlier in self._selection.superseded(contents):
             earlier.retire()
         if options.init_sync:
@@ -151,7 +153,7 @@ class Replication:
         else:  # nothing has been sent yet: the ranks agree when they first have to
             reducer.setup.do_before_next_round(self._late_agreement(contents, collectives, scheduler, reducer))
         reducer.participation.set_requires_sync(self.requires_sync)
-        members.attach(reducer)
+        parameters.attach(reducer)
         if options.mixed_precision is not None:
             self._start_casts(reducer)
         self.reducer = reducer
@@ -201,9 +203,8 @@ class Replication:
             if torch.compiler.is_compiling():
                 note_compiled(reducer.passes.name)
             else:
-                if not reducer.retired:
-                    take_over_optimizers(map(_parameter_of, reducer.parameters))
-                reducer.collectives.enter(Phase.FORWARD)
+                watch_engine()
+                reducer.collectives.enter("forward")
                 reducer.forward_begins()
                 reducer.passes.enter_forward(self._counts())
         if self._moves_inputs and (device := input_device(self.options)) is not None:
@@ -266,21 +267,12 @@ class Replication:
         """What the loss of the backward passes inside counts, of all together; None if they are not weighed."""
         own = self.started_reducer.participation
         self._check_in_charge("accumulate()")
-        own.announce(weight)
-        try:
-            with nullcontext() if weight is None else listening(own.count_without_gradient):
-                yield
-        finally:
-            own.announce(None)
+        with nullcontext() if weight is None else own.weighing(weight):
+            yield
 
     def watch_values(self, every: int) -> None:
         """Compare values in every ``every``-th round from now on, or in none if it is 0; all ranks must."""
         self.started_reducer.setup.watch_values(every)
-
-    def gradients_zeroed(self) -> None:
-        """``zero_grad()`` of the module has given up what had accumulated."""
-        if self.reducer is not None and not torch.compiler.is_compiling():
-            self.reducer.participation.gradients_zeroed()
 
     @torch.inference_mode(False)
     def register_comm_hook(self, state: Any, hook: Any) -> None:

@@ -17,10 +17,9 @@ from typing import Any
 
 from lockstep import network
 from lockstep.errors import CommunicationError, InspectionError, PeerFailure
-from lockstep.failures.failure import GIVEN_UP, Failure, Kind, peer_failure_in, unreachable
-from lockstep.failures.log import FailureLog
+from lockstep.failures.failure import GIVEN_UP, Failure, FailureLog, Kind, peer_failure_in, unreachable
 from lockstep.failures.messenger import LOOK_SECONDS, Messenger
-from lockstep.failures.progress import Page, Progress, page_of
+from lockstep.failures.progress import PHASES_OF_A_STEP, Page, Progress, page_of
 from lockstep.failures.ring import (
     Connection,
     Meeting,
@@ -32,7 +31,6 @@ from lockstep.failures.ring import (
     reach,
     store_lost,
 )
-from lockstep.failures.where import OF_A_STEP
 from lockstep.store import BoundedStore, StoreLostError, own_connection
 
 GRACE_SECONDS = 1.0
@@ -150,9 +148,13 @@ class FailureChannel:
         self.close()
         raise self._start_up_error() if self.failure is not None else CommunicationError(text)
 
+    def waiting(self, what: str) -> contextlib.AbstractContextManager[None]:
+        """Within: this rank waits for the others, in a collective of ours."""
+        return self.progress.waiting(what)
+
     def enter(self, phase: str) -> None:
         """Note the phase of its step in which this rank is from now on; what the program has named itself stays."""
-        if self.progress.current_phase in OF_A_STEP:
+        if self.progress.current_phase in PHASES_OF_A_STEP:
             self.progress.current_phase = phase
 
     # ------------------------------------------------------------------------------- what is known
@@ -415,35 +417,6 @@ def _close_in_child() -> None:
     for channel in list(_channels):
         channel.close_connections()
     _channels.clear()
-    watched_groups.clear()
 
 
 os.register_at_fork(after_in_child=_close_in_child)
-
-
-# ------------------------------------------------------------------------------------ channels of groups
-
-watched_groups: list[tuple["weakref.ref[Any]", FailureChannel]] = []
-"""Groups and their channels: empty where nobody watches, which is all that a step has to look at then."""
-
-
-def watch_group(group: Any, channel: FailureChannel) -> None:
-    """From now on, waits for this group's collectives hear of failures from this channel."""
-    watched_groups.append((weakref.ref(group), channel))
-
-
-def forget(channel: FailureChannel) -> None:
-    """Its groups have no channel any more."""
-    watched_groups[:] = [(group, each) for group, each in watched_groups if each is not channel and group() is not None]
-
-
-def channel_of(group: Any, ranks: Sequence[int] = ()) -> FailureChannel | None:
-    """The channel of a group, or one that has all its ``ranks`` (of the default group); None if there is none."""
-    for watched, channel in watched_groups:
-        if watched() is group:
-            return channel
-    if ranks:
-        for _, channel in watched_groups:
-            if set(ranks) <= set(channel.global_ranks):
-                return channel
-    return None

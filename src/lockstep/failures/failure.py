@@ -1,18 +1,26 @@
-"""What is told of a failure: which rank, where in its training, and what happened. And what is raised on the others."""
+"""What is told of a failure: which rank, where in its training, and what happened. And what is raised on the others.
+
+The log is in the store of a group: every rank reads the same entries in the same order. Each entry has a number, which
+is claimed by ``compare_set``; so of two ranks that fail at once one is the first, for all that reach the store. A rank
+that does not reach it goes by what it is told.
+"""
 
 import json
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from traceback import format_exception, format_exception_only
 from typing import Any
 
 from lockstep.errors import CommunicationError, PeerError, PeerFailure, StalledError
-from lockstep.failures.where import TRAINING, phase_of
+from lockstep.failures.progress import Phase, phase_of
+from lockstep.store import BoundedStore, StoreLostError
+from lockstep.texts import LONGEST_HEADLINE, shortened
 
-LONGEST_HEADLINE, LONGEST_TRACEBACK = 4 * 1024, 48 * 1024
-"""Characters that travel of an exception's type and message, and of its traceback: a failure fits into one message of
-the ring, whatever the characters are."""
+LONGEST_TRACEBACK = 48 * 1024
+"""Characters that travel of a traceback: with its headline, a failure fits into one message of the ring, whatever the
+characters are."""
 
 
 class Kind(StrEnum):
@@ -81,7 +89,7 @@ class Failure:
             return f"after step {self.step}"
         if self.step is None:
             return ""
-        if not self.step and self.phase == TRAINING:  # steps are not counted
+        if not self.step and self.phase == Phase.TRAINING:  # steps are not counted
             return f"in {self.phase}"
         where = f"at step {self.step}" if self.step else "before its first step"
         return f"{where}, in {self.phase}" if self.phase else where
@@ -123,6 +131,54 @@ _VERBS = {
 }
 
 
+class FailureLog:
+    """The failures of a run, in the order that is the same for all ranks."""
+
+    def __init__(self, store: Any) -> None:
+        self._bounded_store = BoundedStore(store)
+        self._lock = threading.Lock()
+        self.entries: list[Failure] = []
+        """What has been read so far."""
+
+    def append(self, failure: Failure) -> Failure:
+        """Write an entry behind those that are there; return the first of all, or this one if the store is lost."""
+        text = failure.pack()
+        try:
+            with self._lock:
+                while True:
+                    there = self._bounded_store.compare_set(_key(len(self.entries)), "", text)
+                    self.entries.append(Failure.unpack(there))
+                    if there == text:
+                        break
+        except StoreLostError:
+            pass
+        return self.first or failure
+
+    def read(self) -> list[Failure]:
+        """Read what has been written since; return all entries. Raises :class:`StoreLostError`."""
+        with self._lock:
+            while self._bounded_store.check([_key(len(self.entries))]):
+                self.entries.append(Failure.unpack(self._bounded_store.get(_key(len(self.entries)))))
+        return self.entries
+
+    def look(self, found: Callable[[Failure], object]) -> None:
+        """Call ``found`` with the first entry, from another thread, if there is one; does not wait for the store."""
+        self._bounded_store.look(_key(0), lambda text: found(Failure.unpack(text)))
+
+    def close(self) -> None:
+        """End the connection; use the log no more."""
+        self._bounded_store.close()
+
+    @property
+    def first(self) -> Failure | None:
+        """The first entry, if one has been read."""
+        return self.entries[0] if self.entries else None
+
+
+def _key(number: int) -> str:
+    return f"failure {number}"
+
+
 def unreachable(
     ranks: Sequence[int], host: str, seen: str, own: str, answering: Sequence[str], silent: Sequence[str]
 ) -> Failure:
@@ -157,16 +213,6 @@ def of_exception(error: BaseException, rank: int, step: int, phase: str) -> Fail
         what += f" (and while that was handled: {_headline(error)})"
     text = shortened("".join(format_exception(error)).rstrip(), LONGEST_TRACEBACK)
     return Failure(rank, Kind.RAISED, step, phase_of(first.__traceback__, phase), what, text)
-
-
-def shortened(text: str, longest: int) -> str:
-    """A text as it travels: of one that is too long, both ends. What UTF-8 does not have, such as a byte of a file's
-    name, is written as an escape."""
-    text = text.encode(errors="backslashreplace").decode()
-    if len(text) <= longest:
-        return text
-    half = longest // 2
-    return f"{text[:half]} [... {len(text) - 2 * half} characters left out ...] {text[-half:]}"
 
 
 def origin(error: BaseException) -> BaseException:

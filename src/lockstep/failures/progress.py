@@ -12,9 +12,11 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
+from traceback import walk_tb
+from types import TracebackType
 
 from lockstep.errors import InspectionError
 from lockstep.failures import proc
@@ -33,7 +35,13 @@ class Phase(StrEnum):
     OPTIMIZER = "optimizer"
     CHECKPOINT = "checkpoint"
     EVALUATION = "evaluation"
+    TRAINING = "training"
+    """None that has a name: between those of a step, in the program's own code."""
     TEAR_DOWN = "tear-down"
+
+
+PHASES_OF_A_STEP = frozenset({Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER, Phase.TRAINING})
+"""Each other one has been named as such."""
 
 
 @dataclass(frozen=True)
@@ -274,6 +282,49 @@ def _padded(text: str, size: int) -> bytes:
 def _text(data: bytes | memoryview) -> str:
     return bytes(data).partition(b"\0")[0].decode(errors="replace")
 
+
+# -------------------------------------------------------------------------------- the phase that a traceback shows
+
+_FILES = (
+    # The outermost frame that is known decides: a forward that is recomputed in backward is backward.
+    ("/torch/utils/data/", Phase.DATA),
+    ("/torch/optim/", Phase.OPTIMIZER),
+    ("/torch/amp/grad_scaler.py", Phase.OPTIMIZER),
+    ("/torch/_tensor.py", Phase.BACKWARD),
+    ("/torch/autograd/__init__.py", Phase.BACKWARD),
+    ("/torch/autograd/graph.py", Phase.BACKWARD),
+    ("/torch/serialization.py", Phase.CHECKPOINT),
+    ("/lockstep/checkpoints/sampler.py", Phase.DATA),  # goes through a loader
+    ("/lockstep/checkpoints/", Phase.CHECKPOINT),
+    ("/torch/nn/modules/module.py", Phase.FORWARD),
+)
+_NOT_NAMED = PHASES_OF_A_STEP | {Phase.START_UP, Phase.CHECKPOINT}
+
+
+def phase_of(traceback: TracebackType | None, otherwise: str) -> str:
+    """Return the phase in which a traceback was in PyTorch's or our code; ``otherwise`` if it was in neither.
+
+    It is read off the traceback, so that a step costs nothing.
+
+    A phase that the program has named itself, such as ``evaluation``, is given as ``otherwise`` and is kept in front.
+    """
+    return phase_of_files((frame.f_code.co_filename for frame, _ in walk_tb(traceback)), otherwise)
+
+
+def phase_of_files(files: Iterable[str], otherwise: str) -> str:
+    """The same, from the files of the frames, from the outermost to the innermost."""
+    found = next((phase for file in files if (phase := _phase_of_file(file))), None)
+    if found is None or found == otherwise:
+        return otherwise
+    return found if otherwise in _NOT_NAMED else f"{otherwise}, in {found}"
+
+
+def _phase_of_file(file: str) -> str | None:
+    name = file.replace("\\", "/")
+    return next((phase for part, phase in _FILES if part in name), None)
+
+
+# ----------------------------------------------------------------------------------------------- all pages
 
 _phases = {str(phase): _padded(phase, _WAITS_FOR - _PHASE) for phase in Phase}
 _all: "weakref.WeakSet[Progress]" = weakref.WeakSet()

@@ -3,26 +3,278 @@
 A thread of each rank looks once a second whether the rank has waited for others longer than it should. If so, it asks
 all ranks where they are. Who cannot answer - it is stopped, or a call into C code holds its interpreter - is looked at
 from outside by a rank of its host, through what was opened when all met. Then it is told which rank is late.
+
+From top to bottom: how long ranks wait (:class:`Deadline`), what the stack of a thread says, what a rank is doing
+(:class:`Answer`) and which rank is late by what all say of themselves: these know no channel, and a table can test
+them. Below them, the thread that asks (:class:`StallWatch`).
 """
 
+import statistics
+import sysconfig
 import threading
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
-from lockstep.errors import InspectionError
+import torch
+
+from lockstep.errors import InspectionError, OptionError
 from lockstep.failures import proc
 from lockstep.failures.channel import FailureChannel
-from lockstep.failures.deadline import Deadline, StallLimits
-from lockstep.failures.failure import Failure
-from lockstep.failures.inquiry import Answer, absent, late, stalled, waited_in_vain
-from lockstep.failures.places import collective_of
-from lockstep.failures.progress import Snapshot
-from lockstep.failures.stacks import Thread, ask, own_stack
-from lockstep.failures.where import OF_A_STEP
+from lockstep.failures.failure import Failure, Kind
+from lockstep.failures.progress import PHASES_OF_A_STEP, Snapshot, phase_of_files
+from lockstep.failures.stacks import Frame, Thread, ask, own_stack
 
+FIRST_STEPS = 5
+"""Steps that are given the patience of the start: kernels are chosen, caches are filled, modules are compiled."""
+EARLY = 0.9
+"""The part of a time-out after which ranks ask who is late, however long their steps are."""
+FRAMES = 8
+"""Of a stack, how many of the innermost frames are shown."""
 ANSWER_SECONDS = 4.0
 """How long ranks have to answer one that has waited for them in vain."""
+
+
+# ------------------------------------------------------------------------------------------------ how long ranks wait
+
+
+@dataclass(frozen=True)
+class StallLimits:
+    """When a rank is late.
+
+    In a step: after ``factor`` times the median step, but at least ``minimum`` seconds, and at most :attr:`patience`.
+    During the first steps, while something is compiled, and in every other phase (start-up, a checkpoint, an
+    evaluation, what the program names): after that.
+    """
+
+    factor: float = 20.0
+    minimum: float = 60.0
+    timeout: float = 600.0
+    """Seconds after which a collective fails anyway; that blames nobody, or whoever has waited."""
+
+    def __post_init__(self) -> None:
+        for name in ("factor", "minimum", "timeout"):
+            value = getattr(self, name)
+            if not value > 0:
+                raise OptionError(f"the limit of a stall has {name}={value!r}, expected a number above 0")
+
+    @property
+    def patience(self) -> float:
+        """The longest limit in seconds, unless ``minimum`` is more: it leaves time to ask the ranks where they are."""
+        return EARLY * self.timeout
+
+
+class Deadline:
+    """The limit that holds now, from how long the steps of this rank have taken; :meth:`observe` it now and then."""
+
+    def __init__(self, limits: StallLimits) -> None:
+        self._limits = limits
+        self._count = 0
+        self._since: float | None = None
+        self._lengths: deque[float] = deque(maxlen=64)
+
+    def observe(self, count: int, now: float) -> None:
+        """Note how many steps the rank has begun; those between two looks count with their mean length.
+
+        Where nobody counts steps, collectives are counted instead: they take less time, but no limit is that short.
+        """
+        if self._since is not None and count > self._count:
+            self._lengths.append((now - self._since) / (count - self._count))
+        if self._since is None or count != self._count:
+            self._since, self._count = now, count
+
+    def seconds(self, phase: str) -> float:
+        """How long others may wait for a rank that is in a phase."""
+        if phase not in PHASES_OF_A_STEP or self._count <= FIRST_STEPS or not self._lengths:
+            return max(self._limits.patience, self._limits.minimum)
+        of_steps = self._limits.factor * statistics.median(self._lengths)
+        return max(self._limits.minimum, min(of_steps, self._limits.patience))
+
+    def explain(self, phase: str) -> str:
+        """Where :meth:`seconds` comes from, for a message."""
+        if phase not in PHASES_OF_A_STEP:
+            return f"the limit in {phase}"
+        if self._count <= FIRST_STEPS or not self._lengths:
+            return "the limit in the first steps"
+        median = statistics.median(self._lengths)
+        factor, least, most = self._limits.factor, self._limits.minimum, self._limits.patience
+        at_most = f", at most {most:g} s" if factor * median > most > least else ""
+        return f"{factor:g} times the median step of {median:.3g} s, at least {least:g} s{at_most}"
+
+
+# -------------------------------------------------------------------------------------------------- what a stack says
+
+_STANDARD = sysconfig.get_path("stdlib")
+_TORCH = str(Path(torch.__file__).parent)
+_OURS = str(Path(__file__).parents[1])
+_WAITS = (f"{_TORCH}/distributed/", f"{_OURS}/shm/", f"{_OURS}/distributed/collectives.py")
+_COMPILES = (f"{_TORCH}/_dynamo/convert_frame.py", f"{_TORCH}/_inductor/compile_fx.py")
+
+
+def program_frame(thread: Thread) -> Frame | None:
+    """The innermost frame of the program itself, rather than of Python's or PyTorch's libraries or this one."""
+    for frame in reversed(thread.frames):
+        if not frame.file.startswith((_STANDARD, _TORCH, _OURS, "<")) and "site-packages" not in frame.file:
+            return frame
+    return None
+
+
+def collective_of(thread: Thread) -> str:
+    """The function of ``torch.distributed``, or of this library, in which a thread waits for other ranks, if any."""
+    inner = [frame for frame in thread.frames if not frame.file.startswith("<")]
+    while inner and inner[-1].file.startswith(_STANDARD) and "site-packages" not in inner[-1].file:
+        inner.pop()  # the lock or the socket that is waited for
+    if not inner or not inner[-1].file.startswith(_WAITS):
+        return ""
+    function = inner[-1].function
+    while inner and inner[-1].file.startswith(_WAITS):
+        if "logger" not in inner[-1].file:
+            function = inner[-1].function
+        inner.pop()
+    return function
+
+
+def compiles(thread: Thread) -> bool:
+    """Whether a thread is compiling a model."""
+    return any(frame.file.startswith(_COMPILES) for frame in thread.frames)
+
+
+# ------------------------------------------------------------------------------------------------- which rank is late
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What one rank is doing, said by itself or found out by another rank on its host."""
+
+    rank: int
+    pid: int = 0
+    step: int | None = None
+    """Batches that it had begun; None if nobody knows."""
+    phase: str = ""
+    """Empty if nobody knows."""
+    idle: float = 0.0
+    """Seconds since it has written its progress."""
+    waits_for: str = ""
+    """What it waits for, if it waits for other ranks."""
+    begun: int | None = None
+    """How many collectives it has begun on the group; None where that is not counted."""
+    compiles: bool = False
+    answers: bool = True
+    """Whether it has said this itself."""
+    stopped: bool = False
+    silent_host: str = ""
+    """The name of its host, if that does not answer, either."""
+    stack: str = ""
+    """The innermost frames of the thread that trains."""
+    place: str = ""
+    """The innermost line of the program's own code."""
+
+    @classmethod
+    def of(cls, seen: Snapshot, thread: Thread | None, now: float, **more: Any) -> "Answer":
+        """From a page of progress, and the stack of the thread that trains, if there is one."""
+        idle = now - seen.changed
+        if thread is None:
+            return cls(seen.rank, seen.pid, seen.step, seen.phase, idle, seen.waits_for, **more)
+        phase = phase_of_files((frame.file for frame in thread.frames), seen.phase)
+        waits_for = seen.waits_for or collective_of(thread)
+        own = program_frame(thread)
+        place = f"line {own.line} of {own.file}, in {own.function}" if own is not None else ""
+        more.update(compiles=compiles(thread), stack=thread.innermost(FRAMES), place=place)
+        return cls(seen.rank, seen.pid, seen.step, phase, idle, waits_for, **more)
+
+    def to_json(self) -> dict[str, Any]:
+        """What travels."""
+        return asdict(self)
+
+    def line(self) -> str:
+        """In one line, where it is."""
+        if self.step is None:
+            return f"rank {self.rank}: not known; it does not answer"
+        what = f"waits in {self.waits_for}" if self.waits_for else f"is in {self.phase}"
+        return f"rank {self.rank}: step {self.step}, {what}" + (f", called from {self.place}" if self.place else "")
+
+
+def late(answers: Sequence[Answer], waited: float) -> Answer | None:
+    """The rank for which another one has ``waited`` some seconds; None if that cannot be told.
+
+    It is one that does not wait for others: if there are several, one that cannot even answer, else the one that is
+    furthest behind. A rank that goes from step to step meanwhile is not meant. If all wait, it is the one that is
+    furthest behind, and the others are in a later collective; None if all are in the same.
+    """
+    known = [each for each in answers if each.begun is not None]
+    counted = len(known) == len(answers)
+
+    def behind(each: Answer) -> tuple[bool, int, int, float]:
+        return each.answers and not each.stopped, (each.begun or 0) if counted else 0, each.step or 0, -each.idle
+
+    busy = [each for each in answers if not each.waits_for or each.stopped]
+    if busy:
+        return min((each for each in busy if not each.answers or each.idle > waited / 2), key=behind, default=None)
+    first, last = min(answers, key=behind), max(answers, key=behind)
+    if behind(first)[1:3] != behind(last)[1:3]:
+        return first
+    return _odd_one_out(answers)
+
+
+def absent(answers: Sequence[Answer]) -> Answer | None:
+    """The rank that others have waited for in vain, until their time was over; None if that cannot be told.
+
+    It is one that cannot answer; else one that does not wait, and has begun fewer collectives than another one. (Whose
+    own time has just been over does not wait any more, either, but has begun as many.)
+    """
+    silent = [each for each in answers if not each.answers or each.stopped]
+    most = max((each.begun for each in answers if each.begun is not None), default=0)
+    elsewhere = [each for each in answers if not each.waits_for and each.begun is not None and each.begun < most]
+    return min(silent or elsewhere, key=lambda each: (each.begun or 0, each.step or 0, -each.idle), default=None)
+
+
+def _odd_one_out(answers: Sequence[Answer]) -> Answer | None:
+    """Of ranks that are equally far, one that waits for something that most others do not."""
+    waits = [each.waits_for for each in answers]
+    rarest = min(answers, key=lambda each: waits.count(each.waits_for))
+    return rarest if waits.count(rarest.waits_for) < len(answers) else None
+
+
+def stalled(found: Answer, answers: Sequence[Answer], waiting: Answer, waited: float, limit: str) -> Failure:
+    """The failure to tell: ``found`` is late, and ``waiting`` is the rank that has waited too long for it."""
+    what = f"rank {waiting.rank} has waited {waited:.0f} s for it, longer than the limit ({limit}). {_condition(found)}"
+    return _failure(found, answers, what)
+
+
+def waited_in_vain(found: Answer, answers: Sequence[Answer], waiting: int, error: str) -> Failure:
+    """The failure to tell: ``found`` is not where the others are, and rank ``waiting`` has raised an error for it."""
+    return _failure(found, answers, f"rank {waiting} has waited for it in vain ({error}). {_condition(found)}")
+
+
+def _failure(found: Answer, answers: Sequence[Answer], what: str) -> Failure:
+    others = "\n".join(each.line() for each in sorted(answers, key=lambda each: each.rank) if each is not found)
+    stack = found.stack or "  no stack: " + ("it is stopped" if found.stopped else "it could not be asked")
+    stacks = f"{stack}\n\nThe other ranks:\n{others}"
+    kind = Kind.UNREACHABLE if found.silent_host else Kind.STALLED
+    return Failure(found.rank, kind, found.step, found.phase, what, stacks=stacks)
+
+
+def _condition(found: Answer) -> str:
+    process = f"its process {found.pid}" if found.pid else "its process"
+    if found.stopped:
+        return f"{process.capitalize()} is stopped (SIGSTOP, Ctrl-Z or a debugger); `kill -CONT` lets it go on"
+    if found.silent_host:
+        return f"Its host {found.silent_host} does not answer: that host, or the network to it, is down"
+    if not found.answers and found.stack:
+        return f"{process.capitalize()} is alive, but a call into C code holds its interpreter and does not come back"
+    if not found.answers:
+        return (
+            f"{process.capitalize()} does not answer: it is stopped, its host is gone, or a call into C code holds it"
+        )
+    if found.waits_for:
+        return f"{process.capitalize()} is alive, and waits in another collective: {found.waits_for}"
+    return f"{process.capitalize()} is alive, and has been in {found.phase} for {found.idle:.0f} s"
+
+
+# ----------------------------------------------------------------------------------------------- the thread that asks
 
 
 class StallWatch:
@@ -92,7 +344,7 @@ class StallWatch:
         self._channel.report(stalled(found, answers, own, waited, self._deadline.explain(found.phase or seen.phase)))
 
     def _is_too_late(self, found: Answer, waited: float) -> bool:
-        if found.compiles or (found.phase and found.phase not in OF_A_STEP):
+        if found.compiles or (found.phase and found.phase not in PHASES_OF_A_STEP):
             return waited > self._limits.patience
         return True
 

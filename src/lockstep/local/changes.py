@@ -3,9 +3,8 @@
 ====================================== ================================ ======================= =======================
 what changes                           how it is noticed                what it costs           what is done
 ====================================== ================================ ======================= =======================
-a submodule, a parameter, a name of a  names, values and sizes of each  a look: 60 ns a module  all replicas are built
-slot; the order; another dictionary    dictionary of slots that was                             anew
-                                       written, by identity
+a submodule, a parameter, a name of a  names, values and sizes of each  a look: 0.1 us a module all replicas are built
+slot; the order; another dictionary    dictionary of slots, by identity                         anew
 a module's class                       by identity                      a look: 20 ns a module  all are built anew
 a parameter's data: place, shape,      address, shape, strides, dtype;  a look: 0.1-0.2 us for  new links; built anew
 strides, dtype, device                 with gradients, which tensor     each parameter          with another shape
@@ -22,9 +21,8 @@ a replica's own, with gradients or     new ones at each use
 with accelerators
 the same on CPU replicas without       all bits are compared            reading the buffers     replicas get copies
 gradients
-an attribute; a hook's dictionary;     names and values of a            a look: 0.1 us for each  the attribute is set in
-``__dict__``                           ``__dict__`` that was written,   module                  every replica
-                                       by identity
+an attribute; a hook's dictionary;     names and values of each         a look: 0.8 us for each the attribute is set in
+``__dict__``                           ``__dict__``, by identity        module                  every replica
 hooks: added, removed, reordered, put  keys and values, by identity     a look: 5 ns an empty   the table is copied
 straight into a dictionary                                              table, 20 ns a hook     again
 inside attributes that lead into the   all parts of all containers, at  a look: 50 ns for each  the attribute is
@@ -32,8 +30,8 @@ tree, or have few parts                any depth, by identity           part    
 inside others with more than 1,000     the sizes, first and last parts  a look: some us for     the attribute is
 parts                                  of the outer containers          each attribute          translated again
 an attribute of a scripted module      by value                         a look: 1 us for each   it is set
-an attribute that only the forward of  names and values of a            a look: 30 ns for each  it starts from the
-another replica than the first sets    ``__dict__`` that was written    module and replica      network's again
+an attribute that only the forward of  names and values of each         a look: 0.7 us for each it starts from the
+another replica than the first sets    ``__dict__``, by identity        module and replica      network's again
 a replica's parameters, given other    address; shape and strides, but  50-100 ns for each      the replica gets new
 data by its forward                    for replicas that their caller   parameter and replica   ones
                                        runs without gradients
@@ -60,8 +58,7 @@ from typing import Any
 import torch
 from torch.nn import Module
 
-from lockstep.local.contents import Contents, Inside, identical
-from lockstep.local.dict_versions import DictWatch, WrittenDicts
+from lockstep.local.contents import Contents, Inside, differing_dicts, identical
 from lockstep.local.module_copy import CACHE, HOOKS, OWN, SLOTS, attributes, scripted_names
 from lockstep.local.parts import ATOMS
 
@@ -83,7 +80,6 @@ class StructureSnapshot:
         self._fixed = Contents(d for _, slot, d in self._owners if slot != "_buffers")
         buffers = [d for _, slot, d in self._owners if slot == "_buffers"]
         self._no_buffers, self._buffers = [d for d in buffers if not d], [d for d in buffers if d]
-        self._watch = DictWatch(self._buffers)
         self._buffer_state = self._of_buffers()
         self._script_state = [_script_slots(m) for m in self._scripted]
 
@@ -97,12 +93,9 @@ class StructureSnapshot:
             not all(map(operator.is_, map(type, self._modules), self._types))
             or self._fixed.changed()
             or any(self._no_buffers)
-            or not self._watch.same(self._same_buffers)
+            or self._of_buffers() != self._buffer_state
             or not all(map(_alike, map(_script_slots, self._scripted), self._script_state))
         )
-
-    def _same_buffers(self) -> bool:
-        return self._of_buffers() == self._buffer_state
 
     def replaced(self) -> bool:
         """Whether a module's dictionary of slots is another object than it was, which :meth:`changed` cannot see."""
@@ -197,8 +190,7 @@ class AttributeSnapshot:
         self._modules = modules
         self._known: set[int] | None = None
         self._seen = [_Seen(module) for module in modules]
-        self._dicts = list(map(vars, modules))
-        self._written = WrittenDicts(self._dicts, [seen.own for seen in self._seen])
+        self._dicts, self._own = list(map(vars, modules)), [seen.own for seen in self._seen]
         self._scripted = [(m, s) for m, s in zip(modules, self._seen, strict=True) if s.scripted]
         for module, seen in zip(modules, self._seen, strict=True):
             self._open(module, seen, attributes(module))
@@ -206,7 +198,7 @@ class AttributeSnapshot:
 
     def changed(self) -> bool:
         """Whether any attribute was set or deleted, any hook added or removed, since the last look."""
-        return self._replaced() or bool(self._written.numbers()) or self._changed_inside()
+        return self._replaced() or bool(differing_dicts(self._dicts, self._own)) or self._changed_inside()
 
     def _replaced(self) -> bool:
         """Whether any module has another dictionary of attributes."""
@@ -257,7 +249,7 @@ class AttributeSnapshot:
         return [(i, names) for i, names in found if names]
 
     def _differences(self) -> list[tuple[int, list[str]]]:
-        written = self._written.numbers()
+        written = differing_dicts(self._dicts, self._own)
         everywhere = self._replaced() or self._changed_inside()
         numbers = range(len(self._modules)) if everywhere else written
         changes = {i: names for i in numbers if (names := self._seen[i].differing(self._modules[i]))}
@@ -289,7 +281,6 @@ class AttributeSnapshot:
         self._known = None
         if self._replaced():
             self._dicts = list(map(vars, self._modules))
-            self._written = WrittenDicts(self._dicts, [seen.own for seen in self._seen])
         self._no_hooks = [table for seen in self._seen for table in seen.no_hooks]
         self._hooks = Contents(table for seen in self._seen for table in seen.filled)
         insides = [inside for seen in self._seen for inside in seen.inside.values()]
@@ -308,7 +299,6 @@ class CopyAttributes:
         modules = _flatten(copies)
         self._now = [{} if isinstance(m, torch.jit.ScriptModule) else vars(m) for m in modules]
         self._then = list(map(dict, self._now))
-        self._written = WrittenDicts(self._now, self._then)
 
     def take_changes(self) -> list[tuple[int, list[tuple[int, list[str]]]]]:
         """What was set or deleted since the last look, which from now on counts as seen.
@@ -316,7 +306,7 @@ class CopyAttributes:
         For each copy in which there is any its number, and numbers of modules with the names of their attributes.
         """
         found: dict[int, list[tuple[int, list[str]]]] = defaultdict(list)
-        for number in self._written.numbers():
+        for number in differing_dicts(self._now, self._then):
             copy, index = divmod(number, self._width)
             if names := self._differing(number):
                 found[copy].append((index, names))

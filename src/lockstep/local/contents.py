@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 
-from lockstep.local.dict_versions import DictWatch
 from lockstep.local.parts import ATOMS, opens, parts_of
 
 BRIEF = 1000  # parts that are looked at one by one
@@ -26,6 +25,7 @@ ENDS = 8  # parts at each end of a container that are looked at in a longer one
 _flatten = chain.from_iterable
 _values = operator.methodcaller("values")
 _ATOM_TYPES = frozenset(ATOMS)
+_ABSENT = object()
 # containers that are replaced, never changed
 _FIXED = (tuple, frozenset, types.MethodType, weakref.ref)
 _ITERABLE = (dict, list, set, deque)
@@ -37,6 +37,30 @@ def identical(one: Iterable[Any], other: Iterable[Any]) -> bool:
     return len(one) == len(other) and all(map(operator.is_, one, other))
 
 
+def differing_dicts(now: list[dict[Any, Any]], then: list[dict[Any, Any]]) -> list[int]:
+    """The numbers of the dictionaries that have other names than their copies, or other values, by identity."""
+    if _all_identical(now, then):
+        return []
+    return [i for i, (one, other) in enumerate(zip(now, then, strict=True)) if not _same_items(one, other)]
+
+
+def _all_identical(now: list[dict[Any, Any]], then: list[dict[Any, Any]]) -> bool:
+    """Whether all dictionaries have the same names and values in the same order, in one pass."""
+    try:
+        return (
+            list(map(len, now)) == list(map(len, then))
+            and list(_flatten(now)) == list(_flatten(then))
+            and all(map(operator.is_, _flatten(map(dict.values, now)), _flatten(map(dict.values, then))))
+        )
+    except RuntimeError:  # another thread writes one just now
+        return False
+
+
+def _same_items(now: dict[Any, Any], then: dict[Any, Any]) -> bool:
+    """Whether a dictionary has the same names, in whatever order, and the same values."""
+    return len(now) == len(then) and all(value is then.get(name, _ABSENT) for name, value in list(now.items()))
+
+
 class Contents:
     """The keys, values and members of some dictionaries, lists, sets and deques."""
 
@@ -44,13 +68,13 @@ class Contents:
         everything = list(containers)
         self._empty = [c for c in everything if not c]
         dicts = [c for c in everything if c and type(c) is dict]
-        self._dicts, self._in_dicts = DictWatch(dicts), _Parts(dicts)
+        self._in_dicts = _Parts(dicts)
         self._in_others = _Parts([c for c in everything if c and type(c) is not dict])
 
     def changed(self) -> bool:
         """Whether any has other objects, or another order, than when this was made."""
         try:
-            return any(self._empty) or not self._dicts.same(self._in_dicts.same) or not self._in_others.same()
+            return any(self._empty) or not self._in_dicts.same() or not self._in_others.same()
         except RuntimeError:  # another thread changes one just now
             return True
 

@@ -6,7 +6,6 @@ gradient of its own rows. That is refused by name once the forward has ended. By
 that the next use is right.
 """
 
-import operator
 from collections.abc import Iterator, Sequence
 from itertools import chain
 
@@ -14,7 +13,7 @@ import torch
 from torch.nn import Module
 
 from lockstep.errors import NotReplicableError
-from lockstep.local.dict_versions import DictWatch
+from lockstep.local.contents import identical
 
 _flatten = chain.from_iterable
 
@@ -26,22 +25,15 @@ class ReplicaSlots:
         self._roots = [modules[0] for modules in replicas]
         python = [[m for m in modules if not isinstance(m, torch.jit.ScriptModule)] for modules in replicas]
         self._slots = [vars(m)[kind] for modules in python for m in modules for kind in ("_parameters", "_modules")]
-        self._empty: list[dict[str, object]] = []
-        self._filled, self._watch = self._slots, DictWatch(self._slots)
         self.look()
 
     def look(self) -> None:
         """Take what is in the slots now for what belongs there."""
-        if any(self._empty) or not all(self._filled):
-            self._empty, self._filled = [d for d in self._slots if not d], [d for d in self._slots if d]
-            self._watch = DictWatch(self._filled)
-        self._watch.reset()
-        self._values = list(_flatten(map(dict.values, self._filled)))
+        self._values = list(_flatten(map(dict.values, self._slots)))
 
     def forget(self) -> None:
         """Hold no tensor any more, until the next :meth:`look`."""
         self._values = []
-        self._watch.reset()
 
     def check(self) -> None:
         """Raise :class:`~lockstep.errors.NotReplicableError` if forward has given a replica a parameter of its own.
@@ -49,9 +41,9 @@ class ReplicaSlots:
         What was in another slot already (weights that forward ties) and, where no gradient is wanted, a parameter in
         the place of another are no such thing.
         """
-        if not any(self._empty) and self._watch.same(self._same):
-            return
         values = list(_flatten(map(dict.values, self._slots)))
+        if identical(values, self._values):
+            return
         known = {id(value) for value in self._values}
         replaced = not torch.is_grad_enabled() and _filled(values) == _filled(self._values)
         made = [] if replaced else list(self._unknown(known))
@@ -63,10 +55,6 @@ class ReplicaSlots:
                 "gradients of all but the first would be lost. Make parameters before the module is replicated: in "
                 "__init__, or by one call of the module itself. (What the first replica made is the module's now.)"
             )
-
-    def _same(self) -> bool:
-        values = list(_flatten(map(dict.values, self._filled)))
-        return len(values) == len(self._values) and all(map(operator.is_, values, self._values))
 
     def _unknown(self, known: set[int]) -> Iterator[tuple[int, str]]:
         for number, root in enumerate(self._roots):

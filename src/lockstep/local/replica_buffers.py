@@ -16,7 +16,6 @@ from torch.nn import Module, Parameter
 from lockstep.devices import CPU
 from lockstep.local.comm import broadcast_coalesced
 from lockstep.local.contents import identical
-from lockstep.local.dict_versions import DictWatch
 from lockstep.local.functions import link
 from lockstep.local.module_copy import ModuleCopy
 from lockstep.local.tensor_state import Layouts, addresses, layouts
@@ -50,8 +49,6 @@ class ReplicaBuffers:
         self._names = [name for _, _, name in slots]
         self._holders = [getattr(modules[index], kind) for kind, index, _ in slots]
         self._in_copies = [[copy.holder(kind, index) for kind, index, _ in slots] for copy in copies]
-        self._watch_network = DictWatch(self._holders)
-        self._watch = DictWatch(holder for holders in self._in_copies for holder in holders)
         self._bound: list[list[Tensor | None]] = []
         self._mirror: _Mirror | None = None
         self._shared: tuple[list[Tensor], list[Tensor]] = [], []
@@ -64,11 +61,11 @@ class ReplicaBuffers:
         Returns the ids of the network's tensors that are new in a slot, or gone from one, since the last time.
         """
         exchanged: set[int] = set()
-        if not self._watch_network.same(self._still_found):
+        if not self._still_found():
             before = self._sources
             self._sort(self._now())
             exchanged = set(map(id, before)) ^ set(map(id, self._sources))
-        elif not always and self._mirror is not None and self._mirror.current() and self._watch.same(self._still_bound):
+        elif not always and self._mirror is not None and self._mirror.current() and self._still_bound():
             return exchanged
         if not self._sources or not self._copies:
             return exchanged
@@ -100,7 +97,6 @@ class ReplicaBuffers:
 
     def _bind(self, rows: list[list[Tensor]]) -> None:
         self._bound = []
-        self._watch.reset()
         for copy, row in zip(self._copies, rows, strict=True):
             tensors = [None if i is None else row[i] for i in self._order]
             for kind, (start, slots) in self._slots.items():

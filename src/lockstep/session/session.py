@@ -3,63 +3,78 @@
 import contextlib
 import gc
 import os
-import socket
+import random
 import sys
-import threading
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, wait
-from dataclasses import asdict, dataclass
-from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import Dataset, Subset
 
-from lockstep import network
 from lockstep.checkpoints import Resumed, resume, save
-from lockstep.devices import accelerator, resolve_device
 from lockstep.distributed import loop, uneven
-from lockstep.distributed.collectives import Group, backends_of
+from lockstep.distributed.collectives import Group
 from lockstep.distributed.decisions import Decisions
-from lockstep.errors import CommunicationError, DeviceError, OptionError
-from lockstep.failures.channel import LINK_SECONDS, FailureChannel
-from lockstep.failures.connections import Connections
-from lockstep.failures.deadline import StallLimits
-from lockstep.failures.progress import Phase, Progress
+from lockstep.errors import OptionError
+from lockstep.failures.channel import LINK_SECONDS
+from lockstep.failures.progress import PHASES_OF_A_STEP, Phase, Progress
 from lockstep.failures.stacks import answering
-from lockstep.failures.where import TRAINING
-from lockstep.session.counted import CountedBatches
-from lockstep.session.environment import Environment, read_environment
-from lockstep.session.meeting_place import meeting_place
-from lockstep.session.same_options import check_same_options
-from lockstep.session.seeds import generator, seed_this_rank
+from lockstep.seeds import derive_seed
+from lockstep.session.start import (
+    Environment,
+    SessionOptions,
+    choose_backend,
+    choose_device,
+    join,
+    name_of_run,
+    read_environment,
+)
 from lockstep.session.stop_requests import StopRequests
-from lockstep.session.watch import Watch, attach, check_link_timeout, make_channel, run_name, unused_part
-from lockstep.store import ANSWER_SECONDS
+from lockstep.session.watch import check_link_timeout
 
 T = TypeVar("T")
 
-GIVE_UP_SECONDS = 1.0
-"""How long the making of a group is waited for that another rank's failure has made useless."""
 
+class CountedBatches(Generic[T]):
+    """What ``run.batches()`` returns. Its length, if it has one, is the same on all ranks."""
 
-@dataclass(frozen=True)
-class SessionOptions:
-    """What :func:`session` was called with."""
+    def __init__(self, batches: uneven.Batches[T], progress: Progress, check: Callable[[], object]) -> None:
+        self._batches, self._progress, self._check = batches, progress, check
 
-    backend: str | None = None
-    device: str | torch.device | None = None
-    timeout: float = 600.0
-    seed: int = 0
-    stall_factor: float | None = 20.0
-    stall_minimum: float = 60.0
-    time_limit: float | None = None
-    link_timeout: float = LINK_SECONDS
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    @property
+    def is_padding(self) -> bool:
+        """Whether the batch that the loop is at counts nothing: this rank has run out."""
+        return self._batches.is_padding
+
+    @property
+    def weight(self) -> float:
+        """What the batch counts: 1, or 0 if the rank has run out."""
+        return self._batches.weight
+
+    def __iter__(self) -> Iterator[T]:
+        progress, trains = self._progress, torch.is_grad_enabled()
+        before, batches = progress.current_phase, iter(self._batches)
+        if before in PHASES_OF_A_STEP:  # of an evaluation, which ends with a forward
+            before = Phase.TRAINING
+        while True:
+            self._check()
+            if before == Phase.TRAINING:
+                progress.current_phase = Phase.DATA
+            try:
+                batch = next(batches)
+            except StopIteration:
+                progress.current_phase = before
+                return
+            progress.step += trains
+            progress.current_phase = before
+            yield batch
 
 
 class Session:
@@ -72,11 +87,11 @@ class Session:
         """How many processes take part."""
         self.local_rank: int = environment.local_rank
         """This process's number on its host, from 0."""
-        self.device: torch.device = _choose_device(options.device, environment)
+        self.device: torch.device = choose_device(options.device, environment)
         """Where this rank's model and batches belong."""
-        self.backend: str = options.backend or _choose_backend(self.device, environment)
+        self.backend: str = options.backend or choose_backend(self.device, environment)
         """The name of the group's backend."""
-        self.progress = Progress(_run_name(environment), self.rank, self.world_size)
+        self.progress = Progress(name_of_run(environment), self.rank, self.world_size)
         """What others can read of how far this rank has come."""
         self.generator: torch.Generator = generator(options.seed, f"generator of rank {self.rank}")
         """Random numbers that are others on each rank, on the CPU."""
@@ -86,7 +101,7 @@ class Session:
         with contextlib.ExitStack() as resources:
             resources.callback(self.progress.close)
             resources.enter_context(answering())
-            self._watch = _join(options, environment, self, resources)
+            self._watch = join(options, environment, self.backend, self.progress, resources)
         self.group: Group = dist.group.WORLD
         """The process group: the default one."""
         self._requests = StopRequests(options.time_limit, f"rank {self.rank}")
@@ -94,9 +109,9 @@ class Session:
         enter = self._watch.enter
         self._hooks = (
             register_optimizer_step_pre_hook(lambda *_: enter(Phase.OPTIMIZER)),
-            register_optimizer_step_post_hook(lambda *_: enter(TRAINING)),
+            register_optimizer_step_post_hook(lambda *_: enter(Phase.TRAINING)),
         )
-        self.progress.current_phase = TRAINING
+        self.progress.current_phase = Phase.TRAINING
         self._watch.end_with_the_program(self.end)
 
     @property
@@ -276,146 +291,18 @@ class session:
         self._session.end(error)
 
 
-# ------------------------------------------------------------------------------------------ its parts
+def seed_this_rank(seed: int, rank: int) -> None:
+    """Seed the generators of PyTorch, Python and, if it is imported, NumPy, otherwise on each rank.
 
-
-def _choose_device(asked: str | torch.device | None, environment: Environment) -> torch.device:
-    """The device, which is made the current one of its kind before anything is put on another."""
-    found = accelerator()
-    if asked is None and found is None:
-        return torch.device("cpu")
-    device = torch.device(found.type) if asked is None and found is not None else resolve_device(asked or "cpu")
-    if device.type == "cpu":
-        return device
-    if asked is None or torch.device(asked).index is None:
-        count = torch.accelerator.device_count()
-        processes = max(environment.local_world_size, environment.local_rank + 1)  # alike on all ranks, if it is known
-        if processes > count:
-            raise DeviceError(
-                f"{processes} processes on this host, which has {count} accelerator{'s' if count > 1 else ''} of type "
-                f'{device.type}: type `torchrun --nproc-per-node {count}`, or `session(device="cpu")` for the CPU'
-            )
-        device = torch.device(device.type, environment.local_rank)
-    torch.accelerator.set_device_index(device.index)
-    return device
-
-
-def _choose_backend(device: torch.device, environment: Environment) -> str:
-    if device.type == "cpu":
-        return "shm" if sys.platform == "linux" and (environment.is_one_host or environment.alone) else "gloo"
-    return "cpu:gloo,cuda:nccl" if device.type == "cuda" and dist.is_nccl_available() else "gloo"
-
-
-def _join(options: SessionOptions, environment: Environment, this: Session, resources: contextlib.ExitStack) -> Watch:
-    """Meet the other ranks, first those that tell of failures, then the group; nothing is left if that fails."""
-    limit = timedelta(seconds=options.timeout)
-    if environment.world_size == 1:
-        _make_group(this.backend, HashStore(), environment, limit)
-        return Watch(None, resources=resources.pop_all())
-    _stay_on_loopback(environment)
-    connections, waits_for_store = Connections(), Connections()
-    # The channel makes a connection of its own. This one is the group's: to end it is to call back who waits there.
-    with waits_for_store.recording():
-        store = unused_part(meeting_place(environment, options.timeout), "session", environment.rank)
-    channel = make_channel(
-        store,
-        environment.rank,
-        range(environment.world_size),
-        this.progress,
-        options.timeout,
-        options.link_timeout,
-    )
-    watch = Watch(channel, options.timeout, connections, resources.pop_all())
-    limits = None
-    if options.stall_factor is not None:
-        limits = StallLimits(options.stall_factor, options.stall_minimum, options.timeout)
-
-    def make_group() -> None:
-        check_same_options(asdict(options) | {"backend": this.backend}, environment.rank, store)
-        _make_group(this.backend, store, environment, limit)
-
-    try:
-        watch.look_for_stalls(lambda: dist.group.WORLD, limits)
-        _choose_interface(channel)
-        with connections.recording():
-            _while_nobody_fails(
-                channel,
-                make_group,
-                lambda: waits_for_store.shut_down(except_port=environment.port),
-                options.timeout,
-            )
-    except BaseException as error:
-        watch.end(error)
-        raise
-    gloo = "gloo" in backends_of(dist.group.WORLD)
-    attach(channel, dist.group.WORLD, connections if gloo else None)
-    return watch
-
-
-def _run_name(environment: Environment) -> str:
-    """By the program, and by the launcher's name of the run, the port at which ranks meet, or the only process."""
-    if environment.alone:
-        return run_name(str(os.getpid()))
-    return run_name(str(environment.port) if environment.run in ("", "none") else environment.run[:8])
-
-
-def _make_group(backend: str, store: Any, environment: Environment, timeout: timedelta) -> None:
-    dist.init_process_group(
-        backend, store=store, rank=environment.rank, world_size=environment.world_size, timeout=timeout
-    )
-
-
-def _while_nobody_fails(
-    channel: FailureChannel, make: Callable[[], object], give_up: Callable[[], object], timeout: float
-) -> None:
-    """Make the group on another thread, since that waits for other ranks in C++; raise if one of them fails meanwhile,
-    or if the time-out is over, which the group's own calls to the store do not keep.
-
-    Then ``give_up`` ends the wait, and what is made nevertheless is destroyed.
+    So that augmentation and dropout differ among ranks.
     """
-    made: Future[None] = Future()
-    lock, given_up = threading.Lock(), False
-    current = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
-
-    def work() -> None:
-        try:
-            if current is not None:
-                torch.accelerator.set_device_index(current)
-            make()
-            with lock:
-                if given_up:
-                    dist.destroy_process_group()
-                made.set_result(None)
-        except BaseException as error:
-            made.set_exception(error)
-
-    awake = threading.Event()
-    channel.when_failed(lambda _: awake.set())
-    made.add_done_callback(lambda _: awake.set())
-    threading.Thread(target=work, name="lockstep makes the group", daemon=True).start()
-    with channel.progress.waiting("process group"):
-        awake.wait(timeout + ANSWER_SECONDS)
-    with lock:
-        given_up = not made.done()
-    if given_up:
-        give_up()
-        wait([made], GIVE_UP_SECONDS)
-        channel.check()
-        raise CommunicationError(f"rank {channel.rank}: the process group could not be made within {timeout:g} s")
-    made.result()
+    own = derive_seed("session", seed, f"rank {rank}")
+    torch.manual_seed(own)  # of the accelerators, too
+    random.seed(own)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(own % 2**32)
 
 
-def _choose_interface(channel: FailureChannel) -> None:
-    """Where ranks are on several hosts, and this host's own name is no address under which others reach it, tell Gloo
-    which interface leads to them."""
-    own = channel.places[channel.rank].host
-    others = [place.ip for place in channel.places.values() if place.host != own]
-    if others and (address := network.address_for_gloo(others)) and (interface := network.interface_of(address)):
-        os.environ[network.INTERFACE_VARIABLE] = interface
-
-
-def _stay_on_loopback(environment: Environment) -> None:
-    """Where all ranks are on this host, not a word of Gloo leaves it."""
-    names = [name for _, name in socket.if_nameindex() if name.startswith("lo")]
-    if names and environment.is_one_host:
-        os.environ.setdefault(network.INTERFACE_VARIABLE, names[0])
+def generator(seed: int, stream: str) -> torch.Generator:
+    """A generator on the CPU, at the beginning of a stream."""
+    return torch.Generator().manual_seed(derive_seed("session", seed, stream))

@@ -1,39 +1,50 @@
 """watch(): the failure channel of a group that is there already."""
 
 import contextlib
+import logging
 import os
-import socket
+import signal
 import sys
+import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from multiprocessing.util import Finalize
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
-from lockstep.distributed.collectives import Collectives, Group, backends_of, global_ranks, resolve_group
+from lockstep.abilities import abilities_of
+from lockstep.distributed.collectives import (
+    Collectives,
+    Group,
+    backends_of,
+    forget_watcher,
+    global_ranks,
+    resolve_group,
+    watch_group,
+)
 from lockstep.errors import OptionError, PeerFailure
-from lockstep.failures.channel import LEFT_SECONDS, LINK_SECONDS, FailureChannel, forget, watch_group
+from lockstep.failures.channel import LEFT_SECONDS, LINK_SECONDS, FailureChannel
 from lockstep.failures.connections import Connections
-from lockstep.failures.deadline import StallLimits
 from lockstep.failures.failure import Failure, Kind, chain, follows_from_another, of_exception, peer_failure_in
 from lockstep.failures.progress import Phase, Progress
 from lockstep.failures.stacks import answering
-from lockstep.failures.stall import StallWatch
-from lockstep.failures.where import TRAINING
+from lockstep.failures.stall import StallLimits, StallWatch
+from lockstep.network import host_identity
 from lockstep.phases import Phases
-from lockstep.session.failed_passes import forget_failed_passes
-from lockstep.session.last_words import LastWords, say_at_once
-from lockstep.shm import ProcessGroupShm
-from lockstep.shm.rendezvous import host_identity
 
 END_SECONDS = 600.0
 """How long a rank that is done waits for the others, to hear of their failures."""
+LAUNCHER_SECONDS = 1.0
+"""How long the launcher is left to notice the process that has failed first."""
+PRINT_SECONDS = 3.0
+"""For how long SIGTERM does not keep this process from saying why it ends."""
 
 
 class Watch:
@@ -134,7 +145,7 @@ class Watch:
                     self._connections.shut_down()  # others may wait for this rank, which does not come any more
                 channel.wait_for_others(self._timeout)
         finally:
-            forget(channel)
+            forget_watcher(channel)
             channel.close()
         if told is None and channel.failure is not None and (error is None or peer_failure_in(error) is not None):
             told = channel.error()
@@ -224,7 +235,7 @@ def watch(
     progress = Progress(run_name("watch"), ranks[group.rank()], len(ranks))
     resources.callback(progress.close)
     resources.enter_context(answering())
-    progress.current_phase = TRAINING
+    progress.current_phase = Phase.TRAINING
     connections = Connections()
     with resources:
         channel = make_channel(store, group.rank(), ranks, progress, END_SECONDS, link_timeout)
@@ -247,7 +258,7 @@ def make_channel(
 ) -> FailureChannel:
     """The channel of this rank, in a part of the store that no other one has had."""
     store = PrefixStore("failures", store)
-    return FailureChannel(store, rank, ranks, progress, _host(), timeout, link_timeout)
+    return FailureChannel(store, rank, ranks, progress, host_identity(), timeout, link_timeout)
 
 
 def check_link_timeout(seconds: float, caller: str) -> None:
@@ -259,10 +270,6 @@ def check_link_timeout(seconds: float, caller: str) -> None:
 def run_name(of_run: str) -> str:
     """What a run is called on its host: by its program, and by what tells it from others of the same program."""
     return f"{Path(sys.argv[0]).stem or 'python'}-{of_run}"
-
-
-def _host() -> str:
-    return host_identity() if sys.platform == "linux" else socket.gethostname()
 
 
 def _begun(group: Group | None) -> int | None:
@@ -279,12 +286,13 @@ def attach(channel: FailureChannel, group: Group, connections: Connections | Non
     ``connections`` are those of the group, if it is Gloo's.
     """
     watch_group(group, channel)
+    abilities = abilities_of(group)
     channel.when_failed(lambda failure: say_at_once(failure, channel.rank))
 
     def end(failure: Failure) -> None:
         with contextlib.suppress(RuntimeError):
-            if isinstance(group, ProcessGroupShm):
-                group._abort(failure.summary)
+            if abilities is not None:
+                abilities._abort(failure.summary)
             else:
                 if connections is not None:
                     connections.shut_down()
@@ -296,7 +304,7 @@ def attach(channel: FailureChannel, group: Group, connections: Connections | Non
 
 def _find_connections_of_gloo(group: Group, connections: Connections) -> None:
     """Collective. Nothing is found for other backends; the ``shm`` group ends those of its own by itself."""
-    if isinstance(group, ProcessGroupShm) or "gloo" not in backends_of(group):
+    if "gloo" not in backends_of(group):
         return
     collectives, world = Collectives(group, Phases()), group.size()
 
@@ -331,3 +339,55 @@ def _store_of(group: Group) -> Any:
 def _is_orderly(error: BaseException) -> bool:
     """Whether it is the program that ends, without an error."""
     return isinstance(error, SystemExit) and error.code in (None, 0)
+
+
+# ---------------------------------------------------------------------------------------------------- how a rank ends
+
+
+def has_launcher() -> bool:
+    """Whether ``torchrun`` has started this process: it ends all processes when it notices that one has failed."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def say_at_once(failure: Failure, here: int) -> None:
+    """Log why this rank will stop, if the launcher may end it before it can raise: another process has just ended."""
+    if has_launcher() and failure.kind is Kind.ENDED:
+        logging.getLogger("lockstep").error("rank %d stops, because %s", here, failure.summary)
+
+
+class LastWords:
+    """Holds ``torchrun``'s SIGTERM back for some seconds from now, so that this process ends with its own error.
+
+    Without ``torchrun``, or if the program does something else at SIGTERM, nothing is done.
+    """
+
+    def __init__(self) -> None:
+        self._until = time.monotonic() + PRINT_SECONDS
+        self._came = False
+        in_main = threading.current_thread() is threading.main_thread()
+        self._holds = in_main and has_launcher() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+        if self._holds:
+            signal.signal(signal.SIGTERM, self._note)
+
+    def wait_for_launcher(self) -> None:
+        """Let the launcher notice the process that has failed first: it blames the first that it finds ended."""
+        until = time.monotonic() + LAUNCHER_SECONDS
+        while self._holds and not self._came and time.monotonic() < until:
+            time.sleep(0.02)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._came = True
+        if time.monotonic() > self._until:  # the program has gone on after the error
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+
+
+def forget_failed_passes() -> None:
+    """Let go of what backward passes of this thread had not come to when they failed.
+
+    The engine keeps it in a queue until the thread's next pass: a part of the graph, with its memory, and what hooks on
+    its tensors refer to, such as a replicated model and its group, whose connections would stay open. So this is one.
+    """
+    with torch.inference_mode(False), torch.enable_grad():
+        leaf = torch.zeros((), device="cpu", requires_grad=True)
+        torch.autograd.grad(leaf.clone(), leaf)

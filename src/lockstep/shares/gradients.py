@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
+from lockstep.distributed.reduction.optimizers_in_backward import check_optimizers
 from lockstep.dtensors import is_dtensor, like_parameter, local_part, matching_gradient
 from lockstep.errors import NotReplicableError
 from lockstep.shares.spare import SpareMemory
@@ -57,6 +58,7 @@ class ShareGradients:
 
     def check_hooks(self) -> None:
         """Raise for hooks of users that would see a share's gradient in place of the step's."""
+        check_optimizers(zip(self.names, self.parameters, strict=True))
         for name, parameter in zip(self.names, self.parameters, strict=True):
             if len(getattr(parameter, "_post_accumulate_grad_hooks", None) or ()) > 1:
                 raise NotReplicableError(

@@ -27,6 +27,7 @@ from lockstep.shares.report import (
     check_heads,
     check_modes,
     check_precision,
+    loops_of,
     number_of,
     weights_of_all,
 )
@@ -218,7 +219,7 @@ class ShareModule:
             travelling = self.agreement.buffers
             if self._collectives.world > 1:
                 self.agreement.expect(self._buffers.travelling_next(first_changes), step.next_count)
-            self._decisions.hear(each.loop for each in heads)
+            self._decisions.hear(loops_of(heads), self._decisions.batch)
             check_modes(heads, self._collectives)
             self._check_precision(heads)
             if self._audit is not None and self._evidence is not None:
@@ -285,10 +286,17 @@ class ShareModule:
 
     def _head(self, step: Step) -> Head:
         """What this rank says of the step, whatever the others have."""
-        loop = self._decisions.say(idle=False, skips=False)
-        precision = number_of(self.precision) if self.precision else 0
-        number, written = number_of(*step.describe()), self._buffers.written
-        return Head(number, loop, precision, self._modes, written, differs=self._exchange is None)
+        loops, precision = self._decisions, number_of(self.precision) if self.precision else 0
+        return Head(
+            number_of(*step.describe()),
+            precision,
+            self._modes,
+            self._buffers.written,
+            stops=loops.asks_to_stop,
+            skips=loops.skips_next,
+            ends=loops.innermost.ends,
+            differs=self._exchange is None,
+        )
 
     def _report(self, head: Head, step: Step) -> Report:
         weights = [self._weights.get(share, nan) for share in range(step.count)]

@@ -8,13 +8,13 @@ import torch
 from torch.nn import Module, Parameter
 
 from lockstep.compiler import outside_compiler
-from lockstep.distributed.agreement import Description, Line, check_same_on_all_ranks
+from lockstep.distributed.agreement import Line, check_same_on_all_ranks
 from lockstep.distributed.collectives import Collectives, Group, resolve_group
 from lockstep.distributed.inputs import input_device, move_to
 from lockstep.distributed.options import Options
+from lockstep.distributed.reduction.selection import Contents, Selection
+from lockstep.distributed.reduction.slots import SlotWatch
 from lockstep.distributed.replication import Replication
-from lockstep.distributed.selection import Contents, Selection
-from lockstep.distributed.slots import SlotWatch
 from lockstep.distributed.values import broadcast_values
 from lockstep.errors import CommunicationError, LockstepError, NotReplicableError, OptionError
 from lockstep.shares.agreement import Members
@@ -87,7 +87,7 @@ class ShareReplication(Replication):
             *Members(contents).describe(),
         ]
         try:
-            check_same_on_all_ranks(Description(lines, str(failure or "")), [], collectives)
+            check_same_on_all_ranks(lines, collectives, error=str(failure or ""))
         except LockstepError as error:
             if failure is not None:
                 raise failure from error
@@ -146,9 +146,6 @@ class ShareReplication(Replication):
     def watch_values(self, every: int) -> None:
         """Compare values in every ``every``-th step from now on, or in none if it is 0; all ranks must."""
         self._started.agreement.watch_values(every)
-
-    def gradients_zeroed(self) -> None:
-        """Do nothing: weights are of the step under way."""
 
     def audit(self, every: int | None) -> None:
         """See :func:`lockstep.audit`."""

@@ -13,8 +13,11 @@ import torch
 from torch import Tensor
 
 from lockstep.digests import text_digest
-from lockstep.distributed.agreement import Description, check_same_on_all_ranks
+from lockstep.distributed.agreement import check_same_on_all_ranks
 from lockstep.distributed.collectives import Collectives
+from lockstep.distributed.decisions import LoopVerdict
+from lockstep.distributed.reduction.status import Part, Status
+from lockstep.distributed.reduction.verdict import judge_loops
 from lockstep.errors import AgreementError, OptionError, PeerError
 from lockstep.shares.state import Step
 
@@ -26,8 +29,6 @@ class Head(NamedTuple):
 
     step: int
     """A number that tells steps apart."""
-    loop: int = 0
-    """What this rank says of its loop: an encoded :class:`~lockstep.distributed.decisions.LoopStatus`."""
     precision: int = 0
     """A number that tells the precisions of forward apart; 0 if there was none."""
     modes: int = 0
@@ -36,6 +37,12 @@ class Head(NamedTuple):
     """A number that stands for the values of the buffers, if a program has written any between steps."""
     values: int = 0
     """A digest of all parameters and buffers, in steps in which they are compared; else 0."""
+    stops: bool = False
+    """Whether this rank asks all ranks to stop after this step."""
+    skips: bool = False
+    """Whether this rank leaves out the batch, in a module that is replicated without shares."""
+    ends: bool = False
+    """Whether this rank has no batch after this one."""
     has_failed: bool = False
     """Whether this rank has left the step before its end."""
     differs: bool = False
@@ -49,10 +56,9 @@ class Head(NamedTuple):
     @classmethod
     def of_rows(cls, rows: Tensor) -> list[Self]:
         """The heads of the rows of all ranks."""
-        return [
-            cls(step, loop, precision, modes, buffers, values, bool(has_failed), bool(differs))
-            for step, loop, precision, modes, buffers, values, has_failed, differs in _numbers_of(rows[:, :HEAD_BYTES])
-        ]
+        flags = cls._fields.index("stops")
+        heads = _numbers_of(rows[:, :HEAD_BYTES])
+        return [cls._make([*head[:flags], *map(bool, head[flags:])]) for head in heads]
 
 
 HEAD_BYTES = 8 * len(Head._fields)
@@ -119,7 +125,7 @@ def number_of(*parts: object) -> int:
 def check_heads(heads: Sequence[Head], step: Step, collectives: Collectives) -> None:
     """Raise :class:`PeerError`, on every rank, if one has failed, or they are not all at the end of the same step.
 
-    Only then communicates, what :func:`agree` does.
+    Only then communicates, what :func:`check_same_on_all_ranks` does.
     """
     for rank, head in zip(collectives.global_ranks, heads, strict=True):
         if head.has_failed:
@@ -131,7 +137,7 @@ def check_heads(heads: Sequence[Head], step: Step, collectives: Collectives) -> 
     if others:
         first, other = collectives.global_ranks[0], collectives.global_ranks[others[0]]
         try:
-            check_same_on_all_ranks(Description(step.describe()), [], collectives)
+            check_same_on_all_ranks(step.describe(), collectives)
         except AgreementError as error:
             raise PeerError(
                 f"rank {other} is at the end of another step than rank {first} (rank {collectives.global_rank} is at "
@@ -161,6 +167,12 @@ def check_modes(heads: Sequence[Head], collectives: Collectives) -> None:
             f"{ranks[TRAINING]}, and in evaluation mode on rank {ranks[EVALUATION]}; call train() or eval() on every "
             "rank alike. No gradient has been handed out"
         )
+
+
+def loops_of(heads: Sequence[Head]) -> LoopVerdict:
+    """Return the part of the verdict that loops are to know."""
+    parts = {True: Part.SKIPS, False: Part.FULL}
+    return judge_loops([Status(part=parts[head.skips], stops=head.stops, ends=head.ends) for head in heads])
 
 
 def weights_of_all(reports: Sequence[Report]) -> list[float] | None:

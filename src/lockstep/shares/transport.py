@@ -14,11 +14,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from lockstep.abilities import Addition, Place
 from lockstep.buckets import Bucket
 from lockstep.distributed.collectives import Collectives, Pending
 from lockstep.shares.spare import SpareMemory
 from lockstep.shares.tree import nodes_of, plan_additions, shares_of
-from lockstep.shm.algorithm import Addition, Place
 
 _NOTHING = -0.0
 """Is sent where no share of a partial sum has a value: added to any number, it leaves that as it is, with its sign."""

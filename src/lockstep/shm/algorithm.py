@@ -1,25 +1,12 @@
 """What an algorithm for collectives has to have; ``one_host.py`` and ``many_hosts.py`` have one each."""
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
+from lockstep.abilities import Addition
 from lockstep.shm.messages import Descriptor, Op
-
-
-class Place(NamedTuple):
-    """Where a part of a tensor is."""
-
-    rank: int
-    part: int
-
-
-class Addition(NamedTuple):
-    """The part at ``place`` is added to the one at ``into``."""
-
-    into: Place
-    place: Place
 
 
 class Algorithm(Protocol):

@@ -14,8 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 
+from lockstep.abilities import Abilities, Addition
 from lockstep.errors import AgreementError, CommunicationError, OptionError
-from lockstep.shm.algorithm import Addition, Algorithm
+from lockstep.shm.algorithm import Algorithm
 from lockstep.shm.gloo import CollectivesOfGloo
 from lockstep.shm.native import NativeCollectives
 from lockstep.shm.runtime import Runtime, ShmOptions
@@ -70,20 +71,17 @@ class ProcessGroupShm(NativeCollectives, CollectivesOfGloo, _ProcessGroup):
         return self._runtime.staging.pool.allocate(numel, dtype)
 
     @property
-    def _is_on_one_host(self) -> bool:
-        """Whether all ranks have memory in common, as :meth:`_add_in_order` needs."""
+    def _abilities(self) -> Abilities:
+        """What :func:`lockstep.replicate` makes use of: this group."""
+        return self
+
+    @property
+    def _shares_memory(self) -> bool:
         return self._runtime.inter_host is None
 
     def _add_in_order(
         self, tensor: Tensor, numel: int, additions: Sequence[Addition], gathered: int, opts: dist.AllreduceOptions
     ) -> ShmWork:
-        """Begin to add parts of ``numel`` elements, with which every rank's tensor begins, in the order given.
-
-        All give the same additions. The result, which is in the part that the last addition adds to, is at the
-        beginning of every rank's tensor then; what else is in the parts is used up. The end of every tensor has
-        ``gathered`` elements for each rank, in their order; each rank's own are copied to all. Tensors come from
-        :meth:`allocate`, and nothing is copied but the result.
-        """
         return self._begin("add_in_order", lambda a: a.add_in_order(tensor, numel, additions, gathered), [tensor], opts)
 
     # -------------------------------------------------------------------------- what PyTorch asks
@@ -180,7 +178,6 @@ class ProcessGroupShm(NativeCollectives, CollectivesOfGloo, _ProcessGroup):
         self._abort(f"rank {self._global_rank} called abort()")
 
     def _abort(self, reason: str) -> None:
-        """End the group on every rank; the error that all raise from then on gives the reason."""
         self._runtime.abort(f"the shm process group is aborted: {reason}", collective_may_run=True)
         self._end()
 

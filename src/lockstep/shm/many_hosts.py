@@ -11,8 +11,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from lockstep.abilities import Addition
 from lockstep.errors import OptionError
-from lockstep.shm.algorithm import Addition, Algorithm
+from lockstep.shm.algorithm import Algorithm
 from lockstep.shm.arithmetic import Reduction, divide
 from lockstep.shm.constants import GRACE_SECONDS
 from lockstep.shm.inter_host import InterHost

@@ -14,8 +14,9 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from lockstep.abilities import Addition, Place
 from lockstep.errors import LayoutError
-from lockstep.shm.algorithm import Addition, Algorithm, Place
+from lockstep.shm.algorithm import Algorithm
 from lockstep.shm.arithmetic import Reduction
 from lockstep.shm.messages import Descriptor, Kind, Op, factor_of
 from lockstep.shm.staging import CHUNK_BYTES, Staging, shard_numel

@@ -17,7 +17,6 @@ import time
 from collections.abc import Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from lockstep import network
@@ -73,13 +72,6 @@ def meet(store: Any, rank: int, global_ranks: Sequence[int], host: str, timeout:
         raise
     elsewhere = (addresses[other]["ip"] for ranks in hosts.values() for other in ranks if other not in hosts[host])
     return Rendezvous(list(hosts.values()), sockets, [each for each in elsewhere if not network.is_loopback(each)])
-
-
-def host_identity() -> str:
-    """Return what is the same for processes that can share memory, and differs else."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    machine = boot.read_text().strip() if boot.exists() else socket.gethostname()
-    return f"{machine}/{os.stat('/proc/self/ns/net').st_ino}/{os.getuid()}"
 
 
 def check_platform() -> None:

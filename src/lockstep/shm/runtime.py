@@ -20,7 +20,7 @@ from lockstep.shm.many_hosts import ManyHosts
 from lockstep.shm.messages import MessageKind
 from lockstep.shm.one_host import OneHost
 from lockstep.shm.peers import Peers
-from lockstep.shm.rendezvous import Rendezvous, check_platform, host_identity, meet
+from lockstep.shm.rendezvous import Rendezvous, check_platform, meet
 from lockstep.shm.shared_memory import SharedMemory
 from lockstep.shm.staging import STAGING, Staging
 from lockstep.store import ANSWER_SECONDS
@@ -52,7 +52,9 @@ class Runtime:
     ) -> None:
         check_platform()
         self._notice = FailureNotice(store)
-        found = meet(PrefixStore("rendezvous", store), rank, global_ranks, options.host or host_identity(), timeout)
+        found = meet(
+            PrefixStore("rendezvous", store), rank, global_ranks, options.host or network.host_identity(), timeout
+        )
         on_host = next(host for host in found.hosts if rank in host)
         leads = len(found.hosts) > 1 and on_host[0] == rank
         self.peers = Peers(

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Sequence
 from itertools import repeat
-from operator import attrgetter
+from operator import attrgetter, is_not
 from typing import Any, NamedTuple
 
 import torch
@@ -21,10 +21,10 @@ from torch.nn import Parameter
 
 from lockstep.distributed.reduction.parameter import ManagedParameter
 from lockstep.distributed.reduction.plan import PlannedBucket
-from lockstep.distributed.reduction.report import Report
+from lockstep.distributed.reduction.verdict import Verdict
 from lockstep.dtensors import is_dtensor, like_parameter, local_part
 
-_dtype_of, _device_of = attrgetter("dtype"), attrgetter("device")
+_dtype_of, _device_of, _grad_of = attrgetter("dtype"), attrgetter("device"), attrgetter("grad")
 
 
 class CopiedIn(NamedTuple):
@@ -36,58 +36,31 @@ class CopiedIn(NamedTuple):
     """What it is to be multiplied by before that."""
     undefined: Sequence[int] = ()
     """Parameters, by number, that have no gradient, whether or not their hooks have run."""
-    graphs: Sequence[tuple[ManagedParameter, Tensor]] = ()
-    """Gradients that backward made with ``create_graph=True``."""
 
 
 class BucketPart:
-    """Gradients of a bucket that are waited for, and copied, together."""
+    """Gradients of a bucket that are copied together."""
 
-    __slots__ = (
-        "arrived",
-        "awaited",
-        "bucket",
-        "indices",
-        "is_complete",
-        "is_copied",
-        "is_looked_at",
-        "noted",
-        "positions",
-    )
+    __slots__ = ("awaited", "bucket", "indices", "is_complete", "is_copied", "is_looked_at", "positions")
 
     def __init__(self, bucket: "GradientBucket", positions: range, is_looked_at: bool) -> None:
-        self.bucket, self.positions = bucket, positions
+        self.bucket = bucket
+        self.positions = positions
         self.indices = bucket.planned.indices[positions.start : positions.stop]
         """The parameters, by number."""
         self.is_looked_at = is_looked_at
-        """Whether anything is done when all have come, before the end of backward."""
-        self.awaited = self.indices[-1] if is_looked_at else -1
-        """The parameter whose gradient is expected to be the last one, then."""
-        self.noted = self.indices[:-1] if is_looked_at else self.indices
-        """The others: nothing is done when their gradients come."""
-        self.arrived: list[Parameter] = []
-        """Parameters whose gradients have come; one whose gradient has come twice may be there twice."""
+        """True if anything is done when all have come, before the end of backward."""
+        self.awaited = self.indices[-1]
+        """The parameter whose gradient is expected to be the last one."""
         self.is_complete = False
-        """Whether all have come, and that has been noticed."""
+        """True if all have come while backward runs, and that has been noticed."""
         self.is_copied = False
-        """Whether they are in the bucket's memory already, and not in the parameters' ``.grad``."""
+        """True if they are in the bucket's memory already, and not in the parameters' ``.grad``."""
 
     def open(self) -> None:
         """A round begins."""
-        self.arrived.clear()
-        self.is_complete = self.is_copied = False
-
-    def look(self) -> bool:
-        """Notice whether all have come."""
-        count = len(self.indices)
-        self.is_complete = len(self.arrived) >= count and len(set(map(id, self.arrived))) == count
-        return self.is_complete
-
-    def came(self) -> list[int]:
-        """The parameters, by number, whose gradients have come."""
-        came = set(map(id, self.arrived))
-        members = self.bucket.members[self.positions.start : self.positions.stop]
-        return [member.index for member in members if id(member.parameter) in came]
+        self.is_complete = False
+        self.is_copied = False
 
 
 class GradientBucket(ABC):
@@ -120,13 +93,17 @@ class GradientBucket(ABC):
             for member in self.members:
                 member.check_parameter()
 
+    @property
+    def has_gradients(self) -> bool:
+        """Return True if any of its parameters has a gradient now."""
+        return any(map(is_not, map(_grad_of, self._parameters), repeat(None)))
+
     def _cut(self) -> list[range]:
         """Which members, by position, are waited for together."""
         return [range(len(self.members))]
 
-    def open(self, scale: float, copies_early: bool) -> None:
-        """A round begins, in which gradients are multiplied by ``scale`` before they are summed; ``copies_early``:
-        and may be taken from the parameters while backward runs."""
+    def open(self, scale: float) -> None:
+        """A round begins, in which gradients are multiplied by ``scale`` before they are summed."""
         self._scale = scale
         self.missing = len(self.parts)
         for part in self.parts:
@@ -154,13 +131,13 @@ class GradientBucket(ABC):
     def multiply(self, factor: float) -> None:
         """Multiply all reduced gradients."""
 
-    def copy_out(self, report: Report) -> None:
+    def copy_out(self, verdict: Verdict) -> None:
         """Give the parameters their reduced gradients; one that no rank used gets back what it had."""
         for position, member in enumerate(self.members):
-            if report.uses(member.index):
+            if verdict.uses(member.index):
                 member.parameter.grad = self._gradient(position)
         for member, grad, values in self._unused:
-            if not report.uses(member.index):
+            if not verdict.uses(member.index):
                 if values is not None:
                     local_part(grad).copy_(values)
                 member.parameter.grad = grad
@@ -211,8 +188,7 @@ class SingleBucket(GradientBucket):
                 self._own = grad
         self._result = taken
         member.parameter.grad = None
-        flat = flattened(taken)
-        return _copied_alone(member, grad, flat)._replace(factor=self._scale)
+        return CopiedIn(flattened(taken), self._scale, _undefined(member, grad))
 
     def accept(self, summed: Tensor) -> None:
         """See :meth:`GradientBucket.accept`."""
@@ -222,9 +198,9 @@ class SingleBucket(GradientBucket):
         """See :meth:`GradientBucket.multiply`."""
         self._result.mul_(factor)
 
-    def copy_out(self, report: Report) -> None:
+    def copy_out(self, verdict: Verdict) -> None:
         """See :meth:`GradientBucket.copy_out`; the gradient is the parameter's alone again."""
-        super().copy_out(report)
+        super().copy_out(verdict)
         del self._result, self._own
 
     def _gradient(self, position: int) -> Tensor:
@@ -244,7 +220,7 @@ class SparseBucket(GradientBucket):
             self._keep_unused(member, grad, inside=False)
         member.parameter.grad = None
         self._result = (taken if taken.is_sparse else taken.to_sparse(1)).coalesce() * self._scale
-        return _copied_alone(member, grad, self._result)
+        return CopiedIn(self._result, 1.0, _undefined(member, grad))
 
     def zeros(self) -> Tensor:
         """See :meth:`GradientBucket.zeros`."""
@@ -262,11 +238,9 @@ class SparseBucket(GradientBucket):
         return self._result
 
 
-def _copied_alone(member: ManagedParameter, grad: Tensor | None, flat: Tensor) -> CopiedIn:
-    """What a bucket has taken from its only parameter."""
-    if grad is None:
-        return CopiedIn(flat, 1.0, [member.index])
-    return CopiedIn(flat, 1.0, (), [(member, grad)] if grad.requires_grad else ())
+def _undefined(member: ManagedParameter, grad: Tensor | None) -> Sequence[int]:
+    """See :attr:`CopiedIn.undefined`, of a bucket with one parameter."""
+    return (member.index,) if grad is None else ()
 
 
 class ZeroBucket(GradientBucket):

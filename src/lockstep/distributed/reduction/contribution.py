@@ -1,85 +1,49 @@
 """What this rank contributes to the next round: which parameters have had gradients, what those count, and whether
 parameters were changed on them."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-
-from torch.nn import Parameter
+from itertools import compress
 
 from lockstep.distributed.reduction.drift import DriftWatch
 from lockstep.distributed.reduction.parameter import ManagedParameter
-from lockstep.distributed.reduction.passes import Code
-from lockstep.distributed.reduction.report import RankStatus, Weight, round_code
-from lockstep.distributed.reduction.weights import Weights
-
-_NO_WEIGHT = Weight(0.0)
+from lockstep.distributed.reduction.status import Part
+from lockstep.distributed.reduction.window import Window, are_zero
+from lockstep.errors import OptionError
 
 
 class Contribution:
     """Grows with each backward pass, and is gone when a round has been reduced, or has failed."""
 
-    def __init__(
-        self, parameters: Sequence[ManagedParameter], global_rank: int, joined: bool = False, idle: bool = False
-    ) -> None:
-        """``joined``: the rank has run out of batches, and contributes nothing, inside of ``Join``; ``idle``: the same
-        in ``batches()``."""
-        self._parameters, self._global_rank, self._joined, self._idle = parameters, global_rank, joined, idle
+    def __init__(self, parameters: Sequence[ManagedParameter], global_rank: int, part: Part = Part.FULL) -> None:
+        self._parameters = parameters
+        self._global_rank = global_rank
+        self.part = part
+        """How the rank takes part with it, if nothing fails."""
         self.used = bytearray(len(parameters))
         """A one for each parameter that has had a gradient since the last round."""
-        self.weights = Weights()
+        self.window = Window()
         self.drift = DriftWatch(parameters, global_rank)
-        self.weights.watch(parameters)
 
-    def describe(
-        self, number: int, failed: bool, differs: bool, backward: Code | None, loop: int, waits: bool
-    ) -> tuple[RankStatus, Weight]:
-        """What this rank says of round ``number``; ``differs``: it has other parameters, buffers or hooks than were
-        agreed on; ``loop``: what it says of its loop; ``waits``: it waits for the report."""
-        weights, code = self.weights, round_code(number)
-        drifts = self.drift.suspects
-        status = RankStatus(code, failed, weights.given, self._joined, differs, drifts, backward, loop, waits)
-        return status, Weight(weights.total, bool(weights.earlier.copies)) if weights.given else _NO_WEIGHT
+    def check(self) -> None:
+        """Raise :class:`OptionError` if this rank's part in the round has to fail."""
+        if self.window.problem:
+            raise OptionError(self.window.problem)
 
-    @property
-    def is_something(self) -> bool:
-        """Whether there is anything to contribute: a gradient, or a weight, that has not been given up."""
-        return self.weights.counted
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether the rank has run out of batches, and contributes nothing."""
-        return self._idle
-
-    @property
-    def is_usual(self) -> bool:
-        """Whether it has a gradient of every parameter, and nothing else to tell."""
-        return 0 not in self.used and not (self.weights.given or self._joined or self._idle or self.drift.suspects)
-
-    def accumulate(self, arrived: Iterable[Parameter]) -> None:
-        """A pass has ended that did not synchronise, and has given these parameters gradients."""
-        came = set(map(id, arrived))
-        if len(came) == len(self.used):
-            self.used[:] = bytes((1,)) * len(self.used)
-        else:
-            for member in self._parameters:
-                if id(member.parameter) in came:
-                    self.used[member.index] = 1
-        self.weights.pass_ended(self.used)
-
-    def end_round(self) -> None:
-        """All of it has been reduced; :meth:`forget` follows."""
-        self.weights.reduced()
+    def is_something(self, newcomers: Sequence[ManagedParameter]) -> bool:
+        """Return True if there is anything to contribute: a weight, a failure, or a gradient that is not zero, also of
+        ``newcomers``, which the ranks have not agreed on yet. May wait for the device."""
+        if self.window.is_open or self.window.problem:
+            return True
+        piled = [*compress(self._parameters, self.used), *newcomers]
+        return not all(are_zero([member.parameter.grad for member in piled]))
 
     def forget(self) -> None:
-        """What has been contributed is not this rank's alone any more; after a failure it is gone."""
+        """What has been contributed is not this rank's alone any more; after a failure, or where the batch is left out,
+        it is gone."""
         self.used[:] = bytes(len(self.used))
         self.drift.forget()
-        self.weights.give_up()
-
-    def leave_out(self) -> None:
-        """The batch is left out."""
-        self.forget()
-        self.weights.leave_out()
+        self.window.close()
 
     def renumber(self, before: Sequence[ManagedParameter], parameters: Sequence[ManagedParameter]) -> None:
         """Go on with other parameters: what has had a gradient under its old number has it under the new one."""
@@ -87,7 +51,6 @@ class Contribution:
         self.used = bytearray(id(each.parameter) in used for each in parameters)
         self._parameters = parameters
         self.drift = DriftWatch(parameters, self._global_rank)
-        self.weights.watch(parameters)
 
 
 @contextmanager

@@ -16,12 +16,11 @@ from torch import Tensor
 from lockstep.distributed.reduction.bucket import BucketPart, CopiedIn, GradientBucket, accept_into, set_grads
 from lockstep.distributed.reduction.parameter import ManagedParameter
 from lockstep.distributed.reduction.plan import PlannedBucket
-from lockstep.distributed.reduction.report import Report
 from lockstep.distributed.reduction.storage import Empty, GradientMemory
+from lockstep.distributed.reduction.verdict import Verdict
 from lockstep.dtensors import is_dtensor
 
 _grad_of = attrgetter("grad")
-_has_graph = attrgetter("requires_grad")  # of a gradient: under create_graph=True
 
 PART_BYTES = 128 * 1024
 """So many bytes of gradients are copied into their bucket together, as they come: they are in the processor's cache
@@ -64,24 +63,25 @@ class FlatBucket(GradientBucket):
                 begin, nbytes = position + 1, 0
         return parts
 
-    def open(self, scale: float, copies_early: bool) -> None:
+    def open(self, scale: float) -> None:
         """See :meth:`GradientBucket.open`."""
-        super().open(scale, copies_early)
-        self._copies_early = None if copies_early and len(self.parts) > 1 else False
+        super().open(scale)
+        self._copies_early = None if len(self.parts) > 1 else False
 
     def part_is_complete(self, part: BucketPart) -> bool:
         """See :meth:`GradientBucket.part_is_complete`; copies the part, unless it takes a closer look to do so."""
-        if self._copies_early is None:
-            self._copies_early = self._memory.claim_early(list(map(_grad_of, self._parameters)))
-        if self._copies_early:
-            self._copy_part(part)
+        if self._copies_early is not False and not torch.is_grad_enabled():  # copies would have a graph
+            if self._copies_early is None:
+                self._copies_early = self._memory.claim_early(list(map(_grad_of, self._parameters)))
+            if self._copies_early:
+                self._copy_part(part)
         return super().part_is_complete(part)
 
     def _copy_part(self, part: BucketPart) -> None:
         begin, end = part.positions.start, part.positions.stop
         parameters, views = self._parameters[begin:end], self._memory.views[begin:end]
         grads: list[Any] = list(map(_grad_of, parameters))
-        if type(None) in map(type, grads) or any(map(_has_graph, grads)):
+        if type(None) in map(type, grads):
             return
         try:
             if len(grads) == 1 and self._scale != 1:
@@ -113,14 +113,14 @@ class FlatBucket(GradientBucket):
         set_grads(self._parameters, repeat(None))
         undefined: list[int] = []
         if True not in inside and type(None) not in map(type, grads):
-            graphs = self._copy(memory.views, cast("list[Tensor]", grads), range(len(grads)))
+            self._copy(memory.views, cast("list[Tensor]", grads), range(len(grads)))
         else:
-            graphs, undefined = self._copy_some(grads, inside, range(len(grads)))
+            undefined = self._copy_some(grads, inside, range(len(grads)))
         factor = self._scale
         if self._extra and factor != 1:  # the report is not to be scaled
             memory.gradients.mul_(factor)
             factor = 1.0
-        return CopiedIn(memory.flat, factor, undefined, graphs)
+        return CopiedIn(memory.flat, factor, undefined)
 
     def _is_copied(self) -> bool:
         """Whether all has been copied early."""
@@ -135,49 +135,41 @@ class FlatBucket(GradientBucket):
         if used is not None and not all(map(used.__getitem__, self._indices)):
             self._keep_all_unused(grads, inside, used)
         set_grads(self._parameters, repeat(None))
-        graphs, undefined = self._copy_some(grads, inside, rest)
+        undefined = self._copy_some(grads, inside, rest)
         views = self._memory.views
         if rest and self._scale != 1:
             torch._foreach_mul_([views[i] for i in rest], self._scale)
         for i in again:
             taken = self.members[i].take(cast("Tensor", grads[i]))
             views[i].add_(taken.to_dense() if taken.is_sparse else taken, alpha=self._scale)
-        return CopiedIn(self._memory.flat, 1.0, undefined, graphs)
+        return CopiedIn(self._memory.flat, 1.0, undefined)
 
-    def _copy_some(
-        self, grads: Sequence[Tensor | None], inside: Sequence[bool], positions: Sequence[int]
-    ) -> tuple[list[tuple[ManagedParameter, Tensor]], list[int]]:
-        """Copy what is at ``positions``, unless it is in place, or clear its place; returns gradients with graphs, and
-        the parameters, by number, that have none."""
+    def _copy_some(self, grads: Sequence[Tensor | None], inside: Sequence[bool], positions: Sequence[int]) -> list[int]:
+        """Copy what is at ``positions``, unless it is in place, or clear its place; returns the parameters, by number,
+        that have no gradient."""
         views = self._memory.views
         given = [(i, grad) for i in positions if (grad := grads[i]) is not None and not inside[i]]
-        graphs = self._copy([views[i] for i, _ in given], [grad for _, grad in given], [i for i, _ in given])
+        self._copy([views[i] for i, _ in given], [grad for _, grad in given], [i for i, _ in given])
         empty = [i for i in positions if grads[i] is None]
         if empty:
             for i in empty:
                 # There is no gradient that would show it: test_a_layer_that_changes_on_a_rank_that_does_not_use_it.
                 self.members[i].check_parameter()
             torch._foreach_zero_([views[i] for i in empty])
-        return graphs, [self._indices[i] for i in empty]
+        return [self._indices[i] for i in empty]
 
-    def _copy(
-        self, views: list[Tensor], grads: list[Tensor], positions: Sequence[int]
-    ) -> list[tuple[ManagedParameter, Tensor]]:
-        """Copy gradients into their views, and return those with graphs; raises if one is of another kind than was
-        planned."""
+    def _copy(self, views: list[Tensor], grads: list[Tensor], positions: Sequence[int]) -> None:
+        """Copy gradients into their views; raises if one is of another kind than was planned."""
         if not grads:
-            return []
-        with_graphs = any(map(_has_graph, grads))
-        if self._plain and not with_graphs:
+            return
+        if self._plain:
             try:
                 torch._foreach_copy_(views, grads)
-                return []
+                return
             except RuntimeError:  # a sparse gradient, or one of another shape
                 pass
-        members = [self.members[i] for i in positions]
-        taken = [member.take(grad) for member, grad in zip(members, grads, strict=True)]
+        taken = [self.members[i].take(grad) for i, grad in zip(positions, grads, strict=True)]
         torch._foreach_copy_(views, [grad.to_dense() if grad.is_sparse else grad for grad in taken])
-        return [pair for pair in zip(members, grads, strict=True) if pair[1].requires_grad]
 
     def _keep_all_unused(self, grads: Sequence[Tensor | None], inside: Sequence[bool], used: Sequence[int]) -> None:
         for member, grad, is_inside in zip(self.members, grads, inside, strict=True):
@@ -201,10 +193,10 @@ class FlatBucket(GradientBucket):
         """See :meth:`GradientBucket.multiply`."""
         self._memory.gradients.mul_(factor)
 
-    def copy_out(self, report: Report) -> None:
+    def copy_out(self, verdict: Verdict) -> None:
         """See :meth:`GradientBucket.copy_out`."""
-        if report.used is not None and not all(map(report.used.__getitem__, self._indices)):
-            super().copy_out(report)
+        if verdict.used is not None and not all(map(verdict.used.__getitem__, self._indices)):
+            super().copy_out(verdict)
         else:
             try:
                 set_grads(self._parameters, self._memory.grads)

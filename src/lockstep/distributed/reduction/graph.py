@@ -1,15 +1,19 @@
-"""The graph of a backward pass, searched when the pass has failed: what it was to come to, and what it owes."""
+"""The graph of a backward pass: the leaves that it comes to, and the means over the ranks that it takes on the way."""
 
 import itertools
 import logging
 import weakref
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import nan
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.autograd.function import BackwardCFunction
+
+from lockstep.distributed.collectives import Collectives
+from lockstep.dtensors import local_part
 
 _KEY = "lockstep.backward"
 
@@ -37,9 +41,6 @@ class Reach:
     marks: Mapping[int, Sequence[object]] = field(default_factory=dict)
     """What :func:`mark_output` was called with for outputs that the pass was to go through, by the identity of the
     owner."""
-    elsewhere: frozenset[int] = frozenset()
-    """Replicated modules, by identity, into which it may accumulate on another rank: see
-    :meth:`CollectiveInPass.leads_to`."""
 
 
 def reach_of(given: dict[str, Any]) -> Reach:
@@ -47,7 +48,6 @@ def reach_of(given: dict[str, Any]) -> Reach:
     if not given.get("accumulate_grad"):
         return Reach()
     leaves, hidden = set(), False
-    elsewhere: set[int] = set()
     marks: dict[int, list[object]] = {}
     for node in _nodes(_edges(given["tensors"])):
         if _is_leaf(node):
@@ -55,13 +55,10 @@ def reach_of(given: dict[str, Any]) -> Reach:
         for owner, mark in node.metadata.get(_KEY, ()):
             marks.setdefault(id(owner()), []).append(mark)
         hidden = hidden or isinstance(node, BackwardCFunction)
-        collective = _collective_of(node)
-        if collective is not None:
-            elsewhere.update(map(id, collective.leads_to()))
     chosen = given.get("inputs")
     if chosen:
         return Reach(frozenset(leaves & _targets(chosen).keys()))
-    return Reach(frozenset(leaves), hidden, marks, frozenset(elsewhere))
+    return Reach(frozenset(leaves), hidden, marks)
 
 
 def devices_of_leaves(given: dict[str, Any]) -> set[torch.device]:
@@ -70,81 +67,71 @@ def devices_of_leaves(given: dict[str, Any]) -> set[torch.device]:
     return {leaf.device for leaf in leaves if leaf.device.type not in ("cpu", "meta")}
 
 
-def mark_output(tensor: torch.Tensor, owner: object, mark: object) -> None:
+def mark_output(tensor: Tensor, owner: object, mark: object) -> None:
     """Let the graph behind ``tensor`` tell that a pass through it concerns ``owner``, and how: ``mark``."""
     if tensor.grad_fn is not None:
         metadata: dict[object, Any] = tensor.grad_fn.metadata  # type: ignore[assignment]  # a property
         metadata.setdefault(_KEY, []).append((weakref.ref(owner), mark))
 
 
-# ----------------------------------------------------------------------------------------- collectives
+# ----------------------------------------------------------------------------------------------- means
+
+MEANS = "mean of tensors"
+"""What messages call the means."""
 
 
-class CollectiveInPass(ABC):
-    """A function whose backward is a collective: its context has this as ``in_pass``.
+class MeanInPass:
+    """The mean over the ranks that the backward of a function takes: its context has this as ``in_pass``. It lives as
+    long as the graph that goes through the function."""
 
-    ``joined`` is a leaf among its inputs, by which it can be reached on every rank.
-    """
-
-    def __init__(self, joined: torch.Tensor | None) -> None:
+    def __init__(self, collectives: Collectives, likes: Sequence[Tensor], joined: Tensor | None) -> None:
+        self.collectives = collectives
+        self.likes = likes
+        """Tensors like the gradients whose mean is taken."""
         self.joined = joined
+        """A leaf among the function's inputs, by which it can be reached on every rank."""
         self.number = next(_numbers)
         """Those that are made later have higher ones, whichever thread of the engine makes them."""
-        self._run_in: object = None
+        self.taken_in: object = None
+        """The last pass in which it was taken."""
         _alive.add(self)
 
-    def runs_in(self, this: object) -> None:
-        """The collective is about to run, in that pass."""
-        self._run_in = this
-
-    def has_run_in(self, this: object) -> bool:
-        """Whether it has run in that pass, the last that it has run in."""
-        return self._run_in is this
-
-    @abstractmethod
-    def leads_to(self) -> list[object]:
-        """The replicated modules to whose parameters a pass through it may come, on some rank."""
-
-    @abstractmethod
     def take_part(self) -> None:
-        """Run it without a contribution, since the other ranks do."""
+        """Tell the other ranks, which take it, that the pass has failed on this one."""
+        nothing = [torch.full_like(local_part(like), nan) for like in self.likes]
+        flags = nothing[0].new_full((1 + len(nothing),), nan)
+        for _ in self.collectives.all_reduce_coalesced([*nothing, flags], MEANS):
+            pass
 
 
-_alive: weakref.WeakSet[CollectiveInPass] = weakref.WeakSet()
+_alive: weakref.WeakSet[MeanInPass] = weakref.WeakSet()
 _numbers = itertools.count()
 
 
-def unfinished_collectives(given: dict[str, Any], this: object) -> list[CollectiveInPass]:
-    """The collectives that a pass, which has failed, was to come to, in the order in which it would have."""
+def has_means() -> bool:
+    """Whether a backward pass of this process may take a mean over ranks, at a time that depends on what else it goes
+    through."""
+    return bool(_alive)
+
+
+def means_behind(outputs: Iterable[Any]) -> list[MeanInPass]:
+    """The means that a pass through these outputs takes, if it has no ``inputs``."""
     if not _alive:
         return []
-    found = [node for node in _nodes(_edges(given["tensors"])) if _collective_of(node) is not None]
-    chosen = given.get("inputs")
-    if chosen and found:
-        targets = _targets(chosen)
-        found = [node for node in found if any(id(_target_of(each)) in targets for each in _nodes([node]))]
-    collectives = [each for node in found if (each := _collective_of(node)) is not None]
-    collectives.sort(key=lambda each: each.number, reverse=True)
-    return [each for each in collectives if not each.has_run_in(this)]
+    return [each for node in _nodes(_edges(outputs)) if (each := _mean_of(node)) is not None]
 
 
-def joined_behind(given: dict[str, Any]) -> list[torch.Tensor]:
-    """What a pass with ``inputs`` has to have among those, too, so that it comes to all collectives behind its outputs:
-    on another rank they may be on the way to the inputs."""
-    found = collectives_behind(given["tensors"]) if given.get("inputs") else []
+def joined_behind(given: dict[str, Any]) -> list[Tensor]:
+    """What a pass with ``inputs`` has to have among those, too, so that it comes to all means behind its outputs: on
+    another rank they may be on the way to the inputs."""
+    found = means_behind(given["tensors"]) if given.get("inputs") else []
     return [each.joined for each in found if each.joined is not None]
 
 
-def collectives_behind(outputs: Iterable[Any]) -> list[CollectiveInPass]:
-    """The collectives that a pass through these outputs comes to, if it has no ``inputs``."""
-    if not _alive:
-        return []
-    return [each for node in _nodes(_edges(outputs)) if (each := _collective_of(node)) is not None]
-
-
-def take_part(collectives: Iterable[CollectiveInPass]) -> None:
-    """Let each run as on the other ranks, which wait for it before they hear that this pass has failed."""
-    for each in collectives:
+def finish_means(given: dict[str, Any], this: object) -> None:
+    """A pass has failed: take part in the means that it was still to take, in the order in which it would have. The
+    other ranks take them before they hear of the failure."""
+    for each in _unfinished(given, this):
         try:
             each.take_part()
         except Exception:
@@ -152,9 +139,21 @@ def take_part(collectives: Iterable[CollectiveInPass]) -> None:
             return
 
 
-def _collective_of(node: Any) -> CollectiveInPass | None:
+def _unfinished(given: dict[str, Any], this: object) -> list[MeanInPass]:
+    if not _alive:
+        return []
+    found = [node for node in _nodes(_edges(given["tensors"])) if _mean_of(node) is not None]
+    chosen = given.get("inputs")
+    if chosen and found:
+        targets = _targets(chosen)
+        found = [node for node in found if any(id(_target_of(each)) in targets for each in _nodes([node]))]
+    means = [each for node in found if (each := _mean_of(node)) is not None and each.taken_in is not this]
+    return sorted(means, key=lambda each: each.number, reverse=True)
+
+
+def _mean_of(node: Any) -> MeanInPass | None:
     found = getattr(node, "in_pass", None) if isinstance(node, BackwardCFunction) else None
-    return found if isinstance(found, CollectiveInPass) else None
+    return found if isinstance(found, MeanInPass) else None
 
 
 # ----------------------------------------------------------------------------------------------- nodes
@@ -184,7 +183,7 @@ def _is_leaf(node: Any) -> bool:
 
 
 def _is_tensor(value: Any) -> bool:
-    return isinstance(value, torch.Tensor)
+    return isinstance(value, Tensor)
 
 
 def _targets(chosen: Iterable[Any]) -> dict[int, object]:

@@ -21,8 +21,10 @@ from lockstep.distributed.reduction.parameter import ManagedParameter
 class IdleBatch:
     """One such batch, from :meth:`__init__` to :meth:`end`."""
 
-    def __init__(self, parameters: Sequence[Parameter], buffers: KeptBuffers) -> None:
-        self._parameters = parameters
+    def __init__(self, members: Sequence[ManagedParameter], buffers: KeptBuffers) -> None:
+        self.members = members
+        """The parameters that the module has in it."""
+        parameters = [member.parameter for member in members]
         self._new: list[Parameter] = []  # those that had no gradient before
         self._buffers = buffers
         self._hooks = [self._hook(each) for each in parameters if each.requires_grad]
@@ -38,11 +40,6 @@ class IdleBatch:
     def note_new(self, parameter: Parameter) -> None:
         """A parameter without a gradient is about to get one."""
         self._new.append(parameter)
-
-    def newcomer_arrived(self, parameter: Parameter) -> None:
-        """A parameter has got a gradient: of this batch alone, if it has come into the module since that began."""
-        if not any(parameter is each for each in self._parameters):
-            self._new.append(parameter)
 
     def undo(self) -> None:
         """Parameters and buffers are as if no backward pass and no forward had been."""

@@ -8,7 +8,6 @@ from torch import Tensor
 from lockstep.buckets import plan_buckets
 from lockstep.distributed.collectives import Collectives
 from lockstep.distributed.reduction.parameter import ManagedParameter
-from lockstep.distributed.reduction.passes import NOT_HANDED_OUT
 from lockstep.dtensors import like_parameter
 from lockstep.errors import PeerError
 
@@ -29,37 +28,20 @@ class LateGradient:
             parameter.grad = grad
 
 
-def graphs_of(members: Sequence[ManagedParameter]) -> list[tuple[ManagedParameter, Tensor]]:
-    """The gradients of these parameters that backward made with ``create_graph=True``."""
-    grads = [(member, member.parameter.grad) for member in members]
-    return [(member, grad) for member, grad in grads if grad is not None and grad.requires_grad]
-
-
 def reduce_late(members: Sequence[ManagedParameter], collectives: Collectives, divisor: float) -> list[LateGradient]:
-    """The means over the ranks of what these parameters have as gradients now, and have no more; see
-    :func:`reduce_again`."""
+    """The means over the ranks of what these parameters have as gradients now, and have no more; a rank that has none
+    counts as zero.
+
+    Every rank passes the same parameters. One all-reduce for each dtype and device, and for each sparse gradient, after
+    one of a number: whether all ranks have put together what they send. If not, each raises: that rank what has kept
+    it, the others :class:`PeerError`.
+    """
     grads = {}
     for member in members:
         grad = member.parameter.grad
         if grad is not None:
             grads[id(member.parameter)] = grad
             member.parameter.grad = None
-    return reduce_again(members, grads, collectives, divisor, "late gradient")
-
-
-def reduce_again(
-    members: Sequence[ManagedParameter],
-    grads: Mapping[int, Tensor],
-    collectives: Collectives,
-    divisor: float,
-    what: str,
-) -> list[LateGradient]:
-    """The means over the ranks of gradients, by identity of the parameter; a rank that has none counts as zero.
-
-    Every rank passes the same parameters. One all-reduce for each dtype and device, and for each sparse gradient, after
-    one of a number: whether all ranks have put together what they send. If not, each raises: that rank what has kept
-    it, the others :class:`PeerError`.
-    """
     flats: list[tuple[Tensor, str]] = []
     results: list[LateGradient] = []
     failure: Exception | None = None
@@ -69,29 +51,20 @@ def reduce_again(
             # test_a_frozen_layer_that_is_retyped_on_one_rank_and_trained_on_another.
             member.check_parameter()
         for flat, parts in _dense(members, grads):
-            flats.append((flat.div_(divisor), f"{what}s"))
+            flats.append((flat.div_(divisor), "late gradients"))
             results += parts
         for member in members:
             if member.sparse:
-                grad = grads.get(id(member.parameter))
-                value = member.zeros() if grad is None else member.take(grad).coalesce() / divisor
-                flats.append((value, f"{what} of {member.name}"))
+                late = grads.get(id(member.parameter))
+                value = member.zeros() if late is None else member.take(late).coalesce() / divisor
+                flats.append((value, f"late gradient of {member.name}"))
                 results.append(LateGradient(member, value))
     except Exception as error:
         failure = error
-    _check_all(failure, collectives, what)
+    _check_all(failure, collectives)
     for flat, name in flats:
         collectives.all_reduce(flat, name).wait()
     return results
-
-
-def late_unnoticed(name: str, number: int, rank: int, advice: str) -> PeerError:
-    """The error of a late gradient that not all ranks can reduce, since some have not waited for the report."""
-    return PeerError(
-        f"rank {rank}: in round {number}, gradients of {name} came in several pieces on some ranks only (a layer that "
-        "reentrant checkpointing runs twice), the last ones after their bucket had left; the other ranks have not "
-        f"waited for them. {advice or NOT_HANDED_OUT}. From the next round on that bucket waits for the end of backward"
-    )
 
 
 def _dense(
@@ -113,18 +86,18 @@ def _dense(
         yield flat, parts
 
 
-def _check_all(failure: Exception | None, collectives: Collectives, what: str) -> None:
+def _check_all(failure: Exception | None, collectives: Collectives) -> None:
     """Raise on every rank if there is a failure on any."""
     failed = torch.zeros(collectives.world, dtype=torch.int64)
     failed[collectives.rank] = failure is not None
     failed = failed.to(collectives.device)
-    collectives.all_reduce(failed, f"whether each rank has its {what}s").wait()
+    collectives.all_reduce(failed, "whether each rank has its late gradients").wait()
     if failure is not None:
         raise failure
     ranks = [rank for rank, flag in zip(collectives.global_ranks, failed.tolist(), strict=True) if flag]
     if ranks:
         raise PeerError(
-            f"rank {collectives.global_rank}: rank {ranks[0]} could not put together its {what}s; that rank's own "
-            "error says why. No gradient has been handed out; every rank can go on with the next batch after "
+            f"rank {collectives.global_rank}: rank {ranks[0]} could not put together its late gradients; that rank's "
+            "own error says why. No gradient has been handed out; every rank can go on with the next batch after "
             "zero_grad()"
         )

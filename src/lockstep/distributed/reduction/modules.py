@@ -15,6 +15,7 @@ from torch.nn import Parameter
 
 from lockstep.distributed.buffers import KeptBuffers
 from lockstep.distributed.collectives import Collectives, Pending
+from lockstep.distributed.reduction.engine import BackwardPass
 from lockstep.distributed.reduction.graph import Reach
 
 TAKES_PART, FAILED, SKIPPED = 1, 1 << 16, 1 << 32
@@ -35,6 +36,9 @@ class RankParticipation(Protocol):
     def takes_part(self, accumulates: bool) -> bool:
         """Whether a pass that has gone through the module without any gradient of it is a round all the same."""
 
+    def pass_failed(self) -> None:
+        """A backward pass has failed on this rank."""
+
     def begin_idle_batch(self) -> None:
         """The loop is at a batch that counts nothing, until :meth:`end_idle_batch`; or already was."""
 
@@ -51,8 +55,8 @@ class RankParticipation(Protocol):
 class ScheduledModule(Protocol):
     """What synchronises the gradients of one replicated module, as its scheduler knows it."""
 
-    open: bool
-    """Whether the backward pass under way has reached the module."""
+    home: int
+    """The thread in which the module is used."""
 
     @property
     def participation(self) -> RankParticipation:
@@ -63,8 +67,12 @@ class ScheduledModule(Protocol):
         """Whether another replication has taken its place."""
 
     @property
-    def reducing(self) -> bool:
-        """Whether that pass synchronises its gradients."""
+    def synchronises(self) -> bool:
+        """Return True if the pass under way synchronises gradients, or the next one if none is."""
+
+    @property
+    def is_expected(self) -> bool:
+        """Return True if the pass under way has gone through outputs of a forward."""
 
     @property
     def rounds(self) -> int:
@@ -73,16 +81,28 @@ class ScheduledModule(Protocol):
     def reached(self) -> None:
         """The backward pass has come to what may lead to the module's parameters, on some rank."""
 
-    def is_marked(self) -> bool:
-        """Whether compiled autograd has run hooks of its parameters."""
+    def is_in_reach(self, reach: Reach) -> bool:
+        """Return True if a pass of that reach accumulates into parameters of the module, as far as its graph shows."""
 
-    def take_marked(self) -> None:
-        """Take what those hooks have left as if they ran now."""
+    def pass_begins(self, this: BackwardPass) -> None:
+        """A backward pass begins, and has added to no gradient yet."""
+
+    def watches(self, this: BackwardPass) -> bool:
+        """Return True if that pass may come to the module, and no other one inside of it is under way."""
+
+    def look(self) -> bool:
+        """The pass under way is over: return True if it has come to any parameter."""
+
+    def pass_leaves(self) -> None:
+        """The pass under way is over, and has not come to the module."""
+
+    def accumulate(self) -> None:
+        """The pass under way has come to the module, and does not synchronise."""
 
     def is_within(self, reach: Reach, expected: bool) -> bool:
         """Whether a pass of that reach is a round of the module; ``expected``: it goes through the module."""
 
-    def finalize_backward(self, create_graph: bool) -> Sequence[Parameter]:
+    def finalize_backward(self) -> Sequence[Parameter]:
         """Reduce what is left; returns the parameters whose users' hooks have waited for this."""
 
     def run_held_hooks(self, parameters: Sequence[Parameter]) -> None:
@@ -132,7 +152,7 @@ class ReplicatedModules:
         """The number that this rank wants for the group; ranks take the highest of theirs."""
         return self.order or _orders + 1
 
-    def ids(self, leaving: Collection[ScheduledModule] = ()) -> list[int]:
+    def ids(self, leaving: Collection[object] = ()) -> list[int]:
         """The numbers of those that are still there on this rank, and not about to be replaced by another."""
         return sorted(n for n, module in self._modules.items() if not any(module is each for each in leaving))
 

@@ -1,4 +1,4 @@
-"""Hooks on parameters: ours, and those of users that are to see reduced gradients.
+"""Hooks on parameters: those of users, which are to see reduced gradients, and triggers.
 
 Autograd runs a parameter's post-accumulate hooks when its gradient is there, which is before it is reduced. An
 optimizer step in such a hook would step on this rank's gradient alone; so hooks that users put there, before or after
@@ -6,94 +6,72 @@ replicating, are held back. At the end of a backward that synchronises, each run
 has used since the last one - on all ranks, also where the parameter was not used, so that what it does stays in step.
 Copies of a parameter, and pickles, have no hooks.
 
-The garbage collector does not see through hooks, so they refer to their reducer weakly; the modules hold it
-(``keeping.py``). A parameter that has outlived them all raises.
+That a gradient has come, the reducer sees by itself when a pass is over (``engine.py``). A *trigger* lets it look
+earlier: one parameter of each part of a bucket has one, the parameter that came last before.
+
+The garbage collector does not see through hooks, so they refer to their reducer weakly.
 """
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import repeat
+from operator import attrgetter, is_not
+from typing import Any
 
 from torch.compiler import is_compiling, is_dynamo_compiling
 from torch.nn import Parameter
-from torch.utils.hooks import RemovableHandle
 
 from lockstep.compiler import is_in_compiled_backward, outside_compiler
-from lockstep.distributed.reduction.optimizers_in_backward import StepOptimizers, any_applied, take_over
+from lockstep.distributed.reduction.owners import Owner
 from lockstep.errors import NotReplicableError
 
-
-class GradientListener(Protocol):
-    """What synchronises the gradients of parameters, as their hooks know it."""
-
-    def mark_gradient_ready(self, index: int) -> None:
-        """Autograd has accumulated the gradient of the parameter with that number."""
-
-    def newcomer_arrived(self, parameter: Parameter, name: str) -> None:
-        """Autograd has accumulated the gradient of a parameter that the ranks have not agreed on yet."""
-
-    def hold_hooks(self) -> None:
-        """Some parameter has users' hooks, to be run when its gradient is reduced."""
+TRIGGER_KEY = -1
+"""The key of a trigger among the hooks of a parameter; PyTorch's own numbers begin with 0."""
+hooks_of = attrgetter("_post_accumulate_grad_hooks")
 
 
-OUR_KEY = -1
-"""Under which our hook stands among those of a parameter; PyTorch's own numbers begin with 0."""
+class Trigger:
+    """Lets the reducer look at gradients while backward runs."""
 
+    __slots__ = ("_index", "_reducer")
 
-class ParameterHook:
-    """Tells the reducer of a gradient that has come, unless something cheaper stands in its place
-    (``arrivals.py``)."""
-
-    __slots__ = ("_index", "_name", "_reducer", "marked")
-
-    def __init__(self, index: int, name: str, reducer: GradientListener) -> None:
-        self._index, self._name, self._reducer = index, name, weakref.ref(reducer)
-        self.marked = False
-        """Whether a gradient has arrived in a function that compiled autograd has made of a backward pass."""
+    def __init__(self, index: int, reducer: Owner) -> None:
+        self._index = index
+        self._reducer = weakref.ref(reducer)
 
     def __call__(self, parameter: Parameter) -> None:
         """The gradient of ``parameter`` is there."""
-        if is_dynamo_compiling():  # a third of is_compiling's time; only the compiler's tracing gets here
-            self._compiled(parameter)
-        else:
-            self._tell(parameter)
-
-    def _tell(self, parameter: Parameter) -> None:
-        self._listener().mark_gradient_ready(self._index)
-
-    def _compiled(self, parameter: Parameter) -> None:
-        if is_in_compiled_backward():
-            self.marked = True  # such a function can do this, and no more
-        else:
-            _run_outside(self, parameter)
-
-    def _listener(self) -> GradientListener:
+        if is_dynamo_compiling():  # compiled autograd makes one function of the pass; its end is enough
+            return
         reducer = self._reducer()
-        if reducer is None:
-            raise NotReplicableError(
-                f"parameter {self._name} got a gradient, but no module is left of those that it was replicated with, "
-                "so nothing synchronises it any more; keep the module, or replicate the one that holds the parameter "
-                "now, or train a copy: torch.nn.Parameter(parameter.detach())"
-            )
-        return reducer
-
-    @property
-    def reducer(self) -> GradientListener | None:
-        """Who is told, if they are still there."""
-        return self._reducer()
+        if reducer is not None:
+            reducer.gradient_triggered(self._index)
 
 
-class NewcomerHook(ParameterHook):
-    """The hook of a parameter that the ranks have not agreed on yet: its gradient opens a round, in which they do."""
+class OutlivedHook:
+    """Stands on a parameter that has outlived every module that it was replicated with."""
 
-    __slots__ = ()
+    __slots__ = ("_name",)
 
-    def __init__(self, name: str, reducer: GradientListener) -> None:
-        super().__init__(-1, name, reducer)
+    def __init__(self, name: str) -> None:
+        self._name = name
 
-    def _tell(self, parameter: Parameter) -> None:
-        self._listener().newcomer_arrived(parameter, self._name)
+    def __call__(self, parameter: Parameter) -> None:
+        """Raise :class:`NotReplicableError`."""
+        raise NotReplicableError(
+            f"parameter {self._name} got a gradient, but no module is left of those that it was replicated with, so "
+            "nothing synchronises it any more; keep the module, or replicate the one that holds the parameter now, or "
+            "train a copy: torch.nn.Parameter(parameter.detach())"
+        )
+
+
+def note_outlived(parameter: Parameter, name: str) -> None:
+    """The reducer of a parameter is gone."""
+    earlier: Mapping[int, Any] | None = hooks_of(parameter)
+    hooks: OrderedDict[int, Any] = OrderedDict(earlier or {})
+    hooks[TRIGGER_KEY] = OutlivedHook(name)
+    parameter._post_accumulate_grad_hooks = hooks
 
 
 class HeldHook:
@@ -104,11 +82,13 @@ class HeldHook:
     def __init__(
         self,
         hook: Callable[[Parameter], None],
-        reducer: Callable[[], GradientListener | None],
+        reducer: Callable[[], Owner | None],
         key: int = -1,
         earlier: Mapping[int, Any] | None = None,
     ) -> None:
-        self.hook, self._reducer, self._key = hook, reducer, key
+        self.hook = hook
+        self._reducer = reducer
+        self._key = key
         self._earlier = earlier
 
     def __call__(self, parameter: Parameter) -> None:
@@ -123,72 +103,47 @@ class HeldHook:
         if self._earlier is None or self._key in self._earlier:
             self.hook(parameter)
 
-    def moved_to(
-        self, reducer: Callable[[], GradientListener | None], key: int, earlier: Mapping[int, Any]
-    ) -> "HeldHook":
-        """The same for another reducer; the user's handle still removes it from the dictionary that it was put into."""
+    def moved_to(self, reducer: Callable[[], Owner | None], key: int, earlier: Mapping[int, Any]) -> "HeldHook":
+        """Return the same for another reducer; the user's handle still removes it from the dictionary that it was put
+        into."""
         return HeldHook(self.hook, reducer, key, earlier if self._earlier is None else self._earlier)
 
 
 @outside_compiler
-def _run_outside(hook: ParameterHook | HeldHook, parameter: Parameter) -> None:
+def _run_outside(hook: HeldHook, parameter: Parameter) -> None:
     hook(parameter)
 
 
-def is_marked(parameter: Parameter) -> bool:
-    """Whether a compiled backward pass has run the parameter's hook."""
-    ours = _ours(parameter)
-    return ours is not None and ours.marked
-
-
-def take_mark(parameter: Parameter) -> bool:
-    """Whether a compiled backward pass has run the parameter's hook since this was last asked."""
-    ours = _ours(parameter)
-    if ours is None or not ours.marked:
-        return False
-    ours.marked = False
-    return True
-
-
-def _ours(parameter: Parameter) -> ParameterHook | None:
-    hooks = parameter._post_accumulate_grad_hooks
-    return hooks.ours if isinstance(hooks, HookDictionary) else None
-
-
 class HookDictionary(OrderedDict[int, Any]):
-    """A parameter's post-accumulate hooks: ours first, all others held."""
+    """A parameter's post-accumulate hooks: perhaps a trigger, and users' hooks, held."""
 
-    def __init__(self, ours: ParameterHook, reducer: GradientListener) -> None:
+    def __init__(self, reducer: Owner) -> None:
         super().__init__()
-        self.ours = ours
         self._reducer = weakref.ref(reducer)
-        super().__setitem__(OUR_KEY, ours)
 
     def __setitem__(self, key: int, hook: Any) -> None:
         super().__setitem__(key, HeldHook(hook, self._reducer))
         self._tell()
 
+    def set_trigger(self, trigger: Callable[[Parameter], object]) -> None:
+        """Call ``trigger`` when a gradient has come."""
+        super().__setitem__(TRIGGER_KEY, trigger)
+
     def take_over(self, earlier: Mapping[int, Any]) -> None:
         """Hold the users' hooks of a dictionary that autograd has used so far; their handles go on working."""
         for key, hook in earlier.items():
-            if key != OUR_KEY:
+            if key != TRIGGER_KEY:
                 held = hook if isinstance(hook, HeldHook) else HeldHook(hook, self._reducer)
                 super().__setitem__(key, held.moved_to(self._reducer, key, earlier))
                 self._tell()
 
-    def held(self, reducer: GradientListener) -> list[HeldHook]:
-        """The users' hooks that wait for a reducer, those of optimizers in backward last."""
-        if self._reducer() is not reducer:
-            return []
-        held = [hook for hook in self.values() if isinstance(hook, HeldHook)]
-        return sorted(held, key=lambda each: isinstance(each.hook, StepOptimizers))
+    def held(self, reducer: Owner) -> list[HeldHook]:
+        """Return the users' hooks that wait for a reducer."""
+        return [hook for hook in self.values() if isinstance(hook, HeldHook)] if self.belongs_to(reducer) else []
 
-    def take_over_optimizers(self, parameter: Parameter) -> None:
-        """Hold the parameter's optimizers in backward, too; again and again, for they may come at any time."""
-        step = take_over(parameter)
-        known = (isinstance(hook, HeldHook) and isinstance(hook.hook, StepOptimizers) for hook in self.values())
-        if step is not None and not any(known):
-            self[RemovableHandle(self).id] = step
+    def belongs_to(self, reducer: Owner) -> bool:
+        """Return True if the hooks wait for that reducer."""
+        return self._reducer() is reducer
 
     def _tell(self) -> None:
         reducer = self._reducer()
@@ -196,39 +151,48 @@ class HookDictionary(OrderedDict[int, Any]):
             reducer.hold_hooks()
 
 
-def attach(tensor: Parameter, ours: ParameterHook, reducer: GradientListener) -> HookDictionary:
-    """Hook a parameter, also a frozen one, for it may be unfrozen; an earlier reducer's hook gives way."""
-    earlier = tensor._post_accumulate_grad_hooks
-    hooks = HookDictionary(ours, reducer)
-    tensor._post_accumulate_grad_hooks = hooks
+def hold(parameter: Parameter, reducer: Owner) -> HookDictionary:
+    """Hold the hooks of a parameter, which may have none yet; those of an earlier reducer are moved to this one."""
+    earlier = parameter._post_accumulate_grad_hooks
+    if isinstance(earlier, HookDictionary) and earlier.belongs_to(reducer):
+        return earlier
+    hooks = HookDictionary(reducer)
+    parameter._post_accumulate_grad_hooks = hooks
     if earlier:
         hooks.take_over(earlier)
-    hooks.take_over_optimizers(tensor)
     return hooks
 
 
-def detach(tensor: Parameter, reducer: GradientListener) -> None:
-    """Take the hook of ``reducer`` off a parameter that it does not synchronise any more; users' hooks stay."""
-    hooks = tensor._post_accumulate_grad_hooks
-    if listener_of(tensor) is reducer:
-        held = [(key, hook) for key, hook in hooks.items() if key != OUR_KEY]
-        tensor._post_accumulate_grad_hooks = OrderedDict((k, h.moved_to(_nobody, k, hooks)) for k, h in held)
+def hold_all(parameters: Sequence[Parameter], reducer: Owner) -> None:
+    """Hold the hooks of those parameters that have any."""
+    if any(map(is_not, map(hooks_of, parameters), repeat(None))):
+        for parameter in parameters:
+            if hooks_of(parameter) is not None:
+                hold(parameter, reducer)
+
+
+def remove_trigger(parameter: Parameter) -> None:
+    """Take the trigger off a parameter; without any hook, autograd calls nothing for its gradient."""
+    hooks = hooks_of(parameter)
+    if isinstance(hooks, HookDictionary):
+        hooks.pop(TRIGGER_KEY, None)
+        if not hooks:
+            parameter._post_accumulate_grad_hooks = None  # type: ignore[assignment]  # as it is without hooks
+
+
+def release(parameter: Parameter, reducer: Owner) -> None:
+    """Let go of the hooks of a parameter that ``reducer`` does not synchronise any more; users' hooks stay."""
+    hooks = parameter._post_accumulate_grad_hooks
+    if isinstance(hooks, HookDictionary) and hooks.belongs_to(reducer):
+        held = [(key, hook) for key, hook in hooks.items() if key != TRIGGER_KEY]
+        parameter._post_accumulate_grad_hooks = OrderedDict((k, h.moved_to(_nobody, k, hooks)) for k, h in held)
 
 
 def _nobody() -> None:
     """Stands where a reducer would be referred to."""
 
 
-def take_over_optimizers(parameters: Iterable[Parameter]) -> None:
-    """Let optimizers of ``_apply_optimizer_in_backward`` run when gradients are reduced, whenever it was called."""
-    if any_applied():
-        for parameter in parameters:
-            hooks = parameter._post_accumulate_grad_hooks
-            if isinstance(hooks, HookDictionary):
-                hooks.take_over_optimizers(parameter)
-
-
-def run_held_hooks(parameters: Iterable[Parameter], reducer: GradientListener) -> None:
+def run_held_hooks(parameters: Iterable[Parameter], reducer: Owner) -> None:
     """Run users' hooks of parameters whose gradients ``reducer`` has reduced."""
     for parameter in parameters:
         hooks = parameter._post_accumulate_grad_hooks
@@ -237,16 +201,5 @@ def run_held_hooks(parameters: Iterable[Parameter], reducer: GradientListener) -
 
 
 def can_have_gradient(tensor: Parameter) -> bool:
-    """Whether autograd could ever give it a gradient: integers have none."""
+    """Return True if autograd could ever give it a gradient: integers have none."""
     return tensor.is_floating_point() or tensor.is_complex()
-
-
-def listener_of(tensor: Parameter) -> GradientListener | None:
-    """What synchronises the parameter's gradient, if anything does."""
-    ours = _ours(tensor)
-    return None if ours is None else ours.reducer
-
-
-def is_newcomer(tensor: Parameter) -> bool:
-    """Whether the parameter has the hook of one that ranks have not agreed on yet."""
-    return isinstance(_ours(tensor), NewcomerHook)

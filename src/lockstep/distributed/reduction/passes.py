@@ -12,19 +12,10 @@ Which parameters were used, and through how many forwards, may differ by rank: b
 """
 
 import itertools
-from collections.abc import Mapping
-from dataclasses import dataclass
 from enum import Flag, auto
 from weakref import WeakValueDictionary
 
 import torch
-
-from lockstep.errors import PeerError
-
-Code = tuple[int, int]
-"""A rank's :class:`PassSummary` as it travels: two whole numbers from 1 to 240, which even bfloat16 holds exactly."""
-MOST = 14
-"""Forwards are counted up to here."""
 
 
 class Called(Flag):
@@ -35,33 +26,8 @@ class Called(Flag):
     OTHERWISE = auto()
     """Its parameters were reached, but not through outputs of its forward."""
     UNKNOWN = auto()
-    """The compiler runs its forward, and does not say; or it was reached through gradients, of which some rank's may
-    go back through the forward, and another's not."""
-
-
-@dataclass(frozen=True)
-class PassSummary:
-    """What one rank says of its backward pass."""
-
-    called: Called = Called.UNKNOWN
-    through: int = 0
-    """Forwards since the last round that a backward has gone through; at most ``MOST``."""
-    left_out: int = 0
-    """Forwards since then that none has gone through, or that raised; at most ``MOST``."""
-
-    def encode(self) -> Code:
-        """As it travels."""
-        return _encode(self.called.value, self.through, self.left_out)
-
-    @classmethod
-    def decode(cls, code: Code) -> "PassSummary":
-        """What :meth:`encode` gave."""
-        left_out, through = divmod(code[1] - 1, 16)
-        return cls(Called(code[0] - 1), through, left_out)
-
-
-def _encode(called: int, through: int, left_out: int) -> Code:
-    return called + 1, 16 * min(left_out, MOST) + min(through, MOST) + 1
+    """The compiler runs its forward, and does not say; or it was reached through a mean over the ranks, from which some
+    rank's pass goes back through the forward, and another's does not."""
 
 
 _TRAINING, _EVALUATION, _OTHERWISE, _UNKNOWN = (each.value for each in Called)  # numbers are cheaper
@@ -112,7 +78,7 @@ class PassLog:
 
     def reach(self, mark: ForwardMark | None, own: bool) -> None:
         """The backward pass under way goes through a forward, on the module's ``own`` parameters or on others; through
-        gradients, if it is None."""
+        a mean over the ranks, if it is None."""
         self._called |= _UNKNOWN if mark is None else mark.called
         if own:
             self._own = True
@@ -124,14 +90,15 @@ class PassLog:
 
     @property
     def is_reached(self) -> bool:
-        """Whether the backward pass under way has gone through a forward on the module's own parameters, or through
-        their gradients."""
+        """Whether the backward pass under way has gone through a forward on the module's own parameters, or through a
+        mean over the ranks that leads to them."""
         return self._own
 
-    def summarize(self) -> Code:
-        """What to tell the other ranks at the end of the backward pass under way: an encoded :class:`PassSummary`."""
+    def summarize(self) -> tuple[int, int, int]:
+        """Return what to tell the other ranks at the end of the backward pass under way: how the module was called, as
+        a :class:`Called`, and how many forwards backward has gone through and left out since the last round."""
         called = self._called or (_UNKNOWN if self._compiled else _OTHERWISE)
-        return _encode(called, self._through, self._left_out)
+        return called, self._through, self._left_out
 
     def end_pass(self) -> None:
         """The backward pass under way is over."""
@@ -159,69 +126,3 @@ note_compiled._dynamo_marked_constant = True  # type: ignore[attr-defined]
 def in_backward() -> bool:
     """Whether this thread runs a backward pass."""
     return torch._C._current_graph_task_id() != -1
-
-
-NOT_HANDED_OUT = "No gradient has been handed out; every rank can go on with the next batch after zero_grad()"
-NOT_STEPPED = "The optimizer has not stepped; every rank can go on with the next batch after zero_grad()"
-KNOWN_LATE = (
-    "This rank knows of it one backward later, and has handed out gradients in that one: compare the weights with "
-    "check_in_sync(), or load a checkpoint, before going on"
-)
-"""What errors advise: where the report was waited for, where an optimizer's step has read it, and where nothing has."""
-
-
-def check_passes(
-    passes: Mapping[int, Code | None], compare_forwards: bool, number: int, rank: int, advice: str = ""
-) -> None:
-    """Raise :class:`PeerError` if two ranks cannot be in the same backward pass; None is a rank that is in none.
-
-    ``passes`` has each rank's, under the rank's number in messages.
-
-    ``compare_forwards`` is False where a rank may leave out a batch: contributions are weighted. ``advice``: what to
-    do, if the parameters have got gradients already.
-    """
-    first: dict[Code, int] = {}
-    for other, code in passes.items():
-        if code is not None:
-            first.setdefault(code, other)
-    ranks = [(PassSummary.decode(code), other) for code, other in first.items()]
-    for place, (theirs, other) in enumerate(ranks):
-        for those, another in ranks[:place]:
-            difference = _difference(those, theirs, compare_forwards)
-            if difference:
-                raise PeerError(
-                    f"rank {rank}: ranks {another} and {other} are not in the same backward pass (number {number} that "
-                    f"synchronises): {difference.format(another, other)}. {advice or NOT_HANDED_OUT}. Let every rank "
-                    "run the same backward passes; put one that is for one rank alone under no_sync(), or take its "
-                    "gradients with torch.autograd.grad, and a forward that is not trained on under torch.no_grad()"
-                )
-
-
-def _difference(a: PassSummary, b: PassSummary, compare_forwards: bool) -> str:
-    """What shows that the passes of two ranks are different ones, with a place for the number of each; "" if
-    nothing does."""
-    if not a.called & b.called and Called.UNKNOWN not in a.called | b.called:
-        return f"on rank {{}} it went through {_describe(a.called)}, on rank {{}} through {_describe(b.called)}"
-    comparable = compare_forwards and a.through == b.through and 0 < a.through < MOST
-    if comparable and a.left_out != b.left_out:
-        return (
-            f"since the one before, rank {{}} has left out {_count(a.left_out)}, rank {{}} {_count(b.left_out)} (in "
-            "training mode, raised or without a backward through it: a batch was skipped)"
-        )
-    return ""
-
-
-def _describe(called: Called) -> str:
-    if called is Called.OTHERWISE:
-        return "no output of the module's forward (a submodule, another method, or the wrapped module was called)"
-    modes = [word for mode, word in _MODES.items() if called & mode]
-    return f"the module's forward in {' and '.join(modes)} mode"
-
-
-_MODES = {Called.TRAINING: "training", Called.EVALUATION: "evaluation"}
-
-
-def _count(forwards: int) -> str:
-    if forwards >= MOST:
-        return f"{MOST} forwards or more"
-    return f"{forwards or 'no'} forward{'s' if forwards != 1 else ''}"

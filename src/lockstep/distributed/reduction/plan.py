@@ -8,7 +8,7 @@ others is that of its last gradient, for that is when it can leave. There are th
 - ``SPARSE``: one sparse gradient.
 
 The last flat bucket is moved to the very end: it leaves when everything is known, and carries the report
-(``report.py``) - unless it is of a dtype that cannot, and the report travels on its own.
+(``status.py``) - unless it is of a dtype that cannot, and the report travels on its own.
 
 A plan changes on every rank alike, by what all ranks know. It begins with the parameters that are trained on any rank,
 in the reverse order of registration. After the first round it is made anew, once: of the parameters that any rank used,

@@ -1,51 +1,63 @@
-"""The schedule of a module's gradients: parameter hooks -> buckets -> collectives -> gradients.
+"""The schedule of a module's gradients: a look at them -> buckets -> collectives -> gradients.
 
 What one backward pass of one replicated module sends is a *round* (``round.py``). Its life, in the order of this file:
 
-1. *open* - the first gradient of the module opens it. Only now is it decided whether this backward synchronises; if
-   not, gradients accumulate, and the hooks note which.
-2. *fill* - each gradient that comes is counted by its parameter's hook (``parameter_hooks.py``). A full bucket is
-   launched at once if all before it have been: every rank sends the same buckets in the same order, whatever order its
-   gradients come in.
-3. *finalize* - at the end of backward (``scheduler.py``) the buckets are launched that never filled up: parameters
-   without a gradient count as zero, or as what they had accumulated. The last bucket leaves now, and the report with
-   it: who used which parameter, the round's number, failures, weights, buffers (``report.py``). Then all are waited
-   for.
-4. *copy out* - parameters that any rank used get the mean, all others keep what they had. Gradients that came after
+1. *note* - a backward pass begins: gradients are noted as they are (``gradient_look.py``), and parameters that are new
+   in the module. It is decided whether this backward synchronises.
+2. *fill* - while backward runs, triggers (``parameter_hooks.py``) look whether all gradients of a part of a bucket have
+   come. A full bucket is launched at once if all before it have been: every rank sends the same buckets in the same
+   order, whatever order its gradients come in. The first trigger opens the round.
+3. *look* - the pass has ended: what has changed has come. If the pass does not synchronise, that is all.
+4. *finalize* - the buckets are launched that never filled up: parameters without a gradient count as zero, or as what
+   they had accumulated. The last bucket leaves now, and the report with it: who used which parameter, the round's
+   number, failures, weights, buffers (``status.py``). Then all are waited for.
+5. *copy out* - parameters that any rank used get the mean, all others keep what they had. Gradients that came after
    their bucket had left (a layer that reentrant checkpointing runs twice), or had no place in the plan (unfrozen, used
    for the first time), are in everybody's report, so every rank joins in reducing them now. Buffers are assigned.
-5. *adapt* - the plan follows what the ranks use (``plan.py``): what is frozen or never used is never sent, without a
-   flag. If other parameters stand in the module on any rank, all choose anew what they replicate (``members.py``), and
-   reduce the gradients of what is new in the same round.
+6. *adapt* - the plan follows what the ranks use (``plan.py``): what is frozen or never used is never sent, without a
+   flag. If other parameters stand in the module on any rank, all choose anew what they replicate
+   (``parameter_set.py``), and reduce the gradients of what is new in the same round.
 
 If backward fails, the round is abandoned instead: the other ranks get what they wait for, and are told.
 
-Lifetimes: the reducer lives for as long as any of its parameters, whose hooks refer to it, and has the module with it.
-Gradients live in buckets (``buckets.py``). What a rank has accumulated since the last round, and what it counts, is its
-*contribution* (``contribution.py``), and goes with the round that reduces it.
+Lifetimes: every module that holds a parameter keeps the reducer (``keeping.py``). Gradients live in buckets
+(``buckets.py``). What a rank has accumulated since the last round, and what it counts, is its *contribution*
+(``contribution.py``), and goes with the round that reduces it.
 """
 
 import logging
 import sys
 import threading
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Sequence
 from contextlib import nullcontext, suppress
-from functools import partial
-from operator import attrgetter
-from weakref import WeakMethod
+from functools import cache, partial
 
 import torch
 from torch.nn import Parameter
 
+from lockstep.distributed.reduction.buckets import BucketsInUse
+from lockstep.distributed.reduction.engine import BackwardPass, current_pass, foreign_pass, is_autograd_compiled
+from lockstep.distributed.reduction.gradient_look import GradientLook
 from lockstep.distributed.reduction.graph import Reach
 from lockstep.distributed.reduction.idle import IdleBatch
+from lockstep.distributed.reduction.optimizers_in_backward import check_optimizers
 from lockstep.distributed.reduction.outcome import Outcome
+from lockstep.distributed.reduction.owners import generation, owner_of
 from lockstep.distributed.reduction.parameter import ManagedParameter
-from lockstep.distributed.reduction.parameter_hooks import run_held_hooks, take_over_optimizers
+from lockstep.distributed.reduction.parameter_hooks import (
+    Trigger,
+    hold,
+    hold_all,
+    note_outlived,
+    remove_trigger,
+    run_held_hooks,
+)
 from lockstep.distributed.reduction.participation import Participation
 from lockstep.distributed.reduction.passes import ForwardMark
 from lockstep.distributed.reduction.round import Round
 from lockstep.distributed.reduction.setup import Setup
+from lockstep.distributed.reduction.status import Part
 from lockstep.errors import (
     AgreementError,
     CommunicationError,
@@ -54,9 +66,6 @@ from lockstep.errors import (
     PeerError,
     ShareError,
 )
-from lockstep.failures.progress import Phase
-
-_parameter_of = attrgetter("parameter")
 
 
 class Reducer:
@@ -73,14 +82,17 @@ class Reducer:
         self.outcome = Outcome(setup, self._lock)
         self.participation = Participation(setup, self.outcome, self._lock)
         self.passes = self.participation.passes
+        self.home = threading.get_ident()  # the thread in which the module is used
         self.retired = False  # another replication has taken over all parameters
         self.error = ""  # the last error of a round, for logging
-        self.open = False  # a backward pass under way has reached the module
-        self._round: Round | None = None  # if that pass synchronises
-        self._round_follows = False  # or if its round is to open at its end: the batch counts nothing
+        self._watched: list[_Watched] = []  # passes under way that may come to the module, inside of one another
+        self._round: Round | None = None  # of the last of them, if that synchronises and has opened it
         self._members = setup.members
         self._holds_hooks = False  # users have hooks on parameters
-        self._gradients_reached: WeakMethod[Callable[[], None]] = WeakMethod(self.reached)
+        self._generation = -1  # of what is known of owners
+        self._is_whole = True  # this reducer synchronises all of the parameters
+        self._triggers: dict[int, Parameter] = {}  # the parameters that have one, by their number
+        self._triggered: BucketsInUse | None = None  # the buckets that the triggers are for
 
     @property
     def parameters(self) -> list[ManagedParameter]:
@@ -92,43 +104,127 @@ class Reducer:
         """The number of the last round of which anything was sent."""
         return self.setup.rounds
 
-    # ------------------------------------------------------------------------------------ open
-
-    @property
-    def reducing(self) -> bool:
-        """Whether the backward pass under way has reached the module, and synchronises."""
-        return self._round is not None or self._round_follows
+    # ------------------------------------------------------------------------------------ note
 
     def forward_begins(self) -> None:
         """The module's forward begins: it has the buffers that have come with the last round."""
-        self.outcome.update_buffers()
+        self.home = threading.get_ident()
         if self.setup.watch is not None:
             self.setup.look_at_buffers(self.rounds + 1)
 
-    def reached(self, forward: ForwardMark | None = None) -> None:
-        """The backward pass has come to outputs of a forward; if it is None, to reduced gradients with a graph."""
-        self.collectives.enter(Phase.BACKWARD)
-        self.scheduler.expect_backward(self)
-        self.passes.reach(forward, forward is None or self._members.is_own(forward.sample))
-        if not self.open:
-            self.participation.pass_comes()
+    def pass_begins(self, this: BackwardPass) -> None:
+        """A backward pass begins, and has added to no gradient yet."""
+        with self._lock:
+            if self._watched and self._has_been_reached(self._watched[-1]):
+                return  # it joins the pass around it
+            if self._watched and not this.is_inside(self._watched[-1].this):
+                self._watched.clear()  # of another thread, and never came here
+            self._watched.append(self._watch(this))
 
-    def _open(self) -> None:
-        """A backward pass has reached the module: its first gradient has come."""
-        if not self.scheduler.follow():
-            return  # of a pass that has failed in another thread: nobody waits for it any more
-        take_over_optimizers(map(_parameter_of, self._members.parameters))
-        own, expected = self.participation, self.scheduler.expects(self)
-        if own.requires_sync:
-            self._check_alive()
-        self.scheduler.enter(self)
-        if own.requires_sync and own.idle_batch is None:
-            self._open_round(expected)
+    def _watch(self, this: BackwardPass) -> "_Watched":
+        own = self.participation
+        if not this.adds:
+            return _Watched(this, GradientLook(()), own.requires_sync)
+        own.pass_begins()
+        check_optimizers((each.name, each.parameter) for each in (*self.parameters, *self._members.newcomers))
+        parameters = self._members.tracked
+        hold_all(parameters, self)
+        if self._triggered is not self.setup.buckets:
+            self._place_triggers()
+        if self.setup.plan.observes:
+            self.setup.plan.begin_round()
+        return _Watched(this, GradientLook(parameters), own.requires_sync)
+
+    def _has_been_reached(self, watched: "_Watched") -> bool:
+        return self._round is not None or watched.is_expected or bool(watched.look.changed())
+
+    def watches(self, this: BackwardPass) -> bool:
+        """Return True if that pass, if any, may come to the module, and no other one inside of it is under way."""
+        return bool(self._watched) and self._watched[-1].this is this
+
+    @property
+    def in_backward(self) -> bool:
+        """Return True if a backward pass is under way that has come to the module."""
+        with self._lock:
+            return bool(self._watched) and self._has_been_reached(self._watched[-1])
+
+    @property
+    def is_expected(self) -> bool:
+        """Return True if the pass under way has gone through outputs of a forward."""
+        return bool(self._watched) and self._watched[-1].is_expected
+
+    @property
+    def synchronises(self) -> bool:
+        """Return True if the pass under way synchronises gradients, or the next one if none is."""
+        return self._watched[-1].synchronises if self._watched else self.participation.requires_sync
+
+    def reached(self, forward: ForwardMark | None = None) -> None:
+        """The backward pass has come to outputs of a forward; if it is None, to a mean over the ranks that leads to the
+        module's parameters on some rank."""
+        self.collectives.enter("backward")
+        if self.retired:
+            return
+        with self._lock:
+            watched = self._watched_now()
+            watched.is_expected = True
+            self.passes.reach(forward, forward is None or self._members.is_own(forward.sample))
+
+    def _watched_now(self) -> "_Watched":
+        """Return the pass under way, of which this is called."""
+        if not self._watched:
+            this = current_pass()
+            self._watched.append(self._watch(foreign_pass() if this is None else this.whole))
+        return self._watched[-1]
+
+    # ------------------------------------------------------------------------------------ fill
+
+    def _place_triggers(self) -> None:
+        """Put triggers on those parameters whose gradients are expected to be the last ones of their part, or, as long
+        as the order is not known, on all."""
+        self._remove_triggers()
+        buckets = self._triggered = self.setup.buckets
+        if self.setup.plan.observes:
+            numbers = [member.index for member in self.parameters]
         else:
-            self.open, self._round_follows = True, own.requires_sync
-            self._members.arrivals.accumulate()
-        if own.idle_batch is None:  # what follows may fail on this rank alone: then the others are told
-            own.begin_pass(expected)
+            numbers = [part.awaited for part in buckets.parts if part.is_looked_at]
+        for number in numbers:
+            self._put_trigger(number)
+
+    def _put_trigger(self, number: int) -> None:
+        parameter = self._triggers[number] = self.parameters[number].parameter
+        hold(parameter, self).set_trigger(Trigger(number, self))
+
+    def _remove_triggers(self) -> None:
+        for parameter in self._triggers.values():
+            remove_trigger(parameter)
+        self._triggers = {}
+
+    def gradient_triggered(self, index: int) -> None:
+        """Autograd has accumulated the gradient of a parameter that has a trigger."""
+        with self._lock:
+            if self.retired:
+                return
+            watched = self._watched_now()
+            if self.setup.plan.observes:
+                self.setup.plan.observe(index)
+            elif watched.synchronises and self.participation.idle_batch is None:
+                if self._round is None:
+                    self._open(watched)
+                if self._round is not None:
+                    self._round.part_triggered(index, watched.look)
+
+    def _open(self, watched: "_Watched") -> None:
+        """Open the round of a pass that has come to the module."""
+        if watched.this.over:
+            return  # it has failed in another thread: nobody waits for it any more
+        self._check_alive()
+        self._open_round(watched.is_expected)
+
+    def _move_trigger(self, before: int, number: int) -> None:
+        """The gradient of another parameter was the last one of its part."""
+        if before in self._triggers and self._triggered is self.setup.buckets:
+            remove_trigger(self._triggers.pop(before))
+            self._put_trigger(number)
 
     def _check_alive(self) -> None:
         try:
@@ -138,141 +234,138 @@ class Reducer:
             self.scheduler.note_failure(self)
             raise
 
-    def _open_round(self, expected: bool, passive: bool = False, create_graph: bool | None = None) -> None:
-        """Open the round, also if the report of the last one says only now that it has failed on some rank.
+    def _open_round(self, expected: bool, passive: bool = False) -> None:
+        """Open the round.
 
-        ``expected``: the pass was to go through the module; ``passive``: this rank takes part without one of its own;
-        ``create_graph``: the pass was asked for a graph of the gradients, as it is known inside of it if None.
+        ``expected``: the pass was to go through the module; ``passive``: this rank takes part without one of its own.
         """
         own = self.participation
-        try:
-            self.outcome.read_deferred()
-        finally:
-            self.outcome.wait_for_abandoned()
-            self.setup.follow(self.scheduler.decisions.active)
-            own.begin_round(expected)
-            describe, used = partial(own.describe, passive), own.contribution.used
-            graph = torch.is_grad_enabled() if create_graph is None else create_graph
-            self._round = Round(self.rounds + 1, self.setup, used, describe, graph, self._gradients_reached)
-            self.open = True
+        self.outcome.wait_for_abandoned()
+        self.setup.follow(self.scheduler.decisions.active)
+        own.begin_round(expected)
+        describe, used = partial(own.describe, passive), own.contribution.used
+        self._round = Round(self.rounds + 1, self.setup, used, describe)
 
-    # ------------------------------------------------------------------------------------ fill
+    # ------------------------------------------------------------------------------------ look
 
-    def mark_gradient_ready(self, index: int) -> None:
-        """Autograd has accumulated the gradient of the parameter with that number."""
+    def look(self) -> bool:
+        """The pass under way is over: see what has come in it; returns whether it has come to any parameter."""
         with self._lock:
-            current = self._round
-            if current is None:  # the first gradient of a pass, or any of one that does not synchronise
-                own, told = self.participation, self._members.parameters[index].parameter
-                if own.idle_batch is None:
-                    own.contribution.used[index] = 1
-                if not self.open:
-                    self._open()
-                current = self._round
-                if current is None:
-                    self._members.arrivals.accumulated.append(told)
-            if current is not None:
-                current.mark_gradient_ready(index)
+            watched = self._watched[-1]
+            came = watched.look.changed()
+            if self._round is not None:
+                came = self._round.with_taken(came)
+            if came and self._taken_over():
+                came = [position for position in came if self._owns(watched.look.parameters[position])]
+            watched.came = came
+            if came and not watched.is_expected and is_autograd_compiled():
+                self.passes.compile_forward()  # it is not known which outputs it has gone through
+            return bool(came) or self._round is not None
 
-    def newcomer_arrived(self, parameter: Parameter, name: str) -> None:
-        """Autograd has accumulated the gradient of a parameter that the ranks have not agreed on yet.
+    def _taken_over(self) -> bool:
+        """Return True if other modules may synchronise some of the parameters by now."""
+        if self._generation != generation():
+            self._generation = generation()
+            self._is_whole = all(map(self._owns, self._members.tracked))
+        return not self._is_whole
 
-        Perhaps it is in the module no more: ``test_a_parameter_that_was_in_the_module_for_a_moment``.
-        """
-        take_over_optimizers([parameter])
+    def _owns(self, parameter: Parameter) -> bool:
+        return owner_of(parameter) in (None, self)
+
+    def accumulate(self) -> None:
+        """The pass has come to the module, and does not synchronise."""
         with self._lock:
-            own = self.participation
-            if not self.open:
-                if not self.scheduler.expects(self):
-                    own.look_for_changes()
-                if own.opens_for(parameter):
-                    self._open()
-            if self._members.is_dropped:
-                raise _no_longer_whole(name)
-            own.newcomer_arrived(parameter)
+            watched = self._watched[-1]
+            if self.participation.idle_batch is None:
+                self._note_used(watched)
+                self.participation.begin_pass()
 
-    def is_marked(self) -> bool:
-        """Whether compiled autograd has run hooks of the parameters."""
-        return self._members.are_marked()
-
-    def take_marked(self) -> None:
-        """Take what it has left as if the hooks ran now."""
-        self.passes.compile_forward()  # nor is it known which outputs it has gone through
-        marked = self._members.take_marks()
-        with self._lock:
-            self._open()
-            for index in [member.index for member in self.parameters if id(member.parameter) in marked]:
-                self.mark_gradient_ready(index)
+    def _note_used(self, watched: "_Watched") -> None:
+        used = self.participation.contribution.used
+        if len(watched.came) == len(used) == len(watched.look.parameters):
+            used[:] = self.setup.buckets.all_used
+            return
+        for position in watched.came:
+            if position < len(used):
+                used[position] = 1
+            elif self._members.is_dropped:
+                raise _no_longer_whole(self._members.name_of(watched.look.parameters[position]))
 
     # -------------------------------------------------------------------------------- finalize
 
-    def finalize_backward(self, create_graph: bool) -> Sequence[Parameter]:
-        """Reduce what is left, with ``create_graph`` to gradients that have a graph; returns the parameters whose hooks
-        have waited for this.
+    def finalize_backward(self) -> Sequence[Parameter]:
+        """Reduce what is left; returns the parameters whose hooks have waited for this.
 
         Raises :class:`PeerError` if another rank failed or is in another round.
         """
         with self._lock, torch.no_grad():
             try:
                 if self.participation.idle_batch is not None:
-                    return self._finalize_idle(self.participation.idle_batch, create_graph)
-                without_gradient = not self.open  # this rank has none of the module, but another rank may have
-                if without_gradient:
-                    self._open_without_gradient(create_graph)
-                return self._finish(without_gradient and self.passes.is_reached)
+                    return self._finalize_idle(self.participation.idle_batch)
+                watched = self._watched[-1] if self._watched else None
+                if watched is None or not (watched.came or self._round is not None):
+                    # This rank has no gradient of the module, but another rank may have.
+                    self._open_without_gradient()
+                    return self._finish()
+                return self._finalize_pass(watched)
             except Exception as error:
                 self.error = f"{type(error).__name__}: {error}"
                 raise
             finally:
                 self.end_pass()
 
-    def _finalize_idle(self, batch: IdleBatch, create_graph: bool) -> Sequence[Parameter]:
+    def _finalize_pass(self, watched: "_Watched") -> Sequence[Parameter]:
+        if watched.this.creates_graph:
+            _warn_of_graph()
+        if self._round is None:
+            self._open(watched)
+        try:
+            self._note_used(watched)
+            self.participation.begin_pass()
+        except BaseException:  # of this rank alone: the others are told
+            self.abandon()
+            raise
+        return self._finish()
+
+    def _finalize_idle(self, batch: IdleBatch) -> Sequence[Parameter]:
         """The same at a batch that counts nothing: contribute what has piled up before it, if anything has."""
-        self._round_follows = False
-        self._members.arrivals.end_pass()
         batch.undo()
         own = self.participation
+        something = own.contribution.is_something(self._members.newcomers)
         try:
-            with nullcontext() if own.contribution.is_something else own.contributing_nothing(idle=True):
-                self._open_without_gradient(create_graph)
-                return self._finish(weighs=False)
+            with nullcontext() if something else own.contributing_nothing(Part.PADDING):
+                self._open_without_gradient()
+                return self._finish()
         finally:
             batch.round_ended(self.buffers.keep())
 
-    def _open_without_gradient(self, create_graph: bool) -> None:
+    def _open_without_gradient(self) -> None:
         self._check_alive()
         try:
-            self._open_round(self.scheduler.expects(self), not self.passes.is_reached, create_graph)
+            self._open_round(self.is_expected, not self.passes.is_reached)
         except (PeerError, OptionError):
             self.abandon()
             raise
         self.participation.contribution.drift.look(True)
 
-    def _finish(self, weighs: bool) -> Sequence[Parameter]:
-        """``weighs``: no gradient has come, but what this rank contributes counts."""
+    def _finish(self) -> Sequence[Parameter]:
         if self._round is None:
             return ()
         self.setup.get_ready()
         with self.collectives.phases.phase("finish", f"round {self._round.number}"):
-            return self._finalize(self._round, weighs)
+            return self._finalize(self._round)
 
-    def _finalize(self, current: Round, weighs: bool) -> Sequence[Parameter]:
+    def _finalize(self, current: Round) -> Sequence[Parameter]:
         own = self.participation.contribution
         current.end_filling()
         try:
-            if weighs:
-                own.weights.use()
-            own.weights.check()
-            if 0 in own.used:
-                current.mark_unhooked(self._members.find_swapped(own.used))
+            own.check()
             current.launch_rest()
         except BaseException:  # of this rank alone: the others wait for what is not sent
             self.abandon()
             raise
         current.wait()
-        if self._members.newcomers:
-            take_over_optimizers(map(_parameter_of, self._members.newcomers))
-        return self.outcome.conclude(current, own, self.participation.may_defer, lists_used=self._holds_hooks)
+        return self.outcome.conclude(current, own, lists_used=self._holds_hooks)
 
     def hold_hooks(self) -> None:
         """Some parameter has users' hooks, to be run when its gradient is reduced."""
@@ -288,13 +381,13 @@ class Reducer:
         What this rank has - gradients, what has piled up, its weights - it has afterwards, too: see
         tests/procs/test_join_gradients.py.
         """
-        with self.participation.contributing_nothing(joined=True):
+        with self.participation.contributing_nothing(Part.JOINED):
             self.scheduler.reduce([self])
 
     def leave_out(self) -> None:
         """Take part in the round that the other ranks are in, without a gradient, and have all leave the batch out."""
         own = self.participation
-        with own.leaving_out(), own.contributing_nothing(idle=True):
+        with own.leaving_out(), own.contributing_nothing(Part.PADDING):
             self.scheduler.reduce([self])
 
     # ------------------------------------------------------------------- the end, however it comes
@@ -302,7 +395,7 @@ class Reducer:
     def end_pass(self, failed: bool = False) -> None:
         """The backward pass is over, however it ended; ``failed`` if all ranks know that its round has failed."""
         with self._lock:
-            accumulated = self._members.arrivals.end_pass()
+            watched = self._watched.pop() if self._watched else None
             ended, self._round = self._round, None
             if ended is not None:
                 if self.setup.watch is not None:
@@ -310,8 +403,17 @@ class Reducer:
                 # Else it may not have opened at all, for other ranks: test_a_failure_with_several_modules.
                 if ended.has_begun:
                     self.setup.count_round(ended.number)
-            self.participation.end_pass(ended, accumulated if self.open else None, failed)
-            self.open = self._round_follows = False
+                for trigger, number in ended.moved_triggers():
+                    self._move_trigger(trigger, number)
+            came = watched is not None and bool(watched.came) and not watched.synchronises
+            self.participation.end_pass(ended, came, failed)
+            for outer in self._watched:  # what has come in this pass has not come in those
+                outer.look = GradientLook(outer.look.parameters)
+
+    def pass_leaves(self) -> None:
+        """The pass is over, and has not come to the module."""
+        with self._lock:
+            self._watched.pop()
 
     @torch.no_grad()
     def abandon(self) -> None:
@@ -332,7 +434,7 @@ class Reducer:
         if self._round is None:
             self._check_alive()
             with suppress(PeerError, OptionError):  # which the others know of
-                self._open_round(self.scheduler.expects(self))
+                self._open_round(self.is_expected)
         try:
             self.setup.get_ready()
         except BaseException:
@@ -341,13 +443,19 @@ class Reducer:
         assert self._round is not None
         self.outcome.abandon(self._round)
 
+    def is_in_reach(self, reach: Reach) -> bool:
+        """Return True if a pass of that reach accumulates into parameters of the module, as far as its graph shows."""
+        if id(self) in reach.marks:
+            return True
+        return any(id(parameter) in reach.leaves for parameter in self._members.tracked)
+
     def is_within(self, reach: Reach, expected: bool) -> bool:
         """Whether a pass of that reach is a round, as :meth:`Participation.takes_part` has it or because it accumulates
         into a parameter; ``expected``: it goes through the module."""
-        if not self.open:  # see test_a_failure_is_told_before_it_gets_to_parameters_that_are_new
-            self.participation.look_for_changes()
+        if not self._watched:
+            self._members.look()
         samples = reach.marks.get(id(self), ())
-        own = id(self) in reach.elsewhere or any(self._members.is_own(sample) for sample in samples)
+        own = any(self._members.is_own(sample) for sample in samples)
         return self._members.are_within(reach, expected or bool(samples), own)
 
     def retire(self) -> None:
@@ -355,6 +463,55 @@ class Reducer:
         self.retired = True
         self.participation.end_idle_batch()
         self.scheduler.modules.unregister(self)
+        self._remove_triggers()
+
+    def __del__(self) -> None:
+        for each in self.parameters if not self.retired else ():
+            if owner_of(each.parameter) in (None, self):
+                note_outlived(each.parameter, each.name)
+
+    def manages(self, parameter: Parameter) -> bool:
+        """Return True if it synchronises a parameter, or will when the ranks have agreed on it."""
+        return self._members.tracks(parameter)
+
+    def has_in_module(self, parameter: Parameter) -> bool:
+        """Return True if its module has the parameter on this rank."""
+        return self._members.has(parameter)
+
+    def is_newcomer(self, parameter: Parameter) -> bool:
+        """Return True if the parameter is new on this rank, and the ranks have not agreed on it yet."""
+        return self._members.is_newcomer(parameter)
+
+    def present(self) -> list[Parameter]:
+        """Return the parameters that its module still has."""
+        return [each.parameter for each in self._members.present]
+
+
+class _Watched:
+    """A pass under way that may come to the module."""
+
+    __slots__ = ("came", "is_expected", "look", "synchronises", "this")
+
+    def __init__(self, this: BackwardPass, look: GradientLook, synchronises: bool) -> None:
+        self.this = this
+        self.look = look
+        """What was there before it."""
+        self.synchronises = synchronises
+        self.is_expected = False
+        """True if it has gone through outputs of a forward."""
+        self.came: Sequence[int] = ()
+        """The gradients that have come in it, as far as is known, by position in the look."""
+
+
+@cache  # once in a process
+def _warn_of_graph() -> None:
+    warnings.warn(
+        "backward(create_graph=True) went through a replicated module: gradients are reduced as always, and have no "
+        "graph, so nothing can be differentiated through them. For gradients of gradients take those of this rank by "
+        "torch.autograd.grad(loss, parameters, create_graph=True), and their mean by lockstep.mean_over_ranks(), which "
+        "stays differentiable",
+        stacklevel=2,
+    )
 
 
 def _no_longer_whole(name: str) -> NotReplicableError:

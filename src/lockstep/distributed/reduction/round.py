@@ -7,22 +7,26 @@ so. An abandoned round is kept until what it has sent has arrived; nobody waits 
 have to be ordered by waiting.
 """
 
+import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from enum import IntEnum, auto
-from weakref import WeakMethod
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lockstep.distributed.reduction.bucket import BucketPart, GradientBucket
-from lockstep.distributed.reduction.in_flight import InFlight
-from lockstep.distributed.reduction.late import graphs_of, reduce_again, reduce_late
+from lockstep.distributed.reduction.bucket import GradientBucket, ZeroBucket
+from lockstep.distributed.reduction.comm_hooks import Waitable
+from lockstep.distributed.reduction.gradient_look import GradientLook
+from lockstep.distributed.reduction.graph import has_means
+from lockstep.distributed.reduction.late import reduce_late
 from lockstep.distributed.reduction.parameter import ManagedParameter
-from lockstep.distributed.reduction.report import RankStatus, Report, Weight
-from lockstep.distributed.reduction.second_order import has_graphs, with_graphs
 from lockstep.distributed.reduction.setup import Setup
+from lockstep.distributed.reduction.status import Status
+from lockstep.distributed.reduction.verdict import Verdict
+from lockstep.errors import CommunicationError
+from lockstep.texts import LONGEST_HEADLINE, shortened
 
 
 class RoundPhase(IntEnum):
@@ -58,13 +62,10 @@ class Round:
         number: int,
         setup: Setup,
         used: bytearray,
-        describe: Callable[[int, bool, bool], tuple[RankStatus, Weight]],
-        create_graph: bool,
-        gradients_reached: WeakMethod[Callable[[], None]],
+        describe: Callable[[int, bool], Status],
     ) -> None:
         """``used`` has a one for each parameter that has had a gradient on this rank since the last round; ``describe``
-        says what this rank has to report of a round of that number, failed or not, with a late gradient or without;
-        ``gradients_reached`` is called by backward passes that go through the gradients, where those have a graph."""
+        says what this rank has to report of a round of that number, failed or not."""
         self.number, self.phase = number, RoundPhase.FILLING
         self.buckets = setup.buckets
         self.next_bucket = 0
@@ -75,18 +76,17 @@ class Round:
         """Whether the parameters have their gradients."""
         self.abandoned_row: Tensor | None = None
         """The report, if the round was abandoned before it had left."""
-        self._setup, self._used, self._describe, self._create_graph = setup, used, describe, create_graph
-        self._gradients_reached = gradients_reached
+        self._setup, self._used, self._describe = setup, used, describe
         self._divide_factor = setup.gradient_divide_factor
         # Ranks that use different things come to a mean inside of the pass at different times.
-        self._launches_early = setup.is_ready and not has_graphs(setup.collectives.group)
-        self._graphs: list[tuple[ManagedParameter, Tensor]] = []
+        self._launches_early = setup.is_ready and not has_means()
         self._undefined: list[int] = []
-        self._in_flight = InFlight(number, setup)
+        self._pending: list[Waitable] = []
+        self._begun = 0.0  # when the first collective has begun
         scale = 1.0 if setup.hooks.hooks else 1.0 / self._divide_factor
         for bucket in self.buckets.in_order:
-            bucket.open(scale, copies_early=not create_graph)
-        self._expect_gradients()
+            bucket.open(scale)
+        self._moved: dict[int, int] = {}  # triggers
 
     @property
     def has_begun(self) -> bool:
@@ -100,49 +100,32 @@ class Round:
 
     # ------------------------------------------------------------------------ filling: gradients come
 
-    def _expect_gradients(self) -> None:
-        plan, arrivals = self._setup.plan, self._setup.members.arrivals
-        if plan.observes:
-            plan.begin_round()  # each gradient is looked at, to note the order
-        else:
-            for part in self.buckets.parts:
-                arrivals.note_in(part.arrived, part.noted)
-        # What has piled up without a place in the plan may not come again before the end of this backward.
-        for index in self.buckets.unbucketed:
-            if self._setup.parameters[index].parameter.grad is None:
-                self._used[index] = 0  # given up
-            elif self._used[index]:
-                self.late[index] = None
-
-    def mark_gradient_ready(self, index: int) -> None:
-        """A gradient has come that is looked at: the first of a pass, the last of a part, or one that may be late."""
-        self._used[index] = 1
-        if self._setup.plan.observes:
-            self._setup.plan.observe(index)
+    def part_triggered(self, index: int, look: GradientLook) -> None:
+        """The gradient of a parameter has come that is expected to be the last one of its part, in a pass before which
+        there was a ``look``."""
         part = self.buckets.part_of[index]
-        if part is None or part.bucket.index < self.next_bucket:
-            self.late[index] = None
-        elif not part.is_complete:
-            part.arrived.append(self._setup.parameters[index].parameter)
-            if part.is_looked_at and part.look():
-                self._part_is_complete(part)
-            elif index == part.awaited:
-                # Another one is the last: test_gradients_in_another_order_than_was_planned_are_copied_early_too.
-                self._setup.members.arrivals.ask_for(part.noted)
-
-    def _part_is_complete(self, part: BucketPart) -> None:
-        bucket = part.bucket
-        if not bucket.waits_for_end:  # what comes from now on comes again, and late: test_checkpointing.py
-            self._setup.members.arrivals.ask_for(part.noted)
-        if bucket.part_is_complete(part):
+        if part is None or part.is_complete or part.bucket.index < self.next_bucket:
+            return  # it has come again
+        missing = look.missing(part.indices)
+        if missing:
+            self._moved[index] = missing[-1]  # in the order of the plan
+            return
+        part.is_complete = True
+        if part.bucket.part_is_complete(part):
             self.launch_ready_buckets()
 
-    def mark_unhooked(self, indices: Sequence[int]) -> None:
-        """Count the gradients of parameters that had lost their hooks."""
-        for index in indices:
-            self._used[index] = 1
-            if self.buckets.of[index] is None:
-                self.late[index] = None
+    def with_taken(self, came: Sequence[int]) -> Sequence[int]:
+        """Return the gradients that ``came``, and those that have been taken before the pass has ended."""
+        count = len(self._used)
+        if not self.buckets.unbucketed and all(part.is_complete for part in self.buckets.parts):
+            return [*range(count), *(position for position in came if position >= count)]
+        taken = {index for part in self.buckets.parts if part.is_complete for index in part.indices}
+        return sorted(taken.union(came))
+
+    def moved_triggers(self) -> list[tuple[int, int]]:
+        """The triggers that came too early, by the number of their parameter, and those of the parameters to which
+        they move."""
+        return list(self._moved.items())
 
     def launch_ready_buckets(self) -> None:
         """Launch every bucket whose turn has come, without waiting for anything: another rank may be at another module.
@@ -160,20 +143,19 @@ class Round:
         """Whether a bucket may leave while backward runs."""
         if not (self._launches_early and self._setup.scheduler.modules.exclusive):
             return False
-        return not self._setup.hooks.hooks or self._in_flight.may_call_hooks(bucket.members[0].spec.device)
+        return not self._setup.hooks.hooks or self._may_call_hooks(bucket.members[0].spec.device)
 
     def _launch_bucket(self, bucket: GradientBucket, wait_follows: bool = False) -> None:
         """``wait_follows``: nothing else is launched."""
         setup = self._setup
         with setup.collectives.phases.phase("collect"):
-            copied = bucket.copy_in(self._used if bucket.missing else None)
-            self._graphs += copied.graphs
+            copied = bucket.copy_in(self._used if 0 in self._used else None)
             self._undefined += copied.undefined
             if bucket is self.buckets.report_bucket:
-                self._write_report(bucket.row)
+                self._write_in_bucket(bucket.row)
         what = self.buckets.labels[bucket.index]
         if setup.hooks.hooks:
-            self._in_flight.send_through_hooks(bucket, copied.flat, what)
+            self._send_through_hooks(bucket, copied.flat, what)
         else:
             self._all_reduce(copied.flat, what, copied.factor, wait_follows)
         self.next_bucket += 1
@@ -182,117 +164,112 @@ class Round:
         """Begin to sum a tensor, times ``factor``, over the ranks."""
         begun, collectives = time.perf_counter(), self._setup.collectives
         what = f"{what}, round {self.number}"
-        self._in_flight.add(collectives.all_reduce(tensor, what, factor, wait_follows=wait_follows), begun)
+        self._note_sent(collectives.all_reduce(tensor, what, factor, wait_follows=wait_follows), begun)
 
     # ------------------------------------------------------------- finalizing: backward has ended
 
     def end_filling(self) -> None:
         """Backward has ended: what has not come counts as zero."""
         self._become(RoundPhase.FINALIZING)
-        incomplete: list[BucketPart] = []
-        for part in self.buckets.parts:
-            if not part.is_complete:
-                if part.look():
-                    part.bucket.missing -= 1
-                else:
-                    incomplete.append(part)
-        if incomplete or self.buckets.unbucketed:
-            for part in self.buckets.parts:
-                for index in part.indices if part.is_complete else part.came():
-                    self._used[index] = 1
-        else:
-            self._used[:] = self.buckets.all_used
+        parameters = self._setup.parameters
+        for bucket in self.buckets.in_order[: self.next_bucket]:
+            if bucket.has_gradients:
+                late = [index for index in bucket.planned.indices if parameters[index].parameter.grad is not None]
+                self.late.update(dict.fromkeys(late))
+        for index in self.buckets.unbucketed:
+            if parameters[index].parameter.grad is None:
+                self._used[index] = 0  # given up
+            elif self._used[index]:
+                self.late[index] = None
 
     def launch_rest(self) -> None:
         """Launch all that is left: buckets, buffers that do not ride in the report, and the report."""
-        setup = self._setup
+        setup, row = self._setup, self._setup.transport.own_row
         setup.buffers.prepare_large()
         for bucket in self.buckets.in_order[self.next_bucket :]:
-            is_last = bucket is self.buckets.report_bucket and not setup.buffers.has_large
+            is_last = bucket is self.buckets.report_bucket and not setup.buffers.has_large and row is None
             self._launch_bucket(bucket, wait_follows=is_last)
         if setup.hooks.hooks:
-            self._in_flight.order_hooks(setup.collectives.device)
+            self._order_hooks(setup.collectives.device)
         setup.buffers.send_large()
-        row = setup.transport.own_row
         if row is not None:
-            self._write_report(row)
-            self._all_reduce(row, "report", wait_follows=True)
+            self._send_own(row, "report")
 
-    def _write_report(self, row: Tensor, failed: bool = False) -> None:
+    def _send_own(self, row: Tensor, what: str, failed: bool = False) -> None:
+        """Send what of the report travels on its own."""
+        transport, what = self._setup.transport, f"{what}, round {self.number}"
+        status = self._write_report(row, failed)
+        if transport.own_buffers is not None:
+            transport.write_buffers(transport.own_buffers, status)
+            self._all_reduce(transport.own_buffers, "small buffers")
+        begun = time.perf_counter()
+        self._note_sent(transport.send(row, what), begun)
+
+    def _write_in_bucket(self, row: Tensor, failed: bool = False) -> None:
+        """Write what rides behind the last bucket: the report, or small buffers alone."""
+        if self._setup.transport.own_row is None:
+            self._write_report(row, failed)
+        else:
+            self._setup.transport.write_buffers(row, self._describe(self.number, failed))
+
+    def _write_report(self, row: Tensor, failed: bool = False) -> Status:
         for index in self._undefined:  # hooks have run, but there was no gradient
             self._used[index] = 0
-        status, weight = self._describe(self.number, failed, bool(self.late))
-        digest = None if failed or status.backward is None else self._setup.look(self.number)
-        self._setup.transport.write(row, self._used, list(self.late), status, weight, digest)
+        status = self._describe(self.number, failed)
+        digest = self._setup.look(self.number) if status.called and not failed else None
+        self._setup.transport.write(row, self._used, list(self.late), status, digest)
+        return status
 
     def wait(self) -> None:
         """Return when all has arrived."""
-        self._in_flight.wait()
+        now, traffic = time.perf_counter(), self._setup.collectives.traffic
+        traffic.pace.waits(now)
+        if self._begun:
+            traffic.was_hidden(now - self._begun)
+        with self._setup.collectives.phases.phase("wait"):
+            for pending in self._pending:
+                pending.wait()
+        traffic.pace.has_waited(time.perf_counter())
         self._become(RoundPhase.REDUCED)
 
     @property
     def report_row(self) -> Tensor:
         """The report's place."""
-        bucket, row = self.buckets.report_bucket, self._setup.transport.own_row
-        if bucket is not None:
-            return bucket.row
-        assert row is not None
-        return row
+        row = self._setup.transport.own_row
+        return self.bucket_row if row is None else row
 
-    def copy_out(
-        self,
-        report: Report,
-        factor: float,
-        newcomers: Sequence[ManagedParameter],
-        earlier: Mapping[int, Tensor],
-    ) -> None:
-        """Give the parameters their reduced gradients, times ``factor``: what is in the buckets, and what was late.
+    @property
+    def bucket_row(self) -> Tensor:
+        """What rides behind the last bucket; nothing if the report and small buffers travel on their own."""
+        bucket = self.buckets.report_bucket
+        return torch.empty(0) if bucket is None else bucket.row
 
-        The ranks have just agreed on ``newcomers``, which have no bucket yet. If the report says that weighted
-        contributions come on top of gradients from before, this rank's are in ``earlier``, by identity.
+    def copy_out(self, verdict: Verdict, newcomers: Sequence[ManagedParameter]) -> None:
+        """Give the parameters their reduced gradients, times the verdict's factor: what is in the buckets, and what was
+        late.
+
+        The ranks have just agreed on ``newcomers``, which have no bucket yet.
         """
-        if report.is_usual and not (self._graphs or self._create_graph):
+        if verdict.is_usual:
             for bucket in self.buckets.in_order:
-                bucket.copy_out(report)
+                bucket.copy_out(verdict)
             self.is_copied_out = True
             return
-        overdue = [*(self._setup.parameters[index] for index in report.late), *newcomers]
-        graphs = [*self._graphs, *graphs_of(overdue)]
+        factor = verdict.factor
+        overdue = [*(self._setup.parameters[index] for index in verdict.late), *newcomers]
         late = reduce_late(overdue, self._setup.collectives, self._divide_factor) if overdue else []
         for bucket in self.buckets.in_order:
             if factor != 1:
                 bucket.multiply(factor)
-            bucket.copy_out(report)
+            bucket.copy_out(verdict)
         for each in late:
             each.copy_out(factor)
-        if report.adds:
-            self._add_earlier(report, factor, newcomers, earlier)
-        if graphs or self._create_graph:
-            collectives = self._setup.collectives
-            is_idle = any(report.idle) and (len(report.idle) == 1 or report.idle[collectives.rank])
-            reduced = self._used_anywhere(report, newcomers)
-            with_graphs(graphs, reduced, factor, is_idle, self._gradients_reached, collectives)
         self.is_copied_out = True
 
-    def _used_anywhere(self, report: Report, newcomers: Sequence[ManagedParameter]) -> list[ManagedParameter]:
-        """The parameters that any rank has used: the same ones, in the same order, on every rank."""
-        return [*(member for member in self._setup.parameters if report.uses(member.index)), *newcomers]
-
-    def _add_earlier(
-        self, report: Report, factor: float, newcomers: Sequence[ManagedParameter], earlier: Mapping[int, Tensor]
-    ) -> None:
-        """What was there before the weighted contributions, and has been scaled with them by ``factor``, counts as it
-        was: as the mean over the ranks that have batches."""
-        collectives = self._setup.collectives
-        used = self._used_anywhere(report, newcomers)
-        active = collectives.world - sum(status.joined for status in report.ranks) - sum(report.idle)
-        for each in reduce_again(used, earlier, collectives, active, "gradient from before"):
-            each.copy_out(1 - factor * active / self._divide_factor)
-
-    def parameters_in_order(self, report: Report, newcomers: Sequence[ManagedParameter]) -> list[Parameter]:
+    def parameters_in_order(self, verdict: Verdict, newcomers: Sequence[ManagedParameter]) -> list[Parameter]:
         """The parameters that any rank has used, in an order that is the same on all ranks: the plan's."""
         placed = [index for bucket in self.buckets.in_order for index in bucket.planned.indices]
-        used = [self._setup.parameters[i] for i in (*placed, *self.buckets.unbucketed) if report.uses(i)]
+        used = [self._setup.parameters[i] for i in (*placed, *self.buckets.unbucketed) if verdict.uses(i)]
         return [each.parameter for each in (*used, *newcomers)]
 
     # -------------------------------------------------------------------- abandoned: backward has failed
@@ -303,24 +280,83 @@ class Round:
         Communication hooks run, too, on buckets of zeros: what they send is what the other ranks' hooks wait for.
         """
         self._become(RoundPhase.ABANDONED)
-        setup, sent = self._setup, self._in_flight
+        setup = self._setup
         for bucket in self.buckets.in_order[self.next_bucket :]:
-            zeros = sent.make(bucket.zeros)
+            zeros = self._make(bucket.zeros)
             if setup.hooks.hooks:
-                sent.send_zeros_through_hooks(bucket, zeros)
+                self._send_zeros_through_hooks(bucket, zeros)
                 continue
             if bucket is self.buckets.report_bucket:
-                self.abandoned_row = zeros[bucket.planned.layout.numel :]
-                self._write_report(self.abandoned_row, failed=True)
+                row = zeros[bucket.planned.layout.numel :]
+                self._write_in_bucket(row, failed=True)
+                if setup.transport.own_row is None:
+                    self.abandoned_row = row
             self._all_reduce(zeros, "abandoned bucket")
         if setup.hooks.hooks and not setup.collectives.follows_stream(setup.collectives.device):
-            sent.wait_abandoned()
+            self.wait_abandoned()
         setup.buffers.send_large(failed=True)
         if setup.transport.own_row is not None:
             self.abandoned_row = setup.transport.own_row
-            self._write_report(self.abandoned_row, failed=True)
-            self._all_reduce(self.abandoned_row, "abandoned report")
+            self._send_own(self.abandoned_row, "abandoned report", failed=True)
+
+    # ----------------------------------------------------------------- what has been sent, and not waited for yet
+
+    def _note_sent(self, pending: Waitable, begun: float) -> None:
+        """A collective is on its way, since ``begun`` of ``time.perf_counter()``."""
+        if not self._pending:
+            self._begun = begun
+        self._pending.append(pending)
+
+    def _send_through_hooks(self, bucket: GradientBucket, flat: Tensor, what: str) -> None:
+        """Let communication hooks reduce a bucket, whose gradients are in ``flat``."""
+        self._order_hooks(flat.device)
+        collectives, begun = self._setup.collectives, self._setup.collectives.begun()
+        try:
+            with collectives.phases.phase("hook", f"{what}, round {self.number}"):
+                self._pending.append(self._call_hooks(bucket, flat))
+        except BaseException as error:
+            if begun is None or collectives.begun() != begun:
+                gist = shortened(f"{type(error).__name__}: {error}", LONGEST_HEADLINE)
+                self._setup.scheduler.lose(f"a communication hook raised {gist}, after it had begun to communicate")
+            raise
+
+    def _call_hooks(self, bucket: GradientBucket, flat: Tensor) -> Waitable:
+        is_last = bucket.index == len(self.buckets.in_order) - 1
+        setup = self._setup
+        return setup.hooks.send(bucket, flat, is_last, self._setup.collectives, self._divide_factor, setup.is_planned)
+
+    def _order_hooks(self, device: torch.device) -> None:
+        """Where hooks are not ordered by a stream, what one sends from a callback must not meet what comes next."""
+        if not self._setup.collectives.follows_stream(device):
+            while self._pending:
+                self._pending.pop(0).wait()
+
+    def _may_call_hooks(self, device: torch.device) -> bool:
+        """Whether hooks can be called while backward runs: no call may wait for other ranks."""
+        if self._setup.collectives.follows_stream(device):
+            return True
+        return not self._setup.hooks.may_wait and all(pending.done() for pending in self._pending)
+
+    def _send_zeros_through_hooks(self, bucket: GradientBucket, zeros: Tensor) -> None:
+        """Let communication hooks send what the other ranks' hooks wait for, of a bucket without gradients."""
+        if not self._setup.collectives.follows_stream(zeros.device):  # see order_hooks
+            self.wait_abandoned()
+        self._pending.append(self._call_hooks(ZeroBucket(bucket), zeros))
 
     def wait_abandoned(self) -> None:
-        """Return when all that an abandoned round has sent has arrived."""
-        self._in_flight.wait_abandoned()
+        """Return when all has arrived of a round that this rank has abandoned."""
+        while self._pending:
+            try:
+                self._pending.pop(0).wait()
+            except CommunicationError:
+                raise
+            except Exception as error:  # of a communication hook: its round has failed already
+                logging.getLogger("lockstep").debug("round %d, abandoned: %r", self.number, error)
+
+    def _make(self, make: Callable[[], Tensor]) -> Tensor:
+        """New memory; where there is none left, what has been sent is waited for first, and given back."""
+        try:
+            return make()
+        except (RuntimeError, MemoryError, OSError):
+            self.wait_abandoned()
+            return make()

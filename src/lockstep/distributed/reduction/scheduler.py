@@ -1,7 +1,7 @@
 """Which replicated modules reduce at the end of a backward pass, and in which order: one scheduler for each group.
 
-A round opens with the first gradient of a backward pass and closes where the pass ends: the outermost one, where
-reentrant checkpointing nests them (``backward.py``). All ranks must send the same buckets in the same order over a
+A round closes where the backward pass ends: the outermost one, where reentrant checkpointing nests them
+(``engine.py``). All ranks must send the same buckets in the same order over a
 group. With one replicated module on a group that is the order of its plan, and buckets leave while backward runs. With
 several, one rank's branches could make another module's bucket ready first; so they wait for the end of backward,
 where the ranks tell each other, in one tiny collective, which modules take part, and then reduce them in the order of
@@ -32,17 +32,16 @@ from lockstep.distributed.buffers import KeptBuffers
 from lockstep.distributed.collectives import Collectives, Group, Pending
 from lockstep.distributed.decisions import decisions_of
 from lockstep.distributed.one_by_one import OneByOne
-from lockstep.distributed.reduction.backward import BackwardPass, PassFollower
+from lockstep.distributed.reduction.engine import BackwardPass, PassObserver, current_pass
 from lockstep.distributed.reduction.graph import Reach
 from lockstep.distributed.reduction.modules import FAILED, SKIPPED, Attendance, ReplicatedModules, ScheduledModule
 from lockstep.errors import CommunicationError, PeerError, ShareError
-from lockstep.failures.where import TRAINING
 from lockstep.phases import Phases
 
 _lock = threading.Lock()
 
 
-class GroupScheduler(PassFollower):
+class GroupScheduler(PassObserver):
     """Orders the rounds of all modules that are replicated over one group, in this process."""
 
     def __init__(self, group: Group) -> None:
@@ -51,8 +50,6 @@ class GroupScheduler(PassFollower):
         """Why this rank cannot communicate over the group any more, if so."""
         self.decisions = decisions_of(group)
         """What the loop of this rank says to the other ranks."""
-        self._reached: list[ScheduledModule] = []
-        self._expected: list[ScheduledModule] = []
         self._abandoned: tuple[Tensor, Pending] | None = None
         self._collectives = Collectives(group, Phases())
         self.modules = ReplicatedModules(self._collectives)
@@ -66,80 +63,66 @@ class GroupScheduler(PassFollower):
 
     # ----------------------------------------------------------------------- a pass, as it comes
 
-    def expect_backward(self, module: ScheduledModule) -> None:
-        """The backward pass under way is about to go through a module."""
-        if not module.retired and self.follow() and not self.expects(module):
-            self._expected.append(module)
-            module.participation.look_for_changes()
-
-    def expects(self, module: ScheduledModule) -> bool:
-        """Whether :meth:`expect_backward` has told of a module in the backward pass under way."""
-        return module in self._expected
-
-    def enter(self, module: ScheduledModule) -> None:
-        """The backward pass under way has reached a parameter of a module."""
-        self._reached.append(module)
+    def pass_begins(self, this: BackwardPass) -> None:
+        """A backward pass begins, in the thread in which a module is used, or its graph leads to the module."""
+        for module in self.modules:
+            if module.home == this.thread or module.is_in_reach(this.reach):
+                module.pass_begins(this)
 
     def note_failure(self, module: ScheduledModule) -> None:
         """All ranks know that the round of a module has failed, in the pass under way: none has to be told."""
-        if self.followed is not None:
-            self.followed.note_failure(module)
-
-    def _leave_pass(self) -> tuple[list[ScheduledModule], list[ScheduledModule]]:
-        """Follow the pass no more; returns the modules that it has reached, and those that it was to go through."""
-        self.unfollow()
-        reached, self._reached = self._reached, []
-        expected, self._expected = self._expected, []
-        return reached, expected
+        this = current_pass()
+        if this is not None:
+            this.note_failure(module)
 
     # ------------------------------------------------------------------------- a pass, as it ends
 
-    def pass_ended(self) -> None:
+    def pass_ended(self, this: BackwardPass) -> None:
         """The backward pass has ended: reduce what is left, and give the parameters their gradients."""
-        this = self.followed
-        if this is not None:
-            this.told.add(self)
-        reached, expected = self._leave_pass()
-        reducing = [module for module in reached if module.reducing]
-        silent = [each for each in expected if each not in reached]
+        watching = [module for module in self.modules if module.watches(this)]
+        if not watching:
+            return
+        this.told.add(self)
+        reached: list[ScheduledModule] = []
+        silent: list[ScheduledModule] = []
+        for module in watching:
+            if module.look():
+                reached.append(module)
+            elif module.is_expected:
+                silent.append(module)
+            else:
+                module.pass_leaves()
+        reducing = [module for module in reached if module.synchronises]
         if silent:
-            accumulates = this is not None and this.accumulates
-            parts = [(each, each.participation) for each in silent]
-            reducing += [each for each, own in parts if own.requires_sync and own.takes_part(accumulates)]
+            accumulates = this.accumulates
+            reducing += [each for each in silent if each.synchronises and each.participation.takes_part(accumulates)]
         try:
+            for module in reached:
+                if not module.synchronises:
+                    module.accumulate()
             if reducing:
                 modules = reducing if self.modules.exclusive else self._agree_who_takes_part(reducing)
-                self.reduce(modules, this is not None and this.creates_graph)
-            self._collectives.enter(TRAINING)
+                self.reduce(modules)
+            if reached or silent:
+                self._collectives.enter("training")
         except BaseException:
             for module in reducing:
-                if this is not None:
-                    this.note_failure(module)
-                module.end_pass()
+                this.note_failure(module)
+                if module.watches(this):
+                    module.end_pass()
             raise
         finally:
             for module in (*reached, *silent):
-                if module not in reducing:
+                if module.watches(this):
                     module.end_pass()
 
-    @torch.no_grad()  # as it is in a pass; compiled autograd refuses create_graph=True
-    def compiled_pass_ended(self, this: BackwardPass) -> None:
-        """Compiled autograd has run a backward pass, as one function: its callbacks are dropped, and hooks that it has
-        compiled have only left a mark."""
-        if not self.is_following and (marked := [each for each in self.modules if each.is_marked()]):
-            self.followed, self.is_following = this, True
-            for module in marked:
-                module.take_marked()
-        if self.is_following and self.followed is this:
-            self.pass_ended()
-
-    def reduce(self, modules: Sequence[ScheduledModule], create_graph: bool = False) -> None:
-        """Run the rounds of modules, with ``create_graph`` of gradients that have a graph; then users' hooks."""
+    def reduce(self, modules: Sequence[ScheduledModule]) -> None:
+        """Run the rounds of modules; then users' hooks."""
         steps = OneByOne()
         reduced: list[tuple[ScheduledModule, Sequence[Parameter]]] = []
         for module in modules:
             with steps:
-                reduced.append((module, module.finalize_backward(create_graph)))
+                reduced.append((module, module.finalize_backward()))
         for module, parameters in reduced:
             if parameters:
                 with steps:
@@ -152,28 +135,25 @@ class GroupScheduler(PassFollower):
 
     def pass_failed(self, this: BackwardPass, reach: Reach) -> None:
         """A backward pass has failed: let the other ranks know, and wait for nobody."""
-        if self in this.told or (self.is_following and self.followed is not this):
-            return  # nothing is left to tell, or all that is known of another pass is that it goes on
-        reached, expected = self._leave_pass() if self.is_following else ([], [])
+        if self in this.told:
+            return
+        watching = [module for module in self.modules if module.watches(this)]
+        failing = [module for module in watching if module.look()]
         for each in self.modules:
-            if each not in reached and each.participation.requires_sync and each.is_within(reach, each in expected):
-                reached.append(each)
-        self._abandon(reached, this)
-        for each in expected:
-            if each not in reached:  # it does not synchronise, and no gradient of it has come
+            if (
+                each not in failing
+                and each.synchronises
+                and each.is_within(reach, each in watching and each.is_expected)
+            ):
+                failing.append(each)
+        self._abandon(failing, this)
+        for each in watching:
+            if each.watches(this):  # it does not synchronise, or no gradient of it was to come
                 each.end_pass()
-
-    def pass_dropped(self) -> None:
-        """A backward pass that C++ has begun has failed: as above, but nothing is known of its graph."""
-        reached, expected = self._leave_pass()
-        silent = [each for each in expected if each not in reached]
-        self._abandon(reached + [each for each in silent if each.participation.requires_sync], None)
-        for each in silent:
-            each.end_pass()
 
     @torch.no_grad()
     def _abandon(self, modules: Sequence[ScheduledModule], this: BackwardPass | None) -> None:
-        failing = [each for each in modules if each.reducing or not each.open]
+        failing = [each for each in modules if each.synchronises]
         failing = [each for each in failing if this is None or not this.is_known_to_fail(each)]
         if failing:
             self.decisions.note_failure()
@@ -189,6 +169,7 @@ class GroupScheduler(PassFollower):
             for module in modules:
                 if this is not None:
                     this.note_failure(module)
+                module.participation.pass_failed()
                 module.end_pass(failed=any(module is each for each in failing))
             if failing and not self.modules.exclusive:
                 self._end_rounds()
@@ -266,6 +247,8 @@ class GroupScheduler(PassFollower):
         modules = list(self.modules)
         if self.decisions.take_local_failure() or not self._synchronising():
             self.decisions.skip_in_next_round()
+            for module in modules:
+                module.participation.drop_gradients()
             return
         if not self.decisions.has_failed:
             if not self.modules.exclusive:

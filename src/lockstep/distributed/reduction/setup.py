@@ -10,17 +10,17 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from lockstep.distributed.agreement import Description, Line, check_same_on_all_ranks
+from lockstep.distributed.agreement import Line, check_same_on_all_ranks
 from lockstep.distributed.buffers import BufferSync
 from lockstep.distributed.collectives import Collectives, plain_memory
 from lockstep.distributed.reduction.buckets import BucketsInUse
 from lockstep.distributed.reduction.comm_hooks import HookChain
-from lockstep.distributed.reduction.members import Members, Membership
 from lockstep.distributed.reduction.parameter import ManagedParameter
+from lockstep.distributed.reduction.parameter_set import ParameterSet
 from lockstep.distributed.reduction.plan import AdaptivePlan
-from lockstep.distributed.reduction.report import Report
 from lockstep.distributed.reduction.report_transport import ReportTransport
 from lockstep.distributed.reduction.scheduler import GroupScheduler
+from lockstep.distributed.reduction.verdict import Verdict
 from lockstep.distributed.value_watch import ValueWatch
 
 
@@ -29,7 +29,7 @@ class Setup:
 
     def __init__(
         self,
-        membership: Membership,
+        members: ParameterSet,
         collectives: Collectives,
         scheduler: GroupScheduler,
         buffers: BufferSync,
@@ -37,7 +37,7 @@ class Setup:
     ) -> None:
         self.collectives, self.scheduler, self.buffers = collectives, scheduler, buffers
         self.hooks = HookChain()
-        self.members = Members(membership)
+        self.members = members
         self.rounds = 0
         """The number of the last round of which anything was sent."""
         self.gradient_divide_factor = float(collectives.world)
@@ -68,11 +68,6 @@ class Setup:
         return self.plan.is_whole and self.is_planned
 
     @property
-    def may_defer(self) -> bool:
-        """Whether a rank may hand out gradients before it has read the report, which lies on an accelerator."""
-        return self.is_settled and self.transport.row_device.type != "cpu"
-
-    @property
     def is_ready(self) -> bool:
         """Whether nothing has to be agreed on before a bucket may leave."""
         return self.hooks.are_agreed and not self._before_next_round
@@ -94,17 +89,16 @@ class Setup:
         device = self.parameters[0].spec.device if self.parameters else self.collectives.device
         self.transport.lay_out(planned[-1].layout.dtype if shares_bucket else None, device)
         empty = plain_memory if hooked else self.collectives.empty  # some hooks resize what they are given
-        numel = self.transport.numel if shares_bucket else 0
-        self.buckets = BucketsInUse(self.plan, self.parameters, numel, empty)
+        self.buckets = BucketsInUse(self.plan, self.parameters, self.transport.numel, empty)
 
-    def adapt(self, report: Report) -> None:
+    def adapt(self, verdict: Verdict) -> None:
         """Let the plan follow what the ranks have used. Communicates one broadcast, the first time."""
         if self.plan.observes:
             told = torch.tensor(self.plan.observed_order, dtype=torch.int64, device=self.collectives.device)
             self.collectives.broadcast(told, "order of gradients").wait()
-            self.plan.rebuild(index for index in told.tolist() if report.uses(index))
+            self.plan.rebuild(index for index in told.tolist() if verdict.uses(index))
             self.plan_changes["the order of gradients is known"] += 1
-        elif self.plan.adapt(report.late):
+        elif self.plan.adapt(verdict.late):
             self.plan_changes["gradients came that no bucket waited for"] += 1
         else:
             return
@@ -138,11 +132,11 @@ class Setup:
         kind, digest = watch.look([each.parameter for each in self.parameters], self.transport.row_device)
         return torch.nn.functional.pad(digest.view(1).view(torch.uint8), (1, 0), value=kind)
 
-    def check_values(self, report: Report, number: int) -> None:
-        """Raise :class:`OutOfSyncError`, on every rank, if the report of round ``number`` has different digests."""
+    def check_values(self, verdict: Verdict, number: int) -> None:
+        """Raise :class:`OutOfSyncError`, on every rank, if ranks have different digests in round ``number``."""
         watch = self.watch_of(number)
         if watch is not None:
-            told = [(digest[0], digest) for digest in report.digests]
+            told = [(digest[0], digest) for digest in verdict.digests]
             names = [each.name for each in self.parameters], [buffer.name for buffer in self.buffers.buffers]
             watch.check(told, *names, self.collectives)
 
@@ -163,9 +157,7 @@ class Setup:
         self.plan.restore(plan)
         if self.plan.current != before:
             self._make_buckets()
-            self.do_before_next_round(
-                lambda: check_same_on_all_ranks(Description([Line("plan", plan)]), [], self.collectives)
-            )
+            self.do_before_next_round(lambda: check_same_on_all_ranks([Line("plan", plan)], self.collectives))
 
     def register_hook(self, state: object, hook: Callable[..., object]) -> None:
         """Add a communication hook; the report travels on its own from now on.

@@ -142,7 +142,8 @@ class GradientMemory:
 
     def _gradients(self) -> list[Tensor]:
         """What parameters are to get: other tensors than the views, unless those are given up then."""
-        views = [view.detach() for view in self.views] if self._kept else self.views
+        # With versions of their own, which those of one memory share: see gradient_look.py.
+        views = [view.data for view in self.views]
         return [like_parameter(view, p) for p, view in zip(self._parameters, views, strict=True)]
 
     def _take_up(self, current: Sequence[Tensor | None]) -> None:

@@ -25,17 +25,11 @@ class _KeepingDict(OrderedDict[int, Any]):
         return OrderedDict, (list(self.items()),)
 
 
-def kept_by(module: Module) -> list[Any]:
-    """What a module keeps."""
-    hooks = vars(module).get(_ATTRIBUTE)
-    return [each for each in hooks.kept if not each.retired] if isinstance(hooks, _KeepingDict) else []
-
-
-def keep(module: Module, thing: Any) -> None:
-    """Let ``thing`` live for as long as ``module``; one that has been retired is let go."""
+def keep(module: Module, thing: Any, instead_of: Any = None) -> None:
+    """Let ``thing`` live for as long as ``module``, ``instead_of`` another; one that has been retired is let go."""
     hooks = vars(module)[_ATTRIBUTE]
     if not isinstance(hooks, _KeepingDict):
         hooks = _KeepingDict(hooks)
         vars(module)[_ATTRIBUTE] = hooks
-    hooks.kept = [each for each in hooks.kept if each is not thing and not each.retired]
+    hooks.kept = [each for each in hooks.kept if each not in (thing, instead_of) and not each.retired]
     hooks.kept.append(thing)

@@ -14,9 +14,8 @@ from torch.nn.parameter import is_lazy
 
 from lockstep.distributed.agreement import Line, describe_tensor
 from lockstep.distributed.buffers import Buffer, BufferSet, has_overlap
-from lockstep.distributed.options import Options
-from lockstep.distributed.reduction.parameter_hooks import is_newcomer, listener_of
-from lockstep.distributed.reduction.reducer import Reducer
+from lockstep.distributed.reduction.optimizers_in_backward import check_optimizers
+from lockstep.distributed.reduction.owners import Owner, owner_of
 from lockstep.dtensors import local_part
 from lockstep.errors import AlreadyManagedError, NotReplicableError, OptionError
 
@@ -57,8 +56,22 @@ def describe_parameter(
 class Selection:
     """Chooses the parameters and buffers of one module, again and again, as the module is then."""
 
-    def __init__(self, module: Module, options: Options, ignored: Collection[Module], taking_over: bool) -> None:
-        self._module, self._options, self._taking_over = ref(module), options, taking_over
+    def __init__(
+        self,
+        module: Module,
+        ignored: Collection[Module],
+        taking_over: bool,
+        ignored_names: Collection[str] = (),
+        device_ids: Sequence[object] | None = None,
+        output_device: object = None,
+    ) -> None:
+        """``ignored`` modules, and parameters and buffers of ``ignored_names``, are left out; ``taking_over``: those of
+        other replicated modules are not; ``device_ids`` and ``output_device``: as DDP's, to be checked."""
+        self._module = ref(module)
+        self._taking_over = taking_over
+        self._ignored_names = frozenset(ignored_names)
+        self._device_ids = device_ids
+        self._output_device = output_device
         self._ignored = WeakSet(ignored)
 
     @property
@@ -74,14 +87,18 @@ class Selection:
         """Whether the module is still there."""
         return self._module() is not None
 
+    def hold(self) -> Module | None:
+        """Return the module, so that it stays there for a while; None if it is not there any more."""
+        return self._module()
+
     def owners(self) -> list[tuple[str, Module]]:
         """The modules whose own parameters and buffers are replicated, by name."""
-        skipped, _ = _left_out(self.module, self._ignored, self._options)
+        skipped, _ = _left_out(self.module, self._ignored, self._ignored_names)
         return [(prefix, owner) for prefix, owner in self.module.named_modules() if owner not in skipped]
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Parameters and buffers that are not left out, by all of their names."""
-        _, names = _left_out(self.module, self._ignored, self._options)
+        _, names = _left_out(self.module, self._ignored, self._ignored_names)
         owners = self.owners()
         slots: list[tuple[str, dict[str, Any]]] = [(prefix, owner._parameters) for prefix, owner in owners]
         slots += [(prefix, owner._buffers) for prefix, owner in owners]
@@ -93,7 +110,7 @@ class Selection:
 
     def left_alone(self) -> list[Tensor]:
         """The parameters and buffers below the module that are not replicated."""
-        skipped, names = _left_out(self.module, self._ignored, self._options)
+        skipped, names = _left_out(self.module, self._ignored, self._ignored_names)
         module = self.module
         named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
         below = [tensor for each in skipped for tensor in (*each.parameters(), *each.buffers())]
@@ -103,14 +120,15 @@ class Selection:
         """Parameters and buffers that are not initialised, or on the meta device."""
         return ((name, tensor) for name, tensor in self.named_tensors() if is_lazy(tensor) or tensor.is_meta)
 
-    def contents(self, reducer: Reducer | None = None) -> Contents:
+    def contents(self, reducer: Owner | None = None) -> Contents:
         """What is replicated, by ``reducer`` if it is already; raises a :class:`LockstepError` if that cannot be."""
         _check_scripted(self.owners())
         named = [(name, tensor) for name, tensor in self.named_tensors() if isinstance(tensor, Parameter)]
-        _check_devices(named, self._options)
+        _check_devices(named, self._device_ids, self._output_device)
         self._check_values()
         parameters, sparse = self._parameters(reducer)
         _check_kinds(parameters)
+        check_optimizers(parameters)
         chosen = {id(parameter) for _, parameter in parameters}
         _check_embeddings(
             [(name, owner) for name, owner in self.owners() if id(owner._parameters.get("weight")) in chosen]
@@ -119,10 +137,10 @@ class Selection:
 
     def buffers(self) -> BufferSet:
         """The buffers, and how to notice that there are others."""
-        return BufferSet(self.module, *_left_out(self.module, self._ignored, self._options))
+        return BufferSet(self.module, *_left_out(self.module, self._ignored, self._ignored_names))
 
-    def _parameters(self, reducer: Reducer | None) -> tuple[list[tuple[str, Parameter]], frozenset[int]]:
-        _, names = _left_out(self.module, self._ignored, self._options)
+    def _parameters(self, reducer: Owner | None) -> tuple[list[tuple[str, Parameter]], frozenset[int]]:
+        _, names = _left_out(self.module, self._ignored, self._ignored_names)
         found: dict[int, tuple[str, Parameter]] = {}
         sparse: set[int] = set()
         for prefix, owner in self.owners():
@@ -135,22 +153,22 @@ class Selection:
                     sparse.add(id(parameter))
         return [pair for pair in found.values() if self._chooses(pair[1], found, reducer)], frozenset(sparse)
 
-    def _chooses(self, parameter: Parameter, found: Collection[int], reducer: Reducer | None) -> bool:
+    def _chooses(self, parameter: Parameter, found: Collection[int], reducer: Owner | None) -> bool:
         """Whether a parameter is free, or to be taken from another replicated module: as a whole, if not by a wrapper.
 
         What this module lacks when it looks anew (then ``reducer`` is its own) it leaves to a module that has it; one
         that had it, and out of which it has been moved, does not count.
         """
-        other = _reducer_of(parameter)
+        other = owner_of(parameter)
         if other is None or other is reducer:
             return True
-        takes = reducer is None and (self._taking_over or is_newcomer(parameter) or _is_covered(other, found))
-        return takes or not other.setup.members.have(parameter)
+        takes = reducer is None and (self._taking_over or other.is_newcomer(parameter) or _is_covered(other, found))
+        return takes or not other.has_in_module(parameter)
 
-    def superseded(self, contents: Contents) -> list[Reducer]:
+    def superseded(self, contents: Contents) -> list[Owner]:
         """Reducers of modules that were replicated before, all of whose parameters are now replicated by this one."""
         found = {id(parameter) for _, parameter in contents.parameters}
-        others = {id(each): each for _, p in contents.parameters if (each := _reducer_of(p)) is not None}
+        others = {id(each): each for _, p in contents.parameters if (each := owner_of(p)) is not None}
         return [other for other in others.values() if _is_covered(other, found)]
 
     def _check_values(self) -> None:
@@ -167,14 +185,9 @@ class Selection:
             )
 
 
-def _is_covered(reducer: Reducer, found: Collection[int]) -> bool:
-    """Whether all parameters of a reducer are found; what its module does not have any more is nobody's."""
-    return all(id(each.parameter) in found for each in reducer.setup.members.present)
-
-
-def _reducer_of(parameter: Parameter) -> Reducer | None:
-    found = listener_of(parameter)
-    return found if isinstance(found, Reducer) else None
+def _is_covered(owner: Owner, found: Collection[int]) -> bool:
+    """Return True if all parameters of a reducer are found; what its module does not have any more is nobody's."""
+    return all(id(each) in found for each in owner.present())
 
 
 # -------------------------------------------------------------------------------------- left out
@@ -183,12 +196,6 @@ def _reducer_of(parameter: Parameter) -> Reducer | None:
 def note_replicated(module: Module) -> None:
     """A module has a replication of its own from now on, which those of modules around it leave alone."""
     _replicated.add(module)
-
-
-def without_replicated(part: Module) -> Iterator[Module]:
-    """The modules of a part of a network, but for those that are replicated by themselves."""
-    skipped = {each for root in part.modules() if root in _replicated for each in root.modules()}
-    return (each for each in part.modules() if each not in skipped)
 
 
 def _replicated_children(module: Module) -> Iterator[Module]:
@@ -207,18 +214,22 @@ def sharded_children(module: Module) -> Iterator[Module]:
     return (child for child in module.modules() if isinstance(child, kinds))
 
 
-def _left_out(module: Module, ignored: Iterable[Module], options: Options) -> tuple[set[Module], set[str]]:
+def _left_out(
+    module: Module, ignored: Iterable[Module], ignored_names: Collection[str]
+) -> tuple[set[Module], set[str]]:
     """The modules, and the names of parameters and buffers, that are not replicated."""
     roots = (*ignored, *sharded_children(module), *_replicated_children(module))
     modules = {each for root in roots for each in root.modules()}
-    names = {*options.params_and_buffers_to_ignore, *getattr(module, "_ddp_params_and_buffers_to_ignore", ())}
+    names = {*ignored_names, *getattr(module, "_ddp_params_and_buffers_to_ignore", ())}
     return modules, names
 
 
 # ---------------------------------------------------------------------------------------- checks
 
 
-def _check_devices(named: Sequence[tuple[str, Tensor]], options: Options) -> None:
+def _check_devices(
+    named: Sequence[tuple[str, Tensor]], device_ids: Sequence[object] | None, output_device: object
+) -> None:
     """Raise :class:`OptionError` for devices that do not go together."""
     devices = {tensor.device for _, tensor in named}
     kinds = {device.type for device in devices}
@@ -227,16 +238,16 @@ def _check_devices(named: Sequence[tuple[str, Tensor]], options: Options) -> Non
             "DistributedDataParallel's input module must be on the same type of devices, but input module "
             f"parameters locate in {kinds}"
         )
-    if options.device_ids is not None and len(options.device_ids) > 1:
+    if device_ids is not None and len(device_ids) > 1:
         raise OptionError(
-            f"device_ids can only be None or contain a single element. Got {list(options.device_ids)}; a rank has "
+            f"device_ids can only be None or contain a single element. Got {list(device_ids)}; a rank has "
             "one device, lockstep.DataParallel uses several in one process"
         )
-    if (options.device_ids or options.output_device) and (len(devices) > 1 or kinds == {"cpu"}):
+    if (device_ids or output_device) and (len(devices) > 1 or kinds == {"cpu"}):
         raise OptionError(
             "DistributedDataParallel device_ids and output_device arguments only work with "
-            f"single-device/multiple-device GPU modules or CPU modules, but got device_ids {options.device_ids}, "
-            f"output_device {options.output_device}, and module parameters {devices}."
+            f"single-device/multiple-device GPU modules or CPU modules, but got device_ids {device_ids}, "
+            f"output_device {output_device}, and module parameters {devices}."
         )
 
 

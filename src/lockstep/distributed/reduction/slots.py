@@ -22,6 +22,9 @@ _SLOTS = attrgetter("_parameters", "_modules")
 class SlotWatch:
     """What stands in the parameter and module slots of ``modules``, to be compared with what stands there later."""
 
+    retired = False
+    """It is kept by a module until another one takes its place."""
+
     def __init__(self, modules: Iterable[Module]) -> None:
         self._modules = list(map(ref, modules))  # they lead to the reducer, which has this
         self._known = list(self._now())

@@ -1,0 +1,276 @@
+"""Which parameters a reducer has: those that the ranks have agreed on, and what has changed on this rank since.
+
+Modules change while they are trained. When a backward pass begins, the module's slots are looked at (``slots.py``). A
+rank that finds other parameters or modules there looks at the gradients of the new ones, too, and says so in its
+status. Then all ranks choose what is replicated anew, in the same backward: they compare names, order, shapes and
+dtypes, and the values of what is new to any of them, since gradients of different values have no common mean. What
+differs is an error by name, on every rank, in this backward and each one that follows, until it is the same again.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+from weakref import ref
+
+from torch.nn import Module, Parameter
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+
+from lockstep.distributed.agreement import check_new_everywhere, check_same_on_all_ranks
+from lockstep.distributed.collectives import Collectives
+from lockstep.distributed.reduction.graph import Reach
+from lockstep.distributed.reduction.keeping import keep
+from lockstep.distributed.reduction.owners import Owner, claim, owner_of
+from lockstep.distributed.reduction.parameter import ManagedParameter
+from lockstep.distributed.reduction.parameter_hooks import can_have_gradient, release
+from lockstep.distributed.reduction.selection import Contents, Selection, describe_parameter
+from lockstep.distributed.reduction.slots import SlotWatch
+from lockstep.distributed.values import check_equal_values
+from lockstep.errors import LockstepError
+
+
+class ParameterSet:
+    """The parameters of one reducer, which every module that holds one of them keeps.
+
+    Refers to modules weakly: they hold the reducer, which has this. When the replicated module is gone, its parts may
+    still be there, and are synchronised as before.
+    """
+
+    def __init__(self, selection: Selection, contents: Contents, delayed: Sequence[Parameter], values: bool) -> None:
+        """``delayed``: parameters whose gradients leave last; ``values``: those of new parameters are compared."""
+        self._selection = selection
+        self._compares_values = values
+        self._delayed = {id(parameter) for parameter in delayed}
+        self._owner: ref[Owner] | None = None
+        self._slots: Callable[[], SlotWatch | None] = lambda: None
+        self.newcomers: Sequence[ManagedParameter] = ()
+        """Parameters of this rank that the ranks have not agreed on yet."""
+        managed = _managed(contents)
+        self._next: tuple[list[ManagedParameter], list[int]] | None = None  # agreed on, and not in use yet
+        self._use(managed, [each.index for each in managed if each.parameter.requires_grad])
+
+    def _use(self, parameters: list[ManagedParameter], trained: list[int]) -> None:
+        self.parameters = parameters
+        """Those that the ranks have agreed on."""
+        self.trained = trained
+        """Those, by number, that were trained on any rank when ranks agreed on them."""
+        self._agreed = [each.parameter for each in parameters]
+        self._known = {id(parameter): parameter for parameter in self._agreed}
+        self.tracked = self._agreed
+        """The parameters whose gradients are looked at: those that the ranks have agreed on, by number, and then those
+        that are new on this rank."""
+        self._next = None
+        self._note_slots()
+
+    def _note_slots(self) -> None:
+        if self.is_dropped:
+            return
+        owners = [owner for _, owner in self._selection.owners()]
+        self._owners = list(map(ref, owners))
+        self._last_slot = _last_slot(owners)
+        # It refers to the parts of the module, and they to the reducer, which has this: so the module keeps it.
+        slots = SlotWatch(owners)
+        keep(self._selection.module, slots, instead_of=self._slots())
+        self._slots = ref(slots)
+
+    def attach(self, owner: Owner) -> None:
+        """Let a reducer synchronise all parameters; every module of theirs keeps it from now on."""
+        self._owner = ref(owner)
+        claim(self._agreed, owner)
+        for link in self._owners:
+            if (module := link()) is not None:
+                keep(module, owner)
+        keep(self._selection.module, owner)
+
+    @property
+    def _owner_now(self) -> Owner:
+        owner = self._owner() if self._owner is not None else None
+        assert owner is not None
+        return owner
+
+    # ------------------------------------------------------------------------------------ which there are
+
+    @property
+    def last(self) -> list[int]:
+        """The parameters, by number, whose gradients leave last."""
+        return [each.index for each in self.parameters if id(each.parameter) in self._delayed]
+
+    @property
+    def is_dropped(self) -> bool:
+        """Return True if the module is there no more, only parts of it."""
+        return not self._selection.alive
+
+    @property
+    def current(self) -> list[ManagedParameter]:
+        """The parameters as they will be from the next round on."""
+        return self.parameters if self._next is None else self._next[0]
+
+    @property
+    def present(self) -> list[ManagedParameter]:
+        """Those parameters that the module still has, if it is there itself."""
+        if self.is_dropped:
+            return self.parameters
+        there = {id(parameter) for parameter in self._selection.module.parameters()}
+        return [each for each in self.parameters if id(each.parameter) in there]
+
+    @property
+    def here(self) -> list[ManagedParameter]:
+        """The parameters that the module has on this rank, agreed on or not, as the last look has found them."""
+        return [*self.present, *self.newcomers]
+
+    def has(self, parameter: Parameter) -> bool:
+        """Return True if the module has the parameter on this rank, agreed on or not."""
+        if self.is_dropped:
+            return id(parameter) in self._known
+        return any(tensor is parameter for _, tensor in self._selection.named_tensors())
+
+    def tracks(self, parameter: Parameter) -> bool:
+        """Return True if the parameter is one of :attr:`tracked`."""
+        return self._known.get(id(parameter)) is parameter or self.is_newcomer(parameter)
+
+    def is_newcomer(self, parameter: Parameter) -> bool:
+        """Return True if the parameter is new on this rank, and the ranks have not agreed on it yet."""
+        return any(each.parameter is parameter for each in self.newcomers)
+
+    def name_of(self, parameter: Parameter) -> str:
+        """Return the name of a parameter that is tracked."""
+        return next(each.name for each in (*self.newcomers, *self.parameters) if each.parameter is parameter)
+
+    def has_parameter_of(self, optimizer: Optimizer) -> bool:
+        """Return True if an optimizer uses the gradient of any of the parameters."""
+        return any(self.tracks(each) for group in optimizer.param_groups for each in group["params"])
+
+    def are_within(self, reach: Reach, expected: bool, own: bool) -> bool:
+        """Return True if a pass of that reach accumulates into a parameter; it does, perhaps zeros, if it goes through
+        the module's forward on its ``own`` parameters. ``expected``: it goes through it in any way."""
+        trained = [parameter for parameter in self.tracked if parameter.requires_grad]
+        return any(id(p) in reach.leaves for p in trained) or bool(trained and (own or (expected and reach.hidden)))
+
+    # ------------------------------------------------------------------------------------ parameters lent
+
+    def sample(self) -> object:
+        """Return what stands now in the slot of one parameter, for :meth:`is_own`."""
+        slots, key, _ = self._last_slot
+        return slots.get(key)
+
+    def is_own(self, sample: object) -> bool:
+        """Return True if a forward that has found ``sample`` ran on the module's own parameters, and not on others that
+        ``torch.func.functional_call`` had lent it.
+
+        Asked later, when those are there again; new ones of its own, on which the ranks have not agreed yet, stay.
+        """
+        return sample is self._last_slot[2] or sample is self.sample()
+
+    # ------------------------------------------------------------------------------------ changes
+
+    def look(self) -> bool:
+        """Look for parameters that have come or gone on this rank; return True if any have."""
+        held = self._selection.hold()  # another thread may let go of it
+        if held is None:
+            self._track(self._orphans())
+            return False
+        slots = self._slots()
+        changed = slots is None or slots.changed()
+        if changed or self.newcomers:
+            self._track(self._find_newcomers() if changed else ())
+        return changed
+
+    def _track(self, newcomers: Sequence[ManagedParameter]) -> None:
+        self.newcomers = newcomers
+        self.tracked = [*self._agreed, *(each.parameter for each in newcomers)] if newcomers else self._agreed
+
+    def _find_newcomers(self) -> list[ManagedParameter]:
+        owner = self._owner_now
+        try:
+            contents = self._selection.contents(owner)
+            new = [each for each in _managed(contents) if id(each.parameter) not in self._known]
+        except LockstepError:  # which is told to all when they compare
+            new = self._unknown([self._selection.module])
+        claim([each.parameter for each in new if owner_of(each.parameter) is not owner], owner)
+        return new
+
+    def _orphans(self) -> list[ManagedParameter]:
+        """Return parameters that were put into parts of the module when that was there no more."""
+        return self._unknown([part for link in self._owners if (part := link()) is not None])
+
+    def _unknown(self, parts: Sequence[Module]) -> list[ManagedParameter]:
+        """Return parameters that nobody synchronises, by the shortest of their names."""
+        found = {
+            id(tensor): (f"{name}.{key}" if name else key, tensor)
+            for part in parts
+            for name, owner in part.named_modules()
+            for key, tensor in owner._parameters.items()
+            if _can_be_managed(tensor) and id(tensor) not in self._known
+        }
+        unowned = [(name, tensor) for name, tensor in found.values() if owner_of(tensor) in (None, self._owner_now)]
+        count = len(self._agreed)
+        return [ManagedParameter(count + i, name, tensor, False) for i, (name, tensor) in enumerate(unowned)]
+
+    def agree_anew(self, collectives: Collectives) -> list[ManagedParameter]:
+        """Choose the parameters anew, with all other ranks; return the new ones that any rank has a gradient of.
+
+        They are in use from :meth:`take_over` on. Raises on every rank if ranks differ, and then leaves everything as
+        it is. Communicates what :func:`check_same_on_all_ranks` and :func:`check_equal_values` do.
+        """
+        if self.is_dropped:
+            gone = "the replicated module has been dropped, and only parts of it are left"
+            check_same_on_all_ranks([], collectives, error=gone)
+            return []
+        owner, contents, failure = self._owner_now, Contents([], [], frozenset()), ""
+        try:
+            contents = self._selection.contents(owner)
+        except LockstepError as error:
+            failure = str(error)
+        known = {id(each.parameter): each.name for each in self.current}
+        lines = [describe_parameter(n, p, contents, trained=False, earlier=known) for n, p in contents.parameters]
+        managed = _managed(contents)
+        new = [each for each in managed if id(each.parameter) not in known]
+        numbers = [2 * each.index + (each.parameter.grad is not None) for each in new]
+        trained = [each.index for each in managed if each.parameter.requires_grad]
+        rows = check_same_on_all_ranks(lines, collectives, [len(new), *numbers, *trained], failure)
+        trained = sorted({index for row in rows for index in row[1 + row[0] :]})
+        rows = [row[1 : 1 + row[0]] for row in rows]
+        told = {number for row in rows for number in row}
+        names, indices = [each.name for each in managed], [{number // 2 for number in row} for row in rows]
+        check_new_everywhere(names, indices, collectives.global_ranks)
+        if self._compares_values:
+            check_equal_values([(each.name, each.parameter) for each in new], collectives)
+        before = [(each.name, id(each.parameter)) for each in self.current]
+        if told or [(each.name, id(each.parameter)) for each in managed] != before:
+            self._next = managed, trained
+        return [self.current[i] for i in sorted({number // 2 for number in told if number % 2})]
+
+    def take_over(self) -> bool:
+        """Go on with what has been agreed on; return True if the parameters are others now."""
+        if self._next is None:
+            self._note_slots()
+            return False
+        owner = self._owner_now
+        chosen = {id(each.parameter) for each in self._next[0]}
+        for old in self._agreed:
+            if id(old) not in chosen:
+                release(old, owner)
+        self._use(*self._next)
+        self.newcomers = ()
+        self.attach(owner)
+        return True
+
+
+def _last_slot(owners: Sequence[Module]) -> tuple[dict[str, Any], str, Any]:
+    """Return where the last trained parameter stands."""
+    for owner in reversed(owners):
+        for key, parameter in reversed(owner._parameters.items()):
+            if parameter is not None and parameter.requires_grad:
+                return owner._parameters, key, parameter
+    return {}, "", None
+
+
+def _can_be_managed(tensor: Any) -> bool:
+    return isinstance(tensor, Parameter) and not is_lazy(tensor) and tensor.is_leaf and can_have_gradient(tensor)
+
+
+def _managed(contents: Contents) -> list[ManagedParameter]:
+    trainable = [(name, parameter) for name, parameter in contents.parameters if can_have_gradient(parameter)]
+    return [
+        ManagedParameter(index, name, parameter, id(parameter) in contents.sparse)
+        for index, (name, parameter) in enumerate(trainable)
+    ]

@@ -1,0 +1,67 @@
+"""A group whose backend is for accelerators alone: what ranks say in a round travels over a group beside it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import lockstep
+from lockstep.distributed.collectives import control_plane
+from lockstep.errors import PeerError
+from processes import run_processes
+
+pytestmark = pytest.mark.usefixtures("sim")
+
+
+def only_for_accelerators(rank):
+    """Steps, of which rank 1 fails one; the names of the groups' backends, and of the devices of what was summed."""
+    group = dist.new_group()
+    plain_device = lockstep.distributed.collectives.control_device
+    # Simulated accelerators sum on the CPU, so that no group of theirs is for accelerators alone: this one looks as if.
+    lockstep.distributed.collectives.control_device = lambda each: rank.device if each is group else plain_device(each)
+    seen = set()
+    model = lockstep.replicate(
+        rank.make(lambda: nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))), process_group=group
+    )
+    collectives = model_collectives(model)
+    plain = type(collectives).all_reduce
+
+    def all_reduce(self, tensor, what, *args, **options):
+        if what.startswith("report"):
+            seen.add((self.group is group, tensor.device.type))
+        return plain(self, tensor, what, *args, **options)
+
+    type(collectives).all_reduce = all_reduce
+    errors = []
+    try:
+        for step in range(6):
+            model.zero_grad()
+            loss = model(torch.full((2, 2), rank.rank + 1.0) + torch.arange(2.0)[:, None]).sum()
+            if step == 4 and rank.rank == 1:
+                loss.register_hook(fail)
+            try:
+                loss.backward()
+            except (ArithmeticError, PeerError) as error:
+                errors.append((step, type(error)))
+            else:
+                assert all(rank.all_equal(parameter.grad) for parameter in model.parameters())
+                assert all(rank.all_equal(buffer) for buffer in model.buffers())
+    finally:
+        type(collectives).all_reduce = plain
+    return errors, seen, control_plane(collectives).group is control_plane(collectives).group
+
+
+def model_collectives(model):
+    return lockstep.distributed.replication.find_replication(model).reducer.collectives
+
+
+def fail(_):
+    raise ArithmeticError("a bad batch")
+
+
+def test_a_group_for_accelerators_alone_gets_one_for_the_cpu_beside_it(sim):
+    told, failing = run_processes(2, only_for_accelerators, device="sim", group_timeout=20)
+    assert told == ([(4, PeerError)], {(False, "cpu")}, True)
+    assert failing == ([(4, ArithmeticError)], {(False, "cpu")}, True)

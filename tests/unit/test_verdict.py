@@ -1,0 +1,219 @@
+"""What follows from what ranks say in a round: a row for each rule."""
+
+from __future__ import annotations
+
+import pytest
+
+from lockstep.distributed.decisions import LoopVerdict
+from lockstep.distributed.reduction.passes import Called
+from lockstep.distributed.reduction.status import Part, Report, Status
+from lockstep.distributed.reduction.verdict import Refusal, Verdict, judge, judge_loops
+from lockstep.errors import OptionError, PeerError
+
+TRAINING, EVALUATION, OTHERWISE, UNKNOWN = (each.value for each in Called)
+NOT_HANDED_OUT = "No gradient has been handed out; every rank can go on with the next batch after zero_grad()"
+
+
+def says(part=Part.FULL, **fields):
+    return Status(**{"round": 5, "part": part, "called": TRAINING, "through": 1, **fields})
+
+
+USUAL = says()
+SILENT = says(called=0, through=0)
+PADDING, JOINED, SKIPS, FAILED = map(says, (Part.PADDING, Part.JOINED, Part.SKIPS, Part.FAILED))
+
+
+def weighs(weight, **fields):
+    return says(weighted=True, weight=float(weight), **fields)
+
+
+def through(called, forwards=1, left_out=0, **fields):
+    return says(called=called, through=forwards, left_out=left_out, **fields)
+
+
+def verdict_of(*statuses, rank=0, ranks=None, divisor=None, used=None, late=(), digests=()):
+    report = Report(used, late, statuses, digests)
+    return judge(report, rank, ranks or range(len(statuses)), divisor or len(statuses))
+
+
+def summary_of(verdict):
+    """What differs from a usual one, without what tests below look at in detail."""
+    usual = verdict._replace(loop=LoopVerdict(), digests=())
+    return {name: value for name, value in usual._asdict().items() if value != Verdict._field_defaults[name]}
+
+
+# ---------------------------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize(
+    ("statuses", "rank", "words"),
+    [
+        # Backward has failed on a rank.
+        ([USUAL, USUAL, FAILED], 0, "rank 0: backward failed on rank 2 in round 5; that rank's own error says why. "),
+        ([USUAL, USUAL, FAILED], 2, "rank 2: backward failed on rank 2 in round 5; that rank's own error says why. "),
+        ([USUAL, FAILED, FAILED], 0, f"failed on rank 1 in round 5; that rank's own error says why. {NOT_HANDED_OUT}"),
+        # A rank is in another round.
+        ([USUAL, says(round=6)], 0, "rank 0 is in its synchronised backward number 5, but rank 1 is 1 ahead: ranks "),
+        ([USUAL, says(round=3)], 0, "rank 0 is in its synchronised backward number 5, but rank 1 is 2 behind: ranks "),
+        ([USUAL, says(round=6)], 1, "rank 1 is in its synchronised backward number 6, but rank 0 is 1 behind: ranks "),
+        ([USUAL, says(round=20)], 0, "but rank 1 is 15 ahead: "),
+        ([says(round=65), USUAL], 0, "rank 0 is in its synchronised backward number 65, but rank 1 is 60 behind: "),
+        ([USUAL, says(round=5 + 2**32)], 0, "but rank 1 is 4294967296 ahead: "),
+        ([says(round=5), says(round=8)], 0, "Let every rank run backward for every batch, or use join()"),
+        # A rank is at another batch of its loop.
+        ([says(batch=14), says(batch=14), says(batch=16)], 0, "rank 0: rank 2 is 2 ahead of this rank in the batches"),
+        ([says(batch=0), says(batch=1), says(batch=0)], 1, "rank 1: rank 0 is 1 behind this rank in the batches of it"),
+        ([says(batch=3), says(batch=18)], 0, "rank 0: rank 1 is 15 ahead of this rank in the batches of its loop, in "),
+        ([says(batch=3), says(batch=33)], 1, "rank 1: rank 0 is 30 behind this rank in the batches of its loop, in ro"),
+        (
+            [says(batch=3), says(batch=4)],
+            0,
+            f"different batches would be mixed. {NOT_HANDED_OUT}. Let the rank that leav",
+        ),
+        # Ranks are in different backward passes.
+        (
+            [through(OTHERWISE), SILENT, through(TRAINING)],
+            1,
+            "rank 1: ranks 0 and 2 are not in the same backward pass (number 5 that synchronises): on rank 0 it went "
+            "through no output of the module's forward (a submodule, another method, or the wrapped module was called)"
+            f", on rank 2 through the module's forward in training mode. {NOT_HANDED_OUT}. Let every rank run",
+        ),
+        (
+            [through(TRAINING), through(EVALUATION)],
+            0,
+            "on rank 0 it went through the module's forward in training mode, on rank 1 through the module's forward "
+            "in evaluation mode",
+        ),
+        (
+            [through(TRAINING | EVALUATION), through(OTHERWISE)],
+            0,
+            "on rank 0 it went through the module's forward in training and evaluation mode, on rank 1 through no outp",
+        ),
+        (
+            [through(TRAINING), through(TRAINING, 1, 1)],
+            0,
+            "since the one before, rank 0 has left out no forwards, rank 1 1 forward (in training mode, raised or with",
+        ),
+        (
+            [through(TRAINING, 20, 16), through(TRAINING, 20, 2)],
+            0,
+            "since the one before, rank 0 has left out 16 forwards, rank 1 2 forwards (in training mode",
+        ),
+        # The first rule that finds something speaks.
+        ([says(batch=0, round=4), says(Part.FAILED, batch=1)], 0, "rank 0: backward failed on rank 1 in round 4;"),
+        ([says(batch=0), says(batch=1, round=6)], 0, "but rank 1 is 1 ahead: ranks have not run the same number"),
+        ([through(TRAINING, batch=0), through(OTHERWISE, batch=1)], 0, "rank 0: rank 1 is 1 ahead of this rank"),
+        ([weighs(1), through(OTHERWISE)], 0, "rank 0: ranks 0 and 1 are not in the same backward pass"),
+        ([through(TRAINING), through(OTHERWISE, part=Part.SKIPS)], 0, "ranks 0 and 1 are not in the same backward"),
+    ],
+)
+def test_ranks_that_cannot_reduce_together(statuses, rank, words):
+    error = verdict_of(*statuses, rank=rank).error
+    assert error is not None
+    assert error.kind is PeerError
+    assert type(error.exception()) is PeerError
+    assert str(error.exception()) == error.message
+    assert words in error.message
+
+
+@pytest.mark.parametrize(
+    "statuses",
+    [
+        [says(part) for part in (Part.FULL, Part.JOINED, Part.FULL)],
+        [through(OTHERWISE)] * 2,
+        [through(TRAINING), through(TRAINING | EVALUATION)],
+        [through(TRAINING), through(UNKNOWN), through(EVALUATION | UNKNOWN)],
+        [through(TRAINING), SILENT],  # in no backward pass of its own
+        [through(TRAINING, 1), through(TRAINING, 7)],  # sequences of different lengths
+        [through(TRAINING, 1, 1), through(TRAINING, 2, 0)],  # a term of the loss that was left out
+        [through(OTHERWISE, 0, 1), through(OTHERWISE, 0, 0)],
+        [through(TRAINING, 1, 1, weighted=True), through(TRAINING, 1, 0, weighted=True)],
+    ],
+    ids=str,
+)
+def test_ranks_that_may_be_in_the_same_pass(statuses):
+    assert verdict_of(*statuses).error is None
+
+
+def test_ranks_are_named_as_those_of_the_default_group():
+    error = verdict_of(says(round=5), says(round=6), ranks=[7, 9]).error
+    assert error.message.startswith("rank 7 is in its synchronised backward number 5, but rank 9 is 1 ahead")
+    error = verdict_of(through(TRAINING), through(OTHERWISE), ranks=[7, 9]).error
+    assert error.message.startswith("rank 7: ranks 7 and 9 are not in the same backward pass")
+
+
+def test_a_weight_is_given_by_every_rank_that_counts():
+    message = "rank 9 gave no weight in round 5, others did; give one on every rank, 0 where there is nothing to count"
+    assert verdict_of(weighs(1), PADDING, JOINED, USUAL, ranks=[0, 3, 6, 9]).error == Refusal(OptionError, message)
+    assert verdict_of(weighs(1), PADDING, JOINED).error is None
+    assert verdict_of(weighs(1), SKIPS, USUAL).error is None  # the batch counts nothing
+
+
+# ---------------------------------------------------------------------------------- what follows otherwise
+
+
+@pytest.mark.parametrize(
+    ("statuses", "expected"),
+    [
+        ([USUAL, USUAL], {}),
+        ([USUAL, says(called=0, through=0)], {}),
+        ([USUAL, SKIPS], {"skip": True}),
+        ([USUAL, says(changed=True)], {"changed": True}),
+        ([USUAL, says(drifted=True)], {"drifted": True}),
+        ([weighs(3), weighs(5)], {"factor": 0.25}),
+        ([weighs(4), JOINED, weighs(2)], {"factor": 0.5}),  # one that has run out counts nothing
+        ([weighs(4), PADDING, weighs(2)], {"factor": 0.5}),
+        ([weighs(0), weighs(0)], {"factor": 0.0}),
+        ([USUAL, PADDING, USUAL], {"factor": 1.5}),  # and a mean over all becomes one over the others
+        ([PADDING, PADDING, PADDING], {}),
+        ([USUAL, JOINED], {}),  # which join() divides by itself
+    ],
+    ids=str,
+)
+def test_what_all_ranks_do(statuses, expected):
+    for rank in range(len(statuses)):
+        assert summary_of(verdict_of(*statuses, rank=rank)) == expected
+
+
+def test_a_failure_is_told_to_the_loop_whatever_else_is_wrong():
+    verdict = verdict_of(says(round=4), FAILED)
+    assert verdict.failed
+    assert not verdict_of(says(round=4), USUAL).failed
+
+
+def test_means_are_over_the_ranks_that_sums_are_divided_by():
+    assert verdict_of(weighs(3), weighs(5), divisor=4.0).factor == 0.5
+    assert verdict_of(USUAL, PADDING, USUAL, divisor=6.0).factor == 3.0
+    assert verdict_of(USUAL, JOINED, divisor=1.0).factor == 1.0
+
+
+def test_ranks_that_say_the_same_as_ever():
+    assert judge(Report([True, False]), 1, range(2), 2.0) == Verdict(used=[True, False], is_usual=True)
+    assert judge(Report(None), 1, range(2), 2.0).uses(7)
+    assert not verdict_of(USUAL, USUAL).is_usual
+
+
+def test_who_uses_what_and_digests_are_handed_on():
+    verdict = verdict_of(USUAL, USUAL, used=[True, False], late=[0], digests=[b"1", b"2"])
+    assert (verdict.used, verdict.late, verdict.digests) == ([True, False], [0], [b"1", b"2"])
+    assert [verdict.uses(index) for index in range(2)] == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("statuses", "expected"),
+    [
+        ([USUAL, USUAL, USUAL], {"going_on": [0, 1, 2]}),
+        ([USUAL, says(stops=True), USUAL], {"stops": True, "going_on": [0, 1, 2]}),
+        ([says(ends=True), USUAL, USUAL], {"some_end": True, "going_on": [1, 2]}),
+        ([says(Part.PADDING, ends=True), USUAL, USUAL], {"some_end": True, "going_on": [1, 2]}),
+        ([PADDING, USUAL, USUAL], {"some_end": True, "going_on": [0, 1, 2]}),  # in a loop around this one
+        ([says(ends=True)] * 2, {"some_end": True, "all_end": True}),
+        ([SKIPS, USUAL], {"skipped": True, "going_on": [0, 1]}),
+        ([says(Part.PADDING, ends=True)] * 2, {"some_end": True, "all_end": True, "skipped": True}),
+        ([FAILED, says(stops=True)], {"stops": True, "going_on": [0, 1]}),
+    ],
+    ids=str,
+)
+def test_what_loops_are_to_know(statuses, expected):
+    assert judge_loops(statuses) == LoopVerdict(**expected)
+    assert verdict_of(*statuses).loop == LoopVerdict(**expected)
