@@ -1,9 +1,11 @@
 """The library's two digests: a fast one of tensors' bits, computed where they lie, and a strong one of texts.
 
-The fast one is a sum, modulo 2**64, of the tensors' bits, eight bytes at a time, each times an odd number that depends
-on its place and looks random. So a single bit that flips always changes it: by a power of two below 2**64 times an odd
-number. Other changes do, too, except by a chance of about 2**-60. It is no digest against somebody who means to
-deceive; the strong one, SHA-256, is. Files of checkpoints and :func:`lockstep.fingerprint` have the strong one in full.
+The fast one is a sum, modulo 2**64, over the tensors' bits, eight bytes at a time: those times an odd number, and their
+upper half times another. The numbers depend on the place and look random. So a single bit that flips always changes it.
+The upper half is there for the signs: a flipped highest bit changes the first product by 2**63, whatever the number is,
+so two of them would cancel out. Other changes are missed by a chance of about 2**-64, or 2**-32 where only the highest
+of each four bytes' bits change. It is no digest against somebody who means to deceive; the strong one, SHA-256, is.
+Files of checkpoints and :func:`lockstep.fingerprint` have the strong one in full.
 """
 
 import hashlib
@@ -17,15 +19,15 @@ from lockstep.dtensors import local_part
 
 _ROW = 1 << 16
 """Numbers of eight bytes that are summed together: their factors stay in a processor's cache."""
-_BLOCK = 1 << 22
-"""The same where products take memory of their own."""
+_CACHED_ROWS, _BLOCK_ROWS = 8, 64
+"""How many rows are worked on at once, on the CPU and elsewhere: what is computed of them takes memory of its own."""
 _SMALL_BYTES = 1 << 16
 """Tensors smaller than this are put side by side first: one by one, each would take longer than its values."""
 BYTES = 8
 """The size of a fast digest."""
-_IN_ROW, _OF_ROWS, _OF_TENSORS = 0, 1, 2
-"""What is summed. Each has factors of its own: with the same ones, values that change places between a row and a column
-would leave the sum as it was."""
+_IN_ROW, _UPPER, _OF_ROWS, _OF_TENSORS = range(4)
+"""What is multiplied. Each has factors of its own: with the same ones, values that change places between a row and a
+column would leave the sum as it was."""
 
 
 def text_digest(text: str, bits: int = 63) -> int:
@@ -63,7 +65,7 @@ class Digests:
 
     @torch.no_grad()
     def each(self) -> list[int]:
-        """Return a digest of each tensor; 0 for an empty one."""
+        """Return a digest of each tensor; 0 for one without elements."""
         found = [0] * self._count
         for number, value in self._sums.items():
             found[number] = int(value)
@@ -94,25 +96,31 @@ def _lanes(flat: Tensor) -> Tensor:
 
 
 def _sum(lanes: Tensor) -> Tensor:
-    """The sum of numbers times odd factors."""
+    """Return the digest of numbers of eight bytes, at least one; how many they are counts, so that zeros are not 0."""
     whole = lanes.numel() // _ROW * _ROW
-    factors = _factors(_ROW, lanes.device, _IN_ROW)
-    total = (lanes[whole:] * factors[: lanes.numel() - whole]).sum()
+    factors, upper = _factors(_ROW, lanes.device, _IN_ROW), _factors(_ROW, lanes.device, _UPPER)
+    rest = lanes[whole:]
+    total = (rest * factors[: len(rest)] + (rest >> 32) * upper[: len(rest)]).sum() + lanes.numel()
     if whole:
-        rows = _row_sums(lanes[:whole].view(-1, _ROW), factors)
-        total = total + (rows * _factors(len(rows), lanes.device, _OF_ROWS)).sum()
+        sums = _row_sums(lanes[:whole].view(-1, _ROW), factors, upper)
+        total = total + (sums * _factors(len(sums), lanes.device, _OF_ROWS)).sum()
     return total
 
 
-def _row_sums(rows: Tensor, factors: Tensor) -> Tensor:
+def _row_sums(rows: Tensor, factors: Tensor, upper: Tensor) -> Tensor:
     if rows.is_cpu:
-        return torch.mv(rows, factors)
-    return torch.cat([(block * factors).sum(1) for block in rows.split(_BLOCK // _ROW)])
+        return torch.cat([torch.mv(r, factors) + torch.mv(r >> 32, upper) for r in rows.split(_CACHED_ROWS)])
+    return torch.cat([(r * factors).addcmul_(r >> 32, upper).sum(1) for r in rows.split(_BLOCK_ROWS)])
 
 
-@lru_cache(maxsize=32)
 def _factors(count: int, device: torch.device, of: int) -> Tensor:
-    """Return odd numbers that look random: SplitMix64 of their places.
+    """Return odd numbers that look random."""
+    return _table(1 << (count - 1).bit_length(), device, of)[:count]
+
+
+@lru_cache(maxsize=64)
+def _table(count: int, device: torch.device, of: int) -> Tensor:
+    """Return odd numbers: SplitMix64 of their places.
 
     Not of an arithmetic series, in which +1, -2, +1 at three places in a row, as counts in a histogram may differ, adds
     up to nothing.

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import lockstep
+from bit_differences import BIT_DIFFERENCES, Values
 from lockstep.errors import AgreementError, CommunicationError, NotReplicableError, OptionError, OutOfSyncError
 from threaded import count_collectives, run_ranks
 
@@ -414,11 +415,17 @@ def test_check_in_sync_names_the_first_difference_on_every_rank(change, first):
     assert " on rank 2; " in messages[0]
 
 
-def test_check_in_sync_sees_counts_that_differ_by_as_much_up_as_down():
+@pytest.mark.parametrize("difference", BIT_DIFFERENCES)
+def test_check_in_sync_finds_every_difference_in_bits(difference):
+    change, first = BIT_DIFFERENCES[difference]
+
     def call(rank):
-        module = nn.Module()
-        module.register_buffer("histogram", torch.tensor([4, 7, 5] if rank.rank else [5, 5, 6], device=rank.device))
-        with pytest.raises(OutOfSyncError, match="buffer histogram is out of sync"):
+        module = Values()
+        lockstep.check_in_sync(module, rank.group)
+        if rank.rank == 1:
+            with torch.no_grad():
+                change(module)
+        with pytest.raises(OutOfSyncError, match=f"^{first} is out of sync"):
             lockstep.check_in_sync(module, rank.group)
 
     run_ranks(2, call)

@@ -67,6 +67,29 @@ def test_changes_that_cancel_out_count():
     assert Digests([pair, other]).digest(CPU) != one
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.complex64])
+def test_signs_of_two_values_count(dtype):
+    """Two highest bits of eight bytes: what either adds to a product is half of 2**64, whatever its factor."""
+    numbers = random.Random(0)
+    for size in (16, 300_000):
+        values = torch.rand(size).to(dtype) + 1
+        before = Digests([values]).each()
+        for _ in range(20):
+            places = numbers.sample(range(size), 2)
+            other = values.clone()
+            other[places] *= -1
+            assert Digests([other]).each() != before
+    one, two = torch.ones(3, dtype=dtype), torch.ones(100_000, dtype=dtype)
+    before = Digests([one, two]).digest(CPU)
+    one[1], two[7] = -1, -1
+    assert Digests([one, two]).digest(CPU) != before
+
+
+def test_zeros_are_not_nothing():
+    for size in (1, 9, 300_000):
+        assert Digests([torch.zeros(size)]).each() != Digests([torch.empty(0)]).each()
+
+
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
 def test_sparse_tensors_and_views_of_conjugates_have_their_values_digest():
     a, b = torch.eye(3), torch.eye(3)
