@@ -32,6 +32,7 @@ FOUNDATION = {
     "buffers",
     "collectives",
     "decisions",
+    "group_state",
     "one_by_one",
     "pace",
     "traffic",
