@@ -57,12 +57,13 @@ def objects_of(ranks: Sequence[int], value: Any, what: str, collectives: Collect
 def _whole_texts(heads: Sequence[bytes], data: bytes, what: str, collectives: Collectives) -> dict[bytes, bytes]:
     """Return the text that belongs to each head, from the first rank that has it."""
     texts = {head: bytearray() for head in heads}
+    speakers = [heads.index(head) for head in texts]
     longest, size = max(map(_length, heads)), max(_TEXT_BYTES, _BYTES_AT_ONCE // collectives.world)
     for start in range(0, longest, size):
         piece = data[start : start + size].ljust(min(size, longest - start), b"\0")
         pieces = _all_gather(piece, what, collectives)
-        for head, text in texts.items():
-            text += pieces[heads.index(head)]
+        for text, rank in zip(texts.values(), speakers, strict=True):
+            text += pieces[rank]
     return {head: bytes(text[: _length(head)]) for head, text in texts.items()}
 
 
