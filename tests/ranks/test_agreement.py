@@ -7,7 +7,11 @@ import torch
 from torch import nn
 
 import lockstep
+from bit_differences import BIT_DIFFERENCES, Values
+from lockstep.distributed.agreement import all_gather_object, objects_of
+from lockstep.distributed.collectives import Collectives
 from lockstep.errors import AgreementError, CommunicationError, NotReplicableError, OptionError, OutOfSyncError
+from lockstep.phases import Phases
 from threaded import count_collectives, run_ranks
 
 
@@ -233,7 +237,7 @@ def test_an_option_that_does_not_go_with_the_module_of_one_rank():
 
 
 @pytest.mark.parametrize("make", [lambda: Net([A]), lambda: Net([A], [COUNT, MEAN])])
-def test_agreeing_takes_two_small_gathers(make):
+def test_agreeing_takes_one_small_gather(make):
     def call(rank):
         with count_collectives(rank) as sent:
             lockstep.replicate(make(), process_group=rank.group)
@@ -242,8 +246,8 @@ def test_agreeing_takes_two_small_gathers(make):
         )
 
     for names, most in run_ranks(2, call):
-        assert names == ["all_gather"] * 2
-        assert most <= 17
+        assert names == ["all_gather"]
+        assert most <= 128
 
 
 # ---------------------------------------------------------------------------------- later agreement
@@ -375,6 +379,39 @@ def test_values_larger_than_a_broadcast_are_made_equal():
     assert run_ranks(2, call) == [[(0.0, 0.0), (1.0, 1.0), (2.0, 2.0)]] * 2
 
 
+# ---------------------------------------------------------------------------------- all_gather_object
+
+VALUES = {
+    "short": (lambda rank: [rank, None, 0.1, "\u00e9"], []),
+    "short and equal": (lambda _: {"a": [1.5, True]}, []),
+    "long and equal": (lambda _: "\u00e9" * 1000, []),
+    "of 120 bytes": (lambda rank: str(rank) * 118, []),
+    "of 121 bytes on one rank": (lambda rank: "x" * (119 if rank == 1 else 118), [121]),
+    "long on one rank": (lambda rank: "x" * 998 if rank == 2 else None, [1000]),
+    "long and different": (lambda rank: str(rank) * 998, [1000]),
+    "in three pieces": (lambda rank: str(rank) * (2500 if rank else 10), [1000, 1000, 502]),
+    "long and equal on two ranks": (lambda rank: str(rank // 2) * 998, [1000]),
+}
+"""What ranks have, and how many bytes of each follow the first 128, at most 1000 at once."""
+
+
+@pytest.mark.parametrize("case", VALUES)
+def test_values_of_any_length_are_gathered(case, monkeypatch):
+    value, follows = VALUES[case]
+    monkeypatch.setattr("lockstep.distributed.agreement._BYTES_AT_ONCE", 3000)
+
+    def call(rank):
+        collectives = Collectives(rank.group, Phases())
+        with count_collectives(rank) as sent:
+            gathered = all_gather_object(value(rank.rank), "values", collectives)
+        return gathered, [each.numel for each in sent], objects_of([2, 0], value(rank.rank), "values", collectives)
+
+    for gathered, sizes, some in run_ranks(3, call):
+        assert gathered == [value(rank) for rank in range(3)]
+        assert sizes == [128, *follows]
+        assert some == [value(2), value(0)]
+
+
 # ---------------------------------------------------------------------------------- check_in_sync
 
 
@@ -412,6 +449,22 @@ def test_check_in_sync_names_the_first_difference_on_every_rank(change, first):
     assert messages[0].startswith(f"{first} is out of sync: digest ")
     assert " on rank 0, " in messages[0]
     assert " on rank 2; " in messages[0]
+
+
+@pytest.mark.parametrize("difference", BIT_DIFFERENCES)
+def test_check_in_sync_finds_every_difference_in_bits(difference):
+    change, first = BIT_DIFFERENCES[difference]
+
+    def call(rank):
+        module = Values()
+        lockstep.check_in_sync(module, rank.group)
+        if rank.rank == 1:
+            with torch.no_grad():
+                change(module)
+        with pytest.raises(OutOfSyncError, match=f"^{first} is out of sync"):
+            lockstep.check_in_sync(module, rank.group)
+
+    run_ranks(2, call)
 
 
 def test_check_in_sync_takes_any_module_with_a_group_and_says_if_modules_differ():

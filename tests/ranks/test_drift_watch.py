@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import lockstep
+from bit_differences import BIT_DIFFERENCES, Values
 from lockstep.errors import AgreementError, NotReplicableError, OptionError, OutOfSyncError
 from small_modules import one_weight, x_of
 from threaded import count_collectives, run_ranks
@@ -80,6 +81,23 @@ def check_flip(seed, **how):
 @pytest.mark.parametrize("seed", range(12))
 def test_a_bit_that_flips_is_found(seed):
     check_flip(seed, hosts="aaa" if seed % 2 else "")
+
+
+@pytest.mark.parametrize("difference", BIT_DIFFERENCES)
+def test_every_difference_in_bits_is_found(difference):
+    change, first = BIT_DIFFERENCES[difference]
+
+    def call(rank):
+        module = lockstep.replicate(Values(), process_group=rank.group)
+        lockstep.check_in_sync(module, every=1)
+        module().backward()
+        if rank.rank == 1:
+            with torch.no_grad():
+                change(module)
+        with pytest.raises(OutOfSyncError, match=f": {first} is out of sync"):
+            module().backward()
+
+    run_ranks(2, call)
 
 
 @pytest.mark.usefixtures("sim")

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from bit_differences import BIT_DIFFERENCES, Values
 from lockstep import fingerprint
 
 
@@ -22,6 +23,15 @@ def test_names_dtypes_shapes_and_bits_count():
     found = [fingerprint(Module(zeros)), fingerprint(Module(zeros, "other")), fingerprint(Module(zeros.view(4)))]
     found += [fingerprint(Module(zeros.int())), fingerprint(Module(-zeros)), fingerprint(Module(zeros + 1))]
     assert len(set(found)) == len(found)
+
+
+@pytest.mark.parametrize("difference", BIT_DIFFERENCES)
+def test_every_difference_in_bits_counts(difference):
+    module = Values()
+    before = fingerprint(module)
+    with torch.no_grad():
+        BIT_DIFFERENCES[difference][0](module)
+    assert fingerprint(module) != before
 
 
 def test_only_buffers_that_are_saved_count():

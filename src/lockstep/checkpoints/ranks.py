@@ -1,13 +1,13 @@
 """The ranks that save or resume together: each step is taken by all, and what fails on one is an error on every one."""
 
 import contextlib
-import json
 import socket
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from lockstep.distributed.agreement import all_gather_object
 from lockstep.distributed.collectives import Collectives, Group, resolve_group
 from lockstep.errors import AgreementError, CheckpointError
 from lockstep.phases import Phases
@@ -64,8 +64,7 @@ class Ranks:
         """Everybody's value, in rank order."""
         if self._collectives is None:
             return [value]
-        gathered = self._collectives.all_gather_bytes(json.dumps(value).encode(), what)
-        return [json.loads(each) for each in gathered]
+        return all_gather_object(value, what, self._collectives)
 
     def exchange(self, data: bytes, target: int, size: int, source: int, what: str) -> bytes:
         """Send bytes to one rank, and receive ``size`` from one; every rank takes part, also with none of either."""

@@ -91,8 +91,9 @@ def resume(path: str | os.PathLike[str], *, group: Group | None = None, **state:
         AgreementError: Ranks are to fill other things.
         CommunicationError: A rank does not answer.
 
-    Communicates eight small all-gathers, and two for each checkpoint that turns out not to be whole when it is read.
-    What is sent takes an all-to-all for each 4 MiB. Holds what it loads, and a copy of what the objects had, in memory.
+    Communicates at most eight small all-gathers, and two for each checkpoint that turns out not to be whole when it
+    is read. What is sent takes an all-to-all for each 4 MiB. Holds what it loads, and a copy of what the objects had,
+    in memory.
 
     Example:
         >>> import tempfile, torch, lockstep

@@ -71,7 +71,7 @@ def save(
         CommunicationError: A rank does not answer. The others wait for those that write, so the group's time-out has
             to be longer than a save takes.
 
-    Communicates ten small all-gathers.
+    Communicates at most ten small all-gathers.
 
     Example:
         >>> import tempfile, torch

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from lockstep.distributed.agreement import Description, Line, agree
+from lockstep.distributed.agreement import Line, check_same_on_all_ranks
 from lockstep.distributed.collectives import Collectives, Pending
 
 Policy = Literal["rank0", "mean", "local"]
@@ -301,7 +301,7 @@ class BufferSync:
         if self.policy == "local":
             return
         found = self._scan()
-        agree(Description([describe_buffer(buffer) for buffer in found.buffers]), [], self._collectives)
+        check_same_on_all_ranks([describe_buffer(buffer) for buffer in found.buffers], self._collectives)
         self._set = found
         self._flats = self._put_together(self.buffers)
         self.send_large()

@@ -8,11 +8,9 @@ ranks as ranks of the default group, also where a group has only some of them: s
 import atexit
 import os
 import time
-import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,48 +19,11 @@ from torch._C._distributed_c10d import AllgatherOptions
 
 from lockstep.abilities import Addition, abilities_of
 from lockstep.buckets import TensorSpec, plan_buckets
+from lockstep.distributed.group_state import Group as Group
+from lockstep.distributed.group_state import Watcher, state_of, watchers
 from lockstep.distributed.traffic import Traffic
 from lockstep.errors import AgreementError, CommunicationError, OptionError, PeerFailure
 from lockstep.phases import Phases
-
-Group = Any
-"""A ``dist.ProcessGroup`` or a bare backend: both have ``rank()`` and ``size()``."""
-
-
-class Watcher(Protocol):
-    """Tells the ranks of a group of each other's failures, once it is plugged in by :func:`watch_group`."""
-
-    global_ranks: list[int]
-
-    def enter(self, phase: str) -> None:
-        """Note the phase of its step in which this rank is from now on."""
-
-    def waiting(self, what: str) -> AbstractContextManager[None]:
-        """Within: this rank waits for the others, in a collective of ours."""
-
-    def check(self) -> None:
-        """Raise :class:`PeerFailure` if another rank has failed."""
-
-    def check_waiting(self, ranks: Collection[int], since: float) -> None:
-        """As :meth:`check`, for a rank that has waited since then; raises, too, if one of ``ranks`` has left."""
-
-    def explain(self, error: BaseException) -> PeerFailure | None:
-        """Return the failure of another rank from which an error follows, if there is one, or soon will be."""
-
-
-_watched: list[tuple["weakref.ref[Any]", Watcher]] = []
-"""Groups and their watchers: empty where nobody watches, which is all that a step has to look at then."""
-
-
-def watch_group(group: Group, watcher: Watcher) -> None:
-    """From now on, waits for this group's collectives hear of failures from this watcher."""
-    _watched.append((weakref.ref(group), watcher))
-
-
-def forget_watcher(watcher: Watcher) -> None:
-    """Its groups have no watcher any more."""
-    _watched[:] = [(group, each) for group, each in _watched if each is not watcher and group() is not None]
-
 
 _SLICE = timedelta(seconds=0.2)
 """How long a rank waits before it looks whether another one has failed."""
@@ -96,34 +57,6 @@ class _ExitDelay:
 
 
 _exit_delay = _ExitDelay()
-
-
-class _Process:
-    """The running process, and the groups that are its parent's, if it was forked.
-
-    A forked process must not speak for the rank that its parent is: what it sent would be taken for the parent's.
-    """
-
-    def __init__(self) -> None:
-        self.number = os.getpid()
-        self._inherited: list[Group] = []  # kept: the end of a group would wait for threads that are the parent's
-        self._parent = 0
-        os.register_at_fork(after_in_child=self._forked)
-
-    def owner_of(self, group: Group) -> int:
-        """The process that is a rank of the group: this one, or its parent."""
-        return self._parent if any(group is each for each in self._inherited) else self.number
-
-    def _forked(self) -> None:
-        self._parent, self.number = self.number, os.getpid()
-        _watched.clear()
-        if dist.is_available():
-            self._inherited += dist.distributed_c10d._world.pg_map
-        self._inherited += [each.group for each in _known]
-
-
-_known: "weakref.WeakSet[Collectives]" = weakref.WeakSet()
-_process = _Process()
 
 
 class Pending:
@@ -162,30 +95,28 @@ class Collectives:
         self.global_ranks = global_ranks(group)
         self.device = control_device(group)
         self._registered = _is_registered(group)
-        self._process = _process.owner_of(group)
+        self._state = state_of(group)
         self._abilities = abilities_of(group)
         self._begin_only, self._waited_for = dist.AllreduceOptions(), dist.AllreduceOptions()
         self._begin_only.asyncOp, self._waited_for.asyncOp = True, False
         self._in_slices = {each.rpartition(":")[2] for each in backends_of(group).split(",")} == {"gloo"}
-        _known.add(self)
 
     @property
     def watcher(self) -> Watcher | None:
         """The watcher of the group, or one that watches all its ranks; None if there is none."""
-        if not _watched:
+        if not watchers:
             return None
-        for group, watcher in _watched:
-            if group() is self.group:
-                return watcher
+        if self._state.watcher is not None:
+            return self._state.watcher
         if self._registered:
-            for _, watcher in _watched:
+            for watcher in watchers:
                 if set(self.global_ranks) <= set(watcher.global_ranks):
                     return watcher
         return None
 
     def enter(self, phase: str) -> None:
         """Note the phase of its step in which this rank is from now on; others name it if it fails."""
-        if _watched and (watcher := self.watcher) is not None:
+        if watchers and (watcher := self.watcher) is not None:
             watcher.enter(phase)
 
     def wait_watched(self, work: Any, watcher: Watcher) -> None:
@@ -233,9 +164,9 @@ class Collectives:
             self._abilities._abort(reason)
 
     def _check_process(self) -> None:
-        if self._process != _process.number:
+        if self._state.is_inherited:
             raise CommunicationError(
-                f"process {_process.number} cannot communicate: it was forked from process {self._process}, which is "
+                f"process {os.getpid()} cannot communicate: it was forked from process {self._state.process}, which is "
                 f"{self._place()}. Run backward there; in a forked process, run it "
                 "under no_sync(), or on a module that is not replicated"
             )
@@ -355,16 +286,6 @@ class Collectives:
         with self.phases.phase("collective", f"add_in_order, {what}"):
             return self._begin(what, self._abilities._add_in_order, _real(tensor), *sizes, options)
 
-    def all_gather_bytes(self, data: bytes, what: str) -> list[bytes]:
-        """The bytes of every rank, of any length, in rank order; two collectives."""
-        size = torch.tensor([len(data)], dtype=torch.int64, device=self.device)
-        sizes = [int(each) for each in self.all_gather(size, f"size of {what}")]
-        padded = torch.zeros(max(1, *sizes), dtype=torch.uint8, device="cpu")
-        if data:
-            padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        rows = self.all_gather(padded.to(self.device), what)
-        return [to_bytes(row[:length]) for row, length in zip(rows, sizes, strict=True)]
-
     def _begin(self, what: str, collective: Callable[..., Any], *args: Any, **options: Any) -> Pending:
         self._check_process()
         try:
@@ -435,11 +356,6 @@ def plain_memory(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor
     return torch.empty(numel, dtype=dtype, device=device)
 
 
-def to_bytes(tensor: Tensor) -> bytes:
-    """The values of a one-dimensional uint8 tensor."""
-    return bytes(tensor.cpu().tolist())
-
-
 def control_device(group: Group) -> torch.device:
     """Where the small tensors lie with which ranks agree: the CPU if the group can, else the current accelerator."""
     backends = backends_of(group)
@@ -449,9 +365,6 @@ def control_device(group: Group) -> torch.device:
     if accelerator is None:
         return torch.device("cpu")
     return torch.device(accelerator.type, torch.accelerator.current_device_index())
-
-
-_companions: "weakref.WeakKeyDictionary[Group, Group]" = weakref.WeakKeyDictionary()
 
 
 def can_have_control_plane(group: Group) -> bool:
@@ -467,14 +380,15 @@ def control_plane(collectives: "Collectives") -> "Collectives":
     group = collectives.group
     if collectives.device.type == "cpu":
         return collectives
-    if group not in _companions:
-        _companions[group] = dist.new_group(
+    state = state_of(group)
+    if state.control_plane is None:
+        state.control_plane = dist.new_group(
             list(collectives.global_ranks),
             timeout=_timeout_of(group, collectives.device),
             backend="gloo",
             use_local_synchronization=True,
         )
-    return Collectives(_companions[group], collectives.phases)
+    return Collectives(state.control_plane, collectives.phases)
 
 
 def _timeout_of(group: Group, device: torch.device) -> timedelta | None:

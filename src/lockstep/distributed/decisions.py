@@ -5,14 +5,13 @@ Each rank says it of its own loop in its status of its next round (``reduction/s
 report, so all know in the same step. Loops may run inside of one another: a round belongs to the innermost.
 """
 
-import threading
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
 from typing import NamedTuple, Protocol
 
-from lockstep.distributed.collectives import Group
+from lockstep.distributed.group_state import Group, shared_object, state_of
 from lockstep.errors import OptionError
 
 
@@ -119,7 +118,8 @@ class Decisions:
 
     def __init__(self, group: Group) -> None:
         self.group = group
-        self.batch = _batches.get(group, 0)
+        self._state = state_of(group)
+        self.batch = self._state.batch
         """The number of the batch that the innermost loop is at, counted by ``batches()``."""
         self._loops = [Loop()]  # from the outermost on; the first one is a loop that nobody counts
         self.innermost = self._loops[0]
@@ -176,7 +176,7 @@ class Decisions:
         """A loop goes on with its next batch, which ``ends`` its own; ``uneven``: some rank may have run out;
         ``active``: the ranks that have not, if that is known and they are not all."""
         self.batch += 1
-        _batches[self.group] = self.batch
+        self._state.batch = self.batch
         loop.next_batch(ends, uneven, active)
 
     @contextmanager
@@ -313,19 +313,6 @@ class Decisions:
         return self.innermost.all_end
 
 
-_known: "weakref.WeakSet[Decisions]" = weakref.WeakSet()
-_batches: "weakref.WeakKeyDictionary[Group, int]" = weakref.WeakKeyDictionary()
-"""The number of the last batch of each group. It goes on where decisions have been dropped with the last module, which
-happens at another time on each rank (test_uneven_data.py, test_batches_are_numbered_alike_whatever_has_been_freed)."""
-_lock = threading.Lock()
-
-
 def decisions_of(group: Group) -> Decisions:
     """The decisions of a group: one in a process, for as long as somebody holds it."""
-    with _lock:
-        for decisions in _known:
-            if decisions.group is group:
-                return decisions
-        decisions = Decisions(group)
-        _known.add(decisions)
-        return decisions
+    return shared_object(Decisions, group)

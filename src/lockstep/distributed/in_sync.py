@@ -1,20 +1,13 @@
 """Whether replicas are still equal: parameters and buffers compared across ranks, by digest."""
 
-import ctypes
-import hashlib
+from torch.nn import Module, Parameter
 
-import torch
-from torch import Tensor
-from torch.nn import Module
-
-from lockstep.distributed.agreement import Description, Line, agree, describe_tensor
-from lockstep.distributed.collectives import Collectives, Group, resolve_group, to_bytes
-from lockstep.distributed.dtensors import local_part
+from lockstep.distributed.agreement import Line, check_same_on_all_ranks, describe_tensor
+from lockstep.distributed.collectives import Collectives, Group, resolve_group
 from lockstep.distributed.replication import find_replication, replication_of
+from lockstep.distributed.values import find_difference
 from lockstep.errors import CommunicationError, OptionError, OutOfSyncError
 from lockstep.phases import Phases
-
-_DIGEST_BYTES = 16
 
 
 def check_in_sync(module: Module, process_group: Group | None = None, *, every: int | None = None) -> None:
@@ -26,8 +19,8 @@ def check_in_sync(module: Module, process_group: Group | None = None, *, every: 
     it with certainty. ``backward()`` raises, on every rank. Of a module that is replicated with shares, it is done at
     the end of each hundredth step: the loop over the shares raises.
 
-    Values are compared bit by bit, by digest (BLAKE2b of the bytes, which are copied to the CPU first), so it costs
-    one pass over the module's memory; run it every few hundred steps, or before saving.
+    Values are compared by a digest of their bits, which is computed on the device, in one pass over the module's
+    memory; run it every few hundred steps, or before saving.
 
     Args:
         module: A module that has the same names, shapes and dtypes on every rank; replicated or not. Of a ``DTensor``
@@ -43,7 +36,7 @@ def check_in_sync(module: Module, process_group: Group | None = None, *, every: 
         NotReplicableError: ``every`` comes with a module that is not replicated.
         CommunicationError: There is no group, or a rank does not answer.
 
-    Communicates one all-gather of 16 bytes, after one of 24 for names and layouts, and more only if there is a
+    Communicates one all-gather of 128 bytes for names and layouts, another for values, and more only if there is a
     difference. In later rounds nothing, but one all-gather if there is.
 
     Example:
@@ -67,38 +60,14 @@ def check_in_sync(module: Module, process_group: Group | None = None, *, every: 
     collectives = Collectives(group, Phases())
     named = [*module.named_parameters(), *module.named_buffers()]
     lines = [Line(name, describe_tensor(tensor, layout=False)) for name, tensor in named]
-    agree(Description([Line("check_in_sync(every=...)", str(every)), *lines]), [], collectives)
+    values = [(f"{'parameter' if isinstance(each, Parameter) else 'buffer'} {name}", each) for name, each in named]
+    check_same_on_all_ranks([Line("check_in_sync(every=...)", str(every)), *lines], collectives)
     if every is not None and replication is not None:
         replication.watch_values(every)
-    digests = [digest_of(tensor) for _, tensor in named]
-    whole = hashlib.blake2b(b"".join(digests), digest_size=_DIGEST_BYTES).digest()
-    rows = collectives.all_gather(_bytes(whole, collectives), "digest of all values")
-    if all(torch.equal(row, rows[0]) for row in rows):
-        return
-    flat = _bytes(b"".join(digests), collectives)
-    gathered = [to_bytes(row) for row in collectives.all_gather(flat, "digests of values")]
-    for number, (name, tensor) in enumerate(named):
-        place = slice(number * _DIGEST_BYTES, (number + 1) * _DIGEST_BYTES)
-        for rank, row in zip(collectives.global_ranks, gathered, strict=True):
-            if row[place] != gathered[0][place]:
-                kind = "parameter" if isinstance(tensor, torch.nn.Parameter) else "buffer"
-                raise OutOfSyncError(
-                    f"{kind} {name} is out of sync: digest {gathered[0][place].hex()} on rank "
-                    f"{collectives.global_ranks[0]}, {row[place].hex()} on rank {rank}; something changed it on one "
-                    "rank only, such as an optimizer step on gradients that were not synchronised, or a random "
-                    "number that differs by rank"
-                )
-
-
-def digest_of(tensor: Tensor) -> bytes:
-    """A digest of a tensor's values, dtype and shape."""
-    local = local_part(tensor).detach().cpu().contiguous()
-    hashed = hashlib.blake2b(f"{local.dtype}{tuple(local.shape)}".encode(), digest_size=_DIGEST_BYTES)
-    size = local.numel() * local.dtype.itemsize
-    if size:
-        hashed.update((ctypes.c_ubyte * size).from_address(local.data_ptr()))
-    return hashed.digest()
-
-
-def _bytes(data: bytes, collectives: Collectives) -> Tensor:
-    return torch.tensor(list(data), dtype=torch.uint8, device=collectives.device)
+    found = find_difference(values, collectives)
+    if found is not None:
+        raise OutOfSyncError(
+            f"{found.name} is out of sync: digest {found.digests[0]} on rank {collectives.global_ranks[0]}, "
+            f"{found.digests[1]} on rank {found.rank}; something changed it on one rank only, such as an optimizer "
+            "step on gradients that were not synchronised, or a random number that differs by rank"
+        )

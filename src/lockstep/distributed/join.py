@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.distributed.algorithms.join import Join, JoinHook
 
+from lockstep.distributed.agreement import all_gather_object
 from lockstep.distributed.one_by_one import OneByOne
 from lockstep.distributed.reduction.reducer import Reducer
 from lockstep.distributed.replication import Replication
@@ -99,11 +100,8 @@ class ShadowHook(JoinHook):
         self.ended = True
         reducer = self.reducer
         collectives = reducer.collectives
-        row = torch.zeros(collectives.world, dtype=torch.int64)
-        row[collectives.rank] = int(is_last_joiner)
-        row = row.to(collectives.device)
-        collectives.all_reduce(row, "who ended last").wait()
-        source = max(rank for rank, last in enumerate(row.tolist()) if last)
+        ended_last = all_gather_object(is_last_joiner, "who ended last", collectives)
+        source = max(rank for rank, last in enumerate(ended_last) if last)
         self._wrapper._authoritative_rank = source
         broadcast_values([m.parameter for m in reducer.parameters], reducer.buffers.buffers, collectives, source)
         reducer.setup.set_participants(range(collectives.world), collectives.world)

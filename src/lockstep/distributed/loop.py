@@ -166,7 +166,7 @@ def skip_on(*errors: type[BaseException], modules: Sequence[Module] = (), group:
 
 
 def agree(flag: object, group: Group | None = None) -> bool:
-    """Whether ``flag`` is true on any rank; every rank calls it, and gets the same.
+    """Return True if ``flag`` is true on any rank; every rank calls it, and gets the same.
 
     Communicates one all-reduce of one number, and waits for it.
 

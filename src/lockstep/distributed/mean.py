@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from lockstep.distributed.agreement import Description, Line, agree, describe_tensor
+from lockstep.distributed.agreement import Line, check_same_on_all_ranks, describe_tensor
 from lockstep.distributed.collectives import Collectives, Group, resolve_group
-from lockstep.distributed.dtensors import like_parameter, local_part
 from lockstep.distributed.reduction.engine import BackwardPass, current_pass
 from lockstep.distributed.reduction.graph import MEANS, MeanInPass, Reach, mark_output, means_behind, reach_of
 from lockstep.distributed.reduction.modules import ScheduledModule
 from lockstep.distributed.reduction.scheduler import scheduler_of
+from lockstep.dtensors import like_parameter, local_part
 from lockstep.errors import AgreementError, CommunicationError, PeerError
 from lockstep.phases import Phases
 
@@ -38,8 +38,8 @@ def mean_over_ranks(tensors: Tensor | Sequence[Tensor], process_group: Group | N
     Returns:
         New tensors, of the same shapes and dtypes, as a tuple if a sequence was given.
 
-    Communicates one all-gather of some bytes, which compares the shapes, another one if a tensor of any rank has a
-    graph, and one all-reduce for each dtype and device; in each backward through it, the latter again. Waits for them.
+    Communicates one small all-gather, which compares the shapes, and one all-reduce for each dtype and device; in each
+    backward through it, the latter again. Waits for them.
     Every rank must call it, and run backward through it, equally often: also ``torch.autograd.grad`` goes through all
     means behind its outputs, whether they lead to its inputs on this rank or not. Strides may differ. The means have a
     graph on every rank if a tensor of any rank has one, so that ``backward()`` goes through them on all.
@@ -73,7 +73,7 @@ def mean_over_ranks(tensors: Tensor | Sequence[Tensor], process_group: Group | N
     earlier = [each for each in means_behind(listed) if each.collectives.group is group] if has_graph else []
     modules = dict(zip(scheduler_of(group).modules.ids(), scheduler_of(group).modules, strict=True))
     behind = _numbers_behind(listed, modules) if has_graph else []
-    graphs = agree(Description(lines), [len(earlier), *behind] if has_graph else [], collectives)
+    graphs = check_same_on_all_ranks(lines, collectives, [len(earlier), *behind] if has_graph else [])
     _check_earlier_means([row[0] if row else 0 for row in graphs], collectives)
     joined = [torch.empty(0, requires_grad=True)] if any(graphs) else []
     *means, _ = _Mean.apply(collectives, len(joined), *joined, *listed)

@@ -1,15 +1,14 @@
 """Exact means of a program's own numbers over unequal shards: ``mean``."""
 
-import hashlib
-import json
 from collections.abc import Sequence
 from itertools import zip_longest
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
 
-from lockstep.distributed.agreement import Line
+from lockstep.digests import text_digest
+from lockstep.distributed.agreement import Line, first_differing, objects_of
 from lockstep.distributed.collectives import Collectives, Group
 from lockstep.distributed.decisions import decisions_of
 from lockstep.distributed.loop import known_group
@@ -118,33 +117,30 @@ def _sums(flat: Tensor, weight: float, lines: Sequence[Line], collectives: Colle
     """
     world = collectives.world
     row = torch.zeros(world + 1 + _AT_ONCE, dtype=torch.float64, device=collectives.device)
-    digest = hashlib.sha256(repr(list(lines)).encode()).digest()
-    row[collectives.rank] = int.from_bytes(digest[:6], "little")  # exact in float64
+    row[collectives.rank] = text_digest(repr(list(lines)), bits=48)  # exact in float64
     row[world] = weight
     first = flat[:_AT_ONCE]
     row[world + 1 : world + 1 + first.numel()] = first
     collectives.all_reduce(row, "means").wait()
-    if not torch.equal(row[:world], row[:1].expand(world)):
-        _raise_difference(lines, collectives)
+    other = first_differing(row[:world].tolist())
+    if other is not None:
+        _raise_difference(lines, other, collectives)
     rest = flat[_AT_ONCE:]
     if rest.numel():
         collectives.all_reduce(rest, "more means").wait()
     return torch.cat([row[world + 1 :][: first.numel()], rest]), row[world].item()
 
 
-def _raise_difference(lines: Sequence[Line], collectives: Collectives) -> None:
-    """Ranks have given different things: raise, on all of them, and name the first."""
-    told = collectives.all_gather_bytes(json.dumps(list(lines)).encode(), "what was given to mean()")
-    given = [[Line(*each) for each in json.loads(text)] for text in told]
-    for rank, theirs in zip(collectives.global_ranks, given, strict=True):
-        if theirs != given[0]:
-            pairs = zip_longest(given[0], theirs, fillvalue=Line("nothing", ""))
-            mine, other = next((a, b) for a, b in pairs if a != b)
-            raise AgreementError(
-                f"mean() got {_text(mine)} on rank {collectives.global_ranks[0]}, and {_text(other)} in its place on "
-                f"rank {rank}; give it the same names, shapes and kinds on every rank, with weight 0 where there is "
-                "nothing to count"
-            )
+def _raise_difference(lines: Sequence[Line], other: int, collectives: Collectives) -> NoReturn:
+    """Ranks have given different things, ``other`` something else than the first: raise on all, and name it."""
+    told = objects_of([0, other], lines, "what was given to mean()", collectives)
+    pairs = zip_longest(*told, fillvalue=Line("nothing", ""))
+    mine, its = next((Line(*a), Line(*b)) for a, b in pairs if a != b)
+    raise AgreementError(
+        f"mean() got {_text(mine)} on rank {collectives.global_ranks[0]}, and {_text(its)} in its place on "
+        f"rank {collectives.global_ranks[other]}; give it the same names, shapes and kinds on every rank, with weight "
+        "0 where there is nothing to count"
+    )
 
 
 def _text(line: Line) -> str:

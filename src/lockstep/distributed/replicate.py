@@ -53,7 +53,7 @@ def replicate(
 
     If the module is on the meta device or there is no process group yet, getting ready waits for the first forward.
 
-    Communicates: when getting ready, two small all-gathers, by which the ranks compare names, order, shapes, dtypes and
+    Communicates: when getting ready, one small all-gather, by which the ranks compare names, order, shapes, dtypes and
     options, and broadcasts of rank 0's values in buckets of 10 MiB. In each backward one all-reduce for each bucket of
     gradients (25 MiB, and 1 MiB the first one unless it goes through ``shm``; gradients from 4 MiB on alone), while
     the rest of backward runs. Whatever else ranks have to tell each other rides in the last one: which parameters were

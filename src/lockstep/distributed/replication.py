@@ -19,7 +19,7 @@ from torch.nn import Module
 from torch.nn.parameter import is_lazy
 
 from lockstep.compiler import is_in_compiled_backward, outside_compiler
-from lockstep.distributed.agreement import Description, Line, agree
+from lockstep.distributed.agreement import Line, check_same_on_all_ranks
 from lockstep.distributed.buffers import BufferSet, BufferSync, describe_buffer
 from lockstep.distributed.collectives import Collectives, Group, resolve_group
 from lockstep.distributed.hook_state import hook_state, restore_hook_state
@@ -126,7 +126,7 @@ class Replication:
         modules = scheduler.modules
         numbers = [modules.next_id, modules.propose_order(), *modules.ids(leaving)]
         try:
-            rows = agree(Description(lines, str(failure or "")), numbers, collectives)
+            rows = check_same_on_all_ranks(lines, collectives, numbers, str(failure or ""))
         except LockstepError as error:
             if failure is not None:
                 raise failure from error

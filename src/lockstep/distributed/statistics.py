@@ -1,16 +1,14 @@
 """What a replicated module has done so far."""
 
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any
 
-import torch
 from torch.nn import Module
 
-from lockstep.distributed.collectives import Collectives
+from lockstep.distributed.agreement import all_gather_object
 from lockstep.distributed.replication import replication_of
 from lockstep.phases import Statistics
 
@@ -88,7 +86,7 @@ def statistics(module: Module, *, all_ranks: bool = False) -> TrainingStatistics
             rank has to call this. The rank that has waited least is the one for which the others have waited, since the
             beginning; ``slower_than_others`` and ``slower_than_before`` are of the last 16 rounds.
 
-    Communicates nothing; with ``all_ranks`` one all-gather of three numbers.
+    Communicates nothing; with ``all_ranks`` one all-gather of 128 bytes.
 
     Raises :class:`~lockstep.errors.NotReplicableError` for a module that is not replicated.
 
@@ -115,20 +113,14 @@ def statistics(module: Module, *, all_ranks: bool = False) -> TrainingStatistics
     used = reducer.outcome.usage.latest
     found.unused = [each.name for each in reducer.parameters if each.index < len(used) and not used[each.index]]
     if all_ranks:
-        rows = _of_all_ranks(found.exposed_seconds, reducer.collectives)
-        found.waited = [waited or 0.0 for waited, _, _ in rows]
+        collectives = reducer.collectives
+        pace = collectives.traffic.pace
+        own = found.exposed_seconds, pace.recent, pace.before
+        rows: list[Any] = all_gather_object(own, "waiting of the ranks", collectives)
+        found.waited = [waited for waited, _, _ in rows]
         found.own_seconds = [own for _, own, _ in rows]
         found.own_seconds_before = [before for _, _, before in rows]
     return found
-
-
-def _of_all_ranks(waited: float, collectives: Collectives) -> list[list[float | None]]:
-    """By rank: how long it has waited, its pace, and its pace before."""
-    pace = collectives.traffic.pace
-    numbers = [math.nan if each is None else each for each in (waited, pace.recent, pace.before)]
-    own = torch.tensor(numbers, dtype=torch.float64, device=collectives.device)
-    rows = [row.tolist() for row in collectives.all_gather(own, "waiting of the ranks")]
-    return [[None if math.isnan(each) else each for each in row] for row in rows]
 
 
 def _ratio(own: float | None, others: Sequence[float]) -> float | None:

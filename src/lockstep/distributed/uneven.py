@@ -18,6 +18,7 @@ import torch
 from torch.nn import Module
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
+from lockstep.distributed.agreement import all_gather_object
 from lockstep.distributed.collectives import Collectives, Group
 from lockstep.distributed.loop import groups_of, known_group
 from lockstep.distributed.reduction.scheduler import scheduler_of
@@ -253,9 +254,7 @@ def _agree_on_lengths(own: int, has_padding: bool, group: Group) -> list[tuple[i
     Raises on every rank if one has nothing to go through.
     """
     collectives = Collectives(group, Phases())
-    row = torch.tensor([own, has_padding], dtype=torch.int64).to(collectives.device)
-    gathered = (each.tolist() for each in collectives.all_gather(row, "numbers of batches"))
-    rows = [(length, bool(padded)) for length, padded in gathered]
+    rows: list[tuple[int, bool]] = all_gather_object([own, has_padding], "numbers of batches", collectives)
     for rank, (length, padded) in zip(collectives.global_ranks, rows, strict=True):
         if length == 0 and not padded and any(other > 0 for other, _ in rows):
             raise OptionError(

@@ -10,8 +10,9 @@ from collections.abc import Hashable, Iterable, Sequence
 import torch
 from torch import Tensor
 
+from lockstep.digests import Digests
+from lockstep.distributed.agreement import all_gather_object
 from lockstep.distributed.collectives import Collectives
-from lockstep.distributed.digests import Look
 from lockstep.errors import OutOfSyncError
 
 NOTHING, PARAMETERS, PARAMETERS_AND_BUFFERS = 0, 1, 2
@@ -23,8 +24,8 @@ class ValueWatch:
 
     def __init__(self, every: int) -> None:
         self.every = every
-        self._of_buffers: Look | None = None
-        self._of_parameters: Look | None = None
+        self._of_buffers: Digests | None = None
+        self._of_parameters: Digests | None = None
 
     def is_due(self, number: int) -> bool:
         """Whether values are compared in the round of that number."""
@@ -33,11 +34,11 @@ class ValueWatch:
     def look_at_buffers(self, buffers: Sequence[Tensor | None]) -> None:
         """Look at buffers that all ranks have alike, as they are before the forward passes of the round; once."""
         if self._of_buffers is None:
-            self._of_buffers = Look([torch.empty(0) if tensor is None else tensor for tensor in buffers])
+            self._of_buffers = Digests([torch.empty(0) if tensor is None else tensor for tensor in buffers])
 
     def look(self, parameters: Sequence[Tensor], device: torch.device) -> tuple[int, Tensor]:
         """What this rank tells the others: what its digest is of, and the digest, one number of eight bytes."""
-        self._of_parameters = Look(parameters)
+        self._of_parameters = Digests(parameters)
         digest = self._of_parameters.digest(device)
         if self._of_buffers is None:
             return PARAMETERS, digest
@@ -56,8 +57,8 @@ class ValueWatch:
     ) -> None:
         """Raise :class:`OutOfSyncError`, on every rank, if ranks have ``told`` different digests.
 
-        ``parameters`` and ``buffers`` are the names of what ranks look at, the same on all. Communicates one all-gather
-        of eight bytes for each of them, only if digests differ.
+        ``parameters`` and ``buffers`` are the names of what ranks look at, the same on all. Communicates what
+        :func:`all_gather_object` does, of a digest for each of them, only if digests differ.
         """
         kinds: dict[int, set[Hashable]] = {}
         for kind, digest in told:
@@ -70,8 +71,8 @@ class ValueWatch:
         of_parameters, of_buffers = self._of_parameters, self._of_buffers
         own = [0] * len(parameters) if of_parameters is None else of_parameters.each()
         own += [0] * len(buffers) if of_buffers is None else of_buffers.each()
-        row = torch.tensor([of_parameters is not None, of_buffers is not None, *own], dtype=torch.int64)
-        rows = [each.tolist() for each in collectives.all_gather(row.to(collectives.device), "digests of values")]
+        row = [of_parameters is not None, of_buffers is not None, *own]
+        rows = all_gather_object(row, "digests of values", collectives)
         names = [*(f"parameter {name}" for name in parameters), *(f"buffer {name}" for name in buffers)]
         for place, name in enumerate(names):
             ranks: dict[int, list[int]] = {}

@@ -1,13 +1,16 @@
 """Values of parameters and buffers: rank 0's for everybody, and whether they are equal on all ranks."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from lockstep.digests import Digests
+from lockstep.distributed.agreement import all_gather_object, first_differing
 from lockstep.distributed.buffers import Buffer
 from lockstep.distributed.collectives import Collectives
-from lockstep.distributed.dtensors import local_part
+from lockstep.dtensors import local_part
 from lockstep.errors import OutOfSyncError
 
 
@@ -38,36 +41,39 @@ def check_equal_values(
     :func:`find_difference`."""
     found = find_difference(named, collectives)
     if found is not None:
-        name, rank = found
         raise OutOfSyncError(
-            f"{kind} {name} {what}, and has other values on rank "
-            f"{rank} than on rank {collectives.global_ranks[0]}, so gradients are of different networks; no gradient "
-            "has been handed out. Give every rank the same values (the same checkpoint, the same seed, "
+            f"{kind} {found.name} {what}, and has other values on rank {found.rank} than on rank "
+            f"{collectives.global_ranks[0]}, so gradients are of different networks; no gradient has been handed out. "
+            "Give every rank the same values (the same checkpoint, the same seed, "
             "torch.distributed.broadcast) before forward, or replicate when the module is complete"
         )
 
 
-@torch.no_grad()
-def find_difference(named: Sequence[tuple[str, Tensor]], collectives: Collectives) -> tuple[str, int] | None:
-    """The first parameter that has other values on some rank than on the group's first, bit by bit, and that rank.
+class Difference(NamedTuple):
+    """The first tensor that has other values on some rank than on the group's first rank."""
 
-    Every rank returns the same.
+    name: str
+    rank: int
+    """That rank, as messages name it."""
+    digests: tuple[str, str]
+    """Of the values on the first rank, and on that one."""
 
-    Communicates a few large broadcasts of rank 0's values, and one all-gather of a number for each parameter.
+
+def find_difference(named: Sequence[tuple[str, Tensor]], collectives: Collectives) -> Difference | None:
+    """Return the first tensor whose bits are others on some rank than on the group's first; the same on every rank.
+
+    Communicates what :func:`all_gather_object` does, and once more if there is a difference.
     """
     if not named:
         return None
-    tensors = [local_part(tensor).detach() for _, tensor in named]
-    differs = torch.zeros(len(tensors), dtype=torch.int64)
-    for number, value in collectives.broadcast_coalesced(tensors, "values to compare"):
-        differs[number] = not torch.equal(_bits(value), _bits(tensors[number]))
-    rows = [row.tolist() for row in collectives.all_gather(differs.to(collectives.device), "which of them differ")]
+    digests = Digests([tensor for _, tensor in named])
+    whole = int(digests.digest(collectives.device))
+    if first_differing(all_gather_object(whole, "digest of all values", collectives)) is None:
+        return None
+    rows = all_gather_object(digests.each(), "digests of values", collectives)
     for number, (name, _) in enumerate(named):
         for rank, row in zip(collectives.global_ranks, rows, strict=True):
-            if row[number]:
-                return name, rank
+            if row[number] != rows[0][number]:
+                first, other = (f"{each[number] % 2**64:016x}" for each in (rows[0], row))
+                return Difference(name, rank, (first, other))
     return None
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().view(-1).view(torch.uint8)

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from lockstep.buckets import Bucket, Slot, TensorSpec, plan_buckets
-from lockstep.local.checksums import checksum
+from lockstep.digests import Digests
 from lockstep.local.comm import fill, pack, unpack
 
 
@@ -76,7 +76,8 @@ class ParameterValues:
         numbers = list(range(len(self._buckets)))
         if self._source is None or self._source.type == "cpu" or not numbers:
             return numbers
-        sums, before = torch.stack([checksum(b.take(self._tensors)) for b in self._buckets]), self._sums
+        source, before = self._source, self._sums
+        sums = torch.stack([Digests([_flat(b.take(self._tensors))]).digest(source) for b in self._buckets])
         self._sums = sums
         same = [False] * len(numbers) if before is None else (sums == before).tolist()
         written = [not changed.isdisjoint(slot.index for slot in bucket.slots) for bucket in self._buckets]
@@ -90,6 +91,12 @@ class ParameterValues:
             return [(bucket.views(flat)[0], members[0]) for flat in flats]
         packed = pack(bucket, members)
         return [(flat, packed) for flat in flats]
+
+
+def _flat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """All of them as one tensor, so that a digest takes one pass; a single one is not copied for that."""
+    flats = [tensor.detach().reshape(-1) for tensor in tensors]
+    return flats[0] if len(flats) == 1 else torch.cat(flats)
 
 
 def _sharing_storage(tensors: Sequence[torch.Tensor]) -> list[list[int]]:

@@ -16,13 +16,13 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lockstep.buckets import TensorSpec, dense_stride
-from lockstep.distributed.agreement import Description, Line, agree, check_new_everywhere
+from lockstep.distributed.agreement import Line, check_new_everywhere, check_same_on_all_ranks
 from lockstep.distributed.buffers import Buffer, describe_buffer
 from lockstep.distributed.collectives import Collectives
-from lockstep.distributed.dtensors import local_part
 from lockstep.distributed.reduction.selection import Contents, describe_parameter
 from lockstep.distributed.value_watch import PARAMETERS_AND_BUFFERS, ValueWatch
 from lockstep.distributed.values import check_equal_values
+from lockstep.dtensors import local_part
 from lockstep.errors import AgreementError
 from lockstep.shares.buffers import TravellingBuffers, specs_of
 from lockstep.shares.gradients import sum_dtype
@@ -123,12 +123,12 @@ class Agreement:
     def renew(self, members: Members, step: Step, heads: Sequence[Head]) -> None:
         """Agree with all ranks on what each has now, of whose heads one has said that it is something else.
 
-        Raises on every rank if ranks differ, and then leaves everything as it is. Communicates what :func:`agree` and
-        :func:`check_equal_values` do.
+        Raises on every rank if ranks differ, and then leaves everything as it is. Communicates what
+        :func:`check_same_on_all_ranks` and :func:`check_equal_values` do.
         """
         known = {id(parameter) for _, parameter in self._members.parameters}
         new = [number for number, (_, parameter) in enumerate(members.parameters) if id(parameter) not in known]
-        rows = agree(Description(members.describe(self._members)), new, self._collectives)
+        rows = check_same_on_all_ranks(members.describe(self._members), self._collectives, new)
         names, ranks = [name for name, _ in members.parameters], self._collectives.global_ranks
         check_new_everywhere(names, rows, ranks)
         for rank, head in zip(ranks, heads, strict=True):

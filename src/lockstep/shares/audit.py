@@ -22,7 +22,8 @@ def audit(model: Module, every: int | None = 100) -> None:
         model: A module from ``lockstep.replicate(model, shares=...)``; all modules of a step are audited together.
         every: In how many steps one is audited, on average; None: none any more. The same on every rank.
 
-    Communicates, in such a step, one all-gather of 16 bytes for each parameter and buffer.
+    Communicates, in such a step, an all-gather of 128 bytes, and others of about 25 bytes for each parameter and
+    buffer.
 
     Raises:
         OptionError: ``every`` is no whole number above 0, or the module is replicated without shares.

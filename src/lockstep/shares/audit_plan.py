@@ -6,14 +6,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lockstep.digests import Digests
+from lockstep.distributed.agreement import objects_of
 from lockstep.distributed.collectives import Collectives
 from lockstep.errors import AuditError
-from lockstep.local.checksums import checksum
 from lockstep.seeds import derive_seed
 from lockstep.shares.tree import shares_of
-
-_NONE = 0
-"""Stands for no tensor."""
 
 
 class Audit(NamedTuple):
@@ -45,18 +43,13 @@ class Evidence:
 
     def note(self, tensors: Sequence[Tensor | None], again: bool) -> None:
         """Keep what the share has given on this rank, which has computed it, perhaps ``again``."""
-        self._rows[again] = [_NONE if each is None else int(checksum([each.contiguous()])) for each in tensors]
+        self._rows[again] = Digests([torch.empty(0) if each is None else each for each in tensors]).each()
 
-    @torch.no_grad()
     def compare(self, audit: Audit, step: str, collectives: Collectives) -> None:
         """Raise :class:`AuditError`, on every rank, if the two have other bits."""
-        empty = [_NONE] * len(self._names)
-        both = [*self._rows.get(False, empty), *self._rows.get(True, empty)]
-        rows = [both]
-        if collectives.world > 1:
-            row = torch.tensor(both, dtype=torch.int64, device=collectives.device)
-            rows = [each.tolist() for each in collectives.all_gather(row, "checksums of a share")]
-        first, second = rows[audit.owner][: len(empty)], rows[audit.auditor][len(empty) :]
+        empty = [0] * len(self._names)
+        own = [self._rows.get(again, empty) for again in (False, True)]
+        (first, _), (_, second) = objects_of([audit.owner, audit.auditor], own, "digests of a share", collectives)
         differing = [name for name, a, b in zip(self._names, first, second, strict=True) if a != b]
         if differing:
             ranks = [collectives.global_ranks[rank] for rank in (audit.owner, audit.auditor)]

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from lockstep.buckets import TensorSpec
+from lockstep.digests import Digests
 from lockstep.distributed.buffers import Buffer, assign_all
 from lockstep.distributed.collectives import Collectives
-from lockstep.local.checksums import checksum
 from lockstep.shares.gradients import Values, sum_dtype
 from lockstep.shares.reduction import Exchange, ExchangePlan
 from lockstep.shares.report import number_of
@@ -68,7 +68,7 @@ class ShareBuffers:
         self._sums, self._kept, self._dirty, self._count = PartialSums(self._merge), {}, False, count
         left, now = self._left, self._versions()
         is_left = len(left) == len(now) and all(a is b and v == w for (a, v), (b, w) in zip(left, now, strict=True))
-        self.written = 0 if is_left else number_of([int(checksum([each])) for _, each in self.values()])
+        self.written = 0 if is_left else number_of(Digests([each for _, each in self.values()]).each())
         self.first_change = [UNCHANGED] * len(self.buffers)
 
     def _versions(self) -> list[tuple[Tensor | None, int]]:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from lockstep.distributed.dtensors import local_part
+from lockstep.dtensors import local_part
 
 
 def fingerprint(model: Module, optimizer: Optimizer | None = None) -> str:

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
-from lockstep.distributed.dtensors import is_dtensor, like_parameter, local_part, matching_gradient
 from lockstep.distributed.reduction.optimizers_in_backward import check_optimizers
+from lockstep.dtensors import is_dtensor, like_parameter, local_part, matching_gradient
 from lockstep.errors import NotReplicableError
 from lockstep.shares.spare import SpareMemory
 from lockstep.shares.tree import PartialSums, add_up

@@ -8,7 +8,7 @@ import torch
 from torch.nn import Module, Parameter
 
 from lockstep.compiler import outside_compiler
-from lockstep.distributed.agreement import Description, Line, agree
+from lockstep.distributed.agreement import Line, check_same_on_all_ranks
 from lockstep.distributed.collectives import Collectives, Group, resolve_group
 from lockstep.distributed.inputs import input_device, move_to
 from lockstep.distributed.options import Options
@@ -87,7 +87,7 @@ class ShareReplication(Replication):
             *Members(contents).describe(),
         ]
         try:
-            agree(Description(lines, str(failure or "")), [], collectives)
+            check_same_on_all_ranks(lines, collectives, error=str(failure or ""))
         except LockstepError as error:
             if failure is not None:
                 raise failure from error

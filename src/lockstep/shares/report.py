@@ -2,7 +2,6 @@
 
 A row begins with a head, which means the same on every rank, even if their modules or steps are not the same."""
 
-import hashlib
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +12,8 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
-from lockstep.distributed.agreement import Description, agree
+from lockstep.digests import text_digest
+from lockstep.distributed.agreement import check_same_on_all_ranks
 from lockstep.distributed.collectives import Collectives
 from lockstep.distributed.decisions import LoopVerdict
 from lockstep.distributed.reduction.status import Part, Status
@@ -119,14 +119,13 @@ def _numbers_of(rows: Tensor) -> list[list[int]]:
 
 def number_of(*parts: object) -> int:
     """A number that is another one for other parts."""
-    digest = hashlib.blake2b("\n".join(map(repr, parts)).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little", signed=True)
+    return text_digest("\n".join(map(repr, parts)))
 
 
 def check_heads(heads: Sequence[Head], step: Step, collectives: Collectives) -> None:
     """Raise :class:`PeerError`, on every rank, if one has failed, or they are not all at the end of the same step.
 
-    Only then communicates, what :func:`agree` does.
+    Only then communicates, what :func:`check_same_on_all_ranks` does.
     """
     for rank, head in zip(collectives.global_ranks, heads, strict=True):
         if head.has_failed:
@@ -138,7 +137,7 @@ def check_heads(heads: Sequence[Head], step: Step, collectives: Collectives) -> 
     if others:
         first, other = collectives.global_ranks[0], collectives.global_ranks[others[0]]
         try:
-            agree(Description(step.describe()), [], collectives)
+            check_same_on_all_ranks(step.describe(), collectives)
         except AgreementError as error:
             raise PeerError(
                 f"rank {other} is at the end of another step than rank {first} (rank {collectives.global_rank} is at "

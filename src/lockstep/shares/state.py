@@ -5,11 +5,11 @@ over it, and the step that is under way. A step is opened, each of this rank's s
 ends: then gradients are put together. One that is left in between is aborted: its gradients are dropped.
 """
 
-import threading
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Protocol
 
 import torch
@@ -21,6 +21,7 @@ from lockstep.compiler import outside_compiler
 from lockstep.distributed.agreement import Line
 from lockstep.distributed.collectives import Collectives, Group, Pending
 from lockstep.distributed.decisions import decisions_of
+from lockstep.distributed.group_state import shared_object, shared_objects, state_of
 from lockstep.errors import CommunicationError, OptionError, PeerError, ShareError
 from lockstep.phases import Phases
 from lockstep.seeds import derive_seed
@@ -135,16 +136,12 @@ class ShareWorld:
         self._participants: list[weakref.ref[Participant]] = []
         self._collectives: Collectives | None = None
         self._decisions = None if group is None else decisions_of(group)
-        self._joined_alone = 0
+        self._state = state_of(group)
 
     @property
     def joined(self) -> int:
-        """How many modules have joined so far: the next one's number.
-
-        It is the group's, and not this object's, which is dropped with the last module, at another time on each rank
-        (test_shares.py, test_modules_are_numbered_alike_whatever_has_been_freed).
-        """
-        return self._joined_alone if self.group is None else _joined.get(self.group, 0)
+        """How many modules have joined so far: the next one's number."""
+        return self._state.modules_with_shares
 
     @property
     def participants(self) -> list[Participant]:
@@ -156,10 +153,7 @@ class ShareWorld:
     def join(self, participant: Participant) -> None:
         """A module takes part from now on, in the share that is under way, too."""
         self._participants.append(weakref.ref(participant))
-        if self.group is None:
-            self._joined_alone += 1
-        else:
-            _joined[self.group] = self.joined + 1
+        self._state.modules_with_shares += 1
         if self.step is not None:
             participant.open(self.step, self._own)
             if self.share is not None:
@@ -315,32 +309,21 @@ class OpenStep:
 
 # -------------------------------------------------------------------------------- which group has which
 
-_lock = threading.Lock()
-_worlds: list[weakref.ref[ShareWorld]] = []
-_joined: weakref.WeakKeyDictionary[Group, int] = weakref.WeakKeyDictionary()
-_watching: list[Any] = []
-
 
 def world_of(group: Group | None) -> ShareWorld:
     """The world of a group: one in a process, for as long as somebody holds it."""
-    with _lock:
-        if not _watching:
-            _watching.append(register_optimizer_step_pre_hook(_before_step))
-        for each in _alive():
-            if each.group is group:
-                return each
-        world = ShareWorld(group)
-        _worlds[:] = [*(weakref.ref(each) for each in _alive()), weakref.ref(world)]
-        return world
+    _check_before_optimizers()
+    return shared_object(ShareWorld, group)
 
 
-def _alive() -> list[ShareWorld]:
-    return [world for link in list(_worlds) if (world := link()) is not None]
+@cache
+def _check_before_optimizers() -> None:
+    register_optimizer_step_pre_hook(_before_step)
 
 
 @outside_compiler
 def _before_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-    for world in _alive():
+    for world in shared_objects(ShareWorld):
         world.check_before_optimizer(optimizer)
 
 

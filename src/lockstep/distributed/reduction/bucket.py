@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lockstep.distributed.dtensors import is_dtensor, like_parameter, local_part
 from lockstep.distributed.reduction.parameter import ManagedParameter
 from lockstep.distributed.reduction.plan import PlannedBucket
 from lockstep.distributed.reduction.verdict import Verdict
+from lockstep.dtensors import is_dtensor, like_parameter, local_part
 
 _dtype_of, _device_of, _grad_of = attrgetter("dtype"), attrgetter("device"), attrgetter("grad")
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.futures import Future
 from torch.nn import Parameter
 
-from lockstep.distributed.agreement import Description, Line, agree
+from lockstep.distributed.agreement import Line, check_same_on_all_ranks
 from lockstep.distributed.collectives import Collectives
 from lockstep.distributed.reduction.bucket import GradientBucket
 from lockstep.errors import HookError
@@ -138,7 +138,7 @@ class HookChain:
         chain = [*self.hooks, *self._offered]
         lines = [Line("number of communication hooks", str(len(chain)))]
         lines += [Line(f"communication hook {number}", name_of(hook.call)) for number, hook in enumerate(chain)]
-        agree(Description(lines), [], collectives)
+        check_same_on_all_ranks(lines, collectives)
         self.hooks, self._offered, self.are_agreed = chain, [], True
 
     def _number(self, bucket: GradientBucket) -> int:

@@ -9,9 +9,9 @@ from typing import NamedTuple
 from torch.nn import Parameter
 
 from lockstep.distributed.collectives import Collectives
-from lockstep.distributed.dtensors import is_dtensor
 from lockstep.distributed.reduction.parameter import ManagedParameter
 from lockstep.distributed.values import find_difference
+from lockstep.dtensors import is_dtensor
 
 _version_of = attrgetter("parameter._version")
 _PARAMETERS, _BYTES = 3, 64  # of so many parameters so many bytes are compared
@@ -70,7 +70,7 @@ class DriftWatch:
         """
         self.suspects = False
         found = find_difference([(each.name, each.parameter) for each in parameters], collectives)
-        return None if found is None else Drift(*found, collectives.global_ranks[0])
+        return None if found is None else Drift(found.name, found.rank, collectives.global_ranks[0])
 
     def _changed(self, before: Sequence[int], versions: Sequence[int], first_bytes: Sequence[bytes]) -> str | None:
         """The name of the first parameter that has other values than it had."""

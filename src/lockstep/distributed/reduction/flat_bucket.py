@@ -13,12 +13,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from lockstep.distributed.dtensors import is_dtensor
 from lockstep.distributed.reduction.bucket import BucketPart, CopiedIn, GradientBucket, accept_into, set_grads
 from lockstep.distributed.reduction.parameter import ManagedParameter
 from lockstep.distributed.reduction.plan import PlannedBucket
 from lockstep.distributed.reduction.storage import Empty, GradientMemory
 from lockstep.distributed.reduction.verdict import Verdict
+from lockstep.dtensors import is_dtensor
 
 _grad_of = attrgetter("grad")
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
 from lockstep.distributed.collectives import Collectives
-from lockstep.distributed.dtensors import local_part
+from lockstep.dtensors import local_part
 
 _KEY = "lockstep.backward"
 

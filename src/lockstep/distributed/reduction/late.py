@@ -7,8 +7,8 @@ from torch import Tensor
 
 from lockstep.buckets import plan_buckets
 from lockstep.distributed.collectives import Collectives
-from lockstep.distributed.dtensors import like_parameter
 from lockstep.distributed.reduction.parameter import ManagedParameter
+from lockstep.dtensors import like_parameter
 from lockstep.errors import PeerError
 
 

@@ -5,7 +5,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lockstep.buckets import TensorSpec
-from lockstep.distributed.dtensors import local_part, matching_gradient
+from lockstep.dtensors import local_part, matching_gradient
 from lockstep.errors import LayoutError
 
 

@@ -15,7 +15,7 @@ from torch.nn import Module, Parameter
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from lockstep.distributed.agreement import Description, agree, check_new_everywhere
+from lockstep.distributed.agreement import check_new_everywhere, check_same_on_all_ranks
 from lockstep.distributed.collectives import Collectives
 from lockstep.distributed.reduction.graph import Reach
 from lockstep.distributed.reduction.keeping import keep
@@ -209,11 +209,11 @@ class ParameterSet:
         """Choose the parameters anew, with all other ranks; return the new ones that any rank has a gradient of.
 
         They are in use from :meth:`take_over` on. Raises on every rank if ranks differ, and then leaves everything as
-        it is. Communicates what :func:`agree` does, and one broadcast for each bucket of new parameters.
+        it is. Communicates what :func:`check_same_on_all_ranks` and :func:`check_equal_values` do.
         """
         if self.is_dropped:
             gone = "the replicated module has been dropped, and only parts of it are left"
-            agree(Description([], gone), [], collectives)
+            check_same_on_all_ranks([], collectives, error=gone)
             return []
         owner, contents, failure = self._owner_now, Contents([], [], frozenset()), ""
         try:
@@ -226,7 +226,7 @@ class ParameterSet:
         new = [each for each in managed if id(each.parameter) not in known]
         numbers = [2 * each.index + (each.parameter.grad is not None) for each in new]
         trained = [each.index for each in managed if each.parameter.requires_grad]
-        rows = agree(Description(lines, failure), [len(new), *numbers, *trained], collectives)
+        rows = check_same_on_all_ranks(lines, collectives, [len(new), *numbers, *trained], failure)
         trained = sorted({index for row in rows for index in row[1 + row[0] :]})
         rows = [row[1 : 1 + row[0]] for row in rows]
         told = {number for row in rows for number in row}

@@ -19,8 +19,6 @@ reached, and what its graph says that it would have.
 
 import logging
 import sys
-import threading
-import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -31,14 +29,13 @@ from torch.nn import Parameter
 from lockstep.distributed.buffers import KeptBuffers
 from lockstep.distributed.collectives import Collectives, Group, Pending
 from lockstep.distributed.decisions import decisions_of
+from lockstep.distributed.group_state import shared_object
 from lockstep.distributed.one_by_one import OneByOne
 from lockstep.distributed.reduction.engine import BackwardPass, PassObserver, current_pass
 from lockstep.distributed.reduction.graph import Reach
 from lockstep.distributed.reduction.modules import FAILED, SKIPPED, Attendance, ReplicatedModules, ScheduledModule
 from lockstep.errors import CommunicationError, PeerError, ShareError
 from lockstep.phases import Phases
-
-_lock = threading.Lock()
 
 
 class GroupScheduler(PassObserver):
@@ -313,15 +310,6 @@ class GroupScheduler(PassObserver):
             )
 
 
-_schedulers: weakref.WeakSet[GroupScheduler] = weakref.WeakSet()
-
-
 def scheduler_of(group: Group) -> GroupScheduler:
     """The scheduler of a group: one in a process, for as long as a module holds it."""
-    with _lock:
-        for scheduler in _schedulers:
-            if scheduler.group is group:
-                return scheduler
-        scheduler = GroupScheduler(group)
-        _schedulers.add(scheduler)
-        return scheduler
+    return shared_object(GroupScheduler, group)

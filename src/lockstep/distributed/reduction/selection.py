@@ -14,9 +14,9 @@ from torch.nn.parameter import is_lazy
 
 from lockstep.distributed.agreement import Line, describe_tensor
 from lockstep.distributed.buffers import Buffer, BufferSet, has_overlap
-from lockstep.distributed.dtensors import local_part
 from lockstep.distributed.reduction.optimizers_in_backward import check_optimizers
 from lockstep.distributed.reduction.owners import Owner, owner_of
+from lockstep.dtensors import local_part
 from lockstep.errors import AlreadyManagedError, NotReplicableError, OptionError
 
 _replicated: "WeakSet[Module]" = WeakSet()

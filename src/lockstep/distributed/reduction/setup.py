@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from lockstep.distributed.agreement import Description, Line, agree
+from lockstep.distributed.agreement import Line, check_same_on_all_ranks
 from lockstep.distributed.buffers import BufferSync
 from lockstep.distributed.collectives import Collectives, plain_memory
 from lockstep.distributed.reduction.buckets import BucketsInUse
@@ -157,7 +157,7 @@ class Setup:
         self.plan.restore(plan)
         if self.plan.current != before:
             self._make_buckets()
-            self.do_before_next_round(lambda: agree(Description([Line("plan", plan)]), [], self.collectives))
+            self.do_before_next_round(lambda: check_same_on_all_ranks([Line("plan", plan)], self.collectives))
 
     def register_hook(self, state: object, hook: Callable[..., object]) -> None:
         """Add a communication hook; the report travels on its own from now on.

@@ -21,7 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Parameter
 
 from lockstep.buckets import Bucket
-from lockstep.distributed.dtensors import dtensor_class, like_parameter, local_part
+from lockstep.dtensors import dtensor_class, like_parameter, local_part
 
 Empty = Callable[[int, torch.dtype, torch.device], Tensor]
 """Makes a tensor of one dimension, uninitialised."""

@@ -15,8 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lockstep.distributed.dtensors import local_part
 from lockstep.distributed.reduction.parameter import ManagedParameter
+from lockstep.dtensors import local_part
 
 _NO_WEIGHT = (
     "this backward pass has no weight, an earlier one since the last synchronisation had one; give accumulate() a "

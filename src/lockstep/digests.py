@@ -1,0 +1,137 @@
+"""The library's two digests: a fast one of tensors' bits, computed where they lie, and a strong one of texts.
+
+The fast one is a sum, modulo 2**64, over the tensors' bits, eight bytes at a time: those times an odd number, and their
+upper half times another. The numbers depend on the place and look random. So a single bit that flips always changes it.
+The upper half is there for the signs: a flipped highest bit changes the first product by 2**63, whatever the number is,
+so two of them would cancel out. Other changes are missed by a chance of about 2**-64, or 2**-32 where only the highest
+of each four bytes' bits change. It is no digest against somebody who means to deceive; the strong one, SHA-256, is.
+Files of checkpoints and :func:`lockstep.fingerprint` have the strong one in full.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from lockstep.dtensors import local_part
+
+_ROW = 1 << 16
+"""Numbers of eight bytes that are summed together: their factors stay in a processor's cache."""
+_CACHED_ROWS, _BLOCK_ROWS = 8, 64
+"""How many rows are worked on at once, on the CPU and elsewhere: what is computed of them takes memory of its own."""
+_SMALL_BYTES = 1 << 16
+"""Tensors smaller than this are put side by side first: one by one, each would take longer than its values."""
+BYTES = 8
+"""The size of a fast digest."""
+_IN_ROW, _UPPER, _OF_ROWS, _OF_TENSORS = range(4)
+"""What is multiplied. Each has factors of its own: with the same ones, values that change places between a row and a
+column would leave the sum as it was."""
+
+
+def text_digest(text: str, bits: int = 63) -> int:
+    """Return the first ``bits`` bits of a text's SHA-256, as a number."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()) >> (256 - bits)
+
+
+class Digests:
+    """Digests of tensors at one moment; what is small is copied, and added up when it is asked for."""
+
+    @torch.no_grad()
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._count = len(tensors)
+        self._sums: dict[int, Tensor] = {}  # of large ones, by number
+        self._flats: list[tuple[Tensor, list[int], list[int]]] = []  # small ones: numbers, and elements of each
+        small: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+        flat = [_flat(tensor) for tensor in tensors]
+        for number, tensor in enumerate(flat):
+            if tensor.nbytes >= _SMALL_BYTES:
+                self._sums[number] = _sum(_lanes(tensor))
+            elif tensor.nbytes:
+                small.setdefault((tensor.dtype, tensor.device), []).append(number)
+        for numbers in small.values():
+            parts = [flat[number] for number in numbers]
+            self._flats.append((torch.cat(parts), numbers, [part.numel() for part in parts]))
+
+    @torch.no_grad()
+    def digest(self, device: torch.device) -> Tensor:
+        """Return the digest of all together: one number of eight bytes."""
+        sums = [*self._sums.values(), *(_sum(_lanes(flat)) for flat, _, _ in self._flats)]
+        if not sums:
+            return torch.ones((), dtype=torch.int64, device=device)
+        together = torch.stack([each.to(device) for each in sums])
+        return (together * _factors(len(sums), device, _OF_TENSORS)).sum()
+
+    @torch.no_grad()
+    def each(self) -> list[int]:
+        """Return a digest of each tensor; 0 for one without elements."""
+        found = [0] * self._count
+        for number, value in self._sums.items():
+            found[number] = int(value)
+        for flat, numbers, sizes in self._flats:
+            for number, part in zip(numbers, flat.split(sizes), strict=True):
+                found[number] = int(_sum(_lanes(part)))
+        return found
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """The elements of this rank's part of a tensor, one after the other."""
+    local = local_part(tensor).detach()
+    if local.layout is not torch.strided:
+        sparse = local.to_sparse_coo().coalesce()
+        return torch.cat([_flat(each).view(torch.uint8) for each in (sparse.indices(), sparse.values())])
+    return local.resolve_conj().resolve_neg().contiguous().view(-1)
+
+
+def _lanes(flat: Tensor) -> Tensor:
+    """The bits of a tensor of one dimension, as numbers of eight bytes; zeros at the end if there are too few."""
+    data = flat.view(torch.uint8)
+    rest = -data.numel() % BYTES
+    if rest or data.storage_offset() % BYTES:
+        padded = torch.zeros(data.numel() + rest, dtype=torch.uint8, device=data.device)
+        padded[: data.numel()] = data
+        data = padded
+    return data.view(torch.int64)
+
+
+def _sum(lanes: Tensor) -> Tensor:
+    """Return the digest of numbers of eight bytes, at least one; how many they are counts, so that zeros are not 0."""
+    whole = lanes.numel() // _ROW * _ROW
+    factors, upper = _factors(_ROW, lanes.device, _IN_ROW), _factors(_ROW, lanes.device, _UPPER)
+    rest = lanes[whole:]
+    total = (rest * factors[: len(rest)] + (rest >> 32) * upper[: len(rest)]).sum() + lanes.numel()
+    if whole:
+        sums = _row_sums(lanes[:whole].view(-1, _ROW), factors, upper)
+        total = total + (sums * _factors(len(sums), lanes.device, _OF_ROWS)).sum()
+    return total
+
+
+def _row_sums(rows: Tensor, factors: Tensor, upper: Tensor) -> Tensor:
+    if rows.is_cpu:
+        return torch.cat([torch.mv(r, factors) + torch.mv(r >> 32, upper) for r in rows.split(_CACHED_ROWS)])
+    return torch.cat([(r * factors).addcmul_(r >> 32, upper).sum(1) for r in rows.split(_BLOCK_ROWS)])
+
+
+def _factors(count: int, device: torch.device, of: int) -> Tensor:
+    """Return odd numbers that look random."""
+    return _table(1 << (count - 1).bit_length(), device, of)[:count]
+
+
+@lru_cache(maxsize=64)
+def _table(count: int, device: torch.device, of: int) -> Tensor:
+    """Return odd numbers: SplitMix64 of their places.
+
+    Not of an arithmetic series, in which +1, -2, +1 at three places in a row, as counts in a histogram may differ, adds
+    up to nothing.
+    """
+    with torch.inference_mode(False):
+        numbers = torch.arange(1, count + 1, dtype=torch.int64, device=device) + (of << 40)
+        numbers = numbers * _signed(0x9E3779B97F4A7C15)
+        for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+            numbers = (numbers ^ (numbers >> shift & (1 << 64 - shift) - 1)) * _signed(factor)
+        return numbers ^ (numbers >> 31 & (1 << 33) - 1) | 1
+
+
+def _signed(number: int) -> int:
+    return number - (1 << 64) if number >> 63 else number
