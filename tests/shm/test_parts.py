@@ -18,11 +18,11 @@ import torch.distributed as dist
 
 from lockstep.errors import AgreementError, CommunicationError, DeviceError, LayoutError, OptionError
 from lockstep.network import host_identity
-from lockstep.shm import arithmetic, flatten, messages, one_host, peers, staging
+from lockstep.shm import arguments, arithmetic, messages, one_host, peers, staging
 from lockstep.shm.messages import Descriptor, Kind, MessageKind, Op
 from lockstep.shm.peers import LONGEST, Peers
-from lockstep.shm.pool import PAGE_BYTES, Pool
 from lockstep.shm.rendezvous import meet
+from lockstep.shm.staging import PAGE_BYTES, Pool
 from lockstep.shm.works import ShmWork, WorkQueue
 
 DTYPES = list(messages._codes())
@@ -192,14 +192,14 @@ def test_what_cannot_be_reduced_is_said_with_dtype_and_operation():
 def test_tensors_of_any_layout_are_moved_in_order_and_given_back(make):
     tensors = make()
     versions = [tensor._version for tensor in tensors]
-    whole = flatten.flatten(tensors)
+    whole = arguments.flatten(tensors)
     assert whole.dim() == 1
     assert whole.is_contiguous()
     assert not whole.is_conj()
     assert torch.equal(whole, torch.cat([tensor.detach().reshape(-1) for tensor in tensors]))
     doubled = whole * 2
     whole.copy_(doubled)
-    flatten.unflatten(whole, tensors)
+    arguments.unflatten(whole, tensors)
     for tensor, before in zip(tensors, make(), strict=True):
         assert torch.equal(tensor, before * 2)
     assert [tensor._version for tensor in tensors] == versions  # behind autograd's back
@@ -207,21 +207,21 @@ def test_tensors_of_any_layout_are_moved_in_order_and_given_back(make):
 
 def test_one_tensor_without_gaps_is_not_copied():
     x = torch.arange(12.0)[3:9].view(2, 3)
-    assert flatten.flatten([x]).data_ptr() == x.data_ptr()
-    assert flatten.flatten([x.t()]).data_ptr() != x.data_ptr()
+    assert arguments.flatten([x]).data_ptr() == x.data_ptr()
+    assert arguments.flatten([x.t()]).data_ptr() != x.data_ptr()
 
 
 def test_what_is_no_dense_tensor_of_the_cpu_is_refused():
     with pytest.raises(LayoutError, match="at least one"):
-        flatten.check_tensors([], "here")
+        arguments.check_tensors([], "here")
     with pytest.raises(DeviceError, match=r"here: .* one on meta"):
-        flatten.check_tensors([torch.empty(2, device="meta")], "here")
+        arguments.check_tensors([torch.empty(2, device="meta")], "here")
     with pytest.raises(LayoutError, match=r"layout torch\.sparse_coo"):
-        flatten.check_tensors([torch.eye(2).to_sparse()], "here")
+        arguments.check_tensors([torch.eye(2).to_sparse()], "here")
     with pytest.raises(LayoutError, match=r"torch\.float32 and torch\.float64"):
-        flatten.check_tensors([torch.ones(1), torch.ones(1).double()], "here")
+        arguments.check_tensors([torch.ones(1), torch.ones(1).double()], "here")
     with pytest.raises(LayoutError, match="expected 3 elements, got 2 in tensor 1"):
-        flatten.check_numel([torch.ones(3), torch.ones(2)], 3, "here")
+        arguments.check_numel([torch.ones(3), torch.ones(2)], 3, "here")
 
 
 # -------------------------------------------------------------------------------------------- shards

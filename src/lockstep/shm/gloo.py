@@ -23,10 +23,9 @@ from lockstep.compiler import outside_compiler
 from lockstep.errors import CommunicationError
 from lockstep.network import is_loopback
 from lockstep.shm.algorithm import Algorithm
+from lockstep.shm.arguments import check_numel, check_tensors, check_writable, flatten, unflatten, with_overloads
 from lockstep.shm.constants import GRACE_SECONDS, LIVENESS_SECONDS
-from lockstep.shm.flatten import check_numel, check_tensors, check_writable, flatten, unflatten
 from lockstep.shm.messages import Descriptor, Kind
-from lockstep.shm.overloads import with_overloads
 from lockstep.shm.works import ShmWork
 
 _Gloo: Any = dist.ProcessGroupGloo  # its type does not have its options
