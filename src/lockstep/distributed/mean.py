@@ -39,10 +39,10 @@ def mean_over_ranks(tensors: Tensor | Sequence[Tensor], process_group: Group | N
         New tensors, of the same shapes and dtypes, as a tuple if a sequence was given.
 
     Communicates one small all-gather, which compares the shapes, and one all-reduce for each dtype and device; in each
-    backward through it, the latter again. Waits for them.
-    Every rank must call it, and run backward through it, equally often: also ``torch.autograd.grad`` goes through all
-    means behind its outputs, whether they lead to its inputs on this rank or not. Strides may differ. The means have a
-    graph on every rank if a tensor of any rank has one, so that ``backward()`` goes through them on all.
+    backward through it, the latter again. Waits for them. Every rank must call it, and run backward through it, equally
+    often: also ``torch.autograd.grad`` goes through all means behind its outputs, whether they lead to its inputs on
+    this rank or not. Strides may differ. The means have a graph on every rank if a tensor of any rank has one, so that
+    ``backward()`` goes through them on all.
 
     Raises:
         AgreementError: Ranks pass other shapes, dtypes or numbers of tensors, or tensors whose graph goes through
