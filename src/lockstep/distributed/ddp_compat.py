@@ -386,7 +386,7 @@ class CompatibleNames(_OptionNames):
             "static_graph": int(self.static_graph),
             "is_multi_device_module": int(self.is_multi_device_module),
             "iteration": reducer.rounds,
-            "can_set_static_graph": int(reducer.outcome.usage.is_static and reducer.rounds > 0),
+            "can_set_static_graph": int(reducer.participation.is_static and reducer.rounds > 0),
             "has_error": int(bool(error)),
             **({"error": error} if error else {}),
             "num_parameter_tensors": len(trained),

@@ -82,7 +82,7 @@ class CompatibleReducer(_OfWrapper):
     def _ddp_graph_static(self) -> bool:
         """Whether every synchronised backward so far has used the same parameters."""
         reducer = self._of()._replication.reducer
-        return reducer is None or reducer.outcome.usage.is_static
+        return reducer is None or reducer.participation.is_static
 
     def _set_static_graph(self) -> None:
         """Nothing is assumed of the graph either way."""

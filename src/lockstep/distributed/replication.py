@@ -324,7 +324,7 @@ class Replication:
         if self.reducer is None:
             self._restored = state
             return
-        self.reducer.outcome.forget()
+        self.reducer.hear_abandoned()
         self.reducer.setup.restore(state["round"], state["plan"])
         if len(state["hooks"]) != len(self.hooks):
             raise NotReplicableError(

@@ -110,7 +110,7 @@ def statistics(module: Module, *, all_ranks: bool = False) -> TrainingStatistics
     found.bytes_reduced = reducer.collectives.traffic.bytes_reduced
     found.hidden_seconds = reducer.collectives.traffic.hidden_seconds
     found.plan_changes = dict(reducer.setup.plan_changes)
-    used = reducer.outcome.usage.latest
+    used = reducer.participation.used_at_last
     found.unused = [each.name for each in reducer.parameters if each.index < len(used) and not used[each.index]]
     if all_ranks:
         collectives = reducer.collectives

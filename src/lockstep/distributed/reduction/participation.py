@@ -6,15 +6,13 @@ may be ones that do not synchronise; and it may have other parameters, buffers o
 which it has to say.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 
 from lockstep.distributed.buffers import KeptBuffers
 from lockstep.distributed.reduction.contribution import Contribution, gradients_set_aside
 from lockstep.distributed.reduction.idle import IdleBatch, contributing_nothing
-from lockstep.distributed.reduction.outcome import Outcome
 from lockstep.distributed.reduction.passes import PassLog
-from lockstep.distributed.reduction.round import Round
 from lockstep.distributed.reduction.setup import Setup
 from lockstep.distributed.reduction.status import Part, Status
 
@@ -24,7 +22,7 @@ _NO_PASS = 0, 0, 0
 class Participation:
     """What one rank brings to the rounds of a module, and what it says of itself in their reports."""
 
-    def __init__(self, setup: Setup, outcome: Outcome, lock: AbstractContextManager[object]) -> None:
+    def __init__(self, setup: Setup, lock: AbstractContextManager[object]) -> None:
         """``lock`` is held by whoever changes anything here: hooks run in threads of the engine."""
         self.requires_sync = True
         """Whether backward passes that begin from now on synchronise."""
@@ -36,7 +34,11 @@ class Participation:
         """The batch that counts nothing, if the loop is at one."""
         self.differs = False
         """Whether it has other parameters, buffers or hooks than the ranks have agreed on."""
-        self._setup, self._members, self._outcome, self._lock = setup, setup.members, outcome, lock
+        self.used_at_last = b""
+        """A one for each parameter that had a gradient in the last round that ended well."""
+        self.is_static = True
+        """True if all such rounds have used the same parameters on this rank."""
+        self._setup, self._members, self._lock = setup, setup.members, lock
         self._decisions = setup.scheduler.decisions
         self._in_round = False
         self._skips = False  # it leaves out its batch
@@ -83,25 +85,32 @@ class Participation:
         self.differs = self.differs or self._setup.differs()
         self._in_round = True
 
-    def end_pass(self, ended: Round | None, accumulated: bool, failed: bool) -> None:
-        """A backward pass is over that was the round ``ended``, or has ``accumulated`` gradients, or neither;
-        ``failed`` if all ranks know that its round has failed.
+    def note_used(self) -> None:
+        """A round has ended well."""
+        used = self.contribution.used
+        if used != self.used_at_last:
+            self.is_static = not self.used_at_last
+            self.used_at_last = bytes(used)
 
-        After a failure no rank has a gradient: what is left differs by rank (``test_after_a_failed_backward.py``).
+    def end_round(self, opened: bool) -> None:
+        """A backward pass is over that was a round, however that ended, and whether or not it has ``opened`` here.
+
+        After a failure, too, what was to be contributed is gone:
+        test_backward_that_fails_on_one_rank_fails_on_all_and_is_forgotten.
         """
         self._in_round = False
-        if failed or (ended is not None and not ended.is_copied_out):
-            self._setup.drop_gradients()
-        if ended is None and self.idle_batch is not None:
+        if not opened and self.idle_batch is not None:
             self.idle_batch.undo()
-        if failed or ended is not None:
-            # After a failure, too, what was to be contributed is gone:
-            # test_backward_that_fails_on_one_rank_fails_on_all_and_is_forgotten.
-            self.contribution.forget()
-        elif accumulated or self.idle_batch is not None:
+        self.contribution.forget()
+        self.passes.end_round()
+
+    def end_pass(self, accumulated: bool) -> None:
+        """A backward pass is over that was no round, and has perhaps ``accumulated`` gradients."""
+        self._in_round = False
+        if self.idle_batch is not None:
+            self.idle_batch.undo()
+        if accumulated or self.idle_batch is not None:
             self.contribution.window.pass_ended()
-        if failed or ended is not None:
-            self.passes.end_round()
         self.passes.end_pass()
 
     def takes_part(self, accumulates: bool) -> bool:
@@ -116,7 +125,7 @@ class Participation:
 
     # ------------------------------------------------------------------------------- what it says of a round
 
-    def describe(self, passive: bool, number: int, failed: bool) -> Status:
+    def describe(self, number: int, passive: bool, failed: bool) -> Status:
         """Return what this rank says of round ``number``; ``passive``: it takes part without a backward pass of its
         own."""
         own, window, loops = self.contribution, self.contribution.window, self._decisions
@@ -141,10 +150,11 @@ class Participation:
     # ----------------------------------------------------------------- batches that count nothing, or are left out
 
     @contextmanager
-    def contributing_nothing(self, part: Part) -> Iterator[None]:
+    def contributing_nothing(self, part: Part, counts: Callable[[], bool]) -> Iterator[None]:
         """Inside, this rank contributes nothing; what it was to contribute, it is still to contribute afterwards.
 
-        Parameters have the reduced gradients then, unless its ``part`` is :attr:`Part.JOINED`.
+        Parameters have the reduced gradients then, if the round ``counts``, unless its ``part`` is
+        :attr:`Part.JOINED`.
         """
         before = self._setup.parameters
         self.look_for_changes()
@@ -152,7 +162,6 @@ class Participation:
         own = self.contribution
         self.contribution = Contribution(before, self._setup.collectives.global_rank, part)
         try:
-            counts = lambda: not self._outcome.has_failed  # noqa: E731
             joined = part is Part.JOINED
             with gradients_set_aside(parameters) if joined else contributing_nothing(parameters, counts):
                 yield

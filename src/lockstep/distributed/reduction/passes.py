@@ -105,7 +105,8 @@ class PassLog:
         self._called, self._own = 0, False
 
     def end_round(self) -> None:
-        """It was a round: forwards are counted anew."""
+        """The backward pass under way is over, and was a round: forwards are counted anew."""
+        self._called, self._own = 0, False
         self._round += 1
         self._through = self._left_out = 0
 

@@ -31,7 +31,7 @@ import threading
 import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
-from functools import cache, partial
+from functools import cache
 
 import torch
 from torch.nn import Parameter
@@ -42,7 +42,6 @@ from lockstep.distributed.reduction.gradient_look import GradientLook
 from lockstep.distributed.reduction.graph import Reach
 from lockstep.distributed.reduction.idle import IdleBatch
 from lockstep.distributed.reduction.optimizers_in_backward import check_optimizers
-from lockstep.distributed.reduction.outcome import Outcome
 from lockstep.distributed.reduction.owners import generation, owner_of
 from lockstep.distributed.reduction.parameter import ManagedParameter
 from lockstep.distributed.reduction.parameter_hooks import (
@@ -79,14 +78,15 @@ class Reducer:
         self.setup = setup  # what all ranks have alike
         self.collectives, self.scheduler, self.buffers = setup.collectives, setup.scheduler, setup.buffers
         self._lock = threading.RLock()
-        self.outcome = Outcome(setup, self._lock)
-        self.participation = Participation(setup, self.outcome, self._lock)
+        self.participation = Participation(setup, self._lock)
         self.passes = self.participation.passes
         self.home = threading.get_ident()  # the thread in which the module is used
         self.retired = False  # another replication has taken over all parameters
         self.error = ""  # the last error of a round, for logging
         self._watched: list[_Watched] = []  # passes under way that may come to the module, inside of one another
         self._round: Round | None = None  # of the last of them, if that synchronises and has opened it
+        self._abandoned: Round | None = None  # what it has sent may not have arrived yet
+        self._has_failed = False  # the last round has failed on some rank, or was left out
         self._members = setup.members
         self._holds_hooks = False  # users have hooks on parameters
         self._generation = -1  # of what is known of owners
@@ -239,12 +239,10 @@ class Reducer:
 
         ``expected``: the pass was to go through the module; ``passive``: this rank takes part without one of its own.
         """
-        own = self.participation
-        self.outcome.wait_for_abandoned()
+        self.hear_abandoned()
         self.setup.follow(self.scheduler.decisions.active)
-        own.begin_round(expected)
-        describe, used = partial(own.describe, passive), own.contribution.used
-        self._round = Round(self.rounds + 1, self.setup, used, describe)
+        self.participation.begin_round(expected)
+        self._round = Round(self.setup.rounds + 1, self.setup, self.participation, passive)
 
     # ------------------------------------------------------------------------------------ look
 
@@ -333,7 +331,7 @@ class Reducer:
         own = self.participation
         something = own.contribution.is_something(self._members.newcomers)
         try:
-            with nullcontext() if something else own.contributing_nothing(Part.PADDING):
+            with nullcontext() if something else own.contributing_nothing(Part.PADDING, self._has_counted):
                 self._open_without_gradient()
                 return self._finish()
         finally:
@@ -365,7 +363,7 @@ class Reducer:
             self.abandon()
             raise
         current.wait()
-        return self.outcome.conclude(current, own, lists_used=self._holds_hooks)
+        return current.conclude(lists_used=self._holds_hooks)
 
     def hold_hooks(self) -> None:
         """Some parameter has users' hooks, to be run when its gradient is reduced."""
@@ -381,14 +379,18 @@ class Reducer:
         What this rank has - gradients, what has piled up, its weights - it has afterwards, too: see
         tests/procs/test_join_gradients.py.
         """
-        with self.participation.contributing_nothing(Part.JOINED):
+        with self.participation.contributing_nothing(Part.JOINED, self._has_counted):
             self.scheduler.reduce([self])
 
     def leave_out(self) -> None:
         """Take part in the round that the other ranks are in, without a gradient, and have all leave the batch out."""
         own = self.participation
-        with own.leaving_out(), own.contributing_nothing(Part.PADDING):
+        with own.leaving_out(), own.contributing_nothing(Part.PADDING, self._has_counted):
             self.scheduler.reduce([self])
+
+    def _has_counted(self) -> bool:
+        """Return True if the last round has ended well."""
+        return not self._has_failed
 
     # ------------------------------------------------------------------- the end, however it comes
 
@@ -398,17 +400,25 @@ class Reducer:
             watched = self._watched.pop() if self._watched else None
             ended, self._round = self._round, None
             if ended is not None:
-                if self.setup.watch is not None:
-                    self.setup.watch.forget()
-                # Else it may not have opened at all, for other ranks: test_a_failure_with_several_modules.
-                if ended.has_begun:
-                    self.setup.count_round(ended.number)
-                for trigger, number in ended.moved_triggers():
-                    self._move_trigger(trigger, number)
-            came = watched is not None and bool(watched.came) and not watched.synchronises
-            self.participation.end_pass(ended, came, failed)
+                self._end_round(ended)
+            if failed or (ended is not None and not ended.is_copied_out):
+                self.setup.drop_gradients()  # what is left differs by rank: test_after_a_failed_backward.py
+            if failed or ended is not None:
+                self.participation.end_round(ended is not None)
+            else:
+                self.participation.end_pass(watched is not None and bool(watched.came) and not watched.synchronises)
             for outer in self._watched:  # what has come in this pass has not come in those
                 outer.look = GradientLook(outer.look.parameters)
+
+    def _end_round(self, ended: Round) -> None:
+        self._has_failed = not ended.is_copied_out
+        if self.setup.watch is not None:
+            self.setup.watch.forget()
+        # Else it may not have opened at all, for other ranks: test_a_failure_with_several_modules.
+        if ended.has_begun:
+            self.setup.count_round(ended.number)
+        for trigger, number in ended.moved_triggers():
+            self._move_trigger(trigger, number)
 
     def pass_leaves(self) -> None:
         """The pass is over, and has not come to the module."""
@@ -441,7 +451,18 @@ class Reducer:
             self.scheduler.note_failure(self)
             raise
         assert self._round is not None
-        self.outcome.abandon(self._round)
+        self._abandoned = self._round
+        self._abandoned.abandon()
+        self.scheduler.decisions.has_unheard(self)
+
+    def hear_abandoned(self) -> None:
+        """Return when all that an abandoned round has sent has arrived, and what the ranks have decided in it is
+        known."""
+        if self._abandoned is not None:
+            with self._lock:
+                abandoned, self._abandoned = self._abandoned, None
+                if abandoned is not None:
+                    abandoned.hear_abandoned()
 
     def is_in_reach(self, reach: Reach) -> bool:
         """Return True if a pass of that reach accumulates into parameters of the module, as far as its graph shows."""

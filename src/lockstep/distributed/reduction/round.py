@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from enum import IntEnum, auto
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,14 +19,16 @@ from torch.nn import Parameter
 
 from lockstep.distributed.reduction.bucket import GradientBucket, ZeroBucket
 from lockstep.distributed.reduction.comm_hooks import Waitable
+from lockstep.distributed.reduction.drift import Drift, warn_of_drift
 from lockstep.distributed.reduction.gradient_look import GradientLook
 from lockstep.distributed.reduction.graph import has_means
 from lockstep.distributed.reduction.late import reduce_late
 from lockstep.distributed.reduction.parameter import ManagedParameter
+from lockstep.distributed.reduction.participation import Participation
 from lockstep.distributed.reduction.setup import Setup
 from lockstep.distributed.reduction.status import Status
-from lockstep.distributed.reduction.verdict import Verdict
-from lockstep.errors import CommunicationError
+from lockstep.distributed.reduction.verdict import Verdict, judge, judge_loops
+from lockstep.errors import AgreementError, CommunicationError, OptionError, PeerError
 from lockstep.texts import LONGEST_HEADLINE, shortened
 
 
@@ -41,10 +44,6 @@ class RoundPhase(IntEnum):
     ABANDONED = auto()
     """This rank's part has failed, which the others are told; nothing follows."""
 
-    def may_become(self, other: "RoundPhase") -> bool:
-        """Whether ``other`` may follow."""
-        return other in _FOLLOWING[self]
-
 
 _FOLLOWING = {
     RoundPhase.FILLING: (RoundPhase.FINALIZING, RoundPhase.ABANDONED),
@@ -57,15 +56,8 @@ _FOLLOWING = {
 class Round:
     """Reduces the gradients of one backward pass, together with the same round of the other ranks."""
 
-    def __init__(
-        self,
-        number: int,
-        setup: Setup,
-        used: bytearray,
-        describe: Callable[[int, bool], Status],
-    ) -> None:
-        """``used`` has a one for each parameter that has had a gradient on this rank since the last round; ``describe``
-        says what this rank has to report of a round of that number, failed or not."""
+    def __init__(self, number: int, setup: Setup, own: Participation, passive: bool = False) -> None:
+        """``own``: how this rank takes part; ``passive``: it does so without a backward pass of its own."""
         self.number, self.phase = number, RoundPhase.FILLING
         self.buckets = setup.buckets
         self.next_bucket = 0
@@ -74,12 +66,13 @@ class Round:
         """Parameters whose gradient came after its bucket had left, or has no bucket."""
         self.is_copied_out = False
         """Whether the parameters have their gradients."""
-        self.abandoned_row: Tensor | None = None
-        """The report, if the round was abandoned before it had left."""
-        self._setup, self._used, self._describe = setup, used, describe
+        self._setup, self._own, self._passive = setup, own, passive
+        self._used = own.contribution.used
+        self._abandoned_row: Tensor | None = None
+        self._decisions = setup.scheduler.decisions
+        self._loop = self._decisions.innermost  # which may end before the report of an abandoned round is read
+        self._batch = self._decisions.batch
         self._divide_factor = setup.gradient_divide_factor
-        # Ranks that use different things come to a mean inside of the pass at different times.
-        self._launches_early = setup.is_ready and not has_means()
         self._undefined: list[int] = []
         self._pending: list[Waitable] = []
         self._begun = 0.0  # when the first collective has begun
@@ -94,7 +87,7 @@ class Round:
         return self.next_bucket > 0 or self.phase is not RoundPhase.FILLING
 
     def _become(self, phase: RoundPhase) -> None:
-        if not self.phase.may_become(phase):
+        if phase not in _FOLLOWING[self.phase]:
             raise RuntimeError(f"round {self.number} is {self.phase.name} and becomes {phase.name}; a bug in lockstep")
         self.phase = phase
 
@@ -141,7 +134,8 @@ class Round:
 
     def _may_launch(self, bucket: GradientBucket) -> bool:
         """Whether a bucket may leave while backward runs."""
-        if not (self._launches_early and self._setup.scheduler.modules.exclusive):
+        # Ranks that use different things come to a mean inside of the pass at different times.
+        if not self._setup.is_ready or has_means() or not self._setup.scheduler.modules.exclusive:
             return False
         return not self._setup.hooks.hooks or self._may_call_hooks(bucket.members[0].spec.device)
 
@@ -210,12 +204,15 @@ class Round:
         if self._setup.transport.own_row is None:
             self._write_report(row, failed)
         else:
-            self._setup.transport.write_buffers(row, self._describe(self.number, failed))
+            self._setup.transport.write_buffers(row, self._describe(failed))
+
+    def _describe(self, failed: bool) -> Status:
+        return self._own.describe(self.number, self._passive, failed)
 
     def _write_report(self, row: Tensor, failed: bool = False) -> Status:
         for index in self._undefined:  # hooks have run, but there was no gradient
             self._used[index] = 0
-        status = self._describe(self.number, failed)
+        status = self._describe(failed)
         digest = self._setup.look(self.number) if status.called and not failed else None
         self._setup.transport.write(row, self._used, list(self.late), status, digest)
         return status
@@ -232,19 +229,79 @@ class Round:
         traffic.pace.has_waited(time.perf_counter())
         self._become(RoundPhase.REDUCED)
 
-    @property
-    def report_row(self) -> Tensor:
-        """The report's place."""
-        row = self._setup.transport.own_row
-        return self.bucket_row if row is None else row
+    # -------------------------------------------------------------- reduced: the verdict is carried out
 
-    @property
-    def bucket_row(self) -> Tensor:
-        """What rides behind the last bucket; nothing if the report and small buffers travel on their own."""
+    def conclude(self, *, lists_used: bool) -> Sequence[Parameter]:
+        """Read the report, and give the parameters their gradients.
+
+        Returns the parameters that any rank has used, in an order that is the same on all, if ``lists_used``. Raises on
+        every rank if the ranks were not in the same round.
+        """
+        setup, transport, own = self._setup, self._setup.transport, self._own
         bucket = self.buckets.report_bucket
-        return torch.empty(0) if bucket is None else bucket.row
+        row = torch.empty(0) if bucket is None else bucket.row
+        report = transport.read(row if transport.own_row is None else transport.own_row)
+        ranks = setup.collectives
+        verdict = judge(report, ranks.rank, ranks.global_ranks, setup.gradient_divide_factor)
+        found = _USUAL if verdict.is_usual and self._decisions.is_default else self._find(verdict)
+        if found is None:
+            own.contribution.forget()
+            return ()
+        try:
+            self._copy_out(verdict, found.newcomers)
+        except BaseException:  # of a late gradient, on every rank
+            self._drop()
+            raise
+        setup.buffers.finish_large()
+        if not verdict.changed:  # the buffers that go with the gradients
+            transport.take_buffers(row if transport.own_row is None or transport.splits else transport.own_row)
+        own.note_used()
+        used = self._parameters_in_order(verdict, found.newcomers) if lists_used else ()
+        if found.renews:
+            self._renew()
+        else:
+            setup.adapt(verdict)
+        warn_of_drift(found.drift, ranks.global_rank)
+        return used
 
-    def copy_out(self, verdict: Verdict, newcomers: Sequence[ManagedParameter]) -> None:
+    def _find(self, verdict: Verdict) -> "_Findings | None":
+        """Agree with all ranks on what the verdict asks for; None if the batch is left out.
+
+        Raises as :meth:`conclude` does.
+        """
+        setup = self._setup
+        self._decisions.hear(verdict.loop, self._decisions.batch)
+        try:
+            if verdict.error is not None:
+                raise verdict.error.exception()
+            if verdict.skip:
+                self._drop()
+                return None
+            setup.check_values(verdict, self.number)
+            newcomers: Sequence[ManagedParameter] = setup.agree_anew() if verdict.changed else ()
+            return _Findings(verdict.changed, newcomers, self._find_drift() if verdict.drifted else None)
+        except (PeerError, AgreementError, OptionError):
+            self._drop()
+            if verdict.failed:
+                self._decisions.note_failure()
+            raise
+
+    def _find_drift(self) -> Drift | None:
+        """Compare the parameters, as they are now, with those of all other ranks, which do the same."""
+        return self._own.contribution.drift.compare(self._setup.members.current, self._setup.collectives)
+
+    def _drop(self) -> None:
+        """Nothing of the round counts: it has failed, or the batch is left out."""
+        self._setup.buffers.drop_large()
+        self._setup.drop_gradients()
+
+    def _renew(self) -> None:
+        """Go on with what all ranks have now."""
+        before = self._setup.renew()
+        if before is not None:
+            self._own.contribution.renumber(before, self._setup.parameters)
+
+    def _copy_out(self, verdict: Verdict, newcomers: Sequence[ManagedParameter]) -> None:
         """Give the parameters their reduced gradients, times the verdict's factor: what is in the buckets, and what was
         late.
 
@@ -266,7 +323,7 @@ class Round:
             each.copy_out(factor)
         self.is_copied_out = True
 
-    def parameters_in_order(self, verdict: Verdict, newcomers: Sequence[ManagedParameter]) -> list[Parameter]:
+    def _parameters_in_order(self, verdict: Verdict, newcomers: Sequence[ManagedParameter]) -> list[Parameter]:
         """The parameters that any rank has used, in an order that is the same on all ranks: the plan's."""
         placed = [index for bucket in self.buckets.in_order for index in bucket.planned.indices]
         used = [self._setup.parameters[i] for i in (*placed, *self.buckets.unbucketed) if verdict.uses(i)]
@@ -290,14 +347,23 @@ class Round:
                 row = zeros[bucket.planned.layout.numel :]
                 self._write_in_bucket(row, failed=True)
                 if setup.transport.own_row is None:
-                    self.abandoned_row = row
+                    self._abandoned_row = row
             self._all_reduce(zeros, "abandoned bucket")
         if setup.hooks.hooks and not setup.collectives.follows_stream(setup.collectives.device):
-            self.wait_abandoned()
+            self._wait_abandoned()
         setup.buffers.send_large(failed=True)
         if setup.transport.own_row is not None:
-            self.abandoned_row = setup.transport.own_row
-            self._send_own(self.abandoned_row, "abandoned report", failed=True)
+            self._abandoned_row = setup.transport.own_row
+            self._send_own(self._abandoned_row, "abandoned report", failed=True)
+
+    def hear_abandoned(self) -> None:
+        """Return when all has arrived of a round that this rank has abandoned, and its loop knows what the others have
+        said in it."""
+        self._wait_abandoned()
+        self._setup.buffers.drop_large()
+        report = self._setup.transport.read_abandoned(self._abandoned_row)
+        if report is not None:
+            self._decisions.hear(judge_loops(report.statuses), self._batch, self._loop, abandoned=True)
 
     # ----------------------------------------------------------------- what has been sent, and not waited for yet
 
@@ -340,11 +406,10 @@ class Round:
     def _send_zeros_through_hooks(self, bucket: GradientBucket, zeros: Tensor) -> None:
         """Let communication hooks send what the other ranks' hooks wait for, of a bucket without gradients."""
         if not self._setup.collectives.follows_stream(zeros.device):  # see order_hooks
-            self.wait_abandoned()
+            self._wait_abandoned()
         self._pending.append(self._call_hooks(ZeroBucket(bucket), zeros))
 
-    def wait_abandoned(self) -> None:
-        """Return when all has arrived of a round that this rank has abandoned."""
+    def _wait_abandoned(self) -> None:
         while self._pending:
             try:
                 self._pending.pop(0).wait()
@@ -358,5 +423,18 @@ class Round:
         try:
             return make()
         except (RuntimeError, MemoryError, OSError):
-            self.wait_abandoned()
+            self._wait_abandoned()
             return make()
+
+
+class _Findings(NamedTuple):
+    """What all ranks have agreed on, as a verdict asks for."""
+
+    renews: bool = False
+    """True if all ranks have agreed anew on what is replicated."""
+    newcomers: Sequence[ManagedParameter] = ()
+    """Parameters that are new, and that some rank has a gradient of."""
+    drift: Drift | None = None
+
+
+_USUAL = _Findings()
