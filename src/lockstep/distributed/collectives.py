@@ -137,10 +137,17 @@ class Collectives:
         """The number by which messages name this rank."""
         return self.global_ranks[self.rank]
 
+    @property
+    def is_alive(self) -> bool:
+        """True unless the group has been destroyed since, or is another process's."""
+        if self._state.is_inherited:
+            return False
+        return not self._registered or self.group in dist.distributed_c10d._world.pg_group_ranks
+
     def check_alive(self) -> None:
-        """Raise if the group has been destroyed since, or is another process's."""
+        """Raise unless :attr:`is_alive`."""
         self._check_process()
-        if self._registered and self.group not in dist.distributed_c10d._world.pg_group_ranks:
+        if not self.is_alive:
             raise CommunicationError(
                 f"rank {self.global_rank}: the process group has been destroyed; gradients cannot be synchronised any "
                 "more. Destroy it after the last backward, or run this one under no_sync()"

@@ -109,8 +109,13 @@ class Loop:
         """Whether nothing is known that a report which says nothing would change."""
         return not (self.skips or self.has_failed or self._some_end or self.all_end)
 
+    @property
+    def is_usual(self) -> bool:
+        """True if nothing is known but which batch it is, and every rank has this one and another one after it."""
+        return not (self.ends or self._uneven or self.skips or self.has_failed or self._some_end or self.all_end)
 
-_may_be_idle = attrgetter("may_be_idle")
+
+_may_be_idle, _is_usual = attrgetter("may_be_idle"), attrgetter("is_usual")
 
 
 class Decisions:
@@ -270,6 +275,14 @@ class Decisions:
     def is_default(self) -> bool:
         """Whether nothing is known but which batch it is, so that a report that says no more changes nothing."""
         return not self._stops and self.innermost.is_default
+
+    @property
+    def is_usual(self) -> bool:
+        """True if this rank has nothing to say in its next round but which batch it is at, and nothing is known of the
+        others that matters to it."""
+        if self._stops or self.skips_next or self._share is not None or self._padding:
+            return False
+        return all(map(_is_usual, self._loops)) and not (self._requests and self.asks_to_stop)
 
     @property
     def has_failed(self) -> bool:

@@ -48,6 +48,11 @@ class DriftWatch:
         self.suspects = False
         """Whether parameters were changed while their gradient was only this rank's, and have not been compared."""
 
+    @property
+    def is_unused(self) -> bool:
+        """True if no gradient is this rank's alone, and nothing is suspected."""
+        return self._versions is None and not self.suspects
+
     def look(self, synchronises: bool) -> None:
         """A backward pass begins; warns if parameters have changed twice since one that synchronised, and this one does
         not."""

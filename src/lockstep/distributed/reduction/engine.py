@@ -46,7 +46,20 @@ _lock = threading.Lock()
 class BackwardPass:
     """One call of the engine."""
 
-    __slots__ = ("_failed", "_given", "_is_known", "_reach", "is_step", "means", "outer", "over", "thread", "told")
+    __slots__ = (
+        "_failed",
+        "_given",
+        "_is_known",
+        "_reach",
+        "adds",
+        "creates_graph",
+        "is_step",
+        "means",
+        "outer",
+        "over",
+        "thread",
+        "told",
+    )
 
     def __init__(self, outer: "BackwardPass | None", is_step: bool, given: dict[str, Any] | None) -> None:
         """``given``: the arguments of the engine's entry, by name; None if C++ has begun the pass."""
@@ -63,6 +76,10 @@ class BackwardPass:
         """Those that know already that it has ended."""
         self.means: dict[object, torch.Tensor] = {}
         """With ``create_graph``: by group, an output of the last mean over its ranks that has been taken in it."""
+        self.adds = given is None or bool(given.get("accumulate_grad"))
+        """True if it adds to gradients: ``backward()``, and not ``torch.autograd.grad``."""
+        self.creates_graph = given is not None and bool(given.get("create_graph"))
+        """True if it was asked for gradients that have a graph themselves."""
         self._is_known = given is not None
         self._given = given or {}
         self._failed: set[int] = outer._failed if outer is not None else set()  # common to passes inside of one another
@@ -72,16 +89,6 @@ class BackwardPass:
     def accumulates(self) -> bool:
         """Return True if it adds gradients to whatever leaves it reaches: ``backward()``, but not with ``inputs``."""
         return self._is_known and self.adds and not self._given.get("inputs")
-
-    @property
-    def adds(self) -> bool:
-        """Return True if it adds to gradients: ``backward()``, and not ``torch.autograd.grad``."""
-        return not self._is_known or bool(self._given.get("accumulate_grad"))
-
-    @property
-    def creates_graph(self) -> bool:
-        """Return True if it was asked for gradients that have a graph themselves."""
-        return bool(self._given.get("create_graph"))
 
     @property
     def reach(self) -> Reach:

@@ -93,6 +93,9 @@ class ScheduledModule(Protocol):
     def look(self) -> bool:
         """The pass under way is over: return True if it has come to any parameter."""
 
+    def reduce_settled(self) -> bool:
+        """The pass under way is over: reduce, if nothing about it is unusual; else do nothing, and return False."""
+
     def pass_leaves(self) -> None:
         """The pass under way is over, and has not come to the module."""
 

@@ -85,6 +85,14 @@ class Participation:
         self.differs = self.differs or self._setup.differs()
         self._in_round = True
 
+    @property
+    def is_usual(self) -> bool:
+        """True if it contributes what one backward pass has left, and no more."""
+        own = self.contribution
+        if self.differs or self._skips or self.idle_batch is not None or own.part is not Part.FULL:
+            return False
+        return own.window.is_unused and own.drift.is_unused
+
     def note_used(self) -> None:
         """A round has ended well."""
         used = self.contribution.used

@@ -291,6 +291,45 @@ class Reducer:
 
     # -------------------------------------------------------------------------------- finalize
 
+    def reduce_settled(self) -> bool:
+        """The pass under way is over. If nothing about it is unusual, reduce, and give the parameters their gradients;
+        else do nothing, and return False.
+
+        This asks once for all that is asked one by one where it makes a difference. What happens then is the same.
+        """
+        with self._lock:
+            watched = self._watched[-1]
+            if not self._is_usual(watched):
+                return False
+            own = self.participation
+            if self._round is None:
+                self._round = Round(self.setup.rounds + 1, self.setup, own)
+            own.contribution.used[:] = self.setup.buckets.all_used
+            try:
+                with torch.no_grad():
+                    self._finish()
+            except Exception as error:
+                self.error = f"{type(error).__name__}: {error}"
+                raise
+            finally:
+                self.end_pass()
+            return True
+
+    def _is_usual(self, watched: "_Watched") -> bool:
+        setup, this = self.setup, watched.this
+        if not (setup.is_settled and watched.synchronises and watched.is_expected) or self._holds_hooks:
+            return False
+        if len(self._watched) > 1 or self._abandoned is not None or this.over or this.creates_graph:
+            return False
+        if not (self.participation.is_usual and self.scheduler.is_usual and self.collectives.is_alive):
+            return False
+        if setup.follows_active or self._generation != generation() or not self._is_whole or setup.buffers.changed():
+            return False
+        came = watched.look.changed()
+        if self._round is not None:
+            came = self._round.with_taken(came)
+        return len(came) == len(watched.look.parameters) == len(self._members.parameters)
+
     def finalize_backward(self) -> Sequence[Parameter]:
         """Reduce what is left; returns the parameters whose hooks have waited for this.
 

@@ -80,6 +80,14 @@ class GroupScheduler(PassObserver):
         if not watching:
             return
         this.told.add(self)
+        if self.modules.exclusive and len(watching) == 1:
+            try:
+                if watching[0].reduce_settled():
+                    self._collectives.enter("training")
+                    return
+            except BaseException:
+                this.note_failure(watching[0])
+                raise
         reached: list[ScheduledModule] = []
         silent: list[ScheduledModule] = []
         others: list[ScheduledModule] = []
@@ -292,6 +300,11 @@ class GroupScheduler(PassObserver):
         if not self.lost:
             self.lost = reason
             self._collectives.end(f"rank {self._collectives.global_rank} is lost: {reason}")
+
+    @property
+    def is_usual(self) -> bool:
+        """True if this rank can communicate, and its loop has nothing to say but which batch it is at."""
+        return not self.lost and self.decisions.is_usual
 
     def check(self) -> None:
         """Raise :class:`CommunicationError` if this rank cannot communicate over the group any more, and

@@ -48,6 +48,9 @@ class Setup:
         self.watch: ValueWatch | None = None
         """What compares values in every N-th round, if anything does."""
         self._before_next_round: list[Callable[[], object]] = []
+        self.is_settled = False
+        """True if every parameter has a bucket, in a plan that has been made anew after the first round, there are no
+        communication hooks, and nothing has to be agreed on."""
         self.plan_changes: Counter[str] = Counter()
         """Why buckets were made anew, and how often."""
         self._plan_anew()
@@ -62,10 +65,9 @@ class Setup:
         """Whether the plan has been made anew after the first round."""
         return not self.plan.observes
 
-    @property
-    def is_settled(self) -> bool:
-        """Whether every parameter has a bucket, in a plan that has been made anew after the first round."""
-        return self.plan.is_whole and self.is_planned
+    def _settle(self) -> None:
+        has_hooks = bool(self.hooks.hooks) or self.hooks.has_changed
+        self.is_settled = self.plan.is_whole and self.is_planned and self.is_ready and not has_hooks
 
     @property
     def is_ready(self) -> bool:
@@ -90,6 +92,7 @@ class Setup:
         self.transport.lay_out(planned[-1].layout.dtype if shares_bucket else None, device)
         empty = plain_memory if hooked else self.collectives.empty  # some hooks resize what they are given
         self.buckets = BucketsInUse(self.plan, self.parameters, self.transport.numel, empty)
+        self._settle()
 
     def adapt(self, verdict: Verdict) -> None:
         """Let the plan follow what the ranks have used. Communicates one broadcast, the first time."""
@@ -166,6 +169,7 @@ class Setup:
         """
         if self.hooks.register(state, hook):
             self._make_buckets()
+        self._settle()
 
     def set_participants(self, ranks: Sequence[int], divide_by: float) -> None:
         """Inside ``join()``: which ranks have batches. The first one's buffers count; sums are divided by
@@ -178,6 +182,7 @@ class Setup:
     def do_before_next_round(self, call: Callable[[], object]) -> None:
         """Call ``call``, which may communicate, before anything of the next round is sent, once."""
         self._before_next_round.append(call)
+        self._settle()
 
     def get_ready(self) -> None:
         """Do what has to be done before anything of a round is sent. What fails here fails on every rank, and leaves
@@ -186,11 +191,14 @@ class Setup:
         Ranks wait for each other here, so this is done at the end of backward: until then they may go through several
         modules in orders of their own.
         """
+        if self.is_ready:
+            return
         while self._before_next_round:
             self._before_next_round[0]()
             del self._before_next_round[0]
         if not self.hooks.are_agreed:
             self.hooks.agree(self.collectives)
+        self._settle()
 
     def differs(self) -> bool:
         """Whether this rank has other hooks or buffers than were agreed on."""
@@ -199,6 +207,7 @@ class Setup:
     def agree_anew(self) -> list[ManagedParameter]:
         """Agree with all ranks on hooks and parameters; returns the new ones that any rank has a gradient of."""
         self.hooks.agree(self.collectives)
+        self._settle()
         return self.members.agree_anew(self.collectives)
 
     def renew(self) -> list[ManagedParameter] | None:

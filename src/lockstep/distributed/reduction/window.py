@@ -70,6 +70,11 @@ class Window:
         self._passes = 0
         self._left: list[_Left] = []
 
+    @property
+    def is_unused(self) -> bool:
+        """True if no weights are given."""
+        return not (self.is_open or self._blocks or self.problem)
+
     @contextmanager
     def block(self, weight: float, parameters: Sequence[ManagedParameter], synchronises: bool) -> Iterator[None]:
         """A block with a weight, of a module that has these parameters; ``synchronises``: it is to have a round.
