@@ -38,9 +38,9 @@ class Phases:
     """The phases of one owner (a ``DataParallel``, a replica set): entered with :meth:`phase`, from any thread."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._tallies: dict[str, _Tally] = defaultdict(_Tally)
-        self._timelines: list[list[Event]] = []
+        self.lock = threading.Lock()
+        self.tallies: dict[str, _Tally] = defaultdict(_Tally)
+        self.timelines: list[list[Event]] = []
 
     def phase(self, name: str, detail: str = "", replica: int | None = None) -> "_Phase":
         """A context manager around one phase."""
@@ -48,29 +48,21 @@ class Phases:
 
     def statistics(self) -> Statistics:
         """A copy of what has been counted so far."""
-        with self._lock:
-            calls = {name: tally.calls for name, tally in self._tallies.items()}
-            return Statistics(calls, {name: tally.seconds for name, tally in self._tallies.items()})
+        with self.lock:
+            calls = {name: tally.calls for name, tally in self.tallies.items()}
+            return Statistics(calls, {name: tally.seconds for name, tally in self.tallies.items()})
 
     @contextmanager
     def timeline(self) -> Iterator[list[Event]]:
         """List every phase that ends inside the ``with`` block."""
         events: list[Event] = []
-        with self._lock:
-            self._timelines.append(events)
+        with self.lock:
+            self.timelines.append(events)
         try:
             yield events
         finally:
-            with self._lock:
-                self._timelines = [other for other in self._timelines if other is not events]
-
-    def _ended(self, name: str, replica: int | None, start: float, end: float) -> None:
-        with self._lock:
-            tally = self._tallies[name]
-            tally.calls += 1
-            tally.seconds += end - start
-            for events in self._timelines:
-                events.append(Event(name, replica, start, end))
+            with self.lock:
+                self.timelines = [other for other in self.timelines if other is not events]
 
 
 class _Tally:
@@ -101,7 +93,13 @@ class _Phase:
         end = perf_counter()
         if self._label is not None:
             self._label.__exit__(kind, error, trace)
-        self._owner._ended(self._name, self._replica, self._start, end)
+        owner = self._owner
+        with owner.lock:
+            tally = owner.tallies[self._name]
+            tally.calls += 1
+            tally.seconds += end - self._start
+            for events in owner.timelines:
+                events.append(Event(self._name, self._replica, self._start, end))
 
 
 def _label(name: str, detail: str, replica: int | None) -> record_function:

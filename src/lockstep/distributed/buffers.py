@@ -271,6 +271,8 @@ class BufferSync:
         self._left = False
         self.are_equal = False
         """Whether the last round has made them equal on all ranks."""
+        self.has_large = False
+        """True if there are any that are not packed."""
 
     def set_active(self, ranks: Sequence[int] | None) -> None:
         """From now on the values of the first of ``ranks`` are what the others get, or the mean of theirs. None, or no
@@ -309,7 +311,8 @@ class BufferSync:
 
     def plan_packing(self, dtype: torch.dtype) -> int:
         """Choose which are packed behind a report of that dtype; returns how many elements that takes."""
-        self._packed, self._large = [], []
+        self._packed = []
+        self._large = []
         groups: dict[tuple[torch.dtype, torch.device, bool, bool], list[Buffer]] = {}
         room = PACKED_BYTES // dtype.itemsize
         for buffer in sorted(self.buffers, key=lambda b: b.nbytes):
@@ -325,6 +328,7 @@ class BufferSync:
             end = start + sum(b.nbytes if as_bytes else b.shape.numel() for b in buffers)
             self._packed.append(_Packed(BufferGroup(buffers), slice(start, end), as_bytes, averaged))
             start = end
+        self.has_large = bool(self._large)
         return start
 
     @property
@@ -360,11 +364,6 @@ class BufferSync:
                 if packed.as_bytes:
                     values = values.to(torch.uint8).view(packed.group.dtype)
                 packed.group.assign(values)
-
-    @property
-    def has_large(self) -> bool:
-        """Whether there are any that are not packed."""
-        return bool(self._large)
 
     def prepare_large(self) -> None:
         """Put together those that are not packed; what fails here is told in the report, which has not left."""

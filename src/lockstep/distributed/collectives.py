@@ -67,7 +67,7 @@ class Pending:
 
     def wait(self) -> None:
         """Return when the tensor holds the result (for the current stream, where there are streams)."""
-        watcher = self._owner.watcher
+        watcher = self._owner.watcher if watchers else None
         try:
             if watcher is None:
                 self._work.wait(_GROUPS_OWN_TIMEOUT)
@@ -204,7 +204,7 @@ class Collectives:
         ``wait_follows``: it is waited for at once, so no other thread has to see to it until then.
         """
         options = self._waited_for if wait_follows else self._begin_only
-        self.traffic.reduces(_bytes_of(tensor))
+        self.traffic.reduces(tensor)
         with self.phases.phase("collective", f"all_reduce, {what}"):
             if self._abilities is not None:  # multiplies on the way
                 return self._begin(what, self._abilities.allreduce, [tensor], options, factor=factor)
@@ -294,7 +294,8 @@ class Collectives:
             return self._begin(what, self._abilities._add_in_order, _real(tensor), *sizes, options)
 
     def _begin(self, what: str, collective: Callable[..., Any], *args: Any, **options: Any) -> Pending:
-        self._check_process()
+        if self._state.is_inherited:
+            self._check_process()
         try:
             work = collective(*args, **options)
         except (RuntimeError, ValueError) as error:
@@ -351,11 +352,6 @@ def _in_flat_copies(tensors: Sequence[Tensor], begin: Callable[[Tensor], Pending
 def _real(tensor: Tensor) -> Tensor:
     """A tensor of one dimension, complex numbers as two real ones each."""
     return torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor
-
-
-def _bytes_of(tensor: Tensor) -> int:
-    """Of a sparse tensor, those of its values (test_a_sparse_bucket)."""
-    return tensor._values().nbytes if tensor.is_sparse else tensor.nbytes
 
 
 def plain_memory(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -71,7 +71,7 @@ def mean_over_ranks(tensors: Tensor | Sequence[Tensor], process_group: Group | N
     lines += [Line(f"tensor {n} given to mean_over_ranks()", _described(each)) for n, each in enumerate(listed)]
     has_graph = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in listed if isinstance(tensor, Tensor))
     earlier = [each for each in means_behind(listed) if each.collectives.group is group] if has_graph else []
-    modules = dict(zip(scheduler_of(group).modules.ids(), scheduler_of(group).modules, strict=True))
+    modules = scheduler_of(group).modules.numbered()
     behind = _numbers_behind(listed, modules) if has_graph else []
     graphs = check_same_on_all_ranks(lines, collectives, [len(earlier), *behind] if has_graph else [])
     _check_earlier_means([row[0] if row else 0 for row in graphs], collectives)

@@ -30,7 +30,7 @@ from lockstep.distributed.reduction.comm_hooks import check_hook
 from lockstep.distributed.reduction.engine import watch_engine
 from lockstep.distributed.reduction.graph import mark_output
 from lockstep.distributed.reduction.parameter_set import ParameterSet
-from lockstep.distributed.reduction.passes import ForwardMark, in_backward, note_compiled
+from lockstep.distributed.reduction.passes import ForwardMark, note_compiled
 from lockstep.distributed.reduction.reducer import Reducer
 from lockstep.distributed.reduction.scheduler import GroupScheduler, scheduler_of
 from lockstep.distributed.reduction.selection import Contents, Selection, describe_parameter, note_replicated
@@ -231,7 +231,10 @@ class Replication:
 
     def _counts(self) -> bool:
         """Whether a synchronising backward is to go through a forward that runs now."""
-        return self.requires_sync and torch.is_grad_enabled() and self._selection.module.training and not in_backward()
+        in_backward = torch._C._current_graph_task_id() != -1
+        if in_backward or not (self.requires_sync and torch.is_grad_enabled()):
+            return False
+        return self._selection.module.training
 
     # ------------------------------------------------------------------------------------- methods
 

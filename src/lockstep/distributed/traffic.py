@@ -1,5 +1,7 @@
 """How much a module's collectives have moved, and how long beside backward: plain numbers."""
 
+from torch import Tensor
+
 from lockstep.distributed.pace import Pace
 
 
@@ -15,10 +17,12 @@ class Traffic:
         """From the first collective of each round to the end of backward: time in which backward hid them."""
         self.pace = Pace()
 
-    def reduces(self, size: int) -> None:
-        """An all-reduce of so many bytes begins."""
-        self.bytes_reduced += size
+    def reduces(self, tensor: Tensor) -> None:
+        """An all-reduce of a tensor begins; of a sparse one the values count (test_a_sparse_bucket)."""
+        self.bytes_reduced += tensor._values().nbytes if tensor.is_sparse else tensor.nbytes
 
-    def was_hidden(self, seconds: float) -> None:
-        """In a round, collectives were under way for so long before anything waited for them."""
-        self.hidden_seconds += seconds
+    def waits(self, begun: float | None, now: float) -> None:
+        """A round is waited for from ``now`` on, of which the first collective had ``begun`` before, if any has."""
+        self.pace.waits(now)
+        if begun is not None:
+            self.hidden_seconds += now - begun

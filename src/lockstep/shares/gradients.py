@@ -58,7 +58,7 @@ class ShareGradients:
 
     def check_hooks(self) -> None:
         """Raise for hooks of users that would see a share's gradient in place of the step's."""
-        check_optimizers(zip(self.names, self.parameters, strict=True))
+        check_optimizers(lambda: zip(self.names, self.parameters, strict=True))
         for name, parameter in zip(self.names, self.parameters, strict=True):
             if len(getattr(parameter, "_post_accumulate_grad_hooks", None) or ()) > 1:
                 raise NotReplicableError(

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from itertools import repeat
 from operator import attrgetter, is_not
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -72,7 +72,8 @@ class GradientBucket(ABC):
         self.waits_for_end = waits
         """Whether it waits for the end of backward."""
         self._parameters = [member.parameter for member in members]
-        self._kinds = self._kinds_now()
+        self._dtypes = [parameter.dtype for parameter in self._parameters]
+        self._devices = [parameter.device for parameter in self._parameters]
         cut = self._cut()
         self.parts = [BucketPart(self, positions, len(cut) > 1 or not waits) for positions in cut]
         self.missing = len(self.parts)
@@ -80,16 +81,12 @@ class GradientBucket(ABC):
         self._scale = 1.0
         self._unused: list[tuple[ManagedParameter, Tensor, Tensor | None]] = []
 
-    def _kinds_now(self) -> list[torch.dtype | torch.device]:
-        found: list[Any] = list(map(_dtype_of, self._parameters))
-        if torch.accelerator.is_available():
-            found += map(_device_of, self._parameters)
-        return found
-
     def _check_unchanged(self) -> None:
         """Raise :class:`LayoutError` if a parameter has been retyped or moved: only this rank would find out, when it
         is too late to tell the others, that it cannot have the gradient."""
-        if self._kinds_now() != self._kinds:
+        parameters = self._parameters
+        moved = torch.accelerator.is_available() and list(map(_device_of, parameters)) != self._devices
+        if moved or list(map(_dtype_of, parameters)) != self._dtypes:
             for member in self.members:
                 member.check_parameter()
 
@@ -105,10 +102,11 @@ class GradientBucket(ABC):
     def open(self, scale: float) -> None:
         """A round begins, in which gradients are multiplied by ``scale`` before they are summed."""
         self._scale = scale
-        self.missing = len(self.parts)
-        for part in self.parts:
-            part.open()
         self._unused.clear()
+        if self.missing < len(self.parts):
+            self.missing = len(self.parts)
+            for part in self.parts:
+                part.open()
 
     def part_is_complete(self, part: BucketPart) -> bool:
         """All gradients of a part have come; returns whether all of the bucket have."""

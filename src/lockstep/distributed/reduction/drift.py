@@ -99,14 +99,13 @@ def _first_bytes(parameters: Sequence[Parameter]) -> list[bytes]:
     ]
 
 
-def warn_of_drift(drift: Drift | None, rank: int) -> None:
-    """Warn of a forgotten synchronisation, if replicas have drifted apart."""
-    if drift is not None:
-        differs = f", and has other values on rank {drift.other} than on rank {drift.first}"
-        how = ", again and again" if drift.other is None else differs
-        warnings.warn(
-            f"rank {rank}: parameter {drift.name} was changed while its gradient was only one rank's{how}: the "
-            "replicas have drifted apart. The last backward before optimizer.step() must not be under no_sync() or "
-            "set_requires_gradient_sync(False)",
-            stacklevel=3,
-        )
+def warn_of_drift(drift: Drift, rank: int) -> None:
+    """Warn of a forgotten synchronisation: replicas have drifted apart."""
+    differs = f", and has other values on rank {drift.other} than on rank {drift.first}"
+    how = ", again and again" if drift.other is None else differs
+    warnings.warn(
+        f"rank {rank}: parameter {drift.name} was changed while its gradient was only one rank's{how}: the replicas "
+        "have drifted apart. The last backward before optimizer.step() must not be under no_sync() or "
+        "set_requires_gradient_sync(False)",
+        stacklevel=3,
+    )

@@ -232,7 +232,7 @@ class _Engine(torch._C._ImperativeEngine):
     @outside_compiler
     def run_backward(self, *args: Any, **kwargs: Any) -> Any:
         """Run a backward pass."""
-        outer = current_pass()
+        outer = handed_on.get(_KEY)
         given = named(args, kwargs)
         this = BackwardPass(outer, outer is not None and _is_in_function(), given)
         handed_on.put(_KEY, this)
@@ -240,7 +240,8 @@ class _Engine(torch._C._ImperativeEngine):
             observed = [] if this.is_step else observers()
             for observer in observed:
                 observer.pass_begins(this)
-            if joined := joined_behind(given):
+            joined = joined_behind(given) if given.get("inputs") else ()
+            if joined:
                 given["inputs"] = (*given["inputs"], *joined)
                 args, kwargs = (), given
             result = self._run(*args, **kwargs)

@@ -70,12 +70,13 @@ class FlatBucket(GradientBucket):
 
     def part_is_complete(self, part: BucketPart) -> bool:
         """See :meth:`GradientBucket.part_is_complete`; copies the part, unless it takes a closer look to do so."""
+        is_full = super().part_is_complete(part)
         if self._copies_early is not False and not torch.is_grad_enabled():  # copies would have a graph
             if self._copies_early is None:
                 self._copies_early = self._memory.claim_early(list(map(_grad_of, self._parameters)))
             if self._copies_early:
                 self._copy_part(part)
-        return super().part_is_complete(part)
+        return is_full
 
     def _copy_part(self, part: BucketPart) -> None:
         begin, end = part.positions.start, part.positions.stop

@@ -121,10 +121,10 @@ def means_behind(outputs: Iterable[Any]) -> list[MeanInPass]:
     return [each for node in _nodes(_edges(outputs)) if (each := _mean_of(node)) is not None]
 
 
-def joined_behind(given: dict[str, Any]) -> list[Tensor]:
+def joined_behind(given: dict[str, Any]) -> Sequence[Tensor]:
     """What a pass with ``inputs`` has to have among those, too, so that it comes to all means behind its outputs: on
     another rank they may be on the way to the inputs."""
-    found = means_behind(given["tensors"]) if given.get("inputs") else []
+    found = means_behind(given["tensors"])
     return [each.joined for each in found if each.joined is not None]
 
 

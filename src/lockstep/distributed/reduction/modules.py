@@ -145,11 +145,18 @@ class ReplicatedModules:
         self.order = 0
         """The group's number among those of this process, the same on all of its ranks."""
         self._collectives = collectives
-        self._modules: weakref.WeakValueDictionary[int, ScheduledModule] = weakref.WeakValueDictionary()
+        self._links: dict[int, weakref.ref[ScheduledModule]] = {}
 
     def __iter__(self) -> Iterator[ScheduledModule]:
-        """In the order of their creation."""
-        return iter([module for _, module in sorted(self._modules.items())])
+        """Go through them in the order of their creation."""
+        for link in list(self._links.values()):
+            module = link()
+            if module is not None:
+                yield module
+
+    def numbered(self) -> dict[int, ScheduledModule]:
+        """Return them by their numbers, in the order of their creation."""
+        return {number: module for number, link in list(self._links.items()) if (module := link()) is not None}
 
     def propose_order(self) -> int:
         """The number that this rank wants for the group; ranks take the highest of theirs."""
@@ -157,7 +164,7 @@ class ReplicatedModules:
 
     def ids(self, leaving: Collection[object] = ()) -> list[int]:
         """The numbers of those that are still there on this rank, and not about to be replaced by another."""
-        return sorted(n for n, module in self._modules.items() if not any(module is each for each in leaving))
+        return [n for n, module in self.numbered().items() if not any(module is each for each in leaving)]
 
     def register(self, module: ScheduledModule, module_id: int, others: Collection[int], order: int) -> None:
         """Add a module under a number that all ranks agree on; ``others`` are those that any rank has besides,
@@ -166,14 +173,13 @@ class ReplicatedModules:
         with _lock:
             self.order, _orders = order, max(order, _orders)
         self.unregister(module)
-        self._modules[module_id] = module
+        self._links = dict(sorted({**self._links, module_id: weakref.ref(module)}.items()))
         self.next_id = module_id + 1
         self.exclusive = not others
 
     def unregister(self, module: ScheduledModule) -> None:
         """Forget a module that reduces no more."""
-        for known in [number for number, each in self._modules.items() if each is module]:
-            del self._modules[known]
+        self._links = {number: link for number, link in self._links.items() if link() not in (None, module)}
 
     # --------------------------------------------------------------------- what ranks tell each other
 
@@ -183,7 +189,7 @@ class ReplicatedModules:
         world = self._collectives.world
         row = torch.zeros(world + self.next_id, dtype=torch.int64)
         row[self._collectives.rank] = own
-        for number, module in self._modules.items():
+        for number, module in self.numbered().items():
             if any(module is each for each in modules):
                 row[world + number] = mark
         row = row.to(self._collectives.device)
@@ -194,10 +200,9 @@ class ReplicatedModules:
         row, pending = self.tell(modules, TAKES_PART, own)
         pending.wait()
         marks, counts = row[: self._collectives.world].tolist(), row[self._collectives.world :].tolist()
-        found = [self._modules.get(number) for number, count in enumerate(counts) if count]
         return Attendance(
             [int(each) for each in marks],
-            [module for module in found if module is not None],
+            [module for number, module in self.numbered().items() if number < len(counts) and counts[number]],
             any(count % SKIPPED >= FAILED for count in counts),
             any(count >= SKIPPED for count in counts),
         )

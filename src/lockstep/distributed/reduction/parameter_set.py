@@ -131,9 +131,13 @@ class ParameterSet:
         """Return True if the parameter is new on this rank, and the ranks have not agreed on it yet."""
         return any(each.parameter is parameter for each in self.newcomers)
 
+    def named(self) -> list[tuple[str, Parameter]]:
+        """Return the parameters that are tracked, with their names."""
+        return [(each.name, each.parameter) for each in (*self.newcomers, *self.parameters)]
+
     def name_of(self, parameter: Parameter) -> str:
         """Return the name of a parameter that is tracked."""
-        return next(each.name for each in (*self.newcomers, *self.parameters) if each.parameter is parameter)
+        return next(name for name, each in self.named() if each is parameter)
 
     def has_parameter_of(self, optimizer: Optimizer) -> bool:
         """Return True if an optimizer uses the gradient of any of the parameters."""

@@ -15,8 +15,6 @@ import itertools
 from enum import Flag, auto
 from weakref import WeakValueDictionary
 
-import torch
-
 
 class Called(Flag):
     """How the module was called in what a backward pass went through."""
@@ -122,8 +120,3 @@ def note_compiled(name: str) -> bool:
 
 # What torch.compiler.assume_constant_result does, without importing the compiler: called while tracing, leaves nothing.
 note_compiled._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-def in_backward() -> bool:
-    """Whether this thread runs a backward pass."""
-    return torch._C._current_graph_task_id() != -1

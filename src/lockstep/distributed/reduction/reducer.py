@@ -126,8 +126,8 @@ class Reducer:
         if not this.adds:
             return _Watched(this, GradientLook(()), own.requires_sync)
         own.pass_begins()
-        check_optimizers((each.name, each.parameter) for each in (*self.parameters, *self._members.newcomers))
         parameters = self._members.tracked
+        check_optimizers(self._members.named)
         hold_all(parameters, self)
         if self._triggered is not self.setup.buckets:
             self._place_triggers()
@@ -456,7 +456,7 @@ class Reducer:
         # Else it may not have opened at all, for other ranks: test_a_failure_with_several_modules.
         if ended.has_begun:
             self.setup.count_round(ended.number)
-        for trigger, number in ended.moved_triggers():
+        for trigger, number in ended.moved_triggers.items():
             self._move_trigger(trigger, number)
 
     def pass_leaves(self) -> None:

@@ -75,11 +75,12 @@ class Round:
         self._divide_factor = setup.gradient_divide_factor
         self._undefined: list[int] = []
         self._pending: list[Waitable] = []
-        self._begun = 0.0  # when the first collective has begun
+        self._begun: float | None = None  # when the first collective has begun
         scale = 1.0 if setup.hooks.hooks else 1.0 / self._divide_factor
         for bucket in self.buckets.in_order:
             bucket.open(scale)
-        self._moved: dict[int, int] = {}  # triggers
+        self.moved_triggers: dict[int, int] = {}
+        """The triggers that came too early, by the number of their parameter, and the parameters to which they move."""
 
     @property
     def has_begun(self) -> bool:
@@ -101,7 +102,7 @@ class Round:
             return  # it has come again
         missing = look.missing(part.indices)
         if missing:
-            self._moved[index] = missing[-1]  # in the order of the plan
+            self.moved_triggers[index] = missing[-1]  # in the order of the plan
             return
         part.is_complete = True
         if part.bucket.part_is_complete(part):
@@ -114,11 +115,6 @@ class Round:
             return [*range(count), *(position for position in came if position >= count)]
         taken = {index for part in self.buckets.parts if part.is_complete for index in part.indices}
         return sorted(taken.union(came))
-
-    def moved_triggers(self) -> list[tuple[int, int]]:
-        """The triggers that came too early, by the number of their parameter, and those of the parameters to which
-        they move."""
-        return list(self._moved.items())
 
     def launch_ready_buckets(self) -> None:
         """Launch every bucket whose turn has come, without waiting for anything: another rank may be at another module.
@@ -165,13 +161,12 @@ class Round:
     def end_filling(self) -> None:
         """Backward has ended: what has not come counts as zero."""
         self._become(RoundPhase.FINALIZING)
-        parameters = self._setup.parameters
         for bucket in self.buckets.in_order[: self.next_bucket]:
             if bucket.has_gradients:
-                late = [index for index in bucket.planned.indices if parameters[index].parameter.grad is not None]
+                late = [member.index for member in bucket.members if member.parameter.grad is not None]
                 self.late.update(dict.fromkeys(late))
         for index in self.buckets.unbucketed:
-            if parameters[index].parameter.grad is None:
+            if self._setup.parameters[index].parameter.grad is None:
                 self._used[index] = 0  # given up
             elif self._used[index]:
                 self.late[index] = None
@@ -179,13 +174,15 @@ class Round:
     def launch_rest(self) -> None:
         """Launch all that is left: buckets, buffers that do not ride in the report, and the report."""
         setup, row = self._setup, self._setup.transport.own_row
-        setup.buffers.prepare_large()
+        if setup.buffers.has_large:
+            setup.buffers.prepare_large()
         for bucket in self.buckets.in_order[self.next_bucket :]:
             is_last = bucket is self.buckets.report_bucket and not setup.buffers.has_large and row is None
             self._launch_bucket(bucket, wait_follows=is_last)
         if setup.hooks.hooks:
             self._order_hooks(setup.collectives.device)
-        setup.buffers.send_large()
+        if setup.buffers.has_large:
+            setup.buffers.send_large()
         if row is not None:
             self._send_own(row, "report")
 
@@ -213,16 +210,15 @@ class Round:
         for index in self._undefined:  # hooks have run, but there was no gradient
             self._used[index] = 0
         status = self._describe(failed)
-        digest = self._setup.look(self.number) if status.called and not failed else None
-        self._setup.transport.write(row, self._used, list(self.late), status, digest)
+        setup = self._setup
+        digest = setup.look(self.number) if setup.watch is not None and status.called and not failed else None
+        setup.transport.write(row, self._used, list(self.late), status, digest)
         return status
 
     def wait(self) -> None:
         """Return when all has arrived."""
-        now, traffic = time.perf_counter(), self._setup.collectives.traffic
-        traffic.pace.waits(now)
-        if self._begun:
-            traffic.was_hidden(now - self._begun)
+        traffic = self._setup.collectives.traffic
+        traffic.waits(self._begun, time.perf_counter())
         with self._setup.collectives.phases.phase("wait"):
             for pending in self._pending:
                 pending.wait()
@@ -259,9 +255,10 @@ class Round:
         used = self._parameters_in_order(verdict, found.newcomers) if lists_used else ()
         if found.renews:
             self._renew()
-        else:
+        elif verdict.late or setup.plan.observes:
             setup.adapt(verdict)
-        warn_of_drift(found.drift, ranks.global_rank)
+        if found.drift is not None:
+            warn_of_drift(found.drift, ranks.global_rank)
         return used
 
     def _find(self, verdict: Verdict) -> "_Findings | None":
@@ -369,7 +366,7 @@ class Round:
 
     def _note_sent(self, pending: Waitable, begun: float) -> None:
         """A collective is on its way, since ``begun`` of ``time.perf_counter()``."""
-        if not self._pending:
+        if self._begun is None:
             self._begun = begun
         self._pending.append(pending)
 

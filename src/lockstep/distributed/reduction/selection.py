@@ -128,7 +128,7 @@ class Selection:
         self._check_values()
         parameters, sparse = self._parameters(reducer)
         _check_kinds(parameters)
-        check_optimizers(parameters)
+        check_optimizers(lambda: parameters)
         chosen = {id(parameter) for _, parameter in parameters}
         _check_embeddings(
             [(name, owner) for name, owner in self.owners() if id(owner._parameters.get("weight")) in chosen]

@@ -93,7 +93,7 @@ class GradientMemory:
         users, counts = self._alone
         return (
             True not in map(operator.is_, current, self.grads)
-            and storage_users(self.flat) == users
+            and storage_users(self._flat) == users
             and references(self.grads) == counts
             and self._are_grads_in_place()
         )
@@ -186,7 +186,7 @@ def in_place(grads: Sequence[Tensor | None], views: Sequence[Tensor]) -> list[bo
         return in_place(dense, views)
 
 
-def storage_users(tensor: Tensor) -> int:
+def storage_users(tensor: Any) -> int:
     """How many tensors share the tensor's memory, itself included."""
     storage = tensor.untyped_storage()
     return int(torch._C._storage_Use_Count(storage._cdata)) - 1  # the handle just made
