@@ -36,9 +36,13 @@ LOGGED = "reads what PyTorch's C++ logger has measured or noted"
 PRIVATE = "uses a private name of PyTorch's wrapper or reducer, which is refused by name here"
 PRECISION = "reads the private attributes that PyTorch gives to parameters, or buffers that it converts for good"
 NCCL = "asks for NCCL"
+IN_BACKWARD = "steps optimizers by _apply_optimizer_in_backward(), which is refused by name here"
 EVENT = "asks for the event of PyTorch's search for unused parameters"
 CANNOT_RUN = {
     "test_compute_bucket_assignment_by_size_sparse_error_with_logger": PRIVATE,
+    "test_ddp_apply_optim_in_backward": IN_BACKWARD,
+    "test_ddp_apply_optim_in_backward_grad_as_bucket_view_false": IN_BACKWARD,
+    "test_ddp_apply_optim_in_backward_ignored_params": IN_BACKWARD,
     "test_ddp_broadcast_buffer": "buffers are made equal at the end of backward, and not when forward begins",
     "test_ddp_broadcast_buffer_via_hook": PRIVATE,
     "test_ddp_build_debug_param_to_name_mapping": PRIVATE,

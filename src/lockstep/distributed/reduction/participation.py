@@ -62,12 +62,6 @@ class Participation:
         if self.idle_batch is not None:
             window.fail_if_changed(self.idle_batch.members, self._members.here)
 
-    def pass_begins(self) -> None:
-        """A backward pass begins, and has added to no gradient yet."""
-        self.look_for_changes()
-        if self.contribution.window.is_open:
-            self.contribution.window.look_at_gradients()
-
     def begin_pass(self) -> None:
         """A backward pass has reached the module."""
         self.contribution.window.pass_begins()

@@ -125,7 +125,9 @@ class Reducer:
         own = self.participation
         if not this.adds:
             return _Watched(this, GradientLook(()), own.requires_sync)
-        own.pass_begins()
+        own.look_for_changes()
+        if own.contribution.window.is_open:
+            own.contribution.window.look_at_gradients()
         parameters = self._members.tracked
         check_optimizers(self._members.named)
         hold_all(parameters, self)
@@ -321,9 +323,11 @@ class Reducer:
             return False
         if len(self._watched) > 1 or self._abandoned is not None or this.over or this.creates_graph:
             return False
-        if not (self.participation.is_usual and self.scheduler.is_usual and self.collectives.is_alive):
+        if self.scheduler.lost or not (self.participation.is_usual and self.scheduler.decisions.is_usual):
             return False
-        if setup.follows_active or self._generation != generation() or not self._is_whole or setup.buffers.changed():
+        if self._generation != generation() or not self._is_whole:
+            return False
+        if setup.follows_active or setup.buffers.changed() or not self.collectives.is_alive:
             return False
         came = watched.look.changed()
         if self._round is not None:
@@ -388,7 +392,8 @@ class Reducer:
     def _finish(self) -> Sequence[Parameter]:
         if self._round is None:
             return ()
-        self.setup.get_ready()
+        if not self.setup.is_settled:
+            self.setup.get_ready()
         with self.collectives.phases.phase("finish", f"round {self._round.number}"):
             return self._finalize(self._round)
 

@@ -46,6 +46,8 @@ class ReportTransport:
                 self.own_buffers = torch.zeros(packed, dtype=dtype, device=device)
         elif behind is None:
             self.own_row = torch.zeros(layout.numel, dtype=dtype, device=device)
+        self.has_buffers = packed > 0
+        """True if there are small buffers."""
         self.numel = (packed if self.splits else layout.numel) if behind is not None else 0
         """The elements that ride behind the gradients of the last bucket."""
 
@@ -86,5 +88,4 @@ class ReportTransport:
         """Assign the buffers that have come in ``row``: the one behind the last bucket, or one that has travelled on
         its own."""
         place = row if self.own_buffers is None else self.own_buffers
-        if self._packed.stop > self._packed.start:
-            self._buffers.read(place[self._packed])
+        self._buffers.read(place[self._packed])

@@ -45,14 +45,6 @@ class RoundPhase(IntEnum):
     """This rank's part has failed, which the others are told; nothing follows."""
 
 
-_FOLLOWING = {
-    RoundPhase.FILLING: (RoundPhase.FINALIZING, RoundPhase.ABANDONED),
-    RoundPhase.FINALIZING: (RoundPhase.REDUCED, RoundPhase.ABANDONED),
-    RoundPhase.REDUCED: (),
-    RoundPhase.ABANDONED: (),
-}
-
-
 class Round:
     """Reduces the gradients of one backward pass, together with the same round of the other ranks."""
 
@@ -86,11 +78,6 @@ class Round:
     def has_begun(self) -> bool:
         """Whether the other ranks may have had anything of this round."""
         return self.next_bucket > 0 or self.phase is not RoundPhase.FILLING
-
-    def _become(self, phase: RoundPhase) -> None:
-        if phase not in _FOLLOWING[self.phase]:
-            raise RuntimeError(f"round {self.number} is {self.phase.name} and becomes {phase.name}; a bug in lockstep")
-        self.phase = phase
 
     # ------------------------------------------------------------------------ filling: gradients come
 
@@ -160,7 +147,8 @@ class Round:
 
     def end_filling(self) -> None:
         """Backward has ended: what has not come counts as zero."""
-        self._become(RoundPhase.FINALIZING)
+        assert self.phase is RoundPhase.FILLING
+        self.phase = RoundPhase.FINALIZING
         for bucket in self.buckets.in_order[: self.next_bucket]:
             if bucket.has_gradients:
                 late = [member.index for member in bucket.members if member.parameter.grad is not None]
@@ -201,15 +189,12 @@ class Round:
         if self._setup.transport.own_row is None:
             self._write_report(row, failed)
         else:
-            self._setup.transport.write_buffers(row, self._describe(failed))
-
-    def _describe(self, failed: bool) -> Status:
-        return self._own.describe(self.number, self._passive, failed)
+            self._setup.transport.write_buffers(row, self._own.describe(self.number, self._passive, failed))
 
     def _write_report(self, row: Tensor, failed: bool = False) -> Status:
         for index in self._undefined:  # hooks have run, but there was no gradient
             self._used[index] = 0
-        status = self._describe(failed)
+        status = self._own.describe(self.number, self._passive, failed)
         setup = self._setup
         digest = setup.look(self.number) if setup.watch is not None and status.called and not failed else None
         setup.transport.write(row, self._used, list(self.late), status, digest)
@@ -223,7 +208,8 @@ class Round:
             for pending in self._pending:
                 pending.wait()
         traffic.pace.has_waited(time.perf_counter())
-        self._become(RoundPhase.REDUCED)
+        assert self.phase is RoundPhase.FINALIZING
+        self.phase = RoundPhase.REDUCED
 
     # -------------------------------------------------------------- reduced: the verdict is carried out
 
@@ -249,7 +235,7 @@ class Round:
             self._drop()
             raise
         setup.buffers.finish_large()
-        if not verdict.changed:  # the buffers that go with the gradients
+        if transport.has_buffers and not verdict.changed:  # those that go with the gradients
             transport.take_buffers(row if transport.own_row is None or transport.splits else transport.own_row)
         own.note_used()
         used = self._parameters_in_order(verdict, found.newcomers) if lists_used else ()
@@ -333,7 +319,8 @@ class Round:
 
         Communication hooks run, too, on buckets of zeros: what they send is what the other ranks' hooks wait for.
         """
-        self._become(RoundPhase.ABANDONED)
+        assert self.phase < RoundPhase.REDUCED
+        self.phase = RoundPhase.ABANDONED
         setup = self._setup
         for bucket in self.buckets.in_order[self.next_bucket :]:
             zeros = self._make(bucket.zeros)

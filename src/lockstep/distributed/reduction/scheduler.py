@@ -301,11 +301,6 @@ class GroupScheduler(PassObserver):
             self.lost = reason
             self._collectives.end(f"rank {self._collectives.global_rank} is lost: {reason}")
 
-    @property
-    def is_usual(self) -> bool:
-        """True if this rank can communicate, and its loop has nothing to say but which batch it is at."""
-        return not self.lost and self.decisions.is_usual
-
     def check(self) -> None:
         """Raise :class:`CommunicationError` if this rank cannot communicate over the group any more, and
         :class:`ShareError` inside of a share, of which another rank may have more or fewer."""

@@ -191,8 +191,6 @@ class Setup:
         Ranks wait for each other here, so this is done at the end of backward: until then they may go through several
         modules in orders of their own.
         """
-        if self.is_ready:
-            return
         while self._before_next_round:
             self._before_next_round[0]()
             del self._before_next_round[0]
