@@ -3,6 +3,8 @@ told in the same step, and training goes on."""
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 from torch import nn
@@ -300,6 +302,29 @@ def test_a_communication_hook_that_raises_on_one_rank_is_told(when, cap):
     assert told == (PeerError, None)
     assert issubclass(failing[0], ArithmeticError if when == "before" else RuntimeError)
     assert failing[1] is None
+
+
+@pytest.mark.parametrize("hosts", ["", "aa"], ids=["gloo", "shm"])
+def test_a_rank_whose_communication_hook_raises_tells_it_and_waits_for_nobody(hosts):
+    """On ``shm`` a collective that is to be waited for at once goes on while it is waited for."""
+    told = threading.Event()
+
+    def call(rank):
+        failures = [ArithmeticError("a hook")] if rank.rank == 1 else []
+
+        def hook(state, bucket):
+            if failures:
+                raise failures.pop()
+            return bucket.buffer()
+
+        model = lockstep.replicate(rank.make(Net), process_group=rank.group)
+        model.register_comm_hook(None, hook)
+        raised = error_of(lambda: model(inputs(rank)).backward())
+        if rank.rank == 0:
+            told.set()
+        return raised, told.wait(10)  # it does nothing more before the other one knows
+
+    assert run_ranks(2, call, hosts=hosts, group_timeout=5) == [(PeerError, True), (ArithmeticError, True)]
 
 
 @pytest.mark.parametrize("hosts", ["", "aa"])

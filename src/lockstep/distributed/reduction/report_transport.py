@@ -69,11 +69,11 @@ class ReportTransport:
                 if status.part not in (Part.FAILED, Part.SKIPS):
                     raise  # then this rank's part has failed, perhaps for this, and the others are told
 
-    def send(self, row: Tensor, what: str) -> Pending:
-        """Begin to sum the row that travels on its own over the ranks."""
+    def send(self, row: Tensor, what: str, wait_follows: bool) -> Pending:
+        """Begin to sum the row that travels on its own over the ranks; ``wait_follows``: it is waited for at once."""
         if self._control is None:
             self._control = control_plane(self._collectives) if self.splits else self._collectives
-        return self._control.all_reduce(row, what, wait_follows=True)
+        return self._control.all_reduce(row, what, wait_follows=wait_follows)
 
     def read(self, row: Tensor) -> Report:
         """Return what all ranks have said."""

@@ -182,7 +182,7 @@ class Round:
             transport.write_buffers(transport.own_buffers, status)
             self._all_reduce(transport.own_buffers, "small buffers")
         begun = time.perf_counter()
-        self._note_sent(transport.send(row, what), begun)
+        self._note_sent(transport.send(row, what, wait_follows=not failed), begun)  # nobody waits for a failed one
 
     def _write_in_bucket(self, row: Tensor, failed: bool = False) -> None:
         """Write what rides behind the last bucket: the report, or small buffers alone."""
