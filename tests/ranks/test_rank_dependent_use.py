@@ -402,3 +402,18 @@ def test_a_pass_past_forward_whose_gradients_are_all_undefined_on_a_rank(keyword
         return seen
 
     assert run_ranks(2, call) == [[0.5, 1.0, 1.5, 2.0]] * 2
+
+
+def late_and_then_unused(rank):
+    """Two parameters come late, in one collective. Then one of them is used, and the other's gradient is each rank's."""
+    module = nn.ParameterList(torch.ones(2, dtype=torch.float64) for _ in range(3))
+    lockstep.replicate(module, process_group=rank.group)
+    for used in (1, 1, 3):
+        sum(parameter.sum() for parameter in module[:used]).backward()
+    module[2].grad.mul_(rank.rank + 2.0)
+    sum(parameter.sum() for parameter in module[:2]).backward()
+    return [parameter.grad[0].item() for parameter in module]
+
+
+def test_gradients_that_came_late_together_are_used_each_on_its_own():
+    assert run_ranks(2, late_and_then_unused) == [[4.0, 2.0, 2.0], [4.0, 2.0, 3.0]]

@@ -74,8 +74,10 @@ def _dense(
     dense = [member for member in members if not member.sparse]
     for bucket in plan_buckets([member.spec for member in dense]).buckets:
         flat = torch.zeros(bucket.numel, dtype=bucket.dtype, device=bucket.device)
+        # With versions of their own, which views of one memory share: see gradient_look.py.
         parts = [
-            LateGradient(dense[slot.index], view) for slot, view in zip(bucket.slots, bucket.views(flat), strict=True)
+            LateGradient(dense[slot.index], view.data)
+            for slot, view in zip(bucket.slots, bucket.views(flat), strict=True)
         ]
         for slot, view in zip(bucket.slots, bucket.views(flat), strict=True):
             member = dense[slot.index]
