@@ -405,7 +405,7 @@ def test_a_pass_past_forward_whose_gradients_are_all_undefined_on_a_rank(keyword
 
 
 def late_and_then_unused(rank):
-    """Two parameters come late, in one collective. Then one of them is used, and the other's gradient is each rank's."""
+    """Two parameters come late, in one collective. Then one is used, and the gradient of the other is each rank's."""
     module = nn.ParameterList(torch.ones(2, dtype=torch.float64) for _ in range(3))
     lockstep.replicate(module, process_group=rank.group)
     for used in (1, 1, 3):
