@@ -290,7 +290,7 @@ class Use:
         self._train(True)
 
     def whole(self, seed: int, steps: int) -> None:
-        """Steps that train every parameter: on accelerators, backward does not wait then for what other ranks say."""
+        """Steps that train every parameter."""
         frozen = [p for _, nets in self._all() for net in nets for p in net.parameters() if not p.requires_grad]
         for p in frozen:
             p.requires_grad_(True)
@@ -1075,9 +1075,6 @@ class Programs:
         return [f"use.left_out({self.some_ranks()}, {_text(self.through_module())})"]
 
     def differing(self) -> list[str]:
-        """Not on accelerators, which tell it one backward later (tests/ranks/test_accelerators.py)."""
-        if self.setting.device:
-            return self.train()
         how = self.chance.choice(["replaced", "added", "assigned", "retyped"])
         calls = [[call._replace(norm=False) for call in each] for each in self.calls()]
         return [f"use.differing({how!r}, {self.layer()}, {self.some_ranks()}, {_text(calls)})"]
