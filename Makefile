@@ -40,9 +40,10 @@ check: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-format: $(READY)
+format: $(READY)  ## the code, and docs/files.md
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+	$(BIN)/python docs/list_files.py
 
 docs: $(DOCS)  ## the documentation, in build/docs; a warning is an error
 	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet docs build/docs

@@ -79,12 +79,25 @@ def messages() -> dict[str, list[str]]:
     """By name of an error class: the messages with which the library raises it, ``...`` where a value is put in."""
     found: dict[str, list[str]] = {name: [] for name, value in vars(errors).items() if inspect.isclass(value)}
     for file in sorted(SOURCE.rglob("*.py")):
-        for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in found and node.args:
-                text = re.sub(r"\.\.\.(\s*\.\.\.)+", "...", _template(node.args[0])).strip()
-                if len(re.findall(r"[a-z]{2,}", text)) >= 3 and text not in found[node.func.id]:
-                    found[node.func.id].append(text)
+        for name, message in _said_in(ast.parse(file.read_text())):
+            if name in found:
+                text = re.sub(r"\.\.\.(\s*\.\.\.)+", "...", _template(message)).strip()
+                if len(re.findall(r"[a-z]{2,}", text)) >= 3 and text not in found[name]:
+                    found[name].append(text)
     return found
+
+
+def _said_in(tree: ast.Module) -> Iterator[tuple[str, ast.expr]]:
+    """Names of classes and messages: of calls, and of pairs of a class and a function that returns the message."""
+    functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
+    for node in ast.walk(tree):
+        match node:
+            case ast.Call(func=ast.Name(id=name), args=[message, *_]):
+                yield name, message
+            case ast.Tuple(elts=[ast.Name(id=name), ast.Name(id=rule)]) if rule in functions:
+                for each in ast.walk(functions[rule]):
+                    if isinstance(each, ast.Return) and each.value is not None:
+                        yield name, each.value
 
 
 def _template(node: ast.expr) -> str:

@@ -158,38 +158,40 @@ def tree_of_shares() -> str:
 
 def rooms() -> str:
     """What imports what."""
-    p = Picture(960, 560, "The rooms of the library; each imports from those below it")
+    p = Picture(960, 560, "The rooms of the library, and the main imports, from the upper ones to those below")
     named = {
+        "cli": (20, 14, "cli/\nthe lockstep command", GREEN),
         "session": (400, 14, "session/\nsession(), watch()", GREEN),
-        "checkpoints": (60, 100, "checkpoints/\nsave(), resume()", GREEN),
-        "data": (740, 100, "data/\nGlobalBatches", GREEN),
+        "data": (740, 14, "data/\nGlobalBatches", GREEN),
+        "checkpoints": (520, 100, "checkpoints/\nsave(), resume()", GREEN),
+        "failures": (20, 130, "failures/\nchannel, progress, stacks", ORANGE),
         "faces": (400, 186, "replicate(), accumulate(), ...\nDistributedDataParallel", BLUE),
-        "shares": (740, 220, "shares/\ngradients with the same bits", BLUE),
-        "module": (400, 262, "distributed/\nreplication, membership, join", BLUE),
+        "shares": (740, 210, "shares/\ngradients with the same bits", BLUE),
+        "module": (400, 262, "distributed/\nreplication, buffers, join", BLUE),
+        "local": (740, 320, "local/\none process, many devices", ORANGE),
         "reduction": (400, 338, "distributed/reduction/\none round of gradients", BLUE),
-        "foundation": (400, 414, "distributed/\ncollectives, agreement, buffers", BLUE),
-        "failures": (150, 414, "failures/\nchannel, progress, stacks", ORANGE),
-        "shm": (740, 414, "shm/\nthrough shared memory", ORANGE),
-        "local": (20, 300, "local/\none process, many devices", ORANGE),
+        "shm": (140, 414, "shm/\nthrough shared memory", ORANGE),
+        "foundation": (400, 414, "distributed/\ncollectives, agreement", BLUE),
     }
     p.box(20, 500, 920, 40, GREY, "errors, phases, devices, buckets, tree, ...")
     for x, y, text, colour in named.values():
         p.box(x, y, 200, 46, colour, text)
-    for upper, lower in (
-        ("session", "faces"), ("faces", "module"), ("module", "reduction"), ("reduction", "foundation"),
-    ):  # fmt: skip
+    p.arrow(450, 61, 450, 185)  # session to faces
+    for upper, lower in (("faces", "module"), ("module", "reduction"), ("reduction", "foundation")):
         p.arrow(500, named[upper][1] + 47, 500, named[lower][1] - 1)
-    p.arrow(399, 52, 220, 99)  # session to checkpoints
-    p.arrow(261, 132, 399, 196)  # checkpoints to faces
-    p.arrow(840, 147, 840, 219)  # data to shares
-    p.arrow(601, 216, 739, 236)  # faces to shares
-    p.arrow(739, 256, 601, 284)  # shares to module
-    p.arrow(399, 437, 351, 437)  # foundation to failures
-    p.arrow(601, 437, 739, 437)  # foundation to shm
-    p.arrow(840, 461, 840, 499)
-    p.arrow(250, 461, 250, 499)
+    p.arrow(120, 61, 120, 129)  # cli to failures
+    p.arrow(399, 45, 221, 145)  # session to failures
+    p.arrow(560, 61, 600, 99)  # session to checkpoints
+    p.arrow(600, 147, 560, 185)  # checkpoints to faces
+    p.arrow(840, 61, 840, 209)  # data to shares
+    p.arrow(601, 205, 739, 225)  # faces to shares
+    p.arrow(739, 238, 601, 280)  # shares to module
+    p.arrow(739, 248, 601, 356)  # shares to reduction
+    p.arrow(840, 257, 840, 319)  # shares to local
+    p.arrow(60, 177, 60, 499)  # what rests on the files beside the rooms alone
+    p.arrow(240, 461, 240, 499)
     p.arrow(500, 461, 500, 499)
-    p.arrow(85, 347, 85, 499)
+    p.arrow(840, 367, 840, 499)
     return p.svg()
 
 

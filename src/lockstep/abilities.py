@@ -1,4 +1,4 @@
-"""What a process group can do that PyTorch's cannot: asked of the group itself, not of its class."""
+"""Optional abilities of process groups, beyond PyTorch's: asked of the group itself, not of its class."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol

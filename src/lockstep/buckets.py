@@ -1,4 +1,4 @@
-"""PURE: which tensors travel together. No tensor is copied, and nothing is sent, by anything in this file.
+"""PURE: packs tensors into flat buckets, and makes views of those. Nothing is copied or sent here.
 
 A plan puts tensors of one dtype and one device, in the order given, into flat buckets of at most ``cap_bytes``; a
 tensor larger than that travels alone. Inside a bucket each tensor keeps the strides it has (channels-last stays so)

@@ -1,4 +1,4 @@
-"""What ``torch.compile`` means for replicas. The compiler takes seconds to import: that is left to those who use it."""
+"""Makes ``torch.compile`` and replicas work together, and imports the compiler only where it is used."""
 
 import copy
 import sys

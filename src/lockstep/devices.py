@@ -1,5 +1,4 @@
-"""Device lists: what they may hold, how balanced they are, their side streams, and whether copies between them
-arrive."""
+"""Device lists: their checks, balance and side streams, and a test that copies between two devices arrive."""
 
 import threading
 import warnings

@@ -1,4 +1,4 @@
-"""Processes that load data live as long as the training that they load for: a signal to all does not end them first.
+"""Keeps a signal to all processes from ending the workers that load data before the training that they serve.
 
 A Ctrl-C, ``torchrun`` and most schedulers send their signal to every process of the program. The rank that is to
 write a checkpoint would find that its loader's workers are gone.

@@ -1,4 +1,4 @@
-"""Which host this is, and under which address the ranks of other hosts reach it."""
+"""The identity of this host, and the address under which ranks of other hosts reach it."""
 
 import contextlib
 import fcntl

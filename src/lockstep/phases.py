@@ -1,4 +1,4 @@
-"""What the library is doing: labels for the profiler, statistics, and a timeline of one step.
+"""Labels for the profiler, statistics, and the timeline of one step.
 
 Every phase is a ``torch.profiler`` label ``lockstep::phase (detail)`` while a profiler runs, is counted and timed in
 public statistics, and is listed, with its replica, for whoever asks for a timeline.

@@ -1,4 +1,4 @@
-"""PURE: texts as they travel between ranks, which have to fit into a message."""
+"""PURE: shortens texts so that they fit into a message between ranks."""
 
 LONGEST_HEADLINE = 4 * 1024
 """Characters that travel of an exception's type and message, where other ranks are told of it."""

@@ -1,4 +1,4 @@
-"""Nested inputs and outputs: open a container, map its leaves, build it again.
+"""Nested inputs and outputs: containers are opened, their leaves mapped, and the same containers built again.
 
 Containers are tuples, named tuples, lists, dicts, subclasses of these, dataclasses, and every type registered with
 PyTorch's pytree registry. Everything else is a leaf. This is the only file that uses ``torch.utils._pytree``.

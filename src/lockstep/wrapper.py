@@ -1,4 +1,4 @@
-"""What wrapper modules share: checkpoints with and without the prefix of the wrapped module, misspelt options."""
+"""Behaviour shared by wrapper modules: checkpoints with and without the prefix, misspelt options."""
 
 import difflib
 import inspect

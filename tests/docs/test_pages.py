@@ -1,4 +1,4 @@
-"""What the documentation says of the library is so: classes of errors, pictures, commands."""
+"""What the documentation says of the library is so: classes of errors, files, pictures, commands."""
 
 from __future__ import annotations
 
@@ -41,6 +41,17 @@ def test_the_chart_shows_what_was_measured():
     assert chart.PICTURE.read_text() == chart.draw(), "run benchmarks/chart.py"
 
 
+def test_the_list_of_files_is_up_to_date():
+    files = load(DOCS / "list_files.py")
+    assert files.PAGE.read_text() == files.write(), "run python docs/list_files.py, or make format"
+
+
+def test_a_first_line_is_a_whole_sentence():
+    files = load(DOCS / "list_files.py")
+    lines = {str(file): files.first_line(file) for file in files.SOURCE.rglob("*.py")}
+    assert [file for file, line in lines.items() if not line.endswith(".")] == []
+
+
 def commands() -> list[str]:
     """What readers are told to type: lines of blocks of commands, after the prompt or at the beginning."""
     blocks = [
@@ -76,3 +87,4 @@ def test_a_command_that_a_page_shows_is_there(command, capsys):
 def test_messages_are_found_with_their_values_left_out():
     pages = load(DOCS / "_ext" / "pages.py")
     assert any("build the same module on every rank" in text for text in pages.messages()["AgreementError"])
+    assert any("gave no weight in round ..." in text for text in pages.messages()["OptionError"])  # a rule's

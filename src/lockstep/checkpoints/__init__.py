@@ -1,4 +1,4 @@
-"""Whole checkpoints: a run goes on, bit for bit, from the newest one that was written to its end."""
+"""Checkpoints: a run goes on, bit for bit, from the newest one that was written completely."""
 
 from lockstep.checkpoints.resuming import Resumed as Resumed
 from lockstep.checkpoints.resuming import resume as resume

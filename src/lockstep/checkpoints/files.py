@@ -1,4 +1,4 @@
-"""The file system as saving uses it: every change is one of a few calls here, so that a test can stop after each.
+"""Every call that changes the file system: few enough that a test can stop after each.
 
 What is promised of it, and no more: bytes of a file are on the disk when :meth:`OpenFile.sync` has returned; names in
 a folder (of files that were made, renamed or removed) when :meth:`FileSystem.sync_folder` has; a rename happens as a

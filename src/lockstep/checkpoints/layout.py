@@ -1,4 +1,4 @@
-"""What a checkpoint is on the disk, and whether one is whole.
+"""The layout of a checkpoint on the disk, and the check that one is whole.
 
 ::
 

@@ -1,4 +1,4 @@
-"""Which checkpoints in a folder are this run's: so that others' are not removed, and a second writer is noticed."""
+"""Tells this run's checkpoints in a folder from those of others, and notices a second writer."""
 
 import secrets
 import warnings

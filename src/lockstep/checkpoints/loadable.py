@@ -1,4 +1,4 @@
-"""Whether ``torch.load(weights_only=True)`` will read a value back: asked before it is written, answered by key."""
+"""Finds, before it is written, a value that ``torch.load(weights_only=True)`` would not read back."""
 
 import io
 import re

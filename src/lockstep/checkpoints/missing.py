@@ -1,4 +1,4 @@
-"""What a rank lacks of a checkpoint is sent by those that have it: PURE who has what, and the receiving.
+"""Finds out which parts of a checkpoint a rank lacks (PURE), and receives them from ranks that have them.
 
 A host on whose disk the checkpoint is not, such as a new one, gets what is the same on all ranks onto its disk, where
 it is a checkpoint from then on; its first rank writes it. What a rank has had of its own goes to that rank alone.

@@ -1,4 +1,4 @@
-"""Which checkpoints are removed after a save, and in which order: at each moment, what is left is whole or unmarked."""
+"""Removes old and torn checkpoints, in an order in which what is left is whole or unmarked at each moment."""
 
 import contextlib
 import time

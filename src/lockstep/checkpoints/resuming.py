@@ -1,4 +1,4 @@
-"""resume(): the newest checkpoint that is whole on every rank, and the run as it was then."""
+"""``resume()``: finds the newest checkpoint that is whole on every rank, and restores the run from it."""
 
 import io
 import os

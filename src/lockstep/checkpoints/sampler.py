@@ -1,4 +1,4 @@
-"""The position within an epoch: what training has consumed, not what a loader has fetched ahead."""
+"""``ResumableSampler``: the position in an epoch, as training has consumed it and not as a loader fetches ahead."""
 
 import warnings
 from collections.abc import Generator, Iterator

@@ -1,4 +1,4 @@
-"""save(): a checkpoint is written whole, or it is as if nobody had tried."""
+"""``save()``: writes a checkpoint, which counts only once all of it is on the disk."""
 
 import operator
 import os

@@ -1,4 +1,4 @@
-"""What some ranks have and others need: who sends what to whom (PURE), and the moving, in pieces."""
+"""Sends what some ranks have to those that need it: the plan (PURE), and the transfer in pieces."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial

@@ -1,4 +1,4 @@
-"""What is saved under one name: where it goes, how it is read out of an object, and how it is put back into one.
+"""The state that is saved under one name: how it is read out of an object, and put back into one.
 
 What is the same on all ranks is written once. A rank's own is written by each: its random generators, samplers and
 loaders, what :func:`per_rank` marks, what a replicated module keeps for each rank, and its communication hooks' state.

@@ -1,4 +1,4 @@
-"""Random numbers of the process: Python's, NumPy's, and PyTorch's on the CPU and on accelerators."""
+"""Random number generators of the process: Python's, NumPy's, PyTorch's on the CPU and on accelerators."""
 
 import random
 import sys

@@ -1,1 +1,1 @@
-"""The ``lockstep`` command: what can be asked of a run from outside."""
+"""The ``lockstep`` command: starts, measures and inspects runs."""

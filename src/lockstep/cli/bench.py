@@ -1,4 +1,4 @@
-"""``lockstep bench``: what a training step takes in PyTorch's way and in ours, on this host, with one's own model."""
+"""``lockstep bench``: times a training step in PyTorch's way and in ours, on this host, with one's own model."""
 
 import argparse
 import contextlib

@@ -1,4 +1,4 @@
-"""``lockstep doctor``: what this host has for training, how fast it communicates, and what to do about it."""
+"""``lockstep doctor``: checks what this host has for training, measures communication, and says what to do."""
 
 import argparse
 import contextlib

@@ -1,4 +1,4 @@
-"""Ranks that a subcommand starts on this host to measure something: processes that each return one JSON value."""
+"""Starts ranks on this host for a measurement: processes that each return one JSON value."""
 
 import contextlib
 import json

@@ -1,4 +1,4 @@
-"""What a subcommand prints: tables of plain text, or of ``rich`` where that is installed and a person looks."""
+"""Prints tables and numbers: as plain text, by ``rich`` if that is installed and a person looks, or as JSON."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""``lockstep run``: a program in several processes on this host, with our wrappers in place of PyTorch's if asked."""
+"""``lockstep run``: starts a program in several processes on this host, with our wrappers in place of PyTorch's."""
 
 import argparse
 import contextlib

@@ -1,4 +1,4 @@
-"""``lockstep stacks``: where the ranks of a run are that looks hung."""
+"""``lockstep stacks``: shows where the ranks of a run are that seems to hang."""
 
 import argparse
 import contextlib

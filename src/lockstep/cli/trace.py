@@ -1,4 +1,4 @@
-"""``lockstep trace``: who waited for whom, from the profiler's traces of several ranks, and all of them in one file."""
+"""``lockstep trace``: merges the profiler's traces of several ranks, and shows who waited for whom."""
 
 import argparse
 import dataclasses

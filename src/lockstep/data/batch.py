@@ -1,4 +1,4 @@
-"""One batch of the whole world, of which this rank goes through its shares."""
+"""One global batch, and the loop over those of its shares that this rank has."""
 
 from collections.abc import Callable, Iterator
 from typing import Any

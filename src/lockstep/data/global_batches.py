@@ -1,4 +1,4 @@
-"""``GlobalBatches``: the batches of the whole world, of which each rank loads its shares."""
+"""``GlobalBatches``: the batches of all ranks together, of which each rank loads its shares."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial

@@ -1,4 +1,4 @@
-"""PURE: which samples each share of each batch has. The world size is not asked."""
+"""PURE: which samples each share of each batch has, whatever the world size."""
 
 from collections.abc import Sequence
 from itertools import pairwise

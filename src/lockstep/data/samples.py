@@ -1,4 +1,4 @@
-"""Samples and their random numbers: what augmentation draws depends on the sample and the epoch, not on who loads."""
+"""Samples and their random numbers, which depend on the sample and the epoch, and not on who loads it."""
 
 import random
 import sys

@@ -1,4 +1,4 @@
-"""What ranks tell each other, and what they compare before they move data.
+"""Exchanges small facts among the ranks, and compares what they have before any data moves.
 
 :func:`all_gather_object` is the one way in which ranks tell each other small things: values that JSON has. It takes one
 collective of fixed size where they are short, or the same on all ranks, and bounded memory otherwise.

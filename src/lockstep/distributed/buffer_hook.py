@@ -1,4 +1,4 @@
-"""A hook that makes buffers equal in place of the policy: ``wrapper._register_buffer_comm_hook``."""
+"""``wrapper._register_buffer_comm_hook``: a hook that makes buffers equal in place of the policy."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple

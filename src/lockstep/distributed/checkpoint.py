@@ -1,4 +1,4 @@
-"""What is saved of a replicated module beside its ``state_dict``, and loaded again."""
+"""The training state of a replicated module, saved and loaded beside its ``state_dict``."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The only file that calls collectives of ``torch.distributed``: always on an explicit group, labelled and counted.
+"""The only file that calls ``torch.distributed`` collectives: on an explicit group, labelled and counted.
 
 A group is what ``init_process_group`` and ``new_group`` make, a dimension of a ``DeviceMesh``, or a bare backend such
 as ``dist.ProcessGroupGloo(...)``; nothing here asks for the default group. Messages alone name

@@ -1,4 +1,4 @@
-"""Names of PyTorch's class that programs in the wild read or call, though some are private.
+"""Names of PyTorch's DDP that programs read or call, though some are private.
 
 Kept: attributes that say how the wrapper was made; ``_set_static_graph`` and
 ``_set_params_and_buffers_to_ignore_for_model`` (many training frameworks call them), ``_register_builtin_comm_hook``,

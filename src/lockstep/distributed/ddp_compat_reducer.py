@@ -1,4 +1,4 @@
-"""What ``wrapper.reducer`` and ``wrapper.logger`` answer: programs call PyTorch's between forward and backward.
+"""``wrapper.reducer`` and ``wrapper.logger``: the calls that programs make between forward and backward.
 
 Frameworks that run forward or backward by themselves tell PyTorch's reducer that a backward is coming, that buckets may
 be rebuilt, that statistics are due. None of that has to be told here, so these calls do nothing; what would change what

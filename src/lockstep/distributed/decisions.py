@@ -1,8 +1,7 @@
-"""What ranks decide together without a collective: to stop, to leave a batch out; which batch they are at, and who has
-run out of batches.
+"""Decisions of all ranks that take no collective: stop, leave a batch out, who has run out of batches.
 
-Each rank says it of its own loop in its status of its next round (``reduction/status.py``). All ranks read the same
-report, so all know in the same step. Loops may run inside of one another: a round belongs to the innermost.
+Each rank says in the status of its next round what its own loop is at (``reduction/status.py``). All ranks read the
+same report, so all know in the same step. Loops may run inside of one another: a round belongs to the innermost.
 """
 
 import weakref

@@ -1,4 +1,4 @@
-"""What this process keeps for each process group: one object for each, for as long as the group is there."""
+"""The state that this process keeps for each process group, for as long as the group is there."""
 
 import os
 import threading

@@ -1,4 +1,4 @@
-"""Whether replicas are still equal: parameters and buffers compared across ranks, by digest."""
+"""``check_in_sync()``: compares the parameters and buffers of all ranks, by digest."""
 
 from torch.nn import Module, Parameter
 

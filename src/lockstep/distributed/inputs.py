@@ -1,4 +1,4 @@
-"""Where the tensors of nested inputs go, and which tensors there are in nested outputs."""
+"""Moves the tensors of nested inputs to a device, and finds those in nested outputs."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -1,4 +1,4 @@
-"""Uneven inputs: what ``Join`` has a rank do that has run out of batches.
+"""``Join``: how a rank that has run out of inputs takes part in the steps of the others.
 
 In each forward inside ``join()`` the ranks tell each other, in one all-reduce of a few numbers, who still has batches
 and whether this iteration synchronises. A rank that has run out then takes part in the round without gradients.

@@ -1,4 +1,4 @@
-"""What the loops of all ranks decide together: to stop, to leave a batch out. See ``decisions.py``."""
+"""``skip_batch()``, ``skip_on()``, ``should_stop()``, ``agree()``: what the loops of all ranks decide together."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager

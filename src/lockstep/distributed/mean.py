@@ -1,4 +1,4 @@
-"""The mean over the ranks of a program's own tensors, which autograd can go through: for ``torch.autograd.grad``."""
+"""``mean_over_ranks()``: the mean of a program's own tensors, differentiable, for ``torch.autograd.grad``."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, overload

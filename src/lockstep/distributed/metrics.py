@@ -1,4 +1,4 @@
-"""Exact means of a program's own numbers over unequal shards: ``mean``."""
+"""``mean()``: exact means of a program's own numbers over unequal shards."""
 
 from collections.abc import Sequence
 from itertools import zip_longest

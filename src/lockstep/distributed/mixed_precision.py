@@ -1,4 +1,4 @@
-"""Forward in a lower precision: ``mixed_precision`` of the wrapper and of ``replicate()``.
+"""``mixed_precision`` of the wrapper and of ``replicate()``: forward in a lower precision.
 
 While the module's forward runs, the slots of its modules hold copies of its parameters and buffers in lower precision.
 A copy of a parameter is the output of a cast that autograd knows, so the parameter's gradient arrives in its own dtype

@@ -1,4 +1,4 @@
-"""Steps that all have to be taken, whatever happens to one of them, because other ranks take each of them, too."""
+"""Takes every one of several steps, even if one fails, because the other ranks take each of them, too."""
 
 from types import TracebackType
 

@@ -1,4 +1,4 @@
-"""How a module is replicated: the options of ``replicate`` and ``DistributedDataParallel``, checked."""
+"""The options of ``replicate`` and ``DistributedDataParallel``, checked."""
 
 import warnings
 from collections.abc import Collection, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""What of a module's ``state_dict`` may differ from rank to rank: what is not replicated, and local buffers."""
+"""The entries of a ``state_dict`` that may differ from rank to rank: what is not replicated, and local buffers."""
 
 from torch.nn import Module
 

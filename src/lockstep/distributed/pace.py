@@ -1,4 +1,4 @@
-"""How long a rank works by itself in each round: what tells a rank that is late from those that wait for it."""
+"""PURE: how long a rank works by itself in each round, which tells a late rank from those that wait for it."""
 
 from collections import deque
 from itertools import islice

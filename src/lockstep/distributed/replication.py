@@ -1,9 +1,8 @@
-"""What is replicated of a module, over which group, and what happens around its forward.
+"""The state of one replicated module: what of it is replicated, over which group, and the steps around forward.
 
 A :class:`Replication` is made by ``replicate()`` (then it belongs to the module itself) or by
 ``DistributedDataParallel`` (then to the wrapper). It becomes ready when the parameters are there and the group is: at
-once, or at the first forward. Getting ready means: compare what all ranks have, make values equal, hook the
-parameters.
+once, or at the first forward. Getting ready means: compare what all ranks have, make values equal, make the reducer.
 
 Modules do not carry their replication, so that their copies and pickles are plain: :func:`replication_of` finds it.
 """
@@ -90,7 +89,7 @@ class Replication:
     # test_a_module_that_gets_ready_in_inference_mode_can_be_trained.
     @torch.inference_mode(False)
     def start(self) -> Reducer:
-        """Get ready: compare, make equal, hook."""
+        """Get ready: compare, make equal, make the reducer."""
         group = resolve_group(self.options.group)
         if group is None:
             raise CommunicationError(

@@ -1,4 +1,4 @@
-"""What a replicated module has done so far."""
+"""``statistics()``: counts and times of a replicated module so far."""
 
 import json
 from collections.abc import Sequence

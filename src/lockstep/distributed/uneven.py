@@ -1,4 +1,4 @@
-"""Ranks with unequal numbers of batches: the loop runs equally often on all of them.
+"""``batches()``, ``shard()``: the loop runs equally often on ranks with unequal numbers of batches.
 
 A rank that has run out goes through its last batch again, as often as the others need. Its program does all that the
 others' do - forward, backward, the optimizer's step, the scheduler's, collectives of its own - so that nothing can get

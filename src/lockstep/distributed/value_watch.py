@@ -1,4 +1,4 @@
-"""Whether replicas are still equal, looked at in every N-th round: a digest of all values rides in its report.
+"""Compares the values of replicas in every N-th round: a digest of all rides in its report.
 
 Parameters are looked at when backward has ended: the step of an optimizer that has made them is over on all ranks, and
 the next one has not begun. Buffers that all ranks had alike are looked at when forward begins, before it changes them.

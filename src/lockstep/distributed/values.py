@@ -1,4 +1,4 @@
-"""Values of parameters and buffers: rank 0's for everybody, and whether they are equal on all ranks."""
+"""Values of parameters and buffers: sent by rank 0 to all, and compared across ranks."""
 
 from collections.abc import Sequence
 from typing import NamedTuple

@@ -1,1 +1,1 @@
-"""How a failure of one rank is known on all; this room knows nothing of modules or gradients."""
+"""Makes a failure of one rank known on all; this room knows nothing of modules or gradients."""

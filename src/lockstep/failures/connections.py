@@ -1,4 +1,4 @@
-"""The connections that a library of C++ opens, so that they can be ended under it.
+"""Finds the connections that Gloo has opened in C++, and ends them under it.
 
 A thread that waits in Gloo for a rank that does not come cannot be called back: ``abort()`` returns, and it waits on
 (PyTorch 2.11 to 2.13). But it notices the end of a connection at once, and raises.

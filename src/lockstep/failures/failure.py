@@ -1,4 +1,4 @@
-"""What is told of a failure: which rank, where in its training, and what happened. And what is raised on the others.
+"""A failure as ranks tell each other of it, the log of failures, and the error that is raised on the others.
 
 The log is in the store of a group: every rank reads the same entries in the same order. Each entry has a number, which
 is claimed by ``compare_set``; so of two ranks that fail at once one is the first, for all that reach the store. A rank

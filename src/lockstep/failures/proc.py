@@ -1,4 +1,4 @@
-"""What Linux tells of another process of this host: its state, its signals, and memory that it shares by name.
+"""Reads from ``/proc`` about another process of this host: its state, its signals, the memory that it shares.
 
 A process that has a session holds two pieces of memory without a file (``memfd_create``), with names of ours. Whoever
 may look into the process finds them in ``/proc/PID/fd``; nothing has to be registered anywhere, and nothing is left

@@ -1,4 +1,4 @@
-"""How far this rank has come: one page of shared memory, which others can read whatever this process does.
+"""The progress of this rank, in a page of shared memory that others can read whatever this process does.
 
 The page is written by plain stores into memory. It can be read through ``/proc`` by any process of this
 user on this host, also while this one holds the interpreter in a long call, is stopped, or has deadlocked; and a

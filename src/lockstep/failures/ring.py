@@ -1,4 +1,4 @@
-"""Each rank has a connection to the next rank and one to the previous: its end is the end of that rank's process.
+"""Connections to the next and the previous rank, whose end is the end of that rank's process or of the link.
 
 Whoever hears of something tells both neighbours, so that it reaches all, also around a rank that has gone. The ranks
 find each other through a store, and show a secret from it, so that strangers cannot join. Two connections a rank, for

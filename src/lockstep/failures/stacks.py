@@ -1,4 +1,4 @@
-"""Where a process is: the Python stacks of its threads, which it shows also while it cannot run any Python.
+"""The Python stacks of a process, which it shows even while it cannot run any Python.
 
 A process that can be asked has a handler for a real-time signal (``faulthandler.register``). The handler writes the
 stacks of all threads into memory that the asking process reads through ``/proc``. It is C code that needs no

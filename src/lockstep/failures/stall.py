@@ -1,4 +1,4 @@
-"""A rank that makes no progress is found, and named on all ranks, with the place at which it is.
+"""Finds a rank that makes no progress, and names it on all ranks, with the place at which it is.
 
 A thread of each rank looks once a second whether the rank has waited for others longer than it should. If so, it asks
 all ranks where they are. Who cannot answer - it is stopped, or a call into C code holds its interpreter - is looked at

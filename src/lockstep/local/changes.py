@@ -1,4 +1,4 @@
-"""What has changed on a network since the last look, noticed in one pass over it.
+"""Notices what has changed on a network since the last look, in one pass over it.
 
 ====================================== ================================ ======================= =======================
 what changes                           how it is noticed                what it costs           what is done

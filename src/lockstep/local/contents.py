@@ -1,4 +1,4 @@
-"""Which objects are inside of containers, and whether they are still the same: by identity, in order.
+"""Which objects are inside of containers, and whether those are still the same: by identity, in order.
 
 :class:`Contents` looks at any number of containers in one pass. :class:`Inside` tells what an attribute's value has
 inside: does it lead into the module tree, which tensors are there, and which containers have to be watched. What leads

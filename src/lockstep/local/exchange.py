@@ -1,4 +1,4 @@
-"""Replicas that run side by side know of each other, and can exchange values while they run.
+"""``current_replica()`` and ``Exchange``: replicas that run side by side know each other, and exchange values.
 
 :func:`current_replica` tells code inside ``forward`` which replica it runs in. Its :class:`Exchange` is a meeting of
 all replicas of one call: each gives a value and gets everybody's, in replica order. A replica that ends or fails

@@ -1,4 +1,4 @@
-"""The calls of :mod:`lockstep.local.comm`, differentiable, twice and more.
+"""The operations of ``comm.py`` for autograd, differentiable twice and more.
 
 Each backward is one of the others, so gradients of any order flow through them:
 

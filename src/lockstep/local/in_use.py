@@ -1,4 +1,4 @@
-"""Who uses a set of replicas: forwards that want gradients, or one training step.
+"""Keeps track of who uses a set of replicas: forwards that want gradients, or one training step.
 
 A step puts leaves of its own into the replicas' slots. A forward beside it that wants gradients would put others there,
 or use the step's and lose its gradients. So a step's forward has the replicas alone among those, and steps come one

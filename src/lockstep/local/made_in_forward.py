@@ -1,4 +1,4 @@
-"""Parameters that a forward makes, which only one replica has.
+"""Refuses parameters that a forward makes, which only one replica would have.
 
 A module may make a parameter at its first forward (``if self.weight is None: self.weight = Parameter(...)``). In
 replicas each would get a parameter of its own: of other values, and only the network's would ever be trained, with the

@@ -1,5 +1,4 @@
-"""Copies of a module tree that are whole: their own submodules, hooks and slots, and attributes that mean their own
-parts.
+"""Whole copies of a module tree: own submodules, hooks and slots, and attributes that mean the copy's parts.
 
 A copy shares every plain attribute with its original by reference, as PyTorch's replicas do. What differs is what leads
 back into the tree: a list of layers, a bound method, a weak reference to a parent, a list of parameters. Such values

@@ -1,4 +1,4 @@
-"""What is inside a value that may lead into a module tree, and a like value of other parts.
+"""Opens a value that may lead into a module tree, and builds a like value of other parts.
 
 Looked into: bound methods, partial functions, weak references, dictionaries, lists, tuples, sets, deques, dataclasses,
 and whatever derives from these. Objects of other kinds, and what a function closes over, are not.

@@ -1,4 +1,4 @@
-"""The parameters of a network's copies: which tensors stand in their slots, and the gradients that come back.
+"""The parameters in the slots of replicas, and the gradients that come back from them.
 
 A copy's parameters are made once, around values that are kept up to date (:mod:`~lockstep.local.parameters`). There are
 two sets of them, of which one is bound to the slots: *linked* ones, whose graph leads to the network's parameters, and

@@ -1,5 +1,4 @@
-"""Nested inputs split over devices, nested outputs put together: the calls of :mod:`~lockstep.local.functions` for
-trees.
+"""Splits nested inputs over devices, and puts nested outputs together.
 
 All tensors of a call are split by one plan, so that row ``i`` of one leaf and row ``i`` of another go to the same
 replica. Two kinds of tensors are not rows of the batch: one that is marked by :func:`shared` goes whole to every

@@ -1,4 +1,4 @@
-"""Where the data of tensors is, how it is laid out, and whether it was written since the last look."""
+"""The memory and layout of tensors, and whether they were written since the last look."""
 
 import itertools
 from collections.abc import Callable, Iterable

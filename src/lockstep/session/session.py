@@ -1,4 +1,4 @@
-"""session(): what a training script starts with."""
+"""``session()``: what a training script starts with."""
 
 import contextlib
 import gc

@@ -1,4 +1,4 @@
-"""How the ranks of a session come together: each finds its place in the run, the store, the others, and the group."""
+"""Brings the ranks of a session together: each finds its place, the store, the others, and the group."""
 
 import contextlib
 import json

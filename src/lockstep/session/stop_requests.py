@@ -1,4 +1,4 @@
-"""Who wants this process to stop training: SIGINT, SIGTERM, or the time that it was given.
+"""Requests to stop training: SIGINT, SIGTERM, or the end of the time that the process was given.
 
 What all ranks make of it is for others to say: here is what this one has been asked.
 

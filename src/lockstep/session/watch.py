@@ -1,4 +1,4 @@
-"""watch(): the failure channel of a group that is there already."""
+"""``watch()``: the failure channel of a group that is there already."""
 
 import contextlib
 import logging

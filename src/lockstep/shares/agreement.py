@@ -1,4 +1,4 @@
-"""What the ranks have agreed to exchange in a step, and how they come to agree on something else.
+"""The exchange that the ranks have agreed on for a step, and how they agree on another.
 
 Sizes of what travels follow from the module (which parameters are trained, which buffers there are), from what the last
 step has changed, and from how many shares the step has. All of that is agreed on before a step begins. A rank on which

@@ -1,4 +1,4 @@
-"""Which share is computed again, by which rank, and what it has to give."""
+"""The plan of an audit: which share is computed again, by which rank, and what it has to give."""
 
 from collections.abc import Sequence
 from typing import NamedTuple

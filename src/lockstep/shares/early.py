@@ -1,4 +1,4 @@
-"""Buckets that leave while the backward pass of the last share runs.
+"""Sends buckets while the backward pass of the last share runs.
 
 A bucket leaves when all gradients have come that it had in the step before. Partial sums and gradients stay as they
 are meanwhile: if another gradient comes after all - a share runs a second backward - its bucket is sent once more at

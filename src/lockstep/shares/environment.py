@@ -1,4 +1,4 @@
-"""What bits depend on beside the program: settings that must be the same on all ranks, and when a run goes on."""
+"""The settings on which bits depend: compared among ranks, and when a run goes on."""
 
 import os
 from collections.abc import Iterable, Mapping

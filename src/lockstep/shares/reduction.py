@@ -1,5 +1,4 @@
-"""The exchange of partial sums of a step: each rank adds its slice of the elements in the tree's order, and all get the
-result.
+"""Exchanges the partial sums of a step: each rank adds its slice in the tree's order, and all get the result.
 
 Tensors are laid out in flat buckets (:mod:`lockstep.buckets`): the gradients, in the order in which backward gives
 them, and the buffers that are averaged. Of a bucket a rank has one flat part for each of its partial sums; how these

@@ -1,4 +1,4 @@
-"""What ranks tell each other at the end of a step: one row from each, of whole numbers of eight bytes.
+"""The report of a step: one row from each rank, of whole numbers of eight bytes.
 
 A row begins with a head, which means the same on every rank, even if their modules or steps are not the same."""
 

@@ -1,4 +1,4 @@
-"""How the partial sums of one bucket travel between ranks, and how they are added on the way.
+"""Moves the partial sums of one bucket between ranks, and adds them on the way.
 
 On ranks that share memory (``shm`` on one host) each rank reads its slice of all parts where they are, and writes the
 sum to everybody. Elsewhere slice ``r`` of all parts goes to rank ``r``, in one all-to-all; that rank adds them, and the

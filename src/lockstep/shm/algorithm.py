@@ -1,4 +1,4 @@
-"""What an algorithm for collectives has to have; ``one_host.py`` and ``many_hosts.py`` have one each."""
+"""The interface of the algorithms for collectives, which ``one_host.py`` and ``many_hosts.py`` implement."""
 
 from collections.abc import Sequence
 from typing import Protocol

@@ -1,4 +1,4 @@
-"""What programs give to a collective: brought to one form, checked, flattened, and written to when it is over.
+"""The arguments of collectives: brought to one form, checked, flattened, and written to when it is over.
 
 Each collective of PyTorch has one form with lists of tensors and an object of options, and one with single tensors and
 values: ``allreduce([x], options)`` and ``allreduce(x, op, timeout)``, by position or by name. Methods of the ``shm``

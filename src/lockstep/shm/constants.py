@@ -1,4 +1,4 @@
-"""What several files of this room share."""
+"""Constants that several files of this room use."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""PURE: the messages between the ranks of a host, and what is said if their collectives are not the same."""
+"""PURE: the messages between the ranks of a host, and the error if their collectives are not the same."""
 
 import struct
 from collections.abc import Mapping, Sequence

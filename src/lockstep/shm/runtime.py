@@ -1,4 +1,4 @@
-"""From a store to what a group needs to run collectives: who is where, connections, shared memory, a Gloo group."""
+"""Builds from a store what a group needs to run collectives: connections, shared memory, a Gloo group."""
 
 import threading
 import time

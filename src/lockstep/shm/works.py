@@ -1,4 +1,4 @@
-"""Collectives that have been begun: run in their order, by whoever waits for one, or by a thread of their own.
+"""Collectives that have been begun: run in order, by whoever waits for one, or by a thread of their own.
 
 A rank that waits runs what is due itself: no thread has to wake up for it. What was begun without being waited for is
 run by a worker thread in the background. Futures, whose callbacks may begin and wait for further collectives, are

@@ -1,1 +1,1 @@
-"""One round of gradients: from the hooks on parameters to the means over the ranks in ``.grad``."""
+"""One round of gradients: from a look at ``.grad`` to the means over the ranks in it."""

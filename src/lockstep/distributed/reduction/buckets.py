@@ -1,4 +1,4 @@
-"""The buckets of a plan, in use."""
+"""The buckets of a plan, as they are used in each round."""
 
 from collections.abc import Sequence
 

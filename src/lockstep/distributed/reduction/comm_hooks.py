@@ -1,4 +1,4 @@
-"""Communication hooks: what a bucket looks like to them, and several of them one after the other.
+"""Communication hooks: the bucket that they are given, and several of them one after the other.
 
 A hook is called with its state and a bucket, as PyTorch's are, when the bucket is ready to leave. What it returns
 decides:

@@ -1,5 +1,4 @@
-"""What this rank contributes to the next round: which parameters have had gradients, what those count, and whether
-parameters were changed on them."""
+"""The contribution of this rank to the next round: parameters with gradients, weights, drift."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""A bucket of gradients that live side by side in one flat tensor.
+"""A bucket of many gradients, side by side in one flat tensor.
 
 They are copied in together when all have come, or, if they are many, in parts, each when it is complete and still in
 the processor's cache (``tests/ranks/test_copied_early.py``).

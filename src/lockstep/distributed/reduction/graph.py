@@ -1,4 +1,4 @@
-"""The graph of a backward pass: the leaves that it comes to, and the means over the ranks that it takes on the way."""
+"""The graph of a backward pass: the leaves that it reaches, and the means over the ranks on the way."""
 
 import itertools
 import logging

@@ -1,4 +1,4 @@
-"""An object that belongs to the calling thread, and to the threads to which PyTorch hands its thread-local state on.
+"""An object of the calling thread, which the engine's threads that work for it have, too.
 
 The engine runs the backward of accelerators in threads of its own, and gives them the state of the thread that began
 the pass. What a ``threading.local`` holds is not part of that.

@@ -1,4 +1,4 @@
-"""Batches that count nothing: what a rank that has run out of data goes through, so that its program stays in step.
+"""Batches that count nothing: a rank that has run out of data runs them, so that its program stays in step.
 
 Its loop runs forward and backward as those of the other ranks do. Parameters get no gradient of it, also where
 backward goes past the module's forward or under ``no_sync()``, and buffers are what they were. Then the rank takes part

@@ -1,4 +1,4 @@
-"""A parameter whose gradient is synchronised: what was planned for it, and whether it is still so."""
+"""A parameter whose gradient is synchronised: what was planned for it, and the check that it is still so."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""Which parameters a reducer has: those that the ranks have agreed on, and what has changed on this rank since.
+"""The parameters of a reducer: those that the ranks have agreed on, and changes on this rank since.
 
 Modules change while they are trained. When a backward pass begins, the module's slots are looked at (``slots.py``). A
 rank that finds other parameters or modules there looks at the gradients of the new ones, too, and says so in its

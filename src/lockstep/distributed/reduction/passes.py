@@ -1,4 +1,4 @@
-"""What tells one backward pass from another, so that ranks do not mix the gradients of different ones.
+"""Tells backward passes apart, so that ranks do not mix the gradients of different ones.
 
 As many backward passes are not the same ones: if one rank alone runs backward through a part of the module, or leaves
 out a batch after its forward, the ranks' rounds still pair off, one by one. So each rank says in its report

@@ -1,4 +1,4 @@
-"""The schedule of a module's gradients: a look at them -> buckets -> collectives -> gradients.
+"""The reducer of one module: sees which gradients have come, fills buckets, has them summed, and sets ``.grad``.
 
 What one backward pass of one replicated module sends is a *round* (``round.py``). Its life, in the order of this file:
 

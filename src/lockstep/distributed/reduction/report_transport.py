@@ -1,4 +1,4 @@
-"""The report of a round, where it travels.
+"""Sends the report of a round: behind the last bucket, on its own, or over the control plane.
 
 On the CPU it rides behind the gradients of the last bucket, or on its own if that bucket cannot carry it. On an
 accelerator the statuses, which the host alone knows, go over the group's control plane, which is on the CPU: so at the

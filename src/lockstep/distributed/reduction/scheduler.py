@@ -1,4 +1,4 @@
-"""Which replicated modules reduce at the end of a backward pass, and in which order: one scheduler for each group.
+"""Which replicated modules of a group reduce at the end of a backward pass, and in which order.
 
 A round closes where the backward pass ends: the outermost one, where reentrant checkpointing nests them
 (``engine.py``). All ranks must send the same buckets in the same order over a

@@ -1,5 +1,4 @@
-"""What of a module is replicated: not what is ignored, sharded, or replicated by a child of its own; and whether it
-can be."""
+"""Selects the parameters and buffers of a module to replicate, and refuses what cannot be replicated."""
 
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""What all ranks have alike, from round to round: parameters, hooks, buffers, the plan and its buckets.
+"""The state that all ranks have alike: parameters, hooks, buffers, the plan and its buckets.
 
 Whatever changes here changes on every rank in the same round: because all have the same report, or because they have
 compared what they have.

@@ -1,4 +1,4 @@
-"""Notices, at the cost of comparing references, that other parameters or modules stand in a module's slots.
+"""Notices other parameters or modules in a module's slots, by comparing references.
 
 Whatever puts them there - an assigned checkpoint, a replaced layer, ``weight_norm``, a parametrization, a conversion
 that makes new parameters, a write to ``module._parameters`` - ends as another object in a dictionary of some module.

@@ -1,4 +1,4 @@
-"""The memory in which the gradients of a shared bucket live.
+"""The memory of the gradients in a flat bucket, and whether anybody else still sees it.
 
 Buckets of small tensors keep theirs: making views anew would cost more than the memory is worth. Buckets of larger
 ones leave it to the parameters' gradients, so that it is gone after ``zero_grad()``, while forward needs the room. In

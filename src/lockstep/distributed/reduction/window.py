@@ -1,4 +1,4 @@
-"""The window of micro-batches that a round ends, and what they count.
+"""The window of micro-batches that a round ends, and their weights.
 
 ``accumulate(weight=...)`` opens a window with its first block, and the round ends it. Each block adds its weight once,
 whether or not a backward pass in it reaches the module. So that the sum of gradients and the sum of weights belong
