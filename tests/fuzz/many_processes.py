@@ -1055,6 +1055,11 @@ class Programs:
         text = ", ".join("[" + ", ".join(map(_call, calls)) + "]" for calls in batches)
         return [f"use.join([{text}], {counts}, {self.chance.random() < 0.5})"]
 
+    def fork(self) -> list[str]:
+        """Only where ranks are processes: of a process with other ranks' threads, a child may inherit a lock that is
+        held, of CPython itself."""
+        return ["use.fork()"] if self.setting.processes else self.train()
+
     def lone_backward(self) -> list[str]:
         """Through a part of a module; the others go through the module."""
         if self.setting.mixed:  # a part of which takes no inputs in float64
@@ -1190,7 +1195,7 @@ OPERATIONS: list[Draw] = [
     Programs.wrap_again,
     _one(lambda p: f"use.restore({p.chance.randrange(p.modules)})"),
     _one(lambda p: f"use.add_buffer({p.chance.randrange(p.modules)}, {p.chance.randint(1, 3)})"),
-    _one(lambda p: "use.fork()"),
+    Programs.fork,
     Programs.lone_backward,
     Programs.join,
     _one(lambda p: f"use.freeze({p.layer()}, {p.chance.random() < 0.5}, {p.chance.choice([None, p.some_ranks()])})"),
