@@ -183,6 +183,7 @@ def compare(name: str, task: Task, rounds: int, inner: int) -> None:
 
 def count_bytecodes(task: Task, steps: int = 3) -> tuple[float, float]:
     """How many bytecodes of the library a settled step runs, and in how many calls."""
+    gc.collect()  # other modules, at whose parameters each pass would look
     module, package = ours(task[0](), dist.new_group()), str(Path(lockstep.__file__).parent)
     x = [torch.randn(task[1])] if task[1] else []
     counted = {"call": 0, "opcode": 0}

@@ -11,6 +11,8 @@ import torch
 from torch import nn
 
 import lockstep
+from lockstep.distributed.reduction import engine
+from lockstep.distributed.reduction.graph import reach_of
 from small_modules import one_weight, x_of
 from threaded import count_collectives, run_ranks
 
@@ -402,6 +404,22 @@ def test_a_pass_past_forward_whose_gradients_are_all_undefined_on_a_rank(keyword
         return seen
 
     assert run_ranks(2, call) == [[0.5, 1.0, 1.5, 2.0]] * 2
+
+
+@pytest.mark.parametrize("past_forward", [False, True])
+def test_graphs_of_other_modules_are_searched_only_where_passes_go_past_forward(past_forward, monkeypatch):
+    searched = []
+    monkeypatch.setattr(engine, "reach_of", lambda given: searched.append(given) or reach_of(given))
+
+    def call(rank):
+        module = lockstep.replicate(one_weight(), process_group=rank.group)
+        module(x_of(rank)).sum().backward()
+        if past_forward:
+            module.weight.sum().backward()
+        one_weight()(x_of(rank)).sum().backward()
+
+    run_ranks(1, call)
+    assert len(searched) == past_forward
 
 
 def late_and_then_unused(rank):

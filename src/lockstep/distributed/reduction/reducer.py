@@ -89,6 +89,10 @@ class Reducer:
         self._has_failed = False  # the last round has failed on some rank, or was left out
         self._members = setup.members
         self._holds_hooks = False  # users have hooks on parameters
+        self.may_go_past_forward = True
+        """True if backward passes may come to the module otherwise than through outputs of its forward: until one has
+        come through them, and for ever when one has not."""
+        self._has_gone_past_forward = False
         self._generation = -1  # of what is known of owners
         self._is_whole = True  # this reducer synchronises all of the parameters
         self._triggers: dict[int, Parameter] = {}  # the parameters that have one, by their number
@@ -258,8 +262,12 @@ class Reducer:
             if came and self._taken_over():
                 came = [position for position in came if self._owns(watched.look.parameters[position])]
             watched.came = came
-            if came and not watched.is_expected and is_autograd_compiled():
-                self.passes.compile_forward()  # it is not known which outputs it has gone through
+            if came and not watched.is_expected:
+                self._has_gone_past_forward = True
+                if is_autograd_compiled():
+                    self.passes.compile_forward()  # it is not known which outputs it has gone through
+            if came:
+                self.may_go_past_forward = self._has_gone_past_forward
             return bool(came) or self._round is not None
 
     def _taken_over(self) -> bool:

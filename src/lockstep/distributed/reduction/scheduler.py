@@ -99,7 +99,7 @@ class GroupScheduler(PassObserver):
             else:
                 others.append(module)
         if others and not (reached or silent):  # functions may have left all gradients of this rank undefined
-            reached = [module for module in others if module.is_in_reach(this.reach)]
+            reached = [each for each in others if each.may_go_past_forward and each.is_in_reach(this.reach)]
         for module in others:
             if module not in reached:
                 module.pass_leaves()
