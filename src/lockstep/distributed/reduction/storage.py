@@ -21,7 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Parameter
 
 from lockstep.buckets import Bucket
-from lockstep.dtensors import dtensor_class, like_parameter, local_part
+from lockstep.dtensors import is_dtensor, like_parameter, local_part
 
 Empty = Callable[[int, torch.dtype, torch.device], Tensor]
 """Makes a tensor of one dimension, uninitialised."""
@@ -43,6 +43,7 @@ class GradientMemory:
     def __init__(self, layout: Bucket, parameters: Sequence[Parameter], extra: int, empty: Empty) -> None:
         self._layout, self._parameters, self._extra, self._empty = layout, parameters, extra, empty
         self._kept = layout.nbytes < KEPT_BELOW_BYTES * len(layout.slots)
+        self._has_dtensors = any(map(is_dtensor, parameters))
         self._flat: Tensor | None = None
         self.gradients = self.row = _NOTHING
         """The two parts of it: in which gradients lie, and what follows them."""
@@ -112,8 +113,17 @@ class GradientMemory:
         return True not in self.claim(list(current))
 
     def in_place(self, current: Sequence[Tensor | None]) -> list[bool]:
-        """Which of the gradients are in this memory, each in its own place."""
-        return in_place(current, self.views)
+        """Which of the gradients are in this memory, each in its own place: the same memory, shape and strides."""
+        return self._in_place(current, self.views)
+
+    def _in_place(self, grads: Sequence[Tensor | None], views: Sequence[Tensor]) -> list[bool]:
+        if self._has_dtensors:
+            grads = [None if grad is None else local_part(grad) for grad in grads]
+        try:
+            return [grad is not None and _is_set_to(view, grad) for grad, view in zip(grads, views, strict=True)]
+        except NotImplementedError:  # not for sparse gradients
+            dense = [None if grad is None or grad.is_sparse else grad for grad in grads]
+            return self._in_place(dense, views)
 
     def release(self) -> None:
         """The parameters have got their gradients."""
@@ -157,14 +167,14 @@ class GradientMemory:
         if first.untyped_storage()._cdata == storage.cdata:
             flat = first.as_strided((self._layout.numel + self._extra,), (1,), start)
             views = self._layout.views(flat)
-            if False not in in_place(grads, views):
+            if False not in self._in_place(grads, views):
                 self._lie_in(flat, views, grads)
 
     def _are_grads_in_place(self) -> bool:
         """Whether the tensors that parameters got are where they were, whatever was done with them."""
-        if dtensor_class() is None:
-            return all(map(_is_set_to, self.grads, self.views))
-        return False not in in_place(self.grads, self.views)
+        if self._has_dtensors:
+            return False not in self._in_place(self.grads, self.views)
+        return all(map(_is_set_to, self.grads, self.views))
 
     def _is_seen_by_others(self, inside: Sequence[bool]) -> bool:
         """Whether anything but this bucket and its parameters still sees gradients of an earlier round."""
@@ -173,17 +183,6 @@ class GradientMemory:
             return True
         now = references(self.grads)
         return now != counts and any(a > b for a, b, stays in zip(now, counts, inside, strict=True) if not stays)
-
-
-def in_place(grads: Sequence[Tensor | None], views: Sequence[Tensor]) -> list[bool]:
-    """Which of the gradients are in the places of the views: the same memory, shape and strides."""
-    if dtensor_class() is not None:
-        grads = [None if grad is None else local_part(grad) for grad in grads]
-    try:
-        return [grad is not None and _is_set_to(view, grad) for grad, view in zip(grads, views, strict=True)]
-    except NotImplementedError:  # not for sparse gradients
-        dense = [None if grad is None or grad.is_sparse else grad for grad in grads]
-        return in_place(dense, views)
 
 
 def storage_users(tensor: Any) -> int:
