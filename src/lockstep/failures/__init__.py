@@ -1,1 +1,1 @@
-"""How a failure of one rank is known on all; this room knows nothing of modules or gradients."""
+"""The failure channel: makes a failure of one rank known on all. This room knows nothing of modules or gradients."""
