@@ -114,8 +114,7 @@ class ReplicaBuffers:
                 row.insert(index, tensor)
 
     def _plain_copies(self, tensors: list[Tensor], always: bool) -> list[list[Tensor]]:
-        """Return new tensors for every copy; as in PyTorch, a first replica on the network's device shares its
-        tensors."""
+        """Return new tensors for every copy; as in PyTorch, a first replica shares those on the network's device."""
         sharing = [n == 0 and self._first_shares and d == self._source for n, d in enumerate(self._devices)]
         self._mirror = None
         if not always and all(device == CPU for device in self._devices) and all(map(_is_plain, tensors)):
