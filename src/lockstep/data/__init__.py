@@ -1,4 +1,4 @@
-"""Batches of the whole world, in shares."""
+"""Global batches, cut into shares."""
 
 from lockstep.data.global_batches import GlobalBatches as GlobalBatches
 
