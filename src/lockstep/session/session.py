@@ -78,8 +78,7 @@ class CountedBatches(Generic[T]):
 
 
 class Session:
-    """The value of ``with`` :func:`session`: this rank's place, device and group, and the functions of a training
-    loop."""
+    """The value of ``with`` :func:`session`: this rank's place, device and group, and functions for its training."""
 
     def __init__(self, options: SessionOptions, environment: Environment) -> None:
         self.rank: int = environment.rank
@@ -175,14 +174,12 @@ class Session:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Give this rank's activity inside the block a name, such as ``evaluation``, which errors on other ranks
-        show."""
+        """Give this rank's activity inside the block a name, such as ``evaluation``, for errors on other ranks."""
         with self.progress.phase(name):
             yield
 
     def save(self, path: "str | os.PathLike[str]", *, keep: int = 3, step: int | None = None, **state: Any) -> Path:
-        """Call :func:`lockstep.save` with the session's group, its two generators, and :attr:`step` if none is
-        given."""
+        """Call :func:`lockstep.save` with the session's group, its generators, and :attr:`step` if none is given."""
         step = self.step if step is None else step
         with self.phase(Phase.CHECKPOINT):
             return save(path, keep=keep, step=step, group=self.group, **self._generators(), **state)

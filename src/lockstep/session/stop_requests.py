@@ -56,7 +56,7 @@ class StopRequests:
 
     @property
     def requested(self) -> str | None:
-        """What has asked this process to stop, such as ``SIGTERM``; None if nothing has."""
+        """The reason to stop, such as ``SIGTERM``; None if there is no request."""
         if self._reason is None and self._deadline is not None and time.monotonic() > self._deadline:
             self._reason = f"the time limit of {self._limit:g} s"
         return self._reason
