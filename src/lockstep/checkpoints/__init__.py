@@ -1,4 +1,4 @@
-"""Whole checkpoints: a run goes on, bit for bit, from the newest one that was written to its end."""
+"""Complete checkpoints: a run continues, bit for bit, from the newest one that was written to its end."""
 
 from lockstep.checkpoints.resuming import Resumed as Resumed
 from lockstep.checkpoints.resuming import resume as resume
