@@ -1,1 +1,1 @@
-"""The ``lockstep`` command: what can be asked of a run from outside."""
+"""The ``lockstep`` command: starts runs, and inspects hosts and runs from outside."""
