@@ -37,8 +37,8 @@ class Messenger:
         has_gone: Callable[[Connection], object],
         look: Callable[[], object],
     ) -> None:
-        """From a thread of its own, call ``hear`` with each message of another rank, ``has_gone`` with the connection
-        to a neighbour that has ended, and ``look`` while nothing happens. None of these may wait.
+        """Call the given functions from a thread of its own: ``hear`` with each message of another rank, ``has_gone``
+        with the connection to a neighbour that has ended, and ``look`` while nothing happens. None of these may wait.
 
         ``rank`` must be unique in the ring. Other ranks connect to ``listener`` to find out if this host answers.
         """

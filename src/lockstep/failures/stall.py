@@ -420,7 +420,7 @@ class StallWatch:
 
 
 class _Wait:
-    """How long this rank has waited in the collective that it waits in now, this library's or the program's own."""
+    """The time that this rank has waited in its present collective, this library's or the program's own."""
 
     def __init__(self) -> None:
         self._where: tuple[str, int | None, int] = ("", None, 0)

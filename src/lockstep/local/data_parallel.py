@@ -2,10 +2,10 @@
 
 A batch goes through four phases, each a method that a subclass may override:
 
-        scatter         rows of the inputs -> one share for each device
-        replicate       the network -> up-to-date replicas (the first is the network itself)
-        parallel_apply  each replica on its share, in a thread of its own
-        gather          the replicas' outputs -> one output
+    scatter         rows of the inputs -> one share for each device
+    replicate       the network -> up-to-date replicas (the first is the network itself)
+    parallel_apply  each replica on its share, in a thread of its own
+    gather          the replicas' outputs -> one output
 
 :meth:`DataParallel.step` leaves the last phase out: the replicas compute loss and backward as well.
 """
@@ -192,7 +192,7 @@ class DataParallel(_PyTorchs, Module, Generic[T]):
         self._devices, self._followed = devices, list(ids or ())
 
     def _resolved(self, device_ids: Sequence[DeviceLike]) -> list[torch.device]:
-        """The devices meant by ``device_ids``; the wrapper's own are known already."""
+        """Return the devices meant by ``device_ids``; those of the wrapper itself are known already."""
         if isinstance(device_ids, list) and device_ids and device_ids == self._followed[: len(device_ids)]:
             return self._devices[: len(device_ids)]
         return resolve_devices(device_ids)
@@ -211,10 +211,10 @@ class DataParallel(_PyTorchs, Module, Generic[T]):
         """Run forward, loss and backward in each replica; leave the gradients of the mean loss on the module.
 
         Args:
-                loss_fn: ``loss_fn(output, target)``, a mean over its rows that counts all rows alike; a module may have
-                    parameters and buffers of its own. (A loss that weighs rows, by class say, divides by weights that
-                    differ among the replicas: let it sum, and divide by the weight of the whole batch.)
-                batch: the module's inputs and, last, the target. With one entry, ``loss_fn(output)`` is called.
+            loss_fn: ``loss_fn(output, target)``, a mean over its rows that counts all rows alike; a module may have
+                parameters and buffers of its own. (A loss that weighs rows, by class say, divides by weights that
+                differ among the replicas: let it sum, and divide by the weight of the whole batch.)
+            batch: the module's inputs and, last, the target. With one entry, ``loss_fn(output)`` is called.
 
         Returns the mean loss over all rows, detached, without dimensions, on the output device. Gradients are added to
         ``.grad``, as ``backward`` does, and equal those of ``loss_fn(module(*inputs), target).backward()`` on one

@@ -69,7 +69,7 @@ class Environment:
     rank: int = 0
     world_size: int = 1
     local_rank: int = 0
-    """The number of this process among those of this host."""
+    """The number of this process on its host."""
     local_world_size: int = 1
     alone: bool = True
     """True if no launcher has started this process as a rank: then there is no store to meet others at."""

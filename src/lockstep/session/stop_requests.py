@@ -32,8 +32,8 @@ class StopRequests:
     SIGTERM. :meth:`end` restores everything.
 
     Args:
-            time_limit: seconds from now; then the end of this time is a request. None for no limit.
-            name: the name of this process in what it writes to stderr when a signal arrives.
+        time_limit: seconds from now; then the end of this time is a request. None for no limit.
+        name: the name of this process in what it writes to stderr when a signal arrives.
 
     Example::
 

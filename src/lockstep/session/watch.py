@@ -196,7 +196,7 @@ def watch(
 
     Args:
         group: the process group; the default group if None.
-            store: the store at which the ranks meet; the group's own if None. A bare backend has none.
+        store: the store at which the ranks meet; the group's own if None. A bare backend has none.
         stall_factor: a rank that keeps another one waiting for this many times the median step makes no progress, and
             is a failure, too; None for no such limit. During the first steps and while something is compiled the limit
             is nine minutes; it never is more.

@@ -226,7 +226,7 @@ class WorkQueue:
     def _complete_next(self) -> None:
         work = self._completions.popleft()
         self._ready -= 1
-        self._call_worker()  # who stands by
+        self._call_worker()  # to stand by while this one runs callbacks
         self._condition.release()
         try:
             _complete(work)
