@@ -35,11 +35,11 @@ class GlobalBatches:
     Args:
         dataset: A map-style data set: ``len(dataset)`` and ``dataset[number]``, the same on every rank.
         batch_size: Rows of the whole world in one step.
-            shares: As in ``replicate(model, shares=...)``: at least as many as the run will ever have ranks.
+        shares: As in ``replicate(model, shares=...)``: at least as many as the run will ever have ranks.
         seed: For the order, for random numbers of samples, and for random numbers in the model (dropout).
-            shuffle: True: each epoch has an order of its own; False: all have the order of the data set.
-            last: What happens to rows that do not fill a last batch: ``"drop"``, or ``"smaller"`` shares, whose sizes
-                differ by at most one.
+        shuffle: True: each epoch has an order of its own; False: all have the order of the data set.
+        last: What happens to rows that do not fill a last batch: ``"drop"``, or ``"smaller"`` shares, whose sizes
+            differ by at most one.
         process_group: The ranks; the default group if None, or one rank if there is none.
         **loader_options: Those of ``torch.utils.data.DataLoader``: ``num_workers``, ``collate_fn``, ``pin_memory`` and
             so on.

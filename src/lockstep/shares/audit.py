@@ -20,7 +20,7 @@ def audit(model: Module, every: int | None = 100) -> None:
 
     Args:
         model: A module from ``lockstep.replicate(model, shares=...)``; all modules of a step are audited together.
-            every: The average number of steps for one audited step; None: no more audits. The same on every rank.
+        every: The average number of steps for one audited step; None: no more audits. The same on every rank.
 
     Communicates, in such a step, an all-gather of 128 bytes, and others of about 25 bytes for each parameter and
     buffer.

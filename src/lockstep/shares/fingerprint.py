@@ -21,7 +21,7 @@ def fingerprint(model: Module, optimizer: Optimizer | None = None) -> str:
     rate, are no part of it, nor is the device: values are copied to the CPU first.
 
     Args:
-            model: A module, replicated or not; for a ``DistributedDataParallel`` or a compiled module, the one inside.
+        model: A module, replicated or not; for a ``DistributedDataParallel`` or a compiled module, the one inside.
         optimizer: The optimizer of its parameters.
 
     Communicates nothing. For a ``DTensor`` it covers the part that this rank holds.
