@@ -8,39 +8,39 @@ from torch import Tensor
 
 
 class Place(NamedTuple):
-    """Where a part of a tensor is."""
+    """The place of one part of a tensor: a rank, and a part's number."""
 
     rank: int
     part: int
 
 
 class Addition(NamedTuple):
-    """The part at ``place`` is added to the one at ``into``."""
+    """Add the part at ``place`` to the part at ``into``."""
 
     into: Place
     place: Place
 
 
 class Abilities(Protocol):
-    """The object that a group has as ``_abilities``."""
+    """The interface of the object that a group has as ``_abilities``."""
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return memory on the CPU, on which collectives need no copy."""
+        """Return memory on the CPU that collectives can use without a copy."""
 
     def allreduce(self, tensors: list[Tensor], opts: Any, *, factor: float) -> Any:
-        """Sum tensors times each rank's ``factor``: multiply on the way."""
+        """Sum tensors, each multiplied by its rank's ``factor`` during the reduction."""
 
     @property
     def _shares_memory(self) -> bool:
-        """Whether all ranks have memory in common, as :meth:`_add_in_order` needs."""
+        """True if all ranks have memory in common, as :meth:`_add_in_order` needs."""
 
     def _add_in_order(self, tensor: Tensor, numel: int, additions: Sequence[Addition], gathered: int, opts: Any) -> Any:
-        """Begin to add parts of ``numel`` elements, with which every rank's tensor begins, in the order given.
+        """Begin to add parts of ``numel`` elements, with which every rank's tensor begins, in the given order.
 
-        All give the same additions. The result, which is in the part that the last addition adds to, is at the
-        beginning of every rank's tensor then; what else is in the parts is used up. The end of every tensor has
-        ``gathered`` elements for each rank, in their order; each rank's own are copied to all. Tensors come from
-        :meth:`allocate`, and nothing is copied but the result.
+        All ranks give the same additions. The result, which is in the part that the last addition adds to, is then at
+        the beginning of every rank's tensor; the other parts are overwritten. The end of every tensor has ``gathered``
+        elements for each rank, in rank order; each rank's own are copied to all. Tensors come from :meth:`allocate`,
+        and only the result is copied.
         """
 
     def _abort(self, reason: str) -> None:
@@ -48,6 +48,6 @@ class Abilities(Protocol):
 
 
 def abilities_of(group: Any) -> Abilities | None:
-    """Return what a group can do; None for those of PyTorch."""
+    """Return the abilities of a group; None for PyTorch's groups."""
     found: Abilities | None = getattr(group, "_abilities", None)
     return found

@@ -1,8 +1,8 @@
 """PURE: packs tensors into flat buckets, and makes views of those. Nothing is copied or sent here.
 
 A plan puts tensors of one dtype and one device, in the order given, into flat buckets of at most ``cap_bytes``; a
-tensor larger than that travels alone. Inside a bucket each tensor keeps the strides it has (channels-last stays so)
-and starts at a multiple of :data:`ALIGNMENT` bytes.
+larger tensor travels alone. Inside a bucket each tensor keeps its strides (channels-last stays so) and starts at a
+multiple of :data:`ALIGNMENT` bytes.
 """
 
 from collections.abc import Iterable, Sequence
@@ -21,7 +21,7 @@ DEFAULT_CAP_BYTES = 10 * 1024 * 1024
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """What a plan has to know of one tensor."""
+    """The properties of one tensor that a plan depends on."""
 
     name: str
     shape: tuple[int, ...]
@@ -31,28 +31,28 @@ class TensorSpec:
 
     @classmethod
     def of(cls, tensor: torch.Tensor, name: str = "") -> "TensorSpec":
-        """The spec of a strided tensor; one with gaps or overlaps is laid out contiguously instead."""
+        """Return the spec of a strided tensor; one with gaps or overlaps is laid out contiguously instead."""
         shape = tuple(tensor.shape)
         return cls(name, shape, dense_stride(shape, tensor.stride()), tensor.dtype, tensor.device)
 
     def contiguous(self) -> "TensorSpec":
-        """The same with the strides of a contiguous tensor."""
+        """Return the same spec with the strides of a contiguous tensor."""
         return replace(self, stride=contiguous_stride(self.shape))
 
     @cached_property
     def numel(self) -> int:
-        """Number of elements."""
+        """The number of elements."""
         return prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """Number of bytes."""
+        """The number of bytes."""
         return self.numel * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
 class Slot:
-    """Where a tensor lies in its bucket: its place in the plan's list, and its offset in elements."""
+    """The place of a tensor in its bucket: its index in the plan's list, and its offset in elements."""
 
     index: int
     offset: int
@@ -71,29 +71,29 @@ class Bucket:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the flat tensor, padding included."""
+        """The number of bytes of the flat tensor, with padding."""
         return self.numel * self.dtype.itemsize
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """The tensors inside ``flat``, a 1-D tensor of ``numel`` elements, in the order of the slots."""
+        """Return the tensors inside ``flat``, a 1-D tensor of ``numel`` elements, in the order of the slots."""
         start = flat.storage_offset()
         return [flat.as_strided(slot.shape, slot.stride, start + slot.offset) for slot in self.slots]
 
     def take(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Those of the plan's tensors that lie in this bucket."""
+        """Return those of the plan's tensors that lie in this bucket."""
         return [tensors[slot.index] for slot in self.slots]
 
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """The specs of all tensors, and the buckets they go to."""
+    """The specs of all tensors, and their buckets."""
 
     specs: tuple[TensorSpec, ...]
     buckets: tuple[Bucket, ...]
 
 
 def plan_buckets(specs: Iterable[TensorSpec], cap_bytes: int = DEFAULT_CAP_BYTES) -> BucketPlan:
-    """Put tensors into buckets of at most ``cap_bytes`` bytes, in the order given; buckets in the order of their first.
+    """Put tensors into buckets of at most ``cap_bytes`` bytes, in order; buckets are ordered by their first tensors.
 
     Raises :class:`LayoutError` if ``cap_bytes`` is not positive.
     """
@@ -114,7 +114,7 @@ def plan_buckets(specs: Iterable[TensorSpec], cap_bytes: int = DEFAULT_CAP_BYTES
 
 
 def pack_bucket(specs: Sequence[TensorSpec], indices: Sequence[int], alignment: int = ALIGNMENT) -> Bucket:
-    """The bucket of those of the tensors that ``indices`` lists, all of one dtype and device, in that order."""
+    """Return the bucket of the tensors at ``indices``, all of one dtype and device, in that order."""
     members = [specs[i] for i in indices]
     offsets = list(accumulate((_padded(spec, alignment) for spec in members), initial=0))
     slots = tuple(
@@ -130,7 +130,7 @@ def _padded(spec: TensorSpec, alignment: int = ALIGNMENT) -> int:
 
 
 def dense_stride(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
-    """``stride`` if it lays ``shape`` out without gaps or overlaps, else that of a contiguous tensor."""
+    """Return ``stride`` if it lays ``shape`` out without gaps or overlaps, else that of a contiguous tensor."""
     expected = 1
     for step, size in sorted((st, sz) for st, sz in zip(stride, shape, strict=True) if sz != 1):
         if step != expected:
@@ -140,6 +140,6 @@ def dense_stride(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]
 
 
 def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
-    """The strides, in elements, of a contiguous tensor."""
+    """Return the strides of a contiguous tensor, in elements."""
     steps = accumulate(reversed(shape[1:]), lambda a, b: a * max(b, 1), initial=1)
     return tuple(reversed(list(steps))) if shape else ()

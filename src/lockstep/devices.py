@@ -14,12 +14,12 @@ CPU = torch.device("cpu")
 
 
 def accelerator() -> torch.device | None:
-    """The type of accelerator that this process can use, or None."""
+    """Return the type of accelerator that this process can use, or None."""
     return torch.accelerator.current_accelerator(check_available=True)
 
 
 def resolve_device(device: DeviceLike) -> torch.device:
-    """The one device meant by an index of the current accelerator type, a string or a ``torch.device``.
+    """Return the device meant by an index of the current accelerator type, a string or a ``torch.device``.
 
     ``"cuda"`` without an index means the current CUDA device. Raises :class:`DeviceError` for a device that does not
     exist, naming it and the devices there are.
@@ -58,7 +58,7 @@ def _available() -> str:
 
 
 def resolve_devices(devices: Sequence[DeviceLike]) -> list[torch.device]:
-    """:func:`resolve_device` of each; an empty list or a lone device is an error that says so."""
+    """Return :func:`resolve_device` of each; raise for an empty list or a single device, with a message for each."""
     if isinstance(devices, int | str | torch.device):
         raise DeviceError(f"expected a list of devices, got {devices!r}; write [{devices!r}]")
     resolved = [resolve_device(device) for device in devices]
@@ -70,7 +70,7 @@ def resolve_devices(devices: Sequence[DeviceLike]) -> list[torch.device]:
 def resolve_destination(
     destination: DeviceLike | None, tensors: Sequence[torch.Tensor] = (), *, stacklevel: int = 3
 ) -> torch.device:
-    """The device that a result goes to: ``-1`` is the CPU, None the current device of the tensors' type."""
+    """Return the device for a result: ``-1`` is the CPU, None the current device of the tensors' type."""
     if destination is None:
         on_cpu = accelerator() is None or (bool(tensors) and all(t.device.type == "cpu" for t in tensors))
         return CPU if on_cpu else _accelerator_at(torch.accelerator.current_device_index())
@@ -86,13 +86,13 @@ def resolve_destination(
 
 
 def all_accelerators() -> list[torch.device]:
-    """Every accelerator of this process, in the order of their indices; empty on a machine that has none."""
+    """Return all accelerators of this process, by index; empty on a machine without any."""
     found = accelerator()
     return [] if found is None else [torch.device(found.type, i) for i in range(torch.accelerator.device_count())]
 
 
 def device_label(device: torch.device) -> str:
-    """How messages name a device: the index of an accelerator, as PyTorch's own messages do, or ``cpu``."""
+    """Return the name of a device in messages: an accelerator's index, as in PyTorch's own messages, or ``cpu``."""
     return device.type if device.index is None else str(device.index)
 
 
@@ -125,7 +125,7 @@ _side_streams_lock = threading.Lock()
 
 
 def side_stream(device: torch.device) -> torch.Stream | None:
-    """The stream on which copies from the host to this device run; None for the CPU, which has no streams."""
+    """Return the stream for copies from the host to this device; None for the CPU, which has no streams."""
     if device.type == "cpu":
         return None
     with _side_streams_lock:
@@ -136,10 +136,10 @@ def side_stream(device: torch.device) -> torch.Stream | None:
 
 @cache
 def direct_copy_works(source: torch.device, target: torch.device) -> bool:
-    """Whether a direct copy between two accelerators delivers what was sent, tried once for each pair.
+    """Return True if a direct copy between two accelerators delivers what was sent; tried once for each pair.
 
-    On some machines peer-to-peer copies silently deliver something else (pytorch/pytorch#52142); a pair that fails is
-    served through the host, and a warning names it.
+    On some machines peer-to-peer copies silently deliver something else (pytorch/pytorch#52142). Copies between a pair
+    that fails go through the host, and a warning names it.
     """
     if "cpu" in (source.type, target.type) or source == target:
         return True

@@ -1,11 +1,11 @@
 """The library's two digests: a fast one of tensors' bits, computed where they lie, and a strong one of texts.
 
-The fast one is a sum, modulo 2**64, over the tensors' bits, eight bytes at a time: those times an odd number, and their
-upper half times another. The numbers depend on the place and look random. So a single bit that flips always changes it.
-The upper half is there for the signs: a flipped highest bit changes the first product by 2**63, whatever the number is,
-so two of them would cancel out. Other changes are missed by a chance of about 2**-64, or 2**-32 where only the highest
-of each four bytes' bits change. It is no digest against somebody who means to deceive; the strong one, SHA-256, is.
-Files of checkpoints and :func:`lockstep.fingerprint` have the strong one in full.
+The fast digest is a sum, modulo 2**64, over the tensors' bits, eight bytes at a time: each word times an odd number,
+plus its upper half times another one. These factors depend on the place and look random, so a single flipped bit always
+changes the sum. The upper half is there for the signs: a flipped highest bit changes the first product by 2**63,
+whatever the factor is, so two of them would cancel out. Other changes are missed with a probability of about 2**-64, or
+2**-32 if only the highest bits of each four bytes change. It does not protect against deliberate deception; the strong
+digest, SHA-256, does. Files of checkpoints and :func:`lockstep.fingerprint` have the strong one in full.
 """
 
 import hashlib
@@ -18,16 +18,16 @@ from torch import Tensor
 from lockstep.dtensors import local_part
 
 _ROW = 1 << 16
-"""Numbers of eight bytes that are summed together: their factors stay in a processor's cache."""
+"""Number of eight-byte words that are summed together: their factors stay in a processor's cache."""
 _CACHED_ROWS, _BLOCK_ROWS = 8, 64
-"""How many rows are worked on at once, on the CPU and elsewhere: what is computed of them takes memory of its own."""
+"""Number of rows that are processed at once, on the CPU and elsewhere: intermediate results take memory."""
 _SMALL_BYTES = 1 << 16
-"""Tensors smaller than this are put side by side first: one by one, each would take longer than its values."""
+"""Tensors smaller than this are concatenated first: one by one, each would take longer than its values are worth."""
 BYTES = 8
-"""The size of a fast digest."""
+"""Size of a fast digest, in bytes."""
 _IN_ROW, _UPPER, _OF_ROWS, _OF_TENSORS = range(4)
-"""What is multiplied. Each has factors of its own: with the same ones, values that change places between a row and a
-column would leave the sum as it was."""
+"""Sets of factors, by use: with a common set, values that change places between a row and a column would leave the
+sum as it was."""
 
 
 def text_digest(text: str, bits: int = 63) -> int:
@@ -36,7 +36,7 @@ def text_digest(text: str, bits: int = 63) -> int:
 
 
 class Digests:
-    """Digests of tensors at one moment; what is small is copied, and added up when it is asked for."""
+    """Digests of tensors at one moment; small tensors are copied, and summed when a digest is asked for."""
 
     @torch.no_grad()
     def __init__(self, tensors: Sequence[Tensor]) -> None:
@@ -56,7 +56,7 @@ class Digests:
 
     @torch.no_grad()
     def digest(self, device: torch.device) -> Tensor:
-        """Return the digest of all together: one number of eight bytes."""
+        """Return one digest of all tensors together: a number of eight bytes."""
         sums = [*self._sums.values(), *(_sum(_lanes(flat)) for flat, _, _ in self._flats)]
         if not sums:
             return torch.ones((), dtype=torch.int64, device=device)
@@ -65,7 +65,7 @@ class Digests:
 
     @torch.no_grad()
     def each(self) -> list[int]:
-        """Return a digest of each tensor; 0 for one without elements."""
+        """Return a digest of each tensor; 0 for a tensor without elements."""
         found = [0] * self._count
         for number, value in self._sums.items():
             found[number] = int(value)
@@ -76,7 +76,7 @@ class Digests:
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """The elements of this rank's part of a tensor, one after the other."""
+    """Return the elements of this rank's part of a tensor, in one dimension."""
     local = local_part(tensor).detach()
     if local.layout is not torch.strided:
         sparse = local.to_sparse_coo().coalesce()
@@ -85,7 +85,7 @@ def _flat(tensor: Tensor) -> Tensor:
 
 
 def _lanes(flat: Tensor) -> Tensor:
-    """The bits of a tensor of one dimension, as numbers of eight bytes; zeros at the end if there are too few."""
+    """Return the bits of a one-dimensional tensor as eight-byte words, padded with zeros."""
     data = flat.view(torch.uint8)
     rest = -data.numel() % BYTES
     if rest or data.storage_offset() % BYTES:
@@ -96,7 +96,7 @@ def _lanes(flat: Tensor) -> Tensor:
 
 
 def _sum(lanes: Tensor) -> Tensor:
-    """Return the digest of numbers of eight bytes, at least one; how many they are counts, so that zeros are not 0."""
+    """Return the digest of at least one word; their number counts too, so that zeros do not give 0."""
     whole = lanes.numel() // _ROW * _ROW
     factors, upper = _factors(_ROW, lanes.device, _IN_ROW), _factors(_ROW, lanes.device, _UPPER)
     rest = lanes[whole:]
@@ -122,8 +122,8 @@ def _factors(count: int, device: torch.device, of: int) -> Tensor:
 def _table(count: int, device: torch.device, of: int) -> Tensor:
     """Return odd numbers: SplitMix64 of their places.
 
-    Not of an arithmetic series, in which +1, -2, +1 at three places in a row, as counts in a histogram may differ, adds
-    up to nothing.
+    An arithmetic series would not do: +1, -2, +1 at three places in a row, a difference that counts in a histogram may
+    well have, would add up to nothing.
     """
     with torch.inference_mode(False):
         numbers = torch.arange(1, count + 1, dtype=torch.int64, device=device) + (of << 40)

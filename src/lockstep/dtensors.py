@@ -1,6 +1,6 @@
-"""Parameters that are ``DTensor``s: one dimension of a larger mesh replicates what others have sharded.
+"""Parameters that are ``DTensor``s: one dimension of a larger mesh replicates what other dimensions have sharded.
 
-Gradients are reduced as the local tensors they are made of; what a parameter gets is a ``DTensor`` again.
+Gradients are reduced as local tensors; each parameter then gets a ``DTensor`` again.
 """
 
 import sys
@@ -10,26 +10,26 @@ from torch import Tensor
 
 
 def dtensor_class() -> Any:
-    """The class ``DTensor``, or None while nobody has imported it: then there are none."""
+    """Return the class ``DTensor``, or None as long as nothing has imported it: then there are no instances."""
     module = sys.modules.get("torch.distributed.tensor")
     return getattr(module, "DTensor", None)
 
 
 def is_dtensor(tensor: Tensor) -> bool:
-    """Whether a tensor is a ``DTensor``."""
+    """Return True if a tensor is a ``DTensor``."""
     kind = dtensor_class()
     return kind is not None and isinstance(tensor, kind)
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """The plain tensor that this rank holds of it; a plain tensor is its own."""
+    """Return the plain tensor that this rank holds of a ``DTensor``; a plain tensor is returned as it is."""
     if not is_dtensor(tensor):
         return tensor
     return tensor.detach()._local_tensor  # type: ignore[no-any-return, attr-defined]
 
 
 def matching_gradient(grad: Tensor, parameter: Tensor) -> Tensor:
-    """The part that this rank holds of a gradient, laid out over the mesh as the parameter is."""
+    """Return this rank's part of a gradient, laid out over the mesh as the parameter is."""
     if not is_dtensor(grad):
         return grad
     if grad.placements != parameter.placements:  # type: ignore[attr-defined]
@@ -38,7 +38,7 @@ def matching_gradient(grad: Tensor, parameter: Tensor) -> Tensor:
 
 
 def like_parameter(local: Tensor, parameter: Tensor) -> Tensor:
-    """A gradient for a parameter, around this rank's part of it."""
+    """Return a gradient for a parameter, made from this rank's part of it."""
     if not is_dtensor(parameter):
         return local
     return dtensor_class().from_local(  # type: ignore[no-any-return]

@@ -35,7 +35,7 @@ class LockstepError(Exception):
 
 
 class DeviceError(LockstepError, RuntimeError):
-    """A device is unknown or missing, or a tensor is not on the device where it has to be."""
+    """A device is unknown or missing, or a tensor is not on the required device."""
 
 
 class LayoutError(LockstepError, RuntimeError, ValueError):
@@ -55,7 +55,7 @@ class NotReplicableError(LockstepError, RuntimeError, ValueError):
 
 
 class AlreadyManagedError(NotReplicableError, AssertionError):
-    """A module that ``replicate`` or ``fully_shard`` has been applied to already."""
+    """``replicate`` or ``fully_shard`` has been applied to a module already."""
 
 
 class ReplicaError(LockstepError, RuntimeError):
@@ -63,7 +63,7 @@ class ReplicaError(LockstepError, RuntimeError):
 
 
 class GradientError(LockstepError, NotImplementedError):
-    """A gradient was asked of an operation that has none."""
+    """A gradient was requested from an operation that has none."""
 
 
 class OptionError(LockstepError, RuntimeError, ValueError):
@@ -71,39 +71,39 @@ class OptionError(LockstepError, RuntimeError, ValueError):
 
 
 class UnknownOptionError(OptionError, TypeError):
-    """An option that does not exist; the message names the nearest that does."""
+    """An option does not exist; the message names the nearest option that does."""
 
 
 class HookError(LockstepError, RuntimeError, TypeError, ValueError):
-    """A communication hook is not callable, is annotated otherwise, or returned what is no gradient."""
+    """A communication hook is not callable, has wrong annotations, or returned something other than a gradient."""
 
 
 class AgreementError(LockstepError, RuntimeError, ValueError):
-    """Ranks differ in what must be the same on all; raised on every rank, with the rank, the name and both values."""
+    """Ranks differ where they must be equal; raised on every rank, with the rank, the name and both values."""
 
 
 class OutOfSyncError(AgreementError):
-    """A parameter or buffer has other values on another rank; raised on every rank, by name."""
+    """A parameter or buffer has different values on another rank; raised on every rank, by name."""
 
 
 class CheckpointError(LockstepError, RuntimeError):
-    """A checkpoint could not be written, or nothing can go on from it; raised on every rank, with rank and reason."""
+    """A checkpoint could not be written, or cannot be resumed from; raised on every rank, with rank and reason."""
 
 
 class CommunicationError(LockstepError, RuntimeError):
-    """A collective failed or timed out; ``__cause__`` is what the process group raised."""
+    """A collective failed or timed out; ``__cause__`` is the error of the process group."""
 
 
 class PeerError(LockstepError, RuntimeError):
-    """The backward of another rank failed, or is of another round; that rank's own error says why."""
+    """The backward of another rank failed, or belongs to another round; that rank's own error gives the reason."""
 
 
 class PeerFailure(PeerError, CommunicationError):
-    """Another rank failed, was killed, left, or makes no progress; raised on every rank but that one.
+    """Another rank failed, was killed, left, or makes no progress; raised on every rank except that one.
 
-    The message has all of it. For programs: ``rank``, ``step`` (batches that rank had begun; None where nobody could
-    find out), ``phase``, ``reason`` (one line), ``traceback`` (what that rank raised, as text; None where it raised
-    nothing) and ``stacks`` (what its threads were doing; None where nobody could find out).
+    The message contains everything. For programs: ``rank``, ``step`` (batches that rank had begun; None if unknown),
+    ``phase``, ``reason`` (one line), ``traceback`` (of the exception that rank raised, as text; None if it raised none)
+    and ``stacks`` (of its threads; None if unknown).
     """
 
     def __init__(
@@ -131,8 +131,8 @@ class InspectionError(LockstepError, RuntimeError):
 
 
 class ShareError(LockstepError, RuntimeError):
-    """Shares out of order: a backward outside of any, or an optimizer's step before all of a step have been reduced."""
+    """Shares are out of order: a backward outside of any, or an optimizer's step before all of a step are reduced."""
 
 
 class AuditError(ShareError):
-    """A share gave other bits when it was computed again; names the ranks, the share and the first tensor."""
+    """A share gave different bits when it was computed again; names the ranks, the share and the first tensor."""

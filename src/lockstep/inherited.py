@@ -1,8 +1,8 @@
-"""Names that our classes inherit from PyTorch's, so that ``isinstance`` holds, without running its constructor.
+"""Names that classes here inherit from PyTorch's, so that ``isinstance`` holds, without running its constructor.
 
-What such a name would do there rests on attributes that are not here. So each is overridden, or refused by name
-(``tests/api/test_inherited_names.py`` walks them all): :func:`refusing` sees to those that nobody thought of, in any
-release of PyTorch.
+Such a name would rely on attributes that do not exist here. So each is overridden, or refused by name
+(``tests/api/test_inherited_names.py`` checks them all): :func:`refusing` handles those that nothing else handles, in
+any release of PyTorch.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,7 +14,7 @@ C = TypeVar("C", bound=type)
 
 
 class Refused:
-    """Stands in a class for a name that it inherits and that has no meaning in it."""
+    """A name that a class inherits but that has no meaning in it: raises an AttributeError with a message."""
 
     def __init__(self, message: str) -> None:
         self.message = message
@@ -24,10 +24,10 @@ class Refused:
 
 
 def refusing(base: type, instead: Mapping[str, str]) -> Callable[[C], C]:
-    """Refuse, in a class, every name of ``base`` that neither it nor what stands before ``base`` defines.
+    """Refuse, in a class, every name of ``base`` that neither it nor a class before ``base`` defines.
 
-    Names that ``base`` overrides of ``Module``'s become ``Module``'s again. ``instead`` says for each name what to use;
-    its other names, attributes that the constructor of ``base`` sets, are refused by :func:`refusal`.
+    Names of ``Module`` that ``base`` overrides become ``Module``'s again. ``instead`` gives the advice for a name; its
+    other names, attributes that the constructor of ``base`` sets, are refused by :func:`refusal`.
     """
 
     def decorate(cls: C) -> C:
@@ -46,7 +46,7 @@ def refusing(base: type, instead: Mapping[str, str]) -> Callable[[C], C]:
 
 
 def message(owner: str, name: str, instead: str | None) -> str:
-    """What is said of a name that is refused."""
+    """Return the message for a name that is refused."""
     text = (
         instead or "it belongs to PyTorch's own machinery, which does not run here; docs/distributed.md lists what does"
     )
@@ -54,7 +54,7 @@ def message(owner: str, name: str, instead: str | None) -> str:
 
 
 def refusal(cls: type, name: str) -> str | None:
-    """What to say of an attribute that is not there; None if it is not one of those that are refused."""
+    """Return the message for an attribute that does not exist; None if it is not one of those that are refused."""
     for kind in cls.__mro__:
         held = vars(kind).get(name)
         if held is not None:

@@ -1,7 +1,7 @@
 """Keeps a signal to all processes from ending the workers that load data before the training that they serve.
 
-A Ctrl-C, ``torchrun`` and most schedulers send their signal to every process of the program. The rank that is to
-write a checkpoint would find that its loader's workers are gone.
+A Ctrl-C, ``torchrun`` and most schedulers send their signal to every process of the program. A rank that is about to
+write a checkpoint would lose its loader's workers.
 """
 
 import contextlib
@@ -20,14 +20,14 @@ _protected: "weakref.WeakSet[BaseProcess]" = weakref.WeakSet()
 
 @contextlib.contextmanager
 def workers_protected() -> Iterator[None]:
-    """Processes that are started within are not ended by SIGINT or SIGTERM; put it around ``iter(loader)``.
+    """Protect processes that are started inside the block from SIGINT and SIGTERM; put it around ``iter(loader)``.
 
     They still end as PyTorch's workers do: when their loader's iterator is dropped, or a few seconds after this process
-    has ended. One that is stuck is killed when this process ends. Where signals cannot be blocked (Windows), nothing
+    has ended. One that is stuck is killed when this process ends. If signals cannot be blocked (Windows), nothing
     happens.
 
-    A process inherits which signals are blocked, whether it is forked or spawned; so they are blocked in this thread
-    meanwhile, and one that comes is handled by another thread, or right after.
+    A process inherits the set of blocked signals, whether it is forked or spawned. So they are blocked in this thread
+    meanwhile; a signal that arrives is handled by another thread, or right after.
     """
     if not hasattr(signal, "pthread_sigmask"):
         yield
@@ -43,7 +43,7 @@ def workers_protected() -> Iterator[None]:
 
 
 def _end_those_left() -> None:
-    """Kill what has not ended by itself when this process ends: multiprocessing would send SIGTERM, and wait."""
+    """Kill workers that have not ended by themselves when this process ends: multiprocessing would SIGTERM and wait."""
     left = [worker for worker in _protected if worker.is_alive()]
     if left and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # PyTorch's handler would raise: a worker has been killed
@@ -52,8 +52,8 @@ def _end_those_left() -> None:
 
 
 def _register() -> None:
-    """See to it that :func:`_end_those_left` is called, before multiprocessing waits; PyTorch has asked workers to end
-    by then. A function of ``atexit`` would not do: in processes that multiprocessing has started, those are not called.
+    """Make sure that :func:`_end_those_left` is called, before multiprocessing waits; PyTorch has asked workers to end
+    by then. A function of ``atexit`` would not do: processes that multiprocessing has started do not call those.
     """
     global _registered_in
     if _registered_in != os.getpid():
@@ -63,4 +63,4 @@ def _register() -> None:
 
 _registered_in = -1
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_protected.clear)  # those of its parent
+    os.register_at_fork(after_in_child=_protected.clear)  # these workers belong to the parent

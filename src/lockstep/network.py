@@ -11,10 +11,10 @@ from collections.abc import Iterable
 from pathlib import Path
 
 INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
-"""The environment variable with which a user names the interfaces for Gloo, and for this library."""
+"""The environment variable in which a user names the interfaces for Gloo, and for this library."""
 
 SET_INTERFACE = f"set {INTERFACE_VARIABLE} on each host to the interface that leads to the others, such as eth0"
-"""What to do where an address of this host is of no use to other hosts."""
+"""Advice for when an address of this host is of no use to other hosts."""
 
 LOOPBACK = "127.0.0.1"
 
@@ -25,7 +25,7 @@ _IPV6_TABLE = Path("/proc/net/if_inet6")
 
 
 def host_identity() -> str:
-    """Return what is the same for processes that can share memory, and differs else."""
+    """Return a text that is the same for processes that can share memory, and different otherwise."""
     if sys.platform != "linux":
         return socket.gethostname()
     boot = Path("/proc/sys/kernel/random/boot_id")
@@ -34,12 +34,12 @@ def host_identity() -> str:
 
 
 def is_loopback(ip: str) -> bool:
-    """Return whether an address is one under which no other host reaches this one."""
+    """Return True if an address is one at which no other host reaches this one."""
     return ipaddress.ip_address(ip).is_loopback
 
 
 def is_own(ip: str) -> bool:
-    """Return whether an address is one of this host."""
+    """Return True if an address belongs to this host."""
     with contextlib.suppress(OSError), socket.socket(family_of(ip), socket.SOCK_DGRAM) as probe:
         probe.bind((ip, 0))
         return True
@@ -52,7 +52,7 @@ def family_of(ip: str) -> socket.AddressFamily:
 
 
 def addresses_of_host(name: str) -> list[str]:
-    """Return the addresses that a name or address of a host stands for; raises ``OSError`` if nobody knows it."""
+    """Return the addresses of a host, given by name or address; raises ``OSError`` if it is unknown."""
     found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
     return list(dict.fromkeys(str(each[4][0]) for each in found))
 
@@ -60,7 +60,7 @@ def addresses_of_host(name: str) -> list[str]:
 def address_towards(host: str) -> str | None:
     """Return the address of this host from which packets to another host leave; nothing is sent.
 
-    None where the name of that host cannot be resolved, or no route leads there.
+    None if that host's name cannot be resolved, or no route leads there.
     """
     with contextlib.suppress(OSError):
         for family, kind, protocol, _, where in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
@@ -80,7 +80,7 @@ def chosen_address() -> str | None:
 
 
 def addresses_of(interface: str) -> list[str]:
-    """Return the addresses of an interface: first IPv4, then those of IPv6 that other hosts can use."""
+    """Return the addresses of an interface: first IPv4, then those IPv6 addresses that other hosts can use."""
     found = []
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         answer = fcntl.ioctl(any_socket, _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
@@ -100,16 +100,16 @@ def interface_of(ip: str) -> str | None:
 
 
 def address_of_own_name() -> str | None:
-    """Return what this host's own name resolves to, which is what Gloo uses; None if that is no address."""
+    """Return the address that this host's own name resolves to, which Gloo uses; None if it does not resolve."""
     with contextlib.suppress(OSError):
         return addresses_of_host(socket.gethostname())[0]
     return None
 
 
 def own_name_is_reachable() -> bool:
-    """Return whether other hosts reach this one under the address that its own name resolves to.
+    """Return True if other hosts reach this one at the address that its own name resolves to.
 
-    They do not on Debian and Ubuntu, whose ``/etc/hosts`` gives 127.0.1.1 to it.
+    They do not on Debian and Ubuntu, whose ``/etc/hosts`` gives it 127.0.1.1.
     """
     own = address_of_own_name()
     return own is not None and not is_loopback(own) and is_own(own)
@@ -118,7 +118,7 @@ def own_name_is_reachable() -> bool:
 def address_for_gloo(others: Iterable[str]) -> str | None:
     """Return the address at which Gloo has to listen so that other hosts, given by addresses, reach it.
 
-    None where Gloo finds one itself: by ``GLOO_SOCKET_IFNAME``, or by the host's own name.
+    None if Gloo finds one itself: by ``GLOO_SOCKET_IFNAME``, or by the host's own name.
     """
     if INTERFACE_VARIABLE in os.environ or own_name_is_reachable():
         return None
@@ -126,9 +126,9 @@ def address_for_gloo(others: Iterable[str]) -> str | None:
 
 
 def reachable_address(others: Iterable[str]) -> str | None:
-    """Return an address of this host under which others reach it, given the addresses of some of those.
+    """Return an address of this host at which others reach it, given the addresses of some of them.
 
-    The one of the interface that the user has chosen; else the one from which packets to the others leave.
+    It is that of the interface that the user has chosen, else the one from which packets to the others leave.
     """
     chosen = chosen_address()
     if chosen is not None:

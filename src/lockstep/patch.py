@@ -1,10 +1,10 @@
-"""``import lockstep.patch``: programs that wrap with PyTorch's classes by themselves get ours in their place.
+"""``import lockstep.patch``: puts lockstep's classes in place of PyTorch's, for programs that wrap by themselves.
 
-For frameworks that call ``DistributedDataParallel`` or ``DataParallel`` inside: Accelerate, the transformers
-``Trainer``, Lightning, ignite, ... Our classes are subclasses of PyTorch's, so whoever asks with ``isinstance`` finds
-what it expects. The classes are replaced in PyTorch's modules and in all others that have imported them already, so the
-order of imports does not matter; what was wrapped before stays what it is. ``lockstep run --patch script.py`` does the
-same for a program that is not to be changed.
+It is meant for frameworks that call ``DistributedDataParallel`` or ``DataParallel`` inside: Accelerate, the
+transformers ``Trainer``, Lightning, ignite, ... Lockstep's classes are subclasses of PyTorch's, so ``isinstance``
+checks still hold. The classes are replaced in PyTorch's modules and in all others that have imported them already, so
+the order of imports does not matter; modules that were wrapped before stay as they are. ``lockstep run --patch
+script.py`` does the same for a program that is not to be changed.
 
 To use the ``shm`` backend with such a framework, make the default process group before the framework would:
 ``torch.distributed.init_process_group("shm")``, or ``lockstep run --patch --backend shm script.py``.
@@ -28,7 +28,7 @@ _replaced: list[tuple[ModuleType, str, type]] = []
 
 
 def apply() -> list[str]:
-    """Replace the classes wherever modules have them; returns the names, ``module.name``. Importing does it."""
+    """Replace the classes wherever modules have them; return their names, ``module.name``. Importing calls this."""
     found = []
     for module_name, module in list(sys.modules.items()):
         package = module_name.partition(".")[0]

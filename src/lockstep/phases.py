@@ -1,7 +1,7 @@
 """Labels for the profiler, statistics, and the timeline of one step.
 
 Every phase is a ``torch.profiler`` label ``lockstep::phase (detail)`` while a profiler runs, is counted and timed in
-public statistics, and is listed, with its replica, for whoever asks for a timeline.
+public statistics, and is listed, with its replica, in timelines.
 """
 
 import threading
@@ -28,7 +28,7 @@ class Event(NamedTuple):
 
 @dataclass(slots=True)
 class Statistics:
-    """What has happened so far: for each phase, how often it ran and for how many seconds (of the host's time)."""
+    """For each phase, how often it has run so far and for how many seconds (of the host's time)."""
 
     calls: dict[str, int] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
@@ -43,11 +43,11 @@ class Phases:
         self.timelines: list[list[Event]] = []
 
     def phase(self, name: str, detail: str = "", replica: int | None = None) -> "_Phase":
-        """A context manager around one phase."""
+        """Return a context manager around one phase."""
         return _Phase(self, name, detail, replica)
 
     def statistics(self) -> Statistics:
-        """A copy of what has been counted so far."""
+        """Return a copy of the counts and times so far."""
         with self.lock:
             calls = {name: tally.calls for name, tally in self.tallies.items()}
             return Statistics(calls, {name: tally.seconds for name, tally in self.tallies.items()})
@@ -66,7 +66,7 @@ class Phases:
 
 
 class _Tally:
-    """How often a phase has run, and for how many seconds."""
+    """The number of times that a phase has run, and its seconds in total."""
 
     __slots__ = ("calls", "seconds")
 
@@ -79,7 +79,7 @@ class _Phase:
 
     def __init__(self, owner: Phases, name: str, detail: str, replica: int | None) -> None:
         self._owner, self._name, self._replica = owner, name, replica
-        # A label costs 5 us, also where nobody sees it; the flag is one of the whole process.
+        # A label costs 5 us even if no profiler records it; the flag belongs to the whole process.
         self._label = _label(name, detail, replica) if profiler._is_profiler_enabled else None
 
     def __enter__(self) -> None:

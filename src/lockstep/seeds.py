@@ -1,9 +1,9 @@
-"""PURE: seeds of random streams, from what the stream is for."""
+"""PURE: seeds of random streams, derived from their purpose."""
 
 import hashlib
 
 
 def derive_seed(*parts: int | str) -> int:
-    """A number of 63 bits that depends on every part, and on their order: the same in every process."""
+    """Return a number of 63 bits that depends on every part and on their order; the same in every process."""
     text = "\0".join(f"{type(part).__name__} {part}" for part in parts)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1

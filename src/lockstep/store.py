@@ -1,9 +1,9 @@
-"""A store of ``torch.distributed`` whose calls all end: the only file that calls one.
+"""A store of ``torch.distributed`` whose calls all end: no other file calls a store.
 
-Most calls of PyTorch's ``TCPStore`` wait for its answer without a limit. If the host of the store is cut off, they
-return when TCP gives up, after some 15 minutes; if its process is stopped, never. So each call runs on a thread of its
-own, and the caller waits for a limited time. While ranks connect, a store that works may be silent for long: its only
-thread asks the name service for the name of each address that connects, and waits for the answer.
+Most calls of PyTorch's ``TCPStore`` wait for its answer without a limit. If the store's host is cut off, they return
+when TCP gives up, after some 15 minutes; if its process is stopped, never. So each call runs on a thread of its own,
+and the caller waits for a limited time. While ranks connect, a working store may be silent for long: its only thread
+asks the name service for the name of each address that connects, and waits for the answer.
 """
 
 import queue
@@ -25,28 +25,28 @@ from lockstep.errors import CommunicationError
 T = TypeVar("T")
 
 ANSWER_SECONDS = 3.0
-"""How long the store's process may take to answer."""
+"""Seconds that the store's process may take to answer."""
 
 
 CLOSE_SECONDS = 0.5
-"""How long the end of a store's thread is waited for."""
+"""Seconds to wait for the end of a store's thread."""
 
 
 class StoreLostError(CommunicationError):
-    """A store does not answer: its host is cut off, its process has ended or is stopped."""
+    """A store does not answer: its host is cut off, or its process has ended or is stopped."""
 
 
 class BoundedStore:
-    """A store, called on a thread of its own: no call takes longer than ``seconds``.
+    """A store that is called on a thread of its own: no call takes longer than ``seconds``.
 
     A call that takes longer raises :class:`StoreLostError`, and so does, at once, each further one until the store
-    answers again. Keys and values are those of ``torch.distributed``'s stores. The thread is started with the first
-    call, and ends with :meth:`close`, or with this object.
+    answers again. Keys and values are those of ``torch.distributed``'s stores. The thread starts at the first call, and
+    ends with :meth:`close`, or with this object.
     """
 
     def __init__(self, store: Any, seconds: float = ANSWER_SECONDS) -> None:
         self.raw = store
-        """The plain store, to pass on, not to call."""
+        """The plain store, to be passed on but not called."""
         self._seconds = seconds
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
@@ -56,31 +56,31 @@ class BoundedStore:
         self._end = weakref.finalize(self, self._calls.put, None)
 
     def close(self) -> None:
-        """End the thread when the calls that have begun are over; further ones raise :class:`StoreLostError`."""
+        """End the thread when the calls that have begun are over; further calls raise :class:`StoreLostError`."""
         self._end()
         if self._thread not in (None, threading.current_thread()):
             self._thread.join(CLOSE_SECONDS)
 
     def set(self, key: str, value: str, seconds: float | None = None) -> None:
-        """Write a value; ``seconds`` are the limit of this call."""
+        """Write a value; ``seconds`` is the limit of this call."""
         self._call(lambda store: store.set(key, value), seconds)
 
     def get(self, key: str) -> str:
-        """Return a value that is there."""
+        """Return an existing value."""
         return self._call(lambda store: _text(store.get(key)))
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Return whether all keys have values."""
+        """Return True if all keys have values."""
         return self._call(lambda store: bool(store.check(list(keys))))
 
     def compare_set(self, key: str, expected: str, desired: str) -> str:
-        """Write ``desired`` if the value is ``expected`` ("" for none); return the value that is there then."""
+        """Write ``desired`` if the value is ``expected`` ("" for none); return the value afterwards."""
         return self._call(lambda store: _text(store.compare_set(key, expected, desired)))
 
     def wait(self, keys: Sequence[str], seconds: float) -> bool:
         """Return True as soon as all keys have values, or False after some seconds.
 
-        Not to be called again after that: an answer that comes just then is taken for that of a later call.
+        Do not call it again after that: a late answer would be taken for that of the later call.
         """
 
         def wait(store: Any) -> bool:
@@ -93,9 +93,9 @@ class BoundedStore:
         return self._call(wait, seconds + min(self._seconds, ANSWER_SECONDS))
 
     def look(self, key: str, found: Callable[[str], object]) -> None:
-        """Call ``found`` with the value of a key, on another thread, if there is one; does not wait for the store.
+        """Call ``found`` with the value of a key, on another thread, if it exists; does not wait for the store.
 
-        Does nothing while an earlier look has had no answer.
+        Does nothing while an earlier look has not been answered.
         """
         if self._look is not None and not self._look.done():
             return
@@ -126,7 +126,7 @@ class BoundedStore:
         try:
             result: T = future.result(seconds)
         except TimeoutError:
-            future.cancel()  # if it has not begun, since an earlier call still waits
+            future.cancel()  # in case it has not begun, because an earlier call still waits
             raise _lost(seconds) from None
         except RuntimeError as error:
             raise _failed(error) from error
@@ -134,7 +134,7 @@ class BoundedStore:
 
 
 def own_connection(store: Any, timeout: float) -> Any:
-    """Return the same store through a connection of its own: one that a thread waits on is held by it."""
+    """Return the same store with a connection of its own: a thread that waits on a connection blocks it."""
 
     def connect() -> Any:
         clone = store.clone()
@@ -149,7 +149,7 @@ def own_connection(store: Any, timeout: float) -> Any:
 
 
 def bounded(function: "Callable[[], T]", seconds: float) -> "T":
-    """Return what a call returns that may wait for a store without a limit, such as one that makes it.
+    """Return the result of a call that may wait for a store without a limit, such as one that makes it.
 
     Raises :class:`StoreLostError` after some seconds; the call goes on, on a thread of its own.
     """
@@ -163,7 +163,7 @@ def bounded(function: "Callable[[], T]", seconds: float) -> "T":
 
 
 class _Call:
-    """One call, and its result."""
+    """One call and its result."""
 
     def __init__(self, function: Callable[[Any], Any]) -> None:
         self._function = function
@@ -181,7 +181,7 @@ class _Call:
 
 
 class _Progress:
-    """Since when the thread of a store waits for an answer."""
+    """The time since which a store's thread waits for an answer."""
 
     def __init__(self) -> None:
         self._since: float | None = None
@@ -198,7 +198,7 @@ class _Progress:
 
 
 def _serve(store: Any, calls: "queue.SimpleQueue[_Call | None]", progress: _Progress) -> None:
-    """Run the calls in their order. Holds no reference to the :class:`BoundedStore`, with which it ends."""
+    """Run the calls in order. Holds no reference to the :class:`BoundedStore`, so that this ends with it."""
     while (call := calls.get()) is not None:
         progress.begin()
         call.run(store)
@@ -207,7 +207,7 @@ def _serve(store: Any, calls: "queue.SimpleQueue[_Call | None]", progress: _Prog
 
 
 def address_towards(store: Any) -> str:
-    """Return the address of this host from which packets to a store's host leave: loopback, if that is this one."""
+    """Return the address of this host from which packets to a store's host leave; loopback if that is this host."""
     host = getattr(_innermost(store), "host", None)
     if host:
         return network.address_towards(host) or network.LOOPBACK
@@ -216,7 +216,7 @@ def address_towards(store: Any) -> str:
 
 
 def _innermost(store: Any) -> Any:
-    """The store under all prefixes."""
+    """Return the store under all prefixes."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     return store

@@ -1,12 +1,12 @@
 """PURE: shortens texts so that they fit into a message between ranks."""
 
 LONGEST_HEADLINE = 4 * 1024
-"""Characters that travel of an exception's type and message, where other ranks are told of it."""
+"""The number of characters of an exception's type and message that are sent to other ranks."""
 
 
 def shortened(text: str, longest: int) -> str:
-    """A text as it travels: of one that is too long, both ends. What UTF-8 does not have, such as a byte of a file's
-    name, is written as an escape."""
+    """Return a text as it travels: the beginning and the end of one that is too long. Characters that UTF-8 cannot
+    encode, such as a byte of a file name, are escaped."""
     text = text.encode(errors="backslashreplace").decode()
     if len(text) <= longest:
         return text

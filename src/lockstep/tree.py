@@ -32,7 +32,7 @@ _LEAVES = (torch.Tensor, torch.Size, str, bytes, int, float, complex, bool, type
 
 
 def open_node(value: Any, path: str = "") -> Node | None:
-    """The children of a container, or None for a leaf."""
+    """Return the opened container; None for a leaf."""
     if isinstance(value, _LEAVES):
         return None
     if isinstance(value, PackedSequence):
@@ -52,7 +52,7 @@ def open_node(value: Any, path: str = "") -> Node | None:
 
 
 def _native(value: Any) -> bool:
-    """Whether this file opens the type itself: the built-in ones, and subclasses that nobody registered."""
+    """Return True if this file opens the type itself: built-in types, and subclasses that are not registered."""
     return type(value) in (tuple, list, dict, OrderedDict, defaultdict) or type(value) not in pytree.SUPPORTED_NODES
 
 
@@ -122,9 +122,9 @@ def _first_that_holds(
     path: str,
     children: list[Any],
 ) -> Any:
-    """What the first of ``ways`` makes that has these very children.
+    """Return the result of the first of ``ways`` that has these very children.
 
-    A constructor of the user's may want other arguments than the children, or take them for something else.
+    A user's constructor may want other arguments than the children, or take them for something else.
     """
     failure: Exception | None = None
     for way in ways:
@@ -132,7 +132,7 @@ def _first_that_holds(
             new = way(children)
             if type(new) is kind and holds(new, children):
                 return new
-        except Exception as error:  # whatever it raises only means that this is not how it is made
+        except Exception as error:  # whatever it raises only means that this way does not work
             failure = error
     raise StructureError(
         f"cannot make another {kind.__name__} for {path or 'the value'}, with other tensors in it"
@@ -155,16 +155,16 @@ def _open_dataclass(value: Any, path: str) -> Node:
 
 
 class Leaf(NamedTuple):
-    """A leaf, and where it is: ``inputs[0]['mask'].rows``."""
+    """A leaf and its path: ``inputs[0]['mask'].rows``."""
 
     path: str
     value: Any
 
 
 class Tree:
-    """A nested value taken apart into :attr:`leaves`; :meth:`build` puts a like one together from new leaves.
+    """A nested value taken apart into :attr:`leaves`; :meth:`build` makes a value like it from new leaves.
 
-    Values of the types in ``whole`` are leaves, whatever they hold.
+    Values of the types in ``whole`` are leaves, whatever they contain.
     """
 
     def __init__(self, value: Any, path: str, whole: tuple[type, ...] = ()) -> None:
@@ -181,7 +181,7 @@ class Tree:
         return node.build, [self._open(child, (path + name).removeprefix(".")) for name, child in pairs]
 
     def build(self, leaves: Sequence[Any]) -> Any:
-        """The value with its leaves replaced, in their order."""
+        """Return the value with its leaves replaced, in order."""
         remaining = iter(leaves)
         return _build(self._shape, remaining)
 
@@ -194,11 +194,11 @@ def _build(shape: Any, leaves: Iterator[Any]) -> Any:
 
 
 def tree_map(function: Callable[[Any], Any], value: Any, path: str = "value", whole: tuple[type, ...] = ()) -> Any:
-    """The value with ``function`` applied to every leaf; values of the types in ``whole`` are leaves, too."""
+    """Apply ``function`` to every leaf; values of the types in ``whole`` are leaves, too."""
     tree = Tree(value, path, whole)
     return tree.build([function(leaf.value) for leaf in tree.leaves])
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Every tensor among the leaves."""
+    """Yield every tensor among the leaves."""
     return (leaf.value for leaf in Tree(value, "value").leaves if isinstance(leaf.value, torch.Tensor))

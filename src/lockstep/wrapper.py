@@ -14,20 +14,20 @@ Init = TypeVar("Init", bound=Callable[..., None])
 
 
 def is_of_module(state_dict: Mapping[str, Any], module: Module) -> bool:
-    """Whether a checkpoint has the keys of the wrapped module itself, and not those behind ``module.``."""
+    """Return True if a checkpoint has the keys of the wrapped module itself rather than keys with ``module.``."""
     plain = module.state_dict().keys()
     return len(state_dict.keys() & plain) > len(state_dict.keys() & {f"module.{key}" for key in plain})
 
 
 def unknown_option(caller: str, name: str, known: Collection[str]) -> UnknownOptionError:
-    """The error for an option that does not exist: it names the nearest that does, and all that there are."""
+    """Return the error for an option that does not exist; it names the nearest option that does, and all of them."""
     near = difflib.get_close_matches(name, known, n=1)
     hint = f"did you mean {near[0]}? There are " if near else "there are "
     return UnknownOptionError(f"{caller}() got an unexpected keyword argument {name!r}; {hint}{', '.join(known)}")
 
 
 def naming_options(init: Init) -> Init:
-    """Let a constructor raise :class:`UnknownOptionError` for a keyword argument that it does not have."""
+    """Make a constructor raise :class:`UnknownOptionError` for keyword arguments that it does not have."""
     known = list(inspect.signature(init).parameters)[1:]
 
     @wraps(init)

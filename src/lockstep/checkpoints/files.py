@@ -1,8 +1,8 @@
 """Every call that changes the file system: few enough that a test can stop after each.
 
-What is promised of it, and no more: bytes of a file are on the disk when :meth:`OpenFile.sync` has returned; names in
-a folder (of files that were made, renamed or removed) when :meth:`FileSystem.sync_folder` has; a rename happens as a
-whole or not at all. Everything else may be lost in a crash, or be there early, in any order.
+The only assumptions about it: bytes of a file are on the disk when :meth:`OpenFile.sync` has returned; names in a
+folder (of files that were made, renamed or removed) when :meth:`FileSystem.sync_folder` has; a rename happens
+completely or not at all. Everything else may be lost in a crash, or be there early, in any order.
 """
 
 import contextlib
@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 _PIECE, _AHEAD = 1 << 22, 8
-"""Bytes that are digested at once, and how many such pieces may wait for it: copies, so not many."""
+"""Bytes that are digested at once, and how many such pieces may be queued: they are copies, so not many."""
 
 
 class _Digest:
-    """A SHA-256 that is computed by a thread of its own, while what was added is written."""
+    """A SHA-256 that a thread of its own computes while the data are written."""
 
     def __init__(self) -> None:
         self._sha256 = hashlib.sha256()
@@ -28,7 +28,7 @@ class _Digest:
         self._thread: threading.Thread | None = None
 
     def add(self, data: Any) -> None:
-        """Append bytes; they are copied, since they are the caller's again afterwards."""
+        """Append bytes; they are copied, since the caller may change them afterwards."""
         if self._thread is None and len(data) < _PIECE // 16:
             self._sha256.update(data)
             return
@@ -44,7 +44,7 @@ class _Digest:
             self._sha256.update(piece)
 
     def end(self) -> str:
-        """The digest of all, or of what there is if it has failed; the thread ends."""
+        """End the thread, and return the digest of all data, or of those added so far if it has failed."""
         if self._thread is not None:
             self._pieces.put(None)
             self._thread.join()
@@ -53,14 +53,14 @@ class _Digest:
 
 
 class OpenFile:
-    """A new file, with the digest of what was written to it."""
+    """A new file, with the digest of the data written to it."""
 
     def __init__(self, path: Path) -> None:
         self._file = open(path, "xb")  # noqa: SIM115  (closed by close())
         self._digest = _Digest()
         self.bytes = 0
         self.error: OSError | None = None
-        """What :meth:`write` has raised, of which ``torch.save`` makes an error that does not say it."""
+        """The error that :meth:`write` raised; ``torch.save`` hides it behind one of its own."""
 
     def write(self, data: Any) -> int:
         """Append bytes."""
@@ -74,43 +74,43 @@ class OpenFile:
         return len(data)
 
     def append(self, data: Any) -> None:
-        """Append bytes to the file itself."""
+        """Append bytes to the file itself, without the digest."""
         self._file.write(data)
 
     def flush(self) -> None:
-        """Nothing: :meth:`sync` comes at the end. ``torch.save`` expects the method."""
+        """Do nothing: :meth:`sync` comes at the end. ``torch.save`` expects the method."""
 
     def sync(self) -> None:
-        """Return when all that was written is on the disk."""
+        """Return when all written data are on the disk."""
         self._file.flush()
         _sync(self._file.fileno())
 
     def close(self) -> None:
-        """Let go of the file; what :meth:`sync` has not put on the disk is lost if it cannot be written now."""
+        """Close the file; data that :meth:`sync` has not put on the disk are lost if they cannot be written now."""
         self._digest.end()
-        with contextlib.suppress(OSError):  # of what was held back, which is flushed once more
+        with contextlib.suppress(OSError):  # closing flushes buffered data once more
             self._file.close()
 
     @property
     def sha256(self) -> str:
-        """The digest of what was written so far."""
+        """The digest of the data written so far."""
         return self._digest.end()
 
 
 class FileSystem:
-    """What changes folders and files."""
+    """The calls that change folders and files."""
 
     def create(self, path: Path) -> OpenFile:
-        """A new file; raises ``FileExistsError`` if there is one of that name."""
+        """Create a file; raise ``FileExistsError`` if there is one of that name."""
         return OpenFile(path)
 
     def make_folder(self, path: Path) -> None:
-        """A new folder, in one that is there."""
+        """Make a folder in an existing one."""
         os.mkdir(path)
 
     def sync_folder(self, path: Path) -> None:
         """Return when the names in the folder are on the disk."""
-        if os.name == "nt":  # which has no such call, and needs none
+        if os.name == "nt":  # Windows has no such call, and needs none
             return
         descriptor = os.open(path, os.O_RDONLY)
         try:
@@ -129,7 +129,7 @@ class FileSystem:
                 answer.result()
 
     def rename(self, path: Path, new: Path) -> None:
-        """Another name in the same folder; raises ``OSError`` if a folder that is not empty has it."""
+        """Rename a folder within its parent; raise ``OSError`` if the new name is a folder that is not empty."""
         os.rename(path, new)
 
     def remove(self, path: Path) -> None:
@@ -137,12 +137,12 @@ class FileSystem:
         os.unlink(path)
 
     def remove_folder(self, path: Path) -> None:
-        """Remove a folder in which nothing is left."""
+        """Remove an empty folder."""
         os.rmdir(path)
 
 
 def make_folders(files: FileSystem, path: Path) -> None:
-    """The folder and those around it, as far as they are not there; names of new ones are on the disk."""
+    """Make a folder and its parents, as far as they do not exist; names of new ones are on the disk."""
     path = path.absolute()
     missing = [each for each in (path, *path.parents) if not each.is_dir()]
     for each in reversed(missing):

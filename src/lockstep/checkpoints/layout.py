@@ -10,8 +10,8 @@
             COMPLETE                   the SHA-256 of the manifest; written last
         .unfinished-...                what is being written, or was when the process ended
 
-Where the hosts have disks of their own, each host has such a folder, with what is the same on all ranks and with what
-its own ranks have; the checkpoints of one save have the same name and the same ``id``.
+If the hosts have disks of their own, each host has such a folder, with the files that are the same on all ranks and
+those of its own ranks; the checkpoints of one save have the same name and the same ``id``.
 """
 
 import hashlib
@@ -40,38 +40,38 @@ class StoredFile:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint consists of."""
+    """The description of a checkpoint."""
 
     number: int
-    """Which save of its folder this is: 1, 2, ..."""
+    """The number of this save in its folder: 1, 2, ..."""
     step: int | None
     id: str
-    """Of this save, the same on all hosts."""
+    """The id of this save, the same on all hosts."""
     run: str
-    """Of the run that has saved it, and of those that went on from it."""
+    """The id of the run that saved it, which runs that continue from it keep."""
     world_size: int
     hosts: list[str]
     """The host of each rank."""
     entries: dict[str, str]
-    """What was saved, by name, and of which kind: see ``state.py``."""
+    """The kind of each saved entry, by name: see ``state.py``."""
     files: dict[str, StoredFile]
     versions: dict[str, str] = field(default_factory=dict)
-    """Of what has written it; for people."""
+    """The versions of the software that wrote it, for people."""
     time: str = ""
     format: int = FORMAT
 
     def to_bytes(self) -> bytes:
-        """As it is written."""
+        """Return the manifest as it is written."""
         return (json.dumps(asdict(self), indent=1) + "\n").encode()
 
     @property
     def own_files(self) -> set[str]:
-        """The files with what each rank had of its own."""
+        """The files with each rank's own state."""
         return self.files.keys() - {entry_file(name) for name in self.entries}
 
     @classmethod
     def parse(cls, data: bytes) -> "Manifest":
-        """What :meth:`to_bytes` has written; raises ``ValueError`` if it is not."""
+        """Parse the bytes that :meth:`to_bytes` returned; raise ``ValueError`` for anything else."""
         fields: dict[str, Any] = json.loads(data)
         if fields.get("format") != FORMAT:
             raise ValueError(f"it has format {fields.get('format')}, this version of lockstep reads format {FORMAT}")
@@ -80,14 +80,14 @@ class Manifest:
 
 
 class Saved(NamedTuple):
-    """A folder with a checkpoint's name; whether it is whole is another question."""
+    """A folder with a checkpoint's name; it may or may not be complete."""
 
     number: int
     folder: Path
 
     @property
     def is_finished(self) -> bool:
-        """Whether writing it was finished; whether all of it is still there is another question."""
+        """True if writing it was finished; parts of it may be gone since."""
         try:
             return _SEAL.fullmatch((self.folder / MARKER).read_bytes()) is not None
         except OSError:
@@ -95,26 +95,26 @@ class Saved(NamedTuple):
 
 
 class TornError(Exception):
-    """Why a checkpoint is not whole."""
+    """The reason why a checkpoint is not complete."""
 
 
 def folder_name(number: int, step: int | None) -> str:
-    """The name of a checkpoint's folder."""
+    """Return the name of a checkpoint's folder."""
     return f"save-{number:06d}" + ("" if step is None else f"-step-{step:08d}")
 
 
 def rank_file(rank: int) -> str:
-    """The file with what a rank has of its own."""
+    """Return the name of the file with a rank's own state."""
     return f"rank-{rank:04d}.pt"
 
 
 def entry_file(name: str) -> str:
-    """The file with what is the same on all ranks."""
+    """Return the name of the file with an entry's state that is the same on all ranks."""
     return f"{name}.pt"
 
 
 def list_saved(path: Path) -> list[Saved]:
-    """The folders with the name of a checkpoint, oldest first; none if there is no ``path``."""
+    """Return the folders with the name of a checkpoint, oldest first; none if ``path`` does not exist."""
     try:
         names = [each.name for each in path.iterdir()]
     except FileNotFoundError:
@@ -124,14 +124,14 @@ def list_saved(path: Path) -> list[Saved]:
 
 
 def seal(manifest: bytes) -> bytes:
-    """What the marker says of a manifest."""
+    """Return the content of the marker for a manifest."""
     return hashlib.sha256(manifest).hexdigest().encode() + b"\n"
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a checkpoint of which everything is there; contents of the other files are not looked at.
+    """Return the manifest of a checkpoint whose files all exist; does not read the contents of the others.
 
-    Raises :class:`TornError` with the reason if something is missing, or has another size than it had.
+    Raises :class:`TornError` with the reason if a file is missing, or has another size than when it was written.
     """
     try:
         marker = (folder / MARKER).read_bytes()
@@ -166,7 +166,7 @@ def _check_size(path: Path, file: StoredFile) -> None:
 
 
 def check_contents(folder: Path, files: Mapping[str, StoredFile]) -> None:
-    """Raise :class:`TornError` if some file does not hold what was written to it; reads all of them."""
+    """Raise :class:`TornError` if a file does not hold the data that were written to it; reads all of them."""
     for name, file in files.items():
         try:
             with open(folder / name, "rb") as opened:

@@ -10,26 +10,26 @@ from lockstep.errors import CheckpointError
 
 
 class Lineage(NamedTuple):
-    """What this process knows of a folder."""
+    """The knowledge of this process about a folder."""
 
     run: str
-    """The run that writes there: a new one, or the one that this process goes on with."""
+    """The run that writes there: a new one, or the one that this process continues."""
     highest: int
-    """The highest number there when it last looked."""
+    """The highest number of a checkpoint there when this process last looked."""
 
 
-_lineages: dict[Path, Lineage] = {}  # by folder; of the ranks of a group the first one asks
+_lineages: dict[Path, Lineage] = {}  # by folder; only the first rank of a group asks
 
 
 def remember(path: Path, run: str, highest: int) -> None:
-    """Note that this process has saved there, or goes on from what is there."""
+    """Record that this process has saved to a folder, or continues from a checkpoint in it."""
     _lineages[path.resolve()] = Lineage(run, highest)
 
 
 def lineage_of(path: Path) -> Lineage:
-    """What is known of a folder before saving to it.
+    """Return the lineage of a folder before saving to it.
 
-    Raises :class:`CheckpointError` if another run has saved there since this one last did, or resumed.
+    Raises :class:`CheckpointError` if another run has saved there since this one last saved or resumed.
     """
     key, saved = path.resolve(), [each for each in list_saved(path) if each.is_finished]
     if key not in _lineages:
@@ -51,7 +51,7 @@ def lineage_of(path: Path) -> Lineage:
 
 
 def of_run(saved: Saved, run: str) -> bool:
-    """Whether a checkpoint is of a run; what cannot be told is not."""
+    """Return True if a checkpoint belongs to a run; one that cannot be read does not."""
     manifest = _manifest(saved)
     return manifest is not None and manifest.run == run
 

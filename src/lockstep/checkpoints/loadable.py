@@ -18,9 +18,9 @@ _AT_MOST = 3
 
 
 def problems(value: Any, name: str, *, whole: bool) -> list[str]:
-    """What of a value would not be read back, each with its place and its type; the first few.
+    """Return the parts of a value that could not be read back, with place and type; only the first few.
 
-    ``whole``: the value has to be the same on all ranks, so that a part of a tensor is a problem, too.
+    ``whole``: the value has to be the same on all ranks, so that a part of a sharded tensor is a problem, too.
     """
     found = _look(value, name, whole, set())
     return [text for text, _ in zip(found, range(_AT_MOST), strict=False)]
@@ -54,13 +54,13 @@ def _look(value: Any, name: str, whole: bool, seen: set[int]) -> Iterator[str]:
 
 
 def _attributes(value: Any, name: str, whole: bool, seen: set[int]) -> Iterator[str]:
-    """State dicts and tensors may carry attributes, which are saved with them."""
+    """Look at the attributes of state dicts and tensors, which are saved with them."""
     for attribute, child in getattr(value, "__dict__", {}).items():
         yield from _look(child, f"{name}.{attribute}", whole, seen)
 
 
 def _other(value: Any, name: str) -> Iterator[str]:
-    """A type that this file does not know: it may have been registered with ``torch.serialization``."""
+    """Try to save a value of an unknown type: it may have been registered with ``torch.serialization``."""
     kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
     buffer = io.BytesIO()
     try:

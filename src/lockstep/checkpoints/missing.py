@@ -1,7 +1,7 @@
 """Finds out which parts of a checkpoint a rank lacks (PURE), and receives them from ranks that have them.
 
-A host on whose disk the checkpoint is not, such as a new one, gets what is the same on all ranks onto its disk, where
-it is a checkpoint from then on; its first rank writes it. What a rank has had of its own goes to that rank alone.
+If the checkpoint is not on a host's disk, as on a new host, the files that are the same on all ranks are written to
+that disk by the host's first rank, and form a checkpoint there. The own parts of a rank go to that rank alone.
 """
 
 import hashlib
@@ -19,9 +19,9 @@ from lockstep.checkpoints.sending import move, plan_waves
 
 
 def what_is_here(manifest: Manifest, absent: Sequence[bool], lacking: Sequence[bool]) -> dict[str, Any]:
-    """What the first rank of a host says of a checkpoint, for others: which files of those that are missing it has.
+    """Describe a checkpoint on the first rank of a host, for others: which of the missing files it has.
 
-    ``absent`` and ``lacking``: which ranks have no such checkpoint, and nothing of their own.
+    ``absent`` and ``lacking``: by rank, True if it has no such checkpoint, or lacks its own part.
     """
     wanted = {rank_file(rank) for rank, lacks in enumerate(lacking) if lacks}
     if any(absent):
@@ -32,16 +32,16 @@ def what_is_here(manifest: Manifest, absent: Sequence[bool], lacking: Sequence[b
 
 @dataclass(frozen=True)
 class Holdings:
-    """PURE: which ranks have which files of a checkpoint, and which need some; the same on all ranks."""
+    """PURE: the ranks that have files of a checkpoint, and those that need some; the same on all ranks."""
 
     manifest: Manifest
-    """Without files."""
+    """The manifest without its files."""
     files: dict[str, StoredFile]
-    """What somebody has, and somebody else may need."""
+    """Files that some rank has and another may need."""
     has: list[set[str]]
-    """Of those, by rank: the first of each host speaks for it."""
+    """The files that each rank has; only the first rank of each host lists those of the host."""
     lacking: list[bool]
-    """By rank, whether it cannot read all that it needs where it is."""
+    """True for each rank that cannot read all that it needs on its own host."""
     absent_first: list[int]
     """The first rank of each host on which there is no such checkpoint."""
 
@@ -49,9 +49,9 @@ class Holdings:
     def of(
         cls, told: Sequence[Mapping[str, Any] | None], absent_first: Sequence[int], lacking: Sequence[bool]
     ) -> "Holdings":
-        """From what :func:`what_is_here` has said on the first rank of each host, None on the others.
+        """Combine the results of :func:`what_is_here` on the first rank of each host; None for other ranks.
 
-        The same on all ranks may be stored in other bytes on each host: those of the lowest rank are sent.
+        Values that are the same on all ranks may be stored in different bytes on each host: the lowest rank's are sent.
         """
         files: dict[str, StoredFile] = {}
         for each in filter(None, told):
@@ -65,25 +65,25 @@ class Holdings:
 
     @property
     def same_ranks(self) -> bool:
-        """Whether as many ranks have saved it, so that each can have its own again."""
+        """True if equally many ranks have saved it, so that each can have its own part again."""
         return self.manifest.world_size == len(self.lacking)
 
     @property
     def lost(self) -> list[int]:
-        """The ranks of which nobody has what they had of their own."""
+        """The ranks whose own part no rank has."""
         if not self.same_ranks:
             return []
         return [rank for rank, lacks in enumerate(self.lacking) if lacks and rank_file(rank) not in self.files]
 
     @property
     def shared(self) -> list[str]:
-        """The files that a host needs: what is the same on all ranks, and one with what some rank had of its own."""
+        """The files that a host needs: those that are the same on all ranks, and one with some rank's own part."""
         entries = [entry_file(name) for name in self.manifest.entries]
         own = sorted(self.files.keys() - set(entries))[:1]
         return [name for name in entries if name in self.files] + own
 
     def needs(self, writers: Sequence[int], *, own: bool) -> list[set[str]]:
-        """By rank, what is sent to it; ``writers`` write for a host each, ``own``: ranks also get what is theirs."""
+        """Return the files to send to each rank; each of ``writers`` writes for a host; ``own``: with own parts."""
         own = own and self.same_ranks
         needs = [{rank_file(rank)} if own and lacks else set[str]() for rank, lacks in enumerate(self.lacking)]
         for rank in writers:
@@ -92,7 +92,7 @@ class Holdings:
 
 
 class Receiving:
-    """What is missing is sent; every rank takes part."""
+    """The sending and receiving of missing files; every rank takes part."""
 
     def __init__(self, path: Path, name: str, holdings: Holdings, ranks: Ranks, *, own: bool) -> None:
         self._path, self._name, self._holdings, self._ranks = path, name, holdings, ranks
@@ -105,11 +105,11 @@ class Receiving:
 
     @property
     def own(self) -> bytes | None:
-        """What this rank had of its own, if it was sent."""
+        """The own part of this rank, if it was sent."""
         return bytes(self._own) or None
 
     def receive(self) -> list[str]:
-        """Why something cannot be used, by rank: it is not what was written.
+        """Return why received files cannot be used, by rank, "" if they can; they must be what was written.
 
         Raises :class:`CheckpointError` on every rank if one cannot read or write.
         """
@@ -124,7 +124,7 @@ class Receiving:
         return reasons
 
     def _begin(self) -> list[int]:
-        """Begin a folder on each host that has none; the ranks that write: one for those that see the same disk."""
+        """Begin a folder on each host without one; return the ranks that write: one for each disk."""
         ranks, first = self._ranks, self._holdings.absent_first
 
         def begin() -> str:
@@ -157,7 +157,7 @@ class Receiving:
     def _read(self, item: str, begin: int, length: int) -> bytes:
         if item == self._own_name and self._own:
             return bytes(self._own[begin : begin + length])
-        if begin == 0 and item in self._written:  # it has come here before
+        if begin == 0 and item in self._written:  # it was received here before
             self._written[item].sync()
         folder = self._new.path if item in self._written else self._path / self._name
         with open(folder / item, "rb") as file:

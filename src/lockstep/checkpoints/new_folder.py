@@ -1,4 +1,4 @@
-"""A checkpoint's folder while it is written: under another name until all of it is on the disk."""
+"""A checkpoint's folder while it is written: under a temporary name until all of it is on the disk."""
 
 import os
 from pathlib import Path
@@ -9,23 +9,23 @@ from lockstep.checkpoints.removal import discard
 
 
 class NewFolder:
-    """What is written counts when :meth:`finish` has returned, and is nothing before; every rank may write to it."""
+    """A checkpoint that counts only after :meth:`finish` has returned; every rank may write to it."""
 
     def __init__(self, files: FileSystem, path: Path) -> None:
         self.path = path
-        """Where it is now."""
+        """Its present path."""
         self.is_renamed = False
-        """Whether this rank has given it its name."""
+        """True if this rank has given it its final name."""
         self._files, self._open = files, list[OpenFile]()
 
     def create(self, name: str) -> OpenFile:
-        """A new file in it, which stays open until it is on the disk."""
+        """Create a file in the folder; it stays open until it is on the disk."""
         file = self._files.create(self.path / name)
         self._open.append(file)
         return file
 
     def sync(self, manifest: bytes | None) -> None:
-        """Put on the disk what this rank has written; with a manifest, also that and the names of all ranks' files."""
+        """Put this rank's files on the disk; with a manifest, also that and the names of all ranks' files."""
         folders = []
         if manifest is not None:
             self.create(MANIFEST).write(manifest)
@@ -34,7 +34,7 @@ class NewFolder:
         self.close()
 
     def finish(self, folder: Path, manifest: bytes) -> None:
-        """Everything is written: make it count, as ``folder``, or leave nothing."""
+        """Make the complete checkpoint count, as ``folder``, or leave nothing."""
         try:
             self._commit(folder, manifest)
         except BaseException:
@@ -42,7 +42,7 @@ class NewFolder:
             raise
 
     def _commit(self, folder: Path, manifest: bytes) -> None:
-        """All but the marker is on the disk, so it does not matter in which order the rest comes there."""
+        """Rename the folder, then write the marker, in any order on the disk: all else is there already."""
         self._files.rename(self.path, folder)
         self.path, self.is_renamed = folder, True
         marker = self.create(MARKER)
@@ -53,11 +53,11 @@ class NewFolder:
         self.close()
 
     def close(self) -> None:
-        """Let go of the files."""
+        """Close the files."""
         while self._open:
             self._open.pop().close()
 
     def discard(self) -> None:
-        """Leave nothing of it, as far as that is possible."""
+        """Remove the folder, as far as that is possible."""
         self.close()
         discard(self._files, self.path)

@@ -1,4 +1,4 @@
-"""The ranks that save or resume together: each step is taken by all, and what fails on one is an error on every one."""
+"""The ranks that save or resume together: all take each step, and a failure on one is an error on every one."""
 
 import contextlib
 import socket
@@ -14,11 +14,11 @@ from lockstep.phases import Phases
 from lockstep.texts import shortened
 
 LONGEST_ERROR = 16 * 1024
-"""Characters of an error's message that all other ranks are told."""
+"""Number of characters of an error's message that other ranks are told."""
 
 
 class Ranks:
-    """The ranks of a group; this process alone where there is none."""
+    """The ranks of a group; this process alone if there is none."""
 
     def __init__(self, group: Group | None) -> None:
         group = resolve_group(group)
@@ -30,9 +30,9 @@ class Ranks:
         """The ranks as messages name them."""
 
     def together(self, what: str, step: Callable[[], Any]) -> list[Any]:
-        """Take a step on every rank; what it returns on each, in rank order: values that JSON has.
+        """Take a step on every rank; return its results on all, in rank order: values that JSON can represent.
 
-        Raises :class:`CheckpointError` on every rank if the step has failed on some, with what it raised there.
+        If the step has failed on some ranks, raises :class:`CheckpointError` on every rank, with their errors.
         """
         problem: BaseException | None = None
         result = None
@@ -61,13 +61,13 @@ class Ranks:
         return " on " + "; ".join(f"rank {name} (host {each['host']}): {each['error']}" for name, each in failed)
 
     def tell(self, value: Any, what: str) -> list[Any]:
-        """Everybody's value, in rank order."""
+        """Return the values of all ranks, in rank order."""
         if self._collectives is None:
             return [value]
         return all_gather_object(value, what, self._collectives)
 
     def exchange(self, data: bytes, target: int, size: int, source: int, what: str) -> bytes:
-        """Send bytes to one rank, and receive ``size`` from one; every rank takes part, also with none of either."""
+        """Send bytes to one rank, and receive ``size`` bytes from one; every rank takes part, even with none."""
         assert self._collectives is not None
         device = self._collectives.device
         sent, taken = [0] * self.size, [0] * self.size

@@ -9,13 +9,13 @@ from lockstep.checkpoints.layout import MARKER, UNFINISHED, list_saved
 from lockstep.checkpoints.lineage import of_run
 
 ABANDONED_AFTER = 3600.0
-"""Seconds without a change after which what is unfinished is taken to be left by a process that has ended."""
+"""Seconds without a change after which an unfinished folder is taken to be left by a process that has ended."""
 
 
 def remove_old(files: FileSystem, path: Path, run: str, newest: int, keep: int) -> None:
-    """After save number ``newest``: remove the run's oldest checkpoints, but the newest ``keep``, and what is torn.
+    """Remove the run's oldest checkpoints after save number ``newest``, except the newest ``keep``, and torn folders.
 
-    Whole checkpoints of other runs stay.
+    Complete checkpoints of other runs stay.
     """
     saved = [each for each in list_saved(path) if each.number <= newest]
     whole = [each for each in saved if each.is_finished]
@@ -30,18 +30,18 @@ def remove_old(files: FileSystem, path: Path, run: str, newest: int, keep: int) 
 
 
 def remove(files: FileSystem, folder: Path) -> None:
-    """Remove a checkpoint: its marker first, so that what is left if the process ends meanwhile counts as torn."""
+    """Remove a checkpoint, its marker first: whatever is left if the process ends meanwhile counts as torn."""
     marker = folder / MARKER
     if marker.exists():
         files.remove(marker)
         files.sync_folder(folder)
     for each in sorted(folder.iterdir()):
         files.remove(each)
-    files.remove_folder(folder)  # which need not be on the disk: without its marker it is nothing
+    files.remove_folder(folder)  # this need not reach the disk: without its marker the folder does not count
 
 
 def discard(files: FileSystem, folder: Path) -> None:
-    """Remove what was not finished, as far as that is possible."""
+    """Remove an unfinished folder, as far as that is possible."""
     with contextlib.suppress(OSError):
         remove(files, folder)
 

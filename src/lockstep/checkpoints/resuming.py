@@ -42,58 +42,58 @@ from lockstep.distributed.one_by_one import OneByOne
 from lockstep.errors import CheckpointError
 
 _DIGESTS = 4
-"""Threads that compute digests while files are loaded, from the same pages in memory."""
+"""Number of threads that compute digests while files are loaded, from the same pages in memory."""
 
 
 @dataclass(frozen=True)
 class Resumed:
-    """Where a run goes on."""
+    """The point from which a run continues."""
 
     step: int | None
-    """What :func:`lockstep.save` was told."""
+    """The step that was given to :func:`lockstep.save`."""
     folder: Path
-    """The checkpoint."""
+    """The folder of the checkpoint."""
     world_size: int
-    """How many ranks have saved it."""
+    """Number of ranks that have saved it."""
     values: dict[str, Any] = field(default_factory=dict)
-    """What was saved as plain values under names that :func:`lockstep.resume` was not given; tensors are on the CPU."""
+    """The plain values that were saved under names not given to :func:`lockstep.resume`; tensors are on the CPU."""
 
 
 def resume(path: str | os.PathLike[str], *, group: Group | None = None, **state: Any) -> Resumed | None:
-    """Go on with the run that :func:`lockstep.save` has saved; call it on every rank, before the first step.
+    """Continue the run that :func:`lockstep.save` has saved; call it on every rank, before the first step.
 
-    All ranks take the newest checkpoint that is whole on every one of them; for each newer one there is a warning
-    that says what it lacks. What a host or a rank does not have, as a new host with an empty disk, others send to it.
-    Then every object is as it was, random numbers included, and what the run computes from there has the bits of one
-    that was never stopped.
+    All ranks take the newest checkpoint that is complete on every one of them; for each newer one there is a warning
+    that says what it lacks. If a host or a rank lacks files, as a new host with an empty disk does, others send them.
+    Then every object is as it was, random numbers included, and all that the run computes from there has the bits of a
+    run that was never stopped.
 
     Args:
         path: The folder that was given to :func:`lockstep.save`.
         group: The ranks; the default group if None, this process alone if there is none.
-        **state: Objects to be filled, under the names under which they were saved: whatever has ``load_state_dict()``,
-            generators, and dicts, lists and tensors, which are changed in place. Modules go through
-            :func:`lockstep.replicate` before. What is left out is not loaded, but for plain values: see
+        **state: Objects to be filled, under the names under which they were saved: objects with ``load_state_dict()``,
+            generators, and dicts, lists and tensors, which are changed in place. Call :func:`lockstep.replicate` on
+            modules before. Names that are left out are not loaded, except for plain values: see
             :attr:`Resumed.values`.
 
     Returns:
-        Where the run is, or None if nothing was saved there: a run that begins.
+        The point from which the run continues, or None if nothing was saved there: a new run.
 
-    On another number of ranks than has saved it, what is the same on all ranks is loaded, and what was each rank's own
-    is not: random numbers go on as they are, local buffers have the first rank's values. A warning names what is left.
-    So it is where what some rank had of its own is on no host that takes part.
+    On another number of ranks than has saved it, the state that is the same on all ranks is loaded, and each rank's own
+    state is not: random numbers go on as they are, local buffers have the first rank's values. A warning names what is
+    not loaded. The same happens if some rank's own state is on no host that takes part.
 
     Only files that ``torch.load(weights_only=True)`` reads are read, so no code of a checkpoint is run.
 
     Raises:
-        CheckpointError: There are checkpoints and none can be used: they are torn on some rank, or hold other things
-            than are to be filled, or some object does not take its state. Then all objects are as they were, on every
-            rank, but for loaders that each rank has for itself.
-        AgreementError: Ranks are to fill other things.
+        CheckpointError: There are checkpoints and none can be used: they are torn on some rank, or hold other objects
+            than are to be filled, or some object does not accept its state. Then all objects are as they were, on every
+            rank, except for loaders that each rank has for itself.
+        AgreementError: Ranks are to fill different names.
         CommunicationError: A rank does not answer.
 
-    Communicates at most eight small all-gathers, and two for each checkpoint that turns out not to be whole when it
-    is read. What is sent takes an all-to-all for each 4 MiB. Holds what it loads, and a copy of what the objects had,
-    in memory.
+    Communicates at most eight small all-gathers, and two for each checkpoint that turns out to be torn when it is read.
+    Sending missing files takes an all-to-all for each 4 MiB. Holds the loaded state, and a copy of the objects' former
+    state, in memory.
 
     Example:
         >>> import tempfile, torch, lockstep
@@ -147,7 +147,7 @@ class Resuming:
     # ------------------------------------------------------------------------------------- choosing
 
     def _look(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """What there is, as this rank sees it."""
+        """Return the checkpoints that this rank sees, with the manifests of those that are complete."""
         self._entries = entries_of(state)
         saved, torn = list_saved(self._path), {}
         for each in saved:
@@ -167,9 +167,9 @@ class Resuming:
         }
 
     def _choose(self, answers: Sequence[dict[str, Any]]) -> tuple["_Found | None", list[str]]:
-        """The newest checkpoint that every rank has, or gets from others, and why newer ones are not; loaded.
+        """Find and load the newest checkpoint that every rank has or receives; also return why newer ones are unusable.
 
-        If there is none, the newest of which all is there but what some rank has had of its own.
+        If there is none, take the newest that lacks only some rank's own state.
         """
         hosts = [answer["host"] for answer in answers]
         places = [answer["place"] for answer in answers]
@@ -194,7 +194,7 @@ class Resuming:
         return None, torn
 
     def _reasons(self, name: str, answers: Sequence[dict[str, Any]]) -> list[str]:
-        """Why a checkpoint cannot be used, for each rank that knows a reason; it may be missing on some."""
+        """Return why a checkpoint cannot be used, for each rank with a reason; on some ranks it may be missing."""
         reasons = [answer["torn"].get(name, "") for answer in answers]
         ids = {answer["ids"][name] for answer in answers if name in answer["ids"]}
         if any(reasons) or len(ids) == 1:
@@ -202,7 +202,7 @@ class Resuming:
         return [f"it is the one with id {answer['ids'].get(name)}, others have another" for answer in answers]
 
     def _holdings(self, name: str, answers: Sequence[dict[str, Any]]) -> Holdings | None:
-        """Who has what of a checkpoint that is missing somewhere; None if every rank has all that it needs."""
+        """Return which ranks have which files of a checkpoint, if files are missing on some; else None."""
         absent = [name not in answer["ids"] for answer in answers]
         lacking = [name not in answer["own"] for answer in answers]
         if not any(lacking):
@@ -226,9 +226,9 @@ class Resuming:
     # -------------------------------------------------------------------------------------- loading
 
     def _get(self, found: "_Found", places: Sequence[object]) -> list[str]:
-        """Load a checkpoint, on ranks that lack something when others have sent it; why that is impossible, by rank.
+        """Load a checkpoint; on ranks that lack files, after others have sent them. Return why that failed, by rank.
 
-        The first rank of each place compares the digests of what is the same on all ranks.
+        The first rank of each place compares the digests of the files that are the same on all ranks.
         """
         ranks, holdings, own = self._ranks, found.holdings, not found.lost
         compares = places.index(places[ranks.rank]) == ranks.rank
@@ -248,10 +248,10 @@ class Resuming:
         return ranks.together("resume()", lambda: "" if has_all else load())
 
     def _load(self, name: str, own: bool, compares: bool, given: bytes | None = None) -> str:
-        """Read everything into memory; why the checkpoint is not whole, if it is not.
+        """Read all files into memory; return why the checkpoint is not complete, "" if it is.
 
-        ``own``: also what this rank had of its own, from ``given`` if others have sent it. Digests are computed by
-        other threads meanwhile, so that nothing is read from the disk twice.
+        ``own``: also read this rank's own state, from ``given`` if others have sent it. Other threads compute digests
+        meanwhile, so that nothing is read from the disk twice.
         """
         folder, manifest = self._path / name, self._whole[name]
         self._check_entries(folder, manifest)
@@ -279,7 +279,7 @@ class Resuming:
             check_target(entry, manifest.entries[entry.name])
 
     def _read_parts(self, folder: Path, manifest: Manifest, own: bool, own_part: bytes | str | None) -> None:
-        """What was saved under each name that is to be filled, and of plain values under the others."""
+        """Read the state under each name that is to be filled, and the plain values under other names."""
         loaded: dict[str, Any] = {"own": {}}
         if own_part is not None:
             loaded = _read(io.BytesIO(own_part) if isinstance(own_part, bytes) else folder / own_part)
@@ -293,20 +293,20 @@ class Resuming:
                 self._parts[name] = Parts(shared, loaded["own"].get(name, {}))
 
     def _own_file(self, manifest: Manifest) -> str | None:
-        """The file of this rank, any rank's if another number of ranks has saved it; None if it is not here."""
+        """Return this rank's own file, or any rank's if another number of ranks has saved; None if it is not here."""
         if manifest.world_size != self._ranks.size:
             return self._any_own_file(manifest)
         own = rank_file(self._ranks.rank)
         return own if own in manifest.files else None
 
     def _any_own_file(self, manifest: Manifest) -> str | None:
-        """A file with what some rank had of its own; part of it serves every rank."""
+        """Return a file with some rank's own state; a part of it serves every rank."""
         return min(manifest.own_files, default=None)
 
     # -------------------------------------------------------------------------------------- filling
 
     def _fill(self) -> None:
-        """Fill the objects on every rank, or leave all as they are, if one cannot be filled on some rank."""
+        """Fill the objects on every rank; if one cannot be filled on some rank, leave all as they are."""
         begun = False
         try:
             self._ranks.together("resume()", self._put_back)
@@ -321,13 +321,13 @@ class Resuming:
     def _put_back(self) -> None:
         self._streams_before = read_streams()
         filled = [each for each in self._entries if _is_there(self._parts[each.name])]
-        # The position of a rank's own loader is no matter of the others, and asking may start its workers.
+        # The position of a rank's own loader does not concern the others, and reading it may start its workers.
         self._before = [(each, copy_of(each)) for each in filled if each.kind != STATE_DICT + OWN]
         for entry in filled:
             put_back(entry, self._parts[entry.name])
 
     def _restore_training(self) -> None:
-        """All of it, also where some of it fails: it may make the next round begin with an agreement of all ranks."""
+        """Restore all rounds and hooks, even if some fail: they may make the next round begin with an agreement."""
         steps = OneByOne()
         for entry in self._entries:
             restore_training(entry, self._parts[entry.name], steps, ready=True)
@@ -337,7 +337,7 @@ class Resuming:
         steps.end()
 
     def _undo(self, error: BaseException, *, training: bool) -> None:
-        """Give the objects back what they had; ``training``: also rounds and hooks, which no rank has changed else."""
+        """Restore the objects' former state; ``training``: also rounds and hooks, which are unchanged otherwise."""
         steps = OneByOne()
         for entry, parts in self._before:
             with steps:
@@ -361,7 +361,7 @@ class Resuming:
         return Resumed(manifest.step, self._path / name, manifest.world_size, values)
 
     def _warn_of_own_parts(self, manifest: Manifest, found: "_Found") -> None:
-        """What each rank had of its own is not loaded: say why."""
+        """Warn that each rank's own state is not loaded, and say why."""
         if manifest.world_size != self._ranks.size:
             why = f"saved by {manifest.world_size} rank(s) and resumed by {self._ranks.size}"
         elif found.lost:
@@ -382,15 +382,15 @@ class _Found:
 
     name: str
     holdings: Holdings | None
-    """Who has what of it; None if every rank has all that it needs."""
+    """The ranks that have files of it, and those that need some; None if every rank has all that it needs."""
 
     @property
     def lost(self) -> Sequence[int]:
-        """The ranks, in the group, of which nobody has what they had of their own."""
+        """The ranks, numbered in the group, whose own state no rank has."""
         return () if self.holdings is None else self.holdings.lost
 
     def why_lost(self, names: Sequence[int]) -> str:
-        """That, in words; ``names`` are the ranks as messages name them."""
+        """Explain :attr:`lost` in words; ``names`` are the ranks' names in messages."""
         assert self.holdings is not None
         files = ", ".join(map(rank_file, self.lost))
         hosts = ", ".join(sorted({self.holdings.manifest.hosts[rank] for rank in self.lost}))

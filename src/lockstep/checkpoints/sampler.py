@@ -15,24 +15,24 @@ from lockstep.seeds import derive_seed
 
 
 class ResumableSampler(Sampler[Any]):
-    """A sampler around another that knows how far training has come, and goes on from there.
+    """A sampler around another one that knows how far training has come, and continues from there.
 
-    It counts the epochs itself (``set_epoch`` is called for you), and the samples of the batches that
-    :meth:`batches` has given, whatever the loader's workers have fetched ahead. The order of an epoch depends on
-    ``seed`` and the epoch alone, so a run that goes on within an epoch gets the rest of it.
+    It counts the epochs itself (``set_epoch`` is called for you), and the samples of the batches that :meth:`batches`
+    has yielded, whatever the loader's workers have fetched ahead. The order of an epoch depends on ``seed`` and the
+    epoch alone, so a run that continues within an epoch gets the rest of it.
 
     Args:
-        sampler: ``DistributedSampler``, ``RandomSampler``, or any that is given no generator of its own. It is asked
-            for its order once an epoch, and draws it from PyTorch's random numbers, if from any.
-        seed: For the order, where the sampler draws it, and for the workers of the loader.
+        sampler: ``DistributedSampler``, ``RandomSampler``, or any without a generator of its own. It is asked for its
+            order once an epoch, and draws it from PyTorch's random numbers, if at all.
+        seed: For the order, if the sampler draws it, and for the workers of the loader.
 
     Attributes:
-        epoch: The epoch under way, from 0; ``for epoch in range(sampler.epoch, epochs)`` goes on where it was.
-        consumed: Samples of this rank that the epoch's batches had so far.
+        epoch: The present epoch, from 0; ``for epoch in range(sampler.epoch, epochs)`` continues in it.
+        consumed: Samples of this rank in the epoch's batches so far.
 
-    What a loader's *workers* draw at random starts anew after a resume within an epoch; what is drawn where there are
-    no workers goes on. Resumed on another number of ranks, a ``DistributedSampler`` goes on with what no rank has had;
-    fewer samples than there are ranks may come twice.
+    Random numbers of a loader's *workers* start anew after a resume within an epoch; without workers they continue.
+    Resumed on another number of ranks, a ``DistributedSampler`` continues with samples that no rank has had; fewer
+    samples than there are ranks may come twice.
 
     Example:
         >>> from torch.utils.data import DataLoader, SequentialSampler
@@ -62,15 +62,15 @@ class ResumableSampler(Sampler[Any]):
 
     @property
     def same_on_all_ranks(self) -> bool:
-        """Whether the position is that of all ranks together, as it is with a ``DistributedSampler``."""
+        """True if the position is the same on all ranks, as with a ``DistributedSampler``."""
         return hasattr(self.sampler, "num_replicas")
 
     def __len__(self) -> int:
-        """Samples of a whole epoch on this rank."""
+        """Return the number of samples of a whole epoch on this rank."""
         return len(self.sampler)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[Any]:
-        """What is left of the epoch; for a loader that :meth:`batches` goes through."""
+        """Yield the rest of the epoch; for a loader that :meth:`batches` iterates over."""
         if not self._open:
             raise OptionError(
                 "a loader with a ResumableSampler is gone through by `for batch in sampler.batches(loader)`, so that "
@@ -81,18 +81,18 @@ class ResumableSampler(Sampler[Any]):
         return iter(order[self.consumed :])
 
     def batches(self, loader: DataLoader[Any]) -> "EpochBatches":
-        """The batches that are left of the epoch; after the last one, the next epoch is next.
+        """Return the remaining batches of the epoch; after the last one, the next epoch follows.
 
-        A batch counts as consumed once it has been given: save at the end of the loop's body. A loop that is left by
-        ``break`` leaves the epoch where it is. What is returned has a length, so that ``run.batches`` need not look
-        ahead, for which a batch would count that training has not had.
+        A batch counts as consumed once it has been yielded: save at the end of the loop's body. A loop that is left by
+        ``break`` leaves the epoch where it is. The result has a length, so that ``run.batches`` need not fetch ahead,
+        which would count a batch that training has not had.
         """
         if loader.sampler is not self:
             raise OptionError("the loader has another sampler; pass DataLoader(..., sampler=) this one")
         return EpochBatches(self, loader)
 
     def go_through(self, loader: DataLoader[Any]) -> Generator[Any]:
-        """What iterating over :meth:`batches` does; workers of the loader start at once."""
+        """Return the iterator of :meth:`batches`; workers of the loader start at once."""
         if hasattr(self.sampler, "set_epoch"):
             self.sampler.set_epoch(self.epoch)
         self._open = True
@@ -100,7 +100,7 @@ class ResumableSampler(Sampler[Any]):
             return self._counted(iter(loader), loader.batch_size or 1)
 
     def repeat_last(self, loader: DataLoader[Any]) -> Any:
-        """The last batch of the epoch under way, which does not count; None if the epoch has none on this rank."""
+        """Return the last batch of the present epoch, without counting it; None if the epoch has none on this rank."""
         size, consumed = loader.batch_size or 1, self.consumed
         number = len(self) // size if loader.drop_last else -(-len(self) // size)
         if not number:
@@ -124,7 +124,7 @@ class ResumableSampler(Sampler[Any]):
         self.epoch, self.consumed = self.epoch + 1, 0
 
     def state_dict(self) -> dict[str, int]:
-        """The position, and what it is a position in."""
+        """Return the position, and the sizes and seed that it refers to."""
         return {
             "epoch": self.epoch,
             "consumed": self.consumed,
@@ -134,7 +134,7 @@ class ResumableSampler(Sampler[Any]):
         }
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on from a position, perhaps of another number of ranks."""
+        """Continue from a position, perhaps of another number of ranks."""
         ranks = getattr(self.sampler, "num_replicas", 1)
         if state["length"] != len(self) and state["ranks"] == ranks:
             raise CheckpointError(
@@ -152,7 +152,7 @@ class ResumableSampler(Sampler[Any]):
 
 
 class EpochBatches:
-    """What :meth:`ResumableSampler.batches` returns."""
+    """The batches that :meth:`ResumableSampler.batches` returns."""
 
     def __init__(self, sampler: ResumableSampler, loader: DataLoader[Any]) -> None:
         self._sampler, self._loader = sampler, loader
@@ -161,11 +161,11 @@ class EpochBatches:
         return self._sampler.go_through(self._loader)
 
     def repeat_last(self) -> Any:
-        """The epoch's last batch, for :func:`lockstep.batches` on a rank that had run out when the run was stopped."""
+        """Return the epoch's last batch, for :func:`lockstep.batches` on a rank that was out of batches at the stop."""
         return self._sampler.repeat_last(self._loader)
 
     def __len__(self) -> int:
-        """How many are left."""
+        """Return the number of remaining batches."""
         size = self._loader.batch_size or 1
         left = len(self._sampler) - self._sampler.consumed
         return left // size if self._loader.drop_last else -(-left // size)
@@ -173,8 +173,7 @@ class EpochBatches:
 
 @contextmanager
 def _drawing_from(seed: int) -> Iterator[None]:
-    """PyTorch's random numbers on the CPU begin with a seed inside the block, and go on after it as if it had not
-    been."""
+    """Seed PyTorch's random numbers on the CPU inside the block, and restore their state after it."""
     state = torch.get_rng_state()
     torch.default_generator.manual_seed(seed)
     try:

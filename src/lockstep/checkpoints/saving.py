@@ -38,18 +38,18 @@ def save(
 ) -> Path:
     """Save a training run, so that :func:`lockstep.resume` goes on with it bit for bit; call it on every rank.
 
-    Replicas are equal, so the first rank writes what is the same on all, each name to a file of its own
-    (``model.pt``, which plain ``torch.load`` reads). Each rank writes what is its own beside it: the state of its
-    random numbers (Python's, NumPy's, PyTorch's on the CPU and the accelerators), random generators, loaders and
-    samplers, what :func:`lockstep.per_rank` marks, local buffers and ignored parameters of a replicated module, and
-    the state of its communication hooks. Gradients are not saved: call it between steps.
+    Replicas are equal, so the first rank writes the state that is the same on all, each name to a file of its own
+    (``model.pt``, which plain ``torch.load`` reads). Each rank writes its own state beside it: that of its random
+    numbers (Python's, NumPy's, PyTorch's on the CPU and the accelerators), random generators, loaders and samplers,
+    values marked by :func:`lockstep.per_rank`, local buffers and ignored parameters of a replicated module, and the
+    state of its communication hooks. Gradients are not saved: call it between steps.
 
     Args:
-        path: The folder that holds the checkpoints of this run; made if it is not there.
-        keep: Of this run's checkpoints, how many of the newest stay. Those of other runs are left alone.
-        step: Where the run is; :func:`lockstep.resume` tells it.
+        path: The folder for the checkpoints of this run; made if it does not exist.
+        keep: How many of the newest checkpoints of this run to keep. Those of other runs are left alone.
+        step: The step of the run; :func:`lockstep.resume` returns it.
         group: The ranks; the default group if None, this process alone if there is none.
-        **state: Modules (wrapped, compiled or plain), optimizers, schedulers, scalers, samplers and all else that has
+        **state: Modules (wrapped, compiled or plain), optimizers, schedulers, scalers, samplers and other objects with
             ``state_dict()`` and ``load_state_dict()``; generators; tensors, numbers, strings, and dicts, lists and
             tuples of these. The names are those of the files.
 
@@ -61,13 +61,13 @@ def save(
     is an error on every rank, and older checkpoints stay whole, as they do if a process is killed or the machine
     goes down at any moment.
 
-    Where all ranks see one file system there is one folder; where hosts have disks of their own, each host has
-    one with what is the same on all ranks and with what its ranks have of their own.
+    If all ranks see one file system there is one folder; if hosts have disks of their own, each host has a folder with
+    the state that is the same on all ranks and with its ranks' own state.
 
     Raises:
         CheckpointError: It could not be written on some rank, or could not be read back: says where, and why. Or
             another run has written to ``path`` meanwhile.
-        AgreementError: Ranks save other things, or at other steps.
+        AgreementError: Ranks save different names or kinds of objects, or at different steps.
         CommunicationError: A rank does not answer. The others wait for those that write, so the group's time-out has
             to be longer than a save takes.
 
@@ -80,7 +80,7 @@ def save(
         ...     save(folder, model=model, step=120).name
         'save-000001-step-00000120'
 
-    Stands for: ``if rank == 0: torch.save(...)``, and all that this leaves to chance.
+    Stands for: ``if rank == 0: torch.save(...)``, and everything that this leaves to chance.
     """
     return Saving(Path(path), FileSystem(), Ranks(group)).save(state, keep, step)
 
@@ -123,7 +123,7 @@ class Saving:
         return folder
 
     def _prepare(self, state: Mapping[str, Any], keep: int, step: int | None, new: NewFolder) -> dict[str, Any]:
-        """Look at what is to be saved; on the first rank, begin."""
+        """Check what is to be saved; on the first rank, begin the folder."""
         if operator.index(keep) < 1 or (step is not None and operator.index(step) < 0):
             raise OptionError(f"keep={keep} and step={step}: at least one checkpoint is kept, and steps count from 0")
         entries = entries_of(state)
@@ -139,7 +139,7 @@ class Saving:
         return answer | {"highest": max((each.number for each in list_saved(self._path)), default=0)}
 
     def _check_loadable(self) -> None:
-        """Raise :class:`CheckpointError` for what could be saved, but not be loaded."""
+        """Raise :class:`CheckpointError` for values that could be saved, but not loaded."""
         found = []
         for name, parts in self._parts.items():
             if self._ranks.rank == 0:
@@ -155,9 +155,9 @@ class Saving:
             )
 
     def _find_leaders(self, unfinished: Path) -> list[int]:
-        """For each rank, the one that writes what all share on the file system that it sees.
+        """Return, for each rank, the rank that writes the common files on the file system that it sees.
 
-        That is the first rank, for all that see what it has begun; else the first of the rank's host.
+        That is the first rank for all that see the folder that it began; else the first rank of the host.
         """
         answers = self._ranks.tell([unfinished.is_dir(), self._ranks.host], "who sees the first rank's folder")
         apart = [host for _, host in answers]
@@ -165,7 +165,7 @@ class Saving:
         return [0 if sees else first[host] for (sees, _), host in zip(answers, apart, strict=True)]
 
     def _write(self, new: NewFolder, streams: Streams, leaders: list[int]) -> dict[str, Any]:
-        """Write this rank's files, which stay open; returns what the manifest says of them."""
+        """Write this rank's files, which stay open; return their entries in the manifest."""
         rank = self._ranks.rank
         if leaders[rank] != 0:  # on another file system than the first rank's
             make_folders(self._files, new.path)
@@ -188,7 +188,7 @@ class Saving:
     def _describe(
         self, number: int, step: int | None, first: dict[str, Any], hosts: list[str], written: list[dict[str, Any]]
     ) -> Manifest:
-        """The manifest of what the ranks have written on this rank's file system."""
+        """Return the manifest of the files that the ranks have written on this rank's file system."""
         return Manifest(
             number=number,
             step=step,
@@ -203,9 +203,9 @@ class Saving:
         )
 
     def _give_up(self, new: NewFolder, error: BaseException) -> None:
-        """Leave nothing that is not finished, nor anything of a save that has failed on some rank.
+        """Remove whatever is not finished, and a finished folder if the save failed on some rank.
 
-        Only what was finished here stays where another rank does not answer any more: it may be whole everywhere.
+        If another rank does not answer any more, a folder that was finished here stays: it may be complete everywhere.
         """
         new.close()
         if not new.is_renamed or isinstance(error, CheckpointError):

@@ -7,11 +7,11 @@ from typing import NamedTuple
 from lockstep.checkpoints.ranks import Ranks
 
 PIECE = 1 << 22
-"""Bytes that a rank sends at once, and receives at once."""
+"""Number of bytes that a rank sends, or receives, at once."""
 
 
 class Transfer(NamedTuple):
-    """One rank sends an item to another one."""
+    """The sending of one item from one rank to another."""
 
     item: str
     source: int
@@ -19,10 +19,10 @@ class Transfer(NamedTuple):
 
 
 def plan_waves(has: Sequence[Collection[str]], needs: Sequence[Collection[str]]) -> list[list[Transfer]]:
-    """PURE: who sends what to whom, until every rank has what it needs; from what each has and needs, in rank order.
+    """PURE: plan who sends what to whom until every rank has what it needs, from the items of each, in rank order.
 
-    In a wave a rank sends one item at most, and receives one at most. What it has received it can send in the next, so
-    that an item of one rank reaches many others in few waves. Raises ``ValueError`` for what no rank has.
+    In one wave, a rank sends at most one item and receives at most one. It can send a received item in the next wave,
+    so that an item of one rank reaches many others in few waves. Raises ``ValueError`` for an item that no rank has.
 
     Example:
         >>> plan_waves([{"model"}, set(), set()], [set(), {"model"}, {"model"}])
@@ -55,11 +55,11 @@ def move(
     read: Callable[[str, int, int], bytes],
     write: Callable[[str, bytes], object],
 ) -> None:
-    """Send what was planned; every rank calls it, with the same ``waves`` and ``sizes`` in bytes.
+    """Send as planned; every rank calls it, with the same ``waves`` and ``sizes`` in bytes.
 
-    ``read(item, begin, length)`` gives a piece of what this rank sends, and ``write`` gets the pieces of what it
-    receives, in order. Holds two pieces in memory. Raises :class:`CheckpointError` on every rank, at the end of a wave,
-    if one of them has raised on some rank.
+    ``read(item, begin, length)`` returns a piece of an item that this rank sends, and ``write`` gets the pieces of an
+    item that it receives, in order. Holds two pieces in memory. If either raises on some rank, raises
+    :class:`CheckpointError` on every rank at the end of the wave.
 
     Communicates an all-to-all for each piece of the largest item of a wave, in which every rank takes part.
     """
@@ -76,7 +76,7 @@ def _move_wave(
     read: Callable[[str, int, int], bytes],
     write: Callable[[str, bytes], object],
 ) -> Exception | None:
-    """What has been raised here: the others have waited for this rank's pieces nevertheless."""
+    """Return the error of this rank, if any: it takes part to the end, as the others wait for its pieces."""
     sent = next((each for each in wave if each.source == ranks.rank), None)
     taken = next((each for each in wave if each.target == ranks.rank), None)
     problem: Exception | None = None

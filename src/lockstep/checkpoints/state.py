@@ -1,7 +1,7 @@
 """The state that is saved under one name: how it is read out of an object, and put back into one.
 
-What is the same on all ranks is written once. A rank's own is written by each: its random generators, samplers and
-loaders, what :func:`per_rank` marks, what a replicated module keeps for each rank, and its communication hooks' state.
+State that is the same on all ranks is written once. Each rank writes its own state: its random generators, samplers and
+loaders, values marked by :func:`per_rank`, local state of a replicated module, and its communication hooks' state.
 """
 
 import copy
@@ -23,23 +23,24 @@ from lockstep.tree import tree_map
 
 MODULE, STATE_DICT, VALUE, GENERATOR = "module", "state_dict", "value", "generator"
 OWN = ", of each rank"
-"""Ends the kind of an entry that each rank has for itself."""
+"""The end of an entry's kind if each rank has its own."""
 TRAINING, COMMON = "training", "training, the same on all ranks"
-"""Parts of a module's own: rounds and hooks. The second is what all ranks have in common; the module's file holds its
+"""Parts of a module's own state: rounds and hooks. All ranks have the second in common, but the module's file holds its
 state dict alone."""
 
 
 class PerRank(NamedTuple):
-    """Something that each rank has for itself: see :func:`per_rank`."""
+    """A value that differs by rank: see :func:`per_rank`."""
 
     value: Any
 
 
 def per_rank(value: Any) -> PerRank:
-    """Mark what each rank has for itself, in the arguments of :func:`lockstep.save` and :func:`lockstep.resume`.
+    """Mark a value that each rank has for itself, in the arguments of :func:`lockstep.save` and
+    :func:`lockstep.resume`.
 
-    What is not marked is taken to be the same on all ranks, and the first rank's is saved. Random generators, loaders
-    and samplers need no mark.
+    Unmarked values are taken to be the same on all ranks, and the first rank's is saved. Random generators, loaders and
+    samplers need no mark.
 
     Args:
         value: Anything that :func:`lockstep.save` takes.
@@ -57,30 +58,30 @@ def per_rank(value: Any) -> PerRank:
 
 
 class Entry(NamedTuple):
-    """A name and what is saved or resumed under it."""
+    """A name, and the object that is saved or resumed under it."""
 
     name: str
     target: Any
-    """The object, without what is around it."""
+    """The object without its wrappers."""
     kind: str
     given: Any
-    """The object with the wrappers in which it was given."""
+    """The object with the wrappers that it was given in."""
 
     @property
     def is_own(self) -> bool:
-        """Whether each rank has its own."""
+        """True if each rank has its own."""
         return self.kind.endswith(OWN)
 
 
 class Parts(NamedTuple):
-    """What is written of an entry: by the first rank, and by each."""
+    """The parts of an entry that are written: by the first rank, and by each rank."""
 
     shared: Any
     own: dict[str, Any]
 
 
 def entries_of(state: Mapping[str, Any]) -> list[Entry]:
-    """The entries of keyword arguments, in order of their names; raises :class:`OptionError` for what is none."""
+    """Return the entries of keyword arguments, by name; raise :class:`OptionError` for values that cannot be saved."""
     lower = [name.lower() for name in state]
     for name in state:
         if not name.isidentifier() or lower.count(name.lower()) > 1:
@@ -104,7 +105,7 @@ def _entry(name: str, value: Any) -> Entry:
 
 
 def _unwrapped(value: Any) -> Any:
-    """The module inside of wrappers that put a prefix before its names."""
+    """Return the module inside wrappers that add a prefix to its names."""
     while True:
         if isinstance(value, nn.parallel.DistributedDataParallel | nn.DataParallel):
             value = value.module
@@ -133,7 +134,7 @@ def _kind_of(name: str, target: Any) -> str:
 
 
 def read(entry: Entry) -> Parts:
-    """What is to be written of an entry."""
+    """Return the parts of an entry that are to be written."""
     target = entry.target
     if entry.kind.startswith(GENERATOR):
         return Parts(None, {"state": target.get_state()})
@@ -154,12 +155,12 @@ def read(entry: Entry) -> Parts:
 
 
 def common_parts(own: Mapping[str, Any]) -> dict[str, Any]:
-    """Of what a rank has saved of its own, what other ranks have saved, too: it serves any number of ranks."""
+    """Return those of a rank's own parts that all ranks have in common: they serve any number of ranks."""
     return {name: parts for name, parts in own.items() if name == COMMON}
 
 
 def _replications(entry: Entry) -> Iterator[tuple[str, Replication]]:
-    """The replications in a module, by the name of the module inside of it that has each; "" is the whole."""
+    """Yield the replications in a module with the names of their modules inside it; "" is the whole."""
     whole = find_replication(entry.given)
     for name, module in entry.target.named_modules():
         found = (whole if not name else None) or find_replication(module)
@@ -171,7 +172,7 @@ def _replications(entry: Entry) -> Iterator[tuple[str, Replication]]:
 
 
 def check_target(entry: Entry, saved: str) -> None:
-    """Raise :class:`CheckpointError` unless what was saved, of the kind ``saved``, can be put into an entry."""
+    """Raise :class:`CheckpointError` unless a saved state of the kind ``saved`` can be put into an entry."""
     if entry.kind.removesuffix(OWN) != saved.removesuffix(OWN):
         raise CheckpointError(
             f"{entry.name} was saved as a {saved.removesuffix(OWN)}, and is to be resumed into a "
@@ -185,9 +186,9 @@ def check_target(entry: Entry, saved: str) -> None:
 
 
 def put_back(entry: Entry, parts: Parts) -> None:
-    """Give an object the state that was saved, but for what :func:`restore_training` gives to modules inside of it.
+    """Restore the saved state of an object, except for the parts that :func:`restore_training` restores.
 
-    ``parts.own`` is empty if this rank's is not there.
+    ``parts.own`` is empty if this rank's own part is missing.
     """
     target = entry.target
     state: Any = parts.own.get("state") if parts.shared is None else parts.shared
@@ -203,9 +204,9 @@ def put_back(entry: Entry, parts: Parts) -> None:
 
 
 def restore_training(entry: Entry, parts: Parts, steps: OneByOne, *, ready: bool) -> None:
-    """Give the replicated modules inside of an object, those that are ready or the others, their rounds and hooks.
+    """Restore rounds and hooks of the replicated modules inside an object: of those that are ready, or of the others.
 
-    Of each, whatever happens to one: it may have to be agreed on in the next round.
+    Continues with the others if one fails: a module's state may have to be agreed on in the next round.
     """
     if not entry.kind.startswith(MODULE):
         return
@@ -223,9 +224,9 @@ def restore_training(entry: Entry, parts: Parts, steps: OneByOne, *, ready: bool
 
 
 def copy_of(entry: Entry) -> Parts:
-    """What gives an object back the state that it has now: tensors are copied to the CPU."""
+    """Return the parts that would restore an object's present state; tensors are copied to the CPU."""
     if entry.kind.startswith(VALUE) and not isinstance(entry.target, Tensor):
-        return Parts(copy.copy(entry.target), {})  # what it holds is replaced, not written
+        return Parts(copy.copy(entry.target), {})  # its members are replaced, not written to
     parts = read(entry)
     own = {name: _copied(value, None if name in (TRAINING, COMMON) else "cpu") for name, value in parts.own.items()}
     shared = _copied(parts.shared, "cpu")
@@ -235,7 +236,7 @@ def copy_of(entry: Entry) -> Parts:
 
 
 def _copied(value: Any, device: str | None) -> Any:
-    """A nested value with copies of its tensors, where they are or on a device."""
+    """Return a nested value with copies of its tensors, on their own devices or on ``device``."""
 
     def copied(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or leaf.is_meta or is_lazy(leaf):

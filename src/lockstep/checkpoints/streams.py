@@ -10,7 +10,7 @@ Streams = dict[str, Any]
 
 
 def read_streams() -> Streams:
-    """The state of every stream that is in use, as plain values."""
+    """Return the state of every stream in use, as plain values."""
     version, numbers, gauss = random.getstate()
     streams: Streams = {"python": [version, list(numbers), gauss], "torch": torch.get_rng_state()}
     numpy = sys.modules.get("numpy")
@@ -23,7 +23,7 @@ def read_streams() -> Streams:
 
 
 def set_streams(streams: Streams) -> None:
-    """Go on from states that :func:`read_streams` has returned; those of accelerators that are not here are left."""
+    """Continue from states that :func:`read_streams` returned; states of accelerators that are not here are ignored."""
     version, numbers, gauss = streams["python"]
     random.setstate((version, tuple(numbers), gauss))
     torch.set_rng_state(streams["torch"])
@@ -39,7 +39,7 @@ def set_streams(streams: Streams) -> None:
 
 
 def plain(value: Any) -> Any:
-    """A value in which arrays of NumPy are lists, and its numbers Python's."""
+    """Return a value with lists in place of NumPy's arrays, and Python's numbers in place of NumPy's."""
     if isinstance(value, dict):
         return {key: plain(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
@@ -48,7 +48,7 @@ def plain(value: Any) -> Any:
 
 
 def _accelerator_module() -> Any:
-    """The module of the accelerator that this process uses; None if it has not used one yet."""
+    """Return the module of the accelerator that this process uses; None if it has not used any yet."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
         return None
@@ -57,7 +57,7 @@ def _accelerator_module() -> Any:
 
 
 def _read_accelerator(module: Any) -> dict[str, Any]:
-    """The states of all devices, where there are several: replicas may use more than the current one."""
+    """Return the states of all devices if there are several: replicas may use more than the current one."""
     count = torch.accelerator.device_count()
     states = [module.get_rng_state(index) for index in range(count)] if count > 1 else [module.get_rng_state()]
     accelerator = torch.accelerator.current_accelerator()

@@ -40,7 +40,7 @@ your model, as MODULE:FUNCTION: a function without arguments that returns a modu
 of one batch when it is called with that module (default: a small encoder)
 """
 WARMUP = 2
-"""Turns that do not count."""
+"""Number of turns that are not counted."""
 
 
 def add_to(subparsers: Any) -> None:
@@ -60,7 +60,7 @@ def add_to(subparsers: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measure and print."""
+    """Measure the ways of training, and print the results."""
     if options.ranks < 1 or options.rounds < 1:
         raise OptionError(f"--ranks {options.ranks} --rounds {options.rounds}: expected at least 1 of each")
     wanted = {
@@ -133,13 +133,13 @@ def _show_replicas(ways: dict[str, dict[str, float]], devices: list[str]) -> Non
 
 
 def measure(options: dict[str, Any]) -> dict[str, Any]:
-    """By way of training: seconds and processor seconds of a step, the median, and bytes of memory that it takes.
+    """Return, for each way of training, the median seconds and processor seconds of a step, and its bytes of memory.
 
-    ``devices`` are those of the replicas in one process, and empty where each process has one.
+    ``devices`` are those of the replicas in one process; empty if each process has one replica.
     """
     dist.init_process_group("gloo", timeout=timedelta(seconds=options["timeout"]))
     build = find_builder(options["model"])
-    _Way(*build(), wrap=lambda module: module)  # what is needed once, and by all, is not counted for the first of them
+    _Way(*build(), wrap=lambda module: module)  # one-time costs that all ways share must not count for the first
     device, replicas = next(build()[0].parameters()).device, options["replicas"]
     devices = _devices(device, replicas) if replicas else []
     ways = {name: _Way(*build(), wrap=wrap) for name, wrap in _wraps(device, devices, options["backends"]).items()}
@@ -156,7 +156,7 @@ def measure(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def find_builder(name: str) -> Callable[[], tuple[Module, Step]]:
-    """The user's function of that name, or ours."""
+    """Return the user's function of that name, or the built-in one."""
     if not name:
         return _build_encoder
     module, _, function = name.partition(":")
@@ -171,7 +171,7 @@ def find_builder(name: str) -> Callable[[], tuple[Module, Step]]:
 
 
 def _build_encoder() -> tuple[Module, Step]:
-    """The built-in model: an encoder of four layers, and its loss on one batch; on an accelerator if there is one."""
+    """Build the built-in model: an encoder of four layers, and its loss on one batch; on an accelerator if possible."""
     torch.manual_seed(0)
     count = torch.accelerator.device_count()
     device = all_accelerators()[int(os.environ.get("LOCAL_RANK", "0")) % count] if count else torch.device("cpu")
@@ -182,7 +182,7 @@ def _build_encoder() -> tuple[Module, Step]:
 
 
 def _devices(first: torch.device, count: int) -> list[torch.device]:
-    """Where replicas are: on accelerators if the model is, and there are enough of them."""
+    """Return the devices of the replicas: accelerators if the model is on one and there are enough of them."""
     if first.type == "cpu":
         return [first] * count
     there = all_accelerators()
@@ -192,7 +192,7 @@ def _devices(first: torch.device, count: int) -> list[torch.device]:
 
 
 def _wraps(device: torch.device, devices: list[torch.device], backends: Sequence[str]) -> dict[str, Wrap]:
-    """The ways of training: with all replicas in this process, on ``devices`` if there are any, or with one."""
+    """Return the ways of training: with all replicas in this process, on ``devices`` if there are any, or with one."""
     ways: dict[str, Wrap] = {"alone": lambda module: module}
     if devices:
         if device.type != "cpu":  # on the CPU, PyTorch's wrapper only calls the module
@@ -213,7 +213,7 @@ def _wraps(device: torch.device, devices: list[torch.device], backends: Sequence
 
 
 class _Way:
-    """One way to train, with a model and a process group of its own."""
+    """One way of training, with a model and a process group of its own."""
 
     def __init__(self, module: Module, step: Step, wrap: Wrap) -> None:
         with contextlib.suppress(OSError):  # resets the peak of VmHWM
@@ -228,7 +228,7 @@ class _Way:
         self._peak = max(0, _memory("VmHWM") - before)
 
     def turn(self, counts: bool) -> None:
-        """One step."""
+        """Run one step; measure it if it ``counts``."""
         gc.collect()
         begin, host = time.perf_counter(), time.process_time()
         self._run()
@@ -236,7 +236,7 @@ class _Way:
             self._turns.append((time.perf_counter() - begin, time.process_time() - host))
 
     def result(self) -> dict[str, float]:
-        """What the turns have taken."""
+        """Return the medians of the turns, and the peak of memory."""
         seconds, host = map(statistics.median, zip(*self._turns, strict=True))
         return {"seconds": seconds, "host_seconds": host, "memory": float(self._peak)}
 
@@ -249,7 +249,7 @@ class _Way:
 
 
 def _memory(entry: str) -> int:
-    """Bytes, of Linux's count for this process; 0 elsewhere."""
+    """Return bytes of this process, as Linux counts them; 0 elsewhere."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith(f"{entry}:"):

@@ -31,16 +31,16 @@ exit code is 1 if something will not work. Reports of issues ask for the output 
 """
 SIZES = (4 << 10, 1 << 20, 64 << 20)
 BYTES_A_TURN = 8 << 20
-"""Small messages are sent several times a turn, one after the other."""
+"""Small messages are sent several times a turn, one after the other, up to this many bytes."""
 TESTED = ((2, 11), (2, 15))
-"""The oldest and the newest PyTorch that the library is tested with."""
+"""The oldest and the newest version of PyTorch that the library is tested with."""
 FEW_FILES = 4096
 SMALL_DEV_SHM = 1 << 30
 
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at."""
+    """The result of one check."""
 
     name: str
     value: str
@@ -63,7 +63,7 @@ def add_to(subparsers: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the findings and the times; 1 if there is a problem."""
+    """Print the findings and the times; return 1 if there is a problem."""
     findings = look()
     times: list[dict[str, Any]] = []
     if not options.no_timing:
@@ -79,7 +79,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _times(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Of the slowest rank, by backend and size."""
+    """Return the times of the slowest rank, by backend and size."""
     wanted = {
         "backends": usable_backends(),
         "sizes": SIZES,
@@ -116,12 +116,12 @@ def _show(findings: list[Finding], times: list[dict[str, Any]], ranks: int) -> N
 
 
 def look() -> list[Finding]:
-    """All findings, in the order in which they are shown. Communicates nothing, and starts nothing."""
+    """Return all findings, in the order in which they are shown. Communicates nothing, and starts nothing."""
     return [*_versions(), *_devices(), *_backends(), *_memory(), *_limits(), *_threads(), *_network()]
 
 
 def usable_backends() -> list[str]:
-    """Backends on which two ranks of this host can be timed."""
+    """Return the backends on which two ranks of this host can be timed."""
     names = ["gloo"] if dist.is_gloo_available() else []
     names += ["shm"] if _can_share_memory() else []
     return names + (["nccl"] if dist.is_nccl_available() and torch.cuda.device_count() >= 2 else [])
@@ -220,7 +220,7 @@ def _network() -> Iterator[Finding]:
 
 
 def usable_cores() -> int:
-    """Cores that this process may run on."""
+    """Return the number of cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -248,7 +248,7 @@ def _can_share_memory() -> bool:
 
 
 def measure(options: dict[str, Any]) -> list[dict[str, Any]]:
-    """One row for each backend and size: the median seconds of one all-reduce and of one copy, on this rank."""
+    """Return one row for each backend and size: this rank's median seconds of an all-reduce and of a copy."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=options["timeout"]))
     groups = {name: dist.new_group(backend=name) for name in options["backends"]}
     rows = [row for size in options["sizes"] for row in _measure_size(groups, size, options["rounds"])]

@@ -19,10 +19,10 @@ _RESULT = "LOCKSTEP_RESULT_FILE"
 
 
 def run_ranks(module: str, options: dict[str, Any], ranks: int, timeout: float) -> list[Any]:
-    """Run ``python -m module`` in this many processes; returns what each has given to :func:`as_rank`, by rank.
+    """Run ``python -m module`` in ``ranks`` processes; return the results of their :func:`as_rank`, by rank.
 
     The processes meet over the loopback interface and find their places in the environment, as under ``torchrun``. If
-    one fails the others are ended. Raises :class:`~lockstep.errors.CommunicationError` with the end of what it said.
+    one fails the others are ended. Raises :class:`~lockstep.errors.CommunicationError` with the end of its output.
     """
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory(prefix="lockstep-") as folder, contextlib.ExitStack() as stack:
@@ -35,7 +35,7 @@ def run_ranks(module: str, options: dict[str, Any], ranks: int, timeout: float) 
 
 
 def as_rank(measure: Callable[[dict[str, Any]], Any]) -> None:
-    """In such a process: call with the options, and hand back what is returned."""
+    """Call ``measure`` with the options, in a process of :func:`run_ranks`, and hand back its result."""
     result = measure(json.loads(sys.argv[1]))
     Path(os.environ[_RESULT]).write_text(json.dumps(result))
 
@@ -69,7 +69,7 @@ def _started(
 
 
 def _wait(processes: list[subprocess.Popen[bytes]], folder: Path, deadline: float) -> None:
-    """Until all have ended; raises as soon as one has failed, or it is late."""
+    """Wait until all processes have ended; raise as soon as one has failed, or at the deadline."""
     running = dict(enumerate(processes))
     while running:
         for rank, process in list(running.items()):

@@ -1,4 +1,4 @@
-"""The command line: one file for each subcommand, which adds its arguments and says what to call."""
+"""The command line: one file for each subcommand, which adds its arguments and names the function to call."""
 
 import argparse
 import sys
@@ -11,7 +11,7 @@ SUBCOMMANDS = (run, doctor, bench, trace, stacks)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; returns its exit code: 0, 1 if it could not do all of it, 2 if it was called wrongly."""
+    """Run the command; return its exit code: 0, 1 if it could not do all of it, 2 if it was called wrongly."""
     parser = argparse.ArgumentParser(
         prog="lockstep", description="Training runs: start one, look at the host and at a run."
     )

@@ -9,7 +9,7 @@ _FACTORS = ((1e-6, "us", 1e6), (1e-3, "us", 1e6), (1.0, "ms", 1e3), (float("inf"
 
 
 def print_table(title: str, headers: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """A table whose first column is aligned to the left and all others to the right."""
+    """Print a table with its first column aligned to the left and all others to the right."""
     if sys.stdout.isatty() and _print_rich(title, headers, rows):
         return
     cells = [list(headers), *[list(row) for row in rows]]
@@ -23,18 +23,18 @@ def print_table(title: str, headers: Sequence[str], rows: Sequence[Sequence[str]
 
 
 def print_json(value: Any) -> None:
-    """One JSON document, for machines."""
+    """Print one JSON document, for machines."""
     print(json.dumps(value, indent=2))
 
 
 def seconds(value: float) -> str:
-    """A duration with three digits that matter: ``1.23 ms``."""
+    """Return a duration with three significant digits: ``1.23 ms``."""
     _, unit, factor = next(each for each in _FACTORS if abs(value) < each[0])
     return f"{value * factor:.3g} {unit}" if abs(value * factor) < 1000 else f"{value * factor:.0f} {unit}"
 
 
 def size(count: float) -> str:
-    """A number of bytes: ``64 MB``."""
+    """Return a number of bytes with a unit: ``64 MB``."""
     for unit in ("B", "KB", "MB", "GB"):
         if abs(count) < 1024:
             return f"{count:.3g} {unit}"
@@ -47,7 +47,7 @@ def _pairs(row: Sequence[str], widths: Sequence[int]) -> "zip[tuple[str, int]]":
 
 
 def _print_rich(title: str, headers: Sequence[str], rows: Sequence[Sequence[str]]) -> bool:
-    """Whether ``rich`` was there to print it."""
+    """Print the table with ``rich``; return False if it is not installed."""
     try:
         from rich.console import Console
         from rich.table import Table

@@ -22,7 +22,7 @@ Run a program in several processes on this host, which find each other as under 
 (torchrun ... -m lockstep run ...) run it in this process. Options of the program follow its name.
 """
 _HERE = ["--nnodes", "1", "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1"]
-_TOLD = {2, 128 + signal.SIGINT, 128 + signal.SIGTERM}  # the program has said why: bad options, or stopped
+_TOLD = {2, 128 + signal.SIGINT, 128 + signal.SIGTERM}  # the program has given the reason: bad options, or stopped
 
 
 def add_to(subparsers: Any) -> None:
@@ -46,7 +46,7 @@ def add_to(subparsers: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the program; returns its exit status, of the process that failed first if there are several."""
+    """Run the program; return its exit status, that of the process that failed first if there are several."""
     if not Path(options.program).is_file():
         raise OptionError(f"{options.program}: there is no such file; expected a Python program")
     if options.ranks is not None and options.ranks < 1:
@@ -58,7 +58,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _run_here(options: argparse.Namespace) -> int:
-    """The program in this process, which is a rank."""
+    """Run the program in this process, which is a rank."""
     if options.patch:
         importlib.import_module("lockstep.patch")
     if options.backend:
@@ -69,13 +69,13 @@ def _run_here(options: argparse.Namespace) -> int:
         runpy.run_path(options.program, run_name="__main__")
     finally:
         if options.backend and dist.is_initialized():
-            with contextlib.suppress(RuntimeError):  # it has failed, which is being told
+            with contextlib.suppress(RuntimeError):  # the program has failed, and its error is on its way
                 dist.destroy_process_group()
     return 0
 
 
 def _launch(options: argparse.Namespace, ranks: int) -> int:
-    """PyTorch's launcher, which starts this command in each of its processes, and ends as quietly as the program."""
+    """Run PyTorch's launcher, which starts this command in each of its processes; it ends as quietly as the program."""
     from torch.distributed import run as launcher
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError

@@ -23,10 +23,10 @@ are.
 
 @dataclass(frozen=True)
 class RunningRank:
-    """A rank on this host, and how far it had come when it was looked at."""
+    """A rank on this host, and its progress when it was looked at."""
 
     pid: int
-    """The number of its process here; inside of a container it may have another."""
+    """The number of its process here; inside a container it may have another."""
     snapshot: Snapshot
 
 
@@ -43,7 +43,7 @@ def add_to(subparsers: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print what is asked for; 1 if a process could not show its stacks."""
+    """Print the requested information; return 1 if a process could not show its stacks."""
     if options.target is None:
         print(overview())
         return 0
@@ -55,7 +55,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _show(pid: int, ranks: list[RunningRank], seconds: float) -> bool:
-    """Print what one process is doing; returns whether it has shown its stacks."""
+    """Print the activity of one process; return True if it has shown its stacks."""
     for rank in ranks:
         print("\n".join(_heading(rank)))
     try:
@@ -81,7 +81,7 @@ def _place(seen: Snapshot) -> str:
 
 
 def _stacks(stacks: Stacks, training: dict[int, int]) -> Iterator[str]:
-    """The threads that train first."""
+    """Yield the lines of the stacks, beginning with the threads that train."""
     for thread in sorted(stacks.threads, key=lambda thread: thread.ident not in training):
         what = f"rank {training[thread.ident]} trains here" if thread.ident in training else thread.name
         yield f"\n  thread {thread.ident:#x}{f' ({what})' if what else ''}, innermost frame last:"
@@ -100,7 +100,7 @@ def _duration(seconds: float) -> str:
 
 
 def ranks_of_process(pid: int) -> list[RunningRank]:
-    """The ranks of a process: one, as a rule. Raises :class:`InspectionError` if it has none, and says why."""
+    """Return the ranks of a process, usually one; raise :class:`InspectionError` with the reason if it has none."""
     _need_linux()
     if proc.status_of(pid).ended:
         raise InspectionError(f"process {pid} has ended; its parent has not noticed yet")
@@ -111,7 +111,7 @@ def ranks_of_process(pid: int) -> list[RunningRank]:
 
 
 def ranks_of_run(name: str) -> list[RunningRank]:
-    """The ranks of a run on this host, in order. Raises :class:`InspectionError` if there is none of that name."""
+    """Return the ranks of a run on this host, in order; raise :class:`InspectionError` if there is no such run."""
     found = [rank for rank in all_ranks() if rank.snapshot.run == name]
     if not found:
         raise InspectionError(f"this user has no run {name!r} on this host. {overview()}")
@@ -119,7 +119,7 @@ def ranks_of_run(name: str) -> list[RunningRank]:
 
 
 def all_ranks() -> list[RunningRank]:
-    """All ranks on this host that this user may look at."""
+    """Return all ranks on this host that this user may inspect."""
     _need_linux()
     found: list[RunningRank] = []
     for pid in proc.processes():
@@ -129,7 +129,7 @@ def all_ranks() -> list[RunningRank]:
 
 
 def overview() -> str:
-    """One sentence: which runs there are, with their ranks' processes."""
+    """Return one sentence with all runs and their ranks' processes."""
     runs: dict[str, list[RunningRank]] = {}
     for rank in all_ranks():
         runs.setdefault(rank.snapshot.run, []).append(rank)

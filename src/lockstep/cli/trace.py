@@ -26,19 +26,19 @@ _ROUND = re.compile(r"lockstep::finish \(round (\d+)\)")
 _FIRST = re.compile(r"lockstep::collective \(all_reduce, bucket 1 of \d+, round (\d+)\)")
 
 _PROCESSES = 1000
-"""How many process numbers each rank has in the merged trace."""
+"""Number of process numbers for each rank in the merged trace."""
 KINDS = {
     "compute": ("#9dbdf0", "backward, from the first full bucket on"),
     "waiting": ("#e9e2d6", "for the rank that came last"),
     "communication": ("#f2a65a", "of the last bucket"),
 }
-"""What bars of the picture are: their colour, and what they say."""
+"""The bars of the picture: their colours and descriptions."""
 INK = "#112233"
 
 
 @dataclass(frozen=True)
 class Span:
-    """What one rank did from one moment to another, in microseconds."""
+    """A span of time on one rank, in microseconds."""
 
     begin: float
     end: float
@@ -46,17 +46,17 @@ class Span:
 
 @dataclass(frozen=True)
 class Trace:
-    """What ``torch.profiler`` has written on one rank."""
+    """A trace that ``torch.profiler`` has written on one rank."""
 
     rank: int
     host: str
     document: dict[str, Any]
     rounds: dict[int, Span]
-    """By number: when this rank began to wait for the last bucket, and when it had everything."""
+    """By number: from when this rank began to wait for the last bucket to when it had everything."""
     first: dict[int, float]
-    """By number of a round: when this rank sent the first bucket."""
+    """By number of a round: the time at which this rank sent the first bucket."""
     offset: float = 0.0
-    """What has to be added to its times to have those of the lowest rank's clock."""
+    """The difference to add to its times to get those of the lowest rank's clock."""
 
     @property
     def events(self) -> list[dict[str, Any]]:
@@ -67,18 +67,18 @@ class Trace:
 
 @dataclass(frozen=True)
 class Summary:
-    """What the traces of a run say, in seconds."""
+    """The results from the traces of a run, in seconds."""
 
     rounds: int
-    """Rounds that every trace has."""
+    """Number of rounds that every trace has."""
     exposed: dict[int, float]
-    """By rank: how long it stood still for communication that nothing hid, the others' lateness included."""
+    """By rank: time that it stood still for communication that nothing hid, including the others' lateness."""
     waited_for: dict[int, float]
-    """By rank: how long the others stood still since this one was the last to come, added up over them."""
+    """By rank: time that the others stood still because this one was the last to come, added up over them."""
     last: dict[int, int]
-    """By rank: in how many rounds it was the last to come."""
+    """By rank: number of rounds in which it was the last to come."""
     offsets: dict[int, float]
-    """By rank: what was added to its clock."""
+    """By rank: the difference that was added to its clock."""
 
 
 def add_to(subparsers: Any) -> None:
@@ -93,7 +93,7 @@ def add_to(subparsers: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the numbers and write the files; raises :class:`InspectionError` where there are no traces."""
+    """Print the numbers and write the files; raise :class:`InspectionError` if there are no traces."""
     traces = read_traces(options.folder)
     if not any(trace.rounds for trace in traces):
         raise InspectionError(
@@ -138,7 +138,7 @@ def _show(summary: Summary) -> None:
 
 
 def read_traces(folder: Path) -> list[Trace]:
-    """All traces in a folder, by rank, on the clock of the lowest one."""
+    """Return all traces in a folder, by rank, on the clock of the lowest one."""
     files = sorted(each for each in folder.glob("*.json*") if each.suffix in (".json", ".gz"))
     traces = sorted((trace for file in files if (trace := _read(file))), key=lambda trace: trace.rank)
     if not traces:
@@ -187,9 +187,10 @@ def _waits_of_rounds(finishes: dict[int, Span], waits: Sequence[Span]) -> Iterat
 
 
 def _offset(trace: Trace, reference: Trace) -> float:
-    """Ranks of one host have one clock. Between hosts: ranks have the last result of a round at the same time, nearly.
+    """Return the offset of a trace's clock: 0 on the same host; between hosts, ranks have a round's last result at
+    nearly the same time.
 
-    The median over the rounds, since now and then a rank is not woken at once.
+    It is the median over the rounds, since now and then a rank is not woken at once.
     """
     if trace.host and trace.host == reference.host:
         return 0.0
@@ -198,7 +199,7 @@ def _offset(trace: Trace, reference: Trace) -> float:
 
 
 def summarize(traces: Sequence[Trace]) -> Summary:
-    """Who waited, for whom, and how long."""
+    """Return which rank waited for which, and how long."""
     ranks = [trace.rank for trace in traces]
     waited_for, last = dict.fromkeys(ranks, 0.0), dict.fromkeys(ranks, 0)
     exposed = {t.rank: sum(span.end - span.begin for span in t.rounds.values()) / 1e6 for t in traces}
@@ -213,7 +214,7 @@ def summarize(traces: Sequence[Trace]) -> Summary:
 
 
 def merged(traces: Sequence[Trace]) -> dict[str, Any]:
-    """One document for Perfetto: each rank has processes of its own, all on one clock."""
+    """Return one document for Perfetto: each rank has processes of its own, all on one clock."""
     base = min(float(trace.document.get("baseTimeNanoseconds", 0)) for trace in traces)
     events = [event for trace in traces for event in _moved(trace, base)]
     return {"traceEvents": events, "baseTimeNanoseconds": int(base), "lockstep_ranks": [t.rank for t in traces]}
@@ -227,7 +228,7 @@ def _moved(trace: Trace, base: float) -> Iterator[dict[str, Any]]:
         moved = {**event, "pid": process}
         if "ts" in moved:
             moved["ts"] = moved["ts"] + shift
-        if "id" in moved:  # of an arrow from forward to backward: of this rank alone
+        if "id" in moved:  # an arrow from forward to backward: belongs to this rank alone
             moved["id"] = f"{trace.rank}.{moved['id']}"
         if event.get("ph") == "M" and event.get("name") == "process_name":
             moved["args"] = {"name": f"rank {trace.rank}, {event.get('args', {}).get('name', '')}"}
@@ -240,7 +241,7 @@ def _moved(trace: Trace, base: float) -> Iterator[dict[str, Any]]:
 
 
 def _picture(traces: Sequence[Trace]) -> str:
-    """The last round that all ranks have: backward with the first bucket on its way, then waiting."""
+    """Draw the last round that all ranks have: backward with the first bucket under way, then waiting."""
     common = set.intersection(*(set(trace.rounds) & set(trace.first) for trace in traces))
     if not common:
         return _lanes("No round is in the traces of all ranks", [])
@@ -257,7 +258,7 @@ def _picture(traces: Sequence[Trace]) -> str:
 
 
 def _lanes(title: str, rows: Sequence[tuple[str, Sequence[float]]]) -> str:
-    """Rows of bars over one axis of milliseconds: each row has the ends of its bars, one for each of the kinds."""
+    """Draw rows of bars over one axis of milliseconds; each row has the ends of its bars, one for each kind."""
     left, width, height = 190, 720, 30
     end = max((ends[-1] for _, ends in rows), default=1.0) or 1.0
     scale, bottom = width / end, 70 + height * len(rows)

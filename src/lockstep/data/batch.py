@@ -9,8 +9,8 @@ from lockstep.shares.tree import shares_of
 
 
 class GlobalBatch:
-    """Iterating gives this rank's shares, loaded; ``len()`` is how many there are. When the loop has ended, gradients
-    have been put together on every rank.
+    """The shares of one batch that this rank computes: iterate over them, loaded; ``len()`` is their number. When the
+    loop has ended, gradients are complete on every rank.
 
     Made by :class:`lockstep.GlobalBatches`.
     """
@@ -25,22 +25,22 @@ class GlobalBatch:
 
     @property
     def epoch(self) -> int:
-        """The epoch, from 0 on."""
+        """The epoch, from 0."""
         return self._step.epoch
 
     @property
     def number(self) -> int:
-        """The number of the batch in its epoch, from 0 on."""
+        """The number of the batch in its epoch, from 0."""
         return self._step.batch
 
     @property
     def rows(self) -> int:
-        """How many rows the batch has, on all ranks together."""
+        """The number of rows of the batch, on all ranks together."""
         return sum(self._step.rows)
 
     @property
     def is_auditing(self) -> bool:
-        """Whether the share under way is computed for comparison only: see :func:`lockstep.audit`."""
+        """True if the share under way is computed for comparison only: see :func:`lockstep.audit`."""
         return self._world.is_auditing
 
     def __len__(self) -> int:
@@ -72,7 +72,7 @@ class GlobalBatch:
         return next(self._loaded)
 
     def skip(self) -> None:
-        """Let shares that nobody has asked for go."""
+        """Consume the shares that nothing has asked for."""
         self._is_begun = True
         while self._left:
             self._load()

@@ -18,28 +18,28 @@ from lockstep.shares.state import ShareWorld, Step, check_shares, world_of
 from lockstep.shares.tree import shares_of
 
 _DECIDED = ("batch_sampler", "sampler", "drop_last", "generator")
-"""What a ``DataLoader`` takes, and what is decided here."""
+"""Arguments of ``DataLoader`` that are decided here."""
 
 
 class GlobalBatches:
-    """The batches of the whole world, cut into shares, of which each rank computes its own.
+    """The global batches of a run, cut into shares, of which each rank computes its own.
 
-    Iterating gives the batches of one epoch; iterating over a batch gives this rank's shares of it, one after the
-    other, loaded and collated as ``DataLoader`` does. Forward and backward of a share belong inside of that loop; when
-    it has ended, gradients have been put together on every rank.
+    Iterate over it for the batches of one epoch, and over a batch for this rank's shares of it, loaded and collated as
+    by ``DataLoader``. Forward and backward of a share belong inside that loop; when it has ended, gradients are
+    complete on every rank.
 
-    Which samples a batch has depends on ``seed`` and the epoch alone, their order and their random numbers, too: not on
-    the number of ranks, of workers, or where the run was resumed. Each new iteration is the next epoch; one that was
-    left before its end is gone on with.
+    The samples of a batch, their order and their random numbers depend on ``seed`` and the epoch alone: not on the
+    number of ranks or workers, or on where the run was resumed. Each new iteration is the next epoch; one that was left
+    before its end is continued.
 
     Args:
         dataset: A map-style data set: ``len(dataset)`` and ``dataset[number]``, the same on every rank.
         batch_size: Rows of the whole world in one step.
         shares: As in ``replicate(model, shares=...)``: at least as many as the run will ever have ranks.
         seed: For the order, for random numbers of samples, and for random numbers in the model (dropout).
-        shuffle: Whether each epoch has an order of its own; else it is that of the data set.
-        last: What becomes of the rows that do not fill a last batch: ``"drop"``, or ``"smaller"`` shares, whose sizes
-            differ by one at most.
+        shuffle: True: each epoch has an order of its own; False: all have the order of the data set.
+        last: What happens to rows that do not fill a last batch: ``"drop"``, or ``"smaller"`` shares, whose sizes
+            differ by at most one.
         process_group: The ranks; the default group if None, or one rank if there is none.
         **loader_options: Those of ``torch.utils.data.DataLoader``: ``num_workers``, ``collate_fn``, ``pin_memory`` and
             so on.
@@ -95,21 +95,21 @@ class GlobalBatches:
 
     @property
     def epoch(self) -> int:
-        """The epoch of the next batch, from 0 on."""
+        """The epoch of the next batch, from 0."""
         return self._epoch
 
     @property
     def batch(self) -> int:
-        """The number of the next batch in its epoch, from 0 on."""
+        """The number of the next batch in its epoch, from 0."""
         return self._batch
 
     @property
     def batches_left(self) -> int:
-        """How many batches the next iteration gives: fewer than an epoch has where it goes on within one."""
+        """The number of batches that the next iteration yields: fewer than in an epoch if it continues within one."""
         return len(self) - self._batch
 
     def __len__(self) -> int:
-        """How many batches an epoch has."""
+        """Return the number of batches in an epoch."""
         return batches_in(len(self.dataset), self.batch_size, self.last)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[GlobalBatch]:
@@ -131,7 +131,7 @@ class GlobalBatches:
         return world
 
     def _steps(self, epoch: int, first: int) -> Iterator[Step]:
-        """The steps from the batch ``first`` to the end of an epoch."""
+        """Yield the steps from batch ``first`` to the end of an epoch."""
         for number, parts in enumerate(self._parts(epoch)):
             if number >= first:
                 audit = plan_audit(self._audits_every, self.seed, epoch, number, len(parts), self._world().size)
@@ -141,23 +141,23 @@ class GlobalBatches:
                 yield Step(self.seed, epoch, number, rows, self.shares, count, samples, self.shuffle, audit)
 
     def _count_of(self, number: int) -> int:
-        """How many shares a batch has: fewer if there are not enough rows left."""
+        """Return the number of shares of a batch: fewer if there are not enough rows left."""
         return min(self.shares, self.batch_size, len(self.dataset) - number * self.batch_size)  # type: ignore[arg-type]
 
     def _parts(self, epoch: int) -> Iterator[list[Sequence[int]]]:
-        """The samples of the shares of each batch of an epoch."""
+        """Yield the samples of the shares of each batch of an epoch."""
         order = order_of(len(self.dataset), self.seed, epoch, self.shuffle)  # type: ignore[arg-type]
         for number in range(len(self)):
             yield split(order[number * self.batch_size : (number + 1) * self.batch_size], self.shares)
 
     def _advance(self, epoch: int, number: int) -> None:
-        """A batch has been consumed."""
+        """Move on after a batch has been consumed."""
         if (self._epoch, self._batch) == (epoch, number):
             is_last = number + 1 == len(self)
             self._epoch, self._batch = (epoch + 1, 0) if is_last else (epoch, number + 1)
 
     def _keys(self) -> Iterator[list[ShareKey]]:
-        """What this rank loads from the next batch to the end of its epoch, share by share."""
+        """Yield what this rank loads from the next batch to the end of its epoch, share by share."""
         world, epoch, first = self._world(), self._epoch, self._batch
         parts_of = enumerate(self._parts(epoch))
         for step, (_, parts) in zip(self._steps(epoch, first), islice(parts_of, first, None), strict=True):
@@ -170,15 +170,15 @@ class GlobalBatches:
     # ------------------------------------------------------------------------------------ progress
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the next batch is: ``epoch`` and ``batch``, and what they are numbers of.
+        """Return the position of the next batch: ``epoch`` and ``batch``, and the arguments that they refer to.
 
-        The same on every rank; it may be loaded on any number of ranks. A batch counts when the loop over its shares
-        has ended, or the next batch is asked for: what workers have loaded ahead does not.
+        It is the same on every rank, and may be loaded on any number of ranks. A batch counts once the loop over its
+        shares has ended, or the next batch is asked for; batches that workers have loaded ahead do not count.
         """
         return {"epoch": self._epoch, "batch": self._batch, **self._fixed()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on at the batch where :meth:`state_dict` was asked for, with the next iteration.
+        """Continue, with the next iteration, at the batch at which :meth:`state_dict` was called.
 
         Raises :class:`OptionError` if the state is of other batches.
         """
@@ -202,7 +202,7 @@ class GlobalBatches:
 
 
 class _Keys:
-    """The batch sampler of the loader: asked anew in each epoch."""
+    """The batch sampler of the loader, called anew in each epoch."""
 
     def __init__(self, keys: Callable[[], Iterator[list[ShareKey]]]) -> None:
         self._keys = keys

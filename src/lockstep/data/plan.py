@@ -13,7 +13,7 @@ LASTS: tuple[Last, ...] = ("drop", "smaller")
 
 
 def order_of(samples: int, seed: int, epoch: int, shuffle: bool) -> list[int]:
-    """The order of the samples in an epoch."""
+    """Return the order of the samples in an epoch."""
     if not shuffle:
         return list(range(samples))
     generator = torch.Generator().manual_seed(derive_seed(seed, "order", epoch))
@@ -21,13 +21,12 @@ def order_of(samples: int, seed: int, epoch: int, shuffle: bool) -> list[int]:
 
 
 def batches_in(samples: int, batch_size: int, last: Last) -> int:
-    """How many batches an epoch has."""
+    """Return the number of batches in an epoch."""
     return samples // batch_size if last == "drop" else -(-samples // batch_size)
 
 
 def split(samples: Sequence[int], shares: int) -> list[Sequence[int]]:
-    """The samples of each share, in their order; sizes differ by one at most, and shares without a sample are left
-    out."""
+    """Return the samples of each share, in order; sizes differ by at most one, and empty shares are left out."""
     each, more = divmod(len(samples), shares)
     ends = [share * each + min(share, more) for share in range(shares + 1)]
     parts = [samples[begin:end] for begin, end in pairwise(ends)]

@@ -13,7 +13,7 @@ from lockstep.seeds import derive_seed
 
 
 class ShareKey(NamedTuple):
-    """Asks for the samples of one share."""
+    """A request for the samples of one share."""
 
     seed: int
     epoch: int
@@ -23,16 +23,16 @@ class ShareKey(NamedTuple):
 
 
 class SeededShares:
-    """A data set whose items are whole shares, loaded and collated; asked for by :class:`ShareKey`, one a list.
+    """A data set whose items are whole shares, loaded and collated; a request is a list with one :class:`ShareKey`.
 
-    Before each sample the generators that programs draw from without naming one - PyTorch's of the CPU, Python's,
-    NumPy's - are seeded by the run's seed, the epoch and the sample's number, and before collating by the share. A data
-    set that loads many samples at a time (``__getitems__``) is seeded once for those of a share.
+    Before each sample, all generators that programs use without naming one - PyTorch's of the CPU, Python's, NumPy's -
+    are seeded by the run's seed, the epoch and the sample's number, and before collating by the share. A data set that
+    loads many samples at a time (``__getitems__``) is seeded once for all samples of a share.
     """
 
     def __init__(self, dataset: Any, collate: Callable[[Any], Any]) -> None:
         self._dataset, self._collate = dataset, collate
-        # Tensors are only indexed and stacked. Seeding takes longer than that.
+        # Tensors are only indexed and stacked, which draws no numbers, and seeding takes longer than that.
         self._draws = type(dataset) is not TensorDataset or collate is not default_collate
 
     def __getitems__(self, keys: Sequence[ShareKey]) -> Any:
@@ -59,13 +59,13 @@ class SeededShares:
 
 
 def as_it_is(share: Any) -> Any:
-    """What :class:`SeededShares` has collated already."""
+    """Return a share as it is: :class:`SeededShares` has collated it already."""
     return share
 
 
 @contextmanager
 def _generators_kept() -> Iterator[None]:
-    """Leave the generators of the training process as they were; a worker has none that anybody else draws from."""
+    """Restore the generators of the training process; in a worker, nothing else draws from them."""
     if get_worker_info() is not None:
         yield
         return

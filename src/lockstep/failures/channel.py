@@ -1,9 +1,9 @@
-"""The failure channel of one rank: what happens to any rank is known on all, at once and by name.
+"""The failure channel of one rank: whatever happens to a rank is known on all ranks, at once and by name.
 
-Failures are written to the log, which says which of them was the first, and are told around the ring
-(``messenger.py``). Nothing is sent while nothing happens, apart from one look into the log a second, in case the ring
-is broken in two places. ``check()`` is a look at an attribute. The thread that hears the ring waits for nothing else:
-what takes longer, such as to ask the store or to try other hosts, is done on others.
+Failures are written to the log, which decides which of them was the first, and are sent around the ring
+(``messenger.py``). Nothing is sent while nothing happens, except for one look into the log a second, in case the ring
+is broken in two places. ``check()`` reads one attribute. The thread that reads the ring waits for nothing else: actions
+that take longer, such as asking the store or trying other hosts, run on other threads.
 """
 
 import contextlib
@@ -34,29 +34,29 @@ from lockstep.failures.ring import (
 from lockstep.store import BoundedStore, StoreLostError, own_connection
 
 GRACE_SECONDS = 1.0
-"""How long a rank that has lost its group waits to hear who failed."""
+"""Seconds that a rank that has lost its group waits to hear which rank failed."""
 LEFT_SECONDS = 1.0
-"""How long a rank waits for one that has left in good order, before that is an error."""
+"""Seconds that a rank waits for one that has left in good order, before that is an error."""
 FAREWELL_SECONDS = 2.0
-"""How long ranks wait for each other when one has failed, so that each can say why before a launcher ends it."""
+"""Seconds that ranks wait for each other when one has failed, so that each can say why before a launcher ends it."""
 
 LINK_SECONDS = 20.0
-"""How long a host may be silent, unless a program says otherwise: what a switch takes that starts again."""
+"""Seconds that a host may be silent by default: as long as a network switch takes to restart."""
 REACH_SECONDS = 1.0
-"""How long other hosts have to answer, when one is lost."""
+"""Seconds that other hosts have to answer when one is lost."""
 HEARSAY_SECONDS = 0.25
-"""How long a rank waits for those to speak who could see how far a rank was that has ended."""
+"""Seconds that a rank waits for reports from ranks that could see how far a rank was that has ended."""
 
 START_UP_SECONDS = 2 * LOOK_SECONDS
-"""How long a rank that fails before all have met lives on: the store may be its own, and others look into it."""
+"""Seconds that a rank lives on if it fails before all have met: it may host the store, which others still read."""
 
 
 class FailureChannel:
-    """What one rank knows of the failures of the others, and what it tells them of its own.
+    """The failures of other ranks as one rank knows them, and the reports that it sends of its own.
 
-    Every rank has to make one at the same time. ``global_ranks`` are the numbers by which messages name the ranks;
-    ``host`` is the same for ranks of one host. A rank from whose host nothing comes for ``link_timeout`` seconds has
-    failed. Returns when all have met: they have ``timeout`` seconds for it.
+    Every rank has to make one at the same time. Messages name the ranks by their numbers in ``global_ranks``; ``host``
+    is the same for ranks of one host. A rank has failed if nothing comes from its host for ``link_timeout`` seconds.
+    The constructor returns when all have met; they have ``timeout`` seconds for it.
     """
 
     def __init__(
@@ -72,13 +72,13 @@ class FailureChannel:
         self.rank, self.global_ranks, self.progress = global_ranks[rank], list(global_ranks), progress
         self.link_timeout = link_timeout
         self.failure: Failure | None = None
-        """The first failure, if it is another rank's; or this one's, if others have given it up."""
+        """The first failure, if it is another rank's; or this rank's, if the others have given it up."""
         self.left: dict[int, int] = {}
-        """Ranks that have left, in good order or after a failure; and the step after which."""
+        """The ranks that have left, in good order or after a failure, with the step after which they left."""
         self.ended: set[int] = set()
-        """Ranks whose process has ended without a word, or whose host is lost."""
+        """The ranks whose process has ended without a message, or whose host is lost."""
         self.places: dict[int, Place] = {}
-        """Where the ranks are."""
+        """The processes and addresses of the ranks."""
         self.pages: dict[int, Page] = {}
         """The pages of progress of the other ranks of this host."""
         self._known, self._changed = threading.Event(), threading.Condition()
@@ -107,7 +107,7 @@ class FailureChannel:
     def _meet_neighbours(
         self, store: Any, rank: int, host: str, timeout: float
     ) -> tuple[list[Connection], socket.socket | None, Place]:
-        """Connect to both neighbours, by their ranks in the ring; name them as messages do."""
+        """Connect to both neighbours by their ranks in the ring; then give them the ranks that messages name."""
         world = len(self.global_ranks)
         if world == 1:
             return [], None, Place(host, socket.gethostname(), os.getpid(), network.LOOPBACK)
@@ -124,7 +124,7 @@ class FailureChannel:
                 time.sleep(START_UP_SECONDS)
                 raise self._start_up_error() from error
             except RankHasNotComeError as error:
-                # This rank will end now, and must not be taken for the one that is missing.
+                # This rank is about to end, and must not be taken for the missing one.
                 self._settle_alone(Failure(self.global_ranks[error.rank], Kind.ABSENT, 0, "start-up", str(error)))
                 raise self._start_up_error() from error
         for each in neighbours:
@@ -132,7 +132,7 @@ class FailureChannel:
         return list(neighbours), listener, own
 
     def _wait_for_all(self, deadline: float, timeout: float) -> None:
-        """Return when every rank has said where it is; raise if one fails before that, or does not come."""
+        """Return when every rank has sent its place; raise if one fails before that, or does not come."""
         with self._changed:
             while missing := [rank for rank in self.global_ranks if rank not in self.places]:
                 if self.failure is not None or (left := deadline - time.monotonic()) <= 0:
@@ -149,11 +149,11 @@ class FailureChannel:
         raise self._start_up_error() if self.failure is not None else CommunicationError(text)
 
     def waiting(self, what: str) -> contextlib.AbstractContextManager[None]:
-        """Within: this rank waits for the others, in a collective of ours."""
+        """Mark this rank, inside the block, as waiting for the others in a collective of this library."""
         return self.progress.waiting(what)
 
     def enter(self, phase: str) -> None:
-        """Note the phase of its step in which this rank is from now on; what the program has named itself stays."""
+        """Record the phase of the step that this rank enters; a phase that the program has named itself stays."""
         if self.progress.current_phase in PHASES_OF_A_STEP:
             self.progress.current_phase = phase
 
@@ -165,8 +165,8 @@ class FailureChannel:
             raise self.error()
 
     def check_waiting(self, ranks: Collection[int], since: float) -> None:
-        """As :meth:`check`, for a rank that has waited for others since a moment of ``time.monotonic()``: raises, too,
-        if one of them has left for good."""
+        """Do :meth:`check` for a rank that has waited for ``ranks`` since a time of ``time.monotonic()``; also raise if
+        one of them has left for good."""
         self.check()
         if self.left and time.monotonic() > max(since, self._left_at) + LEFT_SECONDS:
             gone = min((rank for rank in self.left if rank in ranks and rank != self.rank), default=None)
@@ -175,14 +175,14 @@ class FailureChannel:
                 self.check()
 
     def error(self) -> PeerFailure:
-        """What :meth:`check` raises."""
+        """Return the error that :meth:`check` raises."""
         assert self.failure is not None
         return self.failure.error(self.rank)
 
     def explain(self, error: BaseException, grace: float = GRACE_SECONDS) -> PeerFailure | None:
-        """The failure of another rank from which an error of a group follows, if there is one, or soon will be.
+        """Return the failure of another rank from which a group's error follows, if it is known or soon will be.
 
-        A rank that has left in good order is one, too: the group has lost it.
+        A rank that has left in good order counts as well: the group has lost it.
         """
         if (known := peer_failure_in(error)) is not None:
             return known
@@ -196,7 +196,7 @@ class FailureChannel:
         return self.error() if self.failure is not None else None
 
     def when_failed(self, callback: Callable[[Failure], object]) -> None:
-        """Call when another rank has failed, from the channel's thread; at once if one has failed already."""
+        """Call ``callback``, from the channel's thread, when another rank fails; at once if one has failed already."""
         with self._changed:
             if self.failure is None:
                 self._callbacks.append(callback)
@@ -204,12 +204,12 @@ class FailureChannel:
         callback(self.failure)
 
     def ranks_with(self, rank: int) -> list[int]:
-        """The ranks on the host of a rank, in order."""
+        """Return the ranks on the same host as a rank, in order."""
         place = self.places.get(rank)
         return sorted(each for each, other in self.places.items() if place is not None and other.host == place.host)
 
     def silent_hosts(self, ranks: Collection[int]) -> dict[int, str]:
-        """Of some ranks, those whose hosts do not answer an attempt to connect; and the names of those hosts."""
+        """Return those of the ranks whose hosts do not answer an attempt to connect, with the names of their hosts."""
         own = self.places[self.rank].host
         hosts = {self.places[rank].host for rank in ranks} - {own}
         doors = {}  # of each host, where one of its ranks listens
@@ -223,25 +223,25 @@ class FailureChannel:
     # ----------------------------------------------------------------------------- what others are told
 
     def report(self, failure: Failure) -> None:
-        """Write a failure, this rank's or another's, to the log, and tell everybody; waits for the store."""
+        """Write a failure, this rank's or another's, to the log, and tell all ranks; waits for the store."""
         first = self._log.append(failure)
         told = {} if first == failure else {"first": first.to_json()}
         self.tell("failure", failure=failure.to_json(), **told)
         self._learn(failure, first)
 
     def tell(self, kind: str, **fields: Any) -> None:
-        """Send a message around the ring; ranks that have set :meth:`on` for that kind are called with its fields."""
+        """Send a message around the ring; ranks that have set :meth:`on` for its kind get its fields."""
         self._messenger.send(kind, **fields)
 
     def wait_until_told(self, seconds: float = GRACE_SECONDS) -> None:
-        """Return when what this rank has to tell has left, or after some seconds.
+        """Return when the messages of this rank have been sent, or after some seconds.
 
-        Before anything that may hold the interpreter for long, as a garbage collection does.
+        Call it before anything that may hold the interpreter for long, such as a garbage collection.
         """
         self._messenger.wait_until_sent(seconds)
 
     def on(self, kind: str, handler: Callable[[dict[str, Any]], object]) -> None:
-        """Call a handler with each message of a kind, from the channel's thread."""
+        """Call ``handler`` with each message of a kind, from the channel's thread."""
         self._handlers[kind] = handler
 
     # ------------------------------------------------------------------------------------------ the end
@@ -253,9 +253,9 @@ class FailureChannel:
         self.tell("left", rank=self.rank, step=step)
 
     def wait_for_others(self, timeout: float) -> bool:
-        """Return when all others are done, too, or after some seconds; whether they are.
+        """Return True when all others are done, too; False if they are not after ``timeout`` seconds.
 
-        If a rank has failed, all wait a moment for each other: a launcher would end the others with the first that
+        If a rank has failed, all wait a moment for each other: a launcher would end the others as soon as the first one
         ends.
         """
         begin = time.monotonic()
@@ -268,7 +268,7 @@ class FailureChannel:
         return True
 
     def close(self) -> None:
-        """End the thread, and close the connections; without :meth:`announce_end` before, that is a death to others."""
+        """End the thread and close the connections; without :meth:`announce_end` before, others take it for a death."""
         if self._process != os.getpid():
             return
         if self._messenger.close():
@@ -296,7 +296,7 @@ class FailureChannel:
             self._handlers[kind](message)
 
     def _note_place(self, rank: int, place: Place) -> None:
-        """What is needed to look at a rank is opened while it is there, and can be asked."""
+        """Record a rank's place, and open its page of progress while it is alive and can be asked."""
         if place.host == self.places[self.rank].host:
             with contextlib.suppress(InspectionError):  # it may have ended meanwhile
                 page = page_of(place.pid, self.progress.read().run, rank)
@@ -318,7 +318,7 @@ class FailureChannel:
             ).start()
 
     def _tell_of_loss(self, rank: int, loss: OSError | None) -> None:
-        """Tell of a neighbour that has gone."""
+        """Report a neighbour that is gone."""
         place, page = self.places.get(rank), self.pages.get(rank)
         if page is not None:
             seen = page.read()
@@ -332,7 +332,7 @@ class FailureChannel:
                 f"has heard nothing from {place.name} for {self.link_timeout:g} s ({os.strerror(loss.errno or 0)})"
             )
             self.report(self._unreachable(rank, silence))
-        elif self.silent_hosts([rank]):  # who gives up a silent host resets the connection, which may still be heard
+        elif self.silent_hosts([rank]):  # ranks that give up a silent host reset the connection, which may arrive
             self.report(self._unreachable(rank, f"has lost the connection to {place.name}"))
         else:
             if len(self.ranks_with(rank)) > 1:
@@ -341,7 +341,7 @@ class FailureChannel:
             self.report(Failure(rank, Kind.ENDED, None, "", what))
 
     def _unreachable(self, rank: int, what: str) -> Failure:
-        """The failure of a host that is silent: the others are tried, since it may be this one that is cut off."""
+        """Return the failure of a silent host; try the other hosts first, as this one may be the one cut off."""
         own, lost = self.places[self.rank], self.places[rank]
         others = {
             place.host: each for each, place in self.places.items() if place.host not in (own.host, lost.host)
@@ -353,7 +353,7 @@ class FailureChannel:
         )
 
     def _where(self) -> str:
-        """How far this rank is, in words."""
+        """Return how far this rank is, in words."""
         seen = self.progress.read()
         return f"at step {seen.step}, in {seen.phase}" if seen.step else f"in {seen.phase}"
 
@@ -362,7 +362,7 @@ class FailureChannel:
             self._log.look(lambda first: self._learn(first, first))
 
     def _check_log(self) -> None:
-        """While the ranks meet: raise if one of them has failed already."""
+        """Raise if a rank has failed already; called while the ranks meet."""
         with contextlib.suppress(StoreLostError):
             self._log.read()
         if self._log.first is not None:
@@ -371,7 +371,7 @@ class FailureChannel:
             raise self._start_up_error()
 
     def _learn(self, told: Failure, first: Failure) -> None:
-        """Note a failure of which this rank has been told, and the first one, from which all others may follow."""
+        """Record a failure that this rank was told of, and the first one, from which all others may follow."""
         with self._changed:
             if told.kind is Kind.ENDED:
                 self.ended.add(told.rank)
@@ -381,7 +381,7 @@ class FailureChannel:
             if self._known.is_set():
                 return
             self._known.set()
-            if first.rank != self.rank or first.kind in GIVEN_UP:  # others say this of a rank that is alive
+            if first.rank != self.rank or first.kind in GIVEN_UP:  # the latter are reported of a rank that is alive
                 self.failure = first
             callbacks, self._callbacks = self._callbacks, []
         if self.failure is not None:
@@ -390,17 +390,17 @@ class FailureChannel:
                 callback(self.failure)
 
     def _settle_alone(self, failure: Failure) -> None:
-        """Before there is a ring: write down what another rank is found to have done; that is what this one raises."""
+        """Before there is a ring: log what another rank was found to have done; this rank raises the first entry."""
         self.failure = self._log.append(failure)
         self._known.set()
 
     def _start_up_error(self) -> CommunicationError | PeerFailure:
-        """What to raise where the ranks have not met, after what is known."""
+        """Return the error to raise, from what is known, where the ranks have not met."""
         assert self.failure is not None
         return CommunicationError(self.failure.what) if self.failure.kind is Kind.ABSENT else self.error()
 
     def close_connections(self) -> None:
-        """Close all, as a forked process does with its copies of its parent's."""
+        """Close all connections, as a forked process does with its copies of its parent's."""
         self._messenger.close_connections()
         self._close_pages()
 
@@ -413,7 +413,7 @@ _channels: "weakref.WeakSet[FailureChannel]" = weakref.WeakSet()
 
 
 def _close_in_child() -> None:
-    """A forked process, such as one that loads data, must not keep a dead rank's connections open."""
+    """Close the connections in a forked process, such as a data loader's: it must not keep a dead rank's open."""
     for channel in list(_channels):
         channel.close_connections()
     _channels.clear()

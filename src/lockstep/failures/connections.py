@@ -1,7 +1,7 @@
 """Finds the connections that Gloo has opened in C++, and ends them under it.
 
-A thread that waits in Gloo for a rank that does not come cannot be called back: ``abort()`` returns, and it waits on
-(PyTorch 2.11 to 2.13). But it notices the end of a connection at once, and raises.
+A thread that waits in Gloo for a rank that does not come cannot be interrupted: ``abort()`` returns, but the thread
+waits on (PyTorch 2.11 to 2.13). However, it notices the end of a connection at once, and raises.
 """
 
 import contextlib
@@ -11,15 +11,15 @@ import struct
 from collections.abc import Callable, Iterator
 
 _FOLDER = "/proc/self/fd"
-_RECOGNISED_BY = 1 << 16  # bytes: more than stores and rings send in a moment
+_RECOGNISED_BY = 1 << 16  # bytes: more than stores and rings send in the same moment
 _ATTEMPTS = 2
-_BYTES_RECEIVED = 128  # where Linux has that number, of 64 bits, in what TCP_INFO gives
+_BYTES_RECEIVED = 128  # the offset of that number, of 64 bits, in Linux's TCP_INFO
 
 
 class Connections:
-    """Sockets that were opened while :meth:`recording`, or that a group uses, as :meth:`recognise` finds.
+    """Sockets that were opened while :meth:`recording`, or that a group uses, as found by :meth:`recognise`.
 
-    None are found where the system has no ``/proc``.
+    None are found on systems without ``/proc``.
     """
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class Connections:
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
-        """What is opened within counts, whoever opens it."""
+        """Add all sockets opened inside the block, by whatever code."""
         before = _sockets()
         try:
             yield
@@ -35,16 +35,16 @@ class Connections:
             self._sockets |= _sockets() - before
 
     def recognise(self, exchange: Callable[[int], object], peers: int) -> bool:
-        """Find the connections of a group that is there already: one to each of its ``peers``.
+        """Find the connections of an existing group: one to each of its ``peers``.
 
-        ``exchange(size)`` has each of them send ``size`` bytes to this process, which tells their connections from all
-        others. It is called as often on every rank. Returns whether they are found: none are where others receive as
-        much in the same moment, each time, or where the system does not count.
+        ``exchange(size)`` makes each peer send ``size`` bytes to this process, which distinguishes their connections
+        from all others. It is called equally often on every rank. Returns True if the connections are found; they are
+        not if other sockets receive as much at the same moment, each time, or if the system does not count bytes.
         """
         found: set[tuple[int, str]] = set()
         for _ in range(_ATTEMPTS):
             before = _received()
-            exchange(1)  # nobody sends more before everybody has looked
+            exchange(1)  # no rank sends more before all have read their counts
             exchange(_RECOGNISED_BY)
             grown = {each for each, size in _received().items() if size - before.get(each, 0) >= _RECOGNISED_BY}
             if len(grown) == peers:
@@ -53,19 +53,20 @@ class Connections:
         return bool(found)
 
     def shut_down(self, except_port: int = 0) -> None:
-        """End those that are connected and still the same; who waits for them raises. They stay their owner's.
+        """Shut down those sockets that are connected and still the same; threads waiting for them raise.
 
-        Those that others have made to ``except_port`` of this process are left alone.
+        The sockets stay their owner's to close. Those that others opened to ``except_port`` of this process are left
+        alone.
         """
         for fd, _ in self._sockets & _sockets():
             with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as each:
-                each.getpeername()  # not one that listens: Gloo would end the process
+                each.getpeername()  # raises for one that listens, whose end would make Gloo end the process
                 if each.family == socket.AF_UNIX or each.getsockname()[1] != except_port:
                     each.shutdown(socket.SHUT_RDWR)
 
 
 def _sockets() -> set[tuple[int, str]]:
-    """Descriptors of this process's sockets, and the number that the system has given to each."""
+    """Return the descriptors of this process's sockets, with the number that the system gave to each socket."""
     found = set()
     with contextlib.suppress(OSError):
         for name in os.listdir(_FOLDER):
@@ -77,7 +78,7 @@ def _sockets() -> set[tuple[int, str]]:
 
 
 def _received() -> dict[tuple[int, str], int]:
-    """How many bytes have come over each connection of TCP, as far as the system counts them."""
+    """Return the number of bytes received over each TCP connection, as far as the system counts them."""
     found = {}
     for fd, link in _sockets() if hasattr(socket, "TCP_INFO") else ():
         with contextlib.suppress(OSError, struct.error), socket.socket(fileno=os.dup(fd)) as each:

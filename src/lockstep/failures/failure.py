@@ -1,8 +1,8 @@
 """A failure as ranks tell each other of it, the log of failures, and the error that is raised on the others.
 
 The log is in the store of a group: every rank reads the same entries in the same order. Each entry has a number, which
-is claimed by ``compare_set``; so of two ranks that fail at once one is the first, for all that reach the store. A rank
-that does not reach it goes by what it is told.
+``compare_set`` claims; so of two ranks that fail at once one is the first, for all ranks that reach the store. A rank
+that does not reach it relies on what the others tell it.
 """
 
 import json
@@ -19,25 +19,25 @@ from lockstep.store import BoundedStore, StoreLostError
 from lockstep.texts import LONGEST_HEADLINE, shortened
 
 LONGEST_TRACEBACK = 48 * 1024
-"""Characters that travel of a traceback: with its headline, a failure fits into one message of the ring, whatever the
-characters are."""
+"""Number of characters of a traceback that are sent: with its headline, a failure fits into one message of the ring,
+whatever the characters are."""
 
 
 class Kind(StrEnum):
-    """How a rank failed."""
+    """The way in which a rank failed."""
 
     RAISED = "raised"
     """An exception left its training."""
     ENDED = "ended"
-    """Its process ended without a word: killed, or ``os._exit``."""
+    """Its process ended without a message: killed, or by ``os._exit``."""
     LEFT = "left"
-    """It has left in good order, while others still need it."""
+    """It has left in good order while others still need it."""
     STALLED = "stalled"
-    """It is alive, and makes no progress."""
+    """It is alive and makes no progress."""
     UNREACHABLE = "unreachable"
-    """Its host is gone, or the network to it."""
+    """Its host, or the network to it, is down."""
     GAVE_UP = "gave up"
-    """It has waited in vain for others, and nobody knows for which."""
+    """It has waited for others in vain, and no rank knows which of them is at fault."""
     ABSENT = "absent"
     """It did not come to meet the others; ``what`` is the whole message."""
 
@@ -49,35 +49,35 @@ class Failure:
     rank: int
     kind: Kind
     step: int | None
-    """Batches that it had begun; 0 before the first, None if nobody knows."""
+    """Number of batches that it had begun; 0 before the first, None if unknown."""
     phase: str
     what: str = ""
-    """The exception's type and message; for other kinds, what more there is to say."""
+    """The exception's type and message; for other kinds, further details."""
     traceback: str | None = None
     stacks: str | None = None
-    """What its threads were doing, where that could be found out."""
+    """The stacks of its threads, if they could be obtained."""
 
     def to_json(self) -> dict[str, Any]:
-        """What travels."""
+        """Return the fields as they are sent."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> "Failure":
-        """Read it back."""
+        """Rebuild a failure from the fields that :meth:`to_json` returned."""
         return cls(**{**fields, "kind": Kind(fields["kind"])})
 
     def pack(self) -> str:
-        """As one text, for the log."""
+        """Return the failure as one text, for the log."""
         return json.dumps(self.to_json())
 
     @classmethod
     def unpack(cls, text: str | bytes) -> "Failure":
-        """Read it back."""
+        """Rebuild a failure from the text that :meth:`pack` returned."""
         return cls.from_json(json.loads(text))
 
     @property
     def summary(self) -> str:
-        """One sentence: ``rank 1 failed at step 12, in forward: ValueError: bad value``."""
+        """The failure in one sentence: ``rank 1 failed at step 12, in forward: ValueError: bad value``."""
         parts = f"rank {self.rank}", _VERBS[self.kind], self._place
         return " ".join(filter(None, parts)) + (f": {self.what}" if self.what else "")
 
@@ -95,7 +95,7 @@ class Failure:
         return f"{where}, in {self.phase}" if self.phase else where
 
     def error(self, here: int) -> PeerFailure:
-        """The error to raise on rank ``here``: on the rank itself only if it is alive, and the others gave it up."""
+        """Return the error to raise on rank ``here``, which may be the failed rank itself if the others gave it up."""
         if here == self.rank:
             why = "it made no progress" if self.kind is Kind.STALLED else "it could not be reached"
             return StalledError(
@@ -111,14 +111,14 @@ class Failure:
         return PeerFailure("\n\n".join(parts), **self._fields())
 
     def _fields(self) -> dict[str, Any]:
-        """What an error has for programs."""
+        """Return the attributes of the error that programs can read."""
         reason = self.what or _VERBS[self.kind]
         same = ("rank", "step", "phase", "traceback", "stacks")
         return {"reason": reason, **{name: getattr(self, name) for name in same}}
 
 
 GIVEN_UP = frozenset([Kind.STALLED, Kind.UNREACHABLE])
-"""What others say of a rank that may be alive."""
+"""The kinds that others report of a rank that may be alive."""
 
 _VERBS = {
     Kind.RAISED: "failed",
@@ -132,16 +132,16 @@ _VERBS = {
 
 
 class FailureLog:
-    """The failures of a run, in the order that is the same for all ranks."""
+    """The failures of a run, in an order that is the same for all ranks."""
 
     def __init__(self, store: Any) -> None:
         self._bounded_store = BoundedStore(store)
         self._lock = threading.Lock()
         self.entries: list[Failure] = []
-        """What has been read so far."""
+        """The entries read so far."""
 
     def append(self, failure: Failure) -> Failure:
-        """Write an entry behind those that are there; return the first of all, or this one if the store is lost."""
+        """Append an entry; return the first entry of the log, or this one if the store is lost."""
         text = failure.pack()
         try:
             with self._lock:
@@ -155,23 +155,23 @@ class FailureLog:
         return self.first or failure
 
     def read(self) -> list[Failure]:
-        """Read what has been written since; return all entries. Raises :class:`StoreLostError`."""
+        """Read the new entries; return all entries. Raises :class:`StoreLostError`."""
         with self._lock:
             while self._bounded_store.check([_key(len(self.entries))]):
                 self.entries.append(Failure.unpack(self._bounded_store.get(_key(len(self.entries)))))
         return self.entries
 
     def look(self, found: Callable[[Failure], object]) -> None:
-        """Call ``found`` with the first entry, from another thread, if there is one; does not wait for the store."""
+        """Call ``found`` with the first entry, if there is one, from another thread; does not wait for the store."""
         self._bounded_store.look(_key(0), lambda text: found(Failure.unpack(text)))
 
     def close(self) -> None:
-        """End the connection; use the log no more."""
+        """Close the connection; the log cannot be used any more."""
         self._bounded_store.close()
 
     @property
     def first(self) -> Failure | None:
-        """The first entry, if one has been read."""
+        """The first entry, if any has been read."""
         return self.entries[0] if self.entries else None
 
 
@@ -182,10 +182,10 @@ def _key(number: int) -> str:
 def unreachable(
     ranks: Sequence[int], host: str, seen: str, own: str, answering: Sequence[str], silent: Sequence[str]
 ) -> Failure:
-    """The failure of all ``ranks`` of a ``host`` of which nothing is heard any more; ``seen`` says who has seen what.
+    """Return the failure of all ``ranks`` of a ``host`` that is silent; ``seen`` says which rank noticed what.
 
-    ``answering`` and ``silent`` are the hosts beside these two, by whether they answer to ``own``, from which this is
-    seen: a host to which nobody answers is cut off itself.
+    ``answering`` and ``silent`` are the hosts other than these two that answer, or do not answer, to ``own``, the
+    observing host: if no host answers to it, it is cut off itself.
     """
     what = f"{seen}, where rank{'s' if len(ranks) > 1 else ''} {_listed(ranks)} {'are' if len(ranks) > 1 else 'is'}"
     if answering:
@@ -203,9 +203,9 @@ def _listed(names: Sequence[object]) -> str:
 
 
 def of_exception(error: BaseException, rank: int, step: int, phase: str) -> Failure:
-    """The failure of this rank, whose training an exception has left.
+    """Return the failure of this rank, whose training an exception has left.
 
-    ``phase`` is what the rank was doing as far as it has said; the traceback may know better.
+    ``phase`` is the rank's phase as far as it was recorded; the traceback may show a more precise one.
     """
     first = origin(error)
     what = _headline(first)
@@ -216,7 +216,7 @@ def of_exception(error: BaseException, rank: int, step: int, phase: str) -> Fail
 
 
 def origin(error: BaseException) -> BaseException:
-    """The exception with which it began: an error that is raised while another is handled does not hide that one."""
+    """Return the original exception: one raised while another was handled must not hide that one."""
     seen = {id(error)}
     while error.__cause__ is None and not error.__suppress_context__ and error.__context__ is not None:
         if id(error.__context__) in seen:
@@ -227,17 +227,17 @@ def origin(error: BaseException) -> BaseException:
 
 
 def follows_from_another(error: BaseException) -> bool:
-    """Whether an exception says, or may say, that another rank has failed, rather than this one."""
+    """Return True if an exception says, or may say, that another rank has failed rather than this one."""
     return any(isinstance(each, PeerError | CommunicationError) or _is_of_a_group(each) for each in chain(error))
 
 
 def peer_failure_in(error: BaseException) -> PeerFailure | None:
-    """The failure of another rank from which an exception follows, if it is known in it."""
+    """Return the failure of another rank from which an exception follows, if the exception contains it."""
     return next((each for each in chain(error) if isinstance(each, PeerFailure)), None)
 
 
 def chain(error: BaseException | None) -> Iterator[BaseException]:
-    """An exception, and those from which it was raised or that were being handled."""
+    """Yield an exception, and those from which it was raised or that were being handled."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
@@ -258,7 +258,7 @@ _WORDS_OF_GROUPS = (
 
 
 def _is_of_a_group(error: BaseException) -> bool:
-    """Whether a process group or a store of PyTorch has raised it: those that lose a peer raise plain RuntimeErrors."""
+    """Return True if a process group or store of PyTorch raised it: they raise RuntimeErrors when they lose a peer."""
     if not isinstance(error, RuntimeError):
         return False
     kinds = {each.__name__ for each in type(error).__mro__}

@@ -1,6 +1,6 @@
-"""Messages around the ring of ranks: whoever hears of something passes it on, so that each rank hears it, once.
+"""Messages around the ring of ranks: each rank passes on what it hears, so that every rank hears it once.
 
-One thread a rank sleeps until a neighbour has sent something or has gone, or until there is something to send.
+One thread per rank sleeps until a neighbour has sent something or is gone, or until there is something to send.
 """
 
 import contextlib
@@ -15,10 +15,10 @@ from typing import Any
 from lockstep.failures.ring import Connection
 
 LOOK_SECONDS = 1.0
-"""After so long without a message ``look`` is called."""
+"""``look`` is called after this many seconds without a message."""
 END_SECONDS = 2.0
-"""How long :meth:`Messenger.close` waits for the thread."""
-_READ_SECONDS = 0.2  # for which a neighbour that ends, too, is read to its end
+"""Seconds that :meth:`Messenger.close` waits for the thread."""
+_READ_SECONDS = 0.2  # seconds for which the messages of a neighbour that also ends are read to the last
 
 Message = dict[str, Any]
 
@@ -26,7 +26,7 @@ _log = logging.getLogger("lockstep")
 
 
 class Messenger:
-    """What one rank sends to all others, and hears from them, through its neighbours in the ring."""
+    """Sends a rank's messages to all others, and receives theirs, through its neighbours in the ring."""
 
     def __init__(
         self,
@@ -37,10 +37,10 @@ class Messenger:
         has_gone: Callable[[Connection], object],
         look: Callable[[], object],
     ) -> None:
-        """From a thread of its own, ``hear`` is called with each message of another rank, ``has_gone`` with the
-        connection to a neighbour, when it has ended, and ``look`` while nothing happens. None of them may wait.
+        """Call the given functions from a thread of its own: ``hear`` with each message of another rank, ``has_gone``
+        with the connection to a neighbour that has ended, and ``look`` while nothing happens. None of these may wait.
 
-        ``rank`` is no other one's in the ring. ``listener`` is where other ranks look whether this host answers.
+        ``rank`` must be unique in the ring. Other ranks connect to ``listener`` to find out if this host answers.
         """
         self._rank, self._neighbours, self._listener = rank, neighbours, listener
         self._hear, self._has_gone, self._look = hear, has_gone, look
@@ -54,11 +54,11 @@ class Messenger:
         self._thread = threading.Thread(target=self._run, name="lockstep failures", daemon=True)
 
     def start(self) -> None:
-        """Begin to hear, and to send."""
+        """Begin to receive and to send."""
         self._thread.start()
 
     def send(self, kind: str, **fields: Any) -> None:
-        """Send a message to all ranks; does not wait."""
+        """Queue a message to all ranks, without waiting."""
         with self._changed:
             self._said += 1
             self._heard.add((self._rank, self._said))
@@ -66,19 +66,19 @@ class Messenger:
         self._wake_up()
 
     def send_first(self) -> None:
-        """Where the thread is what calls this: send what waits, before anything that may take long."""
+        """If this is the messenger's thread: send queued messages now, before anything that may take long."""
         if threading.current_thread() is self._thread:
             self._send_what_waits()
 
     def wait_until_sent(self, seconds: float) -> None:
-        """Return when nothing waits to be sent, or after some seconds."""
+        """Return when no message is queued, or after some seconds."""
         until = time.monotonic() + seconds
         with self._changed:
             while (self._to_send or self._sending) and (left := until - time.monotonic()) > 0:
                 self._changed.wait(left)
 
     def close(self) -> bool:
-        """Send what waits, close the connections, and end the thread; whether it has ended, and calls nobody more."""
+        """Send queued messages, close the connections, and end the thread; return True if it has ended."""
         self._closing = True
         self._wake_up()
         if threading.current_thread() is not self._thread:
@@ -86,7 +86,7 @@ class Messenger:
         return not self._thread.is_alive()
 
     def close_connections(self) -> None:
-        """Close all, as a forked process does with its copies of its parent's."""
+        """Close all connections, as a forked process does with its copies of its parent's."""
         for each in self._neighbours:
             each.close()
         if self._listener is not None:
@@ -141,7 +141,7 @@ class Messenger:
             self._look()
 
     def _receive(self, neighbour: Connection) -> bool:
-        """Hear what a neighbour has sent, and pass it on; whether the neighbour has gone."""
+        """Receive a neighbour's messages, and pass them on; return True if the neighbour is gone."""
         messages, gone = neighbour.receive()
         for message in messages:
             number = tuple(message["id"])
@@ -152,14 +152,14 @@ class Messenger:
                         each.send(message)
                 try:
                     self._hear(message)
-                except Exception:  # the next message may be one that others wait for
+                except Exception:  # others may wait for the next message
                     _log.exception("rank %d cannot take a message about a failure: %.200s", self._rank, message)
         if gone:
             neighbour.close()
         return gone
 
     def _hang_up(self) -> None:
-        """Close the connections so that nothing that was sent is lost: both sides read to the end."""
+        """Close the connections without losing messages that were sent: both sides read to the end."""
         for each in self._neighbours:
             if each.is_open:
                 each.end_sending()

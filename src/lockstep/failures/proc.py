@@ -1,8 +1,8 @@
 """Reads from ``/proc`` about another process of this host: its state, its signals, the memory that it shares.
 
-A process that has a session holds two pieces of memory without a file (``memfd_create``), with names of ours. Whoever
-may look into the process finds them in ``/proc/PID/fd``; nothing has to be registered anywhere, and nothing is left
-behind when it is killed.
+A process that has a session holds two pieces of memory without a file (``memfd_create``), with names that this library
+chooses. A process with the permission to inspect it finds them in ``/proc/PID/fd``; nothing has to be registered
+anywhere, and nothing is left behind when the process is killed.
 """
 
 import contextlib
@@ -17,24 +17,24 @@ _LINK = "/memfd:{name} (deleted)"
 
 
 def available() -> bool:
-    """Whether this system has what this room needs of ``/proc`` and of memory without a file: Linux does."""
+    """Return True if this system has the ``/proc`` and the memory without files that this room needs: Linux does."""
     return sys.platform == "linux" and hasattr(os, "memfd_create") and os.path.isdir("/proc/self/fd")
 
 
 def create_memory(name: str) -> int:
-    """A descriptor of memory that others find under a name; closed in a program that this process starts."""
+    """Return a descriptor of memory that others find under a name; closed in programs that this process starts."""
     return os.memfd_create(name, os.MFD_CLOEXEC)
 
 
 @dataclass(frozen=True)
 class Status:
-    """What ``/proc/PID/status`` says."""
+    """The fields of ``/proc/PID/status`` that this room uses."""
 
     state: str
-    """R runs, S sleeps, D sleeps and cannot be woken, T is stopped, t is held by a debugger, Z has ended."""
+    """R: running, S: sleeping, D: sleeping uninterruptibly, T: stopped, t: held by a debugger, Z: ended."""
     user: int
     numbers: tuple[int, ...]
-    """The process's number here, and in each container in which it is: the last is the one that it has for itself."""
+    """The process's number here, and in each container that it is in; the last is the one that it sees itself."""
     caught: int
     ignored: int
     blocked: int
@@ -42,29 +42,29 @@ class Status:
 
     @property
     def stopped(self) -> bool:
-        """Whether a signal or a debugger has stopped the process, so that it can do nothing until it is continued."""
+        """True if a signal or a debugger has stopped the process, so that it does nothing until it is continued."""
         return self.state in "Tt"
 
     @property
     def ended(self) -> bool:
-        """Whether the process has ended, and only waits for its parent to notice."""
+        """True if the process has ended, and its parent has not noticed yet."""
         return self.state in "ZX"
 
     def catches(self, number: int) -> bool:
-        """Whether a handler is installed for a signal, so that it does not end the process."""
+        """Return True if a handler is installed for a signal, so that it does not end the process."""
         return bool(self.caught >> (number - 1) & 1)
 
     def leaves_alone(self, number: int) -> bool:
-        """Whether a signal neither has a handler nor is ignored."""
+        """Return True if a signal neither has a handler nor is ignored."""
         return not (self.caught | self.ignored) >> (number - 1) & 1
 
     def has_pending(self, number: int) -> bool:
-        """Whether a signal has been sent to the process, and not been taken by one of its threads yet."""
+        """Return True if a signal was sent to the process that none of its threads has taken yet."""
         return bool(self.pending >> (number - 1) & 1)
 
 
 def status_of(pid: int) -> Status:
-    """The status of a process, by its number; :class:`InspectionError` if there is none."""
+    """Return the status of a process, by its number; raise :class:`InspectionError` if there is no such process."""
     fields = _fields(f"/proc/{pid}/status")
     if fields is None:
         raise InspectionError(f"there is no process {pid} on this host; it may have ended")
@@ -80,7 +80,7 @@ def status_of(pid: int) -> Status:
 
 
 def threads_that_block(pid: int, number: int) -> set[int]:
-    """The threads of a process that block a signal, as a handler does while it runs."""
+    """Return the threads of a process that block a signal, as a thread does while it runs the handler."""
     found = set()
     for thread in _listing(f"/proc/{pid}/task"):
         fields = _fields(f"/proc/{pid}/task/{thread}/status")
@@ -90,12 +90,12 @@ def threads_that_block(pid: int, number: int) -> set[int]:
 
 
 def processes() -> list[int]:
-    """The numbers of all processes that ``/proc`` shows to this one."""
+    """Return the numbers of all processes that ``/proc`` shows to this one."""
     return sorted(int(name) for name in _listing("/proc") if name.isdecimal())
 
 
 def shared_memories(pid: int, prefix: str) -> list[tuple[str, str]]:
-    """Names, beginning with ``prefix``, and paths of memory that a process holds; none if it cannot be looked into."""
+    """Return names, beginning with ``prefix``, and paths of a process's memories; none if it may not be inspected."""
     start, end = _LINK.format(name=prefix + "\0").split("\0")
     found = []
     for number in _listing(f"/proc/{pid}/fd"):
@@ -108,7 +108,7 @@ def shared_memories(pid: int, prefix: str) -> list[tuple[str, str]]:
 
 
 def may_look_into(pid: int) -> bool:
-    """Whether the system lets this process look into another one: of the same user, or as the superuser."""
+    """Return True if this process may inspect another one: it has the same user, or this one is the superuser."""
     try:
         os.listdir(f"/proc/{pid}/fd")
     except PermissionError:

@@ -1,8 +1,8 @@
 """The progress of this rank, in a page of shared memory that others can read whatever this process does.
 
-The page is written by plain stores into memory. It can be read through ``/proc`` by any process of this
-user on this host, also while this one holds the interpreter in a long call, is stopped, or has deadlocked; and a
-process that has opened it before can read it after this one was killed.
+The page is written by plain stores into memory. Any process of this user on this host can read it through ``/proc``,
+even while this process holds the interpreter in a long call, is stopped, or has deadlocked; and a process that has
+opened the page before can read it after this one was killed.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ NAME = "lockstep-progress"
 
 
 class Phase(StrEnum):
-    """What a rank is doing. A program may name others: ``progress.phase("evaluation")``."""
+    """The activity of a rank. A program may name others: ``progress.phase("evaluation")``."""
 
     START_UP = "start-up"
     DATA = "data"
@@ -36,38 +36,38 @@ class Phase(StrEnum):
     CHECKPOINT = "checkpoint"
     EVALUATION = "evaluation"
     TRAINING = "training"
-    """None that has a name: between those of a step, in the program's own code."""
+    """None of the others: the program's own code between the phases of a step."""
     TEAR_DOWN = "tear-down"
 
 
 PHASES_OF_A_STEP = frozenset({Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER, Phase.TRAINING})
-"""Each other one has been named as such."""
+"""All other phases were named explicitly."""
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What a page said at one moment. Times are of ``time.monotonic()``, which all processes of a host share."""
+    """The content of a page at one moment. Times are of ``time.monotonic()``, which all processes of a host share."""
 
     run: str
-    """The run's name: the same on all its ranks."""
+    """The run's name, the same on all its ranks."""
     pid: int
-    """The process's number, as it knows it itself; 0 after the end of its session."""
+    """The process's number as it sees it itself; 0 after the end of its session."""
     thread: int
     """``threading.get_ident()`` of the thread that trains."""
     rank: int
     world: int
     step: int
-    """Batches that have been begun; 0 before the first."""
+    """Number of batches that have been begun; 0 before the first."""
     phase: str
     started: float
     changed: float
-    """When step or phase were last written."""
+    """The time at which step or phase were last written."""
     waits_for: str
-    """The collective of ours in which the rank waits for others; empty if it does not wait."""
+    """The collective of this library in which the rank waits for others; empty if it does not wait."""
     waits_since: float
 
     def describe(self) -> str:
-        """Rank, step and phase, as messages say it: ``rank 1, at step 12 in forward``."""
+        """Return rank, step and phase in words: ``rank 1, at step 12 in forward``."""
         where = f"at step {self.step} in {self.phase}" if self.step else f"before its first step, in {self.phase}"
         return f"rank {self.rank}, {where}" + (f", waiting for {self.waits_for}" if self.waits_for else "")
 
@@ -75,9 +75,9 @@ class Snapshot:
 _PAGE = mmap.PAGESIZE
 _MAGIC = int.from_bytes(b"lockstep", "little")
 _VERSION = 1
-_NUMBERS = struct.Struct("<7Q3d")  # all places of eight bytes, in the order below
-_RUN, _PHASE, _WAITS_FOR, _END = 128, 192, 224, 384  # texts, ended by zeros
-# Places in words of eight bytes, each written by one store.
+_NUMBERS = struct.Struct("<7Q3d")  # all words, in the order below
+_RUN, _PHASE, _WAITS_FOR, _END = 128, 192, 224, 384  # byte offsets of texts, which end with a zero
+# Numbers of words of eight bytes; each is written by one store.
 _MAGIC_AT, _VERSION_AT, _PID_AT, _THREAD_AT, _RANK_AT, _WORLD_AT, _STEP_AT = range(7)
 _STARTED_AT, _CHANGED_AT, _WAITS_SINCE_AT = range(7, 10)
 
@@ -85,8 +85,8 @@ _STARTED_AT, _CHANGED_AT, _WAITS_SINCE_AT = range(7, 10)
 class Progress:
     """The page of a rank. Writing one number takes about a tenth of a microsecond, and cannot fail.
 
-    After :meth:`close`, and in a process that is forked off this one, what is written is seen by nobody.
-    Where the system has no such memory (other than Linux), only this process sees it.
+    After :meth:`close`, and in a process forked off this one, no other process sees what is written. On systems
+    without such memory (other than Linux), only this process sees it at any time.
 
     Example::
 
@@ -113,7 +113,7 @@ class Progress:
 
     @property
     def step(self) -> int:
-        """Batches that have been begun."""
+        """The number of batches that have been begun."""
         return self._words[_STEP_AT]
 
     @step.setter
@@ -123,7 +123,7 @@ class Progress:
 
     @property
     def current_phase(self) -> str:
-        """What this rank is doing: a :class:`Phase`, or what the program calls it, of at most 31 bytes."""
+        """The activity of this rank: a :class:`Phase`, or a name of the program's own, of at most 31 bytes."""
         return _text(self._bytes[_PHASE:_WAITS_FOR])
 
     @current_phase.setter
@@ -133,7 +133,8 @@ class Progress:
 
     @contextlib.contextmanager
     def phase(self, phase: str) -> Iterator[None]:
-        """Within: another phase. After it the one before; an exception leaves it as it is, for who is told of it."""
+        """Set another phase inside the block. The former one returns after it, but not after an error, which shows
+        it."""
         before = bytes(self._bytes[_PHASE:_WAITS_FOR])
         self.current_phase = phase
         yield
@@ -141,7 +142,7 @@ class Progress:
         self._times[_CHANGED_AT] = time.monotonic()
 
     def waiting(self, what: str) -> "_Waiting":
-        """Within: the rank waits for the others, in a collective of ours."""
+        """Mark the rank, inside the block, as waiting for the others in a collective of this library."""
         return _Waiting(self, what)
 
     def _wait_begins(self, what: str) -> None:
@@ -152,18 +153,18 @@ class Progress:
         self._times[_WAITS_SINCE_AT] = 0.0
 
     def read(self) -> Snapshot:
-        """What the page says."""
+        """Return the content of the page."""
         return _read(bytes(self._bytes[:_END]))
 
     def close(self) -> None:
-        """Take the page back: others do not find it any more. Its values stay for this process."""
+        """Withdraw the page: others no longer find it. Its values stay for this process."""
         if self in _all:
             _all.discard(self)
             self._words[_PID_AT] = 0
             self._leave()
 
     def _share(self) -> None:
-        """Continue in memory that others can find, with what the page says."""
+        """Move the page's content to memory that others can find, and continue there."""
         os.ftruncate(self._fd, _PAGE)
         shared = memoryview(mmap.mmap(self._fd, _PAGE))
         os.close(self._fd)  # the mapping has a descriptor of its own
@@ -172,7 +173,7 @@ class Progress:
         self._use(shared)
 
     def _leave(self) -> None:
-        """Continue in memory of this process alone. The shared one goes with its last view."""
+        """Continue in memory of this process alone. The shared memory is freed with its last view."""
         self._use(memoryview(bytearray(self._bytes)))
 
     def _use(self, memory: memoryview) -> None:
@@ -182,7 +183,7 @@ class Progress:
 
 
 class _Waiting:
-    """What :meth:`Progress.waiting` returns: faster than a generator would be, since it is used in every step."""
+    """The context manager of :meth:`Progress.waiting`; faster than a generator, since every step uses it."""
 
     __slots__ = ("_progress", "_what")
 
@@ -197,17 +198,17 @@ class _Waiting:
 
 
 class Page:
-    """The page of another process, opened: it can be read for as long as this is held, and after that one's end."""
+    """The open page of another process: it can be read as long as this object exists, even after that process ends."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
 
     def read(self) -> Snapshot:
-        """What the page says now."""
+        """Return the present content of the page."""
         return _read(os.pread(self._fd, _END, 0))
 
     def close(self) -> None:
-        """Let the page go."""
+        """Release the page."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -220,14 +221,14 @@ class Page:
 
 
 def pages_of(pid: int) -> list[Page]:
-    """The pages of a process, by rank: several where its threads are ranks, none if it has no session.
+    """Return the pages of a process, by rank: several if its threads are ranks, none if it has no session.
 
-    Raises :class:`InspectionError` where there is no such process, or this user may not look into it.
+    Raises :class:`InspectionError` if there is no such process, or this user may not inspect it.
     """
     numbers = proc.status_of(pid).numbers
     if not proc.may_look_into(pid):
         raise InspectionError(f"process {pid} belongs to another user, and may not be looked into; ask as that user")
-    pages: dict[int, Page] = {}  # by inode: a process may have its own page open a second time, to read it
+    pages: dict[int, Page] = {}  # by inode: a process may have opened its own page a second time, to read it
     for _, path in proc.shared_memories(pid, NAME):
         with contextlib.suppress(OSError):  # closed since
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -240,7 +241,7 @@ def pages_of(pid: int) -> list[Page]:
 
 
 def page_of(pid: int, run: str, rank: int) -> Page | None:
-    """The page of one rank of a run, if a process has it."""
+    """Return the page of one rank of a run, if the process has it."""
     found = None
     for page in pages_of(pid):
         snapshot = page.read()
@@ -252,7 +253,7 @@ def page_of(pid: int, run: str, rank: int) -> Page | None:
 
 
 def _is_own(page: Page, pid: int) -> bool:
-    """Whether a page is whole and its process's own: not one of another process, which this one reads."""
+    """Return True if a page is complete and belongs to the process, not to another one whose page it reads."""
     try:
         return page.read().pid == pid
     except InspectionError:
@@ -274,7 +275,7 @@ def _read(page: bytes) -> Snapshot:
 
 
 def _padded(text: str, size: int) -> bytes:
-    """As many whole characters as there is room for, and zeros."""
+    """Return as many whole characters as fit, padded with zeros."""
     data = text.encode()[: size - 1].decode(errors="ignore").encode()
     return data.ljust(size, b"\0")
 
@@ -302,17 +303,17 @@ _NOT_NAMED = PHASES_OF_A_STEP | {Phase.START_UP, Phase.CHECKPOINT}
 
 
 def phase_of(traceback: TracebackType | None, otherwise: str) -> str:
-    """Return the phase in which a traceback was in PyTorch's or our code; ``otherwise`` if it was in neither.
+    """Return the phase of PyTorch's or this library's code that a traceback shows; ``otherwise`` if it shows neither.
 
-    It is read off the traceback, so that a step costs nothing.
+    The phase is read from the traceback, so that a step costs nothing.
 
-    A phase that the program has named itself, such as ``evaluation``, is given as ``otherwise`` and is kept in front.
+    A phase that the program has named itself, such as ``evaluation``, is given as ``otherwise`` and stays in front.
     """
     return phase_of_files((frame.f_code.co_filename for frame, _ in walk_tb(traceback)), otherwise)
 
 
 def phase_of_files(files: Iterable[str], otherwise: str) -> str:
-    """The same, from the files of the frames, from the outermost to the innermost."""
+    """Do the same as :func:`phase_of` with the files of the frames, from the outermost to the innermost."""
     found = next((phase for file in files if (phase := _phase_of_file(file))), None)
     if found is None or found == otherwise:
         return otherwise
@@ -331,7 +332,7 @@ _all: "weakref.WeakSet[Progress]" = weakref.WeakSet()
 
 
 def _forked() -> None:
-    """A forked process is not the rank that its parent is: what it does is not that rank's progress."""
+    """Detach the pages in a forked process: it is not the rank that its parent is, and must not write as that rank."""
     for progress in _all:
         progress._leave()
     _all.clear()

@@ -1,9 +1,9 @@
 """Connections to the next and the previous rank, whose end is the end of that rank's process or of the link.
 
-Whoever hears of something tells both neighbours, so that it reaches all, also around a rank that has gone. The ranks
-find each other through a store, and show a secret from it, so that strangers cannot join. Two connections a rank, for
-any number of ranks. A connection over which nothing comes any more, since a host or the network has failed, ends
-after a limit that is set here: the system sends probes over one that is idle, whatever its process does.
+Every rank passes on what it hears to both neighbours, so that it reaches all, even past a rank that is gone. The ranks
+find each other through a store, and show a secret from it, so that strangers cannot join. There are two connections per
+rank, for any number of ranks. A connection over which nothing comes any more, since a host or the network has failed,
+ends after a limit that is set here: the system probes an idle connection, whatever its process does.
 """
 
 import contextlib
@@ -27,11 +27,11 @@ from lockstep.errors import CommunicationError
 from lockstep.store import BoundedStore, StoreLostError, address_towards
 
 LOOK_SECONDS = 0.05
-"""How often a rank that meets its neighbours looks whether they are there."""
+"""Seconds between two looks of a rank that waits for its neighbours."""
 PROBE_SECONDS = 0.5
-"""How often it looks whether a neighbour that has not connected yet is still there."""
+"""Seconds between two checks that a neighbour that has not connected yet is alive."""
 CONNECT_SECONDS = 5.0
-"""How long one attempt to connect may take; a host that does not answer is tried again."""
+"""Seconds that one attempt to connect may take; a host that does not answer is tried again."""
 
 _LENGTH = struct.Struct("<I")
 _LONGEST = 1 << 20  # bytes of a message
@@ -42,33 +42,33 @@ _LINK_ERRORS = frozenset(
 
 @dataclass(frozen=True)
 class Place:
-    """Which process a rank is, and where others reach it."""
+    """The process of a rank, and the address at which others reach it."""
 
     host: str
-    """The same for ranks of one host."""
+    """The same for all ranks of one host."""
     name: str
-    """What messages call the host."""
+    """The name of the host in messages."""
     pid: int
     ip: str
-    """An address under which the previous rank reaches it."""
+    """An address at which the previous rank reaches it."""
     port: int = 0
 
     def to_json(self) -> dict[str, Any]:
-        """What travels."""
+        """Return the fields as they are sent."""
         return asdict(self)
 
 
 class Connection:
-    """Messages to and from one neighbour; never waits.
+    """Sends messages to one neighbour and receives its messages; never waits.
 
-    After ``link_timeout`` seconds in which nothing has come from its host, not even the answer to a probe, the
-    neighbour has gone, and :attr:`loss` says why.
+    The neighbour counts as gone after ``link_timeout`` seconds in which nothing has come from its host, not even the
+    answer to a probe; then :attr:`loss` says why.
     """
 
     def __init__(self, connected: socket.socket, peer: int, link_timeout: float) -> None:
         self.peer = peer
         self.loss: OSError | None = None
-        """Why the link is lost; None as long as it is there, and where it is the neighbour's process that has ended."""
+        """The error that ended the link; None while it is intact, and if only the neighbour's process has ended."""
         self._socket = connected
         self._incoming, self._outgoing = bytearray(), bytearray()
         connected.setblocking(False)
@@ -77,34 +77,34 @@ class Connection:
             _limit_silence(connected, link_timeout)
 
     def fileno(self) -> int:
-        """For ``select``; -1 once it is closed."""
+        """Return the descriptor, for ``select``; -1 once the connection is closed."""
         return self._socket.fileno()
 
     @property
     def is_open(self) -> bool:
-        """Whether the neighbour is there, as far as is known."""
+        """True if the neighbour is there, as far as is known."""
         return self.fileno() >= 0
 
     def send(self, message: dict[str, Any]) -> None:
-        """Send as soon as there is room; to a neighbour that has gone, nothing."""
+        """Send a message as soon as there is room; drop it if the neighbour is gone."""
         data = json.dumps(message).encode()
         self._outgoing += _LENGTH.pack(len(data)) + data
         self.flush()
 
     def flush(self) -> bool:
-        """Send what there is room for; returns whether all has been sent."""
+        """Send as much as there is room for; return True if everything has been sent."""
         try:
             while self._outgoing and self.is_open:
                 del self._outgoing[: self._socket.send(self._outgoing)]
         except BlockingIOError:
             return False
-        except OSError as error:  # gone: what it has sent before is read first
+        except OSError as error:  # the neighbour is gone: what it has sent before is read first
             self._note(error)
             self._outgoing.clear()
         return True
 
     def receive(self) -> tuple[list[dict[str, Any]], bool]:
-        """The messages that have come, and whether the neighbour has gone."""
+        """Return the messages that have arrived, and whether the neighbour is gone."""
         gone = False
         while True:
             try:
@@ -121,7 +121,7 @@ class Connection:
         return list(self._messages()), gone
 
     def _note(self, error: OSError) -> None:
-        """The system tells each error once: to whoever sends or receives next."""
+        """Record an error of the link: the system reports each error once, to the next send or receive."""
         if error.errno in _LINK_ERRORS:
             self.loss = error
 
@@ -129,7 +129,7 @@ class Connection:
         while len(self._incoming) >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(self._incoming)
             if length > _LONGEST:
-                self.close()  # nobody of ours
+                self.close()  # not a rank
                 return
             if len(self._incoming) < _LENGTH.size + length:
                 return
@@ -138,12 +138,12 @@ class Connection:
             yield json.loads(data)
 
     def end_sending(self) -> None:
-        """Let the neighbour see the end when it has read all."""
+        """Let the neighbour see the end once it has read everything."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_WR)
 
     def close(self) -> None:
-        """Close it."""
+        """Close the connection."""
         self._socket.close()
 
 
@@ -166,8 +166,8 @@ class RankHasNotComeError(CommunicationError):
 class Meeting:
     """The neighbours of one rank, before they are connected.
 
-    A rank first says on which host it is. It listens on the loopback interface if the previous rank is on the same
-    host, else where that one reaches it.
+    A rank first writes on which host it is. It listens on the loopback interface if the previous rank is on the same
+    host, else at an address that the previous rank can reach.
     """
 
     def __init__(self, bounded_store: BoundedStore, rank: int, world: int, host: str, link_timeout: float) -> None:
@@ -189,9 +189,9 @@ class Meeting:
     def connect(
         self, timeout: float, check: Callable[[], object]
     ) -> tuple[tuple[Connection, Connection], socket.socket, Place]:
-        """Return connections to the next rank and to the previous one, the socket that listens, and where that is.
+        """Return connections to the next and the previous rank, the listening socket, and its place.
 
-        Calls ``check`` every now and then, which may raise. Raises :class:`NeighbourHasEndedError`, and after
+        Calls ``check`` regularly, which may raise. Raises :class:`NeighbourHasEndedError`, and after
         ``timeout`` seconds :class:`RankHasNotComeError`, or :class:`CommunicationError` if all have come.
         """
         deadline = time.monotonic() + timeout
@@ -206,7 +206,7 @@ class Meeting:
                     if time.monotonic() > deadline:
                         raise self._missing(timeout)
         except BaseException as error:
-            self._strangers += filter(None, (following, preceding))  # to close, when others can read why
+            self._strangers += filter(None, (following, preceding))  # closed later, when others can read the reason
             if isinstance(error, StoreLostError):
                 raise store_lost(self._rank, self._world, error) from error
             raise
@@ -215,14 +215,14 @@ class Meeting:
         return (following, preceding), listener, self._own
 
     def close(self) -> None:
-        """Close what :meth:`connect` has not returned."""
+        """Close all sockets that :meth:`connect` has not returned."""
         if self._listener is not None:
             self._listener.close()
         for each in self._strangers:
             each.close()
 
     def _place_of(self, rank: int, key: str) -> dict[str, Any] | None:
-        """What a rank has written under a key, if it has by now."""
+        """Return what a rank has written under a key, if it has done so."""
         name = key.format(rank)
         if name not in self._known and self._bounded_store.check([name]):
             self._known[name] = json.loads(self._bounded_store.get(name))
@@ -237,7 +237,7 @@ class Meeting:
             connected = socket.create_connection(where, timeout=CONNECT_SECONDS)
         except ConnectionRefusedError as error:
             raise NeighbourHasEndedError(self._next) from error
-        except OSError as error:  # its host does not answer, or not yet
+        except OSError as error:  # the host does not answer, or not yet
             self._trouble = f"rank {self._next} cannot be reached at {where[0]}:{where[1]} ({error})"
             return None
         connection = Connection(connected, self._next, self._link_timeout)
@@ -245,7 +245,7 @@ class Meeting:
         return connection
 
     def _listen(self) -> None:
-        """Listen where the previous rank will connect, as soon as it has said on which host it is."""
+        """Listen at an address that the previous rank can reach, as soon as it has written on which host it is."""
         previous = self._place_of(self._previous, _HOST)
         if previous is None:
             return
@@ -258,7 +258,7 @@ class Meeting:
         )
 
     def _ip_towards(self, other: str) -> str:
-        """Return the address under which another host, whose own is given, reaches this one."""
+        """Return the address of this host that is reachable from another host, whose address is given."""
         if not network.is_loopback(self._own.ip):
             return self._own.ip
         found = network.reachable_address([other])
@@ -270,7 +270,7 @@ class Meeting:
         return found
 
     def _accept_previous(self) -> Connection | None:
-        """The connection of the previous rank, if it has come by now; waits a moment for it."""
+        """Return the connection of the previous rank if it has arrived; waits a moment for it."""
         if self._listener is None:
             self._listen()
         if self._listener is None:
@@ -284,7 +284,7 @@ class Meeting:
         for each in list(self._strangers):
             try:
                 hello, gone = each.receive()
-            except ValueError:  # not what a rank would send
+            except ValueError:  # no rank sends this
                 hello, gone = [], True
             if hello or gone:
                 self._strangers.remove(each)
@@ -296,14 +296,14 @@ class Meeting:
         return None
 
     def _probe_previous(self) -> None:
-        """Raise if the previous rank listens no more; it had connected by then, or has ended."""
+        """Raise if the previous rank no longer listens: unless it has connected by then, it has ended."""
         if self._suspect:
             raise NeighbourHasEndedError(self._previous)
         address = self._place_of(self._previous, _ADDRESS)
         if address is None or time.monotonic() < self._probed + PROBE_SECONDS:
             return
         self._probed = time.monotonic()
-        # If it has ended, its connection may be there already: one more look.
+        # If it has ended, its connection may have arrived before: look once more.
         self._suspect = reach([(address["ip"], address["port"])], LOOK_SECONDS) == [Reach.REFUSES]
 
     def _missing(self, timeout: float) -> CommunicationError:
@@ -317,23 +317,23 @@ class Meeting:
 
 
 _HOST = "host {}"
-"""The key under which a rank says on which host it is."""
+"""The key under which a rank writes on which host it is."""
 _ADDRESS = "address {}"
-"""The key under which it says where it listens."""
+"""The key under which a rank writes where it listens."""
 
 
 class Reach(Enum):
-    """What an attempt to connect says of another host."""
+    """The result of an attempt to connect to another host."""
 
     ANSWERS = auto()
     REFUSES = auto()
-    """The host is there; nobody listens there any more."""
+    """The host is there, but no process listens."""
     SILENT = auto()
     """Nothing came back: the host, or the network, is down."""
 
 
 def reach(doors: Sequence[tuple[str, int]], seconds: float) -> list[Reach]:
-    """Return what is heard within some seconds from each of some addresses and ports, which are tried all at once."""
+    """Return the result of an attempt to connect to each address and port, all tried at once for some seconds."""
     found = [Reach.SILENT] * len(doors)
     with contextlib.ExitStack() as stack:
         tried: dict[int, tuple[int, socket.socket]] = {}
@@ -357,16 +357,16 @@ _REACH = {0: Reach.ANSWERS, errno.ECONNREFUSED: Reach.REFUSES}
 
 
 def _limit_silence(connected: socket.socket, seconds: float) -> None:
-    """Let the system end a connection over which nothing has come for some seconds, sent or not.
+    """Let the system end a connection over which nothing has come for ``seconds``, whether or not anything was sent.
 
-    It probes one that is idle after a quarter of that time, each second.
+    After a quarter of that time the system begins to probe an idle connection, each twentieth of it.
     """
     idle, interval = max(1, int(seconds / 4)), max(1, int(seconds / 20))
     options = {
         "TCP_KEEPIDLE": idle,
         "TCP_KEEPINTVL": interval,
-        "TCP_KEEPCNT": max(1, math.ceil((seconds - idle) / interval)),  # where the next one is not known
-        "TCP_USER_TIMEOUT": int(seconds * 1000),  # on Linux it counts for what has been sent, and in place of the count
+        "TCP_KEEPCNT": max(1, math.ceil((seconds - idle) / interval)),  # for systems without the next option
+        "TCP_USER_TIMEOUT": int(seconds * 1000),  # on Linux it limits unacknowledged data, and replaces the count
     }
     connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in options.items():
@@ -375,13 +375,13 @@ def _limit_silence(connected: socket.socket, seconds: float) -> None:
 
 
 def absent(ranks: Sequence[int], world: int, timeout: float) -> str:
-    """What to say of ranks that have not come to meet the others."""
+    """Return the message about ranks that have not come to meet the others."""
     names = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
     return f"{names} of {world} did not come within {timeout:g} s; look at the errors of those processes"
 
 
 def store_lost(rank: int, world: int, error: BaseException) -> CommunicationError:
-    """What to raise where the store is gone at which ranks meet."""
+    """Return the error to raise where the store at which ranks meet is gone."""
     gist = (str(error) or type(error).__name__).splitlines()[0]
     return CommunicationError(
         f"rank {rank}: the process that hosts the store has ended before all {world} ranks had met: that is rank 0, "

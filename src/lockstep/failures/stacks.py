@@ -2,8 +2,8 @@
 
 A process that can be asked has a handler for a real-time signal (``faulthandler.register``). The handler writes the
 stacks of all threads into memory that the asking process reads through ``/proc``. It is C code that needs no
-interpreter lock, so a process answers from within an endless loop, a deadlock, or a C call that never gives the lock
-back. The system restarts the calls that the signal interrupts, and no handler of the program's own runs. A stopped
+interpreter lock, so a process answers from within an endless loop, a deadlock, or a C call that never releases the
+lock. The system restarts the calls that the signal interrupts, and no handler of the program's own runs. A stopped
 process cannot answer.
 """
 
@@ -27,13 +27,13 @@ from lockstep.failures import proc
 NAME = "lockstep-stacks-"
 """The name of the memory in ``/proc/PID/fd``, before the process's own number and that of the signal."""
 
-SECONDS = 5.0  # in which a process answers that can: a handler runs when one of its threads is next scheduled
+SECONDS = 5.0  # limit for a process that can answer: the handler runs when one of its threads is next scheduled
 _POLL = 0.002
 
 
 @dataclass(frozen=True)
 class Frame:
-    """A place in a program."""
+    """One line of code that a thread is at."""
 
     file: str
     line: int
@@ -46,15 +46,15 @@ class Frame:
 
 @dataclass(frozen=True)
 class Thread:
-    """A thread and its frames, as in a traceback: the innermost last."""
+    """A thread and its frames, innermost last, as in a traceback."""
 
     ident: int
-    """What ``threading.get_ident()`` is in that thread."""
+    """The value of ``threading.get_ident()`` in that thread."""
     name: str
     frames: tuple[Frame, ...]
 
     def innermost(self, count: int = 6) -> str:
-        """The innermost frames, as a traceback shows them."""
+        """Return the innermost frames, as a traceback shows them."""
         left_out = len(self.frames) - count
         lines = [f"  ... {left_out} outer frames"] if left_out > 0 else []
         return "\n".join(lines + [str(frame) for frame in self.frames[-count:]]) or "  no Python frame"
@@ -62,12 +62,12 @@ class Thread:
 
 @dataclass(frozen=True)
 class Stacks:
-    """The threads of a process at one moment, the oldest first: that is the main thread."""
+    """The threads of a process at one moment; the oldest, which is the main thread, comes first."""
 
     threads: tuple[Thread, ...]
 
     def of(self, ident: int) -> Thread | None:
-        """The thread of a number."""
+        """Return the thread with that ``ident``, if there is one."""
         return next((thread for thread in self.threads if thread.ident == ident), None)
 
     def __str__(self) -> str:
@@ -79,7 +79,7 @@ class Stacks:
 
 
 def own_stack(ident: int) -> Thread | None:
-    """The stack of one thread of this process, if it is there; only when the calling thread gets the interpreter."""
+    """Return the stack of a thread of this process, if it exists; needs the interpreter, unlike :func:`ask`."""
     frame = sys._current_frames().get(ident)
     if frame is None:
         return None
@@ -92,7 +92,7 @@ def _frame(summary: traceback.FrameSummary) -> Frame:
 
 
 class _Answering:
-    """Lets this process answer who asks for its stacks, for as long as somebody in it wants that."""
+    """Makes this process answer questions for its stacks for as long as any part of it wants that."""
 
     def __init__(self) -> None:
         self._forget()
@@ -120,20 +120,20 @@ class _Answering:
         own = proc.status_of(os.getpid())
         free = (number for number in range(signal.SIGRTMAX - 8, signal.SIGRTMIN, -1) if own.leaves_alone(number))
         number = next(free, 0)
-        if number:  # else the program has handlers for all of them, and cannot be asked
+        if number:  # otherwise the program has handlers for all of them, and cannot be asked
             self._fd = proc.create_memory(f"{NAME}{os.getpid()}-{number}")
-            fcntl.fcntl(self._fd, fcntl.F_SETFL, os.O_RDWR | os.O_APPEND)  # who asks empties it before
+            fcntl.fcntl(self._fd, fcntl.F_SETFL, os.O_RDWR | os.O_APPEND)  # the asking process empties it first
             self._signal = number
             faulthandler.register(number, file=self._fd, all_threads=True)
 
     def _uninstall(self) -> None:
-        with _locked(self._fd, seconds=1.0):  # else who is just asking would end this process by the signal
+        with _locked(self._fd, seconds=1.0):  # else a process that is asking now would end this one by its signal
             faulthandler.unregister(self._signal)
         os.close(self._fd)
         self._signal, self._fd = 0, -1
 
     def _forked(self) -> None:
-        """A forked process would write its stacks where its parent writes them, in the parent's name."""
+        """Stop answering in a forked process: it would write its stacks where its parent writes its own."""
         if self._signal:
             faulthandler.unregister(self._signal)
             os.close(self._fd)
@@ -145,9 +145,9 @@ _answering = _Answering()
 
 @contextlib.contextmanager
 def answering() -> Iterator[None]:
-    """Within: this process can be asked for its stacks with :func:`ask`, on Linux; elsewhere nothing happens.
+    """Let this process be asked for its stacks with :func:`ask` inside the block, on Linux; elsewhere do nothing.
 
-    A process that is forked meanwhile cannot be asked, unless it says so itself. May be nested, in any threads.
+    A process that is forked meanwhile cannot be asked unless it calls this itself. May be nested, in any threads.
     """
     _answering.begin()
     try:
@@ -160,17 +160,17 @@ def answering() -> Iterator[None]:
 
 
 def ask(pid: int, seconds: float = SECONDS) -> Stacks:
-    """The stacks of a process of this host; of this one too.
+    """Return the stacks of a process of this host, which may be this one.
 
-    Raises :class:`InspectionError` that says why there are none: there is no such process, it belongs to another user,
-    has no session, is stopped, or was busy in the system for longer than ``seconds``.
+    Raises :class:`InspectionError` that gives the reason if there are none: there is no such process, it belongs to
+    another user, has no session, is stopped, or was busy in the system for longer than ``seconds``.
     """
     if not proc.available():
         raise InspectionError(f"the stacks of a process can be asked for on Linux only; this is {sys.platform}")
     itself = proc.status_of(pid).numbers[-1]
     if not proc.may_look_into(pid):
         raise InspectionError(f"process {pid} belongs to another user, and may not be asked; ask as that user")
-    for name, path in proc.shared_memories(pid, f"{NAME}{itself}-"):  # others that it asks are not meant
+    for name, path in proc.shared_memories(pid, f"{NAME}{itself}-"):  # not the memories of others that it is asking
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # its session has just ended
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
             try:
@@ -191,7 +191,7 @@ def _ask(pid: int, number: int, fd: int, deadline: float) -> Stacks:
         if not status.catches(number):
             raise InspectionError(f"process {pid} is just ending its session")
         blocking = proc.threads_that_block(pid, number)
-        if not status.has_pending(number):  # else somebody has asked before, and the answer is still to come
+        if not status.has_pending(number):  # else another process has asked before, and the answer is still to come
             os.ftruncate(fd, 0)
             os.kill(pid, number)
         while not _answered(pid, number, fd, blocking):
@@ -206,7 +206,7 @@ def _ask(pid: int, number: int, fd: int, deadline: float) -> Stacks:
 
 
 def _able(pid: int) -> proc.Status:
-    """The status of a process that can answer."""
+    """Return the status of a process; raise unless it can answer."""
     status = proc.status_of(pid)
     if status.ended:
         raise InspectionError(f"process {pid} has ended; its parent has not noticed yet")
@@ -219,7 +219,7 @@ def _able(pid: int) -> proc.Status:
 
 
 def _answered(pid: int, number: int, fd: int, blocking: set[int]) -> bool:
-    """Whether the stacks are written to the end. A signal is blocked in a thread in which its handler runs."""
+    """Return True if the stacks are complete. A thread blocks the signal while it runs the handler."""
     if os.fstat(fd).st_size == 0 or proc.status_of(pid).has_pending(number):
         return False
     return proc.threads_that_block(pid, number) <= blocking
@@ -227,7 +227,7 @@ def _answered(pid: int, number: int, fd: int, blocking: set[int]) -> bool:
 
 @contextlib.contextmanager
 def _locked(fd: int, seconds: float) -> Iterator[bool]:
-    """Within: nobody else asks the process, and it does not stop answering. False if that took too long."""
+    """Keep others from asking the process, and the process from ceasing to answer; yield False after ``seconds``."""
     deadline = time.monotonic() + seconds
     while True:
         try:
@@ -249,14 +249,14 @@ _FRAME = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$')
 
 
 def _parsed(text: str) -> Stacks:
-    """What faulthandler wrote: threads from the newest to the oldest, frames from the innermost outwards."""
+    """Parse faulthandler's output: threads from newest to oldest, frames from the innermost outwards."""
     threads: list[tuple[int, str, list[Frame]]] = []
     for line in text.splitlines():
         if head := _THREAD.match(line):
             threads.append((int(head[1], 16), head[2] or "", []))
         elif threads and (frame := _FRAME.match(line)):
             threads[-1][2].append(Frame(frame[1], 0 if frame[2] == "???" else int(frame[2]), frame[3]))
-    if len({ident for ident, _, _ in threads}) < len(threads):  # an answer to somebody who had not waited for it
+    if len({ident for ident, _, _ in threads}) < len(threads):  # includes an answer that another process did not await
         first = threads[0][0]
         threads = threads[max(i for i, (ident, _, _) in enumerate(threads) if ident == first) :]
     return Stacks(tuple(Thread(ident, name, tuple(frames[::-1])) for ident, name, frames in reversed(threads)))

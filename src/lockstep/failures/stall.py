@@ -1,12 +1,13 @@
 """Finds a rank that makes no progress, and names it on all ranks, with the place at which it is.
 
-A thread of each rank looks once a second whether the rank has waited for others longer than it should. If so, it asks
-all ranks where they are. Who cannot answer - it is stopped, or a call into C code holds its interpreter - is looked at
-from outside by a rank of its host, through what was opened when all met. Then it is told which rank is late.
+A thread of each rank checks once a second whether the rank has waited for others longer than it should. If so, it asks
+all ranks where they are. A rank that cannot answer - it is stopped, or a call into C code holds its interpreter - is
+inspected from outside by a rank of its host, through the page opened when all met. Then all are told which rank is
+late.
 
-From top to bottom: how long ranks wait (:class:`Deadline`), what the stack of a thread says, what a rank is doing
-(:class:`Answer`) and which rank is late by what all say of themselves: these know no channel, and a table can test
-them. Below them, the thread that asks (:class:`StallWatch`).
+From top to bottom: how long ranks wait (:class:`Deadline`), what the stack of a thread shows, what a rank is doing
+(:class:`Answer`), and which rank is late according to the answers of all: these parts know no channel, so tests can
+give them tables. Below them is the thread that asks (:class:`StallWatch`).
 """
 
 import statistics
@@ -29,13 +30,13 @@ from lockstep.failures.progress import PHASES_OF_A_STEP, Snapshot, phase_of_file
 from lockstep.failures.stacks import Frame, Thread, ask, own_stack
 
 FIRST_STEPS = 5
-"""Steps that are given the patience of the start: kernels are chosen, caches are filled, modules are compiled."""
+"""Number of steps that have the longer limit of the start: kernels are chosen, caches filled, modules compiled."""
 EARLY = 0.9
-"""The part of a time-out after which ranks ask who is late, however long their steps are."""
+"""Ranks ask which one is late after this part of a time-out, however long their steps are."""
 FRAMES = 8
-"""Of a stack, how many of the innermost frames are shown."""
+"""Number of innermost frames of a stack that are shown."""
 ANSWER_SECONDS = 4.0
-"""How long ranks have to answer one that has waited for them in vain."""
+"""Seconds that ranks have to answer one that has waited for them in vain."""
 
 
 # ------------------------------------------------------------------------------------------------ how long ranks wait
@@ -43,17 +44,17 @@ ANSWER_SECONDS = 4.0
 
 @dataclass(frozen=True)
 class StallLimits:
-    """When a rank is late.
+    """The limits after which a rank is late.
 
-    In a step: after ``factor`` times the median step, but at least ``minimum`` seconds, and at most :attr:`patience`.
-    During the first steps, while something is compiled, and in every other phase (start-up, a checkpoint, an
-    evaluation, what the program names): after that.
+    Within a step: ``factor`` times the median step, but at least ``minimum`` seconds, and at most :attr:`patience`. In
+    the first steps, while something is compiled, and in every other phase (start-up, a checkpoint, an evaluation, any
+    that the program names): :attr:`patience`.
     """
 
     factor: float = 20.0
     minimum: float = 60.0
     timeout: float = 600.0
-    """Seconds after which a collective fails anyway; that blames nobody, or whoever has waited."""
+    """Seconds after which a collective fails anyway; that error blames no rank, or the one that has waited."""
 
     def __post_init__(self) -> None:
         for name in ("factor", "minimum", "timeout"):
@@ -63,12 +64,12 @@ class StallLimits:
 
     @property
     def patience(self) -> float:
-        """The longest limit in seconds, unless ``minimum`` is more: it leaves time to ask the ranks where they are."""
+        """The longest limit in seconds, unless ``minimum`` is more; it leaves time to ask the ranks where they are."""
         return EARLY * self.timeout
 
 
 class Deadline:
-    """The limit that holds now, from how long the steps of this rank have taken; :meth:`observe` it now and then."""
+    """The present limit, from how long the steps of this rank have taken; call :meth:`observe` regularly."""
 
     def __init__(self, limits: StallLimits) -> None:
         self._limits = limits
@@ -77,9 +78,9 @@ class Deadline:
         self._lengths: deque[float] = deque(maxlen=64)
 
     def observe(self, count: int, now: float) -> None:
-        """Note how many steps the rank has begun; those between two looks count with their mean length.
+        """Record how many steps the rank has begun; steps between two calls count with their mean length.
 
-        Where nobody counts steps, collectives are counted instead: they take less time, but no limit is that short.
+        If steps are not counted, collectives are counted instead: they take less time, but no limit is that short.
         """
         if self._since is not None and count > self._count:
             self._lengths.append((now - self._since) / (count - self._count))
@@ -87,14 +88,14 @@ class Deadline:
             self._since, self._count = now, count
 
     def seconds(self, phase: str) -> float:
-        """How long others may wait for a rank that is in a phase."""
+        """Return how many seconds others may wait for a rank that is in a phase."""
         if phase not in PHASES_OF_A_STEP or self._count <= FIRST_STEPS or not self._lengths:
             return max(self._limits.patience, self._limits.minimum)
         of_steps = self._limits.factor * statistics.median(self._lengths)
         return max(self._limits.minimum, min(of_steps, self._limits.patience))
 
     def explain(self, phase: str) -> str:
-        """Where :meth:`seconds` comes from, for a message."""
+        """Return how :meth:`seconds` was determined, for a message."""
         if phase not in PHASES_OF_A_STEP:
             return f"the limit in {phase}"
         if self._count <= FIRST_STEPS or not self._lengths:
@@ -115,7 +116,7 @@ _COMPILES = (f"{_TORCH}/_dynamo/convert_frame.py", f"{_TORCH}/_inductor/compile_
 
 
 def program_frame(thread: Thread) -> Frame | None:
-    """The innermost frame of the program itself, rather than of Python's or PyTorch's libraries or this one."""
+    """Return the innermost frame of the program itself, not of Python's libraries, PyTorch or this library."""
     for frame in reversed(thread.frames):
         if not frame.file.startswith((_STANDARD, _TORCH, _OURS, "<")) and "site-packages" not in frame.file:
             return frame
@@ -123,7 +124,7 @@ def program_frame(thread: Thread) -> Frame | None:
 
 
 def collective_of(thread: Thread) -> str:
-    """The function of ``torch.distributed``, or of this library, in which a thread waits for other ranks, if any."""
+    """Return the function of ``torch.distributed`` or this library in which a thread waits for others, or ""."""
     inner = [frame for frame in thread.frames if not frame.file.startswith("<")]
     while inner and inner[-1].file.startswith(_STANDARD) and "site-packages" not in inner[-1].file:
         inner.pop()  # the lock or the socket that is waited for
@@ -138,7 +139,7 @@ def collective_of(thread: Thread) -> str:
 
 
 def compiles(thread: Thread) -> bool:
-    """Whether a thread is compiling a model."""
+    """Return True if a thread is compiling a model."""
     return any(frame.file.startswith(_COMPILES) for frame in thread.frames)
 
 
@@ -147,34 +148,34 @@ def compiles(thread: Thread) -> bool:
 
 @dataclass(frozen=True)
 class Answer:
-    """What one rank is doing, said by itself or found out by another rank on its host."""
+    """The activity of one rank, reported by itself or found out by another rank on its host."""
 
     rank: int
     pid: int = 0
     step: int | None = None
-    """Batches that it had begun; None if nobody knows."""
+    """Number of batches that it had begun; None if unknown."""
     phase: str = ""
-    """Empty if nobody knows."""
+    """Empty if unknown."""
     idle: float = 0.0
-    """Seconds since it has written its progress."""
+    """Seconds since it last wrote its progress."""
     waits_for: str = ""
-    """What it waits for, if it waits for other ranks."""
+    """The collective that it waits in, if it waits for other ranks."""
     begun: int | None = None
-    """How many collectives it has begun on the group; None where that is not counted."""
+    """Number of collectives that it has begun on the group; None if they are not counted."""
     compiles: bool = False
     answers: bool = True
-    """Whether it has said this itself."""
+    """True if it has answered itself."""
     stopped: bool = False
     silent_host: str = ""
-    """The name of its host, if that does not answer, either."""
+    """The name of its host, if the host does not answer, either."""
     stack: str = ""
     """The innermost frames of the thread that trains."""
     place: str = ""
-    """The innermost line of the program's own code."""
+    """The innermost line of the program's own code that it is at."""
 
     @classmethod
     def of(cls, seen: Snapshot, thread: Thread | None, now: float, **more: Any) -> "Answer":
-        """From a page of progress, and the stack of the thread that trains, if there is one."""
+        """Make an answer from a page of progress, and the stack of the thread that trains, if there is one."""
         idle = now - seen.changed
         if thread is None:
             return cls(seen.rank, seen.pid, seen.step, seen.phase, idle, seen.waits_for, **more)
@@ -186,11 +187,11 @@ class Answer:
         return cls(seen.rank, seen.pid, seen.step, phase, idle, waits_for, **more)
 
     def to_json(self) -> dict[str, Any]:
-        """What travels."""
+        """Return the fields as they are sent."""
         return asdict(self)
 
     def line(self) -> str:
-        """In one line, where it is."""
+        """Return where the rank is, in one line."""
         if self.step is None:
             return f"rank {self.rank}: not known; it does not answer"
         what = f"waits in {self.waits_for}" if self.waits_for else f"is in {self.phase}"
@@ -198,11 +199,11 @@ class Answer:
 
 
 def late(answers: Sequence[Answer], waited: float) -> Answer | None:
-    """The rank for which another one has ``waited`` some seconds; None if that cannot be told.
+    """Return the rank for which another one has ``waited`` that many seconds; None if it cannot be determined.
 
-    It is one that does not wait for others: if there are several, one that cannot even answer, else the one that is
-    furthest behind. A rank that goes from step to step meanwhile is not meant. If all wait, it is the one that is
-    furthest behind, and the others are in a later collective; None if all are in the same.
+    It is a rank that does not wait for others; of several, one that cannot even answer, else the one that is furthest
+    behind. A rank that proceeds from step to step meanwhile does not count. If all wait, it is the one that is furthest
+    behind, while others are in a later collective; None if all are in the same.
     """
     known = [each for each in answers if each.begun is not None]
     counted = len(known) == len(answers)
@@ -220,10 +221,10 @@ def late(answers: Sequence[Answer], waited: float) -> Answer | None:
 
 
 def absent(answers: Sequence[Answer]) -> Answer | None:
-    """The rank that others have waited for in vain, until their time was over; None if that cannot be told.
+    """Return the rank that others have waited for until their time-out; None if it cannot be determined.
 
-    It is one that cannot answer; else one that does not wait, and has begun fewer collectives than another one. (Whose
-    own time has just been over does not wait any more, either, but has begun as many.)
+    It is a rank that cannot answer; else one that does not wait and has begun fewer collectives than another one. (A
+    rank whose own time-out is just over does not wait any more, either, but has begun as many.)
     """
     silent = [each for each in answers if not each.answers or each.stopped]
     most = max((each.begun for each in answers if each.begun is not None), default=0)
@@ -232,20 +233,20 @@ def absent(answers: Sequence[Answer]) -> Answer | None:
 
 
 def _odd_one_out(answers: Sequence[Answer]) -> Answer | None:
-    """Of ranks that are equally far, one that waits for something that most others do not."""
+    """Return one of equally advanced ranks that waits for something that most others do not wait for."""
     waits = [each.waits_for for each in answers]
     rarest = min(answers, key=lambda each: waits.count(each.waits_for))
     return rarest if waits.count(rarest.waits_for) < len(answers) else None
 
 
 def stalled(found: Answer, answers: Sequence[Answer], waiting: Answer, waited: float, limit: str) -> Failure:
-    """The failure to tell: ``found`` is late, and ``waiting`` is the rank that has waited too long for it."""
+    """Return the failure to report if ``found`` is late and the rank ``waiting`` has waited for it too long."""
     what = f"rank {waiting.rank} has waited {waited:.0f} s for it, longer than the limit ({limit}). {_condition(found)}"
     return _failure(found, answers, what)
 
 
 def waited_in_vain(found: Answer, answers: Sequence[Answer], waiting: int, error: str) -> Failure:
-    """The failure to tell: ``found`` is not where the others are, and rank ``waiting`` has raised an error for it."""
+    """Return the failure to report if ``found`` is not where the others are, so that rank ``waiting`` got an error."""
     return _failure(found, answers, f"rank {waiting} has waited for it in vain ({error}). {_condition(found)}")
 
 
@@ -278,10 +279,10 @@ def _condition(found: Answer) -> str:
 
 
 class StallWatch:
-    """Finds ranks that make no progress, from when it is made to :meth:`close`.
+    """Finds ranks that make no progress, until :meth:`close`.
 
-    Every rank of the channel has to make one. ``begun`` says how many collectives this rank has begun on the group that
-    is watched, or None. Without ``limits`` it answers others, and finds who is missing when it is asked to.
+    Every rank of the channel has to make one. ``begun`` returns the number of collectives that this rank has begun on
+    the watched group, or None. Without ``limits``, it answers others, and finds a missing rank when it is asked to.
     """
 
     def __init__(self, channel: FailureChannel, limits: StallLimits | None, begun: Callable[[], int | None]) -> None:
@@ -306,13 +307,13 @@ class StallWatch:
             self._thread.start()
 
     def close(self) -> None:
-        """Watch no more."""
+        """Stop watching."""
         self._over.set()
         if self._thread is not None and self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join(self._answer_seconds)
 
     def find_absent(self, error: str) -> Failure | None:
-        """The failure of the rank for which this one has waited in vain, until an ``error``; None if nobody knows."""
+        """Return the failure of the rank for which this one waited until an ``error``; None if it is not found."""
         with self._progress.waiting("a collective that timed out"):
             answers = self._inquire(ANSWER_SECONDS)
         found = absent(answers)
@@ -338,7 +339,8 @@ class StallWatch:
             return
         own = next(each for each in answers if each.rank == self._channel.rank)
         if found is None or found is own or not self._is_too_late(found, waited):
-            # If it is this one, another one has to ask and say so. tests/failures/test_stall.py: asks_first
+            # If this rank is the late one, another rank has to ask and report it. tests/failures/test_stall.py:
+            # asks_first
             self._ask_again = time.monotonic() + self._limits.minimum + self._others_hold_off
             return
         self._channel.report(stalled(found, answers, own, waited, self._deadline.explain(found.phase or seen.phase)))
@@ -349,7 +351,7 @@ class StallWatch:
         return True
 
     def _inquire(self, seconds: float) -> list[Answer]:
-        """What every rank is doing: what it says itself, or else what a rank of its host sees."""
+        """Ask all ranks for their activity; for those that do not answer, ask ranks of their hosts."""
         with self._inquires:
             own = self._own_answer()
             with self._changed:
@@ -391,12 +393,12 @@ class StallWatch:
     # ---------------------------------------------------------------------------- the channel's thread
 
     def _asked(self, message: dict[str, Any]) -> None:
-        """Another rank asks: it will say what it has found, so that this one need not ask, too."""
+        """Answer another rank that asks; it will report what it finds, so this rank need not ask for a while."""
         self._ask_again = time.monotonic() + self._others_hold_off
         self._channel.tell("answer", inquiry=message["inquiry"], answer=self._own_answer().to_json())
 
     def _asked_to_look(self, message: dict[str, Any]) -> None:
-        """Another rank cannot see those of this host: the first one that can answers for those that cannot."""
+        """Look at ranks of this host for another rank: the first one here that can answers for those that cannot."""
         ranks = [rank for rank in message["ranks"] if rank in self._channel.pages]
         able = set(self._channel.ranks_with(self._channel.rank)) - set(message["ranks"])
         if ranks and min(able, default=None) == self._channel.rank:
@@ -418,14 +420,14 @@ class StallWatch:
 
 
 class _Wait:
-    """For how long this rank has waited in the collective in which it waits now: ours, or the program's own."""
+    """The time that this rank has waited in its present collective, this library's or the program's own."""
 
     def __init__(self) -> None:
         self._where: tuple[str, int | None, int] = ("", None, 0)
         self._since = 0.0
 
     def seconds(self, seen: Snapshot, begun: int | None, now: float) -> float:
-        """0 if it does not wait. One of the program's own counts from when it was first seen here."""
+        """Return 0 if the rank does not wait. A collective of the program counts from when it was first seen here."""
         if seen.waits_for:
             return now - seen.waits_since
         thread = own_stack(seen.thread)
@@ -436,7 +438,7 @@ class _Wait:
 
 
 def seen_from_outside(channel: FailureChannel, rank: int, seconds: float) -> Answer:
-    """What a rank of this host is doing that does not answer, as far as that can be seen from outside."""
+    """Return the activity of a rank of this host that does not answer, as far as it is visible from outside."""
     pid, stopped = channel.places[rank].pid, False
     try:
         seen = channel.pages[rank].read()

@@ -1,4 +1,4 @@
-"""One process, many devices: DataParallel, and the pieces it is made of."""
+"""One process, many devices: DataParallel and its building blocks."""
 
 from lockstep.local import comm as comm
 from lockstep.local.comm import broadcast as broadcast

@@ -1,7 +1,7 @@
 """Notices what has changed on a network since the last look, in one pass over it.
 
 ====================================== ================================ ======================= =======================
-what changes                           how it is noticed                what it costs           what is done
+what changes                           how it is noticed                what it costs           the consequence
 ====================================== ================================ ======================= =======================
 a submodule, a parameter, a name of a  names, values and sizes of each  a look: 0.1 us a module all replicas are built
 slot; the order; another dictionary    dictionary of slots, by identity                         anew
@@ -39,14 +39,14 @@ data by its forward                    for replicas that their caller   paramete
 
 Not noticed, and why:
 
-- What is put in the middle of a plain container with more than 1,000 parts in place of something else, and leads into
-  the tree. A vocabulary would be gone through at each forward. (What does not lead there is the same object for all.)
-- What is inside an object of another kind than containers, methods, partial functions, weak references and dataclasses,
-  and what a function closes over: nothing tells what may be opened. All replicas share it by reference.
+- A part that leads into the tree and replaces another in the middle of a plain container with more than 1,000 parts. A
+  vocabulary would have to be compared at each forward. (A part that does not lead there is the same object for all.)
+- The inside of an object that is no container, method, partial function, weak reference or dataclass, and the variables
+  that a function closes over: nothing tells how to open these. All replicas share them by reference.
 - What forward does inside containers of which each replica has its own, hooks (or a whole table of them) that it puts
-  on a replica other than the first, attributes it sets in a scripted replica: each replica keeps them. What every
-  replica's forward sets is each one's own state, too, until the network's is set.
-- A write through ``.data`` while a forward of another thread runs: it is in time for the next use.
+  on a replica other than the first, attributes it sets in a scripted replica: each replica keeps them. State that
+  every replica's forward sets stays each one's own, too, until the network's is set.
+- A write through ``.data`` while a forward of another thread runs: the next use sees it.
 """
 
 import operator
@@ -64,12 +64,12 @@ from lockstep.local.parts import ATOMS
 
 _flatten = chain.from_iterable
 _ATOM_TYPES = frozenset(ATOMS)
-# in a replica's ``__dict__``: slots, which are looked at on their own, and hooks, of which each replica keeps its own
+# slots are compared on their own, and each replica keeps its own hooks: neither counts as set by a forward
 _OF_NO_FORWARD = {*SLOTS, *OWN, CACHE, "_is_full_backward_hook"}
 
 
 class StructureSnapshot:
-    """Which modules, parameters and buffer names a network has, and of what classes its modules are."""
+    """A network's modules with their classes, its parameters, and the names of its buffers."""
 
     def __init__(self, modules: list[Module]) -> None:
         self._modules = modules
@@ -88,7 +88,7 @@ class StructureSnapshot:
         return list(map(len, self._buffers)), list(_flatten(self._buffers)), absent
 
     def changed(self) -> bool:
-        """Whether anything was added, removed or replaced (a buffer replaced by another tensor does not count)."""
+        """Return True if anything was added, removed or replaced (other tensors as buffers do not count)."""
         return (
             not all(map(operator.is_, map(type, self._modules), self._types))
             or self._fixed.changed()
@@ -98,12 +98,12 @@ class StructureSnapshot:
         )
 
     def replaced(self) -> bool:
-        """Whether a module's dictionary of slots is another object than it was, which :meth:`changed` cannot see."""
+        """Return True if a module has another dictionary of slots than before, which :meth:`changed` cannot see."""
         return any(vars(module).get(slot) is not d for module, slot, d in self._owners)
 
 
 def _script_slots(module: torch.jit.ScriptModule) -> tuple[list[Any], list[Any]]:
-    """The names of a scripted module's slots, and its parameters."""
+    """Return the names of a scripted module's slots, and its parameters."""
     parameters = list(module._parameters.items())
     buffers = [(name, tensor is None) for name, tensor in module._buffers.items()]
     return [[name for name, _ in parameters], buffers], [parameter for _, parameter in parameters]
@@ -114,7 +114,7 @@ def _alike(one: tuple[list[Any], list[Any]], other: tuple[list[Any], list[Any]])
 
 
 class _Seen:
-    """What one module was like at the last look."""
+    """The state of one module at the last look."""
 
     def __init__(self, module: Module) -> None:
         self.own = dict(vars(module))
@@ -129,35 +129,35 @@ class _Seen:
         self.look_at_hooks()
 
     def look_at_hooks(self) -> None:
-        """Take the hooks as they are."""
+        """Record the hooks as they are now."""
         tables = {name: self.own[name] for name in HOOKS if name in self.own and name not in self._left_out}
         self._hooks = {name: Contents([table]) for name, table in tables.items()}
         self.no_hooks = [table for table in tables.values() if not table]
         self.filled = [table for table in tables.values() if table]
 
     def differing(self, module: Module) -> list[str]:
-        """The names of the attributes that were set or deleted, or in which something was, but for slots."""
+        """Return the names of attributes that were set, deleted or changed inside, except for slots."""
         now, then = vars(module), self.own
         names = [n for n, value in now.items() if n not in then or value is not then[n]]
         names += [n for n in then if n not in now]
         names += [n for n, hooks in self._hooks.items() if n not in names and hooks.changed()]
         names += [n for n, inside in self.inside.items() if n not in names and inside.changed()]
-        if self.scripted:  # its methods are put there when they are called first
+        if self.scripted:  # it stores its methods at their first call
             names = [n for n in names if not isinstance(now.get(n), torch._C.ScriptMethod)]
         return [n for n in names if n not in self._left_out] + self.differing_in_script(module)
 
     def differing_in_script(self, module: Module) -> list[str]:
-        """Those that a scripted module's script has."""
+        """Return the names of changed attributes of a scripted module's script."""
         now = _script_values(module, self._script)
         return [n for n, a, b in zip(self._script, now, self._script_values, strict=True) if not _same(a, b)]
 
     def disregard(self, module: Module) -> None:
-        """Let what is left out count as seen, if nothing else differs."""
+        """Record the whole ``__dict__`` as seen; call if only attributes that are left out differ."""
         self.own.clear()
         self.own.update(vars(module))
 
     def take(self, module: Module, names: Iterable[str]) -> None:
-        """Let attributes count as seen as they are now."""
+        """Record the present values of attributes as seen."""
         for name in names:
             self.inside.pop(name, None)
             if name in vars(module):
@@ -173,7 +173,7 @@ def _script_values(module: Any, names: list[str]) -> list[Any]:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Whether two values of a script, which are new objects each time, are the same."""
+    """Return True if two values of a script are the same; they are new objects each time."""
     if type(one) is not type(other):
         return False
     if isinstance(one, list | tuple):
@@ -184,7 +184,7 @@ def _same(one: Any, other: Any) -> bool:
 
 
 class AttributeSnapshot:
-    """The attributes and hooks of a network's modules, and what is inside of them, by identity."""
+    """The attributes and hooks of a network's modules, and the parts inside them, by identity."""
 
     def __init__(self, modules: list[Module]) -> None:
         self._modules = modules
@@ -197,15 +197,15 @@ class AttributeSnapshot:
         self._gather()
 
     def changed(self) -> bool:
-        """Whether any attribute was set or deleted, any hook added or removed, since the last look."""
+        """Return True if any attribute was set or deleted, or any hook added or removed, since the last look."""
         return self._replaced() or bool(differing_dicts(self._dicts, self._own)) or self._changed_inside()
 
     def _replaced(self) -> bool:
-        """Whether any module has another dictionary of attributes."""
+        """Return True if any module has another dictionary of attributes."""
         return not all(map(operator.is_, map(vars, self._modules), self._dicts))
 
     def _changed_inside(self) -> bool:
-        """Whether anything changed in what attributes hold: tables of hooks, containers, scripts."""
+        """Return True if anything changed inside attributes: tables of hooks, containers, scripts."""
         return (
             any(self._no_hooks)
             or self._hooks.changed()
@@ -215,7 +215,8 @@ class AttributeSnapshot:
         )
 
     def take_changes(self) -> list[tuple[int, list[str]]]:
-        """The numbers of the modules and the names of what has changed; from now on these count as seen."""
+        """Return the numbers of changed modules with the names of changed attributes; these count as seen
+        afterwards."""
         changes = self._differences()
         for index, names in changes:
             self._take(index, names)
@@ -225,7 +226,7 @@ class AttributeSnapshot:
         return changes
 
     def disregard(self) -> list[tuple[int, list[str]]]:
-        """The same, but for hooks: these count as before."""
+        """Do the same as :meth:`take_changes`, except that changed hooks still count as changed."""
         found = [(index, [n for n in names if n not in OWN]) for index, names in self._differences()]
         changes = [(index, names) for index, names in found if names]
         for index, names in changes:
@@ -236,11 +237,11 @@ class AttributeSnapshot:
 
     @property
     def leading(self) -> set[tuple[int, str]]:
-        """The module numbers and names of attributes that lead to something else in each replica."""
+        """The module numbers and names of attributes that lead to different objects in each replica."""
         return {(i, name) for i, seen in enumerate(self._seen) for name, inside in seen.inside.items() if inside.leads}
 
     def holding(self, tensors: set[int]) -> list[tuple[int, list[str]]]:
-        """The module numbers and names of attributes in which any of the tensors is, given their ids."""
+        """Return the module numbers and names of attributes that contain any of the tensors, given their ids."""
         found = [
             (i, [name for name, inside in seen.inside.items() if inside.tensors & tensors])
             for i, seen in enumerate(self._seen)
@@ -263,21 +264,21 @@ class AttributeSnapshot:
         self._open(self._modules[index], self._seen[index], names)
 
     def _open(self, module: Module, seen: _Seen, names: Iterable[str]) -> None:
-        """Look into those of the attributes that may have something inside."""
+        """Look for parts inside those of the attributes that may have any."""
         for name in names:
             value = seen.own.get(name)
             if type(value) not in _ATOM_TYPES and name not in OWN and (inside := Inside(value, self._ids())):
                 seen.inside[name] = inside
 
     def _ids(self) -> set[int]:
-        """The ids of all modules, parameters and buffers."""
+        """Return the ids of all modules, parameters and buffers."""
         if self._known is None:
             slots = (getattr(m, kind).values() for m in self._modules for kind in ("_parameters", "_buffers"))
             self._known = {*map(id, self._modules), *map(id, _flatten(slots))} - {id(None)}
         return self._known
 
     def _gather(self) -> None:
-        """Put together what :meth:`changed` looks at."""
+        """Collect all objects that :meth:`changed` compares."""
         self._known = None
         if self._replaced():
             self._dicts = list(map(vars, self._modules))
@@ -289,9 +290,9 @@ class AttributeSnapshot:
 
 
 class CopyAttributes:
-    """The attributes of the copies' modules, but for hooks, to tell what a forward has set on one of them.
+    """The attributes of the copies' modules except for hooks, to find those that a forward has set on one copy.
 
-    ``copies`` has the modules of each.
+    ``copies`` has the modules of each copy.
     """
 
     def __init__(self, copies: Sequence[Sequence[Module]]) -> None:
@@ -301,9 +302,9 @@ class CopyAttributes:
         self._then = list(map(dict, self._now))
 
     def take_changes(self) -> list[tuple[int, list[tuple[int, list[str]]]]]:
-        """What was set or deleted since the last look, which from now on counts as seen.
+        """Return the attributes that were set or deleted since the last look; from now on they count as seen.
 
-        For each copy in which there is any its number, and numbers of modules with the names of their attributes.
+        For each copy with changes: its number, and the numbers of modules with the names of their changed attributes.
         """
         found: dict[int, list[tuple[int, list[str]]]] = defaultdict(list)
         for number in differing_dicts(self._now, self._then):
@@ -314,7 +315,7 @@ class CopyAttributes:
         return list(found.items())
 
     def look_again(self, copy: int, indices: Iterable[int]) -> None:
-        """Let some modules of a copy count as seen as they are now."""
+        """Record the present attributes of some modules of a copy as seen."""
         for index in indices:
             number = copy * self._width + index
             self._then[number] = dict(self._now[number])

@@ -1,4 +1,4 @@
-"""Checks on the shapes, dtypes and devices of tensors that are to move or to be summed together."""
+"""Checks on the shapes, dtypes and devices of tensors that are moved or summed together."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ from lockstep.errors import DeviceError, LayoutError
 
 
 def common_device(tensors: Sequence[torch.Tensor], call: str) -> torch.device:
-    """The one device that all tensors are on; :class:`DeviceError` names the first that is elsewhere."""
+    """Return the one device that all tensors are on; raise :class:`DeviceError` naming the first that is elsewhere."""
     for index, tensor in enumerate(tensors):
         if tensor.device != tensors[0].device:
             raise DeviceError(
@@ -20,7 +20,7 @@ def common_device(tensors: Sequence[torch.Tensor], call: str) -> torch.device:
 
 
 def check_same_layout(tensors: Sequence[torch.Tensor], call: str) -> None:
-    """Raise :class:`LayoutError` if tensors that are to be summed differ in shape, dtype or sparsity."""
+    """Raise :class:`LayoutError` if tensors to be summed differ in shape, dtype or sparsity."""
     first = tensors[0]
     for index, tensor in enumerate(tensors):
         if tensor.shape != first.shape:
@@ -36,7 +36,7 @@ def check_same_layout(tensors: Sequence[torch.Tensor], call: str) -> None:
 
 
 def check_dtype(kind: str, index: int, tensor: torch.Tensor, other: torch.Tensor, which: str) -> None:
-    """Raise :class:`LayoutError` if a tensor's dtype is not that of another."""
+    """Raise :class:`LayoutError` if a tensor has another dtype than ``other``."""
     if tensor.dtype != other.dtype:
         raise LayoutError(
             f"{kind.capitalize()} tensor at index {index} has dtype {tensor.dtype}, but {which} has {other.dtype}"
@@ -44,7 +44,7 @@ def check_dtype(kind: str, index: int, tensor: torch.Tensor, other: torch.Tensor
 
 
 def checked_dim(tensor: torch.Tensor, dim: int) -> int:
-    """``dim`` counted from the front; :class:`LayoutError` if the tensor has no such dimension."""
+    """Return ``dim`` counted from the front; raise :class:`LayoutError` if the tensor has no such dimension."""
     if not -tensor.dim() <= dim < tensor.dim():
         raise LayoutError(
             f"dim {dim} is out of range for a tensor of shape {tuple(tensor.shape)}, with {tensor.dim()} dimensions"
@@ -53,12 +53,12 @@ def checked_dim(tensor: torch.Tensor, dim: int) -> int:
 
 
 def without(tensor: torch.Tensor, dim: int) -> tuple[int, ...]:
-    """The shape, but for one dimension."""
+    """Return the shape of a tensor without one dimension."""
     return tuple(size for i, size in enumerate(tensor.shape) if i != dim)
 
 
 def gatherable(tensors: list[torch.Tensor], dim: int) -> tuple[list[torch.Tensor], int]:
-    """Checked tensors (without dimensions: as vectors of one) and the dimension along which they go."""
+    """Return tensors that were checked, scalars as vectors of one, and the dimension along which to concatenate."""
     if all(t.dim() == 0 for t in tensors):
         tensors, dim = [t.reshape(1) for t in tensors], 0
     first = tensors[0]

@@ -1,8 +1,8 @@
 """Copies and sums among the devices of one process, without autograd.
 
-The coalesced calls move few large buffers (:mod:`lockstep.buckets`), not many small tensors. Copies between
-accelerators are peer copies on the current streams of both; a pair of devices between which they do not arrive is
-served through the host. Sums are taken in the order of the inputs, so they are bitwise the same from run to run.
+The coalesced calls move a few large buffers (:mod:`lockstep.buckets`) instead of many small tensors. Copies between
+accelerators are peer copies on the current streams of both; where peer copies between two devices do not arrive, they
+go through the host. Sums are taken in the order of the inputs, so they are bitwise the same from run to run.
 """
 
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ from lockstep.local.checks import (
 
 
 def copy_to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """The tensor on ``device``: itself if it lies there, else a copy that the device's current stream waits for."""
+    """Return the tensor itself if it is on ``device``, else a copy that the device's current stream waits for."""
     if tensor.device == device:
         return tensor
     if not direct_copy_works(tensor.device, device):
@@ -39,14 +39,14 @@ def copy_to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def pack(bucket: Bucket, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """A new flat tensor that holds the bucket's tensors, given in the order of its slots."""
+    """Return a new flat tensor that holds the bucket's tensors, which are given in the order of its slots."""
     flat = torch.empty(bucket.numel, dtype=bucket.dtype, device=tensors[0].device)
     torch._foreach_copy_(bucket.views(flat), list(tensors))
     return flat
 
 
 def unpack(bucket: Bucket, flat: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors inside ``flat``; each with a version counter of its own, so that none seems to change another."""
+    """Return the tensors inside ``flat``, with version counters of their own: none seems to change another."""
     return [view.data for view in bucket.views(flat)]
 
 
@@ -100,8 +100,8 @@ def broadcast_coalesced(
         devices: where copies go. On the tensors' own device they are the same storage.
         buffer_size: bytes that travel together, at most (a larger tensor travels alone).
 
-    Returns a list for each device, with the tensors in the order given. Communicates one copy a buffer and device.
-    Stands for ``torch.nn.parallel.comm.broadcast_coalesced``.
+    Returns a list for each device, with the tensors in the order given. Communicates one copy for each buffer and
+    device. Stands for ``torch.nn.parallel.comm.broadcast_coalesced``.
 
     >>> import torch
     >>> [len(copies) for copies in broadcast_coalesced([torch.ones(2), torch.ones(3)], ["cpu", "cpu"])]
@@ -147,7 +147,7 @@ def reduce_add(inputs: Sequence[torch.Tensor], destination: DeviceLike | None = 
     total = copy_to(inputs[0].detach(), target)
     for count, tensor in enumerate(inputs[1:], start=1):
         term = copy_to(tensor.detach(), target)
-        # never into inputs[0], nor into a sparse tensor, whose in-place sum would be uncoalesced twice over
+        # add neither into inputs[0], nor into a sparse tensor, whose in-place sum would be uncoalesced twice over
         total = total + term if count == 1 or total.layout != torch.strided else total.add_(term)
     return total
 
@@ -165,8 +165,8 @@ def reduce_add_coalesced(
         destination: the device of the sums; None is the current one, ``-1`` and ``"cpu"`` the CPU.
         buffer_size: bytes that travel together, at most.
 
-    Returns new tensors, with version counters of their own. Communicates one copy a buffer and device. Stands for
-    ``torch.nn.parallel.comm.reduce_add_coalesced``.
+    Returns new tensors, with version counters of their own. Communicates one copy for each buffer and device. Stands
+    for ``torch.nn.parallel.comm.reduce_add_coalesced``.
 
     >>> import torch
     >>> reduce_add_coalesced([[torch.ones(2)], [torch.ones(2)]], "cpu")
@@ -199,14 +199,14 @@ def reduce_add_coalesced(
 
 
 def _alike(column: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """The summands of one tensor; where sparse ones meet dense ones, all of them dense."""
+    """Return the summands of one tensor, all dense if sparse and dense ones are mixed."""
     if len({tensor.layout for tensor in column}) == 1:
         return column
     return [tensor.to_dense() for tensor in column]
 
 
 def _sum_bucket(bucket: Bucket, columns: Sequence[Sequence[torch.Tensor]], target: torch.device) -> list[torch.Tensor]:
-    """The sums of one bucket's tensors. What lies on the target is added in place, the rest arrives as flat buffers."""
+    """Return the sums of one bucket's tensors: add those on the target in place, the rest as flat buffers."""
     if all(tensors[0].device == target for tensors in columns) and len(columns) > 1:
         totals = list(torch._foreach_add(list(columns[0]), list(columns[1])))
         for tensors in columns[2:]:
@@ -232,7 +232,7 @@ def scatter(
     *,
     out: Sequence[torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    """Split a tensor along ``dim`` and give each device its chunk; a chunk for the tensor's own device is a view.
+    """Split a tensor along ``dim`` and give each device one chunk; the chunk for the tensor's own device is a view.
 
     Args:
         tensor: with at least one dimension.
@@ -244,7 +244,7 @@ def scatter(
             work wait for them.
         out: tensors that are filled and returned instead; their sizes along ``dim`` say how to split.
 
-    Communicates one copy a chunk. Stands for ``torch.nn.parallel.comm.scatter``.
+    Communicates one copy for each chunk. Stands for ``torch.nn.parallel.comm.scatter``.
 
     >>> import torch
     >>> scatter(torch.arange(5), ["cpu", "cpu"])
@@ -280,7 +280,7 @@ def scatter(
 
 
 def even_split(size: int, parts: int) -> list[int]:
-    """Sizes that differ by at most one, the larger first, none of them 0 (but a lone one, if there is nothing)."""
+    """Return sizes that differ by at most one, the larger first, none of them 0 (except for a single one of 0 rows)."""
     used = max(1, min(size, parts))
     return [size // used + (i < size % used) for i in range(used)]
 
@@ -386,7 +386,7 @@ def fill(target: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def _plan(tensors: Sequence[torch.Tensor], buffer_size: int) -> tuple[list[int], BucketPlan]:
-    """Which tensors are dense, and the buckets for those."""
+    """Return the indices of the dense tensors, and the buckets for them."""
     dense = [i for i, t in enumerate(tensors) if t.layout == torch.strided]
     layouts = tuple((tensors[i].shape, tensors[i].stride(), tensors[i].dtype, tensors[i].device) for i in dense)
     return dense, _plan_for(layouts, buffer_size)
@@ -396,6 +396,6 @@ def _plan(tensors: Sequence[torch.Tensor], buffer_size: int) -> tuple[list[int],
 def _plan_for(
     layouts: tuple[tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device], ...], buffer_size: int
 ) -> BucketPlan:
-    """Training plans the same transfers at every step."""
+    """Plan buckets once for each set of layouts: training makes the same transfers at every step."""
     specs = [TensorSpec("", tuple(s), dense_stride(s, t), dtype, device) for s, t, dtype, device in layouts]
     return plan_buckets(specs, buffer_size)

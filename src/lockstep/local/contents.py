@@ -1,10 +1,10 @@
 """Which objects are inside of containers, and whether those are still the same: by identity, in order.
 
-:class:`Contents` looks at any number of containers in one pass. :class:`Inside` tells what an attribute's value has
-inside: does it lead into the module tree, which tensors are there, and which containers have to be watched. What leads
-into the tree is watched whole, since a replica has one of its own. What does not is the same object in all replicas, so
-all that has to be noticed is something put into it that does lead there: in a value with more than :data:`BRIEF` parts,
-such as a vocabulary, only new sizes and the first and last few parts of each container are looked at.
+:class:`Contents` compares any number of containers in one pass. :class:`Inside` describes an attribute's value: whether
+it leads into the module tree, which tensors are in it, and which containers have to be watched. A value that leads into
+the tree is watched completely, since each replica has one of its own. Any other value is the same object in all
+replicas, so only a new part that leads into the tree has to be noticed: in a value with more than :data:`BRIEF` parts,
+such as a vocabulary, only the sizes and the first and last few parts of each container are compared.
 """
 
 import operator
@@ -19,33 +19,33 @@ import torch
 
 from lockstep.local.parts import ATOMS, opens, parts_of
 
-BRIEF = 1000  # parts that are looked at one by one
-ENDS = 8  # parts at each end of a container that are looked at in a longer one
+BRIEF = 1000  # a value with at most this many parts is compared part by part
+ENDS = 8  # number of parts compared at each end of a container in a larger value
 
 _flatten = chain.from_iterable
 _values = operator.methodcaller("values")
 _ATOM_TYPES = frozenset(ATOMS)
 _ABSENT = object()
-# containers that are replaced, never changed
+# containers that are replaced as a whole, never changed
 _FIXED = (tuple, frozenset, types.MethodType, weakref.ref)
 _ITERABLE = (dict, list, set, deque)
 
 
 def identical(one: Iterable[Any], other: Iterable[Any]) -> bool:
-    """Whether both have the same objects, in the same order."""
+    """Return True if both have the same objects in the same order."""
     one, other = list(one), list(other)
     return len(one) == len(other) and all(map(operator.is_, one, other))
 
 
 def differing_dicts(now: list[dict[Any, Any]], then: list[dict[Any, Any]]) -> list[int]:
-    """The numbers of the dictionaries that have other names than their copies, or other values, by identity."""
+    """Return the numbers of the dictionaries whose names or values (by identity) differ from those of their copies."""
     if _all_identical(now, then):
         return []
     return [i for i, (one, other) in enumerate(zip(now, then, strict=True)) if not _same_items(one, other)]
 
 
 def _all_identical(now: list[dict[Any, Any]], then: list[dict[Any, Any]]) -> bool:
-    """Whether all dictionaries have the same names and values in the same order, in one pass."""
+    """Return True if all dictionaries have the same names and values in the same order; takes one pass."""
     try:
         return (
             list(map(len, now)) == list(map(len, then))
@@ -57,12 +57,12 @@ def _all_identical(now: list[dict[Any, Any]], then: list[dict[Any, Any]]) -> boo
 
 
 def _same_items(now: dict[Any, Any], then: dict[Any, Any]) -> bool:
-    """Whether a dictionary has the same names, in whatever order, and the same values."""
+    """Return True if a dictionary has the same names, in any order, and the same values."""
     return len(now) == len(then) and all(value is then.get(name, _ABSENT) for name, value in list(now.items()))
 
 
 class Contents:
-    """The keys, values and members of some dictionaries, lists, sets and deques."""
+    """The keys, values and members of a number of dictionaries, lists, sets and deques."""
 
     def __init__(self, containers: Iterable[Any]) -> None:
         everything = list(containers)
@@ -72,15 +72,15 @@ class Contents:
         self._in_others = _Parts([c for c in everything if c and type(c) is not dict])
 
     def changed(self) -> bool:
-        """Whether any has other objects, or another order, than when this was made."""
+        """Return True if any container has other objects, or another order, than when this object was made."""
         try:
             return any(self._empty) or not self._in_dicts.same() or not self._in_others.same()
-        except RuntimeError:  # another thread changes one just now
+        except RuntimeError:  # another thread is changing one
             return True
 
 
 class _Parts:
-    """The parts of containers that were not empty, one by one."""
+    """The parts of containers that were not empty, in order."""
 
     def __init__(self, containers: list[Any]) -> None:
         self._containers = containers
@@ -94,7 +94,7 @@ class _Parts:
         return chain(_flatten(map(dict.values, self._dicts)), _flatten(map(_values, self._mappings)))
 
     def same(self) -> bool:
-        """Whether all have the same parts, in the same order."""
+        """Return True if all have the same parts in the same order."""
         if not self._containers:
             return True
         if list(map(len, self._containers)) != self._sizes:
@@ -105,10 +105,10 @@ class _Parts:
 
 
 class Inside:
-    """What is inside of an attribute's value, of which :attr:`containers` are to be watched as a whole.
+    """The parts of an attribute's value; :attr:`containers` in it are to be watched as a whole.
 
-    :attr:`leads`: whether it leads to a module or tensor of the tree, whose ids are ``known``.
-    :attr:`tensors`: the ids of all tensors in it. :attr:`others`: what is to be watched beside :attr:`containers`, with
+    :attr:`leads` is True if the value leads to a module or tensor of the tree, whose ids are ``known``. :attr:`tensors`
+    are the ids of all tensors in it. :attr:`others` are objects to be watched beside :attr:`containers`, with their
     sizes and parts.
     """
 
@@ -123,7 +123,7 @@ class Inside:
         self._contents = Contents(self.containers)
 
     def _walk(self, value: Any, known: Container[int]) -> tuple[list[Any], int]:
-        """All containers in which something can be put or taken out, and how many parts they have together."""
+        """Return all objects in it whose parts can be exchanged, and the number of parts of all containers together."""
         todo, seen, found, count = [value], dict[int, Any](), [], 0
         while todo:
             part = todo.pop()
@@ -147,11 +147,11 @@ class Inside:
         return bool(self.leads or self.tensors or self.containers or self.others)
 
     def others_changed(self) -> bool:
-        """Whether anything changed that is no part of :attr:`containers`."""
+        """Return True if anything that is no part of :attr:`containers` has changed."""
         return any(_size(c) != size or not identical(self._look(c), parts) for c, size, parts in self.others)
 
     def changed(self) -> bool:
-        """Whether anything in it was noticed to be another than when this was made."""
+        """Return True if anything in it has visibly changed since this object was made."""
         return self._contents.changed() or self.others_changed()
 
 
@@ -160,7 +160,7 @@ def _all_parts(container: Any) -> list[Any]:
 
 
 def _ends(container: Any) -> list[Any]:
-    """The first and last parts of a container, as far as they can be had at once."""
+    """Return the first and last parts of a container, if they can be reached at once."""
     if isinstance(container, dict):
         return [*islice(container, ENDS), *islice(container.values(), ENDS)]
     if isinstance(container, list | tuple):
@@ -175,7 +175,7 @@ def _size(container: Any) -> int:
 
 
 def _sample(value: Any) -> list[Any]:
-    """Some containers inside of a value that has many, the outermost first."""
+    """Return some of the containers inside a value that has many, the outermost first."""
     todo, seen, count = deque([value]), dict[int, Any](), 0
     while todo and count < BRIEF:
         part = todo.popleft()

@@ -1,8 +1,8 @@
 """The caller's context, carried over to a worker thread.
 
-PyTorch keeps in thread-local state what a ``with`` block of the caller means: grad mode, inference mode, autocast, the
-default device, saved-tensor hooks, current streams. A worker that did not have them would silently compute something
-else than the caller's thread would. (The default dtype is the process's, not the thread's: nothing to carry.)
+PyTorch keeps the effect of a caller's ``with`` blocks in thread-local state: grad mode, inference mode, autocast, the
+default device, saved-tensor hooks, current streams. A worker without them would silently compute something else than
+the caller's thread would. (The default dtype belongs to the process, not to the thread: nothing to carry.)
 """
 
 import contextvars
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class CallerContext:
-    """What :meth:`capture` found in the calling thread, to be entered in others."""
+    """The state that :meth:`capture` found in the calling thread, to be entered in others."""
 
     grad: bool
     inference: bool
@@ -35,7 +35,7 @@ class CallerContext:
 
     @classmethod
     def capture(cls, devices: Sequence[torch.device]) -> "CallerContext":
-        """The context of the calling thread, with the current stream of each of ``devices``."""
+        """Return the context of the calling thread, with the current stream of each of ``devices``."""
         found = accelerator()
         types = ("cpu",) if found is None else ("cpu", found.type)
         return cls(
@@ -50,14 +50,15 @@ class CallerContext:
         )
 
     def run(self, call: Callable[[], T], device: torch.device) -> T:
-        """The result of ``call`` in this thread made as the caller's was, with ``device`` current.
+        """Return the result of ``call``, in this thread with the caller's state and ``device`` current.
 
-        A thread that runs one replica after another belongs to the library, so what has no ``with`` form is simply set.
+        A thread that runs one replica after another belongs to the library, so state without a ``with`` form is just
+        set.
         """
         torch.set_grad_enabled(self.grad)
         torch.set_autocast_cache_enabled(self.autocast_cache)
         for device_type, dtype, _ in self.autocast:
-            torch.set_autocast_dtype(device_type, dtype)  # also where it is off: a forward may turn it on
+            torch.set_autocast_dtype(device_type, dtype)  # even if autocast is off: a forward may turn it on
         for stream in self.streams:
             torch.accelerator.set_stream(stream)
         if device.index is not None:
@@ -74,20 +75,20 @@ class CallerContext:
         if self.inference:
             yield torch.inference_mode()
         for device_type, dtype, enabled in self.autocast:
-            if enabled or torch.is_autocast_enabled(device_type):  # a forward may have left it on in this thread
+            if enabled or torch.is_autocast_enabled(device_type):  # a forward may have left autocast on in this thread
                 yield torch.autocast(device_type, dtype, enabled, self.autocast_cache)
         if self.default_device.type != "cpu":
-            # tensors that forward makes land on the replica's own device, as on one device they land on the only one
+            # tensors made in forward are on the replica's own device, as they are on the only device without replicas
             yield device if self.default_device.type == device.type else self.default_device
         if self.saved_tensor_hooks is not None:
             yield torch.autograd.graph.saved_tensors_hooks(*self.saved_tensor_hooks)
 
 
 def _called(call: Callable[[], T]) -> T:
-    """The result of ``call``. If it raises, checkpointed segments are left in the thread that has entered them.
+    """Return the result of ``call``. If it raises, leave checkpointed segments in the thread that has entered them.
 
-    Up to PyTorch 2.11, a segment that raises stays entered until its frame is gone, and so is the error in another
-    thread. ``test_inside_a_checkpointed_segment_it_is_refused`` holds it.
+    Up to PyTorch 2.11, a segment that raises stays entered until its frame is gone, and the error keeps the frame alive
+    until another thread drops it (``test_inside_a_checkpointed_segment_it_is_refused``).
     """
     try:
         return call()
@@ -100,10 +101,10 @@ def _called(call: Callable[[], T]) -> T:
 
 
 def _saved_tensor_hooks() -> tuple[Any, Any] | None:
-    """The innermost saved-tensor hooks of this thread, but not those of activation checkpointing.
+    """Return the innermost saved-tensor hooks of this thread, but not those of activation checkpointing.
 
-    Those count the tensors of one thread in their order. Around a whole DataParallel they leave the replicas alone:
-    gradients are right, and what is to be checkpointed is the blocks inside the module.
+    Those hooks count the tensors of one thread in order. Around a whole DataParallel they leave the replicas alone:
+    gradients are right, but to save memory one has to checkpoint the blocks inside the module.
     """
     hooks: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return None if hooks is None or getattr(hooks[0], "__module__", None) == checkpoint.__name__ else hooks

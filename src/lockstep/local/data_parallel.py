@@ -3,11 +3,11 @@
 A batch goes through four phases, each a method that a subclass may override:
 
     scatter         rows of the inputs -> one share for each device
-    replicate       the network -> replicas that are up to date (the first is the network itself)
-    parallel_apply  each replica on its share, on a thread of its own
+    replicate       the network -> up-to-date replicas (the first is the network itself)
+    parallel_apply  each replica on its share, in a thread of its own
     gather          the replicas' outputs -> one output
 
-:meth:`DataParallel.step` leaves the last one out: loss and backward run in the replicas as well.
+:meth:`DataParallel.step` leaves the last phase out: the replicas compute loss and backward as well.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -37,9 +37,9 @@ from lockstep.phases import Event, Phases, Statistics
 from lockstep.wrapper import is_of_module, naming_options
 
 T = TypeVar("T", bound=Module)
-_PyTorchs: Any = torch.nn.DataParallel  # for isinstance; its annotations are not ours
+_PyTorchs: Any = torch.nn.DataParallel  # a base class for isinstance alone; its annotations differ from this class's
 
-# what is set on the wrapper itself, also where the module has an attribute of that name
+# attributes that are set on the wrapper itself, even if the module has an attribute of that name
 _OWN = frozenset(
     {"module", "dim", "device_ids", "output_device", "src_device_obj", "split", "gather_outputs", "training"}
 )
@@ -63,13 +63,13 @@ class DataParallel(_PyTorchs, Module, Generic[T]):
             replica.
 
     After ``backward`` the module's parameters have the gradients of the whole batch, as on one device. Replicas are
-    built once; what is set on the module is seen by all of them at the next use. The first replica is the module
-    itself, so state that its forward sets stays. Attributes that the wrapper does not have are the module's, to read
-    and to set: ``parallel.fc = Linear(parallel.fc.in_features, 10)`` puts a layer into the module. ``state_dict`` has
-    the keys of ``torch.nn.DataParallel``'s, and ``load_state_dict`` also takes those of the plain module. It is an
-    instance of that class, for programs that ask for one; nothing of that class runs.
+    built once; whatever is set on the module reaches all of them at the next use. The first replica is the module
+    itself, so state that its forward sets stays. Attributes that the wrapper does not have are read from the module
+    and set on it: ``parallel.fc = Linear(parallel.fc.in_features, 10)`` puts a layer into the module. ``state_dict``
+    has the keys of ``torch.nn.DataParallel``'s, and ``load_state_dict`` also takes those of the plain module. It is an
+    instance of that class, for programs that ask for one; no code of that class runs.
 
-    Communicates, for each forward, one copy of each input and output and one of each 10 MiB bucket of parameters a
+    Communicates, for each forward, one copy of each input and output, one of each 10 MiB bucket of parameters to each
     device other than the first, and the gradients of each bucket back. Raises
     :class:`~lockstep.errors.DeviceError` for a parameter or buffer that is not on the first device, by name. Stands for
     ``torch.nn.DataParallel``.
@@ -91,7 +91,7 @@ class DataParallel(_PyTorchs, Module, Generic[T]):
         split: Sequence[float] | None = None,
         gather_outputs: bool = True,
     ) -> None:
-        Module.__init__(self)  # not that of PyTorch's wrapper
+        Module.__init__(self)  # not the constructor of PyTorch's wrapper
         self.module = module
         self.dim, self.gather_outputs = dim, gather_outputs
         self._devices = all_accelerators() if device_ids is None else resolve_devices(device_ids)
@@ -118,7 +118,7 @@ class DataParallel(_PyTorchs, Module, Generic[T]):
 
     @outside_compiler
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """The module's output for the whole batch; a list of the replicas' outputs with ``gather_outputs=False``."""
+        """Return the module's output for the whole batch, or, with ``gather_outputs=False``, a list of outputs."""
         self._follow_device_ids()
         if not self._devices:
             return self.module(*scatter_gather.unmarked(inputs), **scatter_gather.unmarked(kwargs))
@@ -152,7 +152,7 @@ class DataParallel(_PyTorchs, Module, Generic[T]):
         return shares, keywords
 
     def replicate(self, module: T, device_ids: Sequence[DeviceLike]) -> list[Any]:
-        """Replicas of ``module`` for ``device_ids``; those of the own module are kept."""
+        """Return replicas of ``module`` for ``device_ids``; those of the wrapped module are kept."""
         self._follow_device_ids()
         devices = self._resolved(device_ids)
         if module is self.module and devices == self._devices[: len(devices)]:
@@ -162,7 +162,7 @@ class DataParallel(_PyTorchs, Module, Generic[T]):
     def scatter(
         self, inputs: tuple[Any, ...], kwargs: Mapping[str, Any] | None, device_ids: Sequence[DeviceLike]
     ) -> tuple[Sequence[Any], Sequence[Any]]:
-        """Positional and keyword arguments for each replica that is used."""
+        """Return the positional and keyword arguments of each replica that is used."""
         return scatter_gather.scatter_kwargs(inputs, kwargs, self._resolved(device_ids), self.dim, split=self.split)
 
     def parallel_apply(
@@ -171,28 +171,28 @@ class DataParallel(_PyTorchs, Module, Generic[T]):
         inputs: Sequence[Any],
         kwargs: Sequence[Mapping[str, Any]],
     ) -> list[Any]:
-        """Each replica's output for its share."""
+        """Return each replica's output for its share."""
         timed = [partial(forward, self._phases, index, replica) for index, replica in enumerate(replicas)]
         return workers.parallel_apply(timed, inputs, kwargs, self._resolved(self.device_ids[: len(replicas)]))
 
     def gather(self, outputs: Sequence[Any], output_device: DeviceLike) -> Any:
-        """One output out of the replicas'."""
+        """Put the replicas' outputs together into one."""
         return scatter_gather.gather(outputs, output_device, self.dim)
 
     def _follow_device_ids(self) -> None:
-        """Take over what was set as, or done to, ``device_ids``; an empty list or None runs the module as it is."""
+        """Follow changes of ``device_ids``, set or made in place; an empty list or None runs the module as it is."""
         ids = self.device_ids
         if isinstance(ids, list | tuple) and list(ids) == self._followed:
             return
         devices = [] if ids is None or (isinstance(ids, list | tuple) and not ids) else resolve_devices(ids)
         if devices:
             self.src_device_obj = devices[0]
-            if "output_device" not in vars(self):  # it began without devices
+            if "output_device" not in vars(self):  # the wrapper began without devices
                 self.output_device = _public(devices[0])
         self._devices, self._followed = devices, list(ids or ())
 
     def _resolved(self, device_ids: Sequence[DeviceLike]) -> list[torch.device]:
-        """The devices meant by ``device_ids``; the wrapper's own are known already."""
+        """Return the devices meant by ``device_ids``; those of the wrapper itself are known already."""
         if isinstance(device_ids, list) and device_ids and device_ids == self._followed[: len(device_ids)]:
             return self._devices[: len(device_ids)]
         return resolve_devices(device_ids)
@@ -208,18 +208,18 @@ class DataParallel(_PyTorchs, Module, Generic[T]):
 
     @outside_compiler
     def step(self, loss_fn: Callable[..., torch.Tensor], *batch: Any) -> torch.Tensor:
-        """Forward, loss and backward in each replica; gradients of the mean loss are left on the module.
+        """Run forward, loss and backward in each replica; leave the gradients of the mean loss on the module.
 
         Args:
-            loss_fn: ``loss_fn(output, target)``, a mean over its rows that counts each alike; a module may have
+            loss_fn: ``loss_fn(output, target)``, a mean over its rows that counts all rows alike; a module may have
                 parameters and buffers of its own. (A loss that weighs rows, by class say, divides by weights that
-                differ among the replicas: let it sum, and divide by what the whole batch weighs.)
-            batch: the module's inputs, and last the target. With one entry, ``loss_fn(output)`` is called.
+                differ among the replicas: let it sum, and divide by the weight of the whole batch.)
+            batch: the module's inputs and, last, the target. With one entry, ``loss_fn(output)`` is called.
 
         Returns the mean loss over all rows, detached, without dimensions, on the output device. Gradients are added to
         ``.grad``, as ``backward`` does, and equal those of ``loss_fn(module(*inputs), target).backward()`` on one
         device. No output is gathered, so the first device holds no more than the others. On CPU replicas, backward runs
-        on their threads, side by side. Communicates as forward does, but nothing of the outputs.
+        on their threads, side by side. Communicates as forward does, except for the outputs.
 
         >>> import torch
         >>> parallel = DataParallel(torch.nn.Linear(3, 2), device_ids=["cpu", "cpu"])
@@ -246,17 +246,17 @@ class DataParallel(_PyTorchs, Module, Generic[T]):
         target = resolve_destination(self.output_device) if self._devices else losses[0].device
         return torch.stack([copy_to(loss.detach(), target) for loss in losses]).sum()
 
-    # What people look at #
+    # Observation #
 
     def statistics(self) -> Statistics:
-        """How often each phase ran so far, and for how many seconds of the host's time."""
+        """Return how often each phase has run so far, and for how many seconds of the host's time."""
         return self._phases.statistics()
 
     def timeline(self) -> AbstractContextManager[list[Event]]:
-        """Lists the phases of every replica that end inside the ``with`` block, as they end."""
+        """List the phases of every replica that end inside the ``with`` block, as they end."""
         return self._phases.timeline()
 
-    # One module to the outside #
+    # The wrapper as the module #
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -268,7 +268,7 @@ class DataParallel(_PyTorchs, Module, Generic[T]):
         raise AttributeError(refused, name=name, obj=self)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if self._belongs_to_module(name):  # where it was read; on the wrapper it would have no effect
+        if self._belongs_to_module(name):  # set it where it was read; on the wrapper it would have no effect
             setattr(self.module, name, value)
         else:
             super().__setattr__(name, value)
@@ -280,7 +280,7 @@ class DataParallel(_PyTorchs, Module, Generic[T]):
             super().__delattr__(name)
 
     def _belongs_to_module(self, name: str) -> bool:
-        """Whether an attribute is the module's: the module has it, and the wrapper has none of that name."""
+        """Return True if the module has an attribute of that name and the wrapper has none."""
         if name in _OWN or name.startswith("_") or name in vars(self) or hasattr(type(self), name):
             return False
         slots = [vars(self).get(kind, {}) for kind in SLOTS]
@@ -288,13 +288,13 @@ class DataParallel(_PyTorchs, Module, Generic[T]):
         return module is not None and not any(name in slot for slot in slots) and hasattr(module, name)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load what ``state_dict`` of this wrapper, of ``torch.nn.DataParallel``, or of the plain module gave."""
+        """Load the ``state_dict`` of this wrapper, of ``torch.nn.DataParallel``, or of the plain module."""
         if is_of_module(state_dict, self.module):
             return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
         return super().load_state_dict(state_dict, strict=strict, assign=assign)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
-        self._replicas = None  # on devices that the module may have left, of dtypes that it may have had
+        self._replicas = None  # they may have devices and dtypes that the module no longer has
         return super()._apply(fn, recurse)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -310,7 +310,7 @@ def _device_of(module: Module) -> torch.device:
 
 
 def _public(device: torch.device) -> int | torch.device:
-    """A device as PyTorch's attributes show it: an accelerator by its index."""
+    """Return a device as PyTorch's attributes show it: an accelerator by its index."""
     return device if device.index is None else device.index
 
 
@@ -322,7 +322,7 @@ def data_parallel(
     dim: int = 0,
     module_kwargs: Mapping[str, Any] | None = None,
 ) -> Any:
-    """The output of ``module`` for ``inputs``, computed on several devices: :class:`DataParallel` as a function.
+    """Compute the output of ``module`` for ``inputs`` on several devices: :class:`DataParallel` as a function.
 
     Args:
         module: its parameters and buffers must be on the first device.
@@ -332,8 +332,8 @@ def data_parallel(
         dim: as in :class:`DataParallel`.
         module_kwargs: keyword arguments.
 
-    A module that is elsewhere is an error also where there is one device, as with PyTorch's Python function; its C++
-    one moves the module. The replicas are kept for the next call. Communicates and raises as :class:`DataParallel`
+    A module that is on another device is an error even with a single device, as in PyTorch's Python function; the C++
+    function moves the module. The replicas are kept for the next call. Communicates and raises as :class:`DataParallel`
     does. Stands for ``torch.nn.parallel.data_parallel`` and the C++ ``torch::nn::parallel::data_parallel``.
 
     >>> import torch

@@ -1,4 +1,4 @@
-"""Failures of replicas, raised in the caller's thread: as their own type, with replica and device in the message."""
+"""Failures of replicas, raised in the caller's thread with their own type; the message has replica and device."""
 
 import traceback
 from collections.abc import Callable, Sequence
@@ -12,8 +12,8 @@ from lockstep.local.exchange import ReplicaMissingError
 
 
 def raise_failures(failures: Sequence[tuple[int, BaseException]], devices: Sequence[torch.device]) -> None:
-    """Raise the first of the replicas' failures, given with their numbers, with the others in its message."""
-    causes = [f for f in failures if not isinstance(f[1], ReplicaMissingError)]  # not the consequences of another's
+    """Raise the first of the replicas' failures, which are given with replica numbers; the message lists the others."""
+    causes = [f for f in failures if not isinstance(f[1], ReplicaMissingError)]  # these follow from another's failure
     (index, error), *others = causes or failures
     where = f"in replica {index} on device {device_label(devices[index])}"
     trace = "".join(traceback.format_exception(error))
@@ -24,7 +24,7 @@ def raise_failures(failures: Sequence[tuple[int, BaseException]], devices: Seque
 
 
 class _Verbatim(str):
-    """A message whose repr is itself: KeyError shows the repr of its argument."""
+    """A message that is its own repr: KeyError shows the repr of its argument."""
 
     __slots__ = ()
 
@@ -33,10 +33,10 @@ class _Verbatim(str):
 
 
 def _rebuilt(error: BaseException, message: str) -> BaseException:
-    """An exception of the same type with a new message.
+    """Return an exception of the same type with a new message.
 
-    The constructor is the user's, and may ask for other arguments, or the type may show none of them: then the message
-    goes into a note. A :class:`ReplicaError` is what is left where nothing of the type can be made.
+    The constructor is the user's: it may ask for other arguments, or the type may not show its arguments. Then the
+    message becomes a note. If no exception of the type can be made at all, the result is a :class:`ReplicaError`.
     """
     kind, text = type(error), _Verbatim(message)
     for attempt in (lambda: kind(text), lambda: _bare(kind, text), lambda: _bare(kind, text, *error.args[1:])):
@@ -51,7 +51,7 @@ def _rebuilt(error: BaseException, message: str) -> BaseException:
 
 
 def _attempted(attempt: Callable[[], BaseException], error: BaseException) -> BaseException | None:
-    """What ``attempt`` makes, with the attributes of ``error``; None if it fails, or makes another type."""
+    """Return the result of ``attempt`` with the attributes of ``error``; None if it fails or has another type."""
     try:
         rebuilt = attempt()
         str(rebuilt)
@@ -66,7 +66,7 @@ def _attempted(attempt: Callable[[], BaseException], error: BaseException) -> Ba
 
 
 def _bare(kind: type[BaseException], *args: Any) -> BaseException:
-    """An exception whose constructor did not run."""
+    """Return an exception whose constructor was not called."""
     bare = kind.__new__(kind, *args)
     bare.args = args
     return bare

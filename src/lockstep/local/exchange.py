@@ -1,8 +1,8 @@
 """``current_replica()`` and ``Exchange``: replicas that run side by side know each other, and exchange values.
 
-:func:`current_replica` tells code inside ``forward`` which replica it runs in. Its :class:`Exchange` is a meeting of
-all replicas of one call: each gives a value and gets everybody's, in replica order. A replica that ends or fails
-before a meeting makes the others fail there, instead of waiting for ever.
+:func:`current_replica` tells code inside ``forward`` in which replica it runs. A replica's :class:`Exchange` is the
+meeting place of all replicas of one call: each gives a value and gets all values, in replica order. A replica that ends
+or fails before a meeting makes the others fail there, instead of waiting for ever.
 """
 
 import contextvars
@@ -17,11 +17,11 @@ from lockstep.local.turns import Turn
 
 
 class ReplicaMissingError(ReplicaError):
-    """A replica waits for one that has ended; the error of that one is the cause."""
+    """A replica waits for one that has ended; the error of the replica that ended is the cause."""
 
 
 class Exchange:
-    """The meetings of the replicas of one call; :attr:`used` tells whether there has been any."""
+    """The meetings of the replicas of one call; :attr:`used` is True if there has been any."""
 
     def __init__(self, count: int, turns: Sequence[Turn]) -> None:
         self._turns = turns
@@ -39,7 +39,7 @@ class Exchange:
         The n-th visit of each replica to a key is the same meeting. Raises a :class:`~lockstep.errors.ReplicaError`
         that names the replicas that ended without coming.
         """
-        with self._turns[index].given_up(), self._changed:  # who is waited for may be on the same accelerator
+        with self._turns[index].given_up(), self._changed:  # the others may be on the same accelerator
             self.used = True
             visit = self._visits[key, index] = self._visits.get((key, index), 0) + 1
             meeting = self._meetings.setdefault((key, visit), [])
@@ -55,7 +55,7 @@ class Exchange:
             return [given for _, given in sorted(meeting, key=lambda pair: pair[0])]
 
     def _check_waiting(self, key: Any, index: int, meeting: list[Any]) -> None:
-        """Raise if a replica that is missing has ended, or all that have not ended wait, some of them elsewhere."""
+        """Raise if a missing replica has ended, or if all that have not ended wait and some of them wait elsewhere."""
         came = {i for i, _ in meeting}
         missing = self._left - came
         if missing:
@@ -73,11 +73,11 @@ class Exchange:
             )
 
     def _unmet(self) -> bool:
-        """Whether nobody that waits has everybody at its meeting, so that none will go on."""
+        """Return True if no waiting replica has all others at its meeting, so that none can go on."""
         return all(len(self._meetings[place]) < self._count for place in self._waiting.values())
 
     def leave(self, index: int) -> None:
-        """Note that a replica has ended and comes to no more meetings."""
+        """Record that a replica has ended and comes to no more meetings."""
         with self._changed:
             self._left.add(index)
             self._changed.notify_all()
@@ -85,7 +85,7 @@ class Exchange:
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """Which of how many replicas the running code belongs to."""
+    """The replica that the running code belongs to, and the number of replicas."""
 
     index: int
     count: int
@@ -93,9 +93,10 @@ class Replica:
     outer: "Replica | None" = None
 
     def all_gather(self, key: Any, value: Any) -> list[Any]:
-        """Everybody's values of the meeting ``key``: of all replicas of the outermost call, in their order.
+        """Return the values that all replicas of the outermost call give for the meeting ``key``, in their order.
 
-        A replica inside of another meets its own kind first; the first of them then meets the outer one's.
+        A replica inside another one first meets the replicas of its own call; the first of them then meets the outer
+        ones.
         """
         return self._gather(key, [value])
 
@@ -112,10 +113,10 @@ _current: contextvars.ContextVar[Replica | None] = contextvars.ContextVar("locks
 
 
 def current_replica() -> Replica | None:
-    """The replica whose forward this code runs in, the innermost; None outside any, or where there is only one."""
+    """Return the innermost replica in whose forward this code runs; None outside any, or if there is only one."""
     return _current.get()
 
 
 def enter_replica(replica: Replica) -> None:
-    """Let :func:`current_replica` answer ``replica`` from now on, in a context that ends with the replica's run."""
+    """Make ``replica`` the current replica, in a context that ends with the replica's run."""
     _current.set(replica)

@@ -1,10 +1,10 @@
 """The operations of ``comm.py`` for autograd, differentiable twice and more.
 
-Each backward is one of the others, so gradients of any order flow through them:
+Each backward is one of these functions, so gradients of any order flow through them:
 
     Broadcast <-> ReduceAddCoalesced        Scatter <-> Gather
 
-:class:`GradientEdges` is what persistent replicas hang on: it moves nothing forward, and backward it is the sum.
+:class:`GradientEdges` connects persistent replicas to the network: forward moves nothing, backward sums gradients.
 """
 
 from collections import deque
@@ -18,34 +18,34 @@ from lockstep.devices import DeviceLike, resolve_destination, resolve_devices, s
 from lockstep.errors import GradientError
 from lockstep.local import comm
 
-# The engine takes ready nodes in falling order of this number, and a node gets a higher one the later it is made. Nodes
-# made once, before every forward, would always come last; with this they sum a bucket as soon as its gradients are
-# ready.
+# The engine takes ready nodes in falling order of their sequence number, and later nodes have higher numbers. Nodes
+# that are made once, before every forward, would always come last; with this number they sum a bucket as soon as its
+# gradients are ready.
 FIRST = (1 << 63) - 1
 
-# The passes of the engine that went through what an earlier backward had made under create_graph=True; the last ones,
-# since nobody tells when a pass has ended.
+# The engine's passes that went through nodes made by an earlier backward under create_graph=True; only the last ones
+# are kept, as nothing tells when a pass has ended.
 _second_order_passes: deque[int] = deque(maxlen=64)
 
 
 def _made_in_backward() -> bool:
-    """Whether the function that is applied now is part of a gradient, which itself is to be differentiated."""
+    """Return True if the function being applied is part of a gradient computation that is differentiated itself."""
     return bool(torch._C._current_graph_task_id() != -1)
 
 
 def _note_second_order(ctx: Any) -> None:
-    """Remember that the pass under way differentiates a gradient, if ``ctx`` was made in a backward."""
+    """Record that the current backward pass differentiates a gradient, if ``ctx`` was made in a backward."""
     current = torch._C._current_graph_task_id()
     if ctx.made_in_backward and current not in _second_order_passes:
         _second_order_passes.append(current)
 
 
 class Broadcast(Function):
-    """One copy of every tensor for each device: ``Broadcast.apply(devices, *tensors)``.
+    """Copy every tensor to each device: ``Broadcast.apply(devices, *tensors)``.
 
-    Returns the copies device-major: all tensors for the first device, then all for the second. Outputs of an input that
-    needs no gradient are marked non-differentiable. Backward is :class:`ReduceAddCoalesced` onto the inputs' device.
-    Communicates one copy a 10 MiB buffer and device, each way. Stands for
+    Returns the copies device-major: all tensors for the first device, then all for the second. The outputs for an input
+    that needs no gradient are marked non-differentiable. Backward is :class:`ReduceAddCoalesced` onto the inputs'
+    device. Communicates one copy for each 10 MiB buffer and device, each way. Stands for
     ``torch.nn.parallel._functions.Broadcast``.
 
     >>> import torch
@@ -58,7 +58,7 @@ class Broadcast(Function):
 
     @staticmethod
     def forward(ctx: Any, devices: Sequence[DeviceLike], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Copy."""
+        """Copy the tensors to the devices."""
         ctx.made_in_backward = _made_in_backward()
         copies = [[t.detach() for t in row] for row in comm.broadcast_coalesced(tensors, devices)]
         needed = ctx.needs_input_grad[1:]
@@ -69,7 +69,7 @@ class Broadcast(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Sum the gradients of the inputs that need one."""
+        """Sum the gradients of the inputs that need one onto their device."""
         _note_second_order(ctx)
         wanted = [i for i, needed in enumerate(ctx.needed) if needed]
         rows = range(0, len(grads), len(ctx.needed))
@@ -82,7 +82,7 @@ class ReduceAddCoalesced(Function):
     """Sum many tensors onto one device: ``ReduceAddCoalesced.apply(destination, num_inputs, *tensors)``.
 
     ``tensors`` are device-major, ``num_inputs`` for each device; the sums are taken in that order. Backward is
-    :class:`Broadcast`. Communicates one copy a 10 MiB buffer and device, each way. Stands for
+    :class:`Broadcast`. Communicates one copy for each 10 MiB buffer and device, each way. Stands for
     ``torch.nn.parallel._functions.ReduceAddCoalesced``.
 
     >>> import torch
@@ -92,7 +92,7 @@ class ReduceAddCoalesced(Function):
 
     @staticmethod
     def forward(ctx: Any, destination: DeviceLike, num_inputs: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Sum."""
+        """Sum the tensors of all devices."""
         ctx.made_in_backward = _made_in_backward()
         rows = [tensors[i : i + num_inputs] for i in range(0, len(tensors), num_inputs)]
         ctx.devices = [row[0].device for row in rows]
@@ -100,7 +100,7 @@ class ReduceAddCoalesced(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Give every summand the gradient of the sum."""
+        """Copy the gradient of each sum to its summands."""
         _note_second_order(ctx)
         return None, None, *Broadcast.apply(ctx.devices, *grads)
 
@@ -108,8 +108,8 @@ class ReduceAddCoalesced(Function):
 class Gather(Function):
     """Concatenate along a dimension onto one device: ``Gather.apply(target_device, dim, *tensors)``.
 
-    Inputs without dimensions become a vector. Backward is :class:`Scatter` with the inputs' own sizes and devices.
-    Communicates one copy an input, each way. Stands for ``torch.nn.parallel._functions.Gather``.
+    Inputs without dimensions are gathered into a vector. Backward is :class:`Scatter` with the inputs' own sizes and
+    devices. Communicates one copy for each input, each way. Stands for ``torch.nn.parallel._functions.Gather``.
 
     >>> import torch
     >>> Gather.apply("cpu", 0, torch.zeros(1), torch.ones(2))
@@ -118,7 +118,7 @@ class Gather(Function):
 
     @staticmethod
     def forward(ctx: Any, target_device: DeviceLike, dim: int, *tensors: torch.Tensor) -> torch.Tensor:
-        """Concatenate."""
+        """Concatenate the tensors."""
         ctx.made_in_backward = _made_in_backward()
         gathered = comm.gather(tensors, dim, target_device)
         ctx.scalars = tensors[0].dim() == 0
@@ -129,7 +129,7 @@ class Gather(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Give every input its part of the gradient."""
+        """Split the gradient into one part for each input."""
         _note_second_order(ctx)
         parts = Scatter.apply(ctx.devices, ctx.sizes, ctx.dim, grad)
         return None, None, *((part[0] for part in parts) if ctx.scalars else parts)
@@ -141,7 +141,7 @@ class Scatter(Function):
     ``chunk_sizes`` None splits evenly. Copies from the CPU to an accelerator run on a side stream of that device, which
     its current stream then waits for. Chunks of an input that needs a gradient may be written in place. Backward is
     :class:`Gather` to the input's device. Communicates one copy a chunk, each way. Stands for
-    ``torch.nn.parallel._functions.Scatter``.
+    :class:`Gather` to the input's device. Communicates one copy for each chunk, each way. Stands for
 
     >>> import torch
     >>> Scatter.apply(["cpu", "cpu"], None, 0, torch.arange(3))
@@ -156,7 +156,7 @@ class Scatter(Function):
         dim: int,
         tensor: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
-        """Split."""
+        """Split the tensor."""
         ctx.dim, ctx.source, ctx.made_in_backward = dim, tensor.device, _made_in_backward()
         targets = resolve_devices(devices)
         if tensor.device.type != "cpu":
@@ -172,15 +172,15 @@ class Scatter(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Put the gradients of the chunks together."""
+        """Concatenate the gradients of the chunks."""
         _note_second_order(ctx)
         return None, None, None, Gather.apply(ctx.source, ctx.dim, *grads)
 
 
 def _apart(chunks: Sequence[torch.Tensor], tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The chunks, none in the memory of a tensor that needs a gradient.
+    """Return the chunks, with copies of those that share memory with a tensor that needs a gradient.
 
-    Autograd lets nobody write to one of several views in place, as the first layer of a replica may.
+    Autograd forbids in-place writes to one of several views, which the first layer of a replica may make.
     """
     if not tensor.requires_grad:
         return tuple(chunks)
@@ -189,7 +189,7 @@ def _apart(chunks: Sequence[torch.Tensor], tensor: torch.Tensor) -> tuple[torch.
 
 
 class ReduceAdd(Function):
-    """Sum onto one device, as a step of backward: ``ReduceAdd.apply(destination, *tensors)``.
+    """Sum onto one device, as a step of a backward: ``ReduceAdd.apply(destination, *tensors)``.
 
     It has no gradient of its own, so it refuses inputs that need one (:class:`~lockstep.errors.GradientError`), and
     inputs that differ in shape or dtype (:class:`~lockstep.errors.LayoutError`, with both). Stands for the C++
@@ -202,7 +202,7 @@ class ReduceAdd(Function):
 
     @staticmethod
     def forward(ctx: Any, destination: DeviceLike, *tensors: torch.Tensor) -> torch.Tensor:
-        """Sum."""
+        """Sum the tensors."""
         needing = [i for i, needed in enumerate(ctx.needs_input_grad[1:]) if needed]
         if needing:
             raise GradientError(
@@ -213,21 +213,21 @@ class ReduceAdd(Function):
 
 
 class GradientEdges(Function):
-    """Make copies that exist already differentiable copies: ``GradientEdges.apply(copies, groups, *tensors)``.
+    """Make existing copies differentiable: ``GradientEdges.apply(copies, groups, *tensors)``.
 
-    ``copies`` hold for each replica one copy of every tensor, replica-major, and are returned as they are, now with a
-    gradient that is summed, in the order of the replicas, into the tensor's. Nothing is saved for backward, so one call
-    serves any number of backwards. A tensor whose every copy got no gradient gets none, as on one device; only in a
-    pass that differentiates a gradient (a gradient penalty) it is zero if another of its group got one, as PyTorch's
-    suite has it (``groups`` has a number for each tensor; replicas group by module). Stands for the C++
-    ``replicate_grad_edges``.
+    ``copies`` are replica-major: for each replica, one copy of every tensor. They are returned as they are, but their
+    gradients are now summed, in replica order, into the gradient of the tensor. Nothing is saved for backward, so one
+    call serves any number of backwards. A tensor gets no gradient if none of its copies got one, as on one device. Only
+    a pass that differentiates a gradient (a gradient penalty) gives it zeros if another tensor of its group got a
+    gradient, as PyTorch's test suite expects (``groups`` has a number for each tensor; replicas group by module).
+    Stands for the C++ ``replicate_grad_edges``.
     """
 
     @staticmethod
     def forward(
         ctx: Any, copies: Sequence[torch.Tensor], groups: Sequence[int], *tensors: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        """Return the copies."""
+        """Return the copies, now differentiable."""
         ctx.set_materialize_grads(False)
         ctx.groups = tuple(groups)
         ctx.shapes = [(t.shape, t.dtype) for t in tensors]
@@ -236,7 +236,7 @@ class GradientEdges(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        """Sum what came, tensors that every replica has a gradient for together."""
+        """Sum the gradients that arrived; tensors for which every replica has one are summed together."""
         count = len(ctx.groups)
         columns = [[g for g in grads[i::count] if g is not None] for i in range(count)]
         sums: list[torch.Tensor | None] = [_alone(column, ctx.source) for column in columns]
@@ -258,14 +258,14 @@ class GradientEdges(Function):
 
 
 def _alone(column: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor | None:
-    """The one gradient there is, if it lies where it is wanted: nothing to sum, nothing to move."""
+    """Return the only gradient of a column if it is on the wanted device: nothing to sum, nothing to move."""
     return column[0] if len(column) == 1 and column[0].device == device else None
 
 
 def link(
     copies: Sequence[torch.Tensor], groups: Sequence[int], tensors: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, ...]:
-    """:class:`GradientEdges` that the engine serves before everything else that is ready."""
+    """Apply :class:`GradientEdges`, with a node that the engine runs before everything else that is ready."""
     with torch.inference_mode(False), torch.enable_grad():
         linked: tuple[torch.Tensor, ...] = GradientEdges.apply(copies, groups, *tensors)
     node: Any = linked[0].grad_fn

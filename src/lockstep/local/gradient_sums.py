@@ -1,4 +1,4 @@
-"""Gradients of replicas: their sums, in replica order, and the way those reach the parameters."""
+"""Gradients of replicas: their sums, in replica order, and how the sums are added to the parameters."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,9 +11,9 @@ Gradients = dict[int, tuple[Tensor, Tensor]]  # by the id of a leaf tensor: the 
 
 
 def summed(rows: Sequence[Sequence[Tensor | None]], owned: Sequence[bool]) -> list[Tensor | None]:
-    """The sums of gradients over replicas, in their order; ``rows`` has those of each.
+    """Return the sums of gradients over replicas, in replica order; ``rows`` has one row for each replica.
 
-    A row that is ``owned`` may be written to: nobody else has its tensors.
+    A row that is ``owned`` may be written to: nothing else refers to its tensors.
     """
     totals: list[Tensor | None] = [None] * len(rows[0])
     ours = [False] * len(totals)
@@ -37,7 +37,7 @@ def summed(rows: Sequence[Sequence[Tensor | None]], owned: Sequence[bool]) -> li
 
 
 class _Delivery(Function):
-    """A node whose gradients are given: :func:`accumulate`."""
+    """A node whose backward returns gradients that were given to it; see :func:`accumulate`."""
 
     @staticmethod
     def forward(ctx: Any, gradients: list[Tensor], *tensors: Tensor) -> Tensor:
@@ -47,12 +47,12 @@ class _Delivery(Function):
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
         found = (None, *ctx.gradients)
-        ctx.gradients.clear()  # nobody else has them: they become the parameters' gradients without a copy
+        ctx.gradients.clear()  # now nothing else refers to them: they become the parameters' gradients without a copy
         return found
 
 
 def accumulate(tensors: Sequence[Tensor], gradients: list[Tensor]) -> None:
-    """Add gradients to the ``.grad`` of leaf tensors as a backward pass does, hooks and all; empties the list."""
+    """Add gradients to ``.grad`` of leaf tensors as a backward pass does, with all hooks; empties the list."""
     if tensors:
         with torch.enable_grad():
             _Delivery.apply(gradients, *tensors).backward()

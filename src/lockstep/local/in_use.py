@@ -1,10 +1,10 @@
 """Keeps track of who uses a set of replicas: forwards that want gradients, or one training step.
 
-A step puts leaves of its own into the replicas' slots. A forward beside it that wants gradients would put others there,
-or use the step's and lose its gradients. So a step's forward has the replicas alone among those, and steps come one
-after the other. Forwards without gradients wait for nobody: which tensors are in the slots is the same to them, and a
-step finds in its graph what others have put there (:mod:`~lockstep.local.replica_backward`). Nobody waits for a
-backward, in which anything may happen, a wait for another thread's evaluation too.
+A step puts leaves of its own into the replicas' slots. A simultaneous forward that wants gradients would put other
+tensors there, or use the step's and lose its gradients. So a step's forward excludes those forwards, and steps run one
+after the other. Forwards without gradients never wait: any tensors in the slots will do for them, and a step finds in
+its graph what others have put there (:mod:`~lockstep.local.replica_backward`). Nothing waits for a backward, which may
+itself wait for anything, even for another thread's evaluation.
 """
 
 import contextvars
@@ -20,7 +20,7 @@ _inside: contextvars.ContextVar[tuple[tuple["Uses", str], ...]] = contextvars.Co
 
 
 class Uses:
-    """Locks for one set of replicas; the replicas are inside of what their caller is inside of."""
+    """Locks for one set of replicas; code in the replicas counts as inside of whatever their caller is inside of."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -29,7 +29,7 @@ class Uses:
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Wait for the forward of another thread's step, if gradients are wanted; inside one it is an error."""
+        """Wait for the forward of another thread's step if gradients are wanted; raise inside a step's forward."""
         if not torch.is_grad_enabled() or self._is_inside("forward"):
             yield
             return
@@ -47,7 +47,7 @@ class Uses:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Wait for other steps; inside a use of the same replicas it is an error."""
+        """Wait for other steps; raise inside another use of the same replicas."""
         self._refuse_inside("forward")
         self._refuse_inside("step")
         with self._changed:
@@ -63,7 +63,7 @@ class Uses:
 
     @contextmanager
     def forward_of_step(self) -> Iterator[None]:
-        """Wait for forwards that want gradients, and keep them out."""
+        """Wait for forwards that want gradients, and exclude them inside the block."""
         with self._changed:
             self._changed.wait_for(lambda: not self._forwards and not self._alone)
             self._alone = True

@@ -1,9 +1,9 @@
 """Refuses parameters that a forward makes, which only one replica would have.
 
 A module may make a parameter at its first forward (``if self.weight is None: self.weight = Parameter(...)``). In
-replicas each would get a parameter of its own: of other values, and only the network's would ever be trained, with the
-gradient of its own rows. That is refused by name once the forward has ended. By then the network has its parameter, so
-that the next use is right.
+replicas, each would get a parameter of its own with other values, and only the network's would ever be trained, with
+the gradient of its own rows. That is refused by name once the forward has ended. By then the network has its parameter,
+so the next use is right.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,7 +19,7 @@ _flatten = chain.from_iterable
 
 
 class ReplicaSlots:
-    """Which parameters and submodules all replicas have; ``replicas`` has the modules of each, the root first."""
+    """The parameters and submodules that all replicas have; ``replicas`` has the modules of each, the root first."""
 
     def __init__(self, replicas: Sequence[Sequence[Module]]) -> None:
         self._roots = [modules[0] for modules in replicas]
@@ -28,18 +28,18 @@ class ReplicaSlots:
         self.look()
 
     def look(self) -> None:
-        """Take what is in the slots now for what belongs there."""
+        """Record the present contents of the slots as legitimate."""
         self._values = list(_flatten(map(dict.values, self._slots)))
 
     def forget(self) -> None:
-        """Hold no tensor any more, until the next :meth:`look`."""
+        """Drop all references to tensors until the next :meth:`look`."""
         self._values = []
 
     def check(self) -> None:
         """Raise :class:`~lockstep.errors.NotReplicableError` if forward has given a replica a parameter of its own.
 
-        What was in another slot already (weights that forward ties) and, where no gradient is wanted, a parameter in
-        the place of another are no such thing.
+        Two cases are allowed: a parameter that was in another slot already (forward ties weights), and, where no
+        gradient is wanted, a parameter that replaces another.
         """
         values = list(_flatten(map(dict.values, self._slots)))
         if identical(values, self._values):

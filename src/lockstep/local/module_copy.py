@@ -1,8 +1,8 @@
 """Whole copies of a module tree: own submodules, hooks and slots, and attributes that mean the copy's parts.
 
-A copy shares every plain attribute with its original by reference, as PyTorch's replicas do. What differs is what leads
-back into the tree: a list of layers, a bound method, a weak reference to a parent, a list of parameters. Such values
-are *translated*: rebuilt with the copy's own modules and tensors in them.
+A copy shares every plain attribute with its original by reference, as PyTorch's replicas do. The exceptions are values
+that lead back into the tree: a list of layers, a bound method, a weak reference to a parent, a list of parameters. Such
+values are *translated*: rebuilt with the copy's own modules and tensors in them.
 """
 
 import copy
@@ -21,12 +21,12 @@ from lockstep.local.parts import ATOMS, opened, refilled
 SLOTS = ("_parameters", "_buffers", "_modules")
 HOOKS = tuple(name for name, value in vars(Module()).items() if isinstance(value, dict) and name not in SLOTS)
 CACHE = "_lockstep_replica_sets"  # where a network keeps its replicas for the functional calls
-OWN = {*HOOKS, "_non_persistent_buffers_set"}  # what PyTorch keeps in every module, and no replica shares
+OWN = {*HOOKS, "_non_persistent_buffers_set"}  # kept by PyTorch in every module, and never shared with a replica
 _SCRIPTED = {"_c", "_concrete_type", "_actual_script_module", "_initializing", "_name", "forward"}  # a script's body
 
 
 def check_replicable(network: Module) -> None:
-    """Raise :class:`~lockstep.errors.NotReplicableError` for a network that cannot have replicas, with the reason."""
+    """Raise :class:`~lockstep.errors.NotReplicableError`, with the reason, for a network that cannot have replicas."""
     for name, module in network.named_modules():
         if isinstance(module, LazyModuleMixin) and hasattr(module, "_initialize_hook"):
             raise NotReplicableError(
@@ -46,9 +46,9 @@ def check_replicable(network: Module) -> None:
 
 
 class Translation:
-    """The map from a network's modules and tensors to those of one copy, and what follows from it for other values.
+    """The map from a network's modules and tensors to those of one copy, which also rebuilds other values.
 
-    :attr:`found_tensor` tells whether the last call met one of the tensors.
+    :attr:`found_tensor` is True if the last call met one of the tensors.
     """
 
     def __init__(self) -> None:
@@ -58,14 +58,14 @@ class Translation:
         self._open: set[int] = set()
 
     def add(self, original: object, counterpart: object) -> None:
-        """Let ``original`` mean ``counterpart`` in the copy. The caller keeps ``original`` alive."""
+        """Map ``original`` to ``counterpart`` in the copy. The caller keeps ``original`` alive."""
         self._counterparts[id(original)] = counterpart
 
     def __contains__(self, original: object) -> bool:
         return id(original) in self._counterparts
 
     def __call__(self, value: Any) -> Any:
-        """``value`` as the copy has it: itself, unless something in it means another thing there."""
+        """Return the copy's version of ``value``: ``value`` itself, unless a part of it has a counterpart."""
         self.found_tensor = False
         return self._translated(value)
 
@@ -91,9 +91,9 @@ class Translation:
 
 
 class ModuleCopy:
-    """One copy of a network: :attr:`root`, and its modules in the order of the network's.
+    """One copy of a network: :attr:`root`, and its modules in the same order as the network's.
 
-    It is whole after :meth:`bind` has put tensors into all slots and :meth:`set_all_attributes` has run.
+    It is complete after :meth:`bind` has put tensors into all slots and :meth:`set_all_attributes` has run.
     """
 
     def __init__(self, network: Module) -> None:
@@ -113,11 +113,11 @@ class ModuleCopy:
         self._replaced: list[tuple[Any, Any]] = []
 
     def holder(self, kind: str, index: int) -> Any:
-        """The slots of one kind of the copy's module of that number, by name."""
+        """Return the slots of one kind, by name, of the copy's module with that number."""
         return self._slots[kind][index]
 
     def bind(self, kind: str, slots: Sequence[tuple[int, str]], tensors: Iterable[torch.Tensor | None]) -> None:
-        """Put tensors into slots: ``kind`` is ``_parameters`` or ``_buffers``, a slot (module number, name)."""
+        """Put tensors into slots: ``kind`` is ``_parameters`` or ``_buffers``, a slot is (module number, name)."""
         owners = self._slots[kind]
         for (index, name), tensor in zip(slots, tensors, strict=True):
             if self._holding and (old := owners[index][name]) is not tensor:
@@ -125,10 +125,10 @@ class ModuleCopy:
             owners[index][name] = tensor
 
     def rebind_attributes(self) -> list[int]:
-        """Let attributes that hold tensors hold those that were bound instead since the last time.
+        """Update attributes that hold tensors to the tensors that were bound instead since the last call.
 
-        The copy's own values are translated, not the network's: what its forward has put beside the tensors stays.
-        Returns the numbers of the modules that have other attributes now.
+        The copy's own values are translated, not the network's, so that whatever the copy's forward has put beside the
+        tensors stays. Returns the numbers of the modules that have other attributes now.
         """
         if not self._replaced:
             return []
@@ -142,7 +142,7 @@ class ModuleCopy:
         return sorted({index for index, _ in self._holding})
 
     def set_all_attributes(self, leading: Container[tuple[int, str]] | None = None) -> None:
-        """Take over every attribute of every module of the network; see :meth:`set_attributes`."""
+        """Take over all attributes of all modules of the network; see :meth:`set_attributes`."""
         self.set_attributes(((index, attributes(module)) for index, module in enumerate(self._originals)), leading)
         for index, module in enumerate(self.modules):
             vars(module)["_former_parameters"] = FormerParameters(self._slots["_parameters"][index])
@@ -152,9 +152,10 @@ class ModuleCopy:
     def set_attributes(
         self, changes: Iterable[tuple[int, Iterable[str]]], leading: Container[tuple[int, str]] | None = None
     ) -> None:
-        """Take over attributes of the network's modules, by number; one that is gone there goes here too.
+        """Take over attributes of the network's modules, by number; one that is gone there is removed here too.
 
-        Those not in ``leading``, if it is given, are known to lead nowhere: they are the same object in the copy.
+        Attributes not in ``leading``, if that is given, are known not to lead into the tree: the copy shares the
+        object.
         """
         with self._tensors_known():
             for index, names in changes:
@@ -194,7 +195,7 @@ class ModuleCopy:
 
     @contextmanager
     def _tensors_known(self) -> Iterator[None]:
-        """Within the block, the network's tensors mean those in the copy's slots."""
+        """Map the network's tensors to those in the copy's slots inside the block."""
         self._translate.tensors = {
             id(tensor): owners[index][name]
             for kind, owners in self._slots.items()
@@ -209,7 +210,7 @@ class ModuleCopy:
 
 
 class FormerParameters(Mapping[str, torch.Tensor]):
-    """A replica's own parameters by name, as they are now, where those of PyTorch's replicas are."""
+    """A replica's own parameters by name, as they are now, under the attribute that PyTorch's replicas have."""
 
     def __init__(self, slots: Any) -> None:
         self._slots = slots
@@ -227,11 +228,11 @@ class FormerParameters(Mapping[str, torch.Tensor]):
 
 
 def _already_flat() -> None:
-    """Stands for ``flatten_parameters`` in replicas: their weights lie as the network's do, and have to stay there."""
+    """Replace ``flatten_parameters`` in replicas: their weights lie as the network's do, and must stay there."""
 
 
 class _ScriptSlots:
-    """The slots of a scripted module, which are not those of Python."""
+    """The slots of a scripted module, which are not Python dictionaries."""
 
     def __init__(self, module: torch.jit.ScriptModule, kind: str) -> None:
         self._module, self._kind = module, kind
@@ -248,7 +249,7 @@ def _slots(module: Module, kind: str) -> Any:
 
 
 def _own(value: Any, translate: Translation) -> Any:
-    """A copy of a module's hooks, with its own means of calling them; or of a set of names."""
+    """Copy a module's hooks, translated to the copy's methods; or a set of names."""
     if not value:
         return type(value)()
     if isinstance(value, dict):
@@ -257,7 +258,7 @@ def _own(value: Any, translate: Translation) -> Any:
 
 
 def attributes(module: Module) -> list[str]:
-    """The names of the instance attributes that a copy takes over; of a scripted module those of its script, too."""
+    """Return the names of the instance attributes that a copy takes over; for a scripted module also its script's."""
     if isinstance(module, torch.jit.ScriptModule):
         left_out = {*_SCRIPTED, *SLOTS, *OWN}
         own = [n for n, v in vars(module).items() if n not in left_out and not isinstance(v, torch._C.ScriptMethod)]
@@ -266,7 +267,7 @@ def attributes(module: Module) -> list[str]:
 
 
 def scripted_names(module: torch.jit.ScriptModule) -> list[str]:
-    """The names of a scripted module's attributes that are no parameters and no buffers and can be set."""
+    """Return the names of a scripted module's attributes that can be set and are not parameters or buffers."""
     if not hasattr(module, "_concrete_type"):
         return []
     kinds: dict[str, tuple[Any, bool]] = module._concrete_type.get_attributes()
@@ -275,16 +276,16 @@ def scripted_names(module: torch.jit.ScriptModule) -> list[str]:
 
 
 def _shells(module: Module) -> list[tuple[Module, Module]]:
-    """Modules paired with modules of the same class that have their own empty slots, and share all else for now."""
+    """Pair modules with new ones of the same class that have empty slots of their own and share everything else."""
     if isinstance(module, torch.jit.ScriptModule):
         return list(zip(module.modules(), copy.deepcopy(module).modules(), strict=True))
     if is_compiled(module):  # hands attributes that are set on it to the module inside
         shell = module.__new__(type(module))
         vars(shell).update(vars(module))
-    elif isinstance(module, LazyModuleMixin):  # whose own idea of a replica is an error, even once it has its shapes
+    elif isinstance(module, LazyModuleMixin):  # its own method raises, even once the module has its shapes
         shell = Module._replicate_for_data_parallel(module)
     else:
-        shell = module._replicate_for_data_parallel()  # a class may have its own idea of a replica
+        shell = module._replicate_for_data_parallel()  # a class may make its replicas itself
     for kind in ("_parameters", "_buffers"):
         vars(shell)[kind] = dict.fromkeys(vars(module)[kind])
     return [(module, shell)]

@@ -1,15 +1,15 @@
 """The values of a network's parameters on other devices, brought up to date in a few flat transfers.
 
 On the network's own device a value is the parameter's storage itself, seen through a tensor that shares its version
-counter: nothing is ever copied, and a write in the wrong moment is noticed by autograd just as on one device. On
-another device it is a view of a flat buffer that lives as long as the replicas. A transfer rewrites buffers in place,
-and counts up the versions of exactly those values whose parameter was written. So a graph that has saved another
-parameter's value goes on undisturbed, and one that has saved a changed value says so, as it would on one device.
+counter: nothing is ever copied, and autograd notices a write at the wrong moment just as on one device. On another
+device it is a view of a flat buffer that lives as long as the replicas. A transfer rewrites buffers in place, and
+increments the versions of exactly those values whose parameter was written. So a graph that has saved the value of
+another parameter goes on undisturbed, and a graph that has saved a changed value says so, as it would on one device.
 
-A write through ``.data`` leaves no trace in a version counter. So where values are sent only if they have changed,
-*checksums* tell: each bucket's bits are summed on the source, weighted by place, and all sums are read at once. That
-reads the values once and waits for the source; sending them would write them to every device. Values on the CPU are
-sent without asking, since to read them takes as long.
+A write through ``.data`` leaves no trace in a version counter. So where only changed values are sent, *checksums* tell
+which: each bucket's bits are summed on the source, weighted by place, and all sums are read at once. That reads the
+values once and waits for the source; sending them would write them to every device. Values on the CPU are always sent,
+since reading them takes as long.
 """
 
 from collections import defaultdict
@@ -23,7 +23,7 @@ from lockstep.local.comm import fill, pack, unpack
 
 
 class ParameterValues:
-    """Values of ``tensors`` (all on one device) on each of ``devices``: :meth:`on` a device, in the tensors' order."""
+    """The values of ``tensors`` (all on one device) on each of ``devices``; :meth:`on` returns them in order."""
 
     def __init__(self, tensors: Sequence[torch.Tensor], devices: Iterable[torch.device], cap_bytes: int) -> None:
         self._tensors = tensors
@@ -47,17 +47,17 @@ class ParameterValues:
 
     @property
     def travel(self) -> bool:
-        """Whether there are values on other devices."""
+        """True if there are values on other devices."""
         return bool(self._flats)
 
     def on(self, device: torch.device) -> list[torch.Tensor]:
-        """The values on one of the devices."""
+        """Return the values on one of the devices."""
         return self._values[device] if self._tensors else []
 
     def transfer(self, written: Iterable[int], *, everything: bool) -> None:
-        """Bring the values on other devices up to date: of all tensors, or of those that are others than were sent.
+        """Update the values on other devices: ``everything``, or only the buckets that differ from what was sent last.
 
-        Those that are known to be ``written`` get new versions.
+        The values of tensors known to be ``written`` get new versions.
         """
         if not self._flats:
             return
@@ -72,7 +72,7 @@ class ParameterValues:
             torch.autograd.graph.increment_version([self._values[device][i] for i in changed])
 
     def _differing(self, changed: set[int]) -> list[int]:
-        """The numbers of the buckets whose tensors are others than were sent, or may be."""
+        """Return the numbers of the buckets that differ, or may differ, from what was sent last."""
         numbers = list(range(len(self._buckets)))
         if self._source is None or self._source.type == "cpu" or not numbers:
             return numbers
@@ -84,7 +84,7 @@ class ParameterValues:
         return [i for i in numbers if written[i] or not same[i]]
 
     def _packed(self, number: int, bucket: Bucket) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """For each device what to write, and the one tensor to write there."""
+        """Return, for each device, the memory to write and the one tensor to write there."""
         members = [t.detach() for t in bucket.take(self._tensors)]
         flats = [flats[number] for flats in self._flats.values()]
         if len(members) == 1:  # nothing to pack
@@ -94,15 +94,15 @@ class ParameterValues:
 
 
 def _flat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """All of them as one tensor, so that a digest takes one pass; a single one is not copied for that."""
+    """Join tensors into one, so that a digest takes one pass; a single contiguous tensor is not copied."""
     flats = [tensor.detach().reshape(-1) for tensor in tensors]
     return flats[0] if len(flats) == 1 else torch.cat(flats)
 
 
 def _sharing_storage(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
-    """Groups of tensors that lie in one storage and fill most of it, such as the weights of a cuDNN RNN.
+    """Group tensors that lie in one storage and fill most of it, such as the weights of a cuDNN RNN.
 
-    They travel as that storage and keep their places in it: cuDNN wants its weights in one chunk, in its order.
+    They are sent as that storage and keep their places in it: cuDNN wants its weights in one chunk, in its order.
     """
     groups: dict[tuple[int, torch.dtype], list[int]] = defaultdict(list)
     for index, tensor in enumerate(tensors):

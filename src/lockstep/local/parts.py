@@ -1,7 +1,7 @@
 """Opens a value that may lead into a module tree, and builds a like value of other parts.
 
-Looked into: bound methods, partial functions, weak references, dictionaries, lists, tuples, sets, deques, dataclasses,
-and whatever derives from these. Objects of other kinds, and what a function closes over, are not.
+Values that are opened: bound methods, partial functions, weak references, dictionaries, lists, tuples, sets, deques,
+dataclasses, and subclasses of these. Objects of other kinds, and the variables that a function closes over, are not.
 """
 
 import copy
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-# values in which nothing can lead anywhere
+# values without parts that could lead into the tree
 ATOMS = (
     type(None),
     bool,
@@ -32,19 +32,19 @@ ATOMS = (
 
 
 def parts_of(value: Any) -> list[Any] | None:
-    """What may lead into the tree inside ``value``, or None for a value that is not looked into."""
+    """Return the parts of ``value`` that may lead into the tree; None for a value that is not opened."""
     found = None if isinstance(value, ATOMS) else opened(value)
     return None if found is None else found[0]
 
 
 def opens(value: Any) -> bool:
-    """Whether a value is one that is looked into."""
+    """Return True if a value is of a kind that is opened."""
     kinds = (dict, list, tuple, set, frozenset, deque, types.MethodType, functools.partial, weakref.ref)
     return isinstance(value, kinds) or (not isinstance(value, ATOMS) and is_dataclass(value))
 
 
 def opened(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
-    """What may lead into the tree inside ``value``, and how to build a like value of other parts."""
+    """Return the parts of ``value`` that may lead into the tree, and a function that rebuilds it from other parts."""
     if isinstance(value, types.MethodType):
         return [value.__self__], lambda new: types.MethodType(value.__func__, new[0])
     if isinstance(value, functools.partial):
@@ -70,7 +70,7 @@ def opened(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
 
 
 def refilled(value: Any, new: Any) -> Any:
-    """A container like ``value`` with other members, or other items."""
+    """Return a container like ``value`` with other members or items."""
     if isinstance(value, frozenset):
         return type(value)(new)
     filled = copy.copy(value)

@@ -1,19 +1,19 @@
-"""Random numbers of CPU replicas: each draws from a stream of its own.
+"""Random numbers of CPU replicas: each replica draws from a stream of its own.
 
-Replicas are threads, and PyTorch has one CPU generator for the whole process. Were it shared, which numbers a replica
-draws would depend on the others' pace; and what reads the generator's state in forward and sets it again in backward,
-as activation checkpointing does, would get another replica's numbers there: gradients of another dropout mask.
+Replicas are threads, and PyTorch has one CPU generator for the whole process. If replicas shared it, the numbers that
+one draws would depend on the pace of the others; and code that reads the generator's state in forward and restores it
+in backward, such as activation checkpointing, would get another replica's numbers: gradients of another dropout mask.
 
-So the first replica goes on in the caller's stream, and every other has a generator of its own, seeded out of the
-caller's state. Nothing of that is left to the caller but one number drawn, and only if a replica drew any. Two runs
-from one seed are alike, and a state that was read in a replica gives the same numbers wherever it is set again.
+So the first replica continues the caller's stream, and every other has a generator of its own, seeded from the caller's
+state. The only effect on the caller is one number drawn, and only if a replica drew any. Two runs from one seed are
+alike, and a state that was read in a replica gives the same numbers wherever it is restored.
 
-Three parts. *Draws*: in the threads of replicas a dispatch key is on (one that PyTorch keeps for tests, with no kernels
-of its own) whose kernels hand the thread's generator to every operation that takes one; nothing else gets slower.
-*States*: ``torch.get_rng_state`` and its like ask ``torch.random.default_generator``, which from the first use of
-replicas on is a stand-in that knows streams. *Backward*: the engine has a thread for each accelerator, so that two
-recomputations may fork the one CPU generator at the same time, and leave each other's state behind; inside a backward
-pass a fork is therefore the thread's own, whether it sets a state or a seed (as PyTorch's PowerSGD hook does).
+There are three parts. *Draws*: threads of replicas have a dispatch key switched on (one that PyTorch keeps for tests,
+without kernels of its own), whose kernels pass the thread's generator to every operation that takes one; nothing else
+gets slower. *States*: ``torch.get_rng_state`` and its like ask ``torch.random.default_generator``, which from the first
+use of replicas on is a stand-in that knows streams. *Backward*: the engine has a thread for each accelerator, so that
+two recomputations may fork the one CPU generator at the same time, and leave each other's state behind. So inside a
+backward pass a fork belongs to its thread, whether it sets a state or a seed (as PyTorch's PowerSGD hook does).
 """
 
 import threading
@@ -36,13 +36,13 @@ _WITHOUT_GENERATOR = {
     "randn_like",
     "randint_like",
 }
-"""Operations that draw in other operations, of which some overloads take no generator."""
+"""Operations that draw through other operations, and some of whose overloads take no generator."""
 _installing = threading.Lock()
-_installed: list[Any] = []  # the libraries of kernels, which live as long as this does
+_installed: list[Any] = []  # the libraries of kernels, which must live as long as the kernels
 
 
 class RandomStream:
-    """A generator that is made at its first use, out of a state of another."""
+    """A generator that is made at its first use, from the state of another one."""
 
     def __init__(self, origin: torch.Tensor, number: int, depth: int) -> None:
         self._origin, self._number, self._depth = origin, number, depth
@@ -50,7 +50,7 @@ class RandomStream:
 
     @property
     def generator(self) -> torch.Generator:
-        """The generator: the same for the same state, number and depth of nesting."""
+        """The generator; it is the same for the same state, number and depth of nesting."""
         if self._start is None:
             seeds = torch.Generator()
             seeds.set_state(self._origin)
@@ -60,26 +60,26 @@ class RandomStream:
         return self._generator
 
     def has_drawn(self) -> bool:
-        """Whether numbers were drawn from it."""
+        """Return True if numbers were drawn from the stream."""
         return self._start is not None and not torch.equal(self._start, self._generator.get_state())
 
 
 class _Fork:
-    """The stream of a thread inside a backward pass, from setting a state until the state before is set again."""
+    """The stream of a thread inside a backward pass, from setting a state until the former state is restored."""
 
     def __init__(self, generator: torch.Generator, before: torch.Tensor | None) -> None:
         self.task, self.before = torch._C._current_graph_task_id(), before
         self.generator = generator
 
     def has_ended(self) -> bool:
-        """Whether its pass is over, or the node of the graph that began it: the engine takes the key off after each."""
+        """Return True if its pass, or the node that began it, is over: the engine resets the key after each node."""
         return self.task != torch._C._current_graph_task_id() or not torch._C._dispatch_tls_is_dispatch_key_included(
             _KEY
         )
 
 
 class _Read(NamedTuple):
-    """The process's state, as a thread last read it inside a backward pass, and of which pass."""
+    """The process's state as a thread last read it inside a backward pass, and the number of that pass."""
 
     state: torch.Tensor
     task: int
@@ -87,7 +87,7 @@ class _Read(NamedTuple):
 
 class _Thread(threading.local):
     stream: RandomStream | _Fork | None = None
-    depth = 0  # how many calls of replicas this thread is inside of
+    depth = 0  # number of nested replica calls that this thread is inside of
     read: _Read | None = None
 
 
@@ -96,13 +96,13 @@ _thread = _Thread()
 
 def _current() -> RandomStream | _Fork | None:
     stream = _thread.stream
-    if isinstance(stream, _Fork) and stream.has_ended():  # before it was set back
+    if isinstance(stream, _Fork) and stream.has_ended():  # without having been restored
         _thread.stream = stream = None
     return stream
 
 
 def _read_in_this_pass() -> torch.Tensor | None:
-    """The process's state as this thread has read it in the backward pass it is in, as a fork begins with doing."""
+    """Return the process's state as this thread read it in the current backward pass: how a fork begins."""
     read = _thread.read
     return read.state if read is not None and read.task == torch._C._current_graph_task_id() else None
 
@@ -113,13 +113,13 @@ def _begin_fork(generator: torch.Generator) -> None:
 
 
 def _generator() -> torch.Generator:
-    """The generator that this thread draws from."""
+    """Return the generator that this thread draws from."""
     stream = _current()
     return torch.default_generator if stream is None else stream.generator
 
 
 class ReplicaStreams:
-    """The streams of the replicas of one call, which begins and ends in the caller's thread."""
+    """The streams of the replicas of one call; made and ended in the caller's thread."""
 
     def __init__(self, count: int) -> None:
         _install()
@@ -131,7 +131,7 @@ class ReplicaStreams:
 
     @contextmanager
     def drawing_from(self, index: int) -> Iterator[None]:
-        """Inside the block, this thread draws from a replica's stream."""
+        """Make this thread draw from a replica's stream inside the block."""
         before = _thread.stream, _thread.depth
         _thread.stream, _thread.depth = self._streams[index], self._depth
         included = torch._C._dispatch_tls_is_dispatch_key_included(_KEY)
@@ -143,13 +143,13 @@ class ReplicaStreams:
             torch._C._dispatch_tls_set_dispatch_key_included(_KEY, included)
 
     def end(self) -> None:
-        """Let the caller's stream differ from what it was before, if replicas have drawn from theirs."""
+        """Advance the caller's stream by one number if replicas have drawn from theirs: the next call must differ."""
         if any(stream is not None and stream.has_drawn() for stream in self._streams[1:]):
             torch.randint(2, (1,), generator=_generator(), device="cpu")
 
 
 class _GivenStream(RandomStream):
-    """A stream whose generator somebody else has made."""
+    """A stream around a generator that the caller has made."""
 
     def __init__(self, generator: torch.Generator) -> None:
         self._start, self._generator = generator.get_state(), generator
@@ -157,7 +157,7 @@ class _GivenStream(RandomStream):
 
 @contextmanager
 def drawing_from(generator: torch.Generator) -> Iterator[None]:
-    """Inside the block, this thread draws from ``generator`` where it would draw from the process's, on the CPU."""
+    """Make this thread draw from ``generator`` inside the block instead of the process's CPU generator."""
     _install()
     before = _thread.stream
     _thread.stream = _GivenStream(generator)
@@ -171,17 +171,17 @@ def drawing_from(generator: torch.Generator) -> Iterator[None]:
 
 
 class _DefaultGenerator:
-    """Stands for the process's CPU generator in ``torch.random``: the one that the asking thread draws from."""
+    """The stand-in for the process's CPU generator in ``torch.random``: acts on the generator of the asking thread."""
 
     def get_state(self) -> torch.Tensor:
-        """The state of this thread's stream."""
+        """Return the state of this thread's stream."""
         state = _generator().get_state()
         if _current() is None and _in_backward():
             _thread.read = _Read(state, torch._C._current_graph_task_id())
         return state
 
     def set_state(self, state: torch.Tensor) -> None:
-        """Set the state of this thread's stream; inside a backward pass, of one that lasts until it is set back."""
+        """Set the state of this thread's stream; inside a backward pass, begin a fork that ends when it is restored."""
         stream = _current()
         if isinstance(stream, _Fork) and state is stream.before:
             _thread.stream = _thread.read = None
@@ -190,11 +190,11 @@ class _DefaultGenerator:
             generator = torch.Generator()
             generator.set_state(state)
             _begin_fork(generator)
-        else:  # also where a fork ends that has neither set a state nor seeded, but drawn
+        else:  # also for a fork that ends after it has drawn, without having set a state or a seed
             _generator().set_state(state)
 
     def manual_seed(self, seed: int) -> torch.Generator:
-        """Seed this thread's stream; inside a backward pass that has read the state, one that lasts until it is set."""
+        """Seed this thread's stream; inside a backward pass that has read the state, begin a fork."""
         if _current() is None and _in_backward() and _read_in_this_pass() is not None:
             _begin_fork(torch.Generator().manual_seed(seed))
             return _generator()
@@ -209,7 +209,7 @@ def _in_backward() -> bool:
 
 
 def _install() -> None:
-    """Register the kernels and the stand-in, once in a process."""
+    """Register the kernels and the stand-in, once per process."""
     if _installed:
         return
     with _installing:
@@ -240,12 +240,12 @@ def _operation(schema: Any) -> Any:
 
 
 def _takes_tensors(schema: Any) -> bool:
-    """Whether an operation fills or reads tensors; one that only makes them calls one that fills them."""
+    """Return True if an operation takes tensors; operations that only make tensors call one that fills them."""
     return any(isinstance(argument.type, torch._C.TensorType) for argument in schema.arguments)
 
 
 def _drawing(operation: Any, place: int, by_keyword: bool) -> Callable[..., Any]:
-    """``operation``, given the thread's generator where it would take the process's."""
+    """Return ``operation`` with the thread's generator passed where it would use the process's."""
     below = torch._C._dispatch_keyset_full_after(_KEY)
 
     def draw(keys: Any, *args: Any, **kwargs: Any) -> Any:
@@ -263,9 +263,9 @@ def _drawing(operation: Any, place: int, by_keyword: bool) -> Callable[..., Any]
 
 
 def _past_modes(operation: Any) -> Callable[..., Any]:
-    """``operation``, which draws inside, and takes no generator, out of the reach of dispatch modes.
+    """Return ``operation``, which draws through others and takes no generator, so that dispatch modes do not see it.
 
-    What a mode runs is below the key of this module: the operation would draw from the process's generator.
+    A mode runs operations below the key of this module, so they would draw from the process's generator.
     """
     below = torch._C._dispatch_keyset_full_after(_KEY)
 
@@ -279,14 +279,14 @@ def _past_modes(operation: Any) -> Callable[..., Any]:
 
 
 def _is_traced() -> bool:
-    """Whether operations are recorded, and not run: modes of users, as selective checkpointing has, run them."""
+    """Return True if operations are recorded, not run; users' modes, as of selective checkpointing, do run them."""
     return torch._C._len_torch_dispatch_stack() > 0 and any(
         mode.is_infra_mode() for mode in _get_current_dispatch_mode_stack()
     )
 
 
 def _for_cpu(args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Generator | None:
-    """The thread's own generator, if it has one and the operation is on CPU tensors, and is run, not traced."""
+    """Return the thread's own generator, if it has one and the operation is on CPU tensors and is not only traced."""
     stream = _current()
     if stream is None or _is_traced():
         return None
@@ -297,5 +297,5 @@ def _for_cpu(args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Generator | N
 
 
 def _address(generator: torch.Generator) -> int:
-    """Where a generator is; kernels get wrappers of it that are made anew."""
+    """Return the address of a generator; kernels get a new wrapper of it each time."""
     return int(generator._cdata)  # type: ignore[attr-defined]

@@ -1,14 +1,15 @@
-"""Backward of CPU replicas, each on its own thread, as one backward pass over all of them would have been.
+"""Backward of CPU replicas, each in its own thread, with the result of one backward pass over all of them.
 
 The engine has one thread for the CPU, so a pass over all losses would run the replicas one after the other. Here each
-replica runs its own, which ends in leaves that only it has (:meth:`ReplicaSet.refresh` with ``leaves``). The first
-replica is the network itself; what would reach its parameters is taken off before it does. Then everything is summed in
-replica order, and given to the parameters in one pass of the engine. So whoever looks - hooks of a parameter, hooks
-where it accumulates - sees the gradient of the whole batch, once, and other threads may run backward meanwhile.
+replica runs a pass of its own, which ends in leaves that only this replica has (:meth:`ReplicaSet.refresh` with
+``leaves``). The first replica is the network itself; its gradients are captured before they reach its parameters. Then
+all gradients are summed in replica order and given to the parameters in one pass of the engine. So every observer -
+hooks of a parameter, hooks where it accumulates - sees the gradient of the whole batch, once, and other threads may run
+backward meanwhile.
 
-That is right only where the replicas' graphs have nothing in common but is seen here: an input with a graph, a buffer
-or another tensor that all replicas use and that needs a gradient, values that replicas exchanged. So the graphs are
-looked through, which takes a small part of what running them takes; where two share a node, one pass runs all of them.
+That is right only if the replicas' graphs share nothing but what is handled here. They may share more: an input with a
+graph, a buffer or another tensor that all replicas use and that needs a gradient, values that replicas exchanged. So
+the graphs are searched, which takes a small part of the time of running them; if two share a node, one pass runs all.
 """
 
 from collections.abc import Sequence
@@ -27,7 +28,7 @@ from lockstep.phases import Phases
 
 @dataclass(frozen=True, slots=True)
 class LossGraph:
-    """The nodes behind a loss; the leaf tensors in which they end; whether a reentrant checkpoint is among them."""
+    """The nodes behind a loss, the leaf tensors at their ends, and whether a reentrant checkpoint is among them."""
 
     nodes: set[Any]
     leaves: list[Tensor]
@@ -35,7 +36,7 @@ class LossGraph:
 
     @classmethod
     def of(cls, loss: Tensor) -> "LossGraph":
-        """The graph behind a loss, empty if it needs no gradient."""
+        """Return the graph behind a loss, empty if the loss needs no gradient."""
         todo = [] if loss.grad_fn is None else [loss.grad_fn]
         nodes: set[Any] = set(todo)
         ends: list[Any] = []
@@ -53,9 +54,9 @@ class LossGraph:
         return cls(nodes, leaves, any(type(node).__name__ == "CheckpointFunctionBackward" for node in nodes))
 
     def capturable(self, parameters: set[int]) -> bool:
-        """Whether gradients can be taken off before they reach the leaves.
+        """Return True if gradients can be captured before they reach the leaves.
 
-        Reentrant checkpoints refuse that. Hooks of a leaf that is no parameter would see its gradient twice.
+        Reentrant checkpoints do not allow that. Hooks of a leaf that is no parameter would see its gradient twice.
         """
         return not self.reentrant and not any(_hooked(t) for t in self.leaves if id(t) not in parameters)
 
@@ -69,8 +70,8 @@ def backward(
 ) -> Gradients:
     """Run backward for the losses of all replicas, of which the first uses ``parameters`` themselves.
 
-    Returns the gradients that were taken off before they reached a leaf; others are on the replicas' leaves. A
-    loss that needs no gradient adds nothing; if none needs one, the error is autograd's.
+    Returns the gradients that were captured before they reached a leaf; the others are on the replicas' leaves. A loss
+    that needs no gradient adds nothing; if none needs one, this raises autograd's error.
     """
     own = {id(parameter) for parameter in parameters}
     needing = [i for i, loss in enumerate(losses) if loss.requires_grad]

@@ -1,8 +1,8 @@
-"""Slots whose tensors replicas get anew: buffers, and parameters that are computed, sparse or of a class of their own.
+"""Slots for which replicas get new tensors: buffers, and parameters that are computed, sparse or of a subclass.
 
 At each use every replica starts from the network's values. It gets new tensors, never a write into one that a live
-graph may have saved. Only where no gradient is wanted and everything is on the CPU may the tensors of the last use
-serve again: those whose bits are still the network's (:class:`_Mirror`).
+graph may have saved. Only if no gradient is wanted and everything is on the CPU may the tensors of the last use serve
+again: those that still have the same bits as the network's (:class:`_Mirror`).
 """
 
 import operator
@@ -22,10 +22,10 @@ from lockstep.local.tensor_state import Layouts, addresses, layouts
 
 
 class ReplicaBuffers:
-    """The slots of ``network`` with buffers, and the ``others`` among those with parameters.
+    """The buffer slots of ``network``, and those parameter slots that are among ``others``.
 
     The first of the ``copies`` has the network's own tensors there if ``first_shares`` and it is on their device.
-    ``check`` raises an error that names a tensor that is not on the ``source`` device.
+    ``check`` raises an error naming a tensor that is not on the ``source`` device.
     """
 
     def __init__(
@@ -56,9 +56,9 @@ class ReplicaBuffers:
         self._sort(self._now())
 
     def refresh(self, *, grad: bool, always: bool) -> set[int]:
-        """Bind new tensors to the copies' slots; unless ``always``, only if the network's values are not there.
+        """Bind new tensors to the copies' slots; unless ``always``, only if the network's values are not there already.
 
-        Returns the ids of the network's tensors that are new in a slot, or gone from one, since the last time.
+        Returns the ids of the network's tensors that have entered or left a slot since the last call.
         """
         exchanged: set[int] = set()
         if not self._still_found():
@@ -83,12 +83,12 @@ class ReplicaBuffers:
         return identical(self._now(), self._found)
 
     def _still_bound(self) -> bool:
-        """Whether no forward of a replica has put another tensor into a slot."""
+        """Return True if no forward of a replica has put another tensor into a slot."""
         now = chain.from_iterable(map(operator.getitem, holders, self._names) for holders in self._in_copies)
         return all(map(operator.is_, now, chain.from_iterable(self._bound)))
 
     def _sort(self, found: list[Tensor | None]) -> None:
-        """Which tensors are in the slots, each once, and which of them is in which."""
+        """Record the tensors in the slots, each once, and the slots that each is in."""
         self._found, self._sources = found, list({id(t): t for t in found if t is not None}.values())
         numbers = {id(t): i for i, t in enumerate(self._sources)}
         self._order = [None if t is None else numbers[id(t)] for t in found]
@@ -104,7 +104,7 @@ class ReplicaBuffers:
             self._bound.append(tensors)
 
     def _link(self, rows: list[list[Tensor]], linking: list[bool]) -> None:
-        """Put differentiable copies of the tensors that need a gradient between the plain copies of the others."""
+        """Insert differentiable copies of the tensors that need a gradient between the plain copies of the others."""
         indices = [i for i, link in enumerate(linking) if link]
         tensors = [self._sources[i] for i in indices]
         copies = broadcast_coalesced(tensors, self._devices, self._cap_bytes)
@@ -114,8 +114,7 @@ class ReplicaBuffers:
                 row.insert(index, tensor)
 
     def _plain_copies(self, tensors: list[Tensor], always: bool) -> list[list[Tensor]]:
-        """New tensors for every copy; only a first replica on the network's device has the network's own, as in
-        PyTorch."""
+        """Return new tensors for every copy; as in PyTorch, a first replica shares those on the network's device."""
         sharing = [n == 0 and self._first_shares and d == self._source for n, d in enumerate(self._devices)]
         self._mirror = None
         if not always and all(device == CPU for device in self._devices) and all(map(_is_plain, tensors)):
@@ -134,7 +133,7 @@ class ReplicaBuffers:
         return rows
 
     def _own_tensors(self, tensors: list[Tensor]) -> list[Tensor]:
-        """The network's tensors for a replica: the same objects as the last time, if the data is where it was."""
+        """Return the network's tensors for a replica: the same objects as last time, unless their data has moved."""
         theirs, ours = self._shared
         laid_out = layouts(tensors)
         if not identical(tensors, theirs) or addresses(ours) != addresses(theirs) or laid_out != self._laid_out:
@@ -143,21 +142,21 @@ class ReplicaBuffers:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Whether a tensor's values are bits in the CPU's memory, all of them."""
+    """Return True if a tensor's values are all its bits, and they are in the CPU's memory."""
     kinds = (Tensor, Parameter, torch.nn.Buffer)
     return type(tensor) in kinds and tensor.layout == torch.strided and tensor.device == CPU and not tensor.is_quantized
 
 
 def _clones(tensors: list[Tensor]) -> list[Tensor]:
-    """A copy of each tensor, with memory of its own."""
-    together = getattr(torch, "_foreach_clone", None)  # not in every PyTorch
+    """Return a copy of each tensor, with memory of its own."""
+    together = getattr(torch, "_foreach_clone", None)  # not in every version of PyTorch
     if together is None or not tensors or not {Tensor, Parameter, torch.nn.Buffer}.issuperset(map(type, tensors)):
         return [t.clone() for t in tensors]
     return list(together(tensors))
 
 
 class _Mirror:
-    """The values of CPU tensors in flat pieces of memory, one a dtype, ``count`` times; :attr:`rows` are views."""
+    """The values of CPU tensors in flat memory, one piece for each dtype, ``count`` times; :attr:`rows` are views."""
 
     def __init__(self, tensors: list[Tensor], count: int) -> None:
         self._tensors, self._sizes = tensors, list(map(Tensor.numel, tensors))
@@ -175,7 +174,7 @@ class _Mirror:
         self.rows = [self._views(flats) for flats in copies]
 
     def current(self) -> bool:
-        """Whether every copy still has exactly the bits of the tensors."""
+        """Return True if every copy still has exactly the bits of the tensors."""
         if self._layouts.changed():
             return False
         now = [flat.view(torch.uint8) for flat in self._pack()]

@@ -1,8 +1,8 @@
 """The parameters in the slots of replicas, and the gradients that come back from them.
 
 A copy's parameters are made once, around values that are kept up to date (:mod:`~lockstep.local.parameters`). There are
-two sets of them, of which one is bound to the slots: *linked* ones, whose graph leads to the network's parameters, and
-*leaves*, which keep a training step's gradients until they are collected.
+two sets of them, one of which is bound to the slots: *linked* parameters, whose graph leads to the network's
+parameters, and *leaves*, which keep a training step's gradients until they are collected.
 """
 
 from collections.abc import Sequence
@@ -21,10 +21,10 @@ from lockstep.local.tensor_state import Change, Layouts, TensorSnapshot, address
 
 
 class ReplicaParameters:
-    """The parameters of ``copies`` on ``devices``, for those of a network's ``modules``.
+    """The parameters of ``copies`` on ``devices``; ``modules`` are the network's.
 
-    With ``detach`` no gradient leads from them to the network's. Slots with tensors for which that cannot be done once
-    and for all are left to others: :attr:`recopied`.
+    With ``detach``, no gradient flows from them to the network's. Slots with tensors that cannot be linked once and for
+    all are listed in :attr:`recopied` and left to :class:`~lockstep.local.replica_buffers.ReplicaBuffers`.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class ReplicaParameters:
         self._place_values()
 
     def _sort(self, modules: Sequence[Module]) -> None:
-        """Which parameters persist, with the module that owns each, and which slots get new tensors each time."""
+        """Find the parameters that persist, with the module of each, and the slots that get new tensors each time."""
         numbers: dict[int, int] = {}
         for index, module in enumerate(modules):
             for name, tensor in module._parameters.items():
@@ -64,7 +64,7 @@ class ReplicaParameters:
     # Values #
 
     def follow_network(self, *, gradients: bool) -> bool:
-        """Take the network's parameters as they are now, but for their values; False if they are other ones."""
+        """Follow all changes of the network's parameters except their values; False if new copies are needed."""
         change = self._then.change(gradients=gradients)
         if change is Change.KINDS:
             return False
@@ -76,16 +76,16 @@ class ReplicaParameters:
         return True
 
     def refresh(self, *, everything: bool, thorough: bool) -> None:
-        """Bring the values up to date: of all parameters, or of those that are others than were sent.
+        """Update the values of all parameters (``everything``), or of those that differ from what was sent last.
 
-        A copy whose forward gave a parameter other data (``p.data = ...``), which no transfer would reach, gets new
-        ones; a look that is not ``thorough`` takes it that other data is elsewhere.
+        If a copy's forward gave a parameter other data (``p.data = ...``), which no transfer would reach, all copies
+        get new parameters; unless ``thorough``, only data at another address counts as other data.
         """
-        hooked = _hooked(self._parameters) if everything else self._hooked  # they are called in backward
+        hooked = _hooked(self._parameters) if everything else self._hooked  # hooks are called in backward only
         if hooked != self._hooked or (self._bound is not None and self._bound.strayed(thorough=thorough)):
             self._hooked = hooked
             self._unbind()
-        if self._values.travel:  # else nobody asks what was written
+        if self._values.travel:  # else the list of written values is not needed
             self._values.transfer(self._then.written(), everything=everything)
 
     def _place_values(self) -> None:
@@ -96,7 +96,7 @@ class ReplicaParameters:
     # Slots #
 
     def bind(self, *, leaves: bool) -> bool:
-        """Put linked tensors, or leaves without gradients, into the copies' slots; False if they are there already."""
+        """Bind linked tensors, or leaves without gradients, to the copies' slots; return False if they already are."""
         wanted = self._leaf_rows() if leaves else self._linked_rows()
         if self._bound is wanted:
             return False
@@ -108,7 +108,7 @@ class ReplicaParameters:
 
     @property
     def bound(self) -> bool:
-        """Whether what is in the copies' slots is of use."""
+        """True if the tensors in the copies' slots are valid."""
         return self._bound is not None
 
     def _unbind(self) -> None:
@@ -118,11 +118,11 @@ class ReplicaParameters:
         if self._leaves is None:
             self._leaves = _Rows([self._new(device, requires_grad=True) for device in self._devices])
         for leaf in chain(*self._leaves.rows):
-            leaf.grad = None  # of a step that failed halfway
+            leaf.grad = None  # left by a step that failed halfway
         return self._leaves
 
     def _linked_rows(self) -> "_Rows":
-        """Parameters for every copy, differentiable, linked bucket by bucket, late layers first."""
+        """Return differentiable parameters for every copy, linked bucket by bucket, late layers first."""
         if self._linked is not None:
             return self._linked
         rows = [self._new(device, requires_grad=False) for device in self._devices]
@@ -148,10 +148,10 @@ class ReplicaParameters:
     # Gradients #
 
     def take_gradients(self, captured: Gradients) -> tuple[list[Tensor], list[Tensor]]:
-        """The network's parameters that have gradients, and the sums of those, in replica order.
+        """Return the network's parameters that have gradients, and their sums in replica order.
 
-        They are taken off the copies' leaves, and out of ``captured``, which may have some of the network's own
-        parameters and of the leaves.
+        The gradients are taken from the copies' leaves, and out of ``captured``, which may contain gradients of the
+        network's own parameters and of the leaves.
         """
         rows: list[list[Tensor | None]] = [[captured.pop(id(p), (p, None))[1] for p in self._parameters]]
         owned = [False]
@@ -168,7 +168,7 @@ class ReplicaParameters:
 
 
 class _Rows:
-    """Parameters of all copies, a row for each, and where they were when they were made."""
+    """Parameters of all copies, one row for each copy, with their addresses and layouts when they were made."""
 
     def __init__(self, rows: list[list[Tensor]]) -> None:
         self.rows = rows
@@ -176,16 +176,16 @@ class _Rows:
         self._addresses, self._layouts = addresses(self._tensors), Layouts(self._tensors)
 
     def strayed(self, *, thorough: bool) -> bool:
-        """Whether any has other data now; if not ``thorough``, data elsewhere."""
+        """Return True if any parameter has other data now; unless ``thorough``, only other addresses count."""
         return addresses(self._tensors) != self._addresses or (thorough and self._layouts.changed())
 
 
 def _hooked(parameters: Sequence[Tensor]) -> list[int]:
-    """The numbers of those with gradient hooks. Each is linked alone: a node that runs calls the hooks of all its
-    parameters, with None for those that got no gradient."""
+    """Return the numbers of the parameters with gradient hooks. Each is linked alone: a node that runs calls the hooks
+    of all its parameters, with None for those that got no gradient."""
     return [i for i, parameter in enumerate(parameters) if parameter._backward_hooks]
 
 
 def _persists(tensor: Tensor) -> bool:
-    """Whether copies of a parameter can be linked once and for all: it is a leaf, dense, and a plain tensor."""
+    """Return True if copies of a parameter can be linked once and for all: it is a leaf, dense, and a plain tensor."""
     return tensor.is_leaf and tensor.layout == torch.strided and type(tensor) in (Parameter, Tensor)

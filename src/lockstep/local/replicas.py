@@ -1,20 +1,20 @@
-"""Replicas of a network that are built once and then only kept up to date.
+"""Replicas of a network that are built once and then kept up to date.
 
-A :class:`ReplicaSet` holds one whole copy of the module tree for each device (:mod:`~lockstep.local.module_copy`). Each
-use begins with :meth:`ReplicaSet.refresh`, which goes through the following, in this order:
+A :class:`ReplicaSet` holds one complete copy of the module tree for each device (:mod:`~lockstep.local.module_copy`).
+Each use begins with :meth:`ReplicaSet.refresh`, which takes the following steps, in this order:
 
-1. *Notice.* One pass over the network (:mod:`~lockstep.local.changes`). Other submodules or parameters, or data that is
-   elsewhere: build everything anew. Otherwise carry over the attributes and hooks that were set since the last use, and
-   give up what the forward of another replica than the first has set, but for what the first one's sets, too.
-2. *Parameters.* On the network's device replicas use the parameters' own storage. On others the values are brought up
-   to date in flat transfers (:mod:`~lockstep.local.parameters`): always if a gradient is wanted; otherwise those that
-   are others than were sent.
+1. *Notice.* One pass over the network (:mod:`~lockstep.local.changes`). If submodules or parameters were replaced, or
+   their data has moved, build everything anew. Otherwise carry over the attributes and hooks that were set since the
+   last use, and reset attributes that only the forward of a replica other than the first has set.
+2. *Parameters.* Replicas on the network's device use the parameters' own storage. On other devices the values are
+   brought up to date in flat transfers (:mod:`~lockstep.local.parameters`): all of them if a gradient is wanted,
+   otherwise those that differ from what was sent last.
 3. *Buffers.* A replica gets new tensors with the network's values (:mod:`~lockstep.local.replica_buffers`).
 
-The replicas' parameters are made differentiable once, by one :class:`~lockstep.local.functions.GradientEdges` a
-bucket. Those nodes save nothing, so they serve every backward, each summing its bucket into the network's parameters
-as soon as its last gradient is there. For :meth:`ReplicaSet.collect_gradients` the replicas have *leaves* in their
-slots instead.
+The replicas' parameters are made differentiable once, by one :class:`~lockstep.local.functions.GradientEdges` for each
+bucket. These nodes save nothing, so they serve every backward; each sums its bucket into the network's parameters as
+soon as the bucket's last gradient is there. For :meth:`ReplicaSet.collect_gradients` the replicas have *leaves* in
+their slots instead.
 """
 
 import threading
@@ -41,7 +41,7 @@ from lockstep.phases import Phases
 
 
 def replicate(network: Module, devices: Sequence[DeviceLike], detach: bool = False) -> list[Module]:
-    """One replica of a network for each device, whose gradients sum into the network's parameters.
+    """Return one replica of a network for each device, whose gradients are summed into the network's parameters.
 
     Args:
         network: a module whose parameters and buffers are all on one device.
@@ -49,10 +49,11 @@ def replicate(network: Module, devices: Sequence[DeviceLike], detach: bool = Fal
         detach: give the replicas plain copies, without gradients to the network.
 
     The replicas of a network for the same devices are built once; every later call returns the same modules, brought
-    up to date with whatever was set on the network since. Those for the two device lists that were used last are kept.
+    up to date with whatever was set on the network since. The replicas for the two device lists used last are kept.
     On the network's own device they share its parameters' storage, and the first of them its buffers too. Raises
     :class:`~lockstep.errors.NotReplicableError` for lazy modules that have no shapes yet and for scripted modules with
-    Python children. Communicates one copy a 10 MiB bucket and other device. Stands for ``torch.nn.parallel.replicate``.
+    Python children. Communicates one copy for each 10 MiB bucket and other device. Stands for
+    ``torch.nn.parallel.replicate``.
 
     >>> import torch
     >>> network = torch.nn.Linear(2, 1)
@@ -70,7 +71,7 @@ def replicate(network: Module, devices: Sequence[DeviceLike], detach: bool = Fal
 
 
 def require_on(network: Module, device: torch.device) -> None:
-    """Raise :class:`~lockstep.errors.DeviceError`, naming the first parameter or buffer that is not on ``device``."""
+    """Raise :class:`~lockstep.errors.DeviceError` naming the first parameter or buffer that is not on ``device``."""
     for kind, named in (("parameter", network.named_parameters()), ("buffer", network.named_buffers())):
         for name, tensor in named:
             if tensor.device != device:
@@ -80,21 +81,21 @@ def require_on(network: Module, device: torch.device) -> None:
                 )
 
 
-KEPT = 2  # how many sets of replicas a network keeps for the functional calls: for a whole batch, and for the last one
+KEPT = 2  # sets of replicas that a network keeps for the functional calls: for a whole batch, and for the last one
 
 
 class _Cache(dict[Any, Any]):
-    """What is kept on a network for the functional calls. Its copies and pickles have an empty dict there."""
+    """Replica sets kept on a network for the functional calls. Copies and pickles of the network have an empty dict."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> dict[Any, Any]:
         return {}
 
     def __reduce__(self) -> tuple[type[dict[Any, Any]], tuple[()]]:
-        return dict, ()  # no class of ours: a pickled network loads where there is no lockstep
+        return dict, ()  # no class of this library: a pickled network loads without lockstep, too
 
 
 def cached(network: Module, key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
-    """What ``make`` made for this very network and ``key`` before, or makes now."""
+    """Return the object that ``make`` made before for this very network and ``key``; else make and keep it."""
     cache = vars(network).get(CACHE)
     if not isinstance(cache, _Cache) or cache.get("owner") != id(network):
         cache = vars(network)[CACHE] = _Cache(owner=id(network))  # also where copy.copy shared the original's
@@ -133,14 +134,15 @@ class ReplicaSet:
         self._built: _Built | None = None
 
     def refresh(self, *, leaves: bool = False) -> list[Module]:
-        """The replicas, up to date with the network; with ``leaves`` as :meth:`collect_gradients` needs them."""
+        """Return the replicas, up to date with the network; ``leaves``: as :meth:`collect_gradients` needs them."""
         enabled = torch.is_grad_enabled()
         with self._lock, self._phases.phase("refresh"), torch.inference_mode(False), torch.no_grad():
             if self._built is None or not self._built.follow_network(gradients=enabled):
-                self._built = None  # before there are new ones: old links keep a graph to parameters of another shape
+                self._built = None  # before new ones are made: old links keep a graph to parameters of another shape
                 self._built = self._build()
             else:
-                # the replicas of callers, who run them on their own, are gone through in brief without gradients
+                # callers run the replicas of ``replicate`` on their own: without gradients, a brief look is enough for
+                # these
                 self._built.parameters.refresh(everything=enabled, thorough=enabled or self._network_first)
             self._built.bind(leaves=leaves, grad=enabled and not self._detach, always=enabled)
             return ([self.network] if self._network_first else []) + [copy.root for copy in self._built.copies]
@@ -156,10 +158,10 @@ class ReplicaSet:
             return built
 
     def after_forward(self) -> None:
-        """Look at what a forward has left behind.
+        """Look at the attributes and hooks that a forward has set.
 
         Attributes that the network's own forward has set stay its own: the next refresh does not carry them over, and
-        lets each replica keep its own. It does carry over hooks: one that removes itself at its first call must be gone
+        lets each replica keep its own. Hooks are carried over: one that removes itself at its first call must be gone
         from every replica.
         """
         with self._lock:
@@ -167,28 +169,26 @@ class ReplicaSet:
                 self._built.keep_what_forward_set()
 
     def check_slots(self) -> None:
-        """Raise :class:`~lockstep.errors.NotReplicableError` if a forward has made a parameter, which only one replica
-        has."""
+        """Raise :class:`~lockstep.errors.NotReplicableError` if a forward has made a parameter in one replica."""
         with self._lock:
             if self._built is not None:
                 self._built.slots.check()
 
     def collect_gradients(self) -> None:
-        """Add the gradients on the replicas' leaves to the network's, in replica order, and take them off the
-        leaves."""
+        """Move the gradients from the replicas' leaves to the network's parameters, added in replica order."""
         accumulate(*self.take_gradients({}))
 
     def take_gradients(self, captured: Gradients) -> tuple[list[Tensor], list[Tensor]]:
-        """The network's parameters that have gradients, and the sums of those, in replica order.
+        """Return the network's parameters that have gradients, and their sums in replica order.
 
-        They are taken off the replicas' leaves, and out of ``captured``, which may have some of the network's own
-        parameters and of the leaves.
+        The gradients are taken from the replicas' leaves, and out of ``captured``, which may contain gradients of the
+        network's own parameters and of the leaves.
         """
         return ([], []) if self._built is None else self._built.parameters.take_gradients(captured)
 
 
 class _Built:
-    """What is built at once for a network: a copy for each device, and what the network was like."""
+    """Everything that is built at once for a network: a copy for each device, and a snapshot of the network."""
 
     def __init__(
         self, network: Module, devices: Sequence[torch.device], network_first: bool, detach: bool, cap_bytes: int
@@ -214,11 +214,11 @@ class _Built:
         for copy in self.copies:
             copy.set_all_attributes(leading)
         self._of_copies = CopyAttributes([copy.modules for copy in self.copies])
-        self._kept: set[tuple[int, str]] = set()  # attributes that forward sets, of which every replica has its own
+        self._kept: set[tuple[int, str]] = set()  # attributes set by forward, of which every replica has its own
         self.slots = ReplicaSlots(([modules] if network_first else []) + [copy.modules for copy in self.copies])
 
     def follow_network(self, *, gradients: bool) -> bool:
-        """Carry over changed attributes; False if the copies are stale as a whole."""
+        """Carry over changed attributes; return False if the copies as a whole are stale."""
         if self._structure.changed():
             return False
         if not self.parameters.follow_network(gradients=gradients):
@@ -234,13 +234,13 @@ class _Built:
         return True
 
     def bind(self, *, leaves: bool, grad: bool, always: bool) -> None:
-        """Put parameters and buffers into the copies' slots; attributes that hold them follow.
+        """Put parameters and buffers into the copies' slots; update attributes that hold them.
 
-        Buffers are differentiable copies with ``grad``, and new ones ``always``, or only if the network's values are
-        not there.
+        Buffers are differentiable copies with ``grad``. They are new tensors if ``always``; otherwise only if the slots
+        do not have the network's values already.
         """
         if not self.parameters.bound:
-            self.slots.forget()  # old links keep a graph to what the parameters were
+            self.slots.forget()  # old links keep a graph to the former parameters
         bound_anew = self.parameters.bind(leaves=leaves)
         self._rebind_attributes()
         exchanged = self._buffers.refresh(grad=grad, always=always)
@@ -251,12 +251,12 @@ class _Built:
             self.slots.look()
 
     def keep_what_forward_set(self) -> None:
-        """Let attributes that the network has now and had not before be each replica's own."""
+        """Let attributes that forward has just set on the network belong to each replica itself."""
         if self._attributes.changed():
             self._kept.update(_pairs(self._attributes.disregard()))
 
     def _carry_over(self, changes: list[tuple[int, list[str]]]) -> None:
-        """Set attributes of the network in every copy."""
+        """Set changed attributes of the network in every copy."""
         leading = self._attributes.leading
         numbers = [index for index, _ in changes]
         for number, copy in enumerate(self.copies):
@@ -264,7 +264,7 @@ class _Built:
             self._of_copies.look_again(number, numbers)
 
     def _give_up_strays(self) -> None:
-        """Set attributes anew that only a forward of a copy has set: else they could not be reset on the network."""
+        """Reset attributes that only a copy's forward has set: setting them on the network would not be noticed."""
         for number, changes in self._of_copies.take_changes():
             strays = [(i, [name for name in names if (i, name) not in self._kept]) for i, names in changes]
             self.copies[number].set_attributes(strays, self._attributes.leading)

@@ -1,8 +1,8 @@
 """Splits nested inputs over devices, and puts nested outputs together.
 
 All tensors of a call are split by one plan, so that row ``i`` of one leaf and row ``i`` of another go to the same
-replica. Two kinds of tensors are not rows of the batch: one that is marked by :func:`shared` goes whole to every
-replica, and one that has as many rows as there are replicas, beside a larger batch, gives each of them one.
+replica. Two kinds of tensors are not rows of the batch: a tensor marked by :func:`shared` goes whole to every
+replica, and a tensor with as many rows as there are replicas, beside a larger batch, gives one row to each.
 """
 
 import warnings
@@ -35,9 +35,9 @@ def scatter(
             one row to each.
         split: weights, one for each device; None splits evenly.
 
-    Returns one nested value for each replica used: one a device, or fewer if there are fewer rows. Communicates one
-    copy a tensor and device. Raises :class:`~lockstep.errors.LayoutError` for tensors that disagree in their size along
-    ``dim``, naming both. Stands for ``torch.nn.parallel.scatter``.
+    Returns one nested value for each replica used: one for each device, or fewer if there are fewer rows. Communicates
+    one copy for each tensor and device. Raises :class:`~lockstep.errors.LayoutError` for tensors that disagree in their
+    size along ``dim``, naming both. Stands for ``torch.nn.parallel.scatter``.
 
     >>> import torch
     >>> scatter({"x": torch.arange(3), "flag": True}, ["cpu", "cpu"])
@@ -57,13 +57,13 @@ class Shared:
 
 
 def shared(value: Any) -> Any:
-    """Mark tensors among the inputs of ``DataParallel`` as no rows of the batch: each replica gets them whole.
+    """Mark tensors among the inputs of ``DataParallel`` that are not rows of the batch: each replica gets them whole.
 
     Args:
         value: a tensor, such as an attention mask of (T, T) or class weights, or a nested value of them.
 
     Returns a value to pass in place of ``value``, to a ``DataParallel`` or one of the calls of this module; the network
-    sees tensors. Communicates one copy a tensor and device; on its own device all replicas see the same memory.
+    sees tensors. Communicates one copy for each tensor and device; on its own device all replicas see the same memory.
     Gradients are summed over the replicas.
 
     >>> import torch
@@ -74,7 +74,7 @@ def shared(value: Any) -> Any:
 
 
 def unmarked(value: Any) -> Any:
-    """The nested value with what :func:`shared` has marked as plain tensors; itself if there is none."""
+    """Return the nested value with plain tensors in place of marked ones; ``value`` itself if nothing is marked."""
     tree = Tree(value, "inputs")
     if not any(isinstance(leaf.value, Shared) for leaf in tree.leaves):
         return value
@@ -89,7 +89,7 @@ def scatter_kwargs(
     *,
     split: Sequence[float] | None = None,
 ) -> tuple[tuple[tuple[Any, ...], ...], tuple[dict[str, Any], ...]]:
-    """:func:`scatter` for positional and keyword arguments, by one plan for both.
+    """Do :func:`scatter` for positional and keyword arguments, by one plan for both.
 
     Returns a tuple of positional and a tuple of keyword arguments for each replica used. Stands for
     ``torch.nn.parallel.scatter_gather.scatter_kwargs``.
@@ -109,7 +109,7 @@ def scatter_arguments(
     dim: int,
     split: Sequence[float] | None,
 ) -> tuple[list[tuple[tuple[Any, ...], dict[str, Any]]], list[int] | None]:
-    """The arguments for each replica used, and how many rows each got (None if there is nothing to split)."""
+    """Return the arguments of each replica used, and the number of rows of each (None if there is nothing to split)."""
     return _scatter(Tree(_Arguments(tuple(inputs), dict(kwargs or {})), ""), targets, dim, split)
 
 
@@ -153,7 +153,7 @@ _looked_into: "weakref.WeakSet[type]" = weakref.WeakSet()
 
 
 def _look_into(leaf: Leaf) -> None:
-    """Warn, once for each type, of an object that goes whole to each replica though it holds tensors."""
+    """Warn, once for each type, about an object that goes whole to each replica although it holds tensors."""
     kind = type(leaf.value)
     if kind in _looked_into:
         return
@@ -168,9 +168,9 @@ def _look_into(leaf: Leaf) -> None:
 
 
 def _holds_tensors(value: Any) -> bool:
-    """Whether an object has tensors among its attributes, in containers and other objects there, too.
+    """Return True if an object has tensors among its attributes, or in containers and other objects there.
 
-    Not those of modules, nor parameters, which are no part of a batch; nor what functions close over.
+    Not counted are tensors of modules and parameters, which are no part of a batch, and variables of closures.
     """
     seen: set[int] = set()
     waiting = [value]
@@ -186,12 +186,12 @@ def _holds_tensors(value: Any) -> bool:
 
 
 _AT_MOST = 1000
-"""Objects inside of one that are looked at."""
+"""The largest number of objects inside one that are looked at."""
 _NOT_LOOKED_INTO = (type, ModuleType, FunctionType, MethodType, BuiltinFunctionType, torch.nn.Module, str, bytes, int)
 
 
 def _parts(value: Any) -> list[Any]:
-    """What a container holds, and an object's attributes."""
+    """Return the members of a container, and the attributes of an object."""
     parts = list(getattr(value, "__dict__", {}).values())
     parts += [getattr(value, name, None) for kind in type(value).__mro__ for name in _slots(kind)]
     if isinstance(value, dict | list | tuple | set | frozenset | deque):
@@ -205,9 +205,9 @@ def _slots(kind: type) -> Sequence[str]:
 
 
 def _rows(leaves: Sequence[Leaf], dim: int, replicas: int) -> int | None:
-    """The size along ``dim`` of the tensors that are split as the batch; None if there is no tensor to split.
+    """Return the size along ``dim`` of the tensors that are split as the batch; None if there is no tensor to split.
 
-    All tensors must agree on it, but those that have one row for each replica beside a batch that has more.
+    All tensors must agree on it, except those that have one row for each replica beside a batch that has more.
     """
     split: list[tuple[str, torch.Tensor]] = []
     for path, value in leaves:
@@ -246,10 +246,11 @@ def _without_rows(path: str, value: torch.Tensor) -> str:
 
 
 def split_sizes(rows: int, parts: int, weights: Sequence[float] | None = None) -> list[int]:
-    """Rows for each replica used: in proportion to ``weights``, at least one each, the first replicas if there are few.
+    """Return the number of rows of each replica used, in proportion to ``weights``, and at least one each.
 
-    Without weights sizes differ by at most one. Raises :class:`~lockstep.errors.LayoutError` for weights that are not
-    positive and :class:`~lockstep.errors.LengthError` if there is not one for each device.
+    If there are fewer rows than devices, only the first replicas are used. Without weights, sizes differ by at most
+    one. Raises :class:`~lockstep.errors.LayoutError` for weights that are not positive and
+    :class:`~lockstep.errors.LengthError` unless there is one weight for each device.
 
     >>> split_sizes(9, 8), split_sizes(9, 2, [2, 1]), split_sizes(1, 2)
     ([2, 1, 1, 1, 1, 1, 1, 1], [6, 3], [1])
@@ -272,16 +273,16 @@ def split_sizes(rows: int, parts: int, weights: Sequence[float] | None = None) -
 
 
 def gather(outputs: Sequence[Any], target_device: DeviceLike, dim: int = 0) -> Any:
-    """Put the replicas' nested outputs together on one device.
+    """Put the nested outputs of the replicas together on one device.
 
     Args:
         outputs: one nested value for each replica, of one structure.
         target_device: any device; ``-1`` and ``"cpu"`` mean the CPU.
         dim: the dimension along which tensors are concatenated. Tensors without dimensions become a vector.
 
-    Leaves that are no tensors come back once if they are equal on all replicas (NaN is), else as a list in replica
-    order. Communicates one copy a tensor and device. Raises :class:`~lockstep.errors.StructureError` if the replicas'
-    outputs have different structures, naming the place. Stands for ``torch.nn.parallel.gather``.
+    Leaves that are not tensors come back once if they are equal on all replicas (NaN equals NaN), else as a list in
+    replica order. Communicates one copy for each tensor and device. Raises :class:`~lockstep.errors.StructureError` if
+    the replicas' outputs have different structures, naming the place. Stands for ``torch.nn.parallel.gather``.
 
     >>> import torch
     >>> gather([{"y": torch.zeros(1), "n": 1}, {"y": torch.ones(2), "n": 2}], "cpu")
@@ -316,7 +317,7 @@ def _concatenate(outputs: list[torch.Tensor], target: torch.device, dim: int, pa
 
 
 def _align(nodes: Sequence[Node | None]) -> list[Node] | None:
-    """The opened containers with their children in one order, or None if they do not have the same children."""
+    """Return the opened containers with their children in one order; None unless all have the same children."""
     first = nodes[0]
     if first is None:
         return None
@@ -346,28 +347,28 @@ def _differing(outputs: list[Any], nodes: Sequence[Node | None], path: str) -> s
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Whether two leaves are equal, for any type: arrays by all their elements, NaN to NaN, and never an exception."""
+    """Return True if two leaves are equal: arrays in all elements, NaN equal to NaN; never raises, for any type."""
     if one is other:
         return True
     if type(one) is not type(other):
         return False
-    if type(one) in (list, tuple):  # what a registered type keeps beside its children
+    if type(one) in (list, tuple):  # the context that a registered type keeps beside its children
         return len(one) == len(other) and all(map(_same, one, other))
-    if getattr(one, "shape", None) != getattr(other, "shape", None):  # arrays would be broadcast
+    if getattr(one, "shape", None) != getattr(other, "shape", None):  # comparing arrays would broadcast
         return False
     try:
         equal = one == other
         if isinstance(one, complex):
             equal = equal or (_same(one.real, other.real) and _same(one.imag, other.imag))
-        elif not isinstance(equal, bool) or not equal:  # NaN is another than itself, and the same on every replica
+        elif not isinstance(equal, bool) or not equal:  # NaN is not equal to itself, but is the same on every replica
             equal = equal | ((one != one) & (other != other))
         return bool(equal.all() if hasattr(equal, "all") else equal)
-    except Exception:  # a user's __eq__ may raise anything; what cannot be compared is not known to be equal
+    except Exception:  # a user's __eq__ may raise anything; values that cannot be compared do not count as equal
         return False
 
 
 def move(value: Any, device: DeviceLike) -> Any:
-    """The nested value with every tensor on ``device``, differentiably; itself if all are there already."""
+    """Move every tensor of a nested value to ``device``, differentiably; return ``value`` if all are there already."""
     target = resolve_device(device)
     if all(tensor.device == target for tensor in tensors_in(value)):
         return value

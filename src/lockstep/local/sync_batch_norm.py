@@ -1,4 +1,4 @@
-"""Batch normalisation over the whole batch, not over each replica's rows of it."""
+"""Batch normalisation over the whole batch rather than each replica's rows of it."""
 
 import copy
 import itertools
@@ -26,14 +26,14 @@ _CHECKPOINTED = (
 
 
 class SyncBatchNorm(_BatchNorm):
-    """Batch normalisation whose statistics, in training, are those of all replicas' rows together.
+    """Batch normalisation whose statistics, in training, are taken over the rows of all replicas together.
 
     Arguments and buffers are those of ``torch.nn.BatchNorm1d``; inputs have shape (N, C) or (N, C, ...). Inside
     :class:`~lockstep.DataParallel` every replica gets the same mean and variance as one device would with the whole
     batch, forward and backward, and the same running statistics. Outside, and in ``eval()``, it is plain batch
     normalisation. Communicates, in training, count, mean and variance (2 C + 1 numbers) from each replica to each
-    other. Every replica must call the same of these modules in the same order; one that does not is an error in all.
-    Inside of another DataParallel, statistics are those of all rows of the outermost. In a checkpointed segment of a
+    other. Every replica must call the same of these modules in the same order; if one does not, all raise an error.
+    Inside another DataParallel, statistics are over all rows of the outermost one. In a checkpointed segment of a
     replica it is an error (:class:`~lockstep.errors.NotReplicableError`); around the whole DataParallel it is right.
     Stands for ``torch.nn.SyncBatchNorm``, which needs a process group.
 
@@ -48,18 +48,18 @@ class SyncBatchNorm(_BatchNorm):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._meeting = next(_numbers)  # a replica has its original's number: they meet under it
+        self._meeting = next(_numbers)  # replicas meet under their original's number
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._meeting = next(_numbers)  # a copy or what was pickled is a layer of its own
+        self._meeting = next(_numbers)  # a copied or unpickled layer meets on its own
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2:
             raise LayoutError(f"expected an input of shape (N, C) or (N, C, ...), got {tuple(input.shape)}")
 
     def forward(self, input: Tensor) -> Tensor:
-        """Normalise, with the statistics of all replicas' rows."""
+        """Normalise the input with the statistics of all replicas' rows."""
         self._check_input_dim(input)
         replica = current_replica()
         if not (self.training or self.running_mean is None):
@@ -83,7 +83,7 @@ class SyncBatchNorm(_BatchNorm):
         return (wide * scale.view(shape) + shift.view(shape)).to(input.dtype)
 
     def _refuse_checkpoint(self) -> None:
-        """Raise inside a checkpointed segment: its recomputation is of one replica, and has no others to meet."""
+        """Raise inside a checkpointed segment: it is recomputed for one replica, with no other replicas to meet."""
         frame: FrameType | None = sys._getframe(1)
         while frame is not None:
             if frame.f_globals.get("__name__") == checkpoint.__name__:
@@ -92,14 +92,14 @@ class SyncBatchNorm(_BatchNorm):
         self._met_without_graph = not torch.is_grad_enabled()
 
     def _refuse_recomputation(self) -> None:
-        """Raise in a backward pass that runs again what replicas ran without a graph: another kind of checkpoint."""
+        """Raise if a backward pass runs again what replicas ran without a graph: it is another kind of checkpoint."""
         in_backward = torch._C._current_graph_task_id() != -1
         if in_backward and self._met_without_graph:
             raise NotReplicableError(_CHECKPOINTED)
         self._met_without_graph = False
 
     def _over_all(self, replica: Replica, count: int, mean: Tensor, variance: Tensor) -> tuple[int, Tensor, Tensor]:
-        """The statistics of all replicas' rows, out of those of each; gradients flow to every replica's rows."""
+        """Combine the statistics of the replicas into those of all rows; gradients flow to every replica's rows."""
         met = replica.all_gather(f"SyncBatchNorm {self._meeting}", (count, mean, variance))
         total = sum(n for n, _, _ in met)
         if total <= 1:
@@ -122,10 +122,10 @@ class SyncBatchNorm(_BatchNorm):
 
     @classmethod
     def convert_sync_batchnorm(cls, module: Module) -> Module:
-        """``module`` with every batch normalisation in it (itself, too) replaced, under all its names.
+        """Replace every batch normalisation in ``module``, including itself, under all its names; return the module.
 
         Parameters, buffers, hooks and other attributes (of a pruned layer, say) are kept. Raises
-        :class:`~lockstep.errors.NotReplicableError` for one that is parametrized, or that has no shapes yet.
+        :class:`~lockstep.errors.NotReplicableError` for a layer that is parametrized, or that has no shapes yet.
         """
         converted: dict[int, Module] = {}
         for owner in list(module.modules()):

@@ -19,25 +19,25 @@ _never = itertools.count()
 def _versions(tensors: list[Tensor]) -> list[int]:
     try:
         return list(map(_version_of, tensors))
-    except RuntimeError:  # inference tensors count no versions: take them as written each time
+    except RuntimeError:  # inference tensors count no versions: assume that they are written each time
         return [next(_never) if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
 def addresses(tensors: list[Tensor]) -> list[int]:
-    """Where the data of each tensor is in memory."""
+    """Return the address of each tensor's data."""
     try:
         return list(map(Tensor.data_ptr, tensors))
-    except RuntimeError:  # a sparse tensor has no one address: only its identity and its version tell
+    except RuntimeError:  # a sparse tensor has no single address: only its identity and its version are compared
         return [t.data_ptr() if t.layout == torch.strided else -1 for t in tensors]
 
 
 def kinds(tensors: list[Tensor]) -> tuple[list[torch.Size], list[torch.dtype]]:
-    """Shape and dtype of each tensor."""
+    """Return the shape and the dtype of each tensor."""
     return list(map(Tensor.size, tensors)), list(map(_dtype, tensors))
 
 
 def layouts(tensors: list[Tensor]) -> tuple[list[torch.Size], list[Any], list[torch.dtype]]:
-    """Shape, strides and dtype of each tensor."""
+    """Return the shape, the strides and the dtype of each tensor."""
     sizes, dtypes = kinds(tensors)
     try:
         return sizes, list(map(Tensor.stride, tensors)), dtypes
@@ -52,7 +52,7 @@ def _guards_of(kind: Any, tensors: list[Tensor], sizes: Iterable[Any], strides: 
 
 
 def _tensor_guards() -> Any:
-    """Dynamo's guards for tensors, if they are there and notice what they should; else None."""
+    """Return Dynamo's guards for tensors if they exist and notice all relevant changes; else None."""
     try:
         from torch._C._dynamo.guards import TensorGuards
 
@@ -66,7 +66,7 @@ def _tensor_guards() -> Any:
                 tensor.detach().requires_grad_(),
             ]
             return TensorGuards if passes(tensor) and not any(map(passes, others)) else None
-    except Exception:  # none, or others of that name
+    except Exception:  # there are none, or they have another interface
         return None
 
 
@@ -76,18 +76,18 @@ _TensorGuards = _tensor_guards()
 class Layouts:
     """The shapes, strides, dtypes, devices and ``requires_grad`` of some tensors.
 
-    Where it can be, all are compared in one call of Dynamo's guards for tensors, which is private to PyTorch. These
-    also take a tensor for another one where the caller's thread is in another state, such as autocast. So what does not
-    pass is gone through here.
+    If possible, all are compared in one call of Dynamo's guards for tensors, which are private to PyTorch. These guards
+    also reject a tensor if the calling thread is in another state, such as autocast. So tensors that do not pass are
+    compared here.
     """
 
     def __init__(self, tensors: list[Tensor]) -> None:
         self._tensors = tensors
         self._then = self._now()
-        self._passes: Callable[..., bool] | None = None  # not before it is asked for
+        self._passes: Callable[..., bool] | None = None  # made when first needed
 
     def changed(self) -> bool:
-        """Whether anything is other than when this was made."""
+        """Return True if anything has changed since this object was made."""
         if self._passes is not None and self._passes(*self._tensors):
             return False
         if self._now() != self._then:
@@ -96,11 +96,11 @@ class Layouts:
         return False
 
     def laid_out_anew(self) -> bool:
-        """Whether anything but ``requires_grad`` is."""
+        """Return True if anything except ``requires_grad`` has changed."""
         return self._now()[:-1] != self._then[:-1]
 
     def retyped(self) -> bool:
-        """Whether a dtype, device or shape is."""
+        """Return True if a dtype, device or shape has changed."""
         sizes, _, dtypes, devices, _ = self._now()
         return (sizes, dtypes, devices) != (self._then[0], *self._then[2:4])
 
@@ -115,7 +115,7 @@ class Layouts:
 
 
 class Change(Enum):
-    """What has become of tensors since the last look; the first that applies."""
+    """The kind of change of tensors since the last look; the last of these that applies."""
 
     NONE = auto()
     REQUIREMENTS = auto()  # another ``requires_grad``
@@ -124,7 +124,7 @@ class Change(Enum):
 
 
 class TensorSnapshot:
-    """Where the values of some tensors are, and whether they were written."""
+    """The addresses, layouts and versions of some tensors at the last look."""
 
     def __init__(self, tensors: list[Tensor]) -> None:
         self.tensors = tensors
@@ -133,10 +133,10 @@ class TensorSnapshot:
         self._addresses, self._layouts = addresses(tensors), Layouts(tensors)
 
     def change(self, *, gradients: bool = True) -> Change:
-        """What is other than when this was made.
+        """Return the kind of change since this object was made.
 
-        Whether they were swapped in place (``torch.utils.swap_tensors``), with the data where it was, matters only for
-        ``gradients``, which then go elsewhere.
+        Tensors that were swapped in place (``torch.utils.swap_tensors``) with their data at the same address count as
+        changed only if ``gradients`` are wanted, which then go elsewhere.
         """
         moved = addresses(self.tensors) != self._addresses
         changed = self._layouts.changed()
@@ -148,11 +148,11 @@ class TensorSnapshot:
         return Change.PLACES if swapped else Change.NONE
 
     def take_requirements(self) -> None:
-        """Let each ``requires_grad`` count as seen."""
+        """Record the present ``requires_grad`` of each tensor as seen."""
         self._layouts = Layouts(self.tensors)
 
     def written(self) -> list[int]:
-        """The numbers of the tensors that were written since the last look, by their version counters."""
+        """Return the numbers of the tensors written since the last look, according to their version counters."""
         versions = _versions(self.tensors)
         if versions == self._versions:
             return []

@@ -1,7 +1,7 @@
 """One training step in replicas: forward, loss and backward in each, and the sums of their gradients.
 
-Where the engine would run the backward of all replicas one after the other in the calling thread, as it does for CPU
-replicas, each runs its own: *apart*, into leaves of its own (:mod:`~lockstep.local.replica_backward`).
+The engine would run the backward of all CPU replicas one after the other in the calling thread. So there each replica
+runs its own backward: *apart*, into leaves of its own (:mod:`~lockstep.local.replica_backward`).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -24,14 +24,14 @@ Share = tuple[tuple[Any, ...], Any]  # positional and keyword arguments of one r
 
 
 def forward(phases: Phases, index: int, replica: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """One replica's output, labelled for the profiler."""
+    """Run one replica's forward under a label for the profiler, and return its output."""
     with phases.phase("forward", replica=index):
         return replica(*args, **kwargs)
 
 
 @contextmanager
 def running(networks: Sequence[ReplicaSet]) -> Iterator[None]:
-    """While replicas run: the first network is one of them, and says so when its gradients are cleared in forward."""
+    """Mark the first network as a replica while replicas run: it warns if its gradients are cleared in forward."""
     attributes = vars(networks[0].network)
     attributes["_is_replica"] = True
     try:
@@ -51,12 +51,12 @@ def training_step(
     weights: Sequence[float],
     phases: Phases,
 ) -> list[torch.Tensor]:
-    """The replicas' weighted losses, after their backward; other steps of the networks wait meanwhile.
+    """Return the replicas' weighted losses, after their backward; other steps of the networks wait meanwhile.
 
-    The first of ``networks`` is the model; a second one is ``loss_fn``.
+    The first of ``networks`` is the model; the second, if there is one, is ``loss_fn``.
     """
     with ExitStack() as stepping:
-        for network in sorted(networks, key=id):  # in one order in every thread
+        for network in sorted(networks, key=id):  # the same order in every thread, so that no two wait for each other
             stepping.enter_context(network.uses.step())
         devices = networks[0].devices[: len(shares)]
         apart = len(shares) > 1 and all(device.type == "cpu" for device in devices)
@@ -82,7 +82,7 @@ def _run_forward(
     apart: bool,
     phases: Phases,
 ) -> list[tuple[torch.Tensor, LossGraph | None]]:
-    """Each replica's loss, and what is behind it if it may run its backward alone."""
+    """Return each replica's loss, with the graph behind it if the replica runs its own backward."""
     with ExitStack() as alone:
         for network in sorted(networks, key=id):
             alone.enter_context(network.uses.forward_of_step())
@@ -119,7 +119,7 @@ def _backward_apart(
 
 
 def _gradients(networks: Sequence[ReplicaSet], captured: Gradients) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """All leaf tensors that a step has gradients for, and these: of the networks, and of whatever else they used."""
+    """Return all leaf tensors that a step has gradients for, in the networks and elsewhere, and those gradients."""
     tensors: list[torch.Tensor] = []
     gradients: list[torch.Tensor] = []
     for network in networks:
@@ -132,5 +132,5 @@ def _gradients(networks: Sequence[ReplicaSet], captured: Gradients) -> tuple[lis
 
 
 def _has_hooks(network: ReplicaSet) -> bool:
-    """Whether a parameter has gradient hooks, which must see the whole gradient, not that of each replica."""
+    """Return True if a parameter has gradient hooks: they must see the whole gradient, not each replica's."""
     return any(p._backward_hooks or p._post_accumulate_grad_hooks for p in network.network.parameters())

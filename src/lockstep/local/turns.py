@@ -1,11 +1,11 @@
-"""Replicas that share an accelerator run one after the other on the host.
+"""Turns of replicas that share an accelerator: on the host, they run one after the other.
 
-An accelerator has one random generator. What reads its state in forward and sets it again in backward, as activation
-checkpointing does, gets the same numbers again only if no other replica draws between its reading and its drawing; and
-fused operations draw without asking anybody. So of the replicas on one accelerator one runs at a time, in the order of
-the list, and lets the next one run when it ends or waits for the others at a meeting
-(:mod:`~lockstep.local.exchange`), where no checkpointed segment may be. The device does its work in one order in any
-case. CPU replicas have streams of their own (:mod:`~lockstep.local.random_streams`), and wait for nobody.
+An accelerator has one random generator. Code that reads the generator's state in forward and restores it in backward,
+such as activation checkpointing, gets the same numbers again only if no other replica draws between the reading and the
+drawing; and fused operations draw without any hook. So of the replicas on one accelerator only one runs at a time, in
+the order of the list. It lets the next one run when it ends, or when it waits for the others at a meeting
+(:mod:`~lockstep.local.exchange`), which must not be inside a checkpointed segment. The device does its work in one
+order in any case. CPU replicas have random streams of their own (:mod:`~lockstep.local.random_streams`) and never wait.
 """
 
 import threading
@@ -16,7 +16,7 @@ import torch
 
 
 class Turns:
-    """Who of the replicas on one accelerator runs. Before they start all want to, the first of them first."""
+    """The replicas on one accelerator, of which one runs at a time. At first all want to run; the first one begins."""
 
     def __init__(self, replicas: Sequence[int]) -> None:
         self._changed = threading.Condition()
@@ -32,21 +32,21 @@ class Turns:
             self._running = replica
 
     def end(self) -> None:
-        """Let the next one run."""
+        """Let the next replica run."""
         with self._changed:
             self._running = None
             self._changed.notify_all()
 
 
 class Turn:
-    """One replica's turn, if it has others on its accelerator; if not, nothing waits."""
+    """The turn of one replica; if no other replica is on its accelerator, nothing waits."""
 
     def __init__(self, turns: Turns | None, replica: int) -> None:
         self._turns, self._replica = turns, replica
 
     @contextmanager
     def taken(self) -> Iterator[None]:
-        """Within the block, no other replica on this accelerator runs."""
+        """Keep all other replicas on this accelerator from running inside the block."""
         if self._turns is None:
             yield
             return
@@ -58,7 +58,7 @@ class Turn:
 
     @contextmanager
     def given_up(self) -> Iterator[None]:
-        """Within the block, which is inside of :meth:`taken`, others may run."""
+        """Let other replicas run inside the block, which is inside a :meth:`taken` block."""
         if self._turns is None:
             yield
             return
@@ -70,7 +70,7 @@ class Turn:
 
 
 def turns_on(devices: Sequence[torch.device | None]) -> list[Turn]:
-    """The turn of each replica, given their devices; None for one that waits for nobody."""
+    """Return the turn of each replica, given their devices; None stands for a replica that never waits."""
     sharing: dict[torch.device, list[int]] = {}
     for index, device in enumerate(devices):
         if device is not None and device.type != "cpu":

@@ -1,8 +1,8 @@
-"""Run replicas side by side, each on a thread of its own that is kept for the next time.
+"""Run replicas side by side, each in a thread of its own that is kept for the next call.
 
-A call takes as many idle threads as it has replicas (starting some only if there are too few), hands each its job,
+A call takes as many idle threads as it has replicas (and starts threads only if there are too few), hands each its job,
 and waits for all of them, whatever happens; only then is the first failure raised. Threads wait in the pool for the
-next call: in the steady state none is started, and none ends.
+next call: in the steady state no thread is started, and none ends.
 """
 
 import contextvars
@@ -47,12 +47,12 @@ def parallel_apply(
 
     Returns the outputs in the order of the modules. Workers see the caller's grad mode, inference mode, autocast,
     current streams, default device, saved-tensor hooks and ``contextvars``, and share the caller's intra-op threads.
-    Modules, and what has tensors among its inputs, run one after the other where they are on one accelerator, whose
-    random generator they share.
+    Modules, and callables with tensors among their inputs, run one after the other where they are on one accelerator,
+    as they share its random generator.
 
-    Raises :class:`~lockstep.errors.LengthError` if the lists differ in length. If modules fail, every other one is
-    waited for first; then the first failure is raised as its own type, naming replica and device, with the original as
-    its cause and the other failures in its message. Communicates nothing but moved outputs. Stands for
+    Raises :class:`~lockstep.errors.LengthError` if the lists differ in length. If modules fail, all others are waited
+    for first; then the first failure is raised as its own type, naming replica and device, with the original as its
+    cause and the other failures in its message. Communicates nothing except moved outputs. Stands for
     ``torch.nn.parallel.parallel_apply``.
 
     >>> import torch
@@ -114,7 +114,7 @@ def run(
 ) -> list[Any]:
     """Run calls side by side, each on its device, and return their results; failures as in :func:`parallel_apply`.
 
-    Calls on one accelerator take turns; ``shared`` has None for those of which nothing tells that they compute there.
+    Calls on one accelerator take turns; ``shared`` has None for a call that is not known to compute on its device.
     """
     if not calls:
         return []
@@ -127,7 +127,7 @@ def run(
 
 
 def _run_here(call: Callable[[], Any], device: torch.device) -> Any:
-    """One call needs no thread: everything of the caller's context is here already, but the current device."""
+    """Run one call in this thread: the caller's whole context is here already, except for the current device."""
     try:
         with torch.accelerator.device_index(device.index):
             return call()
@@ -161,26 +161,26 @@ def _run_on_workers(
 
 
 def _shares(total: int, parts: int) -> list[int]:
-    """Intra-op threads for each CPU worker: the caller's, split, at least one each."""
+    """Split the caller's intra-op threads among the CPU workers, at least one each."""
     return [max(1, total // parts + (i < total % parts)) for i in range(parts)]
 
 
 class _IntraOpThreads:
-    """How many intra-op threads workers have: what one sets for itself is also the default of threads yet to start."""
+    """The number of intra-op threads of workers. A thread that sets its own also sets the default of later threads."""
 
     def __init__(self) -> None:
-        self._default: int | None = None  # what was set last here
+        self._default: int | None = None  # the number that was set last here
 
     def set(self, count: int) -> None:
-        """Give the calling thread so many."""
-        if count != torch.get_num_threads():  # asked anew each time: a forward may have set another number
+        """Give the calling thread ``count`` intra-op threads."""
+        if count != torch.get_num_threads():  # ask each time: a forward may have set another number
             self._default = count
             torch.set_num_threads(count)
 
     def restore(self, count: int) -> None:
         """Make ``count``, which the calling thread has, the default again.
 
-        Also where only a call inside a worker has set another: for that call, the worker's share was the default.
+        Even if only a call inside a worker has set another number: for that call, the worker's share was the default.
         """
         if self._default not in (None, count):
             self._default = count
@@ -191,7 +191,7 @@ _threads = _IntraOpThreads()
 
 
 class _Group:
-    """The jobs of one call: their results, and a way to wait until the last of them has ended."""
+    """The jobs of one call: their results, and a way to wait until the last job has ended."""
 
     def __init__(self, context: CallerContext, turns: Sequence[Turn]) -> None:
         self.context, self.turns, self.exchange = context, turns, Exchange(len(turns), turns)
@@ -209,8 +209,8 @@ class _Group:
             self._ended.put(None)
 
     def wait(self) -> BaseException | None:
-        """Wait for the last job. Ctrl-C meanwhile is returned, to be raised after that; a second one is raised at
-        once."""
+        """Wait for the last job. A Ctrl-C meanwhile is returned, for the caller to raise; a second one is raised
+        here."""
         interrupted = None
         while True:
             try:
@@ -272,7 +272,7 @@ class _Worker:
 
 
 class _Pool:
-    """Idle workers. A call inside a worker takes others, since those that run are not here."""
+    """Idle workers. A call inside a worker takes other workers, since those that run are not in the pool."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -281,7 +281,7 @@ class _Pool:
 
     def take(self, count: int) -> list[_Worker]:
         with self._lock:
-            if self._process != os.getpid():  # a fork has none of its parent's threads
+            if self._process != os.getpid():  # a forked process has none of its parent's threads
                 self._idle, self._process = [], os.getpid()
             taken, self._idle = self._idle[:count], self._idle[count:]
         return taken + [_Worker() for _ in range(count - len(taken))]

@@ -40,7 +40,7 @@ T = TypeVar("T")
 
 
 class CountedBatches(Generic[T]):
-    """What ``run.batches()`` returns. Its length, if it has one, is the same on all ranks."""
+    """The iterable that ``run.batches()`` returns. Its length, if it has one, is the same on all ranks."""
 
     def __init__(self, batches: uneven.Batches[T], progress: Progress, check: Callable[[], object]) -> None:
         self._batches, self._progress, self._check = batches, progress, check
@@ -50,18 +50,18 @@ class CountedBatches(Generic[T]):
 
     @property
     def is_padding(self) -> bool:
-        """Whether the batch that the loop is at counts nothing: this rank has run out."""
+        """True if the present batch counts nothing, because this rank has run out of batches."""
         return self._batches.is_padding
 
     @property
     def weight(self) -> float:
-        """What the batch counts: 1, or 0 if the rank has run out."""
+        """The weight of the batch: 1, or 0 if the rank has run out of batches."""
         return self._batches.weight
 
     def __iter__(self) -> Iterator[T]:
         progress, trains = self._progress, torch.is_grad_enabled()
         before, batches = progress.current_phase, iter(self._batches)
-        if before in PHASES_OF_A_STEP:  # of an evaluation, which ends with a forward
+        if before in PHASES_OF_A_STEP:  # left by an evaluation, which ends with a forward
             before = Phase.TRAINING
         while True:
             self._check()
@@ -78,32 +78,32 @@ class CountedBatches(Generic[T]):
 
 
 class Session:
-    """What :func:`session` gives to its ``with``."""
+    """The value of ``with`` :func:`session`: this rank's place, device and group, and functions for its training."""
 
     def __init__(self, options: SessionOptions, environment: Environment) -> None:
         self.rank: int = environment.rank
         """This process's number, from 0."""
         self.world_size: int = environment.world_size
-        """How many processes take part."""
+        """The number of processes that take part."""
         self.local_rank: int = environment.local_rank
         """This process's number on its host, from 0."""
         self.device: torch.device = choose_device(options.device, environment)
-        """Where this rank's model and batches belong."""
+        """The device of this rank's model and batches."""
         self.backend: str = options.backend or choose_backend(self.device, environment)
         """The name of the group's backend."""
         self.progress = Progress(name_of_run(environment), self.rank, self.world_size)
-        """What others can read of how far this rank has come."""
+        """The progress of this rank, which other processes can read."""
         self.generator: torch.Generator = generator(options.seed, f"generator of rank {self.rank}")
-        """Random numbers that are others on each rank, on the CPU."""
+        """A generator on the CPU whose random numbers differ by rank."""
         self.shared_generator: torch.Generator = generator(options.seed, "shared")
-        """Random numbers that are the same on all ranks, on the CPU, if all draw the same of them."""
+        """A generator on the CPU whose random numbers are the same on all ranks, as long as all draw the same."""
         seed_this_rank(options.seed, self.rank)
         with contextlib.ExitStack() as resources:
             resources.callback(self.progress.close)
             resources.enter_context(answering())
             self._watch = join(options, environment, self.backend, self.progress, resources)
         self.group: Group = dist.group.WORLD
-        """The process group: the default one."""
+        """The process group, which is the default one."""
         self._requests = StopRequests(options.time_limit, f"rank {self.rank}")
         self._decisions: Decisions | None = None
         enter = self._watch.enter
@@ -116,12 +116,12 @@ class Session:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is rank 0, which speaks and writes for all."""
+        """True if this is rank 0, which prints and writes files for all."""
         return self.rank == 0
 
     @property
     def step(self) -> int:
-        """How many batches this rank has begun."""
+        """The number of batches that this rank has begun."""
         return self.progress.step
 
     def check(self) -> None:
@@ -129,9 +129,9 @@ class Session:
         self._watch.check()
 
     def batches(self, loader: Iterable[T], *modules: torch.nn.Module, padding: T | None = None) -> CountedBatches[T]:
-        """:func:`lockstep.batches` over the session's group: equally many on all ranks, and counted by :attr:`step`.
+        """Return :func:`lockstep.batches` over the session's group: equally many on all ranks, counted by :attr:`step`.
 
-        With ``modules``, over the groups that they are replicated over.
+        With ``modules``, over the groups that the modules are replicated over.
         Evaluation, under ``torch.no_grad()``, is neither padded nor counted. Raises
         :class:`~lockstep.errors.PeerFailure` if another rank has failed.
         """
@@ -139,19 +139,20 @@ class Session:
         return CountedBatches(batches, self.progress, self.check)
 
     def agree(self, flag: object) -> bool:
-        """:func:`lockstep.agree` over the session's group: whether the flag is true on any rank."""
+        """Return True if the flag is true on any rank: :func:`lockstep.agree` over the session's group."""
         return loop.agree(flag, self.group)
 
     def shard(self, dataset: "Dataset[T]") -> "Subset[T]":
-        """:func:`lockstep.shard` over the session's group: this rank's part of a data set."""
+        """Return this rank's part of a data set: :func:`lockstep.shard` over the session's group."""
         return uneven.shard(dataset, self.group)
 
     @property
     def should_stop(self) -> bool:
-        """Whether any rank has been asked to stop, by SIGTERM, SIGINT or ``time_limit``: the same on all ranks.
+        """True if any rank has been asked to stop, by SIGTERM, SIGINT or ``time_limit``; the same on all ranks.
 
-        Ask after ``backward()``, with whose report it travels. When it is asked for the first time, the session takes
-        SIGTERM and SIGINT over; before, they do what they always do. A second SIGINT raises ``KeyboardInterrupt``.
+        Read it after ``backward()``, with whose report the requests travel. When it is read for the first time, the
+        session takes over SIGTERM and SIGINT; before, they do what they always do. A second SIGINT raises
+        ``KeyboardInterrupt``.
         """
         if self._decisions is None:
             self._requests.take_over()
@@ -159,32 +160,32 @@ class Session:
         return self._decisions.should_stop
 
     def skip_batch(self, *modules: torch.nn.Module) -> None:
-        """:func:`lockstep.skip_batch` over the session's group: leave out this batch, on all ranks."""
+        """Leave out this batch, on all ranks: :func:`lockstep.skip_batch` over the session's group."""
         loop.skip_batch(*modules, group=self.group)
 
     def skip_on(self, *errors: type[BaseException]) -> contextlib.AbstractContextManager[None]:
-        """:func:`lockstep.skip_on` over the session's group: leave out a batch that raises one of ``errors``."""
+        """Leave out a batch that raises one of ``errors``: :func:`lockstep.skip_on` over the session's group."""
         return loop.skip_on(*errors, group=self.group)
 
     @property
     def skipped(self) -> bool:
-        """Whether any rank has left out this batch, so that all have: :func:`lockstep.skipped`."""
+        """True if any rank has left out this batch, so that all have: :func:`lockstep.skipped`."""
         return loop.skipped(group=self.group)
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Within: what this rank does has a name, such as ``evaluation``, which messages on other ranks give."""
+        """Give this rank's activity inside the block a name, such as ``evaluation``, for errors on other ranks."""
         with self.progress.phase(name):
             yield
 
     def save(self, path: "str | os.PathLike[str]", *, keep: int = 3, step: int | None = None, **state: Any) -> Path:
-        """:func:`lockstep.save` with the session's group, its two generators, and :attr:`step` if none is given."""
+        """Call :func:`lockstep.save` with the session's group, its generators, and :attr:`step` if none is given."""
         step = self.step if step is None else step
         with self.phase(Phase.CHECKPOINT):
             return save(path, keep=keep, step=step, group=self.group, **self._generators(), **state)
 
     def resume(self, path: "str | os.PathLike[str]", **state: Any) -> Resumed | None:
-        """:func:`lockstep.resume` of what :meth:`save` has saved; :attr:`step` goes on from there, too."""
+        """Restore what :meth:`save` has saved, by :func:`lockstep.resume`; :attr:`step` continues from there, too."""
         with self.phase(Phase.CHECKPOINT):
             found = resume(path, group=self.group, **self._generators(), **state)
         if found is not None and found.step is not None:
@@ -195,7 +196,7 @@ class Session:
         return {"session_generator": self.generator, "session_shared_generator": self.shared_generator}
 
     def end(self, error: BaseException | None) -> None:
-        """Take everything down, in order."""
+        """End the session: take everything down, in order."""
         if error is None:
             self.progress.current_phase = Phase.TEAR_DOWN
         self._requests.end()
@@ -205,7 +206,7 @@ class Session:
 
     def _release(self) -> None:
         self._decisions = None
-        gc.collect()  # a replicated model that is still there keeps the group's threads alive, while the program ends
+        gc.collect()  # a replicated model that still exists would keep the group's threads alive while the program ends
         if dist.is_initialized():
             dist.destroy_process_group()
 
@@ -213,10 +214,10 @@ class Session:
 class session:
     """Start and end data-parallel training in this process: a context manager, whose value is a :class:`Session`.
 
-    Takes this process's place in the run from what ``torchrun`` has put into the environment, or runs alone: then with
-    one rank, and without sockets. Makes the default process group, seeds the random streams, and watches over the
-    ranks: if one of them fails, all others raise :class:`~lockstep.errors.PeerFailure`, which names that rank, its step
-    and phase, and has its traceback. At the end, also after an error, takes all of that down in order.
+    Takes this process's place in the run from the environment that ``torchrun`` has set, or runs alone: then with one
+    rank, and without sockets. Makes the default process group, seeds the random streams, and watches over the ranks: if
+    one of them fails, all others raise :class:`~lockstep.errors.PeerFailure`, which names that rank, its step and
+    phase, and has its traceback. At the end, also after an error, takes all of that down in order.
 
     Args:
         backend: of the process group. If None: ``shm`` where all ranks share a host and train on the CPU, ``nccl``
@@ -292,9 +293,9 @@ class session:
 
 
 def seed_this_rank(seed: int, rank: int) -> None:
-    """Seed the generators of PyTorch, Python and, if it is imported, NumPy, otherwise on each rank.
+    """Seed the generators of PyTorch, Python and, if it is imported, NumPy, differently on each rank.
 
-    So that augmentation and dropout differ among ranks.
+    So augmentation and dropout differ between ranks.
     """
     own = derive_seed("session", seed, f"rank {rank}")
     torch.manual_seed(own)  # of the accelerators, too
@@ -304,5 +305,5 @@ def seed_this_rank(seed: int, rank: int) -> None:
 
 
 def generator(seed: int, stream: str) -> torch.Generator:
-    """A generator on the CPU, at the beginning of a stream."""
+    """Return a generator on the CPU at the beginning of a stream."""
     return torch.Generator().manual_seed(derive_seed("session", seed, stream))

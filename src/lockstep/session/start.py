@@ -32,22 +32,22 @@ from lockstep.session.watch import Watch, attach, make_channel, run_name, unused
 from lockstep.store import ANSWER_SECONDS, BoundedStore, StoreLostError, bounded
 
 CONNECT_SECONDS = 0.1
-"""How often a rank looks whether the store is there."""
+"""Seconds between two attempts to reach the store."""
 TELL_SECONDS = 5.0
-"""After how long it says that it still waits for the store."""
+"""Seconds after which a rank says that it still waits for the store."""
 RESOLVE_SECONDS = 30.0
-"""For how long a name that nobody knows may become known: a cluster that has just started a host may need that."""
+"""Seconds for which an unknown host name may become known: a cluster that has just started a host may need that."""
 GIVE_UP_SECONDS = 1.0
-"""How long the making of a group is waited for that another rank's failure has made useless."""
+"""Seconds to wait for the making of a group that another rank's failure has made useless."""
 OF_EACH_RANK = {"device", "time_limit"}
-"""Options that may differ."""
+"""Options that may differ between ranks."""
 
 _log = logging.getLogger("lockstep")
 
 
 @dataclass(frozen=True)
 class SessionOptions:
-    """What :func:`session` was called with."""
+    """The arguments of :func:`session`."""
 
     backend: str | None = None
     device: str | torch.device | None = None
@@ -69,21 +69,21 @@ class Environment:
     rank: int = 0
     world_size: int = 1
     local_rank: int = 0
-    """Among the processes of this host."""
+    """The number of this process on its host."""
     local_world_size: int = 1
     alone: bool = True
-    """Whether nothing has started this process as a rank: then there is no store to meet others at."""
+    """True if no launcher has started this process as a rank: then there is no store to meet others at."""
     run: str = ""
     """The name of the run, the same on all ranks; empty if it has none."""
     address: str = ""
     port: int = 0
-    """Where the ranks meet."""
+    """The port at ``address`` at which the ranks meet."""
     launcher_has_store: bool = False
-    """Whether the launcher hosts the store there; else rank 0 does."""
+    """True if the launcher hosts the store there; else rank 0 does."""
 
     @property
     def is_one_host(self) -> bool:
-        """Whether all ranks are on this host."""
+        """True if all ranks are on this host."""
         return self.local_world_size == self.world_size
 
 
@@ -91,10 +91,10 @@ _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def read_environment(variables: Mapping[str, str] = os.environ) -> Environment:
-    """The place of this process, from the variables that ``torchrun`` sets.
+    """Return the place of this process, from the variables that ``torchrun`` sets.
 
     Without ``RANK`` and ``WORLD_SIZE`` the process is alone. Raises :class:`OptionError` if only some of the variables
-    are set, or one is no number.
+    are set, or one is not a number.
     """
     if "RANK" not in variables and "WORLD_SIZE" not in variables:
         return Environment()
@@ -112,7 +112,7 @@ def read_environment(variables: Mapping[str, str] = os.environ) -> Environment:
         rank=rank,
         world_size=world,
         local_rank=_number(variables, "LOCAL_RANK", rank),
-        local_world_size=_number(variables, "LOCAL_WORLD_SIZE", 0),  # 0: not known
+        local_world_size=_number(variables, "LOCAL_WORLD_SIZE", 0),  # 0: unknown
         alone=False,
         run=variables.get("TORCHELASTIC_RUN_ID", ""),
         address=variables["MASTER_ADDR"],
@@ -135,7 +135,7 @@ def _number(variables: Mapping[str, str], name: str, otherwise: int | None = Non
 
 
 def choose_device(asked: str | torch.device | None, environment: Environment) -> torch.device:
-    """Return the device, which is made the current one of its kind before anything is put on another."""
+    """Return the device, made current so that nothing is put on another one of its kind by mistake."""
     found = accelerator()
     if asked is None and found is None:
         return torch.device("cpu")
@@ -156,7 +156,7 @@ def choose_device(asked: str | torch.device | None, environment: Environment) ->
 
 
 def choose_backend(device: torch.device, environment: Environment) -> str:
-    """Return the name of the backend that suits a device: shared memory where all ranks train on one host's CPU."""
+    """Return the backend that suits a device: shared memory if all ranks train on the CPU of one host."""
     if device.type == "cpu":
         return "shm" if sys.platform == "linux" and (environment.is_one_host or environment.alone) else "gloo"
     return "cpu:gloo,cuda:nccl" if device.type == "cuda" and dist.is_nccl_available() else "gloo"
@@ -166,9 +166,9 @@ def choose_backend(device: torch.device, environment: Environment) -> str:
 
 
 def meeting_place(environment: Environment, timeout: float) -> Any:
-    """Return the store; where no launcher has one, rank 0 does, and waits for nobody here.
+    """Return the store; unless a launcher has one, rank 0 makes it, without waiting for the others.
 
-    Raises :class:`CommunicationError` if it cannot be reached within ``timeout`` seconds.
+    Raises :class:`CommunicationError` if the store cannot be reached within ``timeout`` seconds.
     """
     addresses = _resolve(environment, timeout)
     if environment.launcher_has_store or environment.rank:
@@ -187,7 +187,7 @@ def meeting_place(environment: Environment, timeout: float) -> Any:
 
 
 def _resolve(environment: Environment, timeout: float) -> list[str]:
-    """The addresses of the host at which the ranks meet; its name may be new, and take a moment to be known."""
+    """Return the addresses of the host at which the ranks meet; a new name may take a moment to be known."""
     limit = min(timeout, RESOLVE_SECONDS)
     deadline, told = time.monotonic() + limit, False
     while True:
@@ -225,7 +225,7 @@ def _connect(environment: Environment, timeout: timedelta) -> Any:
 
 
 def _wait_for_store(environment: Environment, timeout: float) -> None:
-    """Return when somebody listens where the store should be."""
+    """Return when a process listens at the address of the store."""
     begin, where, told = time.monotonic(), (environment.address, environment.port), False
     while True:
         left = begin + timeout - time.monotonic()
@@ -253,7 +253,7 @@ def _no_store(environment: Environment, timeout: float, error: Exception) -> Com
 
 
 def _hint(environment: Environment) -> str:
-    """What is wrong with an address that leads from each host to itself."""
+    """Return a hint if the address is one that leads from each host to itself."""
     with contextlib.suppress(OSError):
         if not environment.is_one_host and all(
             map(network.is_loopback, network.addresses_of_host(environment.address))
@@ -271,7 +271,7 @@ def _hint(environment: Environment) -> str:
 def check_same_options(options: Mapping[str, Any], rank: int, store: Any) -> None:
     """Raise :class:`AgreementError` on a rank that was called with other options than rank 0.
 
-    It is then this rank's failure, of which all others hear. Communicates one value through the store.
+    That is then this rank's failure, and all others hear of it. Communicates one value through the store.
     """
     own = json.loads(json.dumps({k: v for k, v in options.items() if k not in OF_EACH_RANK}, default=repr))
     store, key, timeout = PrefixStore("options", store), "of rank 0", options["timeout"]
@@ -308,14 +308,15 @@ def join(
     progress: Progress,
     resources: contextlib.ExitStack,
 ) -> Watch:
-    """Meet the other ranks, first those that tell of failures, then the group; nothing is left if that fails."""
+    """Connect to the other ranks: first the failure channel, then the group; on an error, take all of it down."""
     limit = timedelta(seconds=options.timeout)
     if environment.world_size == 1:
         _make_group(backend, HashStore(), environment, limit)
         return Watch(None, resources=resources.pop_all())
     _stay_on_loopback(environment)
     connections, waits_for_store = Connections(), Connections()
-    # The channel makes a connection of its own. This one is the group's: to end it is to call back who waits there.
+    # The channel makes a connection of its own. This one is the group's: ending it interrupts a thread that waits
+    # there.
     with waits_for_store.recording():
         store = unused_part(meeting_place(environment, options.timeout), "session", environment.rank)
     channel = make_channel(
@@ -354,7 +355,7 @@ def join(
 
 
 def name_of_run(environment: Environment) -> str:
-    """Name the run by the program, and by the launcher's name of it, the port at which ranks meet, or the process."""
+    """Return the run's name: the program's, with the launcher's run id, the port of the store, or the process id."""
     if environment.alone:
         return run_name(str(os.getpid()))
     return run_name(str(environment.port) if environment.run in ("", "none") else environment.run[:8])
@@ -370,9 +371,9 @@ def _while_nobody_fails(
     channel: FailureChannel, make: Callable[[], object], give_up: Callable[[], object], timeout: float
 ) -> None:
     """Make the group on another thread, since that waits for other ranks in C++; raise if one of them fails meanwhile,
-    or if the time-out is over, which the group's own calls to the store do not keep.
+    or after ``timeout`` seconds, which the group's own calls to the store do not observe.
 
-    Then ``give_up`` ends the wait, and what is made nevertheless is destroyed.
+    Then ``give_up`` ends the wait, and a group that is made nevertheless is destroyed.
     """
     made: Future[None] = Future()
     lock, given_up = threading.Lock(), False
@@ -407,8 +408,8 @@ def _while_nobody_fails(
 
 
 def _choose_interface(channel: FailureChannel) -> None:
-    """Where ranks are on several hosts, and this host's own name is no address under which others reach it, tell Gloo
-    which interface leads to them."""
+    """Tell Gloo which interface leads to other hosts, if ranks are on several and this host's own name has no address
+    at which they reach it."""
     own = channel.places[channel.rank].host
     others = [place.ip for place in channel.places.values() if place.host != own]
     if others and (address := network.address_for_gloo(others)) and (interface := network.interface_of(address)):
@@ -416,7 +417,7 @@ def _choose_interface(channel: FailureChannel) -> None:
 
 
 def _stay_on_loopback(environment: Environment) -> None:
-    """Where all ranks are on this host, not a word of Gloo leaves it."""
+    """Keep Gloo's traffic on the loopback interface if all ranks are on this host."""
     names = [name for _, name in socket.if_nameindex() if name.startswith("lo")]
     if names and environment.is_one_host:
         os.environ.setdefault(network.INTERFACE_VARIABLE, names[0])

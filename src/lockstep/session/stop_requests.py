@@ -1,9 +1,9 @@
 """Requests to stop training: SIGINT, SIGTERM, or the end of the time that the process was given.
 
-What all ranks make of it is for others to say: here is what this one has been asked.
+This module knows only the requests to this rank; other modules decide what all ranks do about them.
 
-Signals are heard at once, also while the main thread waits in C. Python runs a handler when the main thread is next in
-Python, which a thread that waits in a collective is not. But its handler in C writes the signal's number to a
+Signals are noticed at once, even while the main thread waits in C. Python runs a handler when the main thread is next
+in Python, which a thread that waits in a collective is not. But Python's C handler writes the signal's number to a
 descriptor at once (``signal.set_wakeup_fd``), and a thread reads that.
 """
 
@@ -21,19 +21,19 @@ from types import FrameType
 from typing import Any
 
 _AT_ONCE = 0.5
-"""Seconds in which a signal that comes again is the same one: a terminal and a launcher may both pass on a Ctrl-C."""
+"""Seconds in which a repeated signal counts as the same one: a terminal and a launcher may both pass on a Ctrl-C."""
 
 
 class StopRequests:
-    """Whether this process has been asked to stop, and by what: ``requested`` is None, or says it.
+    """The requests to this process to stop; ``requested`` is None, or the reason.
 
     Until :meth:`take_over`, SIGINT and SIGTERM do what they always do. From then on the first one is a request. A
     second SIGINT raises ``KeyboardInterrupt`` in the main thread, a third one ends the process; so does a second
-    SIGTERM. :meth:`end` puts everything back.
+    SIGTERM. :meth:`end` restores everything.
 
     Args:
-        time_limit: seconds from now, after which it is a request that this time is over; None for no limit.
-        name: of this process, in what it writes to stderr when a signal comes.
+        time_limit: seconds from now; then the end of this time is a request. None for no limit.
+        name: the name of this process in what it writes to stderr when a signal arrives.
 
     Example::
 
@@ -56,7 +56,7 @@ class StopRequests:
 
     @property
     def requested(self) -> str | None:
-        """What has asked this process to stop, such as ``SIGTERM``; None if nothing has."""
+        """The reason to stop, such as ``SIGTERM``; None if there is no request."""
         if self._reason is None and self._deadline is not None and time.monotonic() > self._deadline:
             self._reason = f"the time limit of {self._limit:g} s"
         return self._reason
@@ -67,9 +67,9 @@ class StopRequests:
             self._reason = reason
 
     def take_over(self) -> None:
-        """From now on, SIGINT and SIGTERM are requests; done once, by whichever call is the first.
+        """Turn SIGINT and SIGTERM into requests from now on; only the first call has an effect.
 
-        Python lets only the main thread do that: in another one there is a warning, and signals do what they did.
+        Python allows that only in the main thread: another thread gets a warning, and signals keep their effect.
         """
         if self._tried:
             return
@@ -86,7 +86,7 @@ class StopRequests:
         self._taken.take()
 
     def end(self) -> None:
-        """Signals do what they did before."""
+        """Give signals their former effect."""
         self._tried = True
         if self._taken is not None:
             self._taken.give_back()
@@ -108,10 +108,10 @@ def _interrupt(number: int, times: int) -> None:
 
 
 def _say(text: str) -> None:
-    """Straight to the descriptor: the main thread may hold the stream's lock."""
+    """Write a line straight to the descriptor: the main thread may hold the stream's lock."""
     try:
         os.write(sys.stderr.fileno(), f"lockstep: {text}\n".encode())
-    except (OSError, ValueError, AttributeError):  # there is none, or it is no file
+    except (OSError, ValueError, AttributeError):  # there is no stderr, or it is not a file
         return
 
 
@@ -119,11 +119,11 @@ def _say(text: str) -> None:
 
 
 class TakenSignals:
-    """Some signals, from :meth:`take` to :meth:`give_back`.
+    """Signals that are taken over from :meth:`take` to :meth:`give_back`.
 
-    ``heard(signal, times)`` is called from a thread of its own as soon as one arrives, with how many times it has by
-    now. A handler that the program had installed before is still called, in the main thread. ``raising(signal, times)``
-    is called there, too, as Python calls handlers, and may raise.
+    ``heard(signal, times)`` is called, from a thread of its own, as soon as a signal arrives, with the number of times
+    that it has arrived by now. A handler that the program had installed before is still called, in the main thread.
+    ``raising(signal, times)`` is called there, too, as Python calls handlers, and may raise.
 
     Signals that were ignored, or that C code handles, stay as they are.
     """
@@ -142,7 +142,7 @@ class TakenSignals:
         self._sockets: tuple[socket.socket, socket.socket] | None = None
 
     def take(self) -> None:
-        """From now on, signals are heard here. Only for the main thread: no other may install handlers."""
+        """Take over the signals. Call it in the main thread: no other thread can install handlers."""
         read, written = self._sockets = socket.socketpair()
         written.setblocking(False)
         self._thread = threading.Thread(target=self._listen, args=(read,), name="lockstep signals", daemon=True)
@@ -156,9 +156,9 @@ class TakenSignals:
         _taken.add(self)
 
     def give_back(self) -> None:
-        """Put everything back as it was, and end the thread; what others have installed since stays.
+        """Restore handlers and wake-up descriptor, and end the thread; handlers that others installed since stay.
 
-        Outside of the main thread this waits for the next signal, which then does what it did before.
+        Outside the main thread, that happens at the next signal, which then has its former effect.
         """
         self._over = True
         if self._sockets is None or threading.current_thread() is not threading.main_thread():
@@ -185,7 +185,7 @@ class TakenSignals:
             signal.set_wakeup_fd(installed, warn_on_full_buffer=False)
 
     def _listen(self, read: socket.socket) -> None:
-        """The thread: hear of every signal, and pass it on to whom the program had set before."""
+        """Read every signal in a thread, and pass it on to the descriptor that the program had set before."""
         while True:
             numbers = read.recv(4096)
             if 0 in numbers:
@@ -199,7 +199,7 @@ class TakenSignals:
                     self._heard(number, self._times(number))
 
     def _times(self, number: int) -> int:
-        """How many times a signal has come by now."""
+        """Return the number of times that a signal has arrived by now."""
         times, last = 0, float("-inf")
         for other, when in list(self._arrivals):
             if other == number and when > last + _AT_ONCE:
@@ -207,9 +207,9 @@ class TakenSignals:
         return times
 
     def _called(self, number: int, frame: FrameType | None) -> None:
-        """The handler, in the main thread, as soon as that is in Python."""
+        """Handle a signal, in the main thread, as soon as that runs Python code."""
         before = self._before.get(number)
-        if self._over:  # and another thread has said so
+        if self._over:  # another thread has called give_back()
             self.give_back()
             signal.raise_signal(number)
         elif callable(before) and before is not signal.default_int_handler:
@@ -218,7 +218,7 @@ class TakenSignals:
             self._raising(number, self._times(number))
 
     def forked(self) -> None:
-        """In a process that was forked: signals do what they did before, and its parent hears nothing of them."""
+        """Restore the former effects of signals in a forked process, without a message to its parent."""
         assert self._sockets is not None
         self._restore_wakeup(self._sockets[1].fileno())
         self._restore_handlers()
@@ -228,7 +228,7 @@ class TakenSignals:
 
     @property
     def numbers(self) -> set[int]:
-        """Those that were taken."""
+        """The signals that were taken over."""
         return set(self._before)
 
 
@@ -237,7 +237,7 @@ _forking = threading.local()
 
 
 def _before_fork() -> None:
-    """A process that has just been forked would tell its parent of a signal: none arrives until that is put right."""
+    """Block the signals during a fork: the child would send its parent those that arrive before :meth:`forked`."""
     numbers = {number for each in _taken for number in each.numbers}
     if numbers:
         _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)

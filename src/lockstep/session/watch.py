@@ -39,15 +39,15 @@ from lockstep.network import host_identity
 from lockstep.phases import Phases
 
 END_SECONDS = 600.0
-"""How long a rank that is done waits for the others, to hear of their failures."""
+"""Seconds that a rank that is done waits for the others, to hear of their failures."""
 LAUNCHER_SECONDS = 1.0
-"""How long the launcher is left to notice the process that has failed first."""
+"""Seconds that the launcher is given to notice the process that has failed first."""
 PRINT_SECONDS = 3.0
-"""For how long SIGTERM does not keep this process from saying why it ends."""
+"""Seconds for which SIGTERM does not keep this process from saying why it ends."""
 
 
 class Watch:
-    """What :func:`watch` returns: a context manager, and the state of the channel."""
+    """The context manager that :func:`watch` returns, with the state of the channel."""
 
     def __init__(
         self,
@@ -58,9 +58,10 @@ class Watch:
         *,
         keeps_group: bool = False,
     ) -> None:
-        """No channel is for a rank that is alone; ``connections`` are those of Gloo, if they are known.
+        """Watch over a channel; None for a single rank. ``connections`` are those of Gloo, if they are known.
 
-        ``resources`` are closed at the end. ``keeps_group``: unless a rank fails, the group goes on after the watch.
+        ``resources`` are closed at the end. With ``keeps_group`` the group goes on after the watch, unless a rank
+        fails.
         """
         self.channel, self._timeout, self._keeps_group = channel, timeout, keeps_group
         self._resources = resources or contextlib.ExitStack()
@@ -69,28 +70,27 @@ class Watch:
         self._process, self._ended = os.getpid(), False
 
     def check(self) -> None:
-        """Raise :class:`PeerFailure` if another rank has failed; a look at an attribute, nothing is sent."""
+        """Raise :class:`PeerFailure` if another rank has failed; reads an attribute, and sends nothing."""
         if self.channel is not None:
             self.channel.check()
 
     def enter(self, phase: str) -> None:
-        """Note the phase of its step in which this rank is from now on; others name it if it fails."""
+        """Record the phase of the step that this rank enters; others name it if this rank fails."""
         if self.channel is not None:
             self.channel.enter(phase)
 
     def look_for_stalls(self, group: Callable[[], Group | None], limits: StallLimits | None) -> None:
-        """From now on, a rank of the group that makes no progress is found; every rank has to call it.
+        """Find ranks of the group that make no progress, from now on; every rank has to call it.
 
-        Without limits nobody looks for one; a rank that others have waited for in vain is named all the same.
+        Without limits no rank looks for one, but a rank that others have waited for in vain is named all the same.
         """
         assert self.channel is not None
         self._stalls = StallWatch(self.channel, limits, lambda: _begun(group()))
 
     def end_with_the_program(self, end: Callable[[BaseException | None], object]) -> None:
-        """If nothing else has ended the watch when the program ends, tell how it does, by ``end``: with an exception,
-        or without one.
+        """Call ``end``, with the exception or None, when the program ends, unless the watch was ended before.
 
-        Not through ``atexit``, which the processes of ``multiprocessing`` do not run.
+        This does not use ``atexit``, which the processes of ``multiprocessing`` do not run.
         """
         if self.channel is None:
             return
@@ -113,10 +113,10 @@ class Watch:
         self._resources.callback(forget)
 
     def end(self, error: BaseException | None = None, release: Callable[[], object] = lambda: None) -> None:
-        """Tell the others how this rank ends, let the group go by ``release``, wait for the others, and close.
+        """Tell the others how this rank ends, release the group by ``release``, wait for the others, and close.
 
-        ``error`` is what has left the training, None if that is over. Raises :class:`PeerFailure`, from the error if
-        there is one, if it is another rank that has failed.
+        ``error`` is the exception that left the training, None if it is over. If another rank has failed, raises
+        :class:`PeerFailure`, from the error if there is one.
         """
         if self._ended or self._process != os.getpid():
             return
@@ -141,7 +141,7 @@ class Watch:
             release()
             if not channel.wait_for_others(LEFT_SECONDS):
                 if not self._keeps_group or error is not None or channel.failure is not None:
-                    self._connections.shut_down()  # others may wait for this rank, which does not come any more
+                    self._connections.shut_down()  # others may wait for this rank, which no longer takes part
                 channel.wait_for_others(self._timeout)
         finally:
             forget_watcher(channel)
@@ -150,14 +150,14 @@ class Watch:
             told = channel.error()
         if told is not None:
             (last_words or LastWords()).wait_for_launcher()
-            # Where this rank waited for the other one is of no interest; it is the __context__.
+            # The point at which this rank waited for the other one is of no interest; it is the __context__.
             raise told from None
 
     def _tell(self, channel: FailureChannel, error: BaseException | None) -> PeerFailure | None:
-        """Tell of an error of this rank. What follows from another rank's failure is returned as that."""
+        """Report an error of this rank. If it follows from another rank's failure, return that instead."""
         if error is None or peer_failure_in(error) is not None:
             return None
-        if _is_orderly(error) and channel.progress.current_phase != Phase.START_UP:  # there, all need this rank
+        if _is_orderly(error) and channel.progress.current_phase != Phase.START_UP:  # at start-up, all need this rank
             return None
         own = of_exception(error, channel.rank, channel.progress.step, channel.progress.current_phase)
         if not follows_from_another(error):
@@ -165,8 +165,8 @@ class Watch:
             return None
         if (known := channel.explain(error)) is not None:
             return known
-        # It waited for others until its time was over. That is not its own failure, but that of who did not come.
-        *_, cause = chain(error)  # what the group itself has said
+        # It waited for others until its time-out. That is not its own failure, but that of the rank that did not come.
+        *_, cause = chain(error)  # the error of the group itself
         gist = str(cause).partition("\n")[0]
         absent = self._stalls.find_absent(gist) if self._stalls is not None else None
         if channel.failure is None:
@@ -188,7 +188,7 @@ def watch(
     stall_minimum: float = 60.0,
     link_timeout: float = LINK_SECONDS,
 ) -> Watch:
-    """Let every failure of a rank of a group be known on all its ranks at once, and by name.
+    """Make every failure of a rank of a group known on all its ranks, at once and by name.
 
     Every rank of the group has to call it at the same time. From then on, when one of them raises, is killed, or
     leaves while others wait for it, all others raise :class:`~lockstep.errors.PeerFailure` from whatever collective of
@@ -196,7 +196,7 @@ def watch(
 
     Args:
         group: the process group; the default group if None.
-        store: where the ranks meet; the group's own if None. A bare backend has none.
+        store: the store at which the ranks meet; the group's own if None. A bare backend has none.
         stall_factor: a rank that keeps another one waiting for this many times the median step makes no progress, and
             is a failure, too; None for no such limit. During the first steps and while something is compiled the limit
             is nine minutes; it never is more.
@@ -204,8 +204,8 @@ def watch(
         link_timeout: seconds for which nothing may come from another host, not even the answer to a probe; after that
             its ranks have failed. At least 1. A shorter pause of the network ends nothing.
 
-    Use it as a context manager around the training: an exception that passes through it is told to the others, with
-    its traceback. Otherwise that is done when the program ends with one.
+    Use it as a context manager around the training: an exception that passes through it is sent to the others, with
+    its traceback. Otherwise an exception is sent when it ends the program.
 
     What is communicated: a few keys in the store, and one connection to each of two neighbours, on the loopback
     interface or on the one that leads to the store; over Gloo, twice 64 KiB from each rank to each other one, at the
@@ -242,7 +242,7 @@ def watch(
         this = Watch(channel, connections=connections, resources=resources.pop_all(), keeps_group=True)
     try:
         _find_connections_of_gloo(group, connections)
-        this.check()  # a failure that came before could end none
+        this.check()  # a failure before this point could not end any connections
     except BaseException as error:
         this.end(error)
         raise
@@ -255,24 +255,24 @@ def watch(
 def make_channel(
     store: Any, rank: int, ranks: Sequence[int], progress: Progress, timeout: float, link_timeout: float
 ) -> FailureChannel:
-    """The channel of this rank, in a part of the store that no other one has had."""
+    """Return the channel of this rank, in a part of the store that no other channel has used."""
     store = PrefixStore("failures", store)
     return FailureChannel(store, rank, ranks, progress, host_identity(), timeout, link_timeout)
 
 
 def check_link_timeout(seconds: float, caller: str) -> None:
-    """Raise :class:`OptionError` for a limit that no connection can have."""
+    """Raise :class:`OptionError` for a limit that is not possible for a connection."""
     if not seconds >= 1:
         raise OptionError(f"{caller}: link_timeout is {seconds!r}, expected a number of seconds of at least 1")
 
 
 def run_name(of_run: str) -> str:
-    """What a run is called on its host: by its program, and by what tells it from others of the same program."""
+    """Return the name of a run on its host: the program's name, and ``of_run`` to distinguish its runs."""
     return f"{Path(sys.argv[0]).stem or 'python'}-{of_run}"
 
 
 def _begun(group: Group | None) -> int | None:
-    """How many collectives this rank has begun on a group, for as long as that is there and counts them."""
+    """Return the number of collectives that this rank has begun on a group, if the group exists and counts them."""
     try:
         return None if group is None else int(group._get_sequence_number_for_group())
     except (RuntimeError, AttributeError):
@@ -280,7 +280,7 @@ def _begun(group: Group | None) -> int | None:
 
 
 def attach(channel: FailureChannel, group: Group, connections: Connections | None = None) -> None:
-    """Let waits for a group's collectives hear of failures, and end the group at the first one, so that they raise.
+    """Make waits for a group's collectives hear of failures, and end the group at the first one, so that they raise.
 
     ``connections`` are those of the group, if it is Gloo's.
     """
@@ -302,7 +302,7 @@ def attach(channel: FailureChannel, group: Group, connections: Connections | Non
 
 
 def _find_connections_of_gloo(group: Group, connections: Connections) -> None:
-    """Collective. Nothing is found for other backends; the ``shm`` group ends those of its own by itself."""
+    """Find Gloo's connections, by a collective; other backends have none, as the ``shm`` group ends its own itself."""
     if "gloo" not in backends_of(group):
         return
     collectives, world = Collectives(group, Phases()), group.size()
@@ -319,7 +319,7 @@ _used: dict[tuple[str, int], int] = {}
 
 
 def unused_part(store: Any, name: str, rank: int) -> Any:
-    """A part of a store that nobody has used before: the next one of this name, as it is on all ranks."""
+    """Return an unused part of a store: the next one of this name, the same on all ranks."""
     number = _used[name, rank] = _used.get((name, rank), 0) + 1
     return PrefixStore(f"lockstep {name} {number}", store)
 
@@ -336,7 +336,7 @@ def _store_of(group: Group) -> Any:
 
 
 def _is_orderly(error: BaseException) -> bool:
-    """Whether it is the program that ends, without an error."""
+    """Return True if the program ends without an error."""
     return isinstance(error, SystemExit) and error.code in (None, 0)
 
 
@@ -344,20 +344,20 @@ def _is_orderly(error: BaseException) -> bool:
 
 
 def has_launcher() -> bool:
-    """Whether ``torchrun`` has started this process: it ends all processes when it notices that one has failed."""
+    """Return True if ``torchrun`` has started this process: it ends all processes when it notices a failed one."""
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
 def say_at_once(failure: Failure, here: int) -> None:
-    """Log why this rank will stop, if the launcher may end it before it can raise: another process has just ended."""
+    """Log why this rank will stop if a process has ended: the launcher may end this one before it can raise."""
     if has_launcher() and failure.kind is Kind.ENDED:
         logging.getLogger("lockstep").error("rank %d stops, because %s", here, failure.summary)
 
 
 class LastWords:
-    """Holds ``torchrun``'s SIGTERM back for some seconds from now, so that this process ends with its own error.
+    """Holds back ``torchrun``'s SIGTERM for some seconds from now, so that this process ends with its own error.
 
-    Without ``torchrun``, or if the program does something else at SIGTERM, nothing is done.
+    Does nothing without ``torchrun``, or if the program handles SIGTERM itself.
     """
 
     def __init__(self) -> None:
@@ -369,7 +369,7 @@ class LastWords:
             signal.signal(signal.SIGTERM, self._note)
 
     def wait_for_launcher(self) -> None:
-        """Let the launcher notice the process that has failed first: it blames the first that it finds ended."""
+        """Give the launcher time to notice the process that failed first: it blames the first that it finds ended."""
         until = time.monotonic() + LAUNCHER_SECONDS
         while self._holds and not self._came and time.monotonic() < until:
             time.sleep(0.02)
@@ -382,10 +382,11 @@ class LastWords:
 
 
 def forget_failed_passes() -> None:
-    """Let go of what backward passes of this thread had not come to when they failed.
+    """Release what backward passes of this thread had not run when they failed.
 
-    The engine keeps it in a queue until the thread's next pass: a part of the graph, with its memory, and what hooks on
-    its tensors refer to, such as a replicated model and its group, whose connections would stay open. So this is one.
+    The engine keeps it in a queue until the thread's next pass: a part of the graph, with its memory, and objects that
+    hooks on its tensors refer to, such as a replicated model and its group, whose connections would stay open. So run a
+    small pass.
     """
     with torch.inference_mode(False), torch.enable_grad():
         leaf = torch.zeros((), device="cpu", requires_grad=True)

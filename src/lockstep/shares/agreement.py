@@ -1,10 +1,10 @@
 """The exchange that the ranks have agreed on for a step, and how they agree on another.
 
-Sizes of what travels follow from the module (which parameters are trained, which buffers there are), from what the last
-step has changed, and from how many shares the step has. All of that is agreed on before a step begins. A rank on which
-it is not so any more, since a program has changed the module, say, takes part as was agreed: it sends anything in place
-of partial sums, and says so in the head of its row. Then all ranks compare their modules; if all have changed alike,
-they exchange the step's sums as they are now, and if not, what differs is an error by name on every rank.
+The sizes of all messages follow from the module (which parameters are trained, which buffers there are), from what the
+last step has changed, and from the number of shares. All of that is agreed on before a step begins. If it no longer
+holds on a rank, since a program has changed the module, say, that rank takes part as agreed: it sends arbitrary values
+in place of partial sums, and says so in the head of its row. Then all ranks compare their modules. If all have changed
+alike, they exchange the step's sums with the present modules; if not, the difference is an error by name on every rank.
 """
 
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ from lockstep.shares.state import Step
 
 
 class Members:
-    """What of a module is replicated, as it was when somebody looked."""
+    """The replicated parameters and buffers of a module at one moment."""
 
     def __init__(self, contents: Contents) -> None:
         self._contents = contents
@@ -44,7 +44,7 @@ class Members:
         self._devices = [parameter.device for _, parameter in contents.parameters]
 
     def describe(self, before: "Members | None" = None) -> list[Line]:
-        """What must be the same on all ranks, which had ``before`` until now."""
+        """Return the lines that must be the same on all ranks, whose members were ``before`` until now."""
         earlier = {} if before is None else {id(parameter): name for name, parameter in before.parameters}
         lines = [
             describe_parameter(name, parameter, self._contents, trained=True, earlier=earlier)
@@ -53,7 +53,7 @@ class Members:
         return lines + [describe_buffer(buffer) for buffer in self.buffers]
 
     def are(self, others: "Members") -> bool:
-        """Whether these are the same parameters and buffers, in the same places."""
+        """Return True if these are the same parameters and buffers, in the same places."""
         pairs = zip(self.parameters, others.parameters, strict=False)
         return self is others or (
             self._lines == others._lines
@@ -63,7 +63,7 @@ class Members:
 
     @cached_property
     def specs(self) -> list[TensorSpec]:
-        """How gradients are laid out where they are added, from the last parameter to the first."""
+        """The layouts in which gradients are added, from the last parameter to the first."""
         local = [(name, local_part(parameter)) for name, parameter in reversed(self.trained)]
         return [
             TensorSpec(name, tuple(p.shape), dense_stride(p.shape, p.stride()), sum_dtype(p.dtype), p.device)
@@ -72,20 +72,20 @@ class Members:
 
 
 class _Agreed(NamedTuple):
-    """What all ranks exchange in the next step."""
+    """The exchange of the next step, as agreed by all ranks."""
 
     shares: int
-    """How many the step has."""
+    """Number of shares of the step."""
     buffers: TravellingBuffers
     plan: ExchangePlan
     row_bytes: int
 
 
 class Agreement:
-    """What the ranks have agreed on for one module.
+    """The present agreement of the ranks for one module.
 
-    ``compares_values``: whether parameters that are new, and buffers that a program has written, have to have the same
-    values on all ranks.
+    With ``compares_values``, parameters that are new and buffers that a program wrote must have equal values on all
+    ranks.
     """
 
     def __init__(self, members: Members, collectives: Collectives, compares_values: bool) -> None:
@@ -95,19 +95,19 @@ class Agreement:
 
     @property
     def buffers(self) -> TravellingBuffers:
-        """Which buffers travel with the gradients."""
+        """The buffers that travel with the gradients."""
         return self._agreed.buffers
 
     def covers(self, members: Members, count: int) -> bool:
-        """Whether a step of ``count`` shares of a module that has ``members`` is what the ranks have agreed on."""
+        """Return True if the ranks have agreed on a step of ``count`` shares of a module with these ``members``."""
         return count == self._agreed.shares and members.are(self._members)
 
     def exchange(self, spare: SpareMemory) -> Exchange:
-        """The exchange of a step."""
+        """Return the exchange of a step."""
         return Exchange(self._agreed.plan, self._agreed.row_bytes, self._collectives, spare)
 
     def expect(self, buffers: TravellingBuffers, count: int) -> None:
-        """The next step, of which all ranks know the same, has these buffers and so many shares."""
+        """Set the buffers and the number of shares of the next step, which all ranks know."""
         if (count, buffers) != (self._agreed.shares, self._agreed.buffers):
             self._agreed = self._for_steps_of(count, buffers)
 
@@ -121,7 +121,7 @@ class Agreement:
 
     @torch.no_grad()
     def renew(self, members: Members, step: Step, heads: Sequence[Head]) -> None:
-        """Agree with all ranks on what each has now, of whose heads one has said that it is something else.
+        """Agree with all ranks on what each has now, after the head of one has said that it has something else.
 
         Raises on every rank if ranks differ, and then leaves everything as it is. Communicates what
         :func:`check_same_on_all_ranks` and :func:`check_equal_values` do.
@@ -158,12 +158,12 @@ class Agreement:
         self._watch = ValueWatch(every) if every else None
 
     def look(self, number: int, members: Members, buffers: Sequence[tuple[str, Tensor]]) -> int:
-        """What this rank says of its values at the end of the step of that number, which has begun with these buffers:
-        a digest, or 0 if they are not compared in it."""
+        """Return this rank's digest of its values at the end of a step with that number, which began with these
+        buffers; 0 if values are not compared in it."""
         watch = self._watch
         if watch is None or not watch.is_due(number):
             return 0
-        watch.forget()  # what a step that has failed has left
+        watch.forget()  # left by a step that has failed
         watch.look_at_buffers([value for _, value in buffers])
         parameters = [parameter for _, parameter in members.parameters]
         _, digest = watch.look(parameters, parameters[0].device if parameters else self._collectives.device)

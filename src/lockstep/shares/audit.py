@@ -1,4 +1,4 @@
-"""``audit()``: shares are computed again on other ranks, and their bits compared."""
+"""``audit()``: computes shares again on other ranks, and compares their bits."""
 
 from torch.nn import Module
 
@@ -8,19 +8,19 @@ from lockstep.shares.replication import ShareReplication
 
 
 def audit(model: Module, every: int | None = 100) -> None:
-    """From the next iteration over batches on, have a random share computed again, in one of ``every`` steps.
+    """Have a random share computed again, in one of ``every`` steps, from the next iteration over batches on.
 
-    Another rank computes it, and the gradients and buffers that it gives are compared, bit by bit. So silent corruption
-    of data, a processor that computes wrongly, and kernels that are not deterministic are found while training. With
-    one rank, that rank computes it again, and kernels that are not deterministic are found.
+    Another rank computes it, and its gradients and buffers are compared bit by bit with the first results. That finds
+    silent corruption of data, a processor that computes wrongly, and kernels that are not deterministic during
+    training. With one rank, that rank computes the share again, which finds kernels that are not deterministic.
 
     On the rank that computes a share again, the loop over the batch's shares runs once more, with that share's rows:
-    what the loop counts by itself, such as losses, it counts twice there, unless it asks ``batch.is_auditing``. Which
-    steps, shares and ranks these are depends on the seed of the batches. It costs one share's time in such a step.
+    whatever the loop counts itself, such as losses, counts twice there, unless the loop checks ``batch.is_auditing``.
+    The seed of the batches decides which steps, shares and ranks these are. It costs one share's time in such a step.
 
     Args:
         model: A module from ``lockstep.replicate(model, shares=...)``; all modules of a step are audited together.
-        every: In how many steps one is audited, on average; None: none any more. The same on every rank.
+        every: The average number of steps for one audited step; None: no more audits. The same on every rank.
 
     Communicates, in such a step, an all-gather of 128 bytes, and others of about 25 bytes for each parameter and
     buffer.

@@ -19,13 +19,13 @@ class Audit(NamedTuple):
 
     share: int
     owner: int
-    """The rank that computes it for the step."""
+    """The rank that computes the share for the step."""
     auditor: int
-    """The rank that computes it again: another one, where there is one."""
+    """The rank that computes it again: another one, if there is one."""
 
 
 def plan_audit(every: int | None, seed: int, epoch: int, batch: int, count: int, world: int) -> Audit | None:
-    """What is computed again in a step of ``count`` shares, if anything is: in one of ``every`` steps, at random."""
+    """Return the audit of a step of ``count`` shares, or None; one of ``every`` steps, at random, has one."""
     if every is None or derive_seed(seed, "audit", epoch, batch) % every:
         return None
     share = derive_seed(seed, "audited share", epoch, batch) % count
@@ -35,18 +35,18 @@ def plan_audit(every: int | None, seed: int, epoch: int, batch: int, count: int,
 
 
 class Evidence:
-    """What a module's tensors were after a share, on the rank that has computed it, and on the one that has again."""
+    """Digests of a module's tensors after a share, on the rank that computed it and on the one that did so again."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = names
         self._rows: dict[bool, list[int]] = {}
 
     def note(self, tensors: Sequence[Tensor | None], again: bool) -> None:
-        """Keep what the share has given on this rank, which has computed it, perhaps ``again``."""
+        """Record the results of the share on this rank, which has computed it, ``again`` or for the first time."""
         self._rows[again] = Digests([torch.empty(0) if each is None else each for each in tensors]).each()
 
     def compare(self, audit: Audit, step: str, collectives: Collectives) -> None:
-        """Raise :class:`AuditError`, on every rank, if the two have other bits."""
+        """Raise :class:`AuditError`, on every rank, if the two results have different bits."""
         empty = [0] * len(self._names)
         own = [self._rows.get(again, empty) for again in (False, True)]
         (first, _), (_, second) = objects_of([audit.owner, audit.auditor], own, "digests of a share", collectives)

@@ -1,11 +1,12 @@
-"""Buffers, share by share: each share begins from the values of the step, and what shares make of them is averaged.
+"""Buffers, share by share: each share begins with the values of the step, and the results of shares are averaged.
 
 A floating-point buffer that any share has changed becomes the mean over all shares of the step, added in the tree's
-order; a share that has not changed it counts with the value of the step. Of any other buffer the lowest share that has
-changed it decides: a counter of batches, which every share advances from the same value, advances by one a step.
+order; a share that has not changed it counts with the value of the step. Any other buffer gets its value from the
+lowest share that has changed it: a counter of batches, which every share advances from the same value, advances by one
+a step.
 
-Buffers that have changed in the step before travel with the gradients and the report
-(:mod:`lockstep.shares.reduction`). Others have collectives of their own, when they change.
+Buffers that changed in the step before travel with the gradients and the report (:mod:`lockstep.shares.reduction`).
+Others have collectives of their own when they change.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,20 +27,20 @@ from lockstep.shares.tree import Node, PartialSums, add_up
 
 UNCHANGED = -1
 _SMALL_BYTES = 256
-"""A buffer that is not averaged, and no larger, travels with the report."""
+"""A buffer that is not averaged travels with the report if it has at most this many bytes."""
 
 
 class TravellingBuffers(NamedTuple):
-    """The buffers, by number, that travel with the gradients of a step: the same on every rank."""
+    """The numbers of the buffers that travel with the gradients of a step, the same on every rank."""
 
     averaged: Sequence[int] = ()
-    """Behind the gradients."""
+    """Buffers after the gradients."""
     kept: Sequence[int] = ()
-    """Behind the report, as bytes."""
+    """Buffers after the report, as bytes."""
 
 
 def specs_of(buffers: Sequence[Buffer]) -> list[TensorSpec]:
-    """How averaged buffers are laid out where they are added."""
+    """Return the layouts in which averaged buffers are added."""
     return [TensorSpec.of(torch.empty(b.shape, dtype=sum_dtype(b.dtype), device=b.device)) for b in buffers]
 
 
@@ -56,14 +57,13 @@ class ShareBuffers:
         self._count = 0
         self._left: list[tuple[Tensor | None, int]] = []
         self.written = 0
-        """A number that stands for the values of the step, if a program has written any since the step before; else
-        0."""
+        """A digest of the values of the step, if a program has written any since the step before; else 0."""
         self.first_change = [UNCHANGED] * len(buffers)
         """The first share of this rank that has changed each buffer, or -1."""
 
     @torch.no_grad()
     def open(self, count: int) -> None:
-        """A step of ``count`` shares begins: keep the values."""
+        """Begin a step of ``count`` shares: keep the values."""
         self._start = [None if (tensor := b.current()) is None else tensor.detach().clone() for b in self.buffers]
         self._sums, self._kept, self._dirty, self._count = PartialSums(self._merge), {}, False, count
         left, now = self._left, self._versions()
@@ -72,40 +72,40 @@ class ShareBuffers:
         self.first_change = [UNCHANGED] * len(self.buffers)
 
     def _versions(self) -> list[tuple[Tensor | None, int]]:
-        """What the buffers are, to be compared with what they are later."""
+        """Return the tensors of the buffers with their versions, to be compared later."""
         tensors = (buffer.current() for buffer in self.buffers)
         return [(each, 0 if each is None or each.is_inference() else each._version) for each in tensors]
 
     def values(self) -> list[tuple[str, Tensor]]:
-        """The values of the step, by name."""
+        """Return the values of the step, by name."""
         pairs = zip(self.buffers, self._start, strict=True)
         return [(buffer.name, start) for buffer, start in pairs if start is not None]
 
     @property
     def is_used(self) -> bool:
-        """Whether any share has changed a buffer in the step under way."""
+        """True if any share has changed a buffer in the step under way."""
         return any(share != UNCHANGED for share in self.first_change)
 
     def restore(self) -> None:
-        """Give the buffers the values of the step, if a share has changed them since."""
+        """Give the buffers the values of the step if a share has changed them since."""
         if self._dirty:
             pairs = [(b, start) for b, start in zip(self.buffers, self._start, strict=True) if start is not None]
             assign_all([buffer for buffer, _ in pairs], [start for _, start in pairs])
             self._dirty = False
 
     def now(self) -> list[Tensor | None]:
-        """What the share under way has made of them so far."""
+        """Return the buffers as the share under way has left them so far."""
         return [None if (tensor := buffer.current()) is None else tensor.detach() for buffer in self.buffers]
 
     def forget(self) -> None:
-        """Give the buffers the values of the step again, whatever a share has made of them."""
+        """Give the buffers the values of the step, whatever a share has changed."""
         self._dirty = True
         self.restore()
-        self._left = [] if self.written else self._versions()  # what was written is to be compared in the next step
+        self._left = [] if self.written else self._versions()  # values that were written are compared in the next step
 
     @torch.no_grad()
     def add(self, share: int) -> None:
-        """A share has ended: take what it has made of the buffers."""
+        """End a share: record how it has changed the buffers."""
         leaf: Values = []
         for number, (buffer, start) in enumerate(zip(self.buffers, self._start, strict=True)):
             now = buffer.current()
@@ -132,36 +132,36 @@ class ShareBuffers:
         return merged
 
     def _as_at_start(self, number: int, node: Node) -> Tensor:
-        """What shares give that have not changed a buffer, added in the tree's order."""
+        """Return the sum of a node's shares that have not changed a buffer, added in the tree's order."""
         start = self._start[number]
         assert start is not None
         return start.to(sum_dtype(start.dtype)).mul(2**node.level)  # exact, as are the sums of equal numbers
 
     def sums(self, numbers: Sequence[int]) -> list[list[Tensor]]:
-        """The partial sums of this rank of averaged buffers, in the order of shares."""
+        """Return this rank's partial sums of averaged buffers, in share order."""
         return [
             [self._as_at_start(n, node) if (value := values[n]) is None else value for n in numbers]
             for node, values in self._sums.sums
         ]
 
     def kept(self, numbers: Sequence[int]) -> Tensor:
-        """The values of buffers that are not averaged, as bytes on the CPU: as many on every rank."""
+        """Return values of buffers that are not averaged as bytes on the CPU, equally many on every rank."""
         return torch.cat(
             [torch.empty(0, dtype=torch.uint8, device="cpu"), *(self._bytes(number).cpu() for number in numbers)]
         )
 
     def split_kept(self, values: Tensor, numbers: Sequence[int]) -> dict[int, Tensor]:
-        """What :meth:`kept` has put together, by the number of the buffer."""
+        """Split the bytes that :meth:`kept` returned, by number of the buffer."""
         sizes = [self.buffers[number].nbytes for number in numbers]
         return dict(zip(numbers, values[: sum(sizes)].split(sizes), strict=True)) if sizes else {}
 
     def _bytes(self, number: int) -> Tensor:
-        """What this rank has kept of a buffer; zeros if no share of its has changed it."""
+        """Return the value that this rank has kept of a buffer; zeros if no share of this rank has changed it."""
         value = self._kept.get(number)
         return (self.buffers[number].zeros() if value is None else value).contiguous().view(-1).view(torch.uint8)
 
     def travelling_next(self, first_changes: Sequence[Sequence[int]]) -> TravellingBuffers:
-        """Those that are to travel with the gradients of the next step, since they have changed in this one."""
+        """Return the buffers that travel with the gradients of the next step, since they have changed in this one."""
         changed = self._changed(first_changes)
         averaged = tuple(number for number in changed if self._is_averaged[number])
         small = (number for number in changed if self.buffers[number].nbytes <= _SMALL_BYTES)
@@ -178,10 +178,10 @@ class ShareBuffers:
         sums: Mapping[int, Tensor],
         kept: Sequence[Mapping[int, Tensor]],
     ) -> None:
-        """All shares have ended: give the buffers the values of the next step.
+        """Give the buffers the values of the next step; all shares have ended.
 
-        ``first_changes``: :attr:`first_change` of each rank; ``sums``: over all ranks, of the buffers that have
-        travelled with the gradients; ``kept``: what each rank has kept of those that have travelled with its report.
+        ``first_changes`` has :attr:`first_change` of each rank; ``sums`` those over all ranks, of buffers that
+        travelled with the gradients; ``kept`` each rank's values of buffers that travelled with its report.
         """
         changed = self._changed(first_changes)
         averaged = [number for number in changed if self._is_averaged[number]]
@@ -200,7 +200,7 @@ class ShareBuffers:
         self._start, self._left = [None] * len(self.buffers), self._versions()
 
     def _add_up(self, numbers: Sequence[int], collectives: Collectives) -> list[Tensor]:
-        """The sums over all shares of averaged buffers that have not travelled with the gradients."""
+        """Return the sums over all shares of averaged buffers that have not travelled with the gradients."""
         if not numbers:
             return []
         sums = self.sums(numbers)

@@ -1,8 +1,8 @@
 """Sends buckets while the backward pass of the last share runs.
 
-A bucket leaves when all gradients have come that it had in the step before. Partial sums and gradients stay as they
-are meanwhile: if another gradient comes after all - a share runs a second backward - its bucket is sent once more at
-the end, by all ranks.
+A bucket is sent when it has all the gradients that it had in the step before. Partial sums and gradients are kept
+meanwhile: if another gradient comes after all - a share runs a second backward - all ranks send its bucket once more at
+the end.
 """
 
 from collections.abc import Collection
@@ -12,8 +12,7 @@ from lockstep.shares.reduction import Exchange
 
 
 class EarlyBuckets:
-    """Sends those buckets of ``exchange`` that may leave early; parameters are numbered from the last to the first
-    there."""
+    """Sends those buckets of ``exchange`` that may be sent early; they number parameters from the last to the first."""
 
     def __init__(self, exchange: Exchange, gradients: ShareGradients, share: int, expected: Collection[int]) -> None:
         self._exchange, self._gradients, self._share = exchange, gradients, share
@@ -25,10 +24,10 @@ class EarlyBuckets:
             if number in self._bucket_of:
                 self._missing[self._bucket_of[number]].add(number)
         self.late: set[int] = set()
-        """Those that have left, and for which another gradient has come."""
+        """The buckets that were sent before another of their gradients came."""
 
     def arrived(self, number: int) -> None:
-        """A parameter has got a gradient."""
+        """Record a parameter's gradient; send the buckets that are complete now."""
         bucket = self._bucket_of.get(number)
         if bucket is None:
             return

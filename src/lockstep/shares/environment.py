@@ -9,7 +9,7 @@ from lockstep.distributed.agreement import Line
 from lockstep.errors import AgreementError
 
 _LIBRARIES = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS")
-"""Variables of the environment by which other kernels are chosen."""
+"""Environment variables that select other kernels."""
 
 _ADVICE = {
     "intra-op threads": "torch.set_num_threads({}), or OMP_NUM_THREADS={} in the environment",
@@ -23,7 +23,7 @@ _ADVICE = {
 
 
 def settings_of(devices: Iterable[torch.device]) -> dict[str, str]:
-    """The settings of this process, by name, for a module on these devices."""
+    """Return the settings of this process, by name, for a module on these devices."""
     settings = {
         "PyTorch": str(torch.__version__),  # a plain string, which any checkpoint can hold
         "intra-op threads": str(torch.get_num_threads()),
@@ -42,7 +42,7 @@ def settings_of(devices: Iterable[torch.device]) -> dict[str, str]:
 
 
 def precision_on(device_type: str) -> str:
-    """The precision in which operations would run now."""
+    """Return the precision in which operations run now."""
     if not torch.is_autocast_enabled(device_type):
         return "no autocast"
     return f"autocast to {torch.get_autocast_dtype(device_type)}"
@@ -61,12 +61,12 @@ def _name_of(device: torch.device) -> str:
 
 
 def describe_settings(settings: Mapping[str, str]) -> list[Line]:
-    """Settings as ranks compare them."""
+    """Return settings as lines that ranks compare."""
     return [Line(name, value) for name, value in settings.items()]
 
 
 def check_settings(before: Mapping[str, str], now: Mapping[str, str], rank: int, since: str) -> None:
-    """Raise :class:`AgreementError` if a setting is another one than before; ``since`` says when that was."""
+    """Raise :class:`AgreementError` if a setting has changed; ``since`` says when it had its value ``before``."""
     for name, value in before.items():
         if now.get(name, value) != value:
             advice = _ADVICE.get(name, "set it as it was").format(value, value)

@@ -14,17 +14,17 @@ from lockstep.dtensors import local_part
 
 
 def fingerprint(model: Module, optimizer: Optimizer | None = None) -> str:
-    """The SHA-256 of a model's parameters and buffers, and of an optimizer's state, as 64 hexadecimal digits.
+    """Return the SHA-256 of a model's parameters and buffers, and an optimizer's state, as 64 hexadecimal digits.
 
     Two runs that print the same line have the same bits: in each parameter and each buffer that a ``state_dict`` holds,
-    by name, dtype and shape, and in what the optimizer keeps for each parameter. Hyperparameters, such as the learning
+    by name, dtype and shape, and in the optimizer's state of each parameter. Hyperparameters, such as the learning
     rate, are no part of it, nor is the device: values are copied to the CPU first.
 
     Args:
-        model: A module, replicated or not; of a ``DistributedDataParallel`` or a compiled module the one inside.
+        model: A module, replicated or not; for a ``DistributedDataParallel`` or a compiled module, the one inside.
         optimizer: The optimizer of its parameters.
 
-    Communicates nothing. Of a ``DTensor`` it sees the part that this rank holds.
+    Communicates nothing. For a ``DTensor`` it covers the part that this rank holds.
 
     Example:
         >>> import torch

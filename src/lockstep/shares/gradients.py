@@ -1,9 +1,9 @@
 """The gradients of a module's parameters, share by share, and their partial sums on this rank.
 
-While a step is under way, ``param.grad`` is the gradient of the share under way alone. What it was before the step is
-set aside, and what the step gives is added to it.
+While a step is under way, ``param.grad`` is the gradient of the share under way alone. The gradient from before the
+step is set aside, and the step's gradient is added to it.
 
-Of a ``DTensor`` the part is added that this rank holds: other dimensions of the mesh have their parts for themselves.
+Of a ``DTensor`` only this rank's part is added: other dimensions of the mesh add their parts themselves.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,19 +21,19 @@ from lockstep.shares.spare import SpareMemory
 from lockstep.shares.tree import PartialSums, add_up
 
 Values = list[Tensor | None]
-"""A value for each parameter; None where nothing was added."""
+"""A value for each parameter; None if nothing was added."""
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which values are added: float32 for those of half precision."""
+    """Return the dtype in which values are added: float32 for half precision."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
 class ShareGradients:
     """Takes each share's gradients from the parameters, and adds them in the tree's order.
 
-    The method ``arrived(number)`` is called whenever a parameter has got a gradient; it raises where none may come.
-    Its object has to be kept alive by others.
+    The method ``arrived(number)`` is called whenever a parameter has got a gradient; it raises if none may come now.
+    The caller has to keep its object alive.
     """
 
     def __init__(
@@ -52,12 +52,12 @@ class ShareGradients:
         self.sums = self._new_sums()
 
     def unhook(self) -> None:
-        """Let the parameters go."""
+        """Remove the hooks of the parameters."""
         for handle in self._handles:
             handle.remove()
 
     def check_hooks(self) -> None:
-        """Raise for hooks of users that would see a share's gradient in place of the step's."""
+        """Raise for users' hooks that would see a share's gradient in place of the step's."""
         check_optimizers(lambda: zip(self.names, self.parameters, strict=True))
         for name, parameter in zip(self.names, self.parameters, strict=True):
             if len(getattr(parameter, "_post_accumulate_grad_hooks", None) or ()) > 1:
@@ -67,13 +67,13 @@ class ShareGradients:
                 )
 
     def open(self) -> None:
-        """A step begins: set aside what the parameters have."""
+        """Begin a step: set the parameters' gradients aside."""
         self._before = self._take()
         self.drop_sums()
 
     def enter(self) -> None:
-        """A share begins: its first gradient is allocated before that is known, each further one when another has
-        come."""
+        """Begin a share: free memory for its first gradient, which no hook announces; each gradient does it for the
+        next."""
         self._spare.give_back(self._largest)
 
     def _take(self) -> Values:
@@ -83,8 +83,8 @@ class ShareGradients:
         return taken
 
     def add(self, share: int, place: Callable[[int, Values], None] | None = None) -> None:
-        """A share has ended: take its gradients, and add them to what is there. ``place(share, values)`` may copy them
-        to where they are sent from; the last parameter's value comes first there."""
+        """End a share: take its gradients, and add them to the partial sums. ``place(share, values)`` may copy them to
+        the memory that they are sent from; there the last parameter's value comes first."""
         values = self._widened(self._take())
         if place is not None:
             placed = values[::-1]
@@ -94,12 +94,12 @@ class ShareGradients:
         self.sums.add(share, values)
 
     def add_last(self, share: int) -> None:
-        """The last share of this rank has ended: take its gradients, which are added on their way to other ranks."""
+        """End the last share of this rank: take its gradients, which are added on their way to other ranks."""
         self._last = share, self._widened(self._take())
 
     def take_terms(self) -> list[list[Values]]:
-        """The partial sums as they are sent, each as its terms: the last parameter's value comes first. They are the
-        caller's."""
+        """Return the partial sums as they are sent, each as terms, the last parameter's value first. They belong to the
+        caller."""
         if self._last is None:
             terms = [[values[::-1]] for _, values in self.sums.sums]
         else:
@@ -108,29 +108,30 @@ class ShareGradients:
         return terms
 
     def terms_with(self, share: int) -> list[list[Values]]:
-        """The same while a share is under way, with the gradients that it has so far; they are not the caller's."""
+        """Return the same as :meth:`take_terms` during a share, with its gradients so far; they are not the
+        caller's."""
         return self._terms_with(share, self.now())
 
     def _terms_with(self, share: int, values: Values) -> list[list[Values]]:
         return [[term[::-1] for term in terms] for terms in self.sums.terms_with(share, values)]
 
     def now(self) -> Values:
-        """What the share under way has given so far."""
+        """Return the gradients of the share under way so far."""
         return [
             None if (grad := parameter.grad) is None else local_part(grad.detach()) for parameter in self.parameters
         ]
 
     def drop(self) -> None:
-        """Forget what the share under way has given."""
+        """Drop the gradients of the share under way."""
         self._take()
 
     def total(self, shares: int) -> Values:
-        """The sum over all shares of the step, which all have been this rank's."""
+        """Return the sum over all shares of the step, if this rank has computed all of them."""
         sums, self.sums = self.sums.sums, self._new_sums()
         return add_up(sums, shares, lambda left, right: add_values(left, right, self._spare)) or []
 
     def drop_sums(self) -> None:
-        """The partial sums will not be asked for again."""
+        """Drop the partial sums."""
         self.sums, self._last = self._new_sums(), None
 
     def _new_sums(self) -> PartialSums[Values]:
@@ -151,14 +152,14 @@ class ShareGradients:
 
     @property
     def used(self) -> list[bool]:
-        """Which parameters have got a gradient in the shares that have ended, of the step under way."""
+        """True for each parameter that got a gradient in one of the ended shares of the step."""
         rows = [values for _, values in self.sums.sums]
         if self._last is not None:
             rows.append(self._last[1])
         return [any(row[number] is not None for row in rows) for number in range(len(self.parameters))]
 
     def restore_grads(self) -> None:
-        """The step is aborted: parameters have the gradients that they had before."""
+        """Abort the step: restore the gradients from before it."""
         before, self._before = self._before, None
         if before is not None:
             for parameter, gradient in zip(self.parameters, before, strict=True):
@@ -167,7 +168,7 @@ class ShareGradients:
 
     @torch.no_grad()
     def set_grads(self, total: Values, divisor: float) -> None:
-        """The step has ended: give the parameters the sum over all shares, divided, and added to what they had."""
+        """End the step: set the gradients to the sum over all shares, divided, plus what they were before."""
         assert self._before is not None
         before, self._before = self._before, None
         present = [value for value in total if value is not None]
@@ -178,10 +179,10 @@ class ShareGradients:
 
 
 def _gradient(parameter: Tensor, value: Tensor, earlier: Tensor | None) -> Tensor:
-    """A gradient of the parameter's dtype and layout: the value, added to what there was, and rounded once."""
+    """Return a gradient of the parameter's dtype and layout: the value plus the earlier one, rounded once."""
     if earlier is not None:
         value = value.add_(local_part(earlier.detach()))
-    like = torch.empty_like(local_part(parameter))  # what a gradient's layout is, wherever it was added
+    like = torch.empty_like(local_part(parameter))  # has the layout of a gradient, wherever values were added
     if value.dtype != like.dtype or value.stride() != like.stride():
         value = like.copy_(value)
     return like_parameter(value, parameter)
@@ -190,7 +191,7 @@ def _gradient(parameter: Tensor, value: Tensor, earlier: Tensor | None) -> Tenso
 def _hook(
     parameter: Parameter, number: int, arrived: WeakMethod[Callable[[int], None]], spare: SpareMemory
 ) -> RemovableHandle:
-    """Calls `arrived` as long as it is there.
+    """Register a hook that calls ``arrived`` as long as its object exists.
 
     The garbage collector does not see what a hook of this kind refers to: with a strong reference, a hook and its
     parameter would keep each other alive for ever, and with them the process group (test_shares.py,
@@ -210,7 +211,7 @@ def _hook(
 
 
 def _lay_out(parameter: Tensor) -> None:
-    """Lay out the gradient of a ``DTensor`` over the mesh as the parameter is: parts that backward left are summed."""
+    """Redistribute the gradient of a ``DTensor`` like the parameter: partial values that backward left are summed."""
     assert parameter.grad is not None
     with torch.no_grad():
         parameter.grad = like_parameter(matching_gradient(parameter.grad, parameter), parameter)
@@ -218,7 +219,7 @@ def _lay_out(parameter: Tensor) -> None:
 
 @torch.no_grad()
 def add_values(left: Values, right: Values, spare: SpareMemory) -> Values:
-    """The sum of two partial sums, in the memory of the first where both have a value; that of the second is spare."""
+    """Return the sum of two partial sums, in the first one's memory if both have a value; the second's is spare."""
     both = [(a, b) for a, b in zip(left, right, strict=True) if a is not None and b is not None]
     if both:
         added = [b for _, b in both]

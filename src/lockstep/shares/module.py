@@ -1,4 +1,4 @@
-"""One module that is replicated with shares: its gradients and buffers through the phases of a step."""
+"""One module that is replicated with shares: its gradients and buffers in the phases of a step."""
 
 import logging
 from collections.abc import Sequence
@@ -40,24 +40,24 @@ LOSSES: tuple[Loss, ...] = ("sum", "mean")
 
 
 class Watch(Protocol):
-    """Looks at what is replicated of a module, again and again."""
+    """Observes the replicated parameters and buffers of a module."""
 
     @property
     def alive(self) -> bool:
-        """Whether the module is still there."""
+        """True if the module still exists."""
 
     def look(self) -> Members:
-        """What is replicated."""
+        """Return the present parameters and buffers."""
 
     def changed(self) -> bool:
-        """Whether that may be something else than at the last look."""
+        """Return True if they may have changed since the last look."""
 
     def new_parameters(self) -> list[str]:
-        """The names of parameters that have come since the last look."""
+        """Return the names of parameters that have been added since the last look."""
 
 
 class ShareModule:
-    """Takes part in the steps of a :class:`~lockstep.shares.state.ShareWorld`."""
+    """A module that takes part in the steps of a :class:`~lockstep.shares.state.ShareWorld`."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class ShareModule:
         self.number = world.joined
         self.shares, self.loss = shares, loss
         self.steps = 0
-        """How many steps have been finished."""
+        """Number of finished steps."""
         self._step: Step | None = None
         self._last_share: int | None = None
         self._is_finishing = self._has_reported = False
@@ -159,7 +159,7 @@ class ShareModule:
 
     @property
     def _overlaps(self) -> bool:
-        """Whether buckets may leave before the ranks' reports do."""
+        """True if buckets may be sent before the ranks' reports."""
         return self._may_overlap and self.world.joined == 1
 
     def leave(self, share: int) -> None:
@@ -191,12 +191,12 @@ class ShareModule:
         self._evidence.note([*self._gradients.now(), *self._buffers.now()], again)
 
     def abort(self) -> None:
-        """See :class:`Participant`. The other ranks are told, who may be at the step's end, and are not waited for."""
+        """See :class:`Participant`. Tells the other ranks, which may be at the step's end, without waiting for them."""
         step, self._step = self._step, None
         if step is None:
             return
         try:
-            is_awaited = self._is_finishing or self.world.joined == 1  # else ranks begin with their flags
+            is_awaited = self._is_finishing or self.world.joined == 1  # else ranks exchange their flags first
             if self._collectives.world > 1 and is_awaited and not self._has_reported:
                 exchange = self._exchange or self.agreement.exchange(self._spare)
                 exchange.send_rest([], self._head(step)._replace(has_failed=True).to_row(), wait_follows=False)
@@ -252,7 +252,7 @@ class ShareModule:
             check_settings({"autocast": expected}, {"autocast": own}, rank, "when this run was saved")
 
     def _reports_of_all(self, step: Step) -> tuple[list[Report], list[dict[int, Tensor]]]:
-        """Send what has not left yet. Returns what the ranks report, and what they have kept of buffers."""
+        """Send the rest; return the reports of the ranks, and the buffers that each has kept."""
         head = self._head(step)
         if self._collectives.world == 1:
             return [self._report(head, step)], [{}]
@@ -278,14 +278,14 @@ class ShareModule:
         return reports, [self._buffers.split_kept(each, self.agreement.buffers.kept) for each in kept]
 
     def _rows_of_all(self, exchange: Exchange, report: Report) -> Tensor:
-        """Send partial sums and report; returns the rows of all ranks."""
+        """Send partial sums and the report; return the rows of all ranks."""
         buffers = self.agreement.buffers
         sums = with_buffers(self._gradients.take_terms(), self._buffers.sums(buffers.averaged))
         exchange.send_rest(sums, torch.cat([report.to_row(), self._buffers.kept(buffers.kept)]), wait_follows=True)
         return exchange.rows()
 
     def _head(self, step: Step) -> Head:
-        """What this rank says of the step, whatever the others have."""
+        """Return this rank's head of the step, which does not depend on the other ranks."""
         loops, precision = self._decisions, number_of(self.precision) if self.precision else 0
         return Head(
             number_of(*step.describe()),
@@ -307,7 +307,7 @@ class ShareModule:
     def _receive(
         self, exchange: Exchange, reports: Sequence[Report], used: Sequence[bool], averaged: Sequence[int]
     ) -> tuple[Values, dict[int, Tensor]]:
-        """The sums over all shares: of the gradients, and of the buffers that have travelled with them."""
+        """Return the sums over all shares, of the gradients and of the buffers that travelled with them."""
         late = [any(column) for column in zip(*(report.late for report in reports), strict=True)]
         exchange.send_again([number for number, is_late in enumerate(late) if is_late])
         self._may_overlap = self._may_overlap and not any(late)
@@ -325,7 +325,7 @@ class ShareModule:
     # -------------------------------------------------------------------------------- in a share
 
     def weigh(self, weight: float) -> None:
-        """The loss of the share under way counts so much more."""
+        """Add to the weight of the loss of the share under way."""
         share = self._share("accumulate(model, weight=...)")
         if self.world.is_auditing:
             return
@@ -333,17 +333,17 @@ class ShareModule:
 
     @property
     def precision(self) -> str:
-        """In which precisions forward has run in the shares of the last step on this rank."""
+        """The precisions in which forward has run in this rank's shares of the last step."""
         return " and ".join(sorted(self._precisions))
 
     def note_forward(self, training: bool) -> None:
-        """A forward begins, in training mode or not."""
+        """Record that a forward begins, in training mode or not."""
         if self._step is not None and self.world.share is not None and torch.is_grad_enabled():
             self._precisions.update(precision_on(device.type) for device in self.devices)
             self._modes |= TRAINING if training else EVALUATION
 
     def expect(self, precision: str | None, steps: int) -> None:
-        """Go on after so many steps, whose forwards have run in that precision."""
+        """Continue after ``steps`` steps, whose forwards ran in that precision."""
         self._expected_precision, self.steps = precision, steps
 
     def _arrived(self, number: int) -> None:

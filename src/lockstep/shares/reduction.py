@@ -1,9 +1,9 @@
 """Exchanges the partial sums of a step: each rank adds its slice in the tree's order, and all get the result.
 
-Tensors are laid out in flat buckets (:mod:`lockstep.buckets`): the gradients, in the order in which backward gives
-them, and the buffers that are averaged. Of a bucket a rank has one flat part for each of its partial sums; how these
-travel is in :mod:`lockstep.shares.transport`. Buckets are sent in their order, some of them while backward runs; with
-the last one a row of bytes from each rank travels, its report.
+Tensors are laid out in flat buckets (:mod:`lockstep.buckets`): the gradients, in the order in which backward computes
+them, and the averaged buffers. A rank has one flat part of each bucket for each of its partial sums;
+:mod:`lockstep.shares.transport` says how these travel. Buckets are sent in order, some of them while backward runs;
+with the last one, each rank sends a row of bytes, its report.
 """
 
 from collections.abc import Collection, Sequence
@@ -19,24 +19,24 @@ from lockstep.shares.transport import AllToAllTransport, Layout, SharedMemoryTra
 
 CAP_BYTES = 25 * 1024 * 1024
 SMALL_BYTES = 1024 * 1024
-"""Up to this size the last gradients wait for buffers and report, and travel with them."""
+"""Up to this size, the last gradients wait for buffers and report, and travel with them."""
 _ALIGNMENT = 16
-"""Bytes of the largest element: rows are padded to a multiple, so that what follows can be seen in any dtype."""
+"""Size of the largest element: rows are padded to a multiple of it, so that what follows can be viewed in any dtype."""
 
 
 class ExchangePlan:
-    """Which tensors travel together in steps of ``shares`` shares: like ``gradients``, and behind them ``buffers``."""
+    """The tensors that travel together in steps of ``shares`` shares: ``gradients`` first, then ``buffers``."""
 
     def __init__(
         self, gradients: Sequence[TensorSpec], buffers: Sequence[TensorSpec], shares: int, collectives: Collectives
     ) -> None:
         self.layout = Layout(shares, collectives.world)
         self.buckets = _plan(gradients, buffers, collectives.device)
-        """In the order in which they are sent."""
+        """The buckets in the order in which they are sent."""
         self.leave_early = 0
-        """How many buckets are sent while backward runs: never the last gradients, with which it ends, nor what takes
-        more memory (see :meth:`_fits`). Where ranks share memory it is none: processors that add for others have no
-        time for backward."""
+        """Number of buckets that are sent while backward runs: never the last gradients, with which it ends, nor
+        buckets that need more memory (see :meth:`_fits`). It is 0 if ranks share memory: processors that add for others
+        have no time for backward."""
         for number, bucket in enumerate(self.buckets):
             is_last = any(slot.index + 1 >= len(gradients) for slot in bucket.slots)
             is_shared = collectives.can_add_in_order(bucket.device)
@@ -45,8 +45,8 @@ class ExchangePlan:
             self.leave_early = number + 1
 
     def _fits(self, number: int, shares: int) -> bool:
-        """Whether memory for log2(shares) + 1 gradients is enough on every rank while a bucket is on its way, backward
-        ends, and all partial sums stay as they are."""
+        """Return True if memory for log2(shares) + 1 gradients suffices on every rank while a bucket is under way,
+        backward ends, and all partial sums are kept."""
         sizes, world = [bucket.nbytes for bucket in self.buckets], len(self.layout.counts)
         whole, own, most = sum(sizes), sizes[number], (shares - 1).bit_length() + 1
         slices, incoming = sum(sizes[:number]) / world, sum(self.layout.counts) * own / world
@@ -57,7 +57,7 @@ class ExchangePlan:
 
 
 def _plan(gradients: Sequence[TensorSpec], buffers: Sequence[TensorSpec], device: torch.device) -> tuple[Bucket, ...]:
-    """Buckets of gradients, and one or more at the end that have the buffers, or nothing, and perhaps the last few
+    """Plan the buckets of gradients, and one or more at the end with the buffers, or nothing, and perhaps the last few
     gradients."""
     buckets = plan_buckets(gradients, CAP_BYTES).buckets
     if buckets and buckets[-1].nbytes <= SMALL_BYTES:
@@ -70,7 +70,7 @@ def _plan(gradients: Sequence[TensorSpec], buffers: Sequence[TensorSpec], device
 
 
 def with_buffers(gradients: list[Terms], buffers: Sequence[Sequence[Tensor]]) -> list[Terms]:
-    """The same partial sums of gradients, in which each of buffers stands behind the last term."""
+    """Return the partial sums of gradients, with the values of buffers appended to their last terms."""
     for terms, values in zip(gradients, buffers, strict=True):
         for term in terms[:-1]:
             term += [None] * len(values)
@@ -79,25 +79,26 @@ def with_buffers(gradients: list[Terms], buffers: Sequence[Sequence[Tensor]]) ->
 
 
 class Exchange:
-    """Puts together the partial sums that all ranks have in one step, and gives all ranks rows of ``row_bytes`` bytes.
+    """Adds up the partial sums of all ranks in one step, and gives all ranks rows of ``row_bytes`` bytes.
 
     ``spare`` takes the memory of partial sums that have been sent.
     """
 
     def __init__(self, plan: ExchangePlan, row_bytes: int, collectives: Collectives, spare: SpareMemory) -> None:
         self.plan, self.sent = plan, 0
-        """``sent``: how many buckets have been sent."""
+        """``sent`` is the number of buckets that have been sent."""
         self._collectives, self._spare = collectives, spare
         self._row_bytes = row_bytes + -row_bytes % _ALIGNMENT
         self.places = any(collectives.can_add_in_order(bucket.device) for bucket in plan.buckets)
-        """Whether :meth:`place` copies anything."""
+        """True if :meth:`place` copies values."""
         self._transports = [self._transport(number) for number in range(len(plan.buckets))]
         self._sums: Sequence[Terms] = ()
 
     @torch.no_grad()
     def place(self, first_share: int, values: list[Tensor | None]) -> None:
-        """Copy what ``first_share`` gives to where it is sent from, if a partial sum of this rank begins with it, and
-        there is such memory before the step ends. ``values`` are what they are from then on."""
+        """Copy the values of ``first_share`` to the memory that they are sent from, if a partial sum of this rank
+        begins with it and such memory exists before the end of the step. The copies replace the entries of
+        ``values``."""
         begins = self.plan.layout.first_shares[self._collectives.rank]
         if first_share in begins:
             for bucket, transport in zip(self.plan.buckets, self._transports, strict=True):
@@ -108,8 +109,8 @@ class Exchange:
 
     @torch.no_grad()
     def send_next(self, sums: Sequence[Terms]) -> None:
-        """Begin with the next bucket, while backward runs. ``sums`` are this rank's partial sums, in the order of
-        shares; they stay as they are, since the bucket may have to be sent again."""
+        """Begin to send the next bucket, while backward runs. ``sums`` are this rank's partial sums, in share order;
+        they are kept, since the bucket may have to be sent again."""
         self._settle()
         self._transports[self.sent].fill(sums)
         self._transports[self.sent].send(None, wait_follows=False)
@@ -117,27 +118,27 @@ class Exchange:
 
     @torch.no_grad()
     def send_rest(self, sums: Sequence[Terms], row: Tensor, *, wait_follows: bool) -> None:
-        """Begin with all buckets that have not been sent, and send a row of bytes, as long on every rank. ``sums`` is
-        used up; it is empty if only the rows count: then anything is sent."""
+        """Begin to send all remaining buckets, and a row of bytes, equally long on every rank. ``sums`` is used up; it
+        is empty if only the rows matter: then anything is sent."""
         self._sums = sums
         padded = torch.nn.functional.pad(row, (0, self._row_bytes - len(row)))
         for number in range(self.sent, len(self._transports)):
             is_last = number + 1 == len(self._transports)
-            if sums or wait_follows:  # else other ranks are told of a failure, and not waited for
+            if sums or wait_follows:  # else other ranks are told of a failure, without waiting
                 self._settle()
             self._transports[number].fill(self._sums)
-            if number >= self.plan.leave_early:  # else another rank may ask for it again, which has sent it earlier
+            if number >= self.plan.leave_early:  # else a rank that has sent it early may ask for it again
                 self._drop(number)
             self._transports[number].send(padded if is_last else None, wait_follows=wait_follows and is_last)
             self.sent += 1
 
     def rows(self) -> Tensor:
-        """The rows of all ranks, in their order, when they are there, on the CPU."""
+        """Return the rows of all ranks, in rank order, on the CPU; waits for them."""
         self._transports[-1].wait()
         return self._transports[-1].rows.cpu()
 
     def rows_alone(self, row: Tensor) -> Tensor:
-        """Send a row, and anything in place of partial sums; returns the rows of all ranks. Nothing is received."""
+        """Send a row, and anything in place of partial sums; return the rows of all ranks. No sum is received."""
         self.send_rest([], row, wait_follows=True)
         for transport in self._transports:
             transport.wait()
@@ -145,7 +146,7 @@ class Exchange:
 
     @torch.no_grad()
     def send_again(self, numbers: Collection[int]) -> None:
-        """Begin anew with buckets of whose tensors some rank has got more since they were sent."""
+        """Begin to send buckets again, because some rank has got further gradients for them since."""
         for number in numbers:
             self._transports[number].wait()
             self._transports[number] = self._transport(number)
@@ -155,7 +156,7 @@ class Exchange:
 
     @torch.no_grad()
     def receive(self) -> list[tuple[int, Tensor]]:
-        """The sums over all shares, each with the number of its tensor; they are the caller's."""
+        """Return the sums over all shares, with the numbers of their tensors; they belong to the caller."""
         for number in range(self.plan.leave_early):
             self._drop(number)
         for transport in self._transports:
@@ -175,12 +176,12 @@ class Exchange:
         return AllToAllTransport(bucket, self.plan.layout, collectives, row_bytes, self._spare)
 
     def _settle(self) -> None:
-        """Wait for the bucket that was sent last, if it holds more memory meanwhile: there are never two such."""
+        """Wait for the bucket sent last if it holds extra memory meanwhile: so there are never two of these."""
         if self.sent:
             self._transports[self.sent - 1].settle()
 
     def _drop(self, number: int) -> None:
-        """Let go of the partial sums of a bucket."""
+        """Drop the partial sums of a bucket."""
         for terms in self._sums:
             for term in terms:
                 for slot in self.plan.buckets[number].slots:

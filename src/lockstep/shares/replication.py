@@ -1,4 +1,4 @@
-"""A module that is replicated with shares, as the functions of the library see it."""
+"""A module that is replicated with shares, as the public functions use it."""
 
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -41,13 +41,13 @@ class ShareReplication(Replication):
 
     @property
     def ready(self) -> bool:
-        """Whether gradients are synchronised already."""
+        """True if gradients are synchronised already."""
         return self._module is not None
 
     @outside_compiler
     @torch.inference_mode(False)
     def start(self) -> Any:
-        """Get ready: compare, make equal, hook."""
+        """Get ready: compare modules, broadcast values, and install hooks."""
         group = resolve_group(self.options.group)
         if group is None:
             raise CommunicationError(
@@ -96,7 +96,7 @@ class ShareReplication(Replication):
     # ------------------------------------------------------------------------------------- forward
 
     def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Get ready if need be; move inputs to the device that was asked for."""
+        """Get ready if necessary; move inputs to the device of the options."""
         if self._module is None:
             self._start_at_forward()
         if self._module is not None and not torch.compiler.is_compiling():
@@ -107,12 +107,12 @@ class ShareReplication(Replication):
         return args, kwargs
 
     def after_forward(self, outputs: Any) -> None:
-        """Do nothing: which share a backward belongs to is known."""
+        """Do nothing: it is known to which share a backward belongs."""
 
     # ------------------------------------------------------------------------------------- methods
 
     def no_sync(self) -> Any:
-        """Raise: a share's gradients are always its own."""
+        """Raise: a share's gradients always belong to its step."""
         self._refuse("no_sync()")
 
     def set_requires_gradient_sync(self, required: bool) -> None:
@@ -138,7 +138,7 @@ class ShareReplication(Replication):
 
     @contextmanager
     def weighing(self, weight: float | None) -> Iterator[None]:
-        """What the loss of the share under way counts, on top of what it counts already."""
+        """Add a weight to the loss of the share under way, if one is given."""
         if weight is not None:
             self._started.weigh(weight)
         yield
@@ -153,7 +153,7 @@ class ShareReplication(Replication):
 
     @property
     def group(self) -> Group:
-        """The process group, None if there is none yet."""
+        """The process group; None if there is none yet."""
         return resolve_group(self.options.group)
 
     @property
@@ -203,7 +203,7 @@ _WITHOUT = {
 
 
 def _check_options(options: Options) -> None:
-    """Raise :class:`OptionError` for options that shares have no use for."""
+    """Raise :class:`OptionError` for options that have no meaning with shares."""
     for name, usual in _WITHOUT.items():
         if getattr(options, name) != usual:
             raise OptionError(
@@ -212,7 +212,7 @@ def _check_options(options: Options) -> None:
 
 
 class _Watch:
-    """Looks at what is replicated of a module, again and again."""
+    """Observes the replicated parameters and buffers of a module."""
 
     def __init__(self, selection: Selection) -> None:
         self._selection = selection

@@ -25,74 +25,73 @@ TRAINING, EVALUATION = 1, 2
 
 
 class Head(NamedTuple):
-    """What the row of a rank begins with: as long as any other, whatever module and step the rank has."""
+    """The beginning of a rank's row: equally long for all ranks, whatever module and step they have."""
 
     step: int
     """A number that tells steps apart."""
     precision: int = 0
-    """A number that tells the precisions of forward apart; 0 if there was none."""
+    """A number that tells the precisions of forward apart; 0 if no forward has run."""
     modes: int = 0
-    """In which modes forward has run: :data:`TRAINING`, :data:`EVALUATION`, the sum of both, or 0 if it has not."""
+    """The modes in which forward has run: :data:`TRAINING`, :data:`EVALUATION`, their sum, or 0 if it has not run."""
     buffers: int = 0
-    """A number that stands for the values of the buffers, if a program has written any between steps."""
+    """A digest of the buffers' values, if a program has written any between steps."""
     values: int = 0
     """A digest of all parameters and buffers, in steps in which they are compared; else 0."""
     stops: bool = False
-    """Whether this rank asks all ranks to stop after this step."""
+    """True if this rank asks all ranks to stop after this step."""
     skips: bool = False
-    """Whether this rank leaves out the batch, in a module that is replicated without shares."""
+    """True if this rank leaves out the batch, in a module that is replicated without shares."""
     ends: bool = False
-    """Whether this rank has no batch after this one."""
+    """True if this rank has no batch after this one."""
     has_failed: bool = False
-    """Whether this rank has left the step before its end."""
+    """True if this rank has left the step before its end."""
     differs: bool = False
-    """Whether this rank has another module, or another number of shares, than the ranks have agreed on: there is
-    nothing behind the head then."""
+    """True if this rank has another module, or another number of shares, than the ranks have agreed on: then nothing
+    follows the head."""
 
     def to_row(self) -> Tensor:
-        """As bytes."""
+        """Return the head as bytes."""
         return _bytes_of(self)
 
     @classmethod
     def of_rows(cls, rows: Tensor) -> list[Self]:
-        """The heads of the rows of all ranks."""
+        """Return the heads of the rows of all ranks."""
         flags = cls._fields.index("stops")
         heads = _numbers_of(rows[:, :HEAD_BYTES])
         return [cls._make([*head[:flags], *map(bool, head[flags:])]) for head in heads]
 
 
 HEAD_BYTES = 8 * len(Head._fields)
-"""How many bytes a head has."""
+"""Size of a head in bytes."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """What one rank has to say of a step."""
+    """One rank's report of a step."""
 
     head: Head
     weights: Sequence[float]
-    """What each share counts: NaN for shares of other ranks, and where no weight was given."""
+    """The weight of each share: NaN for shares of other ranks, and if no weight was given."""
     used: Sequence[bool]
-    """Which parameters have a gradient."""
+    """True for each parameter that has a gradient."""
     changed_buffers: Sequence[int]
     """The first share of this rank that has changed each buffer, or -1."""
     late: Sequence[bool] = ()
-    """For which buckets another gradient has come after they had left."""
+    """True for each bucket for which another gradient came after it was sent."""
 
     @staticmethod
     def row_bytes(shares: int, parameters: int, buffers: int, buckets: int) -> int:
-        """How many bytes :meth:`to_row` gives where there are so many shares, parameters, buffers, and buckets that may
-        be late."""
+        """Return the size of a row with so many shares, parameters, buffers, and buckets that may be late, in bytes."""
         return HEAD_BYTES + 8 * (shares + parameters + buffers + buckets)
 
     def to_row(self) -> Tensor:
-        """As bytes."""
+        """Return the report as bytes."""
         weights = struct.unpack(f"<{len(self.weights)}q", struct.pack(f"<{len(self.weights)}d", *self.weights))
         return _bytes_of([*self.head, *weights, *self.used, *self.changed_buffers, *self.late])
 
     @classmethod
     def of_rows(cls, rows: Tensor, like: Self) -> tuple[list[Self], list[Tensor]]:
-        """The reports of all ranks, each with as many entries as ``like``, and what stands behind each."""
+        """Return the reports of all ranks, each with as many entries as ``like``, and the bytes behind each."""
         end = len(like.to_row())
         bodies = _numbers_of(rows[:, HEAD_BYTES:end])
         reports = [cls._of_row(head, body, like) for head, body in zip(Head.of_rows(rows), bodies, strict=True)]
@@ -118,14 +117,14 @@ def _numbers_of(rows: Tensor) -> list[list[int]]:
 
 
 def number_of(*parts: object) -> int:
-    """A number that is another one for other parts."""
+    """Return a number that differs for different parts."""
     return text_digest("\n".join(map(repr, parts)))
 
 
 def check_heads(heads: Sequence[Head], step: Step, collectives: Collectives) -> None:
     """Raise :class:`PeerError`, on every rank, if one has failed, or they are not all at the end of the same step.
 
-    Only then communicates, what :func:`check_same_on_all_ranks` does.
+    Communicates only if steps differ, and then what :func:`check_same_on_all_ranks` does.
     """
     for rank, head in zip(collectives.global_ranks, heads, strict=True):
         if head.has_failed:
@@ -170,13 +169,13 @@ def check_modes(heads: Sequence[Head], collectives: Collectives) -> None:
 
 
 def loops_of(heads: Sequence[Head]) -> LoopVerdict:
-    """Return the part of the verdict that loops are to know."""
+    """Return the part of the verdict that concerns loops."""
     parts = {True: Part.SKIPS, False: Part.FULL}
     return judge_loops([Status(part=parts[head.skips], stops=head.stops, ends=head.ends) for head in heads])
 
 
 def weights_of_all(reports: Sequence[Report]) -> list[float] | None:
-    """What each share counts, None if no weights were given; raises :class:`OptionError` if some were."""
+    """Return the weight of each share, None if none was given; raise :class:`OptionError` if only some were."""
     columns = zip(*(report.weights for report in reports), strict=True)
     given = [[weight for weight in column if not isnan(weight)] for column in columns]
     if not any(given):

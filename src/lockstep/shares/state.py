@@ -40,28 +40,28 @@ class Step:
     epoch: int
     batch: int
     rows: tuple[int, ...]
-    """How many rows each share has; there is none without a row."""
+    """Number of rows of each share; no share is empty."""
     shares: int
-    """How many shares a step has that is not short of rows."""
+    """Number of shares of a step that has enough rows."""
     next_count: int
-    """How many the next step has, if batches are gone through in their order."""
+    """Number of shares of the next step, if batches are used in order."""
     samples: int
-    """How many the data set has."""
+    """Number of samples of the data set."""
     is_shuffled: bool
-    """Whether they come in an order of the epoch's own."""
+    """True if each epoch has an order of its own."""
     audit: Audit | None = None
-    """What is computed a second time."""
+    """The share that is computed a second time, if any."""
 
     @property
     def count(self) -> int:
-        """How many shares this step has."""
+        """The number of shares of this step."""
         return len(self.rows)
 
     def __str__(self) -> str:
         return f"batch {self.batch} of epoch {self.epoch}"
 
     def describe(self) -> list[Line]:
-        """What must be the same on all ranks."""
+        """Return the lines that must be the same on all ranks."""
         return [
             Line("epoch", str(self.epoch)),
             Line("batch of the epoch", str(self.batch)),
@@ -76,50 +76,50 @@ class Step:
 
 
 class Participant(Protocol):
-    """A module whose gradients a step puts together."""
+    """A module whose gradients a step adds up."""
 
     number: int
-    """Its number among those of the group, the same on every rank."""
+    """The number of the module among those of the group, the same on every rank."""
 
     @property
     def alive(self) -> bool:
-        """Whether the module is still there."""
+        """True if the module still exists."""
 
     @property
     def devices(self) -> set[torch.device]:
-        """Where its parameters are."""
+        """The devices of its parameters."""
 
     @property
     def is_used(self) -> bool:
-        """Whether a share of this rank has given anything in the step under way."""
+        """True if a share of this rank has used the module in the step under way."""
 
     def open(self, step: Step, own: range) -> None:
-        """A step begins, of which this rank computes the shares ``own``; raises if the module cannot take part."""
+        """Begin a step of which this rank computes the shares ``own``; raise if the module cannot take part."""
 
     def enter(self, share: int, is_last: bool) -> None:
-        """A share begins."""
+        """Begin a share."""
 
     def leave(self, share: int) -> None:
-        """A share has ended."""
+        """End a share."""
 
     def finish(self) -> None:
-        """All shares of this rank have ended: put together what all ranks have."""
+        """Add up the results of all ranks; all shares of this rank have ended."""
 
     def enter_again(self, share: int) -> None:
-        """A share begins that is computed for comparison only."""
+        """Begin a share that is computed for comparison only."""
 
     def leave_again(self, share: int) -> None:
-        """It has ended."""
+        """End a share that was computed for comparison only."""
 
     def abort(self) -> None:
-        """The step will not be finished: drop what its shares gave."""
+        """Drop the results of the shares: the step will not be finished."""
 
     def has_parameter_of(self, optimizer: Optimizer) -> bool:
-        """Whether an optimizer changes its parameters."""
+        """Return True if an optimizer has one of the module's parameters."""
 
 
 class ShareWorld:
-    """What this rank has of one process group; None stands for a world of one rank."""
+    """One process group as this rank sees it; None stands for a world of one rank."""
 
     def __init__(self, group: Group | None) -> None:
         self.group = group
@@ -128,7 +128,7 @@ class ShareWorld:
         self.step: Step | None = None
         self.share: int | None = None
         self.is_auditing = False
-        """Whether the share under way is computed for comparison only."""
+        """True if the share under way is computed for comparison only."""
         self.audits_every: int | None = None
         self._own = range(0)
         self._broken: Step | None = None
@@ -140,18 +140,18 @@ class ShareWorld:
 
     @property
     def joined(self) -> int:
-        """How many modules have joined so far: the next one's number."""
+        """The number of modules that have joined so far, which is the next one's number."""
         return self._state.modules_with_shares
 
     @property
     def participants(self) -> list[Participant]:
-        """The modules, in the order in which they were replicated."""
+        """The modules that still exist, in the order in which they were replicated."""
         found = [(link, each) for link in self._participants if (each := link()) is not None and each.alive]
         self._participants = [link for link, _ in found]
         return [each for _, each in found]
 
     def join(self, participant: Participant) -> None:
-        """A module takes part from now on, in the share that is under way, too."""
+        """Let a module take part from now on, also in the share under way."""
         self._participants.append(weakref.ref(participant))
         self._state.modules_with_shares += 1
         if self.step is not None:
@@ -161,7 +161,7 @@ class ShareWorld:
 
     @contextmanager
     def steps(self, step: Step) -> Iterator["OpenStep"]:
-        """A step, from its first share to the end, where it is finished; aborted if the block is left before."""
+        """Run a step in the block, and finish it at the end; abort it if the block is left early."""
         if self.step is not None:
             raise ShareError(
                 f"{step} was begun while {self.step} is under way; run all shares of one batch before the next is begun"
@@ -177,7 +177,7 @@ class ShareWorld:
             for each in self._used_on_any_rank():
                 each.finish()
             for each in self.participants:
-                each.abort()  # those that no rank has used
+                each.abort()  # modules that no rank has used
         except BaseException:
             self._broken = step
             self._tell_failure()
@@ -190,7 +190,7 @@ class ShareWorld:
 
     @contextmanager
     def entered(self, share: int) -> Iterator[None]:
-        """One share of the step under way."""
+        """Run one share of the step under way in the block."""
         self.share = share
         for each in self.participants:
             each.enter(share, share == self._own[-1])
@@ -202,7 +202,7 @@ class ShareWorld:
 
     @contextmanager
     def entered_again(self, share: int) -> Iterator[None]:
-        """One share of the step under way that this rank computes for comparison only."""
+        """Run one share of the step under way in the block, for comparison only."""
         self.share, self.is_auditing = share, True
         for each in self.participants:
             each.enter_again(share)
@@ -213,18 +213,18 @@ class ShareWorld:
         self.share, self.is_auditing = None, False
 
     def _inside(self, share: int) -> AbstractContextManager[None]:
-        """Modules of the group that are replicated without shares must not synchronise inside."""
+        """Return a block in which modules of the group that are replicated without shares must not synchronise."""
         return nullcontext() if self._decisions is None else self._decisions.inside_share(share)
 
     def audit(self, every: int | None) -> None:
-        """In how many steps a share is computed again in one; None: in none."""
+        """Compute one share again in one of ``every`` steps; None: in no step."""
         self.audits_every = every
 
     def _used_on_any_rank(self) -> list[Participant]:
-        """The modules whose gradients are to be put together, the same on every rank.
+        """Return the modules whose gradients are to be added up, the same on every rank.
 
-        Where there has been one only, it is that one. Else ranks tell each other: a module that has been dropped may
-        live on for a while on some ranks.
+        If there has only been one, it is that one. Otherwise ranks exchange flags: a module that was dropped may live
+        on for a while on some ranks.
         """
         if self.size == 1 or self.joined < 2:
             return self.participants
@@ -248,7 +248,7 @@ class ShareWorld:
         return [by_number[number] for number in used]
 
     def _send_flags(self, numbers: Iterable[int], flag: int) -> tuple[Collectives, Tensor, Pending]:
-        """Begin to tell the other ranks something of these modules; returns where what they tell will be, too."""
+        """Begin to send flags of these modules to all ranks; also return the tensor that will hold the flags of all."""
         self._collectives = self._collectives or Collectives(self.group, Phases())
         row = torch.zeros(self.joined, dtype=torch.uint8, device=self._collectives.device)
         for number in numbers:
@@ -257,7 +257,8 @@ class ShareWorld:
         return self._collectives, gathered, self._collectives.all_gather_flat(gathered, row, "modules of a step")
 
     def _tell_failure(self) -> None:
-        """Where ranks begin the end of a step with their flags: the others may be there, and are not waited for."""
+        """Tell ranks that exchange flags at the end of a step of a failure; they may be there, and are not waited
+        for."""
         if self.size > 1 and self.joined > 1 and not self._has_sent_flags:
             with suppress(CommunicationError):
                 self._send_flags(range(self.joined), _FAILED)
@@ -290,14 +291,14 @@ class OpenStep:
 
     @contextmanager
     def share(self, share: int) -> Iterator[None]:
-        """Inside of the block backward belongs to the share, and random numbers are the share's."""
+        """Run a share in the block: backward belongs to it, and random numbers are its own."""
         self._seed_for(share)
         with self._world.entered(share):
             yield
 
     @contextmanager
     def share_again(self, share: int) -> Iterator[None]:
-        """The same for a share that is computed for comparison only."""
+        """Run a share in the block that is computed for comparison only."""
         self._seed_for(share)
         with self._world.entered_again(share):
             yield
@@ -311,7 +312,7 @@ class OpenStep:
 
 
 def world_of(group: Group | None) -> ShareWorld:
-    """The world of a group: one in a process, for as long as somebody holds it."""
+    """Return the world of a group: one per process, for as long as something refers to it."""
     _check_before_optimizers()
     return shared_object(ShareWorld, group)
 
@@ -328,7 +329,7 @@ def _before_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
 
 
 def check_shares(shares: Any, world: int | None, caller: str) -> int:
-    """The number of shares; raises :class:`OptionError` for one that makes no sense on so many ranks."""
+    """Return the number of shares; raise :class:`OptionError` if it is impossible with so many ranks."""
     if not isinstance(shares, int) or isinstance(shares, bool) or shares < 1:
         raise OptionError(f"{caller}: shares is a whole number from 1 on, got {shares!r}")
     if world is not None and world > shares:

@@ -1,11 +1,11 @@
-"""Random streams of shares: what a share draws depends on its seed, and not on where it is computed.
+"""Random streams of shares: the numbers that a share draws depend on its seed, and not on where it is computed.
 
-With a share, the generators that programs draw from without naming one are seeded: PyTorch's of the CPU and of the
-module's accelerators, Python's and NumPy's. When the step is over all are as they were found.
+At the start of a share, all generators that programs use without naming one are seeded: PyTorch's of the CPU and of the
+module's accelerators, Python's and NumPy's. After the step all have their former states.
 
-Python's and NumPy's are the process's. PyTorch's of the CPU is, too, but a thread can be given one of its own; so a
-step that runs outside of the main thread draws from its thread's, and ranks that are threads do not disturb each other
-there. Of several steps that are under way in one process at a time, the first alone has Python's and NumPy's.
+Python's and NumPy's belong to the process. So does PyTorch's of the CPU, but a thread can be given one of its own; so a
+step outside the main thread draws from its thread's generator, and ranks that are threads do not disturb each other
+there. Of several simultaneous steps in one process, only the first one seeds Python's and NumPy's.
 """
 
 import random
@@ -27,7 +27,7 @@ _process = threading.Lock()
 
 @contextmanager
 def random_streams(devices: Collection[torch.device]) -> Iterator[Seed]:
-    """What seeds every generator, which are all left as they were found. ``devices``: accelerators that draw."""
+    """Yield a function that seeds every generator, and restore them. ``devices``: the accelerators that draw."""
     with ExitStack() as stack:
         seeds = [stack.enter_context(_torch_stream())]
         seeds += [stack.enter_context(_device_stream(device)) for device in devices if device.type != "cpu"]

@@ -1,11 +1,11 @@
 """Moves the partial sums of one bucket between ranks, and adds them on the way.
 
 On ranks that share memory (``shm`` on one host) each rank reads its slice of all parts where they are, and writes the
-sum to everybody. Elsewhere slice ``r`` of all parts goes to rank ``r``, in one all-to-all; that rank adds them, and the
-sums are gathered. Where ranks have one partial sum each (8 shares on 2, 4 or 8), these are the bytes of a ring
-all-reduce; on three ranks, of which two have two partial sums, up to a half more.
+sum to all ranks. Elsewhere slice ``r`` of all parts goes to rank ``r``, in one all-to-all; that rank adds them, and the
+sums are gathered. If ranks have one partial sum each (8 shares on 2, 4 or 8), these are the bytes of a ring all-reduce;
+on three ranks, two of which have two partial sums, it is up to a half more.
 
-A *row* of bytes from each rank may travel with a bucket, in the same collective. It is there before the sums are.
+A *row* of bytes from each rank may travel with a bucket, in the same collective. It arrives before the sums do.
 """
 
 from collections.abc import Sequence
@@ -21,27 +21,27 @@ from lockstep.shares.spare import SpareMemory
 from lockstep.shares.tree import nodes_of, plan_additions, shares_of
 
 _NOTHING = -0.0
-"""Is sent where no share of a partial sum has a value: added to any number, it leaves that as it is, with its sign."""
+"""Sent where no share of a partial sum has a value: added to any number, it leaves it as it is, with its sign."""
 
 Terms = list[list[Tensor | None]]
-"""A partial sum as terms, each of which is added to the sum of all behind it; a term has a value for each tensor."""
+"""A partial sum as terms, each of which is added to the sum of all after it; a term has a value for each tensor."""
 
 
 class Layout:
-    """Which partial sums the ranks have of a step with ``shares`` shares, and in which order they are added."""
+    """The partial sums of each rank in a step with ``shares`` shares, and the order in which they are added."""
 
     def __init__(self, shares: int, world: int) -> None:
         owned = [nodes_of(shares_of(rank, world, shares)) for rank in range(world)]
         self.counts = [len(nodes) for nodes in owned]
-        """How many partial sums each rank has."""
+        """Number of partial sums of each rank."""
         self.first_shares = [[node.first for node in nodes] for nodes in owned]
-        """The first share of each of them."""
+        """The first share of each partial sum, by rank."""
         self.terms = [_most_terms(shares_of(rank, world, shares)) for rank in range(world)]
-        """Of how many values for each tensor they are made, while the last share of a rank runs."""
+        """Number of terms of each rank's partial sums while its last share runs."""
         self.additions = plan_additions([node for nodes in owned for node in nodes], shares)
         places = [Place(rank, part) for rank, count in enumerate(self.counts) for part in range(count)]
         self.placed = [Addition(places[into], places[place]) for into, place in self.additions]
-        """The same, by rank and part."""
+        """The additions by rank and part."""
 
 
 def _most_terms(own: range) -> int:
@@ -49,37 +49,37 @@ def _most_terms(own: range) -> int:
 
 
 class Transport(Protocol):
-    """One bucket on its way: filled, sent, waited for, gathered, and received."""
+    """One bucket under way: filled, sent, waited for, gathered, and received."""
 
     def place(self, part: int, values: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-        """Copy values of the bucket's tensors, with which a partial sum begins, to where it is sent from, so that the
-        rest is added to it there; returns what they are from now on: the same values where there is no such memory."""
+        """Copy values of the bucket's tensors, with which a partial sum begins, to the memory that it is sent from, so
+        that the rest is added there; return the copies, or the same values if there is no such memory."""
 
     def fill(self, sums: Sequence[Terms]) -> None:
-        """Write this rank's partial sums, in the order of shares; none if the step has failed: anything is sent."""
+        """Write this rank's partial sums, in share order; none if the step has failed: then anything is sent."""
 
     def send(self, row: Tensor | None, *, wait_follows: bool) -> None:
-        """Begin; ``wait_follows``: :meth:`wait` is called at once."""
+        """Begin to send; ``wait_follows`` if :meth:`wait` is called at once."""
 
     def settle(self) -> None:
-        """Hold no more memory than the sums need, if more is held for as long as the bucket is on its way."""
+        """Free all memory except what the sums need, if more is held while the bucket is under way."""
 
     def wait(self) -> None:
-        """Return when the rows of all ranks are there."""
+        """Return when the rows of all ranks have arrived."""
 
     @property
     def rows(self) -> Tensor:
-        """The rows of all ranks, in their order, as bytes."""
+        """The rows of all ranks, in rank order, as bytes."""
 
     def gather(self) -> None:
-        """Begin to give the sums to all ranks, if they are not there. Every rank calls it in the same order."""
+        """Begin to give the sums to all ranks, unless they have them. Every rank calls it in the same order."""
 
     def result(self) -> Tensor:
-        """The sums over all shares: a flat tensor, which is the caller's."""
+        """Return the sums over all shares: a flat tensor that belongs to the caller."""
 
 
 class SharedMemoryTransport:
-    """A bucket whose sum all ranks write to each other."""
+    """A bucket whose ranks write their sums to each other."""
 
     def __init__(self, bucket: Bucket, layout: Layout, collectives: Collectives, row_bytes: int) -> None:
         self._bucket, self._layout, self._collectives = bucket, layout, collectives
@@ -97,7 +97,7 @@ class SharedMemoryTransport:
         return [None if value is None else view for view, value in zip(views, values, strict=True)]
 
     def fill(self, sums: Sequence[Terms]) -> None:
-        """See :class:`Transport`: what has been placed is there."""
+        """See :class:`Transport`; values that were placed are there already."""
         for views, terms in zip(self._views, sums, strict=False):
             _fill(self._bucket, views, terms)
 
@@ -132,7 +132,7 @@ class SharedMemoryTransport:
 
 
 class AllToAllTransport:
-    """A bucket of which each rank adds its slice. Parts travel one after the other: first the first of each rank."""
+    """A bucket of which each rank adds a slice. Parts travel one after the other, beginning with each rank's first."""
 
     def __init__(
         self, bucket: Bucket, layout: Layout, collectives: Collectives, row_bytes: int, spare: SpareMemory
@@ -140,11 +140,11 @@ class AllToAllTransport:
         self._bucket, self._layout, self._collectives, self._row_bytes = bucket, layout, collectives, row_bytes
         self._spare = spare
         self._slice = -(-bucket.numel // collectives.world)
-        """How many elements a rank adds."""
+        """Number of elements that a rank adds."""
         self._slice_bytes = self._slice * bucket.dtype.itemsize
         self._outgoing: list[Tensor] = []
         self._coming: list[tuple[Tensor, list[int], Pending]] = []
-        """Of each part what comes, how many bytes of it from each rank, and what is waited for."""
+        """For each part: the incoming bytes, their number by rank, and the pending collective."""
         self._sums = self._whole = self._rows = torch.empty(0)
 
     def place(self, part: int, values: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
@@ -185,7 +185,7 @@ class AllToAllTransport:
         if not self._coming:
             return
         pieces = []
-        while self._coming:  # whoever holds what is pending holds what was sent
+        while self._coming:  # a pending collective holds the memory that it has sent
             pieces.append(_pieces_of(*self._coming.pop(0)))
         self._outgoing = []
         parts: list[Tensor] = []
@@ -194,7 +194,7 @@ class AllToAllTransport:
         for into, place in self._layout.additions:
             parts[into].add_(parts[place])
         self._rows = torch.stack([piece[len(piece) - self._row_bytes :] for piece in pieces[0]])
-        self._sums = parts[0].clone()  # which holds no more memory than it needs
+        self._sums = parts[0].clone()  # a copy, which holds no more memory than it needs
 
     @property
     def rows(self) -> Tensor:
@@ -214,7 +214,7 @@ class AllToAllTransport:
 
 
 def _pieces_of(incoming: Tensor, received: list[int], pending: Pending) -> tuple[Tensor, ...]:
-    """What has come from each rank."""
+    """Wait for a collective, and return the bytes from each rank."""
     pending.wait()
     pieces: tuple[Tensor, ...] = incoming.split(received)
     return pieces
@@ -234,7 +234,7 @@ def _fill(bucket: Bucket, views: Sequence[Tensor], terms: Terms) -> None:
 
 
 def _copy(views: Sequence[Tensor], values: Sequence[Tensor | None]) -> None:
-    """Write the values that are there, and not in their places yet."""
+    """Write those values that exist and are not in their places yet."""
     into, present = _present(views, values)
     if into:
         torch._foreach_copy_(into, present)

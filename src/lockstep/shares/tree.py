@@ -2,10 +2,10 @@
 
 Eight shares are added as ``((0+1)+(2+3)) + ((4+5)+(6+7))``, on however many ranks they were computed. A *node* is
 ``(level, place)``: it stands for the shares from ``place * 2**level`` to before ``(place + 1) * 2**level``, as far as
-there are so many. Where shares are no power of two, a node whose right half has no share is its left half.
+these exist. If the number of shares is no power of two, a node whose right half has no share equals its left half.
 
-Ranks compute neighbouring shares, so that each can add most of them by itself (:class:`PartialSums`); what is left is
-added in the order that :func:`plan_additions` gives.
+Ranks compute neighbouring shares, so that each can add most of them by itself (:class:`PartialSums`); the rest is added
+in the order that :func:`plan_additions` returns.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,30 +22,30 @@ class Node(NamedTuple):
 
     @property
     def parent(self) -> "Node":
-        """The node of which this is a half."""
+        """The node of which this node is a half."""
         return Node(self.level + 1, self.place // 2)
 
     @property
     def halves(self) -> "tuple[Node, Node]":
-        """The two nodes of which this is the sum."""
+        """The two nodes whose sum is this node."""
         return Node(self.level - 1, 2 * self.place), Node(self.level - 1, 2 * self.place + 1)
 
     @property
     def first(self) -> int:
-        """Its first share."""
+        """The first share of the node."""
         return self.place << self.level
 
 
 def shares_of(rank: int, world: int, shares: int) -> range:
-    """The shares that a rank computes: neighbours, as many as those of any other rank or one more (8 on three ranks: 3,
-    3 and 2)."""
+    """Return the shares that a rank computes: neighbours, as many as any other rank or one more (8 on three ranks: 3, 3
+    and 2)."""
     each, more = divmod(shares, world)
     first = rank * each + min(rank, more)
     return range(first, first + each + (rank < more))
 
 
 def nodes_of(own: range) -> list[Node]:
-    """The partial sums that are left when these shares have been added, in the order of their shares."""
+    """Return the partial sums that remain when these shares have been added, in share order."""
     sums = PartialSums[None](lambda *_: None)
     for share in own:
         sums.add(share, None)
@@ -53,19 +53,19 @@ def nodes_of(own: range) -> list[Node]:
 
 
 class PartialSums(Generic[T]):
-    """Adds what shares give, in the tree's order, as it comes: a binary counter.
+    """Adds the values of shares in the tree's order, as they come: a binary counter.
 
-    ``merge(left, left_value, right, right_value)`` gives the sum of two nodes. After ``n`` neighbouring shares there
-    are at most ``log2(n) + 1`` values, where the first share's number is a multiple of a power of two not below ``n``.
+    ``merge(left, left_value, right, right_value)`` returns the sum of two nodes. After ``n`` neighbouring shares there
+    are at most ``log2(n) + 1`` values, if the first share's number is a multiple of a power of two not below ``n``.
     """
 
     def __init__(self, merge: Callable[[Node, T, Node, T], T]) -> None:
         self._merge = merge
         self.sums: list[tuple[Node, T]] = []
-        """What is not part of a larger sum yet, in the order of shares."""
+        """The sums that are not part of a larger one yet, in share order."""
 
     def add(self, share: int, value: T) -> None:
-        """Take what the next share gives."""
+        """Add the value of the next share."""
         node = Node(0, share)
         while node.place % 2 and self.sums and self.sums[-1][0].parent == node.parent:
             left, left_value = self.sums.pop()
@@ -74,8 +74,8 @@ class PartialSums(Generic[T]):
         self.sums.append((node, value))
 
     def terms_with(self, share: int, value: T) -> list[list[T]]:
-        """What :attr:`sums` would be after :meth:`add`, each as its terms, of which each is to be added to the sum of
-        all behind it. Nothing is added."""
+        """Return :attr:`sums` as they would be after :meth:`add`, each as terms of which each is to be added to the sum
+        of all after it. Nothing is added."""
         node, rest, terms = Node(0, share), list(self.sums), [value]
         while node.place % 2 and rest and rest[-1][0].parent == node.parent:
             terms.insert(0, rest.pop()[1])
@@ -84,8 +84,8 @@ class PartialSums(Generic[T]):
 
 
 def plan_additions(nodes: Sequence[Node], shares: int) -> list[tuple[int, int]]:
-    """How to put together the ``nodes`` that the ranks have, in the order of their shares: pairs of places in the list,
-    of which the second is to be added to the first. The whole sum is at place 0 then."""
+    """Return how to add up the ``nodes`` of all ranks, in share order, as pairs of list indices: the second node of a
+    pair is to be added to the first. The whole sum is then at index 0."""
     places = {node: place for place, node in enumerate(nodes)}
     steps: list[tuple[int, int]] = []
 
@@ -104,7 +104,7 @@ def plan_additions(nodes: Sequence[Node], shares: int) -> list[tuple[int, int]]:
 
 
 def add_up(sums: Sequence[tuple[Node, T]], shares: int, add: Callable[[T, T], T]) -> T | None:
-    """The sum over all shares, from partial sums that are all on one rank; None if there is none."""
+    """Return the sum over all shares, from partial sums that are all on one rank; None if there are none."""
     values = [value for _, value in sums]
     for into, place in plan_additions([node for node, _ in sums], shares):
         values[into] = add(values[into], values[place])
@@ -112,6 +112,6 @@ def add_up(sums: Sequence[tuple[Node, T]], shares: int, add: Callable[[T, T], T]
 
 
 def add_in_tree_order(numbers: Sequence[float]) -> float:
-    """The sum of a number for each share."""
+    """Return the sum of one number per share."""
     leaves = [(Node(0, share), number) for share, number in enumerate(numbers)]
     return add_up(leaves, len(leaves), float.__add__) or 0.0

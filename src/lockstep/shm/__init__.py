@@ -14,7 +14,7 @@ BACKEND = "shm"
 
 
 def register() -> None:
-    """Make the backend known to ``torch.distributed``, unless it is."""
+    """Register the backend with ``torch.distributed``, unless it is registered already."""
     if dist.is_available() and not hasattr(dist.Backend, BACKEND.upper()):
         dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu"])
 

@@ -10,37 +10,37 @@ from lockstep.shm.messages import Descriptor, Op
 
 
 class Algorithm(Protocol):
-    """Runs collectives on plain tensors of one dimension without gaps; every rank calls the same ones.
+    """Runs collectives on contiguous tensors of one dimension; every rank calls the same ones.
 
-    Each of its waits for other ranks ends after the time limit that the algorithm was made with. Ranks are those of
-    the group, and ``tensors`` says how many tensors of the program the given one stands for.
+    Each wait for other ranks ends after the time limit that the algorithm was made with. Ranks are ranks of the group,
+    and ``tensors`` is the number of the program's tensors that are flattened into the given one.
     """
 
     def agree(self, descriptor: Descriptor) -> None:
-        """Return when every rank is about to run the same; raises the same error on each if they are not."""
+        """Return when every rank is about to run the same collective; else raise the same error on each."""
 
     def check_alive(self) -> None:
         """Raise if a rank has died, or the group has ended."""
 
     def barrier(self) -> None:
-        """Return when every rank is here."""
+        """Return when every rank has come."""
 
     def all_reduce(self, x: Tensor, op: Op, tensors: int = 1, factor: float = 1.0) -> None:
-        """Reduce the tensors of all ranks, each times its rank's ``factor``, in place."""
+        """Reduce the tensors of all ranks in place, each multiplied by its rank's ``factor``."""
 
     def reduce(self, x: Tensor, op: Op, root: int) -> None:
-        """Reduce the tensors of all ranks to that of ``root``; those of the others stay as they are."""
+        """Reduce the tensors of all ranks into that of ``root``; the tensors of other ranks stay as they are."""
 
     def broadcast(self, x: Tensor, root: int, tensors: int = 1) -> None:
         """Give every rank the values of ``root``, in place."""
 
     def all_gather(self, outputs: Sequence[Tensor], x: Tensor, tensors: int = 1) -> None:
-        """Give every rank the tensors of all, in rank order."""
+        """Give every rank the tensors of all ranks, in rank order."""
 
     def add_in_order(self, x: Tensor, numel: int, additions: Sequence[Addition], gathered: int = 0) -> None:
-        """Add parts of ``numel`` elements, with which the tensor of each rank begins, in the order given; the result
-        is at the beginning of every rank's tensor then. At its end there are ``gathered`` elements for each rank: those
-        of a rank are copied to all. Raises :class:`OptionError` where that cannot be done."""
+        """Add parts of ``numel`` elements, with which the tensor of each rank begins, in the given order, and write the
+        result to the beginning of every rank's tensor. The end of the tensor has ``gathered`` elements for each rank;
+        each rank's own are copied to all ranks. Raises :class:`OptionError` where that is impossible."""
 
     def reduce_scatter(self, output: Tensor, inputs: Sequence[Tensor], op: Op, tensors: int = 1) -> None:
-        """Reduce the tensors that all ranks have for a rank, for every rank; one for each is in ``inputs``."""
+        """Reduce ``inputs``, one tensor for each rank, over all ranks; each rank gets the result for itself."""

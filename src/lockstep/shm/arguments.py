@@ -15,7 +15,7 @@ from torch import Tensor
 from lockstep.errors import DeviceError, LayoutError, UnknownOptionError
 
 _FIELDS = {"op": "reduceOp", "root": "rootRank", "timeout": "timeout"}
-"""What PyTorch calls a value, and the field of the options that it is."""
+"""The name of each value in PyTorch's methods, and the name of its field in the options."""
 
 
 def with_overloads(
@@ -23,9 +23,9 @@ def with_overloads(
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Let a method take single values in place of options.
 
-    The method has as many arguments for tensors as there are ``tensors``, each entry the names that one has, and then
-    ``opts``. ``values`` are the names of what may be given instead, in their order. Where a ``single`` tensor is given,
-    it becomes a list of one, and a list beside it a list of one list.
+    The method takes one argument for each entry of ``tensors``, which lists the names of that argument, and then
+    ``opts``. ``values`` are the names, in order, of the values that may be given instead of ``opts``. If ``single``, a
+    single tensor becomes a list of one, and a list beside it becomes a list of one list.
 
     Example:
         >>> import torch.distributed as dist
@@ -59,7 +59,7 @@ def with_overloads(
 
 
 def _options(what: str, given: Sequence[Any], named: dict[str, Any], opts: Any, values: Sequence[str]) -> Any:
-    """Return the options that were given, or new ones from single values, which are taken out of ``named``."""
+    """Return the given options, or new ones from single values, which are removed from ``named``."""
     if "opts" in named:
         given = [named.pop("opts"), *given]
     if given and hasattr(given[0], "asyncOp"):
@@ -84,7 +84,7 @@ def _options(what: str, given: Sequence[Any], named: dict[str, Any], opts: Any, 
 
 
 def _as_lists(given: list[Any]) -> list[Any]:
-    """Make lists of single tensors, as a collective takes them, and a list of lists of a list beside one."""
+    """Wrap single tensors in lists, as collectives take them, and wrap a list beside a single tensor in a list."""
     if not any(isinstance(each, Tensor) for each in given):
         return given
     return [[each] if isinstance(each, Tensor) or each else each for each in given]
@@ -94,7 +94,7 @@ def _as_lists(given: list[Any]) -> list[Any]:
 
 
 def check_tensors(tensors: Sequence[Tensor], what: str) -> None:
-    """Raise unless all are dense tensors of one dtype on the CPU, and there is one."""
+    """Raise unless there is a tensor, and all are dense tensors of one dtype on the CPU."""
     if not tensors:
         raise LayoutError(f"{what}: expected at least one tensor, got none")
     for tensor in tensors:
@@ -117,7 +117,7 @@ def check_numel(tensors: Sequence[Tensor], numel: int, what: str) -> None:
 
 
 def check_writable(tensors: Sequence[Tensor], what: str) -> None:
-    """Raise if elements of a tensor that is written to share memory, such as those of an expanded one."""
+    """Raise if elements of an output tensor share memory, as those of an expanded one do."""
     for tensor in tensors:
         if not tensor.is_contiguous() and any(
             n > 1 and not by for n, by in zip(tensor.shape, tensor.stride(), strict=True)
@@ -129,7 +129,7 @@ def check_writable(tensors: Sequence[Tensor], what: str) -> None:
 
 
 def flatten(tensors: Sequence[Tensor]) -> Tensor:
-    """Return all elements in one dimension: the tensor's own memory if it is one without gaps, else a copy."""
+    """Return all elements in one dimension: the memory itself of a single plain, contiguous tensor, else a copy."""
     if len(tensors) == 1 and _is_plain(tensors[0]):
         tensor = tensors[0]
         return _alias(tensor, (tensor.numel(),), (1,))
@@ -137,7 +137,7 @@ def flatten(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def unflatten(flat: Tensor, tensors: Sequence[Tensor]) -> None:
-    """Write what :func:`flatten` returned, and a collective has changed, to the tensors, if it is a copy."""
+    """Write the result of a collective on what :func:`flatten` returned to the tensors, if that is a copy."""
     if len(tensors) == 1 and _is_plain(tensors[0]):
         return
     parts = flat.split([tensor.numel() for tensor in tensors])
@@ -156,7 +156,7 @@ def _is_plain(tensor: Tensor) -> bool:
 def _alias(tensor: Tensor, shape: Sequence[int], stride: Sequence[int]) -> Tensor:
     """Return the memory of a tensor as a plain tensor with a version counter of its own.
 
-    Collectives write behind autograd's back, as PyTorch's do.
+    So autograd does not notice what collectives write, as with PyTorch's own.
     """
     empty = torch.empty(0, dtype=tensor.dtype, device="cpu")
     return empty.set_(tensor.untyped_storage(), tensor.storage_offset(), tuple(shape), tuple(stride))

@@ -1,6 +1,6 @@
-"""PURE: reductions of the ranks' values, element by element, always in the order of the ranks.
+"""PURE: reductions of the ranks' values, element by element, always in rank order.
 
-So a result is the same bits on every rank and in every run, whoever computes which part of it.
+So a result has the same bits on every rank and in every run, whichever rank computes which part of it.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,10 +25,10 @@ _FUNCTIONS: dict[Op, Callable[..., Tensor]] = {
 
 
 class Reduction:
-    """Reduces tensors of one dtype, one of each rank, to one.
+    """Reduces tensors of one dtype, one per rank, to one tensor.
 
-    Half precision of more than two ranks, and a mean of it, is rounded once, at the end. A mean of whole numbers is
-    that of their exact sum, its fraction cut off.
+    Half precision is rounded once, at the end, for more than two ranks and for a mean. A mean of whole numbers is the
+    mean of their exact sum, with the fraction cut off.
     """
 
     def __init__(self, op: Op, dtype: torch.dtype) -> None:
@@ -54,13 +54,13 @@ class Reduction:
 
 
 def divide(x: Tensor, count: int) -> None:
-    """Divide a sum in place; the fractions of whole numbers are cut off, as NCCL does."""
+    """Divide a sum in place; whole numbers lose their fraction, as with NCCL."""
     whole = not (x.is_floating_point() or x.is_complex())
     x.div_(count, rounding_mode="trunc" if whole else None)
 
 
 def _wide(op: Op, dtype: torch.dtype) -> torch.dtype | None:
-    """The dtype to reduce in, where that is another one."""
+    """Return the wider dtype in which to reduce, or None to reduce in ``dtype`` itself."""
     if dtype in (torch.float16, torch.bfloat16):
         return torch.float32 if op in (Op.SUM, Op.AVG, Op.PRODUCT) else None
     whole = not (dtype.is_floating_point or dtype.is_complex)
@@ -69,7 +69,7 @@ def _wide(op: Op, dtype: torch.dtype) -> torch.dtype | None:
 
 @lru_cache(256)
 def check(op: Op, dtype: torch.dtype) -> None:
-    """Raise unless this PyTorch has that operation for values of that dtype."""
+    """Raise unless this version of PyTorch can reduce values of the dtype with the operation."""
     try:
         sample = torch.ones(1, dtype=torch.uint8, device="cpu").to(dtype)
         if op is Op.AVG and dtype is torch.bool:

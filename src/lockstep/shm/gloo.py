@@ -1,7 +1,7 @@
-"""The Gloo group beside shared memory, and the collectives that go through it.
+"""The Gloo group beside shared memory, and the collectives that use it.
 
-Ranks compare what they are about to run, and notice ranks that have died, here as elsewhere; but not for messages
-from one rank to another, which are not ordered with the collectives.
+As elsewhere, ranks compare what they are about to run, and notice ranks that have died. Messages from one rank to
+another are the exception: they are not ordered with the collectives.
 """
 
 import ctypes
@@ -34,9 +34,9 @@ _Gloo: Any = dist.ProcessGroupGloo  # its type does not have its options
 def make_gloo_group(store: Any, rank: int, size: int, timeout: float, address: str | None) -> Any:
     """Make a Gloo group that listens under an address of this host; None leaves that to Gloo.
 
-    On the loopback interface, for one host, it connects when it is used. So nobody waits for a rank that dies
-    meanwhile. (A rank that is alive but never comes ends the first use after Gloo's own attempts to connect, some 15 s,
-    if the time-out is less.)
+    A group on the loopback interface, for one host, connects when it is first used, so that no rank waits for one that
+    dies meanwhile. (If a living rank never comes, the first use fails after Gloo's own attempts to connect, some 15 s,
+    even if the time-out is shorter.)
     """
     if address is not None:
         options = _Gloo._Options()
@@ -53,7 +53,7 @@ _groups: "weakref.WeakSet[Any]" = weakref.WeakSet()
 
 
 def _keep_in_child() -> None:
-    """The end of a Gloo group waits for its threads, which a forked process does not have: it keeps its copy."""
+    """Keep a forked process's copies of groups: destroying one would wait for threads that only the parent has."""
     for group in list(_groups):
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
@@ -62,27 +62,27 @@ os.register_at_fork(after_in_child=_keep_in_child)
 
 
 def wait_for(work: Any, group: Any, algorithm: Algorithm) -> None:
-    """Wait for what a Gloo group does; a rank may die without its notice."""
+    """Wait for a work of a Gloo group, and check that all ranks are alive: Gloo may not notice a death."""
     done = threading.Event()
     work.get_future().add_done_callback(lambda _: done.set())
     try:
         while not done.wait(LIVENESS_SECONDS):
             algorithm.check_alive()
     except CommunicationError:
-        group.abort()  # else its end would wait for this
+        group.abort()  # else destroying the group would wait for this work
         raise
     try:
         work.wait()
     except RuntimeError as error:
         until = time.monotonic() + GRACE_SECONDS
-        while time.monotonic() < until:  # it may be the first to notice a death, and does not know whose
+        while time.monotonic() < until:  # Gloo may be the first to notice a death, and does not know whose
             algorithm.check_alive()
             time.sleep(LIVENESS_SECONDS / 10)
         raise CommunicationError(f"Gloo, beside the shm process group: {str(error).splitlines()[0]}") from error
 
 
 class MessageWork(dist.Work):
-    """A message to or from one rank, on its way: what Gloo does, with errors that name the rank."""
+    """A message to or from one rank, under way: a work of Gloo, with errors that name the rank."""
 
     def __init__(self, begin: Callable[[], Any], tensors: list[Tensor], what: str) -> None:
         super().__init__()
@@ -102,24 +102,24 @@ class MessageWork(dist.Work):
 
     @outside_compiler
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Return when the message has been sent, or is here; an error names the other rank."""
+        """Wait until the message has been sent or received; an error names the other rank."""
         with self._errors():
             return bool(self._work.wait(timeout) if timeout > timedelta(0) else self._work.wait())
 
     def synchronize(self) -> None:
-        """Wait; there is no stream to do it for."""
+        """Wait; a CPU has no stream to wait on."""
         self.wait()
 
     def is_completed(self) -> bool:
-        """Whether it is over."""
+        """Return True if the message is over."""
         return bool(self._work.is_completed())
 
     def is_success(self) -> bool:
-        """Whether it is over and has not failed."""
+        """Return True if the message is over and has not failed."""
         return bool(self._work.is_success())
 
     def exception(self) -> Any:
-        """Return what Gloo raised."""
+        """Return the exception that Gloo raised."""
         return self._work.exception()
 
     def result(self) -> list[Tensor]:
@@ -127,20 +127,20 @@ class MessageWork(dist.Work):
         return self._tensors
 
     def get_future(self) -> Any:
-        """Return what Gloo has as its future: none, up to now."""
+        """Return the future of Gloo's work: so far, there is none."""
         return self._work.get_future()
 
 
 class CollectivesOfGloo:
-    """Each is a method of its own: PyTorch's C++ looks them up by name."""
+    """The collectives that run on Gloo. Each is a method of its own: PyTorch's C++ code looks them up by name."""
 
     rank: Callable[[], int]
     _global_ranks: list[int]
-    """The ranks of the group, as ranks of the default group: for messages."""
+    """The group's ranks as ranks of the default group, for use in messages."""
 
     @abstractmethod
     def _begin(self, what: str, run: Callable[[Algorithm], object], outputs: list[Tensor], opts: Any) -> ShmWork:
-        """Begin what ``run`` does, under a name that profilers show."""
+        """Begin a collective that calls ``run``; profilers show it under the name ``what``."""
 
     @abstractmethod
     def _gloo_group(self) -> Any:
@@ -155,9 +155,9 @@ class CollectivesOfGloo:
         begin: Callable[[Any, list[Tensor]], Any],
         after: Callable[[list[Tensor]], None] = lambda _: None,
     ) -> ShmWork:
-        """Begin what ``begin`` does with a Gloo group once all ranks say that they run the same; then ``after``.
+        """Call ``begin`` with a Gloo group once all ranks say that they run the same; when it is over, call ``after``.
 
-        Both have the bytes of the outputs, each in one dimension: Gloo does not know every dtype.
+        Both get the bytes of each output, in one dimension: Gloo does not know every dtype.
         """
         what = kind.name.lower()
         check_tensors([*given, *outputs], what)
@@ -181,7 +181,7 @@ class CollectivesOfGloo:
     @outside_compiler
     @with_overloads(dist.GatherOptions, ["output_tensors", "input_tensors input_tensor"], ["root", "timeout"])
     def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> Any:
-        """Give one rank the tensors of all."""
+        """Give one rank the tensors of all ranks."""
         flat = [each for given in outputs for each in given]
         check_tensors(inputs, "gather")
         check_numel(flat, inputs[0].numel(), "gather")
@@ -194,7 +194,7 @@ class CollectivesOfGloo:
     @outside_compiler
     @with_overloads(dist.ScatterOptions, ["output_tensors output_tensor", "input_tensors"], ["root", "timeout"])
     def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> Any:
-        """Give every rank one of the tensors of one."""
+        """Give every rank one of the root's tensors."""
         flat = [each for given in inputs for each in given]
         check_tensors(outputs, "scatter")
         check_numel(flat, outputs[0].numel(), "scatter")
@@ -207,12 +207,12 @@ class CollectivesOfGloo:
     @outside_compiler
     @with_overloads(dist.AllToAllOptions, ["output_tensors", "input_tensors"])
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> Any:
-        """Give every rank one of the tensors of each."""
+        """Give every rank one tensor of each rank."""
         check_tensors([*inputs, *outputs], "all_to_all")
         sent, taken = [each.nbytes for each in inputs], [each.nbytes for each in outputs]
         together = torch.empty(sum(taken), dtype=torch.uint8, device="cpu")
 
-        def begin(group: Any, _: list[Tensor]) -> Any:  # up to 2.11 Gloo takes one tensor alone
+        def begin(group: Any, _: list[Tensor]) -> Any:  # up to 2.11 Gloo has all-to-all for single tensors only
             return group.alltoall_base(together, flatten(inputs).view(torch.uint8), taken, sent, opts)
 
         def after(received: list[Tensor]) -> None:
@@ -228,7 +228,7 @@ class CollectivesOfGloo:
     def all_to_all_single(
         self, output: Tensor, x: Tensor, output_sizes: list[int], input_sizes: list[int], opts: Any
     ) -> Any:
-        """Give every rank a part of one tensor of each, in one tensor."""
+        """Give every rank a part of each rank's tensor, concatenated in one tensor."""
 
         def begin(group: Any, received: list[Tensor]) -> Any:
             sent = flatten([x]).view(torch.uint8)
@@ -254,7 +254,7 @@ class CollectivesOfGloo:
 
     @outside_compiler
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> Any:
-        """Receive tensors from whoever sends some."""
+        """Receive tensors from any rank that sends some."""
         return self._gloo_group().recv_anysource(tensors, tag)
 
 
@@ -263,12 +263,12 @@ def _bytes_of_each(tensors: list[Tensor]) -> list[Tensor]:
 
 
 def _nested(flat: list[Tensor], like: list[list[Tensor]]) -> list[list[Tensor]]:
-    """In lists of the same lengths as those of ``like``."""
+    """Group tensors in lists that are as long as those of ``like``."""
     following = iter(flat)
     return [[next(following) for _ in given] for given in like]
 
 
 def _rows(flat: Tensor, like: Tensor) -> Tensor:
-    """The bytes of a tensor, in as many rows as it has."""
+    """View the bytes of a tensor as a matrix with as many rows as ``like`` has."""
     rows = like.shape[0] if like.dim() else 1
     return flat.view(rows, flat.numel() // max(1, rows))

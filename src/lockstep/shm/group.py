@@ -1,7 +1,7 @@
 """The ``shm`` process group: PyTorch's methods of a process group, over shared memory.
 
-What is native (``native.py``) runs in ``one_host.py`` or ``many_hosts.py``, in the order in which it was begun
-(``works.py``); all else - gather, scatter, all-to-all, send and receive - goes to a Gloo group beside it (``gloo.py``).
+The collectives of ``native.py`` run in ``one_host.py`` or ``many_hosts.py``, in the order in which they were begun
+(``works.py``). All others - gather, scatter, all-to-all, send and receive - use a Gloo group beside it (``gloo.py``).
 """
 
 import weakref
@@ -72,7 +72,7 @@ class ProcessGroupShm(NativeCollectives, CollectivesOfGloo, _ProcessGroup):
 
     @property
     def _abilities(self) -> Abilities:
-        """What :func:`lockstep.replicate` makes use of: this group."""
+        """The extra methods that :func:`lockstep.replicate` uses: this group has them itself."""
         return self
 
     @property
@@ -119,17 +119,17 @@ class ProcessGroupShm(NativeCollectives, CollectivesOfGloo, _ProcessGroup):
 
     @property
     def options(self) -> ShmOptions:
-        """The options it was made with."""
+        """The options that the group was made with."""
         return self._options
 
     @property
     def supports_splitting(self) -> bool:
-        """Whether ``dist.split_group`` works: it asks for an accelerator; :meth:`split_group` works everywhere."""
+        """False: ``dist.split_group`` needs an accelerator; :meth:`split_group` works everywhere."""
         return False
 
     @property
     def supports_coalescing(self) -> bool:
-        """Whether PyTorch may gather collectives up in a way of the backend's own."""
+        """False: the backend has no way of its own to coalesce collectives for PyTorch."""
         return False
 
     def _set_default_timeout(self, timeout: timedelta) -> None:
@@ -140,10 +140,10 @@ class ProcessGroupShm(NativeCollectives, CollectivesOfGloo, _ProcessGroup):
     set_timeout = _set_default_timeout
 
     def _set_sequence_number_for_group(self) -> None:
-        """Do nothing: ranks compare what they run."""
+        """Do nothing: ranks compare the collectives that they run."""
 
     def _get_sequence_number_for_group(self) -> int:
-        """Return how many collectives this rank has begun."""
+        """Return the number of collectives that this rank has begun."""
         return self._begun
 
     def split_group(
@@ -155,7 +155,7 @@ class ProcessGroupShm(NativeCollectives, CollectivesOfGloo, _ProcessGroup):
         group_desc: str | None = None,
         **_: Any,
     ) -> "ProcessGroupShm | None":
-        """Make a group of some ranks, given as ranks of this one; None on all others. Every rank has to call it."""
+        """Make a group of some ranks of this one; return None on all other ranks. Every rank has to call it."""
         self._splits += 1
         members = sorted(ranks)
         if self.rank() not in members:
@@ -170,7 +170,7 @@ class ProcessGroupShm(NativeCollectives, CollectivesOfGloo, _ProcessGroup):
         return group
 
     def shutdown(self) -> None:
-        """Leave the group: collectives that wait are ended, here with an error and on other ranks, too."""
+        """Leave the group: collectives that wait fail, here and on other ranks."""
         self._end()
 
     def abort(self) -> None:
@@ -190,7 +190,7 @@ class ProcessGroupShm(NativeCollectives, CollectivesOfGloo, _ProcessGroup):
         timeout = given.total_seconds() if given is not None and given > timedelta(0) else self._timeout
         runtime, global_rank = self._runtime, self._global_rank
 
-        def run_collective(_: Any = self) -> None:  # while it has not run, the group is in use
+        def run_collective(_: Any = self) -> None:  # holds the group: it is in use until this has run
             _run(runtime, run, timeout, global_rank)
 
         self._begun += 1
@@ -206,8 +206,8 @@ class ProcessGroupShm(NativeCollectives, CollectivesOfGloo, _ProcessGroup):
 
 
 def _run(runtime: Runtime, run: Callable[[Algorithm], object], timeout: float, global_rank: int) -> None:
-    """Run a collective; what fails on this rank alone ends the group, as the others would wait for ever."""
-    # Before anything is written: a rank that is late may yet read what lies there
+    """Run a collective; a failure on this rank alone ends the group, as the others would wait for ever."""
+    # Check before anything is written: a rank that is late may still read the memory
     # (test_what_is_tried_again_after_a_timeout_does_not_reach_the_late_rank).
     runtime.peers.check_open()
     algorithm = runtime.algorithm(timeout)
@@ -228,7 +228,7 @@ def _run(runtime: Runtime, run: Callable[[Algorithm], object], timeout: float, g
 
 
 def _end(queue: WorkQueue, runtime: Runtime) -> None:
-    """Leave, let the threads end, and close; also when the group is collected, or the interpreter ends."""
+    """Leave, let the threads end, and close; also called when the group is collected, or the interpreter ends."""
     if runtime.peers.inherited:  # the threads are the parent's, and locks may be held for ever
         return
     runtime.leave()

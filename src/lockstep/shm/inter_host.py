@@ -1,4 +1,4 @@
-"""The hosts of a group, and what their first ranks, the leaders, move between them."""
+"""The hosts of a group, and the exchanges between their first ranks, the leaders."""
 
 import json
 import threading
@@ -20,43 +20,43 @@ from lockstep.shm.peers import Peers
 from lockstep.store import BoundedStore, StoreLostError
 
 POST_SECONDS = 1.0
-"""How long a rank that ends the group waits for the store to take the reason."""
+"""Seconds that a rank that ends the group waits for the store to take the reason."""
 ROW_BYTES = 2048
-"""What a leader says of its ranks; longer texts are cut."""
+"""Size in bytes of a leader's report on its ranks; longer texts are cut."""
 
 
 class FailureNotice:
-    """Why the group has ended: written to its store by a rank of one host, read by the ranks of the others."""
+    """The reason why the group ended: written to the store by a rank of one host, read by the ranks of the others."""
 
     def __init__(self, store: Any) -> None:
         self._bounded_store = BoundedStore(store)
         self._why = ""
 
     def post(self, reason: str) -> None:
-        """Tell the ranks of other hosts; if the store has gone, they notice that otherwise."""
+        """Tell the ranks of other hosts; if the store is gone, they notice the end otherwise."""
         with suppress(StoreLostError):
             self._bounded_store.set(FAILURE_KEY, reason, POST_SECONDS)
 
     def check(self) -> None:
-        """Raise if the group has ended on another host, as the store said when it was last asked; waits for nothing.
+        """Raise if the group has ended on another host, according to the store's last answer; never wait.
 
-        That the store has gone is no reason to raise.
+        A lost store is no reason to raise.
         """
         if self._why:
             raise CommunicationError(self._why)
         self._bounded_store.look(FAILURE_KEY, self._note)
 
     def close(self) -> None:
-        """Ask the store no more."""
+        """Stop asking the store."""
         self._bounded_store.close()
 
     def _note(self, why: str) -> None:
         self._why = why
 
     def explain(self, host: int, hosts: int) -> tuple[str, list[int]]:
-        """Say why hosts are lost, if their ranks could still write that; else "", and which hosts seem to be.
+        """Return why hosts are lost, if their ranks could still write the reason; else "" and the hosts that seem lost.
 
-        A host that calls this is there: it says so, as others may have lost it by the same failure.
+        A host that calls this is alive and says so in the store, as others may have lost it through the same failure.
         """
         others = {other: f"{FAILURE_KEY} on {other}" for other in range(hosts) if other != host}
         lost = list(others)
@@ -69,7 +69,7 @@ class FailureNotice:
 
 
 class InterHost:
-    """Which ranks are on which host and, on a leader, the group between the leaders."""
+    """The ranks of each host and, on a leader, the group between the leaders."""
 
     def __init__(
         self,
@@ -88,16 +88,16 @@ class InterHost:
 
     @property
     def leads(self) -> bool:
-        """Whether this rank moves what its host sends and receives."""
+        """True if this rank is its host's leader: it sends and receives for the host."""
         return self._group is not None
 
     def check_alive(self) -> None:
-        """Raise if a rank of this host has died, or the group has ended on any."""
+        """Raise if a rank of this host has died, or the group has ended on any host."""
         self._peers.check_alive()
         self._notice.check()
 
     def end(self, reason: str | None = None) -> None:
-        """Leave the group between the hosts, and write why if there is a reason; the others notice either."""
+        """Leave the group between the hosts, and post the reason if there is one; the other hosts notice either."""
         if reason is not None:
             self._notice.post(reason)
         kept = [self._group]
@@ -121,18 +121,18 @@ class InterHost:
         Reduction(op, x.dtype)(parts, x)
 
     def broadcast(self, x: Tensor, host: int, timeout: float) -> None:
-        """Give all leaders the values of one host's, in place."""
+        """Copy the tensor of one host's leader to all leaders, in place."""
         options = _limited(dist.BroadcastOptions(), timeout)
         options.rootRank, options.rootTensor = host, 0
         self._wait(self._group.broadcast([_as_bytes(x)], options))
 
     def all_gather(self, rows: Sequence[Tensor], timeout: float) -> None:
-        """Give all leaders the row that each has for its own host."""
+        """Give every leader the rows of all hosts; each leader fills the row of its own host before."""
         parts = [_as_bytes(row.view(-1)) for row in rows]
         self._all_gather(parts, parts[self.host].clone(), timeout)
 
     def compare(self, said: dict[str, list[int]], timeout: float) -> bytes:
-        """Gather what the ranks of all hosts say; nothing if they agree."""
+        """Gather what the ranks of all hosts are about to run; return b"" if they agree."""
         text = _shortened(said)
         row = torch.zeros(ROW_BYTES, dtype=torch.uint8, device="cpu")
         row[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
@@ -148,7 +148,7 @@ class InterHost:
         self._wait(self._group.allgather([outputs], [x], _limited(AllgatherOptions(), timeout)))
 
     def _wait(self, work: Any) -> None:
-        """Wait for the other leaders; a rank may die, or the group end, without their notice."""
+        """Wait for the other leaders; check that ranks are alive, as Gloo may not notice a death or the group's end."""
         done = threading.Event()
         work.get_future().add_done_callback(lambda _: done.set())
         self._unfinished = True
@@ -162,7 +162,7 @@ class InterHost:
             raise CommunicationError(self._reason_of_loss(str(error).splitlines()[0])) from error
 
     def _reason_of_loss(self, gist: str) -> str:
-        """Say why another host is gone, in the words of its ranks if they could still write."""
+        """Say why another host is gone, in the words of its ranks if they could still write them."""
         why, lost = self._notice.explain(self.host, len(self.hosts))
         if why:
             return why
@@ -176,12 +176,12 @@ def _limited(options: Any, timeout: float) -> Any:
 
 
 def _shortened(said: dict[str, list[int]]) -> bytes:
-    """Put it in as many bytes as a row has."""
+    """Encode a report so that it fits in a row."""
     text = json.dumps(said).encode()
     if len(text) <= ROW_BYTES:
         return text
     ranks = sorted(rank for by in said.values() for rank in by)
-    # The second entry: what two hosts have too much of is no agreement.
+    # The second entry makes sure that two reports which are both too long do not count as agreement.
     return json.dumps({f"{len(said)} different collectives, too many to list": ranks[:100], "": []}).encode()
 
 

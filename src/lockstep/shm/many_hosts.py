@@ -1,8 +1,8 @@
-"""The collectives over several hosts: shared memory inside each, another group between the first ranks of them.
+"""Collectives over several hosts: shared memory inside each host, another process group between their first ranks.
 
-What the ranks of a host have reduced is sent once, by its first rank, the leader, and what the leaders receive is
-passed on in shared memory. Before anything moves the leaders compare what their ranks are about to run, so that a
-difference is an error on every rank.
+Each host reduces in shared memory and sends its result once, by its first rank, the leader. The leader passes on in
+shared memory what it receives. Before anything moves, the leaders compare the collectives that their ranks are about to
+run, so that a difference is an error on every rank.
 """
 
 import json
@@ -23,12 +23,12 @@ from lockstep.shm.staging import Staging
 
 
 class ManyHosts(Algorithm):
-    """Runs collectives over the ranks of several hosts; ``timeout`` is in seconds, of each exchange."""
+    """Runs collectives over the ranks of several hosts; each exchange may take ``timeout`` seconds."""
 
     def __init__(self, staging: Staging, inter_host: InterHost, timeout: float) -> None:
         self._staging, self._inter_host, self._timeout = staging, inter_host, timeout
-        # The ranks of a host wait for its leader, which may have to wait for other hosts, and for what their ranks
-        # have to say.
+        # The ranks of a host wait for their leader, which may have to wait in turn for other hosts, and for the reason
+        # that the ranks there give.
         self._local = OneHost(staging, 2 * timeout + 2 * GRACE_SECONDS)
 
     def agree(self, descriptor: Descriptor) -> None:

@@ -12,26 +12,26 @@ from lockstep.errors import AgreementError
 
 
 class MessageKind(bytes, Enum):
-    """What a message is: its first byte."""
+    """The kind of a message: its first byte."""
 
     COLLECTIVE = b"C"
-    """A collective begins: its :class:`Descriptor`."""
+    """A collective begins; the message is its :class:`Descriptor`."""
     STEP = b"S"
-    """The next step of that collective: the sender has written its part, and has read what it had to before."""
+    """The next step of the collective: the sender has written its part and has read everything from the step before."""
     MEMORY = b"M"
-    """There is shared memory to be mapped: its number and size. The next message of this rank is the FILE."""
+    """Shared memory is to be mapped: its number and size. The next message of this rank is the FILE."""
     FILE = b"F"
-    """It brings the file descriptor of that memory along."""
+    """Carries the file descriptor of the memory announced by the MEMORY message before it."""
     RETIRED = b"R"
-    """Memory that is not needed any more: its numbers."""
+    """Memory that is not needed any more: the numbers of its pieces."""
     ABORT = b"A"
-    """The group has ended for all ranks: why."""
+    """The group has ended for all ranks; the message says why."""
     LEAVE = b"L"
     """This rank has left the group."""
 
 
 class Kind(IntEnum):
-    """The collectives."""
+    """The collectives, by number."""
 
     ALL_REDUCE = 0
     REDUCE = 1
@@ -46,7 +46,7 @@ class Kind(IntEnum):
 
 
 class Op(IntEnum):
-    """How the values of the ranks are reduced."""
+    """The reductions, by number."""
 
     SUM = 0
     AVG = 1
@@ -64,25 +64,25 @@ _PER_RANK = struct.Struct("<qQd")
 
 @dataclass(frozen=True, slots=True)
 class Descriptor:
-    """One collective, as one rank sees it: what must be the same on all."""
+    """One collective as one rank describes it: the fields that must be the same on all ranks."""
 
     kind: Kind
     dtype: torch.dtype = torch.uint8
     numel: int = 0
-    """Elements that a rank contributes, all tensors together (of ``REDUCE_SCATTER``: that a rank receives)."""
+    """Number of elements that a rank contributes, over all tensors (for ``REDUCE_SCATTER``: that a rank receives)."""
     op: Op = Op.SUM
     root: int = 0
     tensors: int = 1
 
     def pack(self) -> bytes:
-        """Make a message of it."""
+        """Return the descriptor as a message."""
         return _COMMON.pack(
             MessageKind.COLLECTIVE, self.kind, self.op, _codes()[self.dtype], self.root, self.numel, self.tensors
         )
 
     @classmethod
     def unpack(cls, message: bytes) -> "Descriptor":
-        """Make it of the message that :meth:`pack` made."""
+        """Rebuild a descriptor from the message that :meth:`pack` returned."""
         _, kind, op, dtype, root, numel, tensors = _COMMON.unpack_from(message)
         return cls(Kind(kind), list(_codes())[dtype], numel, Op(op), root, tensors)
 
@@ -103,35 +103,35 @@ class Descriptor:
 
 @lru_cache(1)
 def _codes() -> dict[torch.dtype, int]:
-    """A number for every dtype of this PyTorch."""
+    """Return a number for every dtype of this version of PyTorch."""
     dtypes = {each for each in vars(torch).values() if isinstance(each, torch.dtype)}
     return {dtype: code for code, dtype in enumerate(sorted(dtypes, key=str))}
 
 
 def with_location(message: bytes, location: tuple[int, int] | None, factor: float = 1.0) -> bytes:
-    """Add to a descriptor's message what may differ by rank.
+    """Append to a descriptor's message the values that may differ by rank.
 
-    That is the number of the shared memory and the byte in it at which this rank's tensor begins, and what the tensor
-    is multiplied by.
+    These are the number of the shared memory, the byte in it at which this rank's tensor begins, and the factor by
+    which the tensor is multiplied.
     """
     number, offset = location if location is not None else (-1, 0)
     return message + _PER_RANK.pack(number, offset, factor)
 
 
 def location_of(message: bytes) -> tuple[int, int] | None:
-    """Read where the tensor of the rank that sent a message begins; None if it is not in shared memory."""
+    """Return where the tensor of the sending rank begins; None if it is not in shared memory."""
     number, offset, _ = _PER_RANK.unpack_from(message, _COMMON.size)
     return (number, offset) if number >= 0 else None
 
 
 def factor_of(message: bytes) -> float:
-    """Read what the tensor of the rank that sent a message is multiplied by."""
+    """Return the factor by which the tensor of the sending rank is multiplied."""
     factor: float = _PER_RANK.unpack_from(message, _COMMON.size)[2]
     return factor
 
 
 def said_by(messages: Sequence[bytes], global_ranks: Sequence[int]) -> dict[str, list[int]]:
-    """Put in words what the ranks are about to run, with who says so; one entry if they agree."""
+    """Return the collectives that the ranks are about to run, in words, with their ranks; one entry if all agree."""
     common = messages[0][: _COMMON.size]
     if all(message.startswith(common) for message in messages):
         return {str(Descriptor.unpack(common)): list(global_ranks)}
@@ -149,7 +149,7 @@ def compare(messages: Sequence[bytes], global_ranks: Sequence[int]) -> None:
 
 
 def disagreement(said: Mapping[str, Sequence[int]]) -> AgreementError:
-    """Make the error for ranks that do not say the same."""
+    """Return the error for ranks that are about to run different collectives."""
     lines = [
         f"rank{'s' if len(by) > 1 else ''} {', '.join(map(str, sorted(by)))}: {what}" for what, by in said.items() if by
     ]

@@ -1,6 +1,6 @@
-"""The collectives that shared memory does itself, with PyTorch's names and arguments.
+"""The collectives that run in shared memory itself, with PyTorch's names and arguments.
 
-Each checks its tensors, and begins; tensors are flattened when the collective runs.
+Each method checks its tensors and begins a collective; tensors are flattened when it runs.
 """
 
 from abc import abstractmethod
@@ -25,26 +25,26 @@ B = TypeVar("B")
 
 
 class NativeCollectives:
-    """What a process group has to have for them: its size and rank, and a way to begin."""
+    """The collectives as methods; the process group provides its rank and size, and :meth:`_begin`."""
 
     rank: Callable[[], int]
     size: Callable[[], int]
 
     _global_ranks: list[int]
-    """The ranks of the group, as ranks of the default group: for messages."""
+    """The group's ranks as ranks of the default group, for use in messages."""
 
     @abstractmethod
     def _begin(self, what: str, run: Callable[[Algorithm], object], outputs: list[Tensor], opts: Any) -> ShmWork:
-        """Begin what ``run`` does, under a name that profilers show."""
+        """Begin a collective that calls ``run``; profilers show it under the name ``what``."""
 
     # ----------------------------------------------------------------------- reduce and broadcast
 
     @outside_compiler
     @with_overloads(dist.AllreduceOptions, ["tensors tensor"], ["op", "timeout"])
     def allreduce(self, tensors: list[Tensor], opts: Any, *, factor: float = 1.0) -> Any:
-        """Reduce a tensor over all ranks, in place; a sparse one, too.
+        """Reduce a tensor over all ranks, in place; it may be sparse.
 
-        This rank's tensor is multiplied by ``factor`` on the way, which takes no pass over it. Factors may differ.
+        This rank's tensor is multiplied by ``factor`` during the reduction, without a further pass. Factors may differ.
         """
         if tensors and tensors[0].layout != torch.strided:
             return self._all_reduce_sparse(tensors, opts)
@@ -82,7 +82,7 @@ class NativeCollectives:
     @outside_compiler
     @with_overloads(dist.ReduceOptions, ["tensors tensor"], ["root", "op", "timeout"])
     def reduce(self, tensors: list[Tensor], opts: Any) -> Any:
-        """Reduce a tensor over all ranks, on one."""
+        """Reduce a tensor over all ranks; the root gets the result."""
         check_tensors(tensors, "reduce")
         _check_single(tensors, "reduce")
         op, root = _op(opts), _root(opts, self.size(), "reduce")
@@ -100,7 +100,7 @@ class NativeCollectives:
     @outside_compiler
     @with_overloads(dist.BroadcastOptions, ["tensors tensor"], ["root", "timeout"])
     def broadcast(self, tensors: list[Tensor], opts: Any) -> Any:
-        """Give every rank one rank's tensor, in place."""
+        """Copy the root's tensor to every rank, in place."""
         check_tensors(tensors, "broadcast")
         _check_single(tensors, "broadcast")
         root = _root(opts, self.size(), "broadcast")
@@ -122,7 +122,7 @@ class NativeCollectives:
         return self._begin("barrier", lambda algorithm: algorithm.barrier(), [], opts)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """Wait for every rank; as after any collective, the error names all that did not come."""
+        """Wait for every rank; as after any collective, the error names all ranks that did not come."""
         self.barrier(timeout=timeout).wait()
 
     # ------------------------------------------------------------------------------------- gather
@@ -130,13 +130,13 @@ class NativeCollectives:
     @outside_compiler
     @with_overloads(AllgatherOptions, ["output_tensors", "input_tensors input_tensor"], ["timeout"])
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> Any:
-        """Give every rank the tensors of all, each in a tensor of its own."""
+        """Give every rank the tensors of all ranks, each in a tensor of its own."""
         return self._all_gather(outputs, inputs, opts)
 
     @outside_compiler
     @with_overloads(AllgatherOptions, ["output_lists", "input_list"])
     def allgather_coalesced(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> Any:
-        """Give every rank several tensors of all; one list of outputs for each rank."""
+        """Give every rank several tensors of all ranks, with one list of outputs for each rank."""
         _check_count(outputs, self.size(), "all_gather_coalesced")
         for given in outputs:
             _pairs(given, inputs, "all_gather_coalesced")
@@ -161,12 +161,12 @@ class NativeCollectives:
     @outside_compiler
     @with_overloads(AllgatherOptions, ["output", "input"], single=False)
     def all_gather_single(self, output: Tensor, x: Tensor, opts: Any) -> Any:
-        """Give every rank the tensors of all, in one tensor."""
+        """Give every rank the tensors of all ranks, concatenated in one tensor."""
         return self._all_gather_single([output], [x], opts)
 
     @outside_compiler
     def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
-        """Give every rank several tensors of all, those of one kind in one tensor."""
+        """Give every rank several tensors of all ranks; each output has the ranks' tensors for one input."""
         return self._all_gather_single(outputs, inputs, opts)
 
     def _all_gather_single(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> ShmWork:
@@ -188,7 +188,7 @@ class NativeCollectives:
     @outside_compiler
     @with_overloads(dist.ReduceScatterOptions, ["output_tensors output", "input_tensors input"], ["op", "timeout"])
     def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> Any:
-        """Reduce the tensors that all ranks have for a rank, for every rank."""
+        """Reduce a list of tensors, one for each rank, over all ranks; each rank gets the result for itself."""
         op = _op(opts)
         for output, given in _pairs(outputs, inputs, "reduce_scatter"):
             check_tensors([output, *given], "reduce_scatter")
@@ -207,12 +207,12 @@ class NativeCollectives:
     @outside_compiler
     @with_overloads(dist.ReduceScatterOptions, ["outputTensor output", "inputTensor input"], single=False)
     def reduce_scatter_single(self, output: Tensor, x: Tensor, opts: Any) -> Any:
-        """Reduce what all ranks have for a rank, for every rank; what is for all ranks comes in one tensor."""
+        """Reduce one tensor over all ranks and give each rank its part; the parts for all ranks are in one tensor."""
         return self._reduce_scatter_single([output], [x], opts)
 
     @outside_compiler
     def reduce_scatter_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
-        """Reduce several tensors, each of which has what is for all ranks, for every rank."""
+        """Reduce several tensors over all ranks, each with the parts for all ranks; each rank gets its part of each."""
         return self._reduce_scatter_single(outputs, inputs, opts)
 
     def _reduce_scatter_single(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> ShmWork:
@@ -230,7 +230,7 @@ class NativeCollectives:
 
         return self._begin("reduce_scatter_single", run, outputs, opts)
 
-    # What PyTorch called them before 2.13.
+    # The names that PyTorch used before 2.13.
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     _reduce_scatter_base = reduce_scatter_single
@@ -241,7 +241,7 @@ _OPS = {int(getattr(dist.ReduceOp, op.name)): op for op in Op}
 
 
 def _op(opts: Any) -> Op:
-    """Return the operation that PyTorch's options ask for."""
+    """Return the reduction that PyTorch's options ask for."""
     if opts is None:
         return Op.SUM
     given: Any = getattr(opts, "reduceOp", opts)
@@ -261,7 +261,7 @@ def _root(opts: Any, size: int, what: str) -> int:
 
 
 def _check_single(tensors: Sequence[Tensor], what: str) -> None:
-    """Raise for several tensors: Gloo would reduce those, too, as if they were those of several ranks."""
+    """Raise for several tensors: Gloo would reduce these with each other, as if they belonged to several ranks."""
     if len(tensors) > 1:
         raise LayoutError(
             f"{what}: expected one tensor, got {len(tensors)}; call it for each, or allreduce_coalesced for all"
@@ -269,7 +269,7 @@ def _check_single(tensors: Sequence[Tensor], what: str) -> None:
 
 
 def _pairs(outputs: Sequence[A], inputs: Sequence[B], what: str) -> list[tuple[A, B]]:
-    """Return each output with its input; raises unless there are as many."""
+    """Pair each output with its input; raise unless there are equally many."""
     if len(outputs) != len(inputs):
         raise LayoutError(f"{what}: expected as many outputs as inputs, got {len(outputs)} and {len(inputs)}")
     return list(zip(outputs, inputs, strict=True))
@@ -284,7 +284,7 @@ def _check_count(given: Sequence[object], size: int, what: str) -> None:
 
 
 def check_sparse(tensors: list[Tensor], op: Op) -> None:
-    """Raise unless it is one sparse tensor in coordinates, on the CPU, to be summed."""
+    """Raise unless there is exactly one tensor, sparse COO and on the CPU, and the reduction is a sum."""
     x = tensors[0]
     if len(tensors) != 1 or x.layout != torch.sparse_coo or x.device.type != "cpu":
         given = ", ".join(f"{each.layout} on {each.device}" for each in tensors)

@@ -1,12 +1,12 @@
-"""The collectives among the ranks of one host.
+"""Collectives among the ranks of one host.
 
-Three ways, by size and by where the tensors are:
+There are three ways, chosen by size and by where the tensors lie:
 
 - *in one exchange*, up to ``ONE_EXCHANGE_BYTES``: every rank puts all of its tensor in its staging buffer, and reads
-  everybody's after the exchange that compares descriptors.
-- *in place*, where the tensors of all ranks lie in memory from ``group.allocate``: every rank reduces its own shard of
-  the elements, in blocks that stay in the cache, and writes it to everybody; two exchanges and no copy.
-- *in chunks*, else: tensors go through the staging buffers chunk by chunk; one exchange a chunk.
+  the buffers of all after the exchange that compares descriptors.
+- *in place*, if the tensors of all ranks lie in memory from ``group.allocate``: every rank reduces its own shard of
+  the elements, in blocks that stay in the cache, and writes it to all tensors; two exchanges and no copy.
+- *in chunks*, otherwise: tensors go through the staging buffers chunk by chunk, with one exchange per chunk.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,7 +23,7 @@ from lockstep.shm.staging import CHUNK_BYTES, Staging, shard_numel
 
 ONE_EXCHANGE_BYTES = 128 * 1024
 BLOCK_BYTES = 256 * 1024
-"""What is reduced at a time: it is still in the cache when it is written to the others."""
+"""Number of bytes reduced at a time: a block is still in the cache when it is copied to the others."""
 
 
 class OneHost(Algorithm):
@@ -61,7 +61,7 @@ class OneHost(Algorithm):
         staging, receives, n = self.staging, self.rank in receivers, x.numel()
         if self.size == 1:
             staging.agree(descriptor, self.timeout)
-            Reduction(descriptor.op, x.dtype)  # raises what any number of ranks would
+            Reduction(descriptor.op, x.dtype)  # raises the errors that any number of ranks would raise
             scale(x, factor)
         elif x.nbytes <= ONE_EXCHANGE_BYTES:
             copy_scaled(staging.own_data(x.dtype)[:n], x, factor)
@@ -85,7 +85,7 @@ class OneHost(Algorithm):
     ) -> None:
         first, like = receivers[0], tensors[0]
         for begin, end in blocks(*self._shard(self.rank, 0, like.numel(), like), like.itemsize):
-            # A rank that is late must not write to one that has given up
+            # A late rank must not write to the tensor of a rank that has given up
             # (test_a_late_rank_writes_no_further_to_one_that_has_given_up).
             self.staging.peers.check_alive()
             parts = [tensor[begin:end] for tensor in tensors]
@@ -97,7 +97,7 @@ class OneHost(Algorithm):
         self.staging.step(self.timeout)
 
     def _reduce_whole_chunks(self, x: Tensor, reduction: Reduction, receives: bool, factor: float) -> None:
-        """Let both of two ranks reduce all of each chunk: less is copied than if each reduced its half."""
+        """Let both of two ranks reduce each whole chunk: that copies less than if each reduced a half."""
         staging, dtype = self.staging, x.dtype
         ranges = list(chunks(x.numel(), CHUNK_BYTES // x.itemsize))
 
@@ -282,7 +282,7 @@ def _block(tensors: Sequence[Tensor], place: Place, numel: int, begin: int, end:
 
 
 def copy(to: Tensor, source: Tensor) -> None:
-    """Copy, unless both are the same memory."""
+    """Copy a tensor, unless both are in the same memory."""
     if to.data_ptr() != source.data_ptr():
         to.copy_(source)
 
@@ -294,7 +294,7 @@ def scale(x: Tensor, factor: float) -> None:
 
 
 def copy_scaled(to: Tensor, source: Tensor, factor: float) -> None:
-    """Copy a tensor times a factor."""
+    """Copy a tensor multiplied by a factor."""
     if factor != 1:
         torch.mul(source, factor, out=to)
     else:
@@ -302,12 +302,12 @@ def copy_scaled(to: Tensor, source: Tensor, factor: float) -> None:
 
 
 def chunks(numel: int, largest: int) -> Iterator[tuple[int, int]]:
-    """Yield ranges of at most ``largest`` elements, one after the other."""
+    """Yield consecutive ranges of at most ``largest`` elements."""
     for begin in range(0, numel, largest):
         yield begin, min(numel, begin + largest)
 
 
 def blocks(begin: int, end: int, itemsize: int) -> Iterator[tuple[int, int]]:
-    """Yield the ranges of a shard that are reduced at a time."""
+    """Yield the ranges of a shard that are reduced one at a time."""
     for a, b in chunks(end - begin, BLOCK_BYTES // itemsize):
         yield begin + a, begin + b

@@ -1,8 +1,8 @@
-"""The other ranks of a host, and Unix sockets to them, one for each pair of ranks.
+"""The other ranks of a host, and Unix sockets to them, one per pair of ranks.
 
-A signal is a short message (``messages.py`` has its kinds). It blocks where it has to wait, so it costs nothing where
-ranks outnumber cores; what was written to shared memory before it was sent is seen by whoever has received it, on every
-processor; and the connection ends at once when a process dies, however it dies. Messages keep their boundaries
+A signal is a short message (``messages.py`` has its kinds). Waiting for one blocks, so it costs nothing where ranks
+outnumber cores. Everything written to shared memory before a message was sent is visible to its receiver, on every
+processor. The connection ends at once when a process dies, however it dies. Messages keep their boundaries
 (``SOCK_SEQPACKET``).
 """
 
@@ -27,11 +27,11 @@ from lockstep.shm.messages import MessageKind
 from lockstep.shm.shared_memory import map_bytes
 
 LONGEST = 4096
-"""Bytes of the longest message."""
+"""Size of the longest message, in bytes."""
 SPIN_SECONDS = 50e-6
-"""How long a rank looks for messages before it goes to sleep, where there is a core for every rank."""
+"""Seconds that a rank polls for messages before it sleeps, where there is a core for every rank."""
 PATIENT_SPIN_SECONDS = 1e-3
-"""The same where the program waits for the result: its core has nothing else to do."""
+"""The same where the program waits for the result, so that its core has nothing else to do."""
 LONGEST_POLL_SECONDS = 86400.0
 
 _MEMORY = struct.Struct("<cIQ")
@@ -40,7 +40,7 @@ _FD = struct.calcsize("i")
 
 
 class Peers:
-    """The ranks of this host, numbered by their order (``local_rank``). One thread at a time sends and receives."""
+    """The ranks of this host, numbered in order (``local_rank``). One thread at a time sends and receives."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class Peers:
         check_elsewhere: Callable[[], object] | None = None,
     ) -> None:
         self.global_ranks, self.local_rank = list(global_ranks), local_rank
-        """What messages call the ranks of this host, and which of them is this one."""
+        """The global ranks of this host, for use in messages, and the index of this rank among them."""
         self._sockets = sockets  # by local rank
         self._program_waits = program_waits  # for what is exchanged: then its core has nothing else to do
         self._check_elsewhere = check_elsewhere  # called now and then in a wait: raises if another host has given up
@@ -70,21 +70,21 @@ class Peers:
         self._ends = select.poll()
         for each in sockets.values():
             each.setblocking(False)
-            self._ends.register(each, 0)  # of interest is who goes
+            self._ends.register(each, 0)  # only the end of a connection is of interest
         _alive.add(self)
 
     @property
     def size(self) -> int:
-        """How many ranks the host has."""
+        """The number of ranks on this host."""
         return len(self.global_ranks)
 
     # ---------------------------------------------------------------------------------- signals
 
     def exchange(self, message: bytes, timeout: float) -> list[bytes]:
-        """Send a message to every other rank and return everybody's, by local rank.
+        """Send a message to every other rank and return the messages of all ranks, by local rank.
 
         Raises :class:`CommunicationError` naming the ranks that have died, have left, or stay silent for ``timeout``
-        seconds; the group is of no use then.
+        seconds; the group cannot be used after that.
         """
         self.check_open()
         self.send(message)
@@ -102,9 +102,9 @@ class Peers:
             try:
                 each.send(message)
             except (BrokenPipeError, ConnectionResetError):
-                pass  # what it has sent before its end is read first, when its next message is needed
+                pass  # messages sent before the peer's end are read first, when its next message is needed
             except BlockingIOError:
-                # Who does not read the last messages of a rank sees the end of the connection.
+                # A rank that does not read a final message notices the end of the connection instead.
                 if message[:1] not in (MessageKind.ABORT, MessageKind.LEAVE):
                     self.fail(f"{self._describe([peer])} does not read its messages")
 
@@ -114,7 +114,7 @@ class Peers:
             self._receive_available(received, missing)
             if not missing or time.perf_counter() > until:
                 return
-            # Who is waited for may need this very core, on a machine that has other work, too.
+            # The rank that is waited for may need this very core, even here, if the machine has other work.
             os.sched_yield()
 
     def _sleep(self, received: list[bytes], missing: set[int], timeout: float) -> None:
@@ -122,7 +122,7 @@ class Peers:
         poll = select.poll()
         poll.register(self._wake, select.POLLIN)
         peers = {each.fileno(): peer for peer, each in self._sockets.items()}
-        for fd, peer in peers.items():  # of those whose message is there, only the end is of interest
+        for fd, peer in peers.items():  # for a peer whose message is here, only the end is of interest
             poll.register(fd, select.POLLIN if peer in missing else 0)
         while missing:
             left = max(0.0, deadline - time.monotonic())
@@ -155,7 +155,7 @@ class Peers:
                             self._abort_as(abort)
 
     def _receive_available(self, received: list[bytes], missing: set[int]) -> None:
-        """Receive the messages that have come."""
+        """Receive the messages that have arrived."""
         for peer in tuple(missing):
             message = self._receive(peer)
             if message is not None:
@@ -163,11 +163,11 @@ class Peers:
                 missing.discard(peer)
 
     def _read_to_the_end(self, peer: int) -> bytes | None:
-        """Read what is left of a rank that has gone, and has done its part so far; raises if it has died.
+        """Read the remaining messages of a rank that is gone and had done its part so far; raise if it died.
 
-        Returns its last message if it has ended the group, which is kept for the next time that it is needed.
+        Returns its last message if that ended the group; the message is also kept for the next read from this rank.
         """
-        if peer in self._left:  # it is missed when it is needed
+        if peer in self._left:  # an error only when its next message is needed
             return None
         messages: deque[bytes] = self._read_ahead.setdefault(peer, deque())
         while message := self._receive(peer, leaving=True):
@@ -178,16 +178,16 @@ class Peers:
         return None
 
     def _abort_as(self, message: bytes) -> None:
-        """End the group for the reason that another rank has given, and raise."""
-        # The others are told, too: one of them may see the end of this rank first
+        """End the group for the reason that another rank gave, and raise."""
+        # Tell the others, too: one of them may see the end of this rank first
         # (test_a_rank_that_is_told_of_an_end_tells_the_others_before_it_goes).
         self.abort(message[1:].decode(errors="replace"))  # a long one may be cut anywhere
         raise CommunicationError(str(self.reason))
 
     def _receive(self, peer: int, leaving: bool = False) -> bytes | None:
-        """Receive the next message of a collective from one rank, if it is there; handle all others on the way.
+        """Receive the next message of a collective from one rank, if it has arrived; handle all others on the way.
 
-        Of a rank that is ``leaving`` the messages are read to the last, and kept by the caller.
+        From a rank that is ``leaving``, messages are read to the last, and the caller keeps them.
         """
         if not leaving and (ahead := self._read_ahead.get(peer)):
             if ahead[0][:1] == MessageKind.ABORT:
@@ -222,7 +222,7 @@ class Peers:
                 self._fail_without(peer, kind == MessageKind.LEAVE or peer in self._left)
 
     def _fail_without(self, peer: int, left: bool) -> None:
-        """Raise as a rank has gone that is needed; another one may have said why before it."""
+        """Raise because a rank that is needed is gone; prefer the reason that another rank may have sent before."""
         for other in self._sockets:
             if other != peer:
                 self._raise_if_aborted_by(other)
@@ -244,23 +244,23 @@ class Peers:
     # ----------------------------------------------------------------------------------- memory
 
     def send_memory(self, number: int, size: int, fd: int) -> None:
-        """Give every other rank a descriptor of shared memory of this rank."""
+        """Send a descriptor of this rank's shared memory to every other rank."""
         self.send(_MEMORY.pack(MessageKind.MEMORY, number, size))
         for each in self._sockets.values():
             with suppress(BrokenPipeError, ConnectionResetError):
                 socket.send_fds(each, [MessageKind.FILE], [fd])
 
     def retire_memory(self, numbers: Sequence[int]) -> None:
-        """Tell every other rank to unmap memory of this rank; in few messages, as nobody may be reading."""
+        """Tell every other rank to unmap memory of this rank, in few messages: the others may not be reading."""
         for begin in range(0, len(numbers), _NUMBERS):
             self.send(MessageKind.RETIRED + array.array("I", numbers[begin : begin + _NUMBERS]).tobytes())
 
     def memory(self, peer: int, number: int) -> Tensor:
-        """Return the bytes of shared memory of another rank."""
+        """Return the shared memory of another rank as a tensor of bytes."""
         return self._memory[peer, number]
 
     def _receive_memory(self, peer: int) -> bytes:
-        """Receive the message that brings memory, and map that; or another one, of a rank that ends in between."""
+        """Receive the message that brings memory, and map the memory; or the last message of a rank that ends first."""
         message, ancillary, _, _ = self._sockets[peer].recvmsg(LONGEST, socket.CMSG_SPACE(_FD))
         if message[:1] == MessageKind.FILE:
             number, size = self._announced.pop(peer)
@@ -282,18 +282,18 @@ class Peers:
         raise CommunicationError(self.reason)
 
     def abort(self, reason: str) -> None:
-        """Tell every other rank why the group ends, and end it."""
+        """End the group, and tell every other rank why."""
         with suppress(OSError):
             self.send(_abort_message(reason))
         self._close(reason)
 
     def leave(self, reason: str | None = None) -> None:
-        """End this rank's part in good order or, for a reason, everybody's; also while another thread waits."""
+        """Leave the group or, given a reason, end it for every rank; may be called while another thread waits."""
         if self.reason is None:
             self._farewell = reason or self._farewell
             with suppress(OSError):  # the other thread has just closed everything
                 self.send(MessageKind.LEAVE if reason is None else _abort_message(reason))
-            # Also if it could not be sent: the other thread must not wait on
+            # Even if the message could not be sent: the other thread must stop waiting
             # (test_a_rank_that_cannot_say_that_it_leaves_stops_waiting_all_the_same).
             self._closing.set()
             with suppress(OSError):
@@ -305,7 +305,7 @@ class Peers:
             raise CommunicationError(self.reason)
 
     def check_alive(self) -> None:
-        """Raise if one of the ranks has died, or this one has left; reads nothing from those that are there."""
+        """Raise if another rank has died, or this one has left; no message of a living rank is read."""
         self.check_open()
         if self._closing.is_set():
             raise CommunicationError(self._farewell)
@@ -317,16 +317,16 @@ class Peers:
 
     @property
     def inherited(self) -> bool:
-        """Whether this process was forked from the one that is the rank."""
+        """True if this process was forked from the process of the rank."""
         return self._process != os.getpid()
 
     def close_in_child(self) -> None:
-        """Close what a forked process has of its parent's connections; the parent's stay open."""
+        """Close a forked process's copies of its parent's connections; the parent's stay open."""
         self.reason = _forked(self._process, self.global_ranks[self.local_rank])
         self.close()
 
     def close(self) -> None:
-        """Close the connections, when no thread uses them any more."""
+        """Close the connections; call when no thread uses them any more."""
         self._close("this process has destroyed the shm process group")
         if self._wake >= 0:
             os.close(self._wake)
@@ -360,7 +360,7 @@ _alive: "weakref.WeakSet[Peers]" = weakref.WeakSet()
 
 
 def _close_in_child() -> None:
-    """A forked process, such as one that loads data, must not keep a dead rank's connections open."""
+    """Close the connections in a forked process, such as a data loader's: it must not keep a dead rank's open."""
     for peers in list(_alive):
         peers.close_in_child()
 

@@ -1,4 +1,4 @@
-"""The rendezvous of a group's ranks: who is on which host, and a connection to each rank of the own one.
+"""The rendezvous of a group's ranks: the hosts they are on, and a connection to each rank of this host.
 
 Every rank opens a Unix socket without a name in any file system, and writes its address and its host to the group's
 store. A connection counts only if it comes from the same user and brings the listener's secret.
@@ -30,18 +30,18 @@ _CREDENTIALS = struct.Struct("3i")
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """What a rank knows when all have met."""
+    """The result of the rendezvous on one rank."""
 
     hosts: list[list[int]]
-    """The ranks of each host, in order; the hosts by their first rank."""
+    """The ranks of each host, in order; hosts are ordered by their first rank."""
     sockets: dict[int, socket.socket]
-    """A connection to every other rank of the own host."""
+    """A connection to every other rank of this host."""
     addresses: list[str]
-    """Of other hosts, as far as they are known."""
+    """The addresses of ranks on other hosts that are known and not loopback."""
 
 
 def meet(store: Any, rank: int, global_ranks: Sequence[int], host: str, timeout: float) -> Rendezvous:
-    """Meet the other ranks of a group, ``global_ranks`` in messages; ranks with the same ``host`` get connected."""
+    """Meet the other ranks of a group, and connect to those with the same ``host``; errors name ``global_ranks``."""
     deadline = time.monotonic() + timeout
     ip = address_towards(store)
     name, secret = f"lockstep-{secrets.token_hex(16)}", secrets.token_hex(16)
@@ -140,7 +140,7 @@ def _accept(
                 else:
                     connection.close()
             if not ready:
-                # Whoever had connected before its end would have been found by now.
+                # A rank that had connected before its end would have been found by now.
                 if suspects := suspects & missing.keys():
                     raise CommunicationError(_have_died([global_ranks[other] for other in suspects]))
                 suspects = {other for other, address in missing.items() if not _listens(address)}
@@ -153,7 +153,7 @@ def _accept(
 
 
 def _hello(connection: socket.socket, secret: str) -> int:
-    """Read which rank it is that has connected; -1 for a stranger (test_strangers_are_turned_away)."""
+    """Return the rank that has connected; -1 for a stranger (test_strangers_are_turned_away)."""
     try:
         _, uid, _ = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
         other, shown = _HELLO.unpack(connection.recv(_HELLO.size))
@@ -163,14 +163,14 @@ def _hello(connection: socket.socket, secret: str) -> int:
 
 
 def _listens(address: dict[str, str]) -> bool:
-    """Whether the rank is still there, and has not met everybody yet."""
+    """Return True if the rank is alive and still accepts connections, as some rank has yet to connect."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
         probe.setblocking(False)
         return probe.connect_ex("\0" + address["address"]) != errno.ECONNREFUSED
 
 
 def _first_failure(bounded_store: BoundedStore, error: CommunicationError) -> CommunicationError:
-    """Return the error of the rank that was the first to give up; what others see follows from that."""
+    """Return the error of the first rank that gave up; the errors of the others follow from it."""
     with suppress(StoreLostError):
         if bounded_store.check([FAILURE_KEY]):
             return CommunicationError(bounded_store.get(FAILURE_KEY))

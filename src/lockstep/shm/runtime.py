@@ -33,13 +33,13 @@ class ShmOptions:
     """Options of a ``shm`` group: ``init_process_group("shm", pg_options=ShmOptions(...))``."""
 
     host: str | None = None
-    """The host of this rank; ranks that give the same name share memory. Default: found out."""
+    """The host of this rank; ranks that give the same name share memory. Detected by default."""
     between: Between | None = None
     """Makes the group between hosts; called on one rank of each with (store, rank, size, timeout). Default: Gloo."""
 
 
 class Runtime:
-    """Everything of a group but PyTorch's interface: its queue may use it when the group has been dropped."""
+    """Everything that belongs to a group except PyTorch's interface, so that its queue may outlive the group object."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class Runtime:
         memory = SharedMemory(STAGING, Staging.staging_bytes(self.peers.size))
         self.peers.send_memory(STAGING, memory.size, memory.fd)
         memory.close()
-        self.peers.exchange(MessageKind.STEP, timeout)  # everybody's is here
+        self.peers.exchange(MessageKind.STEP, timeout)  # the memory of every rank is mapped here after this
         self.staging = Staging(self.peers, memory)
         hosts = found.hosts
         address = network.LOOPBACK if len(hosts) == 1 else network.address_for_gloo(found.addresses)
@@ -99,20 +99,20 @@ class Runtime:
                 make, limit = options.between or _gloo_between(address), timedelta(seconds=timeout)
                 group = self._while_alive(lambda: make(PrefixStore("between", store), host, len(hosts), limit), timeout)
             self.inter_host = InterHost(hosts, global_ranks, rank, self.peers, group, self._notice)
-        # Who has made the group may leave it at once, and no other rank is still on its way then
+        # A rank that has made the group may leave it at once; by then no other rank is still making it
         # (test_a_rank_may_leave_as_soon_as_it_has_made_the_group).
         self.algorithm(timeout).barrier()
 
     def algorithm(self, timeout: float) -> Algorithm:
-        """Return what runs collectives, with a limit for each wait for other ranks, in seconds."""
+        """Return the algorithm that runs collectives; each wait for other ranks may take ``timeout`` seconds."""
         if self.inter_host is None:
             return OneHost(self.staging, timeout)
         return ManyHosts(self.staging, self.inter_host, timeout)
 
     def _while_alive(self, make: Callable[[], Any], timeout: float) -> Any:
-        """Return what ``make()`` returns, which waits for other ranks; raise if one of this host dies meanwhile.
+        """Return the result of ``make()``, which waits for other ranks; raise if a rank of this host dies meanwhile.
 
-        It has a time-out of its own, which does not hold for what it asks of a store that has gone.
+        ``make`` has a time-out of its own, but that does not cover its questions to a store that is gone.
         """
         deadline = time.monotonic() + timeout + ANSWER_SECONDS
         made: Future[Any] = Future()
@@ -137,7 +137,7 @@ class Runtime:
             raise _not_made(error) from error
 
     def abort(self, reason: str, collective_may_run: bool = False) -> None:
-        """End the group on every rank of every host; another thread may be in a collective only if that is said."""
+        """End the group on every rank of every host; pass ``collective_may_run`` if one may run in another thread."""
         if collective_may_run:
             self.peers.leave(reason)
         elif self.peers.reason is None:
@@ -146,11 +146,11 @@ class Runtime:
             self.inter_host.end(self.peers.reason or reason)
 
     def leave(self) -> None:
-        """Tell the others that this rank uses the group no more."""
+        """Tell the others that this rank no longer uses the group."""
         self.peers.leave()
 
     def close(self) -> None:
-        """Close everything; no thread may be at work in it."""
+        """Close everything; call when no thread uses it any more."""
         self.peers.close()
         self.staging.close()
         self.gloo = None

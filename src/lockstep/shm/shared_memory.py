@@ -1,12 +1,12 @@
-"""Shared memory without a name, mapped into this process; in a forked process it becomes the child's own.
+"""Shared memory without a name, mapped into this process; a forked process gets memory of its own in its place.
 
-It is made by one rank (``memfd_create``: no entry in ``/dev/shm``, none of its limits; only processes that were handed
-the descriptor can map it), so that nothing can be left behind, and goes when the last process that maps it has gone.
-Its size is sealed, so no rank can pull it away under another.
+One rank makes it (``memfd_create``: no entry in ``/dev/shm``, and none of its limits; only processes that were handed
+the descriptor can map it). So nothing can be left behind: the memory is freed with the last process that maps it. Its
+size is sealed, so that no rank can truncate it under another.
 
-A fork would leave parent and child with the same shared memory: a data loader's worker that calls ``zero_grad`` would
-do it to its parent's gradients, and to a collective under way. So each mapping is replaced in the child, at its
-address: by a copy, taken before the fork, where tensors of the program lie in it; by zeros elsewhere.
+After a fork, parent and child would have the same shared memory: a data loader's worker that calls ``zero_grad`` would
+zero its parent's gradients, and change the data of a collective under way. So each mapping is replaced in the child, at
+the same address: by a copy, taken before the fork, where tensors of the program lie in it; by zeros elsewhere.
 """
 
 import ctypes
@@ -31,7 +31,7 @@ _MAP_FIXED, _MREMAP_TO = 0x10, 0x1 | 0x2  # of Linux, on every processor
 
 
 class _Mappings:
-    """All shared memory of this process, and what a fork makes of it."""
+    """All shared memory of this process, with the handlers that replace it in a forked process."""
 
     def __init__(self) -> None:
         self._all: dict[int, weakref.ref[Any]] = {}  # by address
@@ -51,7 +51,7 @@ class _Mappings:
 
     @property
     def _copies(self) -> list[tuple[Any, int | None]]:
-        """During a fork of the calling thread: what is in use, and where its copy is, if there was room for one."""
+        """The memory in use while this thread forks, each with the address of its copy, None if there was no room."""
         copies: list[tuple[Any, int | None]] = self._forks.__dict__.setdefault("copies", [])
         return copies
 
@@ -85,7 +85,7 @@ class _Mappings:
         for memory, copy in copies:
             address, size = ctypes.addressof(memory), len(memory)
             if copy is None or _libc.mremap(copy, size, size, _MREMAP_TO, address) == _FAILED:
-                # No room for a copy: a crash of who touches it is better than values that are wrong.
+                # No room for a copy: better that an access crashes than that it finds wrong values.
                 _map(address, size, _NO_ACCESS, _PRIVATE | _MAP_FIXED)
 
 
@@ -101,7 +101,7 @@ os.register_at_fork(
 
 
 def map_bytes(fd: int, size: int) -> Any:
-    """Shared memory as an array of bytes, unmapped with it; Python's ``mmap`` would keep a descriptor open for each."""
+    """Map shared memory as an array of bytes, unmapped with it; ``mmap`` would keep a descriptor open for each."""
     address = _map(None, size, _READ_WRITE, mmap.MAP_SHARED, fd)
     if address is None:
         code = ctypes.get_errno()
@@ -113,16 +113,16 @@ def map_bytes(fd: int, size: int) -> Any:
 
 
 def mark_in_use(address: int, in_use: bool) -> None:
-    """Say whether tensors of the program lie in the memory that is mapped at an address: then a child gets a copy."""
+    """Record if tensors of the program lie in the memory at an address; if so, a forked process gets a copy of it."""
     _mappings.mark(address, in_use)
 
 
 class SharedMemory:
-    """Memory that this rank has made, for the ranks of its host to map."""
+    """Memory that this rank made for the ranks of its host to map."""
 
     def __init__(self, number: int, size: int) -> None:
         self.number, self.size = number, size
-        """What the ranks call it, and its bytes."""
+        """The number by which the ranks refer to it, and its size in bytes."""
         self.fd = os.memfd_create("lockstep", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         self._close = weakref.finalize(self, os.close, self.fd)
         self._close.atexit = False
@@ -136,6 +136,6 @@ class SharedMemory:
         self.address = ctypes.addressof(self.bytes)
 
     def close(self) -> None:
-        """Close the descriptor, which is not needed any more; the memory stays mapped as long as it is used."""
+        """Close the descriptor, which is no longer needed; the memory stays mapped as long as it is used."""
         self._close()
         self.fd = -1

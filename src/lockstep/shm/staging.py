@@ -1,9 +1,9 @@
-"""The memory in which a host's ranks move tensors: what ``group.allocate`` gives, and staging memory for all others.
+"""The memory in which a host's ranks move tensors: memory from ``group.allocate``, and staging memory for the rest.
 
-Each rank has two buffers for data and two for results, in the two halves of its staging memory, which are used in turn:
-with every exchange of messages the half changes. A buffer is written again two exchanges later, and by then every other
-rank has said that it has read it. So the memory is bounded, whatever the size of a message, and one exchange for each
-chunk is enough.
+Each rank has two buffers for data and two for results, one of each in either half of its staging memory. The halves are
+used in turn: every exchange of messages switches to the other half. A buffer is written again two exchanges later, and
+by then every other rank has said that it has read the buffer. So the memory is bounded, whatever the size of a tensor,
+and one exchange per chunk is enough.
 """
 
 import ctypes
@@ -20,20 +20,20 @@ from lockstep.shm.peers import Peers
 from lockstep.shm.shared_memory import SharedMemory, mark_in_use
 
 CHUNK_BYTES = 2 * 1024 * 1024
-"""What one rank writes to its staging memory at a time."""
+"""Number of bytes that one rank writes to its staging memory at a time."""
 ALIGNMENT = 64
-"""Of shards, in bytes: a line of the cache."""
+"""Alignment of shards, in bytes: one cache line."""
 STAGING = 0
-"""The number of a rank's staging memory; those of the pool follow."""
+"""Number of a rank's staging memory; the memory of the pool has the numbers after it."""
 PAGE_BYTES = 4096
-"""What sizes are rounded up to."""
+"""Sizes of shared memory are rounded up to a multiple of this many bytes."""
 
 
 class Pool:
-    """Shared memory of this rank that tensors of the program lie in; what is free again is kept for the same size.
+    """Shared memory of this rank that holds tensors of the program; freed memory is kept for tensors of the same size.
 
-    Tensors may be allocated and dropped by any thread; what the other ranks are told, they are told by
-    :meth:`announce_freed` and :meth:`locate`, which only the thread that runs a collective calls.
+    Any thread may allocate and drop tensors. The other ranks are told only by :meth:`announce_freed` and
+    :meth:`locate`, which only the thread that runs a collective calls.
     """
 
     def __init__(self, peers: Peers, first_number: int) -> None:
@@ -45,7 +45,7 @@ class Pool:
         self._closed = False
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return a tensor of one dimension, uninitialised, whose memory every rank of the host can see."""
+        """Return an uninitialised one-dimensional tensor in memory that every rank of the host can map."""
         size = max(1, -(-numel * dtype.itemsize // PAGE_BYTES)) * PAGE_BYTES
         try:
             memory = self._free[size].popleft()
@@ -59,7 +59,11 @@ class Pool:
         return torch.frombuffer(owner, dtype=dtype, count=numel) if numel else torch.empty(0, dtype=dtype)
 
     def locate(self, tensor: Tensor) -> tuple[int, int] | None:
-        """Find the memory in which a tensor lies, as its number and the byte; None if it lies elsewhere."""
+        """Return the number of the memory in which a tensor lies, and the byte where it begins; None if it is
+        elsewhere.
+
+        The first call for a piece of memory sends its descriptor to the other ranks of the host.
+        """
         storage = tensor.untyped_storage()
         memory = self._in_use.get(storage.data_ptr())
         if memory is None:
@@ -71,7 +75,7 @@ class Pool:
         return memory.number, int(tensor.storage_offset()) * tensor.itemsize
 
     def announce_freed(self) -> None:
-        """Tell the other ranks which memory they need not keep mapped any more."""
+        """Tell the other ranks which memory they can unmap."""
         freed = []
         while self._discarded:
             number = self._discarded.popleft()
@@ -81,7 +85,7 @@ class Pool:
         self._peers.retire_memory(freed)
 
     def release(self, memory: SharedMemory) -> None:
-        """Take back memory whose last tensor has gone, in whichever thread that happens."""
+        """Take back memory whose last tensor is gone, in whichever thread that happens."""
         if self._in_use.pop(memory.address, None) is None:
             return
         mark_in_use(memory.address, False)
@@ -89,12 +93,12 @@ class Pool:
             self._free.setdefault(memory.size, deque()).append(memory)
 
     def close(self) -> None:
-        """Keep no free memory any more."""
+        """Drop the free memory, and keep none from now on."""
         self._closed = True
         self._free.clear()
 
     def _discard_free(self) -> None:
-        """Give up the free memory: a new size is asked for, so sizes have changed."""
+        """Discard the free memory: a program that asks for a new size seldom needs the old ones again."""
         for same_size in list(self._free.values()):
             while same_size:
                 memory = same_size.popleft()
@@ -109,7 +113,7 @@ def _release(pool: "weakref.ref[Pool]", memory: SharedMemory) -> None:
 
 
 class Staging:
-    """The buffers of all ranks of a host, which half is in use, and the memory that the ranks allocated."""
+    """The buffers of all ranks of a host, the half that is in use, and the memory that the ranks allocated."""
 
     def __init__(self, peers: Peers, memory: SharedMemory) -> None:
         self.peers = peers
@@ -125,7 +129,7 @@ class Staging:
         return 2 * (CHUNK_BYTES + _result_bytes(size))
 
     def data(self, rank: int, half: int, dtype: torch.dtype) -> Tensor:
-        """Return the buffer in which a rank puts data."""
+        """Return the buffer in which a rank puts its data."""
         return self._both(rank, half, dtype)[0]
 
     def result(self, rank: int, half: int, dtype: torch.dtype) -> Tensor:
@@ -142,16 +146,16 @@ class Staging:
         return self._buffers[key]
 
     def own_data(self, dtype: torch.dtype) -> Tensor:
-        """Return the buffer in which this rank may put data before the next exchange."""
+        """Return the buffer in which this rank can put data before the next exchange."""
         return self.data(self.local_rank, self._half, dtype)
 
     def agree(
         self, descriptor: Descriptor, timeout: float, tensor: Tensor | None = None, factor: float = 1.0
     ) -> tuple[int, list[bytes]]:
-        """Exchange descriptors, with the location of a tensor if it is in shared memory, and its factor.
+        """Exchange descriptors, with the factor of this rank's tensor and its location if that is in shared memory.
 
-        Returns the half in which data was put before, and what the ranks said. Raises
-        :class:`~lockstep.errors.AgreementError` on every rank unless all said the same.
+        Returns the half in which data was put before, and the messages of the ranks. Raises
+        :class:`~lockstep.errors.AgreementError` on every rank unless all descriptors are equal.
         """
         self.pool.announce_freed()
         location = self.pool.locate(tensor) if tensor is not None else None
@@ -160,7 +164,7 @@ class Staging:
         return 1 - self._half, messages
 
     def allocated_tensors(self, messages: list[bytes], own: Tensor) -> list[Tensor] | None:
-        """Return the tensors of all ranks, as large as the own one, if all lie in memory that they allocated."""
+        """Return the tensors of all ranks, as large as ``own``; None unless all lie in memory from ``allocate``."""
         tensors = []
         for rank, message in enumerate(messages):
             tensor = self.allocated_tensor(rank, message, own)
@@ -170,7 +174,7 @@ class Staging:
         return tensors
 
     def allocated_tensor(self, rank: int, message: bytes, like: Tensor) -> Tensor | None:
-        """Return the tensor that a rank has announced, as large as the own one, if it lies in such memory."""
+        """Return the tensor that a rank announced, as large as ``like``; None unless it is from ``allocate``."""
         location = location_of(message)
         if location is None or rank == self.local_rank:
             return like if location is not None else None
@@ -178,18 +182,18 @@ class Staging:
         return self.peers.memory(rank, number)[offset : offset + like.nbytes].view(like.dtype)
 
     def close(self) -> None:
-        """Drop all memory but what tensors of the program lie in."""
+        """Drop all memory except pieces in which tensors of the program lie."""
         self._buffers.clear()
         self._own_bytes = torch.empty(0, dtype=torch.uint8)
         self.pool.close()
 
     def step(self, timeout: float) -> int:
-        """Exchange messages within a collective; returns the half that was in use until then."""
+        """Exchange messages within a collective; return the half that was in use until then."""
         self.exchange(MessageKind.STEP, timeout)
         return 1 - self._half
 
     def exchange(self, message: bytes, timeout: float) -> list[bytes]:
-        """Exchange messages, and change the half."""
+        """Exchange messages, and switch to the other half."""
         messages = self.peers.exchange(message, timeout)
         self._half = 1 - self._half
         return messages
@@ -202,9 +206,9 @@ class Staging:
         use: Callable[[int, int], object],
         take: Callable[[int, int], object] | None = None,
     ) -> None:
-        """Move ``count`` chunks: all ranks ``put(chunk)``, then ``use(chunk, half)`` what the others have put.
+        """Move ``count`` chunks: all ranks ``put(chunk)``, exchange messages, then ``use(chunk, half)`` the data.
 
-        If ``use`` leaves results in the buffers for those, ``take(chunk, half)`` gets them after the next exchange.
+        If ``use`` leaves results for other ranks in the buffers, ``take(chunk, half)`` reads them one exchange later.
         """
         for chunk in range(count + (take is not None)):
             if chunk < count:
@@ -217,7 +221,7 @@ class Staging:
 
 
 def shard_numel(numel: int, size: int, itemsize: int) -> int:
-    """Return the elements of each of ``size`` ranks' shard; the last ones may have less, or none."""
+    """Return the number of elements in each of ``size`` ranks' shards; the last shards may be shorter or empty."""
     aligned = max(1, ALIGNMENT // itemsize)
     return -(-numel // (size * aligned)) * aligned
 

@@ -1,8 +1,8 @@
 """Collectives that have been begun: run in order, by whoever waits for one, or by a thread of their own.
 
-A rank that waits runs what is due itself: no thread has to wake up for it. What was begun without being waited for is
-run by a worker thread in the background. Futures, whose callbacks may begin and wait for further collectives, are
-completed by a worker while another one stands by.
+A rank that waits runs the collectives that are due itself, so that no thread has to wake up for them. A worker thread
+runs the others in the background. Futures, whose callbacks may begin and wait for further collectives, are completed by
+one worker while another stands by.
 """
 
 import threading
@@ -25,13 +25,13 @@ _enter: Callable[..., Any] = torch.autograd._record_function_with_args_enter  # 
 _exit: Callable[[Any], None] = torch.autograd._record_function_with_args_exit  # type: ignore[attr-defined]
 
 SMALL_BYTES = 1024
-"""The outputs of a work that is kept for a while have at most as many bytes."""
+"""A finished work is kept for a while if its outputs have at most this many bytes."""
 CLOSE_SECONDS = 5.0
-"""How long the end of a group waits for callbacks of futures that do not return, however many they are."""
+"""Seconds that the end of a group waits, in all, for callbacks of futures that do not return."""
 
 
 class ShmWork(dist.Work):
-    """A collective on its way; the methods are those of ``torch.distributed.Work``."""
+    """A collective under way; the methods are those of ``torch.distributed.Work``."""
 
     def __init__(
         self, queue: "WorkQueue", run: Callable[[], object], outputs: list[Tensor], what: str = "collective"
@@ -42,49 +42,49 @@ class ShmWork(dist.Work):
         self.error: BaseException | None = None
         self.trigger: torch.futures.Future[None] | None = None
         self.future: torch.futures.Future[list[Tensor]] | None = None
-        """What follows it; an error that is set on a future of Python's would be a value for code in C++."""
+        """Completed by ``trigger``: C++ code would take an error set on a Python future for a value."""
         self._queue = queue
         self._recorded = _enter(f"shm:{what}", *outputs) if _profiler_enabled() else None  # with sizes; till its end
 
     def end(self, error: BaseException | None) -> None:
-        """Note that it is over."""
+        """Mark the collective as over."""
         self.error, self.done = error, True
         if self._recorded is not None:
             _exit(self._recorded)
 
     @outside_compiler
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Return when the tensors hold the result; raises what the collective raised."""
+        """Wait until the tensors hold the result; raise the error of the collective."""
         self._queue.finish(self, timeout.total_seconds())
         if self.error is not None:
             raise self.error
         return True
 
     def is_completed(self) -> bool:
-        """Whether it is over."""
+        """Return True if the collective is over."""
         return self.done
 
     def is_success(self) -> bool:
-        """Whether it is over and has not failed."""
+        """Return True if the collective is over and has not failed."""
         return self.done and self.error is None
 
     def exception(self) -> BaseException | None:
-        """Return what it raised."""
+        """Return the exception of the collective; None if it has not failed."""
         return self.error
 
     def result(self) -> list[Tensor]:
-        """Return the tensors with the result."""
+        """Return the output tensors."""
         return self.outputs
 
     def synchronize(self) -> None:
-        """Wait; there is no stream to do it for."""
+        """Wait; a CPU has no stream to wait on."""
         self.wait()
 
     def get_future(self) -> "torch.futures.Future[list[Tensor]]":
         """Return a future with the list of the output tensors.
 
-        Of tensors in float16 it is there when the collective is over: PyTorch's built-in FP16 hook, in C++, takes no
-        future that Python has completed.
+        For float16 tensors this waits for the collective first: PyTorch's built-in FP16 hook, in C++, cannot use a
+        future that Python completes.
         """
         if any(output.dtype == torch.float16 for output in self.outputs):
             self.wait()
@@ -105,12 +105,12 @@ class WorkQueue:
         self._running = False
         self._closed = False
         self._recent: deque[ShmWork] = deque(maxlen=256)
-        """Kept for C++ code that waits for a work which Python has dropped, as PyTorch's Join does."""
+        """Keeps works alive for C++ code that waits for a work after Python dropped it, as PyTorch's Join does."""
         self._ready = 0  # workers that wait, or run a collective
         self._workers: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
     def add(self, work: ShmWork, background: bool) -> ShmWork:
-        """Put a collective at the end; unless ``background`` the caller waits for it at once."""
+        """Append a collective; unless ``background``, the caller is about to wait for it."""
         with self._condition:
             if self._closed:
                 raise CommunicationError("the shm process group has been destroyed")
@@ -122,7 +122,7 @@ class WorkQueue:
         return work
 
     def finish(self, work: ShmWork, timeout: float = 0.0) -> None:
-        """Return when ``work`` is over, running it, and what comes before it, if nobody else does."""
+        """Wait until ``work`` is over; run it, and the collectives before it, unless another thread does."""
         with self._condition:
             if timeout > 0 and not work.done:  # somebody else has to run it, so that this thread can stop waiting
                 self._call_worker()
@@ -139,11 +139,11 @@ class WorkQueue:
                 self._waiting -= 1
 
     def is_waited_for(self) -> bool:
-        """Whether a thread waits for a collective."""
+        """Return True if a thread waits for a collective."""
         return self._waiting > 0
 
     def future_of(self, work: ShmWork) -> "torch.futures.Future[list[Tensor]]":
-        """Return the future of a collective, made when it is asked for."""
+        """Return the future of a collective; made when it is first asked for."""
         with self._condition:
             future = work.future
             if future is None:
@@ -156,7 +156,7 @@ class WorkQueue:
         return future
 
     def close_and_wait(self) -> None:
-        """Begin nothing any more, and return when no thread is at work, or soon; what has not begun fails."""
+        """Accept nothing more, fail what has not begun, and wait until the worker threads end, or briefly."""
         with self._condition:
             self._closed = True
             self._condition.notify_all()
@@ -169,8 +169,8 @@ class WorkQueue:
             worker.join(max(0.0, until - time.monotonic()))
 
     def _run_next(self) -> None:
-        """Run the first collective; those behind it, too, if the queue has been closed meanwhile: they fail, and nobody
-        else comes to run them. The condition is locked before and after, not while one runs."""
+        """Run the first collective, and those behind it if the queue was closed meanwhile: they fail, and no other
+        thread comes to run them. The condition is locked before and after, but not while a collective runs."""
         self._run_first()
         while self._closed and self._begun and not self._running:
             self._run_first()
@@ -201,7 +201,7 @@ class WorkQueue:
             self._condition.notify_all()
 
     def _call_worker(self) -> None:
-        """See that a worker is about to look for work; the condition is locked."""
+        """Make sure that a worker is about to look for work; call with the condition locked."""
         if self._ready:
             self._condition.notify_all()
         else:
@@ -226,7 +226,7 @@ class WorkQueue:
     def _complete_next(self) -> None:
         work = self._completions.popleft()
         self._ready -= 1
-        self._call_worker()  # who stands by
+        self._call_worker()  # to stand by while this one runs callbacks
         self._condition.release()
         try:
             _complete(work)
