@@ -165,8 +165,9 @@ def reduce_add_coalesced(
         destination: the device of the sums; None is the current one, ``-1`` and ``"cpu"`` the CPU.
         buffer_size: bytes that travel together, at most.
 
-    Returns new tensors, with version counters of their own. Communicates one copy for each buffer and device. Stands
-    for ``torch.nn.parallel.comm.reduce_add_coalesced``.
+    Returns new tensors, with version counters of their own. Communicates one copy for each buffer and device.
+
+    Stands for ``torch.nn.parallel.comm.reduce_add_coalesced``.
 
     >>> import torch
     >>> reduce_add_coalesced([[torch.ones(2)], [torch.ones(2)]], "cpu")
