@@ -17,6 +17,7 @@ tensor in its place.
 
 import operator
 from collections.abc import Callable, Collection, Sequence
+from itertools import repeat
 from operator import attrgetter
 from typing import Any, Literal, NamedTuple
 from weakref import ref
@@ -207,7 +208,7 @@ class BufferSet:
             return False
         now = self._group.current()
         return (
-            any(tensor is None for tensor in now)
+            any(map(operator.is_, now, repeat(None)))
             or len(set(map(id, now))) != len(now)
             or any(registry.get(key) is not None for registry, key in self._vacant)
             or any(buffer.is_split() for buffer in self._tied)

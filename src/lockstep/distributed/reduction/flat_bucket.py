@@ -22,7 +22,7 @@ from lockstep.dtensors import is_dtensor
 
 _grad_of = attrgetter("grad")
 
-PART_BYTES = 128 * 1024
+PART_BYTES = 256 * 1024
 """So many bytes of gradients are copied into their bucket together, as they come: they are in the processor's cache
 then, and the memory that they leave is what backward makes the next ones in."""
 WHOLE_BYTES = 512 * 1024

@@ -9,7 +9,7 @@ Gradients that share memory have versions of their own: what is handed out of a 
 """
 
 from collections.abc import Sequence
-from itertools import repeat
+from itertools import compress, repeat
 from operator import attrgetter, is_, is_not
 from typing import Any
 
@@ -38,7 +38,7 @@ class GradientLook:
         if self._versions is None:
             if type(None) not in map(type, now):
                 return range(len(now))
-            return [position for position, grad in enumerate(now) if grad is not None]
+            return list(compress(range(len(now)), map(is_not, now, repeat(None))))
         if all(map(is_, now, self._grads)) and _versions(now) == self._versions:
             return ()
         return [
@@ -47,23 +47,16 @@ class GradientLook:
             if grad is not None and (grad is not before or _version(grad) != version)
         ]
 
-    def have_all_changed(self, positions: Sequence[int]) -> bool:
-        """Return True if all gradients at these positions have come since."""
-        return not self.missing(positions)
-
     def missing(self, positions: Sequence[int]) -> list[int]:
         """Return which gradients among those at these positions have not come since."""
-        found = []
-        for position in positions:
-            grad: Any = self.parameters[position].grad
-            before, versions = self._grads[position], self._versions
-            if grad is None or (grad is before and versions is not None and _version(grad) == versions[position]):
-                found.append(position)
-        return found
-
-    def had(self, position: int) -> Tensor | None:
-        """Return the gradient that was there."""
-        return self._grads[position]
+        now: list[Any] = list(map(grad_of, map(self.parameters.__getitem__, positions)))
+        if self._versions is None:
+            return list(compress(positions, map(is_, now, repeat(None))))
+        return [
+            position
+            for position, grad in zip(positions, now, strict=True)
+            if grad is None or (grad is self._grads[position] and _version(grad) == self._versions[position])
+        ]
 
 
 def _versions(grads: Sequence[Any]) -> list[int]:

@@ -15,8 +15,8 @@ The garbage collector does not see through hooks, so they refer to their reducer
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import repeat
-from operator import attrgetter, is_not
+from itertools import compress
+from operator import attrgetter
 from typing import Any
 
 from torch.compiler import is_compiling, is_dynamo_compiling
@@ -165,10 +165,8 @@ def hold(parameter: Parameter, reducer: Owner) -> HookDictionary:
 
 def hold_all(parameters: Sequence[Parameter], reducer: Owner) -> None:
     """Hold the hooks of those parameters that have any."""
-    if any(map(is_not, map(hooks_of, parameters), repeat(None))):
-        for parameter in parameters:
-            if hooks_of(parameter) is not None:
-                hold(parameter, reducer)
+    for parameter in compress(parameters, map(hooks_of, parameters)):
+        hold(parameter, reducer)
 
 
 def remove_trigger(parameter: Parameter) -> None:

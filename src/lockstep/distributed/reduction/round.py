@@ -113,7 +113,7 @@ class Round:
             if bucket.missing or bucket.waits_for_end or not self._may_launch(bucket):
                 return
             with torch.no_grad():
-                self._launch_bucket(bucket)
+                self._launch_bucket(bucket, None)
 
     def _may_launch(self, bucket: GradientBucket) -> bool:
         """Whether a bucket may leave while backward runs."""
@@ -122,11 +122,15 @@ class Round:
             return False
         return not self._setup.hooks.hooks or self._may_call_hooks(bucket.members[0].spec.device)
 
-    def _launch_bucket(self, bucket: GradientBucket, wait_follows: bool = False) -> None:
-        """``wait_follows``: nothing else is launched."""
+    def _launch_bucket(self, bucket: GradientBucket, used: Sequence[int] | None, wait_follows: bool = False) -> None:
+        """Send a bucket.
+
+        ``used`` tells of every parameter whether it has had a gradient since the last round; None: those of the bucket
+        have. With ``wait_follows`` nothing else is launched.
+        """
         setup = self._setup
         with setup.collectives.phases.phase("collect"):
-            copied = bucket.copy_in(self._used if 0 in self._used else None)
+            copied = bucket.copy_in(used)
             self._undefined += copied.undefined
             if bucket is self.buckets.report_bucket:
                 self._write_in_bucket(bucket.row)
@@ -164,9 +168,10 @@ class Round:
         setup, row = self._setup, self._setup.transport.own_row
         if setup.buffers.has_large:
             setup.buffers.prepare_large()
+        used = self._used if 0 in self._used else None
         for bucket in self.buckets.in_order[self.next_bucket :]:
             is_last = bucket is self.buckets.report_bucket and not setup.buffers.has_large and row is None
-            self._launch_bucket(bucket, wait_follows=is_last)
+            self._launch_bucket(bucket, used, wait_follows=is_last)
         if setup.hooks.hooks:
             self._order_hooks(setup.collectives.device)
         if setup.buffers.has_large:

@@ -1,9 +1,10 @@
 """The memory of the gradients in a flat bucket, and whether anybody else still sees it.
 
-Buckets of small tensors keep theirs: making views anew would cost more than the memory is worth. Buckets of larger
-ones leave it to the parameters' gradients, so that it is gone after ``zero_grad()``, while forward needs the room. In
-both cases memory in which somebody still holds a gradient of an earlier round is never written again: the bucket moves
-to new memory.
+A bucket keeps its memory on the CPU, where new memory costs a page fault for every 4 KiB that are first written, and
+wherever its tensors are small, since new views would cost more than the memory is worth. On an accelerator a bucket of
+larger tensors leaves its memory to the parameters' gradients, so that it is gone after ``zero_grad()``, while forward
+needs the room. In either case memory in which somebody still holds a gradient of an earlier round is never written
+again: the bucket moves to new memory.
 
 What a parameter holds as its gradient is judged by its memory and layout, never by which object it is: ``grad.data =``
 and ``module.to(memory_format=...)`` give the same object other memory, ``grad.detach()`` is another object with the
@@ -31,7 +32,7 @@ _NOTHING = torch.empty(0, device="cpu")
 
 
 KEPT_BELOW_BYTES = 16 * 1024
-"""Buckets whose tensors are smaller than this on average keep their memory."""
+"""Buckets whose tensors are smaller than this on average keep their memory on an accelerator, too."""
 
 
 class GradientMemory:
@@ -42,7 +43,7 @@ class GradientMemory:
 
     def __init__(self, layout: Bucket, parameters: Sequence[Parameter], extra: int, empty: Empty) -> None:
         self._layout, self._parameters, self._extra, self._empty = layout, parameters, extra, empty
-        self._kept = layout.nbytes < KEPT_BELOW_BYTES * len(layout.slots)
+        self._kept = layout.device.type == "cpu" or layout.nbytes < KEPT_BELOW_BYTES * len(layout.slots)
         self._has_dtensors = any(map(is_dtensor, parameters))
         self._flat: Tensor | None = None
         self.gradients = self.row = _NOTHING
