@@ -47,6 +47,24 @@ def test_gradients_leave_their_memory_while_backward_runs(monkeypatch):
     assert run_ranks(2, call) == [([True] * 3, True)] * 2
 
 
+def test_a_large_gradient_that_leaves_while_backward_runs_is_reduced_where_it_is():
+    width = 1 << 10  # a weight of 4 MiB travels alone
+
+    def call(rank):
+        torch.manual_seed(0)
+        net = lockstep.replicate(Layers(width), process_group=rank.group)
+        x = torch.full((2, width), float(rank.rank))
+        net(x).sum().backward()
+        net.zero_grad()
+        made: dict[int, int] = {}
+        for number, layer in enumerate(net.layers):
+            layer.weight.register_hook(lambda grad, number=number: made.update({number: grad.data_ptr()}))
+        net(x).sum().backward()
+        return [layer.weight.grad.data_ptr() == made[number] for number, layer in enumerate(net.layers)]
+
+    assert run_ranks(2, call) == [[True] * 4] * 2
+
+
 class Branches(nn.Module):
     """Layers beside one another; backward comes to the last one that forward has called first."""
 
