@@ -24,7 +24,7 @@ ODD_WEIGHTS = [0.0, 1.0, 1 / 3, math.pi, 5e-324, 1.7976931348623157e308, 2.0**53
 def exchange(dtype, said, parameters=3, packed_buffers=0, digests=()):
     """What all ranks read if rank r says `said[r]`: (used, late, status, buffers); and the sum itself."""
     world = len(said)
-    layouts = [ReportLayout(parameters, rank, world, packed_buffers) for rank in range(world)]
+    layouts = [ReportLayout(parameters, rank, world, packed_buffers, dtype) for rank in range(world)]
     total = None
     digests = digests or [None] * world
     for layout, (used, late, status, *load), digest in zip(layouts, said, digests, strict=True):
@@ -144,7 +144,7 @@ def test_one_rank_among_many_is_heard(dtype):
 def test_a_rank_that_says_nothing_says_what_this_one_does(dtype, status):
     """As on a `fake` backend."""
     for rank in range(4):
-        layout = ReportLayout(3, rank, 4, 0)
+        layout = ReportLayout(3, rank, 4, 0, dtype)
         row = torch.empty(layout.numel, dtype=dtype)
         layout.write(row, bytearray([1, 0, 1]), [], status, torch.arange(9, dtype=torch.uint8))
 
@@ -176,7 +176,7 @@ def test_cargo_of_one_rank_arrives_and_touches_nothing_else(dtype, world):
     said = [([0, 1, 0], [2], status, nothing)] * world
     said[world // 2] = ([0, 1, 0], [2], status, load)
     report, row = exchange(dtype, said, packed_buffers=256)
-    layout = ReportLayout(3, 0, world, 256)
+    layout = ReportLayout(3, 0, world, 256, dtype)
 
     assert torch.equal(row[layout.packed_buffers], load)
     assert layout.packed_buffers.stop == layout.numel == len(row)
@@ -184,7 +184,7 @@ def test_cargo_of_one_rank_arrives_and_touches_nothing_else(dtype, world):
 
 
 def test_writing_clears_what_the_row_held():
-    layout = ReportLayout(2, 1, 2, 3)
+    layout = ReportLayout(2, 1, 2, 3, torch.float32)
     row = torch.full((layout.numel,), 9.0)
     layout.write(row, bytearray([1, 0]), [], Status(5))
 
@@ -194,7 +194,7 @@ def test_writing_clears_what_the_row_held():
 
 @every_dtype
 def test_who_says_the_same_round_after_round_notices_who_does_not(dtype):
-    layouts = [ReportLayout(3, rank, 2, 0) for rank in range(2)]
+    layouts = [ReportLayout(3, rank, 2, 0, dtype) for rank in range(2)]
     rows = torch.empty(2, layouts[0].numel, dtype=dtype)
 
     def told(*said):

@@ -255,31 +255,44 @@ class _Packed(NamedTuple):
     averaged: bool
 
 
+class _Packing(NamedTuple):
+    """How the buffers of a module are carried."""
+
+    packed: Sequence[_Packed]
+    """Those that ride behind a report."""
+    large: Sequence[Buffer]
+    """Those that have collectives of their own."""
+
+
 class BufferSync:
     """Carries the buffers of one module by one policy. What moves values runs where no graph is recorded."""
 
     def __init__(self, scan: Callable[[], BufferSet], policy: Policy, collectives: Collectives) -> None:
         self.policy = policy
-        self.source = 0
-        """The rank whose values the others get: the first that has batches left."""
-        self._active: Sequence[int] = range(collectives.world)  # those that have
+        self._active: Sequence[int] = range(collectives.world)  # the ranks that have batches left
         self._scan, self._collectives = scan, collectives
         self._set: BufferSet | None = None if policy == "local" else scan()
-        self._packed: list[_Packed] = []
-        self._large: list[Buffer] = []
+        self._packing = _Packing((), ())
         self._flats: list[tuple[Tensor, list[list[Buffer]]]] = []  # put together, and not yet on their way
         self._sent: list[tuple[Pending, Tensor, list[list[Buffer]]]] = []
         self._left = False
         self.are_equal = False
         """Whether the last round has made them equal on all ranks."""
-        self.has_large = False
+
+    @property
+    def source(self) -> int:
+        """The rank whose values the others get: the first that has batches left."""
+        return self._active[0]
+
+    @property
+    def has_large(self) -> bool:
         """True if there are any that are not packed."""
+        return bool(self._packing.large)
 
     def set_active(self, ranks: Sequence[int] | None) -> None:
         """From now on the values of the first of ``ranks`` are what the others get, or the mean of theirs. None, or no
         rank at all: of all."""
         self._active = ranks or range(self._collectives.world)
-        self.source = self._active[0]
 
     def leave(self) -> None:
         """From now on somebody else makes them equal: they are carried as before, but not assigned."""
@@ -312,8 +325,8 @@ class BufferSync:
 
     def plan_packing(self, dtype: torch.dtype) -> int:
         """Choose which are packed behind a report of that dtype; returns how many elements that takes."""
-        self._packed = []
-        self._large = []
+        packed: list[_Packed] = []
+        large: list[Buffer] = []
         groups: dict[tuple[torch.dtype, torch.device, bool, bool], list[Buffer]] = {}
         room = PACKED_BYTES // dtype.itemsize
         for buffer in sorted(self.buffers, key=lambda b: b.nbytes):
@@ -321,15 +334,15 @@ class BufferSync:
             exact = buffer.dtype == dtype or (averaged and torch.promote_types(buffer.dtype, dtype) == dtype)
             room -= buffer.shape.numel() if exact else buffer.nbytes
             if (averaged and not exact) or room < 0:
-                self._large.append(buffer)
+                large.append(buffer)
             else:
                 groups.setdefault((buffer.dtype, buffer.device, not exact, averaged), []).append(buffer)
         start = 0
         for (_, _, as_bytes, averaged), buffers in groups.items():
             end = start + sum(b.nbytes if as_bytes else b.shape.numel() for b in buffers)
-            self._packed.append(_Packed(BufferGroup(buffers), slice(start, end), as_bytes, averaged))
+            packed.append(_Packed(BufferGroup(buffers), slice(start, end), as_bytes, averaged))
             start = end
-        self.has_large = bool(self._large)
+        self._packing = _Packing(packed, large)
         return start
 
     @property
@@ -345,7 +358,7 @@ class BufferSync:
 
     def write(self, packed_buffers: Tensor) -> None:
         """Put this rank's part into the cleared end of a report."""
-        for packed in self._packed:
+        for packed in self._packing.packed:
             if self._is_active if packed.averaged else self._is_source:
                 values = packed.group.joined()
                 packed_buffers[packed.place].copy_(values.view(torch.uint8) if packed.as_bytes else values)
@@ -359,7 +372,7 @@ class BufferSync:
         """Take the values out of the summed end of a report."""
         if self._left:
             return
-        for packed in self._packed:
+        for packed in self._packing.packed:
             if packed.averaged or not self._is_source:
                 values = packed_buffers[packed.place]
                 if packed.as_bytes:
@@ -368,7 +381,7 @@ class BufferSync:
 
     def prepare_large(self) -> None:
         """Put together those that are not packed; what fails here is told in the report, which has not left."""
-        self._flats = self._put_together(self._large) if self._large else []
+        self._flats = self._put_together(self._packing.large) if self.has_large else []
 
     def send_large(self, failed: bool = False) -> None:
         """Begin to send them: one collective for each device, or dtype where values are averaged.
@@ -376,7 +389,7 @@ class BufferSync:
         ``failed``: the round has failed here, perhaps in this; send all that has not been sent, zeros if need be.
         """
         if failed and not self._flats:
-            self._flats = self._put_together(self._large, zeros=True)
+            self._flats = self._put_together(self._packing.large, zeros=True)
         for flat, alike in self._flats[len(self._sent) :]:
             if self._averaged(alike[0][0]):
                 pending = self._collectives.all_reduce(flat, "buffers")

@@ -36,31 +36,36 @@ class Reader(Protocol):
         """Tell the :class:`Decisions` of it."""
 
 
+class _Batch(NamedTuple):
+    """What is known of the batch that a loop is at."""
+
+    ends: bool = False
+    """This rank has no batch after this one."""
+    uneven: bool = False
+    """Some rank may have run out of batches."""
+    skipped: bool = False
+    """All ranks leave out this batch, or none has one."""
+    failed: bool = False
+    """The round of this batch has failed, and all ranks know."""
+    failed_locally: bool = False
+    """The last thing that has failed was a micro-batch that does not synchronise."""
+
+
 class Loop:
     """What is known of one loop: how its batch ends on this rank, and what all ranks have said of theirs."""
 
     def __init__(self, looks_ahead: bool = False) -> None:
         """``looks_ahead``: some rank does not know how many batches it will have."""
         self.looks_ahead = looks_ahead
-        self.ends = False
-        """Whether this rank has no batch after this one."""
-        self.skips = False
-        """Whether all ranks leave out this batch, or none has one."""
-        self.has_failed = False
-        """Whether the round of this batch has failed, and all ranks know."""
-        self.failed_locally = False
-        """Whether the last thing that has failed was a micro-batch that does not synchronise."""
-        self.all_end = False
-        """Whether all ranks have said that they have no batch after the one of the last round."""
-        self._uneven = self._some_end = False
+        self._batch = _Batch()
+        self._said = LoopVerdict()  # in the last round
         self._active: Collection[int] | None = None  # the ranks that have a batch; None: all, as far as is known
         self._active_next: Collection[int] | None = None  # if the loop looks ahead: those that have another one
         self._has_begun = False
 
     def next_batch(self, ends: bool, uneven: bool, active: Collection[int] | None) -> None:
         """The loop goes on: see :meth:`Decisions.next_batch`."""
-        self.ends, self._uneven = ends, uneven
-        self.skips = self.has_failed = self.failed_locally = False
+        self._batch = _Batch(ends, uneven)
         if self.looks_ahead and self._has_begun:
             self._active = self._active_next
         else:
@@ -69,51 +74,74 @@ class Loop:
 
     def hear(self, said: LoopVerdict, abandoned: bool, is_over: bool) -> None:
         """A report has been read: see :meth:`Decisions.hear`; ``is_over``: the loop is at a later batch now."""
-        self._some_end, self.all_end = said.some_end, said.all_end
+        self._said = said
         if self.looks_ahead:
             self._active_next = said.going_on
             if is_over:
                 self._active = said.going_on
         if not abandoned:
-            self.skips, self.has_failed = said.skipped, False
+            self._batch = self._batch._replace(skipped=said.skipped, failed=False)
 
     def note_failure(self) -> None:
         """All ranks know that the round of this batch has failed."""
-        self.has_failed = True
+        self._batch = self._batch._replace(failed=True)
 
     def note_skipped(self) -> None:
         """All ranks know that this batch is left out."""
-        self.skips, self.has_failed = True, False
+        self._batch = self._batch._replace(skipped=True, failed=False)
 
     def note_local_failure(self) -> None:
         """A micro-batch that does not synchronise has failed."""
-        self.failed_locally = True
+        self._batch = self._batch._replace(failed_locally=True)
 
     def take_local_failure(self) -> bool:
-        """Whether the last thing that has failed was such a micro-batch; asked once."""
-        found, self.failed_locally = self.failed_locally, False
+        """Return True if the last thing that has failed was such a micro-batch; asked once."""
+        found = self._batch.failed_locally
+        self._batch = self._batch._replace(failed_locally=False)
         return found
 
     def has_batch(self, rank: int) -> bool:
-        """Whether ``rank`` has a batch of its own, as far as all ranks know."""
+        """Return True if ``rank`` has a batch of its own, as far as all ranks know."""
         return self._active is None or rank in self._active
 
     @property
+    def ends(self) -> bool:
+        """True if this rank has no batch after this one."""
+        return self._batch.ends
+
+    @property
+    def skips(self) -> bool:
+        """True if all ranks leave out this batch, or none has one."""
+        return self._batch.skipped
+
+    @property
+    def has_failed(self) -> bool:
+        """True if the round of this batch has failed, and all ranks know."""
+        return self._batch.failed
+
+    @property
+    def all_end(self) -> bool:
+        """True if all ranks have said that they have no batch after the one of the last round."""
+        return self._said.all_end
+
+    @property
     def may_be_idle(self) -> bool:
-        """Whether some rank may have run out of batches."""
-        return self._uneven or self._some_end
+        """True if some rank may have run out of batches."""
+        return self._batch.uneven or self._said.some_end
 
     @property
     def is_default(self) -> bool:
-        """Whether nothing is known that a report which says nothing would change."""
-        return not (self.skips or self.has_failed or self._some_end or self.all_end)
+        """True if nothing is known that a report which says nothing would change."""
+        batch, said = self._batch, self._said
+        return not (batch.skipped or batch.failed or said.some_end or said.all_end)
 
     @property
     def is_usual(self) -> bool:
         """True if nothing is known but which batch it is, and every rank has this one and another one after it."""
-        return not (self.ends or self._uneven or self.skips or self.has_failed or self._some_end or self.all_end)
+        return self._batch == _USUAL_BATCH and not (self._said.some_end or self._said.all_end)
 
 
+_USUAL_BATCH = _Batch()
 _may_be_idle, _is_usual = attrgetter("may_be_idle"), attrgetter("is_usual")
 
 

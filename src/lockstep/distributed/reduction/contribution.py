@@ -14,14 +14,21 @@ from lockstep.errors import OptionError
 class Contribution:
     """Grows with each backward pass, and is gone when a round has been reduced, or has failed."""
 
-    def __init__(self, parameters: Sequence[ManagedParameter], global_rank: int, part: Part = Part.FULL) -> None:
+    def __init__(
+        self,
+        parameters: Sequence[ManagedParameter],
+        global_rank: int,
+        part: Part = Part.FULL,
+        window: Window | None = None,
+        used: bytearray | None = None,
+    ) -> None:
         self._parameters = parameters
         self._global_rank = global_rank
         self.part = part
         """How the rank takes part with it, if nothing fails."""
-        self.used = bytearray(len(parameters))
+        self.used = used or bytearray(len(parameters))
         """A one for each parameter that has had a gradient since the last round."""
-        self.window = Window()
+        self.window = window or Window()
         self.drift = DriftWatch(parameters, global_rank)
 
     def check(self) -> None:
@@ -44,12 +51,12 @@ class Contribution:
         self.drift.forget()
         self.window.close()
 
-    def renumber(self, before: Sequence[ManagedParameter], parameters: Sequence[ManagedParameter]) -> None:
-        """Go on with other parameters: what has had a gradient under its old number has it under the new one."""
-        used = {id(each.parameter) for each, is_used in zip(before, self.used, strict=True) if is_used}
-        self.used = bytearray(id(each.parameter) in used for each in parameters)
-        self._parameters = parameters
-        self.drift = DriftWatch(parameters, self._global_rank)
+    def renumbered(self, parameters: Sequence[ManagedParameter]) -> "Contribution":
+        """Return the same with other parameters: those that have had a gradient under their old numbers have it under
+        the new ones."""
+        used = {id(each.parameter) for each in compress(self._parameters, self.used)}
+        found = bytearray(id(each.parameter) in used for each in parameters)
+        return Contribution(parameters, self._global_rank, self.part, self.window, found)
 
 
 @contextmanager

@@ -57,8 +57,10 @@ class ScheduledModule(Protocol):
 
     home: int
     """The thread in which the module is used."""
-    may_go_past_forward: bool
-    """True if backward passes may come to the module otherwise than through outputs of its forward."""
+
+    @property
+    def may_go_past_forward(self) -> bool:
+        """True if backward passes may come to the module otherwise than through outputs of its forward."""
 
     @property
     def participation(self) -> RankParticipation:

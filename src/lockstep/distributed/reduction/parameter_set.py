@@ -8,7 +8,7 @@ differs is an error by name, on every rank, in this backward and each one that f
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import ref
 
 from torch.nn import Module, Parameter
@@ -28,6 +28,32 @@ from lockstep.distributed.values import check_equal_values
 from lockstep.errors import LockstepError
 
 
+class _Agreed(NamedTuple):
+    """The parameters on which the ranks have agreed."""
+
+    parameters: list[ManagedParameter]
+    trained: list[int]
+    """Those, by number, that were trained on any rank then."""
+    tensors: list[Parameter]
+    """The same as ``parameters``."""
+    by_id: dict[int, Parameter]
+
+    @classmethod
+    def on(cls, parameters: list[ManagedParameter], trained: list[int]) -> "_Agreed":
+        tensors = [each.parameter for each in parameters]
+        return cls(parameters, trained, tensors, {id(parameter): parameter for parameter in tensors})
+
+
+class _Structure(NamedTuple):
+    """Where the parameters stand in the module."""
+
+    owners: Sequence["ref[Module]"] = ()
+    """The modules that hold parameters."""
+    last_slot: tuple[dict[str, Any], str, Any] = {}, "", None
+    """Where the last trained parameter stands: a module's registry, its name in it, and itself."""
+    slots: Callable[[], SlotWatch | None] = lambda: None
+
+
 class ParameterSet:
     """The parameters of one reducer, which every module that holds one of them keeps.
 
@@ -41,42 +67,41 @@ class ParameterSet:
         self._compares_values = values
         self._delayed = {id(parameter) for parameter in delayed}
         self._owner: ref[Owner] | None = None
-        self._slots: Callable[[], SlotWatch | None] = lambda: None
         self.newcomers: Sequence[ManagedParameter] = ()
         """Parameters of this rank that the ranks have not agreed on yet."""
         managed = _managed(contents)
-        self._next: tuple[list[ManagedParameter], list[int]] | None = None  # agreed on, and not in use yet
-        self._use(managed, [each.index for each in managed if each.parameter.requires_grad])
-
-    def _use(self, parameters: list[ManagedParameter], trained: list[int]) -> None:
-        self.parameters = parameters
-        """Those that the ranks have agreed on."""
-        self.trained = trained
-        """Those, by number, that were trained on any rank when ranks agreed on them."""
-        self._agreed = [each.parameter for each in parameters]
-        self._known = {id(parameter): parameter for parameter in self._agreed}
-        self.tracked = self._agreed
+        self._agreed = _Agreed.on(managed, [each.index for each in managed if each.parameter.requires_grad])
+        self._next: _Agreed | None = None  # agreed on, and not in use yet
+        self.tracked = self._agreed.tensors
         """The parameters whose gradients are looked at: those that the ranks have agreed on, by number, and then those
         that are new on this rank."""
-        self._next = None
-        self._note_slots()
+        self._structure = _Structure()
+        self._note_structure()
 
-    def _note_slots(self) -> None:
+    @property
+    def parameters(self) -> list[ManagedParameter]:
+        """The parameters that the ranks have agreed on."""
+        return self._agreed.parameters
+
+    @property
+    def trained(self) -> list[int]:
+        """Those, by number, that were trained on any rank when the ranks agreed on them."""
+        return self._agreed.trained
+
+    def _note_structure(self) -> None:
         if self.is_dropped:
             return
         owners = [owner for _, owner in self._selection.owners()]
-        self._owners = list(map(ref, owners))
-        self._last_slot = _last_slot(owners)
         # It refers to the parts of the module, and they to the reducer, which has this: so the module keeps it.
         slots = SlotWatch(owners)
-        keep(self._selection.module, slots, instead_of=self._slots())
-        self._slots = ref(slots)
+        keep(self._selection.module, slots, instead_of=self._structure.slots())
+        self._structure = _Structure(list(map(ref, owners)), _last_slot(owners), ref(slots))
 
     def attach(self, owner: Owner) -> None:
         """Let a reducer synchronise all parameters; every module of theirs keeps it from now on."""
         self._owner = ref(owner)
-        claim(self._agreed, owner)
-        for link in self._owners:
+        claim(self._agreed.tensors, owner)
+        for link in self._structure.owners:
             if (module := link()) is not None:
                 keep(module, owner)
         keep(self._selection.module, owner)
@@ -102,7 +127,7 @@ class ParameterSet:
     @property
     def current(self) -> list[ManagedParameter]:
         """The parameters as they will be from the next round on."""
-        return self.parameters if self._next is None else self._next[0]
+        return (self._next or self._agreed).parameters
 
     @property
     def present(self) -> list[ManagedParameter]:
@@ -120,12 +145,12 @@ class ParameterSet:
     def has(self, parameter: Parameter) -> bool:
         """Return True if the module has the parameter on this rank, agreed on or not."""
         if self.is_dropped:
-            return id(parameter) in self._known
+            return id(parameter) in self._agreed.by_id
         return any(tensor is parameter for _, tensor in self._selection.named_tensors())
 
     def tracks(self, parameter: Parameter) -> bool:
         """Return True if the parameter is one of :attr:`tracked`."""
-        return self._known.get(id(parameter)) is parameter or self.is_newcomer(parameter)
+        return self._agreed.by_id.get(id(parameter)) is parameter or self.is_newcomer(parameter)
 
     def is_newcomer(self, parameter: Parameter) -> bool:
         """Return True if the parameter is new on this rank, and the ranks have not agreed on it yet."""
@@ -153,7 +178,7 @@ class ParameterSet:
 
     def sample(self) -> object:
         """Return what stands now in the slot of one parameter, for :meth:`is_own`."""
-        slots, key, _ = self._last_slot
+        slots, key, _ = self._structure.last_slot
         return slots.get(key)
 
     def is_own(self, sample: object) -> bool:
@@ -162,7 +187,7 @@ class ParameterSet:
 
         Asked later, when those are there again; new ones of its own, on which the ranks have not agreed yet, stay.
         """
-        return sample is self._last_slot[2] or sample is self.sample()
+        return sample is self._structure.last_slot[2] or sample is self.sample()
 
     # ------------------------------------------------------------------------------------ changes
 
@@ -172,7 +197,7 @@ class ParameterSet:
         if held is None:
             self._track(self._orphans())
             return False
-        slots = self._slots()
+        slots = self._structure.slots()
         changed = slots is None or slots.changed()
         if changed or self.newcomers:
             self._track(self._find_newcomers() if changed else ())
@@ -180,13 +205,14 @@ class ParameterSet:
 
     def _track(self, newcomers: Sequence[ManagedParameter]) -> None:
         self.newcomers = newcomers
-        self.tracked = [*self._agreed, *(each.parameter for each in newcomers)] if newcomers else self._agreed
+        agreed = self._agreed.tensors
+        self.tracked = [*agreed, *(each.parameter for each in newcomers)] if newcomers else agreed
 
     def _find_newcomers(self) -> list[ManagedParameter]:
         owner = self._owner_now
         try:
             contents = self._selection.contents(owner)
-            new = [each for each in _managed(contents) if id(each.parameter) not in self._known]
+            new = [each for each in _managed(contents) if id(each.parameter) not in self._agreed.by_id]
         except LockstepError:  # which is told to all when they compare
             new = self._unknown([self._selection.module])
         claim([each.parameter for each in new if owner_of(each.parameter) is not owner], owner)
@@ -194,7 +220,7 @@ class ParameterSet:
 
     def _orphans(self) -> list[ManagedParameter]:
         """Return parameters that were put into parts of the module when that was there no more."""
-        return self._unknown([part for link in self._owners if (part := link()) is not None])
+        return self._unknown([part for link in self._structure.owners if (part := link()) is not None])
 
     def _unknown(self, parts: Sequence[Module]) -> list[ManagedParameter]:
         """Return parameters that nobody synchronises, by the shortest of their names."""
@@ -203,10 +229,10 @@ class ParameterSet:
             for part in parts
             for name, owner in part.named_modules()
             for key, tensor in owner._parameters.items()
-            if _can_be_managed(tensor) and id(tensor) not in self._known
+            if _can_be_managed(tensor) and id(tensor) not in self._agreed.by_id
         }
         unowned = [(name, tensor) for name, tensor in found.values() if owner_of(tensor) in (None, self._owner_now)]
-        count = len(self._agreed)
+        count = len(self._agreed.parameters)
         return [ManagedParameter(count + i, name, tensor, False) for i, (name, tensor) in enumerate(unowned)]
 
     def agree_anew(self, collectives: Collectives) -> list[ManagedParameter]:
@@ -240,21 +266,21 @@ class ParameterSet:
             check_equal_values([(each.name, each.parameter) for each in new], collectives)
         before = [(each.name, id(each.parameter)) for each in self.current]
         if told or [(each.name, id(each.parameter)) for each in managed] != before:
-            self._next = managed, trained
+            self._next = _Agreed.on(managed, trained)
         return [self.current[i] for i in sorted({number // 2 for number in told if number % 2})]
 
     def take_over(self) -> bool:
         """Go on with what has been agreed on; return True if the parameters are others now."""
         if self._next is None:
-            self._note_slots()
+            self._note_structure()
             return False
         owner = self._owner_now
-        chosen = {id(each.parameter) for each in self._next[0]}
-        for old in self._agreed:
-            if id(old) not in chosen:
+        for old in self._agreed.tensors:
+            if id(old) not in self._next.by_id:
                 release(old, owner)
-        self._use(*self._next)
-        self.newcomers = ()
+        self._agreed, self._next = self._next, None
+        self._track(())
+        self._note_structure()
         self.attach(owner)
         return True
 

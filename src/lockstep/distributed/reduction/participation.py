@@ -87,6 +87,10 @@ class Participation:
             return False
         return own.window.is_unused and own.drift.is_unused
 
+    def renumber(self) -> None:
+        """The ranks have agreed on other parameters."""
+        self.contribution = self.contribution.renumbered(self._setup.parameters)
+
     def note_used(self) -> None:
         """A round has ended well."""
         used = self.contribution.used
@@ -168,9 +172,8 @@ class Participation:
             with gradients_set_aside(parameters) if joined else contributing_nothing(parameters, counts):
                 yield
         finally:
-            self.contribution = own
-            if self._setup.parameters is not before:  # the ranks have agreed on others meanwhile
-                own.renumber(before, self._setup.parameters)
+            is_same = self._setup.parameters is before
+            self.contribution = own if is_same else own.renumbered(self._setup.parameters)
 
     @contextmanager
     def leaving_out(self, leaves_out: bool = True) -> Iterator[None]:

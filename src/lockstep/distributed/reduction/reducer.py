@@ -31,7 +31,9 @@ import threading
 import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
+from enum import Enum, auto
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch.nn import Parameter
@@ -89,14 +91,9 @@ class Reducer:
         self._has_failed = False  # the last round has failed on some rank, or was left out
         self._members = setup.members
         self._holds_hooks = False  # users have hooks on parameters
-        self.may_go_past_forward = True
-        """True if backward passes may come to the module otherwise than through outputs of its forward: until one has
-        come through them, and for ever when one has not."""
-        self._has_gone_past_forward = False
-        self._generation = -1  # of what is known of owners
-        self._is_whole = True  # this reducer synchronises all of the parameters
-        self._triggers: dict[int, Parameter] = {}  # the parameters that have one, by their number
-        self._triggered: BucketsInUse | None = None  # the buckets that the triggers are for
+        self._route = _Route.UNKNOWN
+        self._ownership = -1, True  # with that generation of owners, this reducer synchronises all of the parameters
+        self._triggers = _Triggers(None, {})
 
     @property
     def parameters(self) -> list[ManagedParameter]:
@@ -135,7 +132,7 @@ class Reducer:
         parameters = self._members.tracked
         check_optimizers(self._members.named)
         hold_all(parameters, self)
-        if self._triggered is not self.setup.buckets:
+        if self._triggers.buckets is not self.setup.buckets:
             self._place_triggers()
         if self.setup.plan.observes:
             self.setup.plan.begin_round()
@@ -188,7 +185,8 @@ class Reducer:
         """Put triggers on those parameters whose gradients are expected to be the last ones of their part, or, as long
         as the order is not known, on all."""
         self._remove_triggers()
-        buckets = self._triggered = self.setup.buckets
+        buckets = self.setup.buckets
+        self._triggers = _Triggers(buckets, {})
         if self.setup.plan.observes:
             numbers = [member.index for member in self.parameters]
         else:
@@ -197,13 +195,13 @@ class Reducer:
             self._put_trigger(number)
 
     def _put_trigger(self, number: int) -> None:
-        parameter = self._triggers[number] = self.parameters[number].parameter
+        parameter = self._triggers.on[number] = self.parameters[number].parameter
         hold(parameter, self).set_trigger(Trigger(number, self))
 
     def _remove_triggers(self) -> None:
-        for parameter in self._triggers.values():
+        for parameter in self._triggers.on.values():
             remove_trigger(parameter)
-        self._triggers = {}
+        self._triggers = _Triggers(None, {})
 
     def gradient_triggered(self, index: int) -> None:
         """Autograd has accumulated the gradient of a parameter that has a trigger."""
@@ -228,8 +226,8 @@ class Reducer:
 
     def _move_trigger(self, before: int, number: int) -> None:
         """The gradient of another parameter was the last one of its part."""
-        if before in self._triggers and self._triggered is self.setup.buckets:
-            remove_trigger(self._triggers.pop(before))
+        if before in self._triggers.on and self._triggers.buckets is self.setup.buckets:
+            remove_trigger(self._triggers.on.pop(before))
             self._put_trigger(number)
 
     def _check_alive(self) -> None:
@@ -263,19 +261,25 @@ class Reducer:
                 came = [position for position in came if self._owns(watched.look.parameters[position])]
             watched.came = came
             if came and not watched.is_expected:
-                self._has_gone_past_forward = True
+                self._route = _Route.PAST_FORWARD
                 if is_autograd_compiled():
                     self.passes.compile_forward()  # it is not known which outputs it has gone through
-            if came:
-                self.may_go_past_forward = self._has_gone_past_forward
+            elif came and self._route is _Route.UNKNOWN:
+                self._route = _Route.THROUGH_FORWARD
             return bool(came) or self._round is not None
+
+    @property
+    def may_go_past_forward(self) -> bool:
+        """True if backward passes may come to the module otherwise than through outputs of its forward: until one has
+        come through them, and for ever when one has not."""
+        return self._route is not _Route.THROUGH_FORWARD
 
     def _taken_over(self) -> bool:
         """Return True if other modules may synchronise some of the parameters by now."""
-        if self._generation != generation():
-            self._generation = generation()
-            self._is_whole = all(map(self._owns, self._members.tracked))
-        return not self._is_whole
+        now = generation()
+        if self._ownership[0] != now:
+            self._ownership = now, all(map(self._owns, self._members.tracked))
+        return not self._ownership[1]
 
     def _owns(self, parameter: Parameter) -> bool:
         return owner_of(parameter) in (None, self)
@@ -333,7 +337,7 @@ class Reducer:
             return False
         if self.scheduler.lost or not (self.participation.is_usual and self.scheduler.decisions.is_usual):
             return False
-        if self._generation != generation() or not self._is_whole:
+        if self._ownership != (generation(), True):
             return False
         if setup.follows_active or setup.buffers.changed() or not self.collectives.is_alive:
             return False
@@ -558,6 +562,24 @@ class Reducer:
     def present(self) -> list[Parameter]:
         """Return the parameters that its module still has."""
         return [each.parameter for each in self._members.present]
+
+
+class _Route(Enum):
+    """How backward passes have come to the module so far."""
+
+    UNKNOWN = auto()
+    THROUGH_FORWARD = auto()
+    PAST_FORWARD = auto()
+    """Some pass has come otherwise than through outputs of its forward."""
+
+
+class _Triggers(NamedTuple):
+    """The triggers that are placed."""
+
+    buckets: BucketsInUse | None
+    """The buckets that they are for."""
+    on: dict[int, Parameter]
+    """The parameters that have one, by number."""
 
 
 class _Watched:

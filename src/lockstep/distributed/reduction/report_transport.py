@@ -17,39 +17,42 @@ _OWN_DTYPE = torch.float32
 
 
 class ReportTransport:
-    """Writes, sends and reads the reports of one module."""
+    """Writes, sends and reads the reports of one module, as long as its buckets stay the same."""
 
-    def __init__(self, parameters: int, collectives: Collectives, buffers: BufferSync) -> None:
-        self._parameters = parameters
+    def __init__(
+        self,
+        parameters: int,
+        collectives: Collectives,
+        buffers: BufferSync,
+        behind: torch.dtype | None,
+        device: torch.device,
+    ) -> None:
+        """Decide where everything stands: on ``device``, behind gradients of dtype ``behind``, or on its own if that is
+        None."""
+        dtype = behind or _OWN_DTYPE
+        packed = buffers.plan_packing(dtype)
         self._collectives = collectives
         self._buffers = buffers
-        self._control: Collectives | None = None
-
-    def lay_out(self, behind: torch.dtype | None, device: torch.device) -> None:
-        """Decide where everything stands: on ``device`` behind gradients of dtype ``behind``, or on its own if None."""
-        collectives, dtype = self._collectives, behind or _OWN_DTYPE
-        packed = self._buffers.plan_packing(dtype)
         self.splits = device.type != "cpu" and can_have_control_plane(collectives.group)
         """True if small buffers ride behind the last bucket, and the statuses on their own."""
-        layout = ReportLayout(self._parameters, collectives.rank, collectives.world, 0 if self.splits else packed)
-        self._layout = layout
-        self._packed = slice(0, packed) if self.splits else layout.packed_buffers
-        self.own_row: Tensor | None = None
-        """What of the report travels on its own, at the end of the round."""
-        self.own_buffers: Tensor | None = None
-        """Small buffers, if they travel on their own, before it."""
         self.row_device = torch.device("cpu") if self.splits else device
         """Where the statuses are written and read."""
-        if self.splits:
-            self.own_row = torch.zeros(layout.numel, dtype=_OWN_DTYPE, device="cpu")
-            if packed and behind is None:
-                self.own_buffers = torch.zeros(packed, dtype=dtype, device=device)
-        elif behind is None:
-            self.own_row = torch.zeros(layout.numel, dtype=dtype, device=device)
         self.has_buffers = packed > 0
         """True if there are small buffers."""
-        self.numel = (packed if self.splits else layout.numel) if behind is not None else 0
+        row_dtype = _OWN_DTYPE if self.splits else dtype
+        in_row = 0 if self.splits else packed
+        self._layout = ReportLayout(parameters, collectives.rank, collectives.world, in_row, row_dtype)
+        self._packed = slice(0, packed) if self.splits else self._layout.packed_buffers
+        self.numel = (packed if self.splits else self._layout.numel) if behind is not None else 0
         """The elements that ride behind the gradients of the last bucket."""
+        travels_alone = self.splits or behind is None
+        self.own_row = (
+            torch.zeros(self._layout.numel, dtype=row_dtype, device=self.row_device) if travels_alone else None
+        )
+        """The part of the report that travels on its own, at the end of the round."""
+        own_buffers = self.splits and behind is None and self.has_buffers
+        self.own_buffers = torch.zeros(packed, dtype=dtype, device=device) if own_buffers else None
+        """Small buffers, if they travel on their own, before the statuses."""
 
     def write(
         self, row: Tensor, used: bytearray, late: list[int], status: Status, digest: Tensor | None = None
@@ -71,9 +74,8 @@ class ReportTransport:
 
     def send(self, row: Tensor, what: str, wait_follows: bool) -> Pending:
         """Begin to sum the row that travels on its own over the ranks; ``wait_follows``: it is waited for at once."""
-        if self._control is None:
-            self._control = control_plane(self._collectives) if self.splits else self._collectives
-        return self._control.all_reduce(row, what, wait_follows=wait_follows)
+        collectives = control_plane(self._collectives) if self.splits else self._collectives
+        return collectives.all_reduce(row, what, wait_follows=wait_follows)
 
     def read(self, row: Tensor) -> Report:
         """Return what all ranks have said."""

@@ -285,9 +285,8 @@ class Round:
 
     def _renew(self) -> None:
         """Go on with what all ranks have now."""
-        before = self._setup.renew()
-        if before is not None:
-            self._own.contribution.renumber(before, self._setup.parameters)
+        if self._setup.renew():
+            self._own.renumber()
 
     def _copy_out(self, verdict: Verdict, newcomers: Sequence[ManagedParameter]) -> None:
         """Give the parameters their reduced gradients, times the verdict's factor: what is in the buckets, and what was

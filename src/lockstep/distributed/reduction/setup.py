@@ -81,7 +81,6 @@ class Setup:
         parameters = self.parameters
         specs, sparse = [each.spec for each in parameters], [each.index for each in parameters if each.sparse]
         self.plan = AdaptivePlan(specs, self.members.trained, sparse, self.members.last, self._caps)
-        self.transport = ReportTransport(len(parameters), self.collectives, self.buffers)
         self._make_buckets()
 
     def _make_buckets(self) -> None:
@@ -89,7 +88,8 @@ class Setup:
         # Hooks would change the report: test_hooks_run_once_for_each_bucket_and_the_report_goes_alone.
         shares_bucket = bool(planned) and planned[-1].can_hold_report and not hooked
         device = self.parameters[0].spec.device if self.parameters else self.collectives.device
-        self.transport.lay_out(planned[-1].layout.dtype if shares_bucket else None, device)
+        behind = planned[-1].layout.dtype if shares_bucket else None
+        self.transport = ReportTransport(len(self.parameters), self.collectives, self.buffers, behind, device)
         empty = plain_memory if hooked else self.collectives.empty  # some hooks resize what they are given
         self.buckets = BucketsInUse(self.plan, self.parameters, self.transport.numel, empty)
         self._settle()
@@ -208,14 +208,13 @@ class Setup:
         self._settle()
         return self.members.agree_anew(self.collectives)
 
-    def renew(self) -> list[ManagedParameter] | None:
-        """Go on with the parameters, hooks and buffers that all ranks have now; returns the parameters as they were, if
-        they are others now."""
-        before = self.parameters
+    def renew(self) -> bool:
+        """Go on with the parameters, hooks and buffers that all ranks have now; return True if the parameters are
+        others than before."""
         is_new = self.members.take_over()
         if is_new:
             self._plan_anew()
             self.plan_changes["the module has changed"] += 1
         self.buffers.renew()
         self._make_buckets()
-        return before if is_new else None
+        return is_new

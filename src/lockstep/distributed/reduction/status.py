@@ -92,7 +92,8 @@ class Report(NamedTuple):
 class ReportLayout:
     """Where everything stands in the row."""
 
-    def __init__(self, parameters: int, rank: int, world: int, packed_buffers: int) -> None:
+    def __init__(self, parameters: int, rank: int, world: int, packed_buffers: int, dtype: torch.dtype) -> None:
+        """``dtype`` is that of the row."""
         self._parameters, self._rank, self._world = parameters, rank, world
         self._late = parameters
         self._status = 2 * parameters
@@ -107,7 +108,8 @@ class ReportLayout:
         own = self._digest + DIGEST_BYTES * rank
         self._own_digest = slice(own, own + DIGEST_BYTES)
         self._has_late = False
-        self._alike = _RowOfAlikes(self._numbers, parameters, slice(self._status, self._digest), rank, world)
+        statuses = slice(self._status, self._digest)
+        self._alike = _RowOfAlikes(self._numbers, dtype, parameters, statuses, rank, world)
 
     def write(
         self, row: Tensor, used: bytearray, late: Sequence[int], status: Status, digest: Tensor | None = None
@@ -139,9 +141,8 @@ class ReportLayout:
         """
         head = row if row.numel() == self.packed_buffers.start else row[: self.packed_buffers.start]
         head = head if head.is_cpu else head.cpu()
-        if self._said[_FLAGS] == _USUAL and self._alike.is_in(head, self._head):
-            return self._alike.report
-        return self._read_each(head)
+        alike = self._alike.report(head, self._head) if self._said[_FLAGS] == _USUAL else None
+        return self._read_each(head) if alike is None else alike
 
     def _read_each(self, head: Tensor) -> Report:
         said = (head[: self._status] != 0).tolist()
@@ -178,28 +179,27 @@ class ReportLayout:
 class _RowOfAlikes:
     """The sum over ranks that all say the same, as nearly always: comparing with it takes one operation.
 
-    ``numbers`` are what this rank writes; ``status`` is where the statuses of all ranks stand.
+    ``numbers`` are those that this rank writes, in a row of ``dtype``; ``status`` is where the statuses of all ranks
+    stand.
     """
 
-    def __init__(self, numbers: Tensor, parameters: int, status: slice, rank: int, world: int) -> None:
-        self._numbers, self._parameters, self._status, self._world = numbers, parameters, status, world
+    def __init__(
+        self, numbers: Tensor, dtype: torch.dtype, parameters: int, status: slice, rank: int, world: int
+    ) -> None:
+        self._used_places, self._world = numbers[:parameters], world
         self._own = numbers[status][_FORMAT.size * rank : _FORMAT.size * (rank + 1)]
-        self._sum: Tensor | None = None
-        self._used = b""
-        self.report = Report(None)
-        """The report that it is, if this rank's status has no consequences."""
+        with torch.inference_mode(False):
+            self._sum = torch.zeros(numbers.numel(), dtype=dtype, device="cpu")
+        self._statuses = self._sum[status].view(world, _FORMAT.size)
+        self._known: tuple[bytearray | None, Report] = None, Report(None)
+        """The bytes that say which parameters were used, as :attr:`_sum` has them, and the report that it is, if this
+        rank's status has no consequences."""
 
-    def is_in(self, head: Tensor, written: bytearray) -> bool:
-        """Return whether ``head`` is that sum; ``written`` are the bytes of the numbers."""
-        used = written[: self._parameters]
-        if self._sum is None or self._sum.dtype != head.dtype:
-            with torch.inference_mode(False):
-                self._sum = torch.zeros(head.numel(), dtype=head.dtype, device="cpu")
-            self._statuses = self._sum[self._status].view(self._world, _FORMAT.size)
-            self._used = b""
-        if used != self._used:
-            self._used = bytes(used)
-            self.report = Report(None if 0 not in used else [bool(each) for each in used])
-            self._sum[: self._parameters].copy_(self._numbers[: self._parameters]).mul_(self._world)
+    def report(self, head: Tensor, written: bytearray) -> Report | None:
+        """Return the report if ``head`` is that sum, else None; ``written`` are the bytes of the numbers."""
+        used = written[: self._used_places.numel()]
+        if used != self._known[0]:
+            self._known = used, Report(None if 0 not in used else [bool(each) for each in used])
+            self._sum[: len(used)].copy_(self._used_places).mul_(self._world)
         self._statuses.copy_(self._own)
-        return torch.equal(head, self._sum)
+        return self._known[1] if torch.equal(head, self._sum) else None

@@ -14,7 +14,7 @@ same.
 import operator
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,6 +35,24 @@ KEPT_BELOW_BYTES = 16 * 1024
 """Buckets whose tensors are smaller than this on average keep their memory on an accelerator, too."""
 
 
+class _Memory(NamedTuple):
+    """A flat tensor, and what was made of it."""
+
+    flat: Tensor
+    gradients: Tensor
+    """The part of it in which gradients lie."""
+    row: Tensor
+    """The part that follows them."""
+    views: list[Tensor]
+    """Where the gradients lie; nobody else's, so what others do to the tensors they hold does not change these."""
+    grads: list[Tensor]
+    """The gradients that parameters get: other tensors in the places of the views, or DTensors around such."""
+    users: int
+    """How many tensors share the memory while nobody else has any."""
+    counts: list[int]
+    """The reference counts of ``grads`` while nobody else has any."""
+
+
 class GradientMemory:
     """The flat tensor of a bucket, its views, and the gradients that parameters get; ``extra`` elements follow them.
 
@@ -42,68 +60,86 @@ class GradientMemory:
     """
 
     def __init__(self, layout: Bucket, parameters: Sequence[Parameter], extra: int, empty: Empty) -> None:
-        self._layout, self._parameters, self._extra, self._empty = layout, parameters, extra, empty
+        self._layout = layout
+        self._parameters = parameters
+        self._numel = layout.numel + extra
+        self._empty = empty
         self._kept = layout.device.type == "cpu" or layout.nbytes < KEPT_BELOW_BYTES * len(layout.slots)
         self._has_dtensors = any(map(is_dtensor, parameters))
-        self._flat: Tensor | None = None
-        self.gradients = self.row = _NOTHING
-        """The two parts of it: in which gradients lie, and what follows them."""
-        self.views: list[Tensor] = []
-        """Nobody else's while the memory is kept: what others do to the tensors they hold does not change these."""
-        self.grads: list[Tensor] = []
-        """What parameters get: other tensors in the places of the views, or DTensors around such."""
-        self._alone: tuple[int, list[int]] = 0, []  # users and references while nobody else has any
+        self._memory: _Memory | None = None
         self._none_inside = [False] * len(layout.slots)
         self._left: tuple[StorageWeakRef, int] | None = None  # memory that was left to the gradients, and its offset
 
     @property
     def flat(self) -> Tensor:
         """All of it; there is some from :meth:`claim` to :meth:`release`."""
-        assert self._flat is not None
-        return self._flat
+        assert self._memory is not None
+        return self._memory.flat
+
+    @property
+    def views(self) -> list[Tensor]:
+        """The places of the gradients, while there is memory."""
+        assert self._memory is not None
+        return self._memory.views
+
+    @property
+    def grads(self) -> list[Tensor]:
+        """The gradients that parameters get, while there is memory."""
+        assert self._memory is not None
+        return self._memory.grads
+
+    @property
+    def gradients(self) -> Tensor:
+        """The part of it in which gradients lie, while there is memory."""
+        assert self._memory is not None
+        return self._memory.gradients
+
+    @property
+    def row(self) -> Tensor:
+        """The part that follows the gradients; nothing while there is no memory."""
+        return _NOTHING if self._memory is None else self._memory.row
 
     def claim(self, current: list[Tensor | None]) -> Sequence[bool]:
-        """Make ready to write the next gradients; returns which of ``current`` are in this memory, and stay in it.
+        """Make ready to write the next gradients; return which of ``current`` are in this memory, and stay in it.
 
         If they have to move, ``current`` is changed to what they are now.
         """
-        if self._flat is None and self._left is not None:
+        if self._memory is None and self._left is not None:
             self._take_up(current)
-        if self._flat is None:
+        memory = self._memory
+        if memory is None:
             self._allocate()
             return self._none_inside
-        if self._is_unused(current):
+        if self._is_unused(memory, current):
             return self._none_inside
         inside = self.in_place(current)
         whole = False not in inside
-        if whole and all(map(operator.is_, current, self.grads)):
+        if whole and all(map(operator.is_, current, memory.grads)):
             return inside
-        if not whole and self._is_seen_by_others(inside):  # test_a_gradient_that_somebody_keeps_is_not_overwritten
-            old = self.views
-            self._allocate()
+        if not whole and _is_seen_by_others(memory, inside):  # test_a_gradient_that_somebody_keeps_is_not_overwritten
+            new = self._allocate()
             for i, moves in enumerate(inside):
                 if moves:
-                    self.views[i].copy_(old[i])
-                    current[i] = self.grads[i]
-        elif not self._are_grads_in_place():
-            self.grads = self._gradients()  # tests/ranks/test_gradient_memory.py
+                    new.views[i].copy_(memory.views[i])
+                    current[i] = new.grads[i]
+        elif not self._are_grads_in_place(memory):
+            self._memory = memory._replace(grads=self._gradients(memory.views))  # tests/ranks/test_gradient_memory.py
         return inside
 
-    def _is_unused(self, current: Sequence[Tensor | None]) -> bool:
-        """Whether nobody has a tensor in this memory but this object: a gradient of ``current`` that is, is one of
-        those that parameters got, or makes one user more."""
-        users, counts = self._alone
+    def _is_unused(self, memory: _Memory, current: Sequence[Tensor | None]) -> bool:
+        """Return True if nobody has a tensor in this memory but this object: a gradient of ``current`` that is in it is
+        one of those that parameters got, or makes one user more."""
         return (
-            True not in map(operator.is_, current, self.grads)
-            and storage_users(self._flat) == users
-            and references(self.grads) == counts
-            and self._are_grads_in_place()
+            True not in map(operator.is_, current, memory.grads)
+            and storage_users(memory.flat) == memory.users
+            and references(memory.grads) == memory.counts
+            and self._are_grads_in_place(memory)
         )
 
     def claim_early(self, current: Sequence[Tensor | None]) -> bool:
         """Make ready to write while gradients still come; False if that has to wait, as one of ``current`` is in this
         memory, or was, and more may be added to it there."""
-        if self._flat is None:
+        if self._memory is None:
             former, _ = self._left or (None, 0)
             dense = [local_part(grad) for grad in current if grad is not None and not grad.is_sparse]
             if former is not None and any(grad.untyped_storage()._cdata == former.cdata for grad in dense):
@@ -114,7 +150,8 @@ class GradientMemory:
         return True not in self.claim(list(current))
 
     def in_place(self, current: Sequence[Tensor | None]) -> list[bool]:
-        """Which of the gradients are in this memory, each in its own place: the same memory, shape and strides."""
+        """Return which of the gradients are in this memory, each in its own place: the same memory, shape and
+        strides."""
         return self._in_place(current, self.views)
 
     def _in_place(self, grads: Sequence[Tensor | None], views: Sequence[Tensor]) -> list[bool]:
@@ -130,32 +167,27 @@ class GradientMemory:
         """The parameters have got their gradients."""
         if not self._kept:
             self._left = StorageWeakRef(self.flat.untyped_storage()), int(self.flat.storage_offset())
-            self._lie_in(None, [], [])
+            self._memory = None
 
     def zeros(self) -> Tensor:
-        """Other memory of the same size, all zero."""
-        layout = self._layout
-        return torch.zeros(layout.numel + self._extra, dtype=layout.dtype, device=layout.device)
+        """Return other memory of the same size, all zero."""
+        return torch.zeros(self._numel, dtype=self._layout.dtype, device=self._layout.device)
 
-    def _allocate(self) -> None:
-        layout = self._layout
-        flat = self._empty(layout.numel + self._extra, layout.dtype, layout.device)
-        self._lie_in(flat, layout.views(flat), [])
-        self.grads = self._gradients()
-        self._alone = storage_users(flat), references(self.grads)
+    def _allocate(self) -> _Memory:
+        flat = self._empty(self._numel, self._layout.dtype, self._layout.device)
+        self._memory = memory = self._lay_out(flat, self._layout.views(flat), None)
+        return memory
 
-    def _lie_in(self, flat: Tensor | None, views: list[Tensor], grads: list[Tensor]) -> None:
-        self._flat, self.views, self.grads = flat, views, grads
-        if flat is None:
-            self.gradients = self.row = _NOTHING
-        else:
-            self.gradients, self.row = flat[: self._layout.numel], flat[self._layout.numel :]
+    def _lay_out(self, flat: Tensor, views: list[Tensor], grads: list[Tensor] | None) -> _Memory:
+        numel = self._layout.numel
+        parts = flat[:numel], flat[numel:]
+        grads = self._gradients(views) if grads is None else grads
+        return _Memory(flat, *parts, views, grads, storage_users(flat), references(grads))
 
-    def _gradients(self) -> list[Tensor]:
-        """What parameters are to get: other tensors than the views, unless those are given up then."""
-        # With versions of their own, which those of one memory share: see gradient_look.py.
-        views = [view.data for view in self.views]
-        return [like_parameter(view, p) for p, view in zip(self._parameters, views, strict=True)]
+    def _gradients(self, views: Sequence[Tensor]) -> list[Tensor]:
+        """Return what parameters are to get: other tensors than the views, with versions of their own, which views of
+        one memory share (see ``gradient_look.py``)."""
+        return [like_parameter(view.data, p) for p, view in zip(self._parameters, views, strict=True)]
 
     def _take_up(self, current: Sequence[Tensor | None]) -> None:
         """Go on in the memory that was left to the gradients, if the parameters still have all of it."""
@@ -166,24 +198,26 @@ class GradientMemory:
             return
         first = local_part(grads[0])
         if first.untyped_storage()._cdata == storage.cdata:
-            flat = first.as_strided((self._layout.numel + self._extra,), (1,), start)
+            flat = first.as_strided((self._numel,), (1,), start)
             views = self._layout.views(flat)
             if False not in self._in_place(grads, views):
-                self._lie_in(flat, views, grads)
+                self._memory = self._lay_out(flat, views, grads)
 
-    def _are_grads_in_place(self) -> bool:
-        """Whether the tensors that parameters got are where they were, whatever was done with them."""
+    def _are_grads_in_place(self, memory: _Memory) -> bool:
+        """Return True if the tensors that parameters got are where they were, whatever was done with them."""
         if self._has_dtensors:
-            return False not in self._in_place(self.grads, self.views)
-        return all(map(_is_set_to, self.grads, self.views))
+            return False not in self._in_place(memory.grads, memory.views)
+        return all(map(_is_set_to, memory.grads, memory.views))
 
-    def _is_seen_by_others(self, inside: Sequence[bool]) -> bool:
-        """Whether anything but this bucket and its parameters still sees gradients of an earlier round."""
-        users, counts = self._alone
-        if storage_users(self.flat) > users:
-            return True
-        now = references(self.grads)
-        return now != counts and any(a > b for a, b, stays in zip(now, counts, inside, strict=True) if not stays)
+
+def _is_seen_by_others(memory: _Memory, inside: Sequence[bool]) -> bool:
+    """Return True if anything but the bucket and its parameters still sees gradients of an earlier round."""
+    if storage_users(memory.flat) > memory.users:
+        return True
+    now = references(memory.grads)
+    return now != memory.counts and any(
+        a > b for a, b, stays in zip(now, memory.counts, inside, strict=True) if not stays
+    )
 
 
 def storage_users(tensor: Any) -> int:
