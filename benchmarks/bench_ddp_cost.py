@@ -8,8 +8,8 @@ Measured on models that compute next to nothing:
    nothing, so that only the host's work is left. There PyTorch's DDP needs a comm hook, and gets one that has its
    result at once.
 2. Collectives in one step of two ranks, as PyTorch's profiler sees them (``c10d::`` operators) and, for ours, as
-   ``lockstep.statistics`` counts them. 4 MiB of parameters, with and without unused ones (a third of them; PyTorch's
-   DDP is told so) and with and without eight buffers of 4 KiB.
+   ``lockstep.loop.statistics`` counts them. 4 MiB of parameters, with and without unused ones (a third of them;
+   PyTorch's DDP is told so) and with and without eight buffers of 4 KiB.
 3. A whole step, as the first of more and more ranks of the ``fake`` backend.
 """
 
@@ -146,9 +146,9 @@ def collectives(rank: int, models: list[Model]) -> dict[Model, tuple[int, int, i
         theirs = torch_ddp(first, dist.new_group(), find_unused_parameters=partly_unused)
         mine = ours(second, dist.new_group())
         seen = collectives_of_a_step(theirs), collectives_of_a_step(mine)
-        before = lockstep.statistics(mine).calls["collective"]
+        before = lockstep.loop.statistics(mine).calls["collective"]
         mine().backward()
-        found[count, partly_unused, buffers] = *seen, lockstep.statistics(mine).calls["collective"] - before
+        found[count, partly_unused, buffers] = *seen, lockstep.loop.statistics(mine).calls["collective"] - before
     return found
 
 

@@ -28,7 +28,7 @@ from rank_processes import Turn, launch
 from torch import nn
 
 import lockstep
-from lockstep.distributed.collectives import Collectives
+from lockstep.distributed.comm.collectives import Collectives
 from lockstep.failures.channel import FailureChannel
 from lockstep.phases import Phases
 

@@ -66,7 +66,7 @@ def shares_step(module: nn.Module, rows: TensorDataset, group: Any) -> Callable[
     """A step with shares; batches have all rows."""
     model = lockstep.replicate(module, shares=SHARES, process_group=group)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
-    data = lockstep.GlobalBatches(rows, len(rows), SHARES, shuffle=False, process_group=group)
+    data = lockstep.shares.GlobalBatches(rows, len(rows), SHARES, shuffle=False, process_group=group)
     batches = _forever(data)
 
     def step() -> None:

@@ -42,7 +42,7 @@ def make_model(width: int = 48) -> nn.Sequential:
 def order_images(run: lockstep.Session, data: Dataset, options: Namespace) -> tuple[Any, Iterable, int]:
     """The order of the images, which knows how far training has come; batches from there on; how many an epoch has."""
     if options.shares:
-        order = lockstep.GlobalBatches(data, options.batch_size, options.shares, options.seed)
+        order = lockstep.shares.GlobalBatches(data, options.batch_size, options.shares, options.seed)
         return order, order, len(order)
     # The last images are dropped, not repeated, so that an epoch has as many steps on any number of processes.
     order = lockstep.ResumableSampler(DistributedSampler(data, seed=options.seed, drop_last=True))
@@ -125,7 +125,7 @@ def train(run: lockstep.Session, options: Namespace) -> bool:
     print(f"validation accuracy {history.accuracy:.2%} after {time.perf_counter() - started:.1f} s")
     print(f"wrote {checkpoints} and {report}")
     if options.shares:
-        print(f"fingerprint {lockstep.fingerprint(model, optimizer)}")
+        print(f"fingerprint {lockstep.shares.fingerprint(model, optimizer)}")
     return True
 
 

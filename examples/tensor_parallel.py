@@ -55,14 +55,14 @@ def train(run: lockstep.Session, split: int, epochs: int) -> None:
 
     training, validation = load_handwriting()
     order = torch.Generator().manual_seed(0)  # of each process: those that share a network go through the same batches
-    loader = DataLoader(lockstep.shard(training, replicas), batch_size=32, shuffle=True, generator=order)
+    loader = DataLoader(lockstep.loop.shard(training, replicas), batch_size=32, shuffle=True, generator=order)
     for epoch in range(1, epochs + 1):
         for images, labels in lockstep.batches(loader, model):
             optimizer.zero_grad()
             loss = cross_entropy(model(images.to(run.device)), labels.to(run.device))
             loss.backward()
             optimizer.step()
-        accuracy = evaluate(run, model, DataLoader(lockstep.shard(validation, replicas), batch_size=64))
+        accuracy = evaluate(run, model, DataLoader(lockstep.loop.shard(validation, replicas), batch_size=64))
         if run.is_main:
             print(f"epoch {epoch}: accuracy {accuracy:.1%}")
     lockstep.check_in_sync(model)  # each part with its copies

@@ -41,7 +41,7 @@ def median_step(timelines: Sequence[list[Span]]) -> list[Span]:
 
 
 class StepTimes:
-    """Times what a process does in each step: work by the caller's laps, communication by `lockstep.statistics`."""
+    """Times what a process does in each step: work by the caller's laps, communication by `lockstep`."""
 
     def __init__(self, model: nn.Module, rank: int) -> None:
         self._model, self._rank = model, rank
@@ -50,18 +50,18 @@ class StepTimes:
 
     def begin(self) -> None:
         """A step begins."""
-        self._spans, self._hidden = [], lockstep.statistics(self._model).hidden_seconds
+        self._spans, self._hidden = [], lockstep.loop.statistics(self._model).hidden_seconds
         self._start_lap()
 
     def lap(self, phase: str) -> None:
         """What has run since the last call was this; what backward has only waited for is not part of it."""
-        waited = lockstep.statistics(self._model).exposed_seconds - self._exposed
+        waited = lockstep.loop.statistics(self._model).exposed_seconds - self._exposed
         self._spans.append((phase, self._rank, self._start - self._begin, time.perf_counter() - waited - self._begin))
         self._start_lap()
 
     def end(self) -> None:
         """All gradients are there."""
-        sent = self._spans[-1][3] - (lockstep.statistics(self._model).hidden_seconds - self._hidden)
+        sent = self._spans[-1][3] - (lockstep.loop.statistics(self._model).hidden_seconds - self._hidden)
         self._steps.append([*self._spans, (COMMUNICATION, self._rank, sent, time.perf_counter() - self._begin)])
 
     def median_step(self) -> list[Span]:
@@ -72,7 +72,7 @@ class StepTimes:
         return median_step([list(chain.from_iterable(step)) for step in zip(*of_all, strict=True)])
 
     def _start_lap(self) -> None:
-        self._exposed, self._start = lockstep.statistics(self._model).exposed_seconds, time.perf_counter()
+        self._exposed, self._start = lockstep.loop.statistics(self._model).exposed_seconds, time.perf_counter()
         if not self._spans:
             self._begin = self._start
 

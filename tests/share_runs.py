@@ -87,7 +87,7 @@ def train(
     """The fingerprint after so many steps."""
     model = lockstep.replicate(rank.make(MODELS[cell.model]), shares=shares, process_group=rank.group)
     optimizer = make_optimizer(cell.optimizer, model)
-    batches = lockstep.GlobalBatches(
+    batches = lockstep.shares.GlobalBatches(
         data or data_of(cell.model), batch_size, shares, seed=1, last="smaller", process_group=rank.group
     )
     for number, batch in enumerate(itertools.islice(forever(batches), steps)):
@@ -100,10 +100,10 @@ def train(
         if cell.clips:
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-    return lockstep.fingerprint(model, optimizer)
+    return lockstep.shares.fingerprint(model, optimizer)
 
 
-def forever(batches: lockstep.GlobalBatches) -> Any:
+def forever(batches: lockstep.shares.GlobalBatches) -> Any:
     """The batches of one epoch after the other."""
     while True:
         yield from batches

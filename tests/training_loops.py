@@ -118,7 +118,7 @@ def train(rank: Rank, plan: Plan, store: dist.Store) -> dict[str, Any]:
     optimizer = torch.optim.Adam(everything, lr=0.05)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.9)
     asks: list[bool] = []
-    keep = lockstep.stop_when(lambda: bool(asks), rank.group)
+    keep = lockstep.loop.stop_when(lambda: bool(asks), rank.group)
     seen: dict[str, Any] = {"turns": 0, "steps": 0, "padded": 0, "means": [], "stopped": False}
     for epoch in range(plan.epochs):
         batches = data(plan, rank.rank, epoch)
@@ -134,14 +134,14 @@ def train(rank: Rank, plan: Plan, store: dist.Store) -> dict[str, Any]:
             value = micro_batch(models, plan, x, bad[0] if bad else "", last)
             seen["turns"] += 1
             seen["padded"] += turns.is_padding
-            if plan.window == 1 and lockstep.skipped(*models):
+            if plan.window == 1 and lockstep.loop.skipped(*models):
                 seen["means"].append(math.nan)  # no rank has anything to count
             elif plan.window == 1:  # a collective of the program's own
                 means = lockstep.mean({"loss": value or 0.0}, weight=0 if value is None else len(x), group=rank.group)
                 seen["means"].append(means["loss"])
             if not last:
                 continue
-            if not lockstep.skipped(*models):
+            if not lockstep.loop.skipped(*models):
                 seen["steps"] += 1
                 optimizer.step()
                 scheduler.step()
@@ -166,13 +166,13 @@ def micro_batch(models: list[Any], plan: Plan, x: torch.Tensor, where: str, last
     """Forward and backward; None if the batch is left out."""
     weight = len(x) if plan.weighted else None
     if plan.context:
-        with lockstep.skip_on(BadBatchError, modules=models):
+        with lockstep.loop.skip_on(BadBatchError, modules=models):
             return forward_and_backward(models, plan, x, where, last, weight)
         return None
     try:
         return forward_and_backward(models, plan, x, where, last, weight)
     except (BadBatchError, lockstep.errors.PeerError):
-        lockstep.skip_batch(*models)
+        lockstep.loop.skip_batch(*models)
         return None
 
 

@@ -162,30 +162,27 @@ def rooms() -> str:
     named = {
         "cli": (20, 14, "cli/\nthe lockstep command", GREEN),
         "session": (400, 14, "session/\nsession(), watch()", GREEN),
-        "data": (740, 14, "data/\nGlobalBatches", GREEN),
         "checkpoints": (520, 100, "checkpoints/\nsave(), resume()", GREEN),
         "failures": (20, 130, "failures/\nchannel, progress, stacks", ORANGE),
-        "faces": (400, 186, "replicate(), accumulate(), ...\nDistributedDataParallel", BLUE),
-        "shares": (740, 210, "shares/\ngradients with the same bits", BLUE),
-        "module": (400, 262, "distributed/\nreplication, buffers, join", BLUE),
+        "loop": (400, 186, "loop/\nbatches(), accumulate(), agree()", BLUE),
+        "shares": (740, 210, "shares/\nthe same bits, GlobalBatches", BLUE),
+        "replication": (400, 262, "distributed/replication/\nreplicate(), DDP", BLUE),
         "local": (740, 320, "local/\none process, many devices", ORANGE),
         "reduction": (400, 338, "distributed/reduction/\none round of gradients", BLUE),
         "shm": (140, 414, "shm/\nthrough shared memory", ORANGE),
-        "foundation": (400, 414, "distributed/\ncollectives, agreement", BLUE),
+        "comm": (400, 414, "distributed/comm/\ncollectives, agreement", BLUE),
     }
     p.box(20, 500, 920, 40, GREY, "errors, phases, devices, buckets, tree, ...")
     for x, y, text, colour in named.values():
         p.box(x, y, 200, 46, colour, text)
-    p.arrow(450, 61, 450, 185)  # session to faces
-    for upper, lower in (("faces", "module"), ("module", "reduction"), ("reduction", "foundation")):
+    p.arrow(450, 61, 450, 185)  # session to loop
+    for upper, lower in (("loop", "replication"), ("replication", "reduction"), ("reduction", "comm")):
         p.arrow(500, named[upper][1] + 47, 500, named[lower][1] - 1)
     p.arrow(120, 61, 120, 129)  # cli to failures
     p.arrow(399, 45, 221, 145)  # session to failures
     p.arrow(560, 61, 600, 99)  # session to checkpoints
-    p.arrow(600, 147, 560, 185)  # checkpoints to faces
-    p.arrow(840, 61, 840, 209)  # data to shares
-    p.arrow(601, 205, 739, 225)  # faces to shares
-    p.arrow(739, 238, 601, 280)  # shares to module
+    p.arrow(640, 147, 590, 261)  # checkpoints to replication
+    p.arrow(739, 238, 601, 280)  # shares to replication
     p.arrow(739, 248, 601, 356)  # shares to reduction
     p.arrow(840, 257, 840, 319)  # shares to local
     p.arrow(60, 177, 60, 499)  # what rests on the files beside the rooms alone
@@ -200,7 +197,7 @@ def phases() -> str:
     p = Picture(960, 250, "The phases of a round of gradients")
     for x, y, name, colour in (
         (230, 30, "FILLING", BLUE), (500, 30, "FINALIZING", BLUE), (770, 30, "REDUCED", GREEN),
-        (500, 170, "ABANDONED", ORANGE),
+        (500, 170, "ABORTED", ORANGE),
     ):  # fmt: skip
         p.box(x, y, 120, 50, colour, name, 13)
     p.arrow(60, 55, 229, 55)

@@ -5,7 +5,7 @@ plus its upper half times another one. These factors depend on the place and loo
 changes the sum. The upper half is there for the signs: a flipped highest bit changes the first product by 2**63,
 whatever the factor is, so two of them would cancel out. Other changes are missed with a probability of about 2**-64, or
 2**-32 if only the highest bits of each four bytes change. It does not protect against deliberate deception; the strong
-digest, SHA-256, does. Files of checkpoints and :func:`lockstep.fingerprint` have the strong one in full.
+digest, SHA-256, does. Files of checkpoints and :func:`lockstep.shares.fingerprint` have the strong one in full.
 """
 
 import hashlib

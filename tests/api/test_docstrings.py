@@ -44,7 +44,7 @@ def test_the_examples_of_a_public_name_run(name):
 
 MUST_HAVE_EXAMPLES = [
     lockstep.DataParallel,
-    lockstep.data_parallel,
+    lockstep.local.data_parallel,
     local.replicate,
     local.parallel_apply,
     local.scatter,

@@ -12,7 +12,7 @@ from torch.nn.parallel.distributed import _BufferCommHookLocation
 
 import lockstep
 from lockstep import inherited
-from lockstep.distributed.ddp_compat import INSTEAD
+from lockstep.distributed.replication.ddp_compat import INSTEAD
 
 THEIRS = nn.parallel.DistributedDataParallel
 

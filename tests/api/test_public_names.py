@@ -21,13 +21,10 @@ from torch.nn.parallel.scatter_gather import scatter as torch_scatter
 from torch.nn.parallel.scatter_gather import scatter_kwargs as torch_scatter_kwargs
 
 import lockstep
-from lockstep import local
+from lockstep import local, moved
 
 PUBLIC = {
     "lockstep": """
-        class Batches(loader, groups, padding)
-            .is_padding
-            .weight
         class DataParallel(module, device_ids=None, output_device=None, dim=0, *, split=None, gather_outputs=True)
             .forward(*inputs, **kwargs)
             .gather(outputs, output_device)
@@ -50,14 +47,6 @@ PUBLIC = {
             .require_backward_grad_sync
             .set_requires_gradient_sync(requires_gradient_sync)
             .train(mode=True)
-        class Event(phase, replica, start, end)
-        class GlobalBatches(dataset, batch_size, shares, seed=0, *, shuffle=True, last='drop', process_group=None, collate_fn=None, **loader_options)
-            .batch
-            .batches_left
-            .epoch
-            .load_state_dict(state)
-            .state_dict()
-        PeerFailure(PeerError, CommunicationError)
         class ResumableSampler(sampler, *, seed=0)
             .batches(loader)
             .go_through(loader)
@@ -65,7 +54,6 @@ PUBLIC = {
             .repeat_last(loader)
             .same_on_all_ranks
             .state_dict()
-        class Resumed(step, folder, world_size, values=<factory>)
         class Session(options, environment)
             .agree(flag)
             .batches(loader, *modules, padding=None)
@@ -81,47 +69,25 @@ PUBLIC = {
             .skip_on(*errors)
             .skipped
             .step
-        class Statistics(calls=<factory>, seconds=<factory>)
-        class SyncBatchNorm(*args, **kwargs)
-            .forward(input)
-        class TrainingStatistics(calls=<factory>, seconds=<factory>, rounds=0, bytes_reduced=0, exposed_seconds=0.0, hidden_seconds=0.0, unused=<factory>, plan_changes=<factory>, waited=<factory>, own_seconds=<factory>, own_seconds_before=<factory>)
-            .as_dict()
-            .as_json()
-            .late_rank
-            .slower_than_before
-            .slower_than_others
         accumulate(module, last=True, weight=None)
         agree(flag, group=None)
-        audit(model, every=100)
         batches(loader, *modules, group=None, padding=None)
         check_in_sync(module, process_group=None, *, every=None)
-        data_parallel(module, inputs, device_ids=None, output_device=None, dim=0, module_kwargs=None)
         module distributed
         module errors
-        fingerprint(model, optimizer=None)
-        load_training_state_dict(module, state_dict)
         module local
+        module loop
         mean(values, weight=1.0, group=None)
-        mean_over_ranks(tensors, process_group=None)
         per_rank(value)
         replicate(module, ignored_modules=None, *, shares=None, loss='sum', **options)
         resume(path, *, group=None, **state)
         save(path, *, keep=3, step=None, group=None, **state)
         class session(backend=None, device=None, timeout=600.0, seed=0, stall_factor=20.0, stall_minimum=60.0, time_limit=None, link_timeout=20.0)
-        shard(dataset, group=None)
+        module shares
         should_stop(group=None)
-        skip_batch(*modules, group=None)
-        skip_on(*errors, modules=(), group=None)
-        skipped(*modules, group=None)
-        statistics(module, *, all_ranks=False)
-        stop_when(request, group=None)
-        training_state_dict(module)
         watch(group=None, store=None, *, stall_factor=20.0, stall_minimum=60.0, link_timeout=20.0)
     """,  # noqa: E501
     "lockstep.distributed": """
-        class Batches(loader, groups, padding)
-            .is_padding
-            .weight
         class DistributedDataParallel(module, device_ids=None, output_device=None, dim=0, broadcast_buffers=None, init_sync=True, process_group=None, bucket_cap_mb=None, find_unused_parameters=False, check_reduction=False, gradient_as_bucket_view=False, static_graph=False, delay_all_reduce_named_params=None, param_to_hook_all_reduce=None, mixed_precision=None, device_mesh=None, skip_all_reduce_unused_params=False, bucket_cap_mb_list=None, batched_grad_copy=False, forward_sync_buffers=None, lazy_bucket_allocation=False, *, buffer_policy='rank0', params_and_buffers_to_ignore=())
             .forward(*inputs, **kwargs)
             .join(divide_by_initial_world_size=True, enable=True, throw_on_early_termination=False)
@@ -161,14 +127,26 @@ PUBLIC = {
             .register_comm_hook(state, hook)
             .set_requires_gradient_sync(requires_gradient_sync)
         class ShmOptions(*, host=None, between=None)
+        load_training_state_dict(module, state_dict)
+        replicate(module, ignored_modules=None, *, shares=None, loss='sum', **options)
+        training_state_dict(module)
+    """,  # noqa: E501
+    "lockstep.loop": """
+        class Batches(loader, groups, padding)
+            .is_padding
+            .weight
+        class TrainingStatistics(calls=<factory>, seconds=<factory>, rounds=0, bytes_reduced=0, exposed_seconds=0.0, hidden_seconds=0.0, unused=<factory>, plan_changes=<factory>, waited=<factory>, own_seconds=<factory>, own_seconds_before=<factory>)
+            .as_dict()
+            .as_json()
+            .late_rank
+            .slower_than_before
+            .slower_than_others
         accumulate(module, last=True, weight=None)
         agree(flag, group=None)
         batches(loader, *modules, group=None, padding=None)
         check_in_sync(module, process_group=None, *, every=None)
-        load_training_state_dict(module, state_dict)
         mean(values, weight=1.0, group=None)
         mean_over_ranks(tensors, process_group=None)
-        replicate(module, ignored_modules=None, *, shares=None, loss='sum', **options)
         shard(dataset, group=None)
         should_stop(group=None)
         skip_batch(*modules, group=None)
@@ -176,7 +154,16 @@ PUBLIC = {
         skipped(*modules, group=None)
         statistics(module, *, all_ranks=False)
         stop_when(request, group=None)
-        training_state_dict(module)
+    """,  # noqa: E501
+    "lockstep.shares": """
+        class GlobalBatches(dataset, batch_size, shares, seed=0, *, shuffle=True, last='drop', process_group=None, collate_fn=None, **loader_options)
+            .batch
+            .batches_left
+            .epoch
+            .load_state_dict(state)
+            .state_dict()
+        audit(model, every=100)
+        fingerprint(model, optimizer=None)
     """,  # noqa: E501
     "lockstep.local": """
         Broadcast.apply(devices, *tensors)
@@ -190,6 +177,7 @@ PUBLIC = {
             .statistics()
             .step(loss_fn, *batch)
             .timeline()
+        class Event(phase, replica, start, end)
         Gather.apply(target_device, dim, *tensors)
         ReduceAdd.apply(destination, *tensors)
         ReduceAddCoalesced.apply(destination, num_inputs, *tensors)
@@ -200,6 +188,7 @@ PUBLIC = {
             .refresh(*, leaves=False)
             .take_gradients(captured)
         Scatter.apply(devices, chunk_sizes, dim, tensor)
+        class Statistics(calls=<factory>, seconds=<factory>)
         class SyncBatchNorm(*args, **kwargs)
             .forward(input)
         broadcast(tensor, devices=None, *, out=None)
@@ -307,23 +296,42 @@ def test_the_public_names_and_signatures_are_those_of_the_table(module_name):
     assert surface(module_name) == inspect.cleandoc(PUBLIC[module_name])
 
 
-@pytest.mark.parametrize("module_name", ["lockstep", "lockstep.distributed", "lockstep.local"])
+PACKAGES = ["lockstep", "lockstep.distributed", "lockstep.local", "lockstep.loop", "lockstep.shares"]
+
+
+@pytest.mark.parametrize("module_name", PACKAGES)
 def test_help_shows_the_public_names(module_name):
     module = importlib.import_module(module_name)
-    names = [name for name, _ in exported(module_name)]
-    assert sorted(name for name in module.__all__ if not name.startswith("_")) == names
+    found = [each for each in exported(module_name) if module_name != "lockstep" or not inspect.ismodule(each[1])]
+    assert sorted(module.__all__) == [name for name, _ in found]
     text = pydoc.render_doc(module, renderer=pydoc.plaintext)
-    assert all(name in text for name in names)
-    for name, value in exported(module_name):
+    for name, value in found:
+        assert name in text
         if inspect.isfunction(value):
             assert f"\n    {name}(" in text
+
+
+def test_the_top_level_has_the_names_of_a_first_program_and_says_where_the_others_are():
+    assert len(lockstep.__all__) <= 16
+    with pytest.raises(AttributeError, match=r"in lockstep\.loop: from lockstep\.loop import skip_batch"):
+        _ = lockstep.skip_batch
+    with pytest.raises(AttributeError, match=r"in lockstep\.loop: from lockstep\.loop import batches"):
+        _ = lockstep.distributed.batches
+    with pytest.raises(AttributeError, match=r"^module 'lockstep' has no attribute 'skip_batches'$"):
+        _ = lockstep.skip_batches
+    for room, names in moved._ROOMS.items():
+        package = importlib.import_module(f"lockstep.{room}")
+        assert [name for name in names if not hasattr(package, name)] == []
+        assert [
+            name for name in names if name in lockstep.__all__ and getattr(package, name) is not getattr(lockstep, name)
+        ] == []
 
 
 COUNTERPARTS = [
     (torch.nn.DataParallel, lockstep.DataParallel),
     (torch.nn.parallel.DistributedDataParallel, lockstep.DistributedDataParallel),
     (torch_composable_replicate, lockstep.replicate),
-    (torch.nn.parallel.data_parallel, lockstep.data_parallel),
+    (torch.nn.parallel.data_parallel, lockstep.local.data_parallel),
     (torch_replicate, local.replicate),
     (torch_parallel_apply, local.parallel_apply),
     (torch_scatter, local.scatter),
@@ -367,7 +375,7 @@ def test_the_calls_of_local_are_those_of_their_modules():
     for name in ("broadcast", "broadcast_coalesced", "reduce_add", "reduce_add_coalesced"):
         assert getattr(local, name) is getattr(local.comm, name)
     assert lockstep.DataParallel is local.DataParallel
-    assert lockstep.data_parallel is local.data_parallel
+    assert lockstep.local.data_parallel is local.data_parallel
 
 
 def test_the_tree_in_the_docstring_of_errors_is_the_one_there_is():

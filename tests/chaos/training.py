@@ -146,7 +146,7 @@ def _session(plan: Plan, rank: int, folder: Path, trigger: Trigger) -> None:
         try:
             _steps(run, plan, trigger, folder, steps)
         except BaseException as error:
-            if rank == plan.victim and not isinstance(error, lockstep.PeerFailure):
+            if rank == plan.victim and not isinstance(error, lockstep.errors.PeerFailure):
                 trigger.note_death()  # of a loader's worker, this rank has just heard
             _note_raised(folder, rank)
             raise

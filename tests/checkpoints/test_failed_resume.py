@@ -98,12 +98,12 @@ def another_hook_on_one_rank(rank, folder):
         step(rank, model, optimizer, 0)
     if rank.rank == 1:
         both[0].register_comm_hook({}, hook)
-    before = [lockstep.training_state_dict(model) for model in both]
+    before = [lockstep.distributed.training_state_dict(model) for model in both]
     with pytest.raises(
         CheckpointError, match=r"resume\(\) failed on rank 1 .*: NotReplicableError: the training state"
     ):
         lockstep.resume(folder, group=rank.group, both=both, optimizer=optimizer)
-    assert [lockstep.training_state_dict(model) for model in both] == before
+    assert [lockstep.distributed.training_state_dict(model) for model in both] == before
     if rank.rank == 0:
         both[0].register_comm_hook({}, hook)
     for number in range(4):
@@ -188,7 +188,7 @@ def gets_ready_later(rank, folder):
     later.to_empty(device="cpu")
     with pytest.raises(CheckpointError):
         lockstep.resume(folder, group=rank.group, model=later, z=Failing(rank, ValueError("")))
-    return lockstep.training_state_dict(later)["round"]
+    return lockstep.distributed.training_state_dict(later)["round"]
 
 
 def test_a_module_that_gets_ready_later(tmp_path):

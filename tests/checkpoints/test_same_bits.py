@@ -125,7 +125,7 @@ def with_shares(rank, folder, until, loss="mean"):
     nn.init.eye_(model[0].weight)
     model = lockstep.replicate(model, shares=3, loss=loss, process_group=rank.group)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    data = lockstep.GlobalBatches(rows, 6, 3, process_group=rank.group)
+    data = lockstep.shares.GlobalBatches(rows, 6, 3, process_group=rank.group)
     state = {"model": model, "optimizer": optimizer, "data": data}
     found = lockstep.resume(folder, group=rank.group, **state)
     for step in range(1 + (found.step if found else 0), until + 1):
@@ -135,7 +135,7 @@ def with_shares(rank, folder, until, loss="mean"):
         optimizer.zero_grad()
         if step == until:
             lockstep.save(folder, step=step, group=rank.group, **state)
-    return lockstep.fingerprint(model, optimizer)
+    return lockstep.shares.fingerprint(model, optimizer)
 
 
 @pytest.mark.filterwarnings("ignore:.*saved by")
@@ -169,7 +169,7 @@ def uneven(rank, folder, stop, resumes):
             if step == stop:
                 lockstep.save(folder, step=step, **state)
                 return None
-    return lockstep.fingerprint(model, optimizer), sampler.state_dict(), torch.rand(1).item()
+    return lockstep.shares.fingerprint(model, optimizer), sampler.state_dict(), torch.rand(1).item()
 
 
 def stopped_when_a_rank_had_run_out(rank, folder):

@@ -42,7 +42,9 @@ def test_values_are_filled_in_place_or_come_with_the_result(tmp_path):
     best.clear()
     found = lockstep.resume(tmp_path, tensor=tensor, history=history, best=best)
     assert (tensor.tolist(), history, best) == ([0.0, 1.0, 2.0], [1, 2], {"loss": 0.5})
-    assert found == lockstep.Resumed(7, tmp_path / "save-000001-step-00000007", 1, {"epoch": 3, "nothing": None})
+    assert found == lockstep.checkpoints.Resumed(
+        7, tmp_path / "save-000001-step-00000007", 1, {"epoch": 3, "nothing": None}
+    )
 
 
 def test_nothing_is_there(tmp_path):

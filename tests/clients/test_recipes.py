@@ -50,7 +50,9 @@ def test_each_recipe_is_tested():
 def test_a_recipe_of_the_documentation(recipe, tmp_path):
     need(CLIENTS[recipe])
     output = output_of(PROGRAMS[recipe], tmp_path)
-    assert re.findall(r"^trained by ([\w.]+)$", output, re.M) == ["lockstep.distributed.ddp"]  # one rank prints
+    assert re.findall(r"^trained by ([\w.]+)$", output, re.M) == [
+        "lockstep.distributed.replication.ddp"
+    ]  # one rank prints
 
 
 # -------------------------------------------------------------------------- programs that know nothing of the library
@@ -99,7 +101,7 @@ rounds = ""
 if type(wrapper).__module__.startswith("lockstep"):
     import lockstep
     lockstep.check_in_sync(wrapper)
-    rounds = lockstep.statistics(wrapper).rounds
+    rounds = lockstep.loop.statistics(wrapper).rounds
 if dist.get_rank() == 0:
     print("wrapped by", type(wrapper).__module__, dist.get_backend(), rounds)
 """
@@ -113,4 +115,4 @@ if dist.get_rank() == 0:
 def test_a_program_is_patched_from_outside(client, program, rounds, tmp_path):
     need(client)
     output = output_of(program + TOLD, tmp_path, "--patch", "--backend", "shm")
-    assert f"wrapped by lockstep.distributed.ddp shm {rounds}\n" in output
+    assert f"wrapped by lockstep.distributed.replication.ddp shm {rounds}\n" in output

@@ -20,7 +20,7 @@ def trains(rank, backend, port, comes_to_grief):
     with lockstep.session(backend=backend, timeout=60.0) as run:
         model = lockstep.replicate(nn.Linear(2, 1), shares=4)
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        data = lockstep.GlobalBatches([torch.ones(2)] * 32, batch_size=8, shares=4, seed=0)
+        data = lockstep.shares.GlobalBatches([torch.ones(2)] * 32, batch_size=8, shares=4, seed=0)
         for step, batch in enumerate(run.batches(data)):
             optimizer.zero_grad()
             for number, x in enumerate(batch):
@@ -46,6 +46,6 @@ def test_a_rank_that_fails_in_one_of_its_shares_is_named(backend, comes_to_grief
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     first, failed = run_processes(2, trains, backend, store.port, comes_to_grief, errors=True)
     assert type(failed.error) is (ValueError if comes_to_grief is fail else RankEndedError)
-    assert type(first.error) is lockstep.PeerFailure
+    assert type(first.error) is lockstep.errors.PeerFailure
     assert (first.error.rank, first.error.step) == (1, 3)
     assert reason in str(first.error)

@@ -29,7 +29,7 @@ def waits_by_itself(rank, folder, backend, own_group):
             if rank.rank == 1:
                 raise ValueError("of rank 1")
             dist.all_reduce(torch.ones(3), group=group)
-    except (ValueError, lockstep.PeerFailure) as error:
+    except (ValueError, lockstep.errors.PeerFailure) as error:
         raised = error
     if rank.rank == 1:
         for other in (0, 2):
@@ -51,7 +51,7 @@ def test_a_collective_of_the_program_ends_when_a_peer_fails_and_other_groups_go_
     )
     assert failed == (ValueError, "")
     for rank, (kind, message, named, values) in ((0, first), (2, last)):
-        assert kind is lockstep.PeerFailure
+        assert kind is lockstep.errors.PeerFailure
         assert message.startswith(f"rank {rank} stops, because rank 1 failed")
         assert "ValueError: of rank 1" in message
         assert named == 1

@@ -521,7 +521,7 @@ class Use:
         self._reduce(held, active, len(active) if weights is None else sum(counted))
         self._give_back(held)
         counted[:] = [0.0] * self.world
-        lockstep.skipped(*self.called)  # on accelerators, waits for the buffers
+        lockstep.loop.skipped(*self.called)  # on accelerators, waits for the buffers
         self.check()
         self.step()
         if zero is not None:
@@ -679,8 +679,8 @@ class Use:
 
     def restore(self, module: int) -> None:
         """Save the state of training, and load it."""
-        state = copy.deepcopy(lockstep.training_state_dict(self.called[module]))
-        lockstep.load_training_state_dict(self.called[module], state)
+        state = copy.deepcopy(lockstep.distributed.training_state_dict(self.called[module]))
+        lockstep.distributed.load_training_state_dict(self.called[module], state)
 
     def local_grad(self, ranks: list[int], calls: list[F], fail: bool = False) -> None:
         """``torch.autograd.grad`` on some ranks only: it accumulates into no parameter, so it is no round."""

@@ -226,11 +226,11 @@ def run(rank: Rank, program: Program, left_out: tuple[int, ...] = ()) -> list[st
     options = {"shares": program.shares, "loss": program.loss, "process_group": rank.group}
     net = lockstep.replicate(Network(), **options)
     nets = [net, *([lockstep.replicate(layer(7), **options)] if program.has_other else [])]
-    lockstep.audit(net, 1 if program.audits else None)
+    lockstep.shares.audit(net, 1 if program.audits else None)
     lockstep.check_in_sync(net, every=program.seed % 3)  # equal values are never to be called different
     x = torch.arange(ROWS * WIDTH, dtype=torch.float64).mul(0.37).sin().view(ROWS, WIDTH)
     batches = forever(
-        lockstep.GlobalBatches(
+        lockstep.shares.GlobalBatches(
             TensorDataset(x), BATCH, program.shares, program.seed, last="smaller", process_group=rank.group
         )
     )

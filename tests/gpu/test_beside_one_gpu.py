@@ -105,7 +105,7 @@ def test_the_function(network, places):
     functional.mse_loss(one(x), y).backward()
     for _ in range(2):
         many.zero_grad()
-        functional.mse_loss(lockstep.data_parallel(many, x, places), y).backward()
+        functional.mse_loss(lockstep.local.data_parallel(many, x, places), y).backward()
     assert_same(one, many)
 
 

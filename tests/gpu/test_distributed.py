@@ -90,13 +90,13 @@ def alone(rank, device):
         assert {p.device for p in model.parameters()} == {b.device for b in model.buffers()} == {device}
         torch.testing.assert_close([*model.buffers()], [*local.buffers()])
         lockstep.check_in_sync(model)
-        assert lockstep.statistics(model).calls["collective"] > 5
+        assert lockstep.loop.statistics(model).calls["collective"] > 5
         model.register_comm_hook(group, fp16_compress_hook)
         model.zero_grad()
         model(inputs(9, 0, device)).square().mean().backward()
         assert all(grad is None or grad.isfinite().all() for grad in gradients(model))
         del model
-    (mean,) = lockstep.mean_over_ranks([torch.full((3,), 2.0, device=device)], group)
+    (mean,) = lockstep.loop.mean_over_ranks([torch.full((3,), 2.0, device=device)], group)
     assert mean.tolist() == [2.0] * 3
 
 

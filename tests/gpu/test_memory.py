@@ -122,7 +122,7 @@ def test_a_network_that_is_gone_leaves_nothing(gpu):
         network = wide(gpu)
         parallel = lockstep.DataParallel(network, [gpu, gpu])
         parallel.step(mean_square, torch.randn(4, 8, device=gpu))
-        lockstep.data_parallel(network, torch.randn(4, 8, device=gpu), [gpu, gpu]).sum().backward()
+        lockstep.local.data_parallel(network, torch.randn(4, 8, device=gpu), [gpu, gpu]).sum().backward()
 
     use()  # libraries allocate workspaces of their own at their first call
     before = allocated(gpu)

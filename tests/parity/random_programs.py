@@ -21,8 +21,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from lockstep import DataParallel, SyncBatchNorm
-from lockstep.local import replicate
+from lockstep import DataParallel
+from lockstep.local import SyncBatchNorm, replicate
 
 WIDTH, LAYERS = 4, 4
 

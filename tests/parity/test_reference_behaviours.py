@@ -14,8 +14,8 @@ import torch
 from torch import nn
 from torch.autograd import gradcheck, gradgradcheck
 
-from lockstep import DataParallel, data_parallel
-from lockstep.local import gather, parallel_apply, replicate, scatter
+from lockstep import DataParallel
+from lockstep.local import data_parallel, gather, parallel_apply, replicate, scatter
 
 D0, D1 = torch.device("sim:0"), torch.device("sim:1")
 BOTH_ORDERS = pytest.mark.parametrize("ids", [(0, 1), (1, 0)])

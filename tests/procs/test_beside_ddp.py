@@ -534,10 +534,10 @@ def overlap_with_the_rest_of_backward(rank, implementation):
     lockstep.replicate(module, bucket_cap_mb=0.125)
     module(torch.ones(1, 128)).sum().backward()
     before: list[int] = []
-    module[0].weight.register_hook(lambda grad: before.append(lockstep.statistics(module).calls["collective"]))
-    start = lockstep.statistics(module).calls["collective"]
+    module[0].weight.register_hook(lambda grad: before.append(lockstep.loop.statistics(module).calls["collective"]))
+    start = lockstep.loop.statistics(module).calls["collective"]
     module(torch.ones(1, 128)).sum().backward()
-    return lockstep.statistics(module).calls["collective"] - start, before[0] - start
+    return lockstep.loop.statistics(module).calls["collective"] - start, before[0] - start
 
 
 def test_overlap_with_the_rest_of_backward(of):
@@ -641,7 +641,7 @@ def gradients_by_autograd_grad(rank, implementation):
     (grad,) = torch.autograd.grad((wrapper(x_of(rank)) * weight).sum(), weight, create_graph=True)
     first = grad.item()
     if implementation == "lockstep":
-        grad = lockstep.mean_over_ranks(grad)
+        grad = lockstep.loop.mean_over_ranks(grad)
     grad.square().sum().backward()
     return first, grad.item(), weight.grad.item()
 

@@ -286,8 +286,8 @@ def surroundings(rank):
     compiled.register_comm_hook(None, twofold)
     with lockstep.accumulate(compiled, weight=2.0):
         compiled(inputs(rank, 0)).square().sum().backward()
-    assert lockstep.training_state_dict(compiled)["round"] == 1
-    assert lockstep.statistics(compiled).calls["collective"] > 0
+    assert lockstep.distributed.training_state_dict(compiled)["round"] == 1
+    assert lockstep.loop.statistics(compiled).calls["collective"] > 0
     assert lockstep.replicate.state(compiled).ready
     return compiled.last.layer.weight.grad.sum().item()
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 import lockstep
-from lockstep.distributed.collectives import control_plane
+from lockstep.distributed.comm.collectives import control_plane
 from lockstep.errors import PeerError
 from processes import run_processes
 
@@ -18,9 +18,11 @@ pytestmark = pytest.mark.usefixtures("sim")
 def only_for_accelerators(rank):
     """Steps, of which rank 1 fails one; the names of the groups' backends, and of the devices of what was summed."""
     group = dist.new_group()
-    plain_device = lockstep.distributed.collectives.control_device
+    plain_device = lockstep.distributed.comm.collectives.control_device
     # Simulated accelerators sum on the CPU, so that no group of theirs is for accelerators alone: this one looks as if.
-    lockstep.distributed.collectives.control_device = lambda each: rank.device if each is group else plain_device(each)
+    lockstep.distributed.comm.collectives.control_device = lambda each: (
+        rank.device if each is group else plain_device(each)
+    )
     seen = set()
     model = lockstep.replicate(
         rank.make(lambda: nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))), process_group=group
@@ -54,7 +56,7 @@ def only_for_accelerators(rank):
 
 
 def model_collectives(model):
-    return lockstep.distributed.replication.find_replication(model).reducer.collectives
+    return lockstep.distributed.replication.replication.find_replication(model).reducer.collectives
 
 
 def fail(_):

@@ -130,7 +130,7 @@ def test_inputs_of_any_kind_and_hooks(implementation):
         assert named == [18.0]
 
 
-class OneByOne(torch.distributed.ProcessGroup):
+class RunAll(torch.distributed.ProcessGroup):
     """A process group of one rank in Python, with no more than broadcast, all-gather and all-reduce."""
 
     def __init__(self):
@@ -164,7 +164,7 @@ class OneByOne(torch.distributed.ProcessGroup):
 def use_a_group_in_python(rank, implementation):
     results = []
     for options in ({}, {"init_sync": False}):
-        group = OneByOne()
+        group = RunAll()
         ddp = ddp_class(implementation)(one_weight(), process_group=group, **options)
         calls = len(group.calls)
         for _ in range(2):

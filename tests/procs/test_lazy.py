@@ -118,9 +118,9 @@ def before_group(rank, store):
     for call in (
         lambda: model(rank_input(rank)),
         lambda: lockstep.check_in_sync(model),
-        lambda: lockstep.training_state_dict(model),
+        lambda: lockstep.distributed.training_state_dict(model),
         lambda: lockstep.DistributedDataParallel(Network()),
-        lambda: lockstep.mean_over_ranks(torch.ones(1)),
+        lambda: lockstep.loop.mean_over_ranks(torch.ones(1)),
     ):
         with pytest.raises(CommunicationError, match=r"init_process_group"):
             call()

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 import lockstep
-from lockstep.distributed.collectives import Collectives
+from lockstep.distributed.comm.collectives import Collectives
 from lockstep.distributed.reduction.late import _check_all as check_all
 from lockstep.errors import (
     AgreementError,

@@ -254,8 +254,8 @@ def another_round(rank, ahead):
     model = lockstep.replicate(rank.make(Net))
     mean_gradients(rank, model, 0)
     if rank.rank == 1:
-        state = lockstep.training_state_dict(model)
-        lockstep.load_training_state_dict(model, {**state, "round": state["round"] + ahead})
+        state = lockstep.distributed.training_state_dict(model)
+        lockstep.distributed.load_training_state_dict(model, {**state, "round": state["round"] + ahead})
     return error_of(lambda: model(inputs(rank)).backward())
 
 

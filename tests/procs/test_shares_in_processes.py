@@ -33,14 +33,14 @@ def noisy(rank):
     model = lockstep.replicate(Noise(), shares=4)
     optimizer = make_optimizer("SGD", model)
     before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
-    for batch in lockstep.GlobalBatches(data_of("digits"), 20, 4):
+    for batch in lockstep.shares.GlobalBatches(data_of("digits"), 20, 4):
         optimizer.zero_grad()
         for x, y in batch:
             nn.functional.cross_entropy(model(x), y, reduction="sum").backward()
         optimizer.step()
     after = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
     kept = torch.equal(before[0], after[0]) and before[1:] == after[1:]
-    return lockstep.fingerprint(model, optimizer), kept
+    return lockstep.shares.fingerprint(model, optimizer), kept
 
 
 def test_random_numbers_of_each_kind_belong_to_the_share():

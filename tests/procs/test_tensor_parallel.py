@@ -197,9 +197,9 @@ def train_with_shares(rank, replicas: int) -> str:
     local = rank.make(Network).double()
     model = lockstep.replicate(sharded(mesh, seed=0), device_mesh=mesh["dp"], shares=4)
     local.load_state_dict({name: whole(value) for name, value in model.state_dict().items()})
-    lockstep.audit(model, every=2)
+    lockstep.shares.audit(model, every=2)
     rows = torch.randn(24, 2, 8, dtype=torch.double, generator=torch.Generator().manual_seed(0))
-    data = lockstep.GlobalBatches(TensorDataset(rows), 8, 4, shuffle=False, process_group=mesh["dp"].get_group())
+    data = lockstep.shares.GlobalBatches(TensorDataset(rows), 8, 4, shuffle=False, process_group=mesh["dp"].get_group())
     update = torch.optim.AdamW(model.parameters(), 0.01)
     for batch in data:
         update.zero_grad()
@@ -216,7 +216,7 @@ def train_with_shares(rank, replicas: int) -> str:
             nn.utils.clip_grad_norm_(block.parameters(), 0.1)
         update.step()
     lockstep.check_in_sync(model)
-    return lockstep.fingerprint(model, update)
+    return lockstep.shares.fingerprint(model, update)
 
 
 def test_with_shares_the_number_of_replicas_changes_no_bit():

@@ -152,7 +152,7 @@ def lower_precision(rank):
 
 def mean_with_a_graph(rank):
     value = torch.full((3,), rank.rank + 1.0, requires_grad=True)
-    (mean,) = lockstep.mean_over_ranks([value * value], rank.group)
+    (mean,) = lockstep.loop.mean_over_ranks([value * value], rank.group)
     mean.sum().backward()
     return mean.tolist() == [2.5] * 3 and value.grad.tolist() == [2 * (rank.rank + 1.0)] * 3
 
@@ -195,10 +195,10 @@ def goes_back(rank):
     """A checkpoint is loaded when buffers have come with a round."""
     model = replicated(rank, make=Normed, buffer_policy="mean")
     assert all(step(rank, model, seed) for seed in range(3))
-    saved = copy.deepcopy(model.state_dict()), lockstep.training_state_dict(model)
+    saved = copy.deepcopy(model.state_dict()), lockstep.distributed.training_state_dict(model)
     assert all(step(rank, model.train(), seed) for seed in range(3))
     model.load_state_dict(saved[0])
-    lockstep.load_training_state_dict(model, saved[1])
+    lockstep.distributed.load_training_state_dict(model, saved[1])
     model.eval()(inputs(rank))
     same = [torch.equal(value, saved[0][name]) for name, value in model.state_dict().items()]
     return all(same), step(rank, model.train())
@@ -438,7 +438,7 @@ def goes_on_after_a_batch_left_out(rank):
     model = replicated(rank, make=Normed, buffer_policy="mean")
     assert all(step(rank, model, seed) for seed in range(3))
     if rank.rank == 0:
-        lockstep.skip_batch(model)
+        lockstep.loop.skip_batch(model)
     else:
         model(inputs(rank)).backward()
     gone = all(parameter.grad is None for parameter in model.parameters())
@@ -453,7 +453,7 @@ def test_a_batch_left_out_leaves_no_gradient_on_any_rank(control):
 def asked_to_stop(rank):
     """Whether to stop, after each of some steps; in the last two rank 0 has a reason."""
     model, reasons, seen = replicated(rank, make=Whole), [], []
-    decisions = lockstep.stop_when(lambda: rank.rank == 0 and bool(reasons), rank.group)
+    decisions = lockstep.loop.stop_when(lambda: rank.rank == 0 and bool(reasons), rank.group)
     for seed in range(5):
         reasons += [seed] * (seed == 3)
         model(inputs(rank, seed)).backward()

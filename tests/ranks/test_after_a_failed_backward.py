@@ -265,7 +265,7 @@ def shares(rank):
     model = lockstep.replicate(one_weight(), shares=4, process_group=rank.group)
     optimizer = torch.optim.SGD(model.parameters(), 1.0)
     found = []
-    for batch in lockstep.GlobalBatches([torch.ones(1)] * 24, 8, 4, process_group=rank.group):
+    for batch in lockstep.shares.GlobalBatches([torch.ones(1)] * 24, 8, 4, process_group=rank.group):
 
         def all_shares(batch=batch):
             for number, x in enumerate(batch):

@@ -8,8 +8,8 @@ from torch import nn
 
 import lockstep
 from bit_differences import BIT_DIFFERENCES, Values
-from lockstep.distributed.agreement import all_gather_object, objects_of
-from lockstep.distributed.collectives import Collectives
+from lockstep.distributed.comm.agreement import all_gather_object, objects_of
+from lockstep.distributed.comm.collectives import Collectives
 from lockstep.errors import AgreementError, CommunicationError, NotReplicableError, OptionError, OutOfSyncError
 from lockstep.phases import Phases
 from threaded import count_collectives, run_ranks
@@ -398,7 +398,7 @@ VALUES = {
 @pytest.mark.parametrize("case", VALUES)
 def test_values_of_any_length_are_gathered(case, monkeypatch):
     value, follows = VALUES[case]
-    monkeypatch.setattr("lockstep.distributed.agreement._BYTES_AT_ONCE", 3000)
+    monkeypatch.setattr("lockstep.distributed.comm.agreement._BYTES_AT_ONCE", 3000)
 
     def call(rank):
         collectives = Collectives(rank.group, Phases())

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import lockstep
-from lockstep.distributed.buffers import PACKED_BYTES
+from lockstep.distributed.reduction.buffers import PACKED_BYTES
 from lockstep.errors import AgreementError
 from processes import run_processes
 from small_modules import one_weight, x_of
@@ -231,11 +231,11 @@ def test_small_buffers_and_unused_parameters_take_no_collective(policy):
         for number in range(5):
             model.zero_grad()
             branch = model["a" if (rank.rank + number) % 2 else "b"]
-            before = lockstep.statistics(model).calls["collective"]
+            before = lockstep.loop.statistics(model).calls["collective"]
             with count_collectives(rank) as seen:
                 model["n"](branch(torch.randn(3, 2, generator=rank.generator(number)))).square().sum().backward()
             sent.append([each.name for each in seen])
-            assert lockstep.statistics(model).calls["collective"] == before + len(seen)
+            assert lockstep.loop.statistics(model).calls["collective"] == before + len(seen)
         return sent
 
     once = ["all_reduce"]

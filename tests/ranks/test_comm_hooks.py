@@ -481,7 +481,7 @@ def test_hooks_run_once_for_each_bucket_and_the_report_goes_alone():
         train(rank, model, 2)
         with count_collectives(rank) as sent:
             train(rank, model, 1)
-        return [each.name for each in sent], lockstep.statistics(model).calls["hook"]
+        return [each.name for each in sent], lockstep.loop.statistics(model).calls["hook"]
 
     assert run_ranks(2, call) == [(["all_reduce"] * 5, 12)] * 2
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import lockstep
-from lockstep.distributed.reduction import flat_bucket
+from lockstep.distributed.reduction import buckets as flat_bucket
 from threaded import run_ranks
 
 WIDTH = 192  # one weight's gradient is a part

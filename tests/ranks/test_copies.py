@@ -87,7 +87,7 @@ def check_plain(rank, original, copied, kind):
     assert copied.calls == calls + 1
     assert not hasattr(copied, "no_sync")
     with pytest.raises(lockstep.errors.NotReplicableError):
-        lockstep.statistics(copied)
+        lockstep.loop.statistics(copied)
 
 
 def check_live(rank, module):

@@ -129,7 +129,7 @@ def test_a_warning_names_what_stays_differentiable_once():
         warnings.simplefilter("always")
         run_ranks(1, call)
     (told,) = [str(each.message) for each in caught if "replicated module" in str(each.message)]
-    assert "lockstep.mean_over_ranks(), which stays differentiable" in told
+    assert "lockstep.loop.mean_over_ranks(), which stays differentiable" in told
 
 
 def test_nothing_is_differentiated_through_reduced_gradients():

@@ -124,7 +124,7 @@ def equal(rank, policy):
             optimizer.zero_grad()
             with model.no_sync():
                 model(x).sum().backward()
-            with lockstep.skip_on(ZeroDivisionError, modules=[model]):
+            with lockstep.loop.skip_on(ZeroDivisionError, modules=[model]):
                 1 / (number != 4 + rank.rank)
                 model(x).sum().backward()
             optimizer.step()

@@ -31,7 +31,7 @@ def batches_of(rank, shares=4, rows=32):
     with torch.device("cpu"):
         x = torch.arange(rows * 4.0).mul(0.37).sin().view(rows, 4)
     return forever(
-        lockstep.GlobalBatches(
+        lockstep.shares.GlobalBatches(
             TensorDataset(x), 12, shares, seed=1, shuffle=False, last="smaller", process_group=rank.group
         )
     )
@@ -142,7 +142,7 @@ def test_a_forward_that_writes_its_parameters_on_ranks_with_shares_only():
     def work(rank):
         model = made(rank, lambda: Clamping(4, 1), shares=3)
         lockstep.check_in_sync(model, every=1)
-        data = lockstep.GlobalBatches(
+        data = lockstep.shares.GlobalBatches(
             TensorDataset(torch.ones(8, 4)), 6, 3, last="smaller", shuffle=False, process_group=rank.group
         )
         found = []
@@ -194,11 +194,11 @@ def equal(rank):
         optimizer.step()
         if number == 2:
             kept = {name: value.clone() for name, value in model.state_dict().items()}
-            state = lockstep.training_state_dict(model)
+            state = lockstep.distributed.training_state_dict(model)
         if number == 7:
             model.load_state_dict(kept)
-            lockstep.load_training_state_dict(model, state)
-            assert lockstep.training_state_dict(model)["steps"] == 3
+            lockstep.distributed.load_training_state_dict(model, state)
+            assert lockstep.distributed.training_state_dict(model)["steps"] == 3
         if number == 8:
             model.append(rank.make(lambda: nn.Linear(1, 1)))
             optimizer.add_param_group({"params": list(model[-1].parameters())})
@@ -206,7 +206,7 @@ def equal(rank):
             model[0].requires_grad_(False)
         if number == 10:
             model[1].running_mean.fill_(2.0)
-    return lockstep.training_state_dict(model)["steps"]
+    return lockstep.distributed.training_state_dict(model)["steps"]
 
 
 @pytest.mark.parametrize("hosts", ["", "aaa", "aab"])
@@ -224,7 +224,7 @@ def test_steps_with_fewer_shares_than_ranks():
             run_step(model, batch)
             with torch.no_grad():
                 model.weight -= 0.1 * model.weight.grad
-        return lockstep.training_state_dict(model)["steps"]
+        return lockstep.distributed.training_state_dict(model)["steps"]
 
     assert run_ranks(3, work) == [6] * 3
 
@@ -232,7 +232,7 @@ def test_steps_with_fewer_shares_than_ranks():
 def test_audits_go_on_beside_it():
     def work(rank):
         model = made(rank)
-        lockstep.audit(model, every=1)
+        lockstep.shares.audit(model, every=1)
         lockstep.check_in_sync(model, every=1)
         for batch in itertools.islice(batches_of(rank), 3):
             run_step(model, batch)
@@ -279,7 +279,7 @@ def toggled(rank):
             run_step(model, next(batches))
         except OutOfSyncError:
             found.append(number)
-    return found, lockstep.training_state_dict(model)["steps"]
+    return found, lockstep.distributed.training_state_dict(model)["steps"]
 
 
 def test_it_is_switched_on_and_off():
@@ -337,7 +337,7 @@ def test_gradients_and_buffers_are_what_they_were_before():
         model = made(rank, digits)
         lockstep.check_in_sync(model, every=1)
         data = TensorDataset(torch.randn(16, 1, 8, 8, generator=torch.Generator().manual_seed(0)))
-        batches = forever(lockstep.GlobalBatches(data, 16, 4, process_group=rank.group))
+        batches = forever(lockstep.shares.GlobalBatches(data, 16, 4, process_group=rank.group))
         run_step(model, next(batches))
         before = [each.clone() for each in (*(p.grad for p in model.parameters()), *model.buffers())]
         with torch.no_grad():
@@ -370,9 +370,9 @@ def test_a_training_state_that_only_one_rank_has_loaded_is_told():
     """Its steps are counted otherwise from then on, and ranks might never look in the same one."""
 
     def load(rank, model, _, number):
-        state = {**lockstep.training_state_dict(model), "steps": 4}
+        state = {**lockstep.distributed.training_state_dict(model), "steps": 4}
         if number == 5 or (rank.rank, number) == (1, 3):
-            lockstep.load_training_state_dict(model, state)
+            lockstep.distributed.load_training_state_dict(model, state)
 
     for errors in run_ranks(2, train, 3, load):
         assert [error is None for error in errors] == [True, True, False, False, True, True]
@@ -399,7 +399,7 @@ def test_what_makes_no_sense():
     run_ranks(1, work)
 
 
-@pytest.mark.parametrize("use", [lockstep.skip_batch, lambda model: next(iter(lockstep.batches([1], model)))])
+@pytest.mark.parametrize("use", [lockstep.loop.skip_batch, lambda model: next(iter(lockstep.batches([1], model)))])
 def test_what_goes_by_rounds_is_refused_in_a_sentence(use):
     def work(rank):
         with pytest.raises(

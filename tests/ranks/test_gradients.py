@@ -427,7 +427,7 @@ def penalty(rank):
             each.zero_grad()
         parameters = list(module.parameters())
         loss = module(rows(step, rank.rank)).square().mean()
-        grads = lockstep.mean_over_ranks(torch.autograd.grad(loss, parameters, create_graph=True), rank.group)
+        grads = lockstep.loop.mean_over_ranks(torch.autograd.grad(loss, parameters, create_graph=True), rank.group)
         sum(grad.square().sum() for grad in grads).backward()
         whole = reference(torch.cat([rows(step, r) for r in range(rank.world)])).square().mean()
         wanted = torch.autograd.grad(whole, list(reference.parameters()), create_graph=True)
@@ -446,7 +446,7 @@ def local_only(rank):
     module = lockstep.replicate(one_weight(), process_group=rank.group)
     (weight,) = module.parameters()
     (grad,) = torch.autograd.grad(module(x_of(rank)).sum(), weight)
-    first = grad.item(), weight.grad, lockstep.mean_over_ranks(grad, rank.group).item()
+    first = grad.item(), weight.grad, lockstep.loop.mean_over_ranks(grad, rank.group).item()
     module(x_of(rank)).sum().backward()
     return *first, weight.grad.item()
 
@@ -537,13 +537,13 @@ def observe(rank):
     module = lockstep.replicate(rank.make(network), process_group=rank.group, bucket_cap_mb=1e-4)
     for step in range(2):
         module(rows(step, rank.rank, dtype=torch.float32)).sum().backward()
-    before = lockstep.statistics(module)
+    before = lockstep.loop.statistics(module)
     with module.no_sync():
         module(rows(0, rank.rank, dtype=torch.float32)).sum().backward()
-    quiet = lockstep.statistics(module).calls["collective"] - before.calls["collective"]
+    quiet = lockstep.loop.statistics(module).calls["collective"] - before.calls["collective"]
     with profile(acc_events=True) as profiled:  # this thread's alone
         module(rows(0, rank.rank, dtype=torch.float32)).sum().backward()
-    after = lockstep.statistics(module)
+    after = lockstep.loop.statistics(module)
     labels = [event.name for event in profiled.events() if event.name.startswith("lockstep::")]
     return quiet, after.calls["collective"] - before.calls["collective"], set(after.seconds) == set(after.calls), labels
 
@@ -564,9 +564,9 @@ def collectives_of_a_step(rank):
         rank.make(lambda: torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(8)))), process_group=rank.group
     )
     for _ in range(3):
-        before = lockstep.statistics(model).calls.get("collective", 0)
+        before = lockstep.loop.statistics(model).calls.get("collective", 0)
         model(torch.ones(1, 256)).sum().backward()
-    return lockstep.statistics(model).calls["collective"] - before
+    return lockstep.loop.statistics(model).calls["collective"] - before
 
 
 @pytest.mark.parametrize(("hosts", "expected"), [("", 2), ("ab", 2), ("aa", 1)])

@@ -274,7 +274,7 @@ def test_optimizers_in_backward_that_would_step_on_the_gradients_of_a_share_are_
     def call(rank):
         model = lockstep.replicate(nn.Linear(1, 1), process_group=rank.group, shares=2)
         rows = torch.utils.data.TensorDataset(torch.ones(4, 1))
-        data = lockstep.GlobalBatches(rows, 2, 2, process_group=rank.group)
+        data = lockstep.shares.GlobalBatches(rows, 2, 2, process_group=rank.group)
         apply_optimizers(model)
         with pytest.raises(NotReplicableError, match=REFUSED.format("weight")):
             list(next(iter(data)))

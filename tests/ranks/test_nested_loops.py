@@ -50,7 +50,7 @@ class Program:
             self.before = (self.turn, active[0])
         else:
             assert grad is None, where
-        lockstep.skipped(self.model)  # on accelerators, waits for the buffers
+        lockstep.loop.skipped(self.model)  # on accelerators, waits for the buffers
         assert tuple(map(int, self.model.written.tolist())) == self.before, where
         if loops:
             assert loops[-1].is_padding == (rank.rank not in active), where
@@ -201,10 +201,10 @@ def micro_batches(rank, skipped):
             for place, _ in enumerate(lockstep.batches([0] * inner[rank.rank], model)):
                 model(torch.full((1, 1), 2.0**rank.rank)).sum().backward()
                 if skipped == (number, place) and rank.rank == 0:
-                    lockstep.skip_batch(model)
+                    lockstep.loop.skip_batch(model)
         model(torch.full((1, 1), 2.0**rank.rank)).sum().backward()
         grad = model.weight.grad
-        found.append((None if grad is None else grad.item(), lockstep.skipped(model)))
+        found.append((None if grad is None else grad.item(), lockstep.loop.skipped(model)))
     return found
 
 
@@ -222,17 +222,17 @@ def leaves_out(rank):
     """Batches of the outer and of the inner loop are left out; each loop knows of its own."""
     model, found = lockstep.replicate(one_weight(), process_group=rank.group), []
     for number, _ in enumerate(lockstep.batches([0] * (1 + rank.rank), model)):
-        with lockstep.skip_on(ArithmeticError, modules=[model]):
+        with lockstep.loop.skip_on(ArithmeticError, modules=[model]):
             if number == 0 and rank.rank == 1:
                 raise ArithmeticError
             model(torch.ones(1, 1)).sum().backward()
         for place, _ in enumerate(lockstep.batches([0] * 2, model)):
-            with lockstep.skip_on(ArithmeticError, modules=[model]):
+            with lockstep.loop.skip_on(ArithmeticError, modules=[model]):
                 if number == place == 1 and rank.rank == 1:
                     raise ArithmeticError
                 model(torch.ones(1, 1)).sum().backward()
-            found.append(lockstep.skipped(model))
-        found.append(lockstep.skipped(model))
+            found.append(lockstep.loop.skipped(model))
+        found.append(lockstep.loop.skipped(model))
     return found
 
 
@@ -246,15 +246,15 @@ def asks_outside(rank):
     for number, _ in enumerate(lockstep.batches([0] * 6, model)):
         for place, _ in enumerate(lockstep.batches([0] * 2, model)):
             if number == 4 and place == rank.rank == 1:
-                lockstep.skip_batch(model)
+                lockstep.loop.skip_batch(model)
             else:
                 model(torch.ones(1, 1)).sum().backward()
         if number >= 4:
-            found.append(lockstep.skipped(model))
+            found.append(lockstep.loop.skipped(model))
         model.zero_grad()
         model(torch.full((1, 1), 2.0**rank.rank)).sum().backward()
         if number >= 4:
-            found.append((lockstep.skipped(model), model.weight.grad.item()))
+            found.append((lockstep.loop.skipped(model), model.weight.grad.item()))
     return found
 
 

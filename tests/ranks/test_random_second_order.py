@@ -63,7 +63,7 @@ class Program:
             penalty = sum(losses) / len(ranks)
             for order in range(2, self.orders + 1):
                 grads = self._gradients(penalty, weights)
-                grads = grads if group is None else lockstep.mean_over_ranks(grads, group)
+                grads = grads if group is None else lockstep.loop.mean_over_ranks(grads, group)
                 squares = [grad.square().sum() for grad, counts in zip(grads, self.penalised, strict=True) if counts]
                 penalty = sum(squares, torch.zeros((), dtype=torch.float64)) / 10**order
             if self.adds_loss:

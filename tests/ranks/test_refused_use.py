@@ -99,7 +99,7 @@ def test_without_a_group_the_wrapper_refuses_and_a_replicated_module_refuses_whe
     with pytest.raises(CommunicationError, match=message), lockstep.accumulate(model, weight=1):
         pass
     with pytest.raises(CommunicationError, match=message):
-        lockstep.training_state_dict(model)
+        lockstep.distributed.training_state_dict(model)
     assert lockstep.replicate.state(model).ready is False
     assert lockstep.replicate.state(model).process_group is None
     with model.no_sync():
@@ -108,7 +108,7 @@ def test_without_a_group_the_wrapper_refuses_and_a_replicated_module_refuses_whe
 
 
 def test_means_and_checks_need_a_group():
-    for call in (lockstep.mean_over_ranks, lockstep.check_in_sync):
+    for call in (lockstep.loop.mean_over_ranks, lockstep.check_in_sync):
         with pytest.raises(CommunicationError, match="there is no process group yet"):
             call(nn.Linear(1, 1) if call is lockstep.check_in_sync else torch.ones(1))
 
@@ -120,9 +120,9 @@ def test_means_and_checks_need_a_group():
 def test_functions_for_replicated_modules_say_what_they_got(module):
     calls = {
         "accumulate": lambda: lockstep.accumulate(module).__enter__(),
-        "statistics": lambda: lockstep.statistics(module),
-        "training_state_dict": lambda: lockstep.training_state_dict(module),
-        "load_training_state_dict": lambda: lockstep.load_training_state_dict(module, {}),
+        "statistics": lambda: lockstep.loop.statistics(module),
+        "training_state_dict": lambda: lockstep.distributed.training_state_dict(module),
+        "load_training_state_dict": lambda: lockstep.distributed.load_training_state_dict(module, {}),
     }
     for name, call in calls.items():
         with pytest.raises(NotReplicableError) as caught:
@@ -132,7 +132,7 @@ def test_functions_for_replicated_modules_say_what_they_got(module):
 
 def test_a_copy_is_not_replicated():
     with pytest.raises(NotReplicableError, match=r"statistics\(\) got a Linear that is not replicated"):
-        lockstep.statistics(copy.deepcopy(linear()))
+        lockstep.loop.statistics(copy.deepcopy(linear()))
     assert lockstep.replicate.state(nn.Linear(1, 1)) is None
 
 
@@ -209,11 +209,11 @@ def test_a_parameter_that_is_replaced_is_trained_on_this_rank_alone_as_with_any_
 
 def test_means_of_what_cannot_be_averaged():
     group = alone()
-    assert lockstep.mean_over_ranks([], group) == ()
+    assert lockstep.loop.mean_over_ranks([], group) == ()
     with pytest.raises((TypeError, AttributeError)):
-        lockstep.mean_over_ranks([1.0], group)
+        lockstep.loop.mean_over_ranks([1.0], group)
     with pytest.raises((TypeError, AttributeError)):
-        lockstep.mean_over_ranks(None, group)
+        lockstep.loop.mean_over_ranks(None, group)
 
 
 # ---------------------------------------------------------------------------------- methods of the wrapper

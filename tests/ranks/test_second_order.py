@@ -26,7 +26,7 @@ def test_means_of_tensors_whose_strides_differ(shape):
     def call(rank):
         x = torch.arange(float(torch.Size(shape).numel())).view(shape).requires_grad_()
         given = turned(x) if rank.rank else x
-        mean, again = lockstep.mean_over_ranks([given, given * (rank.rank + 1)], rank.group)
+        mean, again = lockstep.loop.mean_over_ranks([given, given * (rank.rank + 1)], rank.group)
         torch.testing.assert_close(mean, x)
         torch.testing.assert_close(again, 1.5 * x)
         weights = torch.arange(x.numel(), 0.0, -1).view(shape)
@@ -58,8 +58,8 @@ DIFFERENT = {
 def test_means_of_different_things_are_an_error_on_every_rank(first, second, message):
     def call(rank):
         with pytest.raises(AgreementError, match=message):
-            lockstep.mean_over_ranks(second if rank.rank else first, rank.group)
-        return lockstep.mean_over_ranks(torch.ones(1) * rank.rank, rank.group).item()
+            lockstep.loop.mean_over_ranks(second if rank.rank else first, rank.group)
+        return lockstep.loop.mean_over_ranks(torch.ones(1) * rank.rank, rank.group).item()
 
     assert run_ranks(2, call) == [0.5, 0.5]
 
@@ -71,7 +71,7 @@ def gradients(loss, parameters, group=None):
     """The gradients of a loss, as a function of the parameters: of this rank's, or their mean over the ranks."""
     own = torch.autograd.grad(loss, parameters, create_graph=True, allow_unused=True)
     found = [torch.zeros_like(p) if grad is None else grad for p, grad in zip(parameters, own, strict=True)]
-    return found if group is None else lockstep.mean_over_ranks(found, group)
+    return found if group is None else lockstep.loop.mean_over_ranks(found, group)
 
 
 def strides_of_second_order(rank):
@@ -205,9 +205,9 @@ def test_what_no_rank_goes_back_from_has_no_gradient():
 def test_means_of_what_has_a_graph_on_one_rank_only_have_one_on_all():
     def call(rank):
         x = torch.full((1,), 3.0, requires_grad=rank.rank == 1)
-        mean = lockstep.mean_over_ranks(x * 2, rank.group)
+        mean = lockstep.loop.mean_over_ranks(x * 2, rank.group)
         mean.square().sum().backward()
-        without = lockstep.mean_over_ranks(x.detach(), rank.group)
+        without = lockstep.loop.mean_over_ranks(x.detach(), rank.group)
         return None if x.grad is None else x.grad.item(), without.requires_grad
 
     assert run_ranks(2, call) == [(None, False), (2 * 6.0 * 2, False)]
@@ -217,7 +217,7 @@ def test_a_mean_that_a_rank_takes_under_no_grad_has_no_graph_there():
     def call(rank):
         module = lockstep.replicate(Pair(), process_group=rank.group)
         with torch.set_grad_enabled(rank.rank == 1):
-            mean = lockstep.mean_over_ranks(module.a * 2, rank.group)
+            mean = lockstep.loop.mean_over_ranks(module.a * 2, rank.group)
         return mean.item(), mean.requires_grad
 
     assert run_ranks(2, call) == [(4.0, False), (4.0, True)]
@@ -313,7 +313,7 @@ def test_grad_through_a_mean_that_leads_to_the_inputs_on_one_rank_only(first, un
         seen = []
         for _ in range(2):
             loss = a**3 * x if rank.rank else INPUTS[first](a, x)
-            mean = lockstep.mean_over_ranks(loss, rank.group)
+            mean = lockstep.loop.mean_over_ranks(loss, rank.group)
             if unused or rank.rank or first == "the same graph":
                 (grad,) = torch.autograd.grad(mean.square().sum(), [a], allow_unused=unused)
             else:  # an error of this rank alone
@@ -321,7 +321,7 @@ def test_grad_through_a_mean_that_leads_to_the_inputs_on_one_rank_only(first, un
                     torch.autograd.grad(mean.square().sum(), [a])
                 grad = None
             seen.append(grad if grad is None else grad.item())
-            (own,) = torch.autograd.grad(lockstep.mean_over_ranks(a * 2, rank.group), a)
+            (own,) = torch.autograd.grad(lockstep.loop.mean_over_ranks(a * 2, rank.group), a)
             seen.append(own.item())
         return seen
 
@@ -343,7 +343,7 @@ def test_means_of_gradients_that_are_constant_on_one_rank(constant, hosts):
         for _ in range(2):
             loss = module(losses[rank.rank != constant])
             (own,) = torch.autograd.grad(loss, module.a, create_graph=True)
-            mean = lockstep.mean_over_ranks(own, rank.group)
+            mean = lockstep.loop.mean_over_ranks(own, rank.group)
             mean.square().sum().backward(retain_graph=True)
             seen.append((module.a.grad.item(), module.b.grad.item()))
             module.zero_grad()
@@ -352,7 +352,7 @@ def test_means_of_gradients_that_are_constant_on_one_rank(constant, hosts):
             first, second = (2, 0) if constant else (0, 2)
             words = f"through {first} earlier mean.s. over the ranks on rank 0, and through {second} on rank 1"
             with pytest.raises(AgreementError, match=words):
-                lockstep.mean_over_ranks(grad, rank.group)
+                lockstep.loop.mean_over_ranks(grad, rank.group)
         return seen
 
     # the mean is (3 + 2 * 2 * 3) / 2, that is 7.5; a's derivative 2 * 3 / 2, b's 2 * 2 / 2
@@ -393,7 +393,7 @@ def test_gradients_of_any_order_where_those_of_one_rank_are_constant(orders, hos
     def of_order(module, loss, group=None):
         for _ in range(orders - 1):
             (grad,) = gradients(loss, [module.a])
-            grad = grad if group is None else lockstep.mean_over_ranks(grad + 0 * module.a, group)
+            grad = grad if group is None else lockstep.loop.mean_over_ranks(grad + 0 * module.a, group)
             loss = (grad / 100).square().sum()
         loss.backward()
         found = module.a.grad, module.b.grad
@@ -415,7 +415,7 @@ def test_a_gradient_that_goes_back_through_fewer_of_several_means_on_one_rank(ho
     """On rank 0 the second mean does not lead to a. What is made in one pass is linked, so all ranks take all means."""
 
     def penalty(module, lasts, group=None):
-        mean = (lambda grads: grads) if group is None else (lambda grads: lockstep.mean_over_ranks(grads, group))
+        mean = (lambda grads: grads) if group is None else (lambda grads: lockstep.loop.mean_over_ranks(grads, group))
         a, b = module.a, module.b
         (first,) = mean(gradients(module(lambda a, b: a**3), [a]))
         (second,) = mean(gradients(sum(module(last) for last in lasts) / len(lasts), [b]))

@@ -317,14 +317,14 @@ def left_out_in_backward(rank):
     models = [lockstep.replicate(one_weight(), process_group=rank.group) for _ in range(2)]
     seen = []
     for turn in range(3):
-        with lockstep.skip_on(ArithmeticError, modules=models):
+        with lockstep.loop.skip_on(ArithmeticError, modules=models):
             y = x_of(rank)
             for model in models:
                 model.zero_grad()
                 y = model(y) if turn < 2 else nn.functional.linear(y, model.weight)
             fails_in_backward(y, rank.rank == turn == 1).sum().backward()
         grads = [model.weight.grad for model in models]
-        seen.append((lockstep.skipped(*models), [None if each is None else each.item() for each in grads]))
+        seen.append((lockstep.loop.skipped(*models), [None if each is None else each.item() for each in grads]))
     return seen
 
 

@@ -17,7 +17,7 @@ from torch.utils.data import IterableDataset, TensorDataset
 import lockstep
 import threaded
 from lockstep.buckets import TensorSpec
-from lockstep.distributed.collectives import Collectives
+from lockstep.distributed.comm.collectives import Collectives
 from lockstep.errors import AgreementError, AuditError, NotReplicableError, OptionError, PeerError, ShareError
 from lockstep.phases import Phases
 from lockstep.shares import reduction
@@ -87,7 +87,7 @@ def linear(rank, shares=4, **options):
     model = nn.Linear(1, 1, bias=False)
     nn.init.zeros_(model.weight)
     model = lockstep.replicate(model, shares=shares, process_group=rank.group, **options)
-    data = lockstep.GlobalBatches(ROWS, 8, shares, shuffle=False, process_group=rank.group)
+    data = lockstep.shares.GlobalBatches(ROWS, 8, shares, shuffle=False, process_group=rank.group)
     return model, data
 
 
@@ -150,7 +150,7 @@ def test_sparse_gradients_are_refused_by_name():
         model = lockstep.replicate(nn.Embedding(4, 2, sparse=True), shares=4, process_group=rank.group)
         rows = TensorDataset(torch.arange(4))
         with pytest.raises(NotReplicableError, match=r"parameter weight has a gradient of layout torch\.sparse_coo"):
-            for (x,) in next(iter(lockstep.GlobalBatches(rows, 4, 4, process_group=rank.group))):
+            for (x,) in next(iter(lockstep.shares.GlobalBatches(rows, 4, 4, process_group=rank.group))):
                 model(x).sum().backward()
 
     run_ranks(1, work)
@@ -220,7 +220,7 @@ class Branches(nn.Module):
 def test_parameters_that_some_shares_do_not_use(world):
     def work(rank):
         model = lockstep.replicate(Branches(), shares=4, process_group=rank.group)
-        data = lockstep.GlobalBatches(ROWS, 8, 4, shuffle=False, process_group=rank.group)
+        data = lockstep.shares.GlobalBatches(ROWS, 8, 4, shuffle=False, process_group=rank.group)
         found = []
         for batch in data:
             model.zero_grad()
@@ -235,7 +235,7 @@ def test_parameters_that_some_shares_do_not_use(world):
 def test_a_gradient_of_minus_zero_keeps_its_sign():
     def work(rank):
         model = lockstep.replicate(Branches(), shares=4, process_group=rank.group)
-        data = lockstep.GlobalBatches(ROWS, 4, 4, shuffle=False, process_group=rank.group)
+        data = lockstep.shares.GlobalBatches(ROWS, 4, 4, shuffle=False, process_group=rank.group)
         for batch in itertools.islice(data, 1):
             for (x,) in batch:
                 model(x.view(1) * -0.0 if x == 2 else x.view(1) + 4).backward()
@@ -248,7 +248,7 @@ def test_half_precision_is_added_in_float32_and_rounded_once():
     def work(rank):
         model = lockstep.replicate(nn.Linear(1, 1, bias=False).bfloat16(), shares=4, process_group=rank.group)
         rows = TensorDataset(torch.tensor([[256.0], [1.0], [1.0], [1.0]]))
-        data = lockstep.GlobalBatches(rows, 4, 4, shuffle=False, process_group=rank.group)
+        data = lockstep.shares.GlobalBatches(rows, 4, 4, shuffle=False, process_group=rank.group)
         for batch in data:
             for (x,) in batch:
                 model(x.bfloat16()).sum().backward()
@@ -263,7 +263,7 @@ def test_layouts_of_gradients_are_those_of_the_parameters():
     def work(rank):
         model = rank.make(digits).to(memory_format=torch.channels_last)
         lockstep.replicate(model, shares=4, process_group=rank.group)
-        data = lockstep.GlobalBatches(data_of("digits"), 8, 4, process_group=rank.group)
+        data = lockstep.shares.GlobalBatches(data_of("digits"), 8, 4, process_group=rank.group)
         for batch in itertools.islice(data, 1):
             for x, _ in batch:
                 model(x).sum().backward()
@@ -378,7 +378,7 @@ def test_a_module_without_shares_that_is_reached_in_a_share_is_an_error_by_name(
 def test_a_layer_that_is_new_takes_part():
     def work(rank):
         model = lockstep.replicate(nn.Sequential(nn.Linear(1, 1)), shares=4, process_group=rank.group)
-        data = lockstep.GlobalBatches(ROWS, 8, 4, shuffle=False, process_group=rank.group)
+        data = lockstep.shares.GlobalBatches(ROWS, 8, 4, shuffle=False, process_group=rank.group)
         found = []
         for batch in itertools.islice(forever(data), 6):
             model.zero_grad()
@@ -419,7 +419,7 @@ class Buffers(nn.Module):
 def test_buffers_begin_each_share_alike_and_are_averaged():
     def work(rank):
         model = lockstep.replicate(Buffers(), shares=6, process_group=rank.group)
-        data = lockstep.GlobalBatches(ROWS, 6, 6, shuffle=False, process_group=rank.group)
+        data = lockstep.shares.GlobalBatches(ROWS, 6, 6, shuffle=False, process_group=rank.group)
         for batch in itertools.islice(data, 1):
             for (x,) in batch:
                 model(x).backward()
@@ -456,7 +456,7 @@ def test_buffers_of_any_floating_dtype_are_averaged_in_float32_at_least(world):
     def work(rank):
         model = lockstep.replicate(Halves(), shares=5, process_group=rank.group)
         rows = TensorDataset(torch.arange(5.0).view(5, 1))
-        for batch in lockstep.GlobalBatches(rows, 5, 5, shuffle=False, process_group=rank.group):
+        for batch in lockstep.shares.GlobalBatches(rows, 5, 5, shuffle=False, process_group=rank.group):
             for (x,) in batch:
                 model(x).backward()
         return model.low.item(), model.rotation.item()
@@ -485,7 +485,7 @@ def test_a_graph_that_outlives_the_step_sees_the_buffers_that_it_has_saved(hosts
 
     def work(rank):
         model = lockstep.replicate(Scaled(), shares=4, process_group=rank.group)
-        data = lockstep.GlobalBatches(ROWS, 4, 4, shuffle=False, process_group=rank.group)
+        data = lockstep.shares.GlobalBatches(ROWS, 4, 4, shuffle=False, process_group=rank.group)
         for (x,) in next(iter(data)):
             out = model(x)
             out.backward(retain_graph=True)
@@ -501,7 +501,7 @@ def test_a_step_that_was_left_leaves_buffers_as_they_were(failing):
 
     def work(rank):
         model = lockstep.replicate(Buffers(), shares=4, process_group=rank.group)
-        data = lockstep.GlobalBatches(TensorDataset(ROWS[4:][0]), 4, 4, shuffle=False, process_group=rank.group)
+        data = lockstep.shares.GlobalBatches(TensorDataset(ROWS[4:][0]), 4, 4, shuffle=False, process_group=rank.group)
         before = [buffer.clone() for buffer in model.buffers()]
         for batch in itertools.islice(data, 2):
             with contextlib.suppress(ZeroDivisionError, PeerError):
@@ -535,7 +535,7 @@ def test_gradients_buffers_counters_and_reports_travel_together(world, hosts, ex
 
     def work(rank):
         model = lockstep.replicate(rank.make(digits), shares=8, process_group=rank.group)
-        data = lockstep.GlobalBatches(data_of("digits"), 32, 8, process_group=rank.group)
+        data = lockstep.shares.GlobalBatches(data_of("digits"), 32, 8, process_group=rank.group)
         for batch in data:
             with count_collectives(rank) as seen:
                 for x, y in batch:
@@ -568,7 +568,7 @@ def test_buffers_that_change_in_some_steps_only(hosts):
     def work(rank):
         model = lockstep.replicate(ChangesNow(), shares=4, process_group=rank.group)
         found = []
-        for batch in lockstep.GlobalBatches(ROWS, 4, 4, shuffle=False, process_group=rank.group):
+        for batch in lockstep.shares.GlobalBatches(ROWS, 4, 4, shuffle=False, process_group=rank.group):
             for (x,) in batch:
                 model(x).backward()
             found.append((model.mean.item(), model.count.item(), model.weight.grad.item()))
@@ -595,7 +595,7 @@ def test_a_counter_that_shares_of_one_rank_alone_change(hosts):
 
     def work(rank):
         model = lockstep.replicate(Counts(), shares=4, process_group=rank.group)
-        for batch in lockstep.GlobalBatches(ROWS, 4, 4, shuffle=False, process_group=rank.group):
+        for batch in lockstep.shares.GlobalBatches(ROWS, 4, 4, shuffle=False, process_group=rank.group):
             for (x,) in batch:
                 model(x).backward()
         return model.count.item()
@@ -627,7 +627,7 @@ def test_buckets_leave_while_the_last_share_runs_backward(hosts, name, expected,
 
     def work(rank):
         model, sent = two_layers(rank), []
-        data = lockstep.GlobalBatches(ROWS, 4, 4, process_group=rank.group)
+        data = lockstep.shares.GlobalBatches(ROWS, 4, 4, process_group=rank.group)
         with count_collectives(rank) as seen:
 
             def note(*_):
@@ -679,7 +679,7 @@ def test_a_second_backward_after_several_buckets_have_left_counts(hosts, monkeyp
 
     def work(rank):
         model = two_layers(rank)
-        data = lockstep.GlobalBatches(ROWS, 4, 4, shuffle=False, process_group=rank.group)
+        data = lockstep.shares.GlobalBatches(ROWS, 4, 4, shuffle=False, process_group=rank.group)
         found = []
         for batch in itertools.islice(forever(data), 6):
             model.zero_grad()
@@ -702,7 +702,7 @@ def test_a_second_backward_after_buckets_have_left_on_one_rank_only_counts(hosts
     def work(rank):
         layers = rank.make(lambda: nn.Sequential(nn.Linear(1, 3), nn.Linear(3, 3), nn.Linear(3, 1)))
         model = lockstep.replicate(layers, shares=4, process_group=rank.group)
-        data = lockstep.GlobalBatches(ROWS, 4, 4, shuffle=False, process_group=rank.group)
+        data = lockstep.shares.GlobalBatches(ROWS, 4, 4, shuffle=False, process_group=rank.group)
         found = []
         for batch in itertools.islice(forever(data), 4):
             model.zero_grad()
@@ -778,7 +778,7 @@ def test_a_rank_that_leaves_a_step_after_buckets_have_left_is_told_to_the_others
 
     def work(rank):
         model, found = two_layers(rank), []
-        data = lockstep.GlobalBatches(ROWS, 8, 4, shuffle=False, process_group=rank.group)
+        data = lockstep.shares.GlobalBatches(ROWS, 8, 4, shuffle=False, process_group=rank.group)
 
         def fail(_):
             raise ZeroDivisionError("a bad backward")
@@ -810,7 +810,7 @@ def test_a_rank_that_gets_batches_of_other_shares_is_told_to_the_others(hosts):
         found = []
         for number in range(3):
             shares = 8 if number == 1 and rank.rank else 4
-            batches = lockstep.GlobalBatches(ROWS, 8, shares, shuffle=False, process_group=rank.group)
+            batches = lockstep.shares.GlobalBatches(ROWS, 8, shares, shuffle=False, process_group=rank.group)
             model.zero_grad()
             try:
                 for (x,) in next(iter(batches)):
@@ -924,7 +924,7 @@ def test_ranks_at_different_batches_are_told(others, words, hosts):
         model, _ = linear(rank)
         options, state = others(rank.rank)
         options = {"dataset": ROWS, "batch_size": 8, "shuffle": False, **options}
-        data = lockstep.GlobalBatches(shares=4, process_group=rank.group, **options)
+        data = lockstep.shares.GlobalBatches(shares=4, process_group=rank.group, **options)
         data.load_state_dict({"epoch": 0, "batch": 0, **state})
         for batch in data:
             for (x,) in batch:
@@ -971,7 +971,7 @@ def test_options_that_make_no_sense():
 def test_modules_and_batches_have_the_same_number_of_shares():
     def work(rank):
         model, _ = linear(rank)
-        data = lockstep.GlobalBatches(ROWS, 8, 8, process_group=rank.group)
+        data = lockstep.shares.GlobalBatches(ROWS, 8, 8, process_group=rank.group)
         with pytest.raises(OptionError, match=r"8 shares.*shares=4"):
             list(next(iter(data)))
         assert model.weight.grad is None
@@ -1011,12 +1011,12 @@ def test_each_share_of_each_step_has_random_numbers_of_its_own():
 def test_a_step_that_is_left_in_a_share_for_comparison_is_over():
     def work(rank):
         model, data = linear(rank)
-        lockstep.audit(model, every=1)
+        lockstep.shares.audit(model, every=1)
         batches = iter(data)
         for _ in (first := next(batches)):
             if first.is_auditing:
                 break
-        lockstep.audit(model, every=None)
+        lockstep.shares.audit(model, every=None)
         found = []
         for (x,) in (second := next(batches)):
             found.append(second.is_auditing)
@@ -1033,11 +1033,11 @@ def test_a_step_that_is_left_in_a_share_for_comparison_is_over():
 def test_a_run_that_goes_on_with_another_setting_is_told_which():
     def work(rank):
         model, data = linear(rank)
-        state = lockstep.training_state_dict(model)
-        lockstep.load_training_state_dict(model, state)
+        state = lockstep.distributed.training_state_dict(model)
+        lockstep.distributed.load_training_state_dict(model, state)
         state["settings"]["intra-op threads"] = "64"
         with pytest.raises(AgreementError, match=r"saved intra-op threads was 64, now.*set_num_threads\(64\)"):
-            lockstep.load_training_state_dict(model, state)
+            lockstep.distributed.load_training_state_dict(model, state)
         torch.use_deterministic_algorithms(True)
         try:
             with pytest.raises(AgreementError, match="deterministic algorithms was off, now it is on"):
@@ -1051,12 +1051,12 @@ def test_a_run_that_goes_on_with_another_setting_is_told_which():
 def steps_under_autocast(rank, state, enabled):
     model, data = linear(rank)
     if state is not None:
-        lockstep.load_training_state_dict(model, state)
+        lockstep.distributed.load_training_state_dict(model, state)
     for batch in itertools.islice(data, 1):
         for (x,) in batch:
             with torch.autocast("cpu", enabled=enabled(rank)):
                 model(x).sum().backward()
-    return lockstep.training_state_dict(model)
+    return lockstep.distributed.training_state_dict(model)
 
 
 def test_autocast_is_part_of_the_agreement():
@@ -1097,9 +1097,9 @@ def test_modes_that_differ_are_an_error_on_every_rank(both):
 
 def test_the_training_state_of_other_shares_is_refused():
     def work(rank):
-        state = lockstep.training_state_dict(linear(rank)[0])
+        state = lockstep.distributed.training_state_dict(linear(rank)[0])
         with pytest.raises(OptionError, match="begun with shares=4"):
-            lockstep.load_training_state_dict(linear(rank, shares=8)[0], state)
+            lockstep.distributed.load_training_state_dict(linear(rank, shares=8)[0], state)
 
     run_ranks(1, work)
 
@@ -1109,7 +1109,7 @@ def test_the_training_state_of_other_shares_is_refused():
 
 def test_a_run_that_is_resumed_on_other_ranks_sees_every_sample_once():
     def some(rank, state, batches):
-        data = lockstep.GlobalBatches(ROWS, 4, 4, seed=5, process_group=rank.group)
+        data = lockstep.shares.GlobalBatches(ROWS, 4, 4, seed=5, process_group=rank.group)
         if state is not None:
             data.load_state_dict(state)
         seen = []
@@ -1136,15 +1136,15 @@ def resumed(rank, cell, state, steps):
     model = lockstep.replicate(rank.make(MODELS[cell.model]), shares=8, process_group=rank.group)
     optimizer = make_optimizer(cell.optimizer, model)
     numbered = TensorDataset(*data_of(cell.model).tensors, torch.arange(SAMPLES))
-    data = lockstep.GlobalBatches(numbered, 32, 8, last="smaller", process_group=rank.group)
+    data = lockstep.shares.GlobalBatches(numbered, 32, 8, last="smaller", process_group=rank.group)
     seen = []
     if state is not None:
         state = copy.deepcopy(state)  # ranks are threads
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         data.load_state_dict(state["data"])
-        lockstep.load_training_state_dict(model, state["training"])
-    done = lockstep.training_state_dict(model)["steps"]
+        lockstep.distributed.load_training_state_dict(model, state["training"])
+    done = lockstep.distributed.training_state_dict(model)["steps"]
     for batch in itertools.islice(forever(data), steps - done):
         optimizer.zero_grad()
         for x, y, numbers in batch:
@@ -1152,7 +1152,11 @@ def resumed(rank, cell, state, steps):
             nn.functional.cross_entropy(model(x), y, reduction="sum").backward()
         optimizer.step()
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "data": data.state_dict()}
-    return {**state, "training": lockstep.training_state_dict(model)}, lockstep.fingerprint(model, optimizer), seen
+    return (
+        {**state, "training": lockstep.distributed.training_state_dict(model)},
+        lockstep.shares.fingerprint(model, optimizer),
+        seen,
+    )
 
 
 def check_resuming(cell, cuts, steps):
@@ -1191,7 +1195,7 @@ class Noisy:
 @pytest.mark.parametrize("workers", [0, 2])
 def test_random_numbers_of_samples_are_the_same_in_any_worker(workers):
     def rows(workers, batches):
-        data = lockstep.GlobalBatches(Noisy(), 4, 2, seed=3, num_workers=workers)
+        data = lockstep.shares.GlobalBatches(Noisy(), 4, 2, seed=3, num_workers=workers)
         return torch.cat([x for batch in itertools.islice(forever(data), batches) for x in batch])
 
     torch.manual_seed(0)
@@ -1209,7 +1213,7 @@ def test_all_ranks_stop_at_the_same_step_if_one_is_asked_to(world):
     def work(rank):
         model, data = linear(rank)
         reasons, done = [], 0
-        decisions = lockstep.stop_when(lambda: reasons, rank.group)
+        decisions = lockstep.loop.stop_when(lambda: reasons, rank.group)
         for _ in range(4):
             for batch in lockstep.batches(data, group=rank.group):
                 for (x,) in batch:
@@ -1228,7 +1232,7 @@ def test_all_ranks_stop_at_the_same_step_if_one_is_asked_to(world):
 def test_an_epoch_that_is_gone_on_with_has_as_many_batches_as_are_left(world):
     def work(rank):
         model, _ = linear(rank)
-        data = lockstep.GlobalBatches(ROWS, 4, 4, process_group=rank.group)
+        data = lockstep.shares.GlobalBatches(ROWS, 4, 4, process_group=rank.group)
         for batch in lockstep.batches(data, group=rank.group):
             for (x,) in batch:
                 model(x).sum().backward()
@@ -1252,7 +1256,7 @@ def test_a_batch_with_shares_cannot_be_left_out(names_the_module):
             for batch in lockstep.batches(data, group=rank.group):
                 for (x,) in batch:
                     if rank.rank == 0:
-                        lockstep.skip_batch(*([model] if names_the_module else []), group=rank.group)
+                        lockstep.loop.skip_batch(*([model] if names_the_module else []), group=rank.group)
                     model(x).sum().backward()
         except (OptionError, PeerError) as error:
             return type(error).__name__, "shares" in str(error)
@@ -1263,7 +1267,7 @@ def test_a_batch_with_shares_cannot_be_left_out(names_the_module):
 
 
 def test_a_batch_that_nobody_goes_through_is_left_out():
-    data = lockstep.GlobalBatches(ROWS, 4, 2, shuffle=False)
+    data = lockstep.shares.GlobalBatches(ROWS, 4, 2, shuffle=False)
     found = [[x for (rows,) in batch for x in rows.flatten().tolist()] for batch in data if batch.number != 1]
     assert found == [[0, 1, 2, 3], [8, 9, 10, 11], [12, 13, 14, 15]]
 
@@ -1275,16 +1279,16 @@ class Stream(IterableDataset):
 
 def test_data_sets_that_cannot_be_cut_into_shares_are_refused():
     with pytest.raises(OptionError, match="map-style"):
-        lockstep.GlobalBatches(Stream(), 4, 2)
+        lockstep.shares.GlobalBatches(Stream(), 4, 2)
     with pytest.raises(OptionError, match="one for each of the 8 shares"):
-        lockstep.GlobalBatches(ROWS, 4, 8)
+        lockstep.shares.GlobalBatches(ROWS, 4, 8)
     with pytest.raises(OptionError, match="do not fill one batch"):
-        lockstep.GlobalBatches(ROWS, 32, 8)
+        lockstep.shares.GlobalBatches(ROWS, 32, 8)
     with pytest.raises(OptionError, match="sampler, which it decides"):
-        lockstep.GlobalBatches(ROWS, 8, 8, sampler=range(16))
+        lockstep.shares.GlobalBatches(ROWS, 8, 8, sampler=range(16))
     with pytest.raises(OptionError, match="batch_size=8, these have batch_size=4"):
-        state = lockstep.GlobalBatches(ROWS, 8, 2).state_dict()
-        lockstep.GlobalBatches(ROWS, 4, 2).load_state_dict(state)
+        state = lockstep.shares.GlobalBatches(ROWS, 8, 2).state_dict()
+        lockstep.shares.GlobalBatches(ROWS, 4, 2).load_state_dict(state)
 
 
 # --------------------------------------------------------------------------------------- audits
@@ -1300,9 +1304,9 @@ def flip(gradient, element, bit):
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_audits_of_what_is_computed_rightly_change_nothing(world):
     def work(rank, every):
-        data = lockstep.GlobalBatches(data_of("digits"), 32, 8, last="smaller", process_group=rank.group)
+        data = lockstep.shares.GlobalBatches(data_of("digits"), 32, 8, last="smaller", process_group=rank.group)
         model = lockstep.replicate(rank.make(digits), shares=8, process_group=rank.group)
-        lockstep.audit(model, every=every)
+        lockstep.shares.audit(model, every=every)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         audited = 0
         for batch in itertools.islice(forever(data), 4):
@@ -1312,7 +1316,7 @@ def test_audits_of_what_is_computed_rightly_change_nothing(world):
                 with lockstep.accumulate(model, weight=len(x)):
                     nn.functional.cross_entropy(model(x), y, reduction="sum").backward()
             optimizer.step()
-        return lockstep.fingerprint(model), audited
+        return lockstep.shares.fingerprint(model), audited
 
     found = run_ranks(world, work, 1)
     assert sum(audited for _, audited in found) == 4
@@ -1323,12 +1327,12 @@ def flips_until_found(rank, seed, every, broken=1):
     """A rank turns over a bit of one gradient of every share. What the audit says, and after how many steps."""
     generator = torch.Generator().manual_seed(seed)
     model = two_layers(rank)
-    lockstep.audit(model, every=every)
+    lockstep.shares.audit(model, every=every)
     name, parameter = list(model.named_parameters())[seed % 4]
     element, bit = (int(torch.randint(n, (1,), generator=generator)) for n in (parameter.numel(), 32))
     if rank.rank == broken:
         parameter.register_hook(lambda gradient: flip(gradient, element, bit))
-    data = lockstep.GlobalBatches(ROWS, 4, 4, seed=seed, process_group=rank.group)
+    data = lockstep.shares.GlobalBatches(ROWS, 4, 4, seed=seed, process_group=rank.group)
     for steps, batch in enumerate(forever(data), 1):
         try:
             for (x,) in batch:
@@ -1359,7 +1363,7 @@ def test_a_hundred_bits_are_found_within_the_expected_number_of_steps():
 def test_a_kernel_that_is_not_deterministic_is_found_by_one_rank():
     def work(rank):
         model, data = linear(rank)
-        lockstep.audit(model, every=1)
+        lockstep.shares.audit(model, every=1)
         calls = itertools.count()
         model.weight.register_hook(lambda gradient: gradient + 1e-6 * next(calls))
         with pytest.raises(AuditError, match=r"share \d of batch 0 of epoch 0, which rank 0 has computed"):
@@ -1372,8 +1376,8 @@ def test_a_kernel_that_is_not_deterministic_is_found_by_one_rank():
 def test_audits_that_make_no_sense():
     def work(rank):
         with pytest.raises(OptionError, match="without shares"):
-            lockstep.audit(lockstep.replicate(nn.Linear(1, 1), process_group=rank.group))
+            lockstep.shares.audit(lockstep.replicate(nn.Linear(1, 1), process_group=rank.group))
         with pytest.raises(OptionError, match="whole number above 0"):
-            lockstep.audit(linear(rank)[0], every=0)
+            lockstep.shares.audit(linear(rank)[0], every=0)
 
     run_ranks(1, work)

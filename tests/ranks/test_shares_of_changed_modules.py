@@ -43,7 +43,7 @@ def train(rank, change, alone=False, steps=5, backs_out=None):
     """What each step has given: gradients and buffers, or an error. After the second step the module is changed, on the
     last rank only if `alone`; `backs_out` takes that back after the fourth."""
     model = lockstep.replicate(network(), shares=4, process_group=rank.group)
-    data = lockstep.GlobalBatches(ROWS, 8, 4, shuffle=False, process_group=rank.group)
+    data = lockstep.shares.GlobalBatches(ROWS, 8, 4, shuffle=False, process_group=rank.group)
     found = []
     for number, batch in enumerate(itertools.islice(forever(data), steps)):
         if number == 2 and (not alone or rank.rank + 1 == rank.world):
@@ -236,7 +236,7 @@ def test_a_layer_that_comes_while_a_step_is_under_way_is_an_error(hosts):
 
     def work(rank):
         model = lockstep.replicate(network(), shares=4, process_group=rank.group)
-        data = lockstep.GlobalBatches(ROWS, 8, 4, shuffle=False, process_group=rank.group)
+        data = lockstep.shares.GlobalBatches(ROWS, 8, 4, shuffle=False, process_group=rank.group)
         found = []
         for batch in itertools.islice(forever(data), 4):
             model.zero_grad()
@@ -266,7 +266,7 @@ def test_a_module_that_is_another_one_at_its_first_step_is_an_error(hosts):
         model = lockstep.replicate(network(), shares=4, process_group=rank.group, init_sync=False)
         if rank.rank:
             append_a_layer(model)
-        data = lockstep.GlobalBatches(ROWS, 8, 4, process_group=rank.group)
+        data = lockstep.shares.GlobalBatches(ROWS, 8, 4, process_group=rank.group)
         with pytest.raises(AgreementError, match=r"rank 1 has parameter 3\.weight"):
             for (x,) in next(iter(data)):
                 model(x.float()).sum().backward()
@@ -282,7 +282,7 @@ def test_a_rank_at_a_batch_with_another_number_of_shares_is_told(hosts):
     def work(rank):
         model = lockstep.replicate(network(), shares=4, process_group=rank.group)
         rows = TensorDataset(ROWS.tensors[0][:10])
-        data = lockstep.GlobalBatches(rows, 8, 4, shuffle=False, last="smaller", process_group=rank.group)
+        data = lockstep.shares.GlobalBatches(rows, 8, 4, shuffle=False, last="smaller", process_group=rank.group)
         found = []
         for number, batch in enumerate(itertools.islice(forever(data), 5)):
             if number == 2 and rank.rank == 1:
@@ -312,7 +312,7 @@ def test_a_rank_that_cannot_begin_a_step_is_told_to_the_others_and_changes_nothi
     def work(rank):
         model = lockstep.replicate(network(), shares=4, process_group=rank.group)
         others = [lockstep.replicate(layer(), shares=4, process_group=rank.group) for _ in range(modules - 1)]
-        data = lockstep.GlobalBatches(ROWS, 8, 4, shuffle=False, process_group=rank.group)
+        data = lockstep.shares.GlobalBatches(ROWS, 8, 4, shuffle=False, process_group=rank.group)
         found = []
         for number, batch in enumerate(itertools.islice(forever(data), 5)):
             model.zero_grad()
@@ -345,7 +345,7 @@ def test_only_a_step_that_differs_from_the_one_before_is_agreed_on(hosts, monkey
     def work(rank):
         model = lockstep.replicate(network(), shares=4, process_group=rank.group)
         rows = TensorDataset(ROWS.tensors[0][:10])
-        data = lockstep.GlobalBatches(rows, 8, 4, last="smaller", process_group=rank.group)
+        data = lockstep.shares.GlobalBatches(rows, 8, 4, last="smaller", process_group=rank.group)
         names = []
         for number, batch in enumerate(itertools.islice(forever(data), 6)):
             if number == 5:

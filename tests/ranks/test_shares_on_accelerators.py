@@ -21,13 +21,13 @@ def train(rank, model, steps=3, audits=True):
     """The fingerprint after so many steps, and whether the accelerator's random numbers go on as without shares."""
     replicated = lockstep.replicate(rank.make(MODELS[model]), shares=8, process_group=rank.group)
     assert {p.device for p in replicated.parameters()} == {rank.device}
-    lockstep.audit(replicated, every=2 if audits else None)
+    lockstep.shares.audit(replicated, every=2 if audits else None)
     optimizer = make_optimizer("SGD", replicated)
     torch.sim.manual_seed(rank.rank)
     before = torch.sim.get_rng_state(rank.device)
     with torch.device("cpu"):
         data = data_of(model)
-    batches = lockstep.GlobalBatches(data, 32, 8, seed=1, last="smaller", process_group=rank.group)
+    batches = lockstep.shares.GlobalBatches(data, 32, 8, seed=1, last="smaller", process_group=rank.group)
     for batch in itertools.islice(forever(batches), steps):
         optimizer.zero_grad()
         for x, y in batch:
@@ -36,7 +36,7 @@ def train(rank, model, steps=3, audits=True):
         nn.utils.clip_grad_norm_(replicated.parameters(), 1.0)
         optimizer.step()
     kept = torch.equal(torch.sim.get_rng_state(rank.device), before)
-    return lockstep.fingerprint(replicated, optimizer), kept
+    return lockstep.shares.fingerprint(replicated, optimizer), kept
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -50,12 +50,12 @@ def test_the_same_bits_on_any_number_of_accelerators(model):
 def test_a_bit_that_is_turned_over_on_an_accelerator_is_found():
     def work(rank):
         model = lockstep.replicate(nn.Linear(1, 1, bias=False), shares=4, process_group=rank.group)
-        lockstep.audit(model, every=1)
+        lockstep.shares.audit(model, every=1)
         if rank.rank == 1:
             model.weight.register_hook(lambda gradient: gradient + 1)
         with torch.device("cpu"):
             rows = torch.utils.data.TensorDataset(torch.ones(4, 1))
-        for (x,) in next(iter(lockstep.GlobalBatches(rows, 4, 4, process_group=rank.group))):
+        for (x,) in next(iter(lockstep.shares.GlobalBatches(rows, 4, 4, process_group=rank.group))):
             model(x.to(rank.device)).sum().backward()
 
     for error in run_ranks(2, work, device="sim", errors=True):
@@ -70,7 +70,7 @@ def moved(rank, where, alone=False):
     nn.init.zeros_(model.weight)
     with torch.device("cpu"):
         rows = torch.utils.data.TensorDataset(torch.arange(16.0).view(16, 1))
-    batches = lockstep.GlobalBatches(rows, 8, 4, shuffle=False, process_group=rank.group)
+    batches = lockstep.shares.GlobalBatches(rows, 8, 4, shuffle=False, process_group=rank.group)
     found = []
     for number, batch in enumerate(itertools.islice(forever(batches), 4)):
         if number == 2 and (not alone or rank.rank + 1 == rank.world):

@@ -24,13 +24,13 @@ class Branches(nn.Module):
 
 def train(rank):
     model = lockstep.replicate(Branches(), process_group=rank.group)
-    seen = [lockstep.statistics(model)]
+    seen = [lockstep.loop.statistics(model)]
     for both in (True, rank.rank == 1, True):
         model(torch.ones(2, 4), both).sum().backward()
-        seen.append(lockstep.statistics(model))
+        seen.append(lockstep.loop.statistics(model))
     with model.no_sync():
         model(torch.ones(2, 4), True).sum().backward()
-    seen.append(lockstep.statistics(model))
+    seen.append(lockstep.loop.statistics(model))
     return seen
 
 
@@ -55,7 +55,7 @@ def change(rank):
     nn.init.ones_(model.b.weight)
     nn.init.ones_(model.b.bias)
     model(torch.ones(2, 4), True).sum().backward()
-    return lockstep.statistics(model).plan_changes
+    return lockstep.loop.statistics(model).plan_changes
 
 
 def test_why_buckets_were_made_anew():
@@ -69,7 +69,7 @@ def be_late(rank):
         if rank.rank == 1:
             time.sleep(0.2)  # what is measured: rank 1 is late
         loss.backward()
-    return lockstep.statistics(model, all_ranks=True)
+    return lockstep.loop.statistics(model, all_ranks=True)
 
 
 def test_the_rank_for_which_the_others_wait_is_known_on_all():

@@ -41,14 +41,14 @@ def gone_on(rank, register, steps=4, more=3, **options):
     model = lockstep.replicate(rank.make(network), process_group=rank.group, **options)
     register(model)
     train(rank, model, steps)
-    saved = through_a_file((model.state_dict(), lockstep.training_state_dict(model)))
+    saved = through_a_file((model.state_dict(), lockstep.distributed.training_state_dict(model)))
     wanted = train(rank, model, more, first=steps)
 
     second = lockstep.replicate(rank.make(network, seed=9), process_group=rank.group, **options)
     register(second)
     second.load_state_dict(saved[0])
     with count_collectives(rank) as sent:
-        lockstep.load_training_state_dict(second, saved[1])
+        lockstep.distributed.load_training_state_dict(second, saved[1])
     assert sent == []
     return wanted, train(rank, second, more, first=steps), saved[1]
 
@@ -78,10 +78,10 @@ def test_a_restored_plan_is_not_made_anew():
     def call(rank):
         model = lockstep.replicate(rank.make(network), process_group=rank.group, bucket_cap_mb=1e-4)
         plan = json.dumps([["shared", [name]] for name in ("0.weight", "2.weight", "0.bias", "2.bias")])
-        lockstep.load_training_state_dict(model, {"round": 7, "plan": plan, "hooks": []})
+        lockstep.distributed.load_training_state_dict(model, {"round": 7, "plan": plan, "hooks": []})
         with count_collectives(rank) as sent:
             train(rank, model, 1)
-        state = lockstep.training_state_dict(model)
+        state = lockstep.distributed.training_state_dict(model)
         reduced = [(each.name, each.numel) for each in sent if each.name == "all_reduce"]
         return reduced[:3], sent[0].name, state["plan"] == plan, state["round"]
 
@@ -94,7 +94,7 @@ def test_a_plan_that_other_ranks_do_not_have_is_refused_on_every_rank():
         model = lockstep.replicate(rank.make(network), process_group=rank.group, bucket_cap_mb=1e-4)
         names = ["0.weight", "2.weight", "0.bias", "2.bias"]
         plan = json.dumps([["shared", [name]] for name in (names if rank.rank else names[::-1])])
-        lockstep.load_training_state_dict(model, {"round": 7, "plan": plan, "hooks": []})
+        lockstep.distributed.load_training_state_dict(model, {"round": 7, "plan": plan, "hooks": []})
         for _ in range(2):  # again and again
             with pytest.raises(lockstep.errors.AgreementError, match="ranks differ in plan"):
                 train(rank, model, 1)
@@ -109,12 +109,12 @@ def test_the_state_of_a_wrapper_and_of_a_module_that_gets_ready_later():
         lockstep.replicate(model, process_group=rank.group)
         plain = lockstep.DistributedDataParallel(rank.make(network), process_group=rank.group)
         train(rank, plain, 2)
-        state = lockstep.training_state_dict(plain)
-        lockstep.load_training_state_dict(model, state)
+        state = lockstep.distributed.training_state_dict(plain)
+        lockstep.distributed.load_training_state_dict(model, state)
         model.to_empty(device="cpu")
         model.load_state_dict(plain.module.state_dict())
         model(torch.ones(1, 6))  # gets ready
-        return lockstep.training_state_dict(model) == state
+        return lockstep.distributed.training_state_dict(model) == state
 
     assert run_ranks(2, call) == [True, True]
 
@@ -199,30 +199,30 @@ def alone(make=network, **options):
 
 
 def test_other_modules_and_other_hooks_are_refused():
-    state = lockstep.training_state_dict(alone())
+    state = lockstep.distributed.training_state_dict(alone())
     with pytest.raises(
         LayoutError, match=r"the plan is of another module: it has a parameter '2\.bias', this one has not"
     ):
-        lockstep.load_training_state_dict(alone(lambda: nn.Linear(2, 2)), state)
+        lockstep.distributed.load_training_state_dict(alone(lambda: nn.Linear(2, 2)), state)
 
     hooked = alone()
     hooked.register_comm_hook({}, counting)
     with pytest.raises(NotReplicableError, match=r"of 0 communication hook\(s\), 1 are registered"):
-        lockstep.load_training_state_dict(hooked, state)
-    state = lockstep.training_state_dict(hooked)
+        lockstep.distributed.load_training_state_dict(hooked, state)
+    state = lockstep.distributed.training_state_dict(hooked)
     with pytest.raises(NotReplicableError, match=r"of 1 communication hook\(s\), 0 are registered"):
-        lockstep.load_training_state_dict(alone(), state)
+        lockstep.distributed.load_training_state_dict(alone(), state)
     stateless = alone()
     stateless.register_comm_hook(None, counting)
     with pytest.raises(HookError, match="but the hook was registered without one"):
-        lockstep.load_training_state_dict(stateless, {**state, "hooks": [{"steps": 1}]})
+        lockstep.distributed.load_training_state_dict(stateless, {**state, "hooks": [{"steps": 1}]})
 
 
 def test_what_is_not_replicated_has_no_state():
     for call in (
-        lockstep.training_state_dict,
-        lockstep.statistics,
-        lambda module: lockstep.load_training_state_dict(module, {}),
+        lockstep.distributed.training_state_dict,
+        lockstep.loop.statistics,
+        lambda module: lockstep.distributed.load_training_state_dict(module, {}),
     ):
         with pytest.raises(NotReplicableError, match=r"got a Linear that is not replicated; pass the module that went"):
             call(nn.Linear(1, 1))

@@ -346,7 +346,7 @@ def test_gradients_that_are_kept():
 
 def stops_where_a_rank_fails(rank):
     model = lockstep.replicate(one_weight(), process_group=rank.group)
-    decisions = lockstep.stop_when(lambda: rank.rank == 0, rank.group)
+    decisions = lockstep.loop.stop_when(lambda: rank.rank == 0, rank.group)
     error = error_of(fails_in_backward(model(x_of(rank)), rank.rank == 1).sum().backward)
     return error, decisions.should_stop
 
@@ -538,7 +538,7 @@ def with_statistics(rank, where):
     for step in range(4):
         optimizer.zero_grad()
         before = [each.clone() for each in (*model.buffers(), *model.parameters())]
-        with lockstep.skip_on(BadBatchError, modules=[model]):
+        with lockstep.loop.skip_on(BadBatchError, modules=[model]):
             y = model(torch.randn(4, 1))
             if rank.rank == step == 1 and where == "forward":
                 raise BadBatchError
@@ -547,7 +547,7 @@ def with_statistics(rank, where):
             y.sum().backward()
         optimizer.step()
         after = [*model.buffers(), *model.parameters()]
-        seen.append((lockstep.skipped(model), all(torch.equal(a, b) for a, b in zip(before, after, strict=True))))
+        seen.append((lockstep.loop.skipped(model), all(torch.equal(a, b) for a, b in zip(before, after, strict=True))))
         assert all(rank.all_equal(each) for each in after)
     lockstep.check_in_sync(model)
     return seen
@@ -565,7 +565,7 @@ def test_skip_on_leaves_buffers_and_the_optimizer_as_they_were():
 def no_skip(rank):
     """What is raised is not what skip_on is for."""
     model = lockstep.replicate(one_weight(), process_group=rank.group)
-    with lockstep.skip_on(BadBatchError, modules=[model]):
+    with lockstep.loop.skip_on(BadBatchError, modules=[model]):
         y = model(x_of(rank))
         if rank.rank:
             y.register_hook(lambda grad: 1 / 0)
@@ -584,11 +584,11 @@ def scaled(rank):
     seen = []
     for number in range(3):
         optimizer.zero_grad()
-        with lockstep.skip_on(BadBatchError, modules=[model]):
+        with lockstep.loop.skip_on(BadBatchError, modules=[model]):
             if (number, rank.rank) == (1, 0):
                 raise BadBatchError
             scaler.scale(model(x_of(rank)).sum()).backward()
-        if not lockstep.skipped(model):
+        if not lockstep.loop.skipped(model):
             scaler.step(optimizer)
             scaler.update()
         seen.append(model.weight.item())
@@ -607,10 +607,10 @@ def without_the_loop(rank):
         model.zero_grad()
         y = model(x_of(rank)).sum()
         if rank.rank and number == 1:
-            lockstep.skip_batch(model)
+            lockstep.loop.skip_batch(model)
         else:
             y.backward()
-        seen.append((lockstep.skipped(model), None if model.weight.grad is None else model.weight.grad.item()))
+        seen.append((lockstep.loop.skipped(model), None if model.weight.grad is None else model.weight.grad.item()))
     return seen
 
 
@@ -630,10 +630,10 @@ def after_a_failure(rank):
             if rank.rank and number == 0:
                 y.register_hook(raises)
             if rank.rank and number == 2:
-                lockstep.skip_batch(model)
+                lockstep.loop.skip_batch(model)
             else:
                 y.sum().backward()
-        seen.append((lockstep.skipped(model), None if model.weight.grad is None else model.weight.grad.item()))
+        seen.append((lockstep.loop.skipped(model), None if model.weight.grad is None else model.weight.grad.item()))
     return seen
 
 
@@ -648,7 +648,7 @@ def test_a_batch_is_left_out_after_an_earlier_failure():
 def stops(rank):
     model = lockstep.replicate(one_weight(), process_group=rank.group)
     asked = SimpleNamespace(reason=None)
-    decisions = lockstep.stop_when(lambda: asked.reason, rank.group)
+    decisions = lockstep.loop.stop_when(lambda: asked.reason, rank.group)
     for number in itertools.count():
         if rank.rank and number == 2:
             asked.reason = "SIGTERM"
@@ -670,11 +670,11 @@ def test_a_flag_that_any_rank_has():
 
 
 def test_shards_are_unequal_by_one_at_most():
-    shards = run_ranks(3, lambda rank: list(lockstep.shard(range(8), rank.group)))
+    shards = run_ranks(3, lambda rank: list(lockstep.loop.shard(range(8), rank.group)))
 
     assert shards == [[0, 3, 6], [1, 4, 7], [2, 5]]
     with pytest.raises(OptionError, match=r"shard\(\) got a list_iterator without a length"):
-        run_ranks(1, lambda rank: lockstep.shard(iter([]), rank.group))
+        run_ranks(1, lambda rank: lockstep.loop.shard(iter([]), rank.group))
 
 
 @pytest.mark.parametrize("hosts", ["", "aa"], ids=["gloo", "shm"])

@@ -365,7 +365,7 @@ def test_a_micro_batch_that_fails_may_be_left_out(how, context):
     def call(rank):
         model = net(rank)
         if context:
-            with lockstep.skip_on(KeyError, modules=[model]), lockstep.accumulate(model, last=False, weight=1):
+            with lockstep.loop.skip_on(KeyError, modules=[model]), lockstep.accumulate(model, last=False, weight=1):
                 how(model, x_of(rank)) if rank.rank else backward(model, x_of(rank))
         else:
             try:
@@ -373,9 +373,9 @@ def test_a_micro_batch_that_fails_may_be_left_out(how, context):
                     how(model, x_of(rank)) if rank.rank else backward(model, x_of(rank))
             except KeyError:
                 with model.no_sync():
-                    lockstep.skip_batch(model)
+                    lockstep.loop.skip_batch(model)
         backward(model, x_of(rank), weight=1)
-        return lockstep.skipped(model), *next_batch(rank, model)
+        return lockstep.loop.skipped(model), *next_batch(rank, model)
 
     assert run_ranks(2, call) == [(True, [None, None], [1.5, 1.5])] * 2
 

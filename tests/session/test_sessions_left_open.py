@@ -42,7 +42,7 @@ def test_a_rank_that_leaves_without_closing_its_session_has_left_in_good_order(b
     port = store.port if in_session else 0
     first, left = run_processes(2, leaves, backend, port, 0, backend=backend, errors=True)
     assert left.returncode == 0
-    assert type(first.error) is lockstep.PeerFailure
+    assert type(first.error) is lockstep.errors.PeerFailure
     assert "rank 1 has left the training in good order, while others still needed it" in str(first.error)
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence
 
-from lockstep import DataParallel, data_parallel
+from lockstep import DataParallel
 from lockstep.errors import (
     DeviceError,
     LayoutError,
@@ -28,7 +28,7 @@ from lockstep.errors import (
     NotReplicableError,
     StructureError,
 )
-from lockstep.local import gather, parallel_apply, replicate, scatter, scatter_kwargs
+from lockstep.local import data_parallel, gather, parallel_apply, replicate, scatter, scatter_kwargs
 from lockstep.local.comm import reduce_add
 from lockstep.local.comm import scatter as plain_scatter
 from processes import output_of

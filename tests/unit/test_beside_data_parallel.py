@@ -784,7 +784,7 @@ def test_data_parallel_as_a_function_clones_at_every_call(sim, monkeypatch):
     x = torch.randn(4, 4, device="sim:0")
     started = Started(monkeypatch)
     for step in range(3):
-        output = lockstep.data_parallel(network, x, [0, 1])
+        output = lockstep.local.data_parallel(network, x, [0, 1])
         sim.reset_copies()
         output.sum().backward()
         gradients = sim.copies()["sim:1", "sim:0"]
@@ -799,5 +799,5 @@ def test_data_parallel_as_a_function_clones_at_every_call(sim, monkeypatch):
             return {"y": super().forward(x) * scale}
 
     several = on("sim:0", Several, 4, 2)
-    found = lockstep.data_parallel(several, (x,), [0, 1], module_kwargs={"scale": 2})
+    found = lockstep.local.data_parallel(several, (x,), [0, 1], module_kwargs={"scale": 2})
     torch.testing.assert_close(found["y"], several(x, scale=2)["y"])

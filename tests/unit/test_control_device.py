@@ -7,7 +7,7 @@ from processes import output_of
 SCRIPT = """
 from types import SimpleNamespace
 import torch
-from lockstep.distributed.collectives import control_device
+from lockstep.distributed.comm.collectives import control_device
 found = control_device(SimpleNamespace(name=lambda: "custom")).type
 expected = torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "cpu"
 print(found == expected)

@@ -15,9 +15,9 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from lockstep import DataParallel, Event, data_parallel
+from lockstep import DataParallel
 from lockstep.errors import DeviceError
-from lockstep.local import ReplicaSet, shared
+from lockstep.local import Event, ReplicaSet, data_parallel, shared
 from processes import output_of
 
 
@@ -527,7 +527,8 @@ def test_devices_that_differ_by_a_quarter_are_balanced(sim):
 
 NO_ACCELERATOR = """
 import torch
-from lockstep import DataParallel, data_parallel
+from lockstep import DataParallel
+from lockstep.local import data_parallel
 net = torch.nn.Linear(4, 3)
 calls = []
 net.register_forward_hook(lambda *args: calls.append(1))

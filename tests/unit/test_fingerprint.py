@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from bit_differences import BIT_DIFFERENCES, Values
-from lockstep import fingerprint
+from lockstep.shares import fingerprint
 
 
 class Module(nn.Module):

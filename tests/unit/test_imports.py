@@ -9,17 +9,26 @@ from pathlib import Path
 import lockstep
 
 SOURCE = Path(lockstep.__file__).parent
+CORE = {"lockstep.distributed.comm", "lockstep.distributed.reduction", "lockstep.distributed.replication"}
 USES = {
     "lockstep": set(),
     "lockstep.local": set(),
     "lockstep.failures": set(),
     "lockstep.shm": set(),
-    "lockstep.distributed.reduction": {"lockstep.distributed"},
-    "lockstep.distributed": {"lockstep.distributed.reduction", "lockstep.shares"},
-    "lockstep.shares": {"lockstep.distributed", "lockstep.distributed.reduction", "lockstep.local"},
-    "lockstep.data": {"lockstep.distributed", "lockstep.shares"},
-    "lockstep.checkpoints": {"lockstep.distributed"},
-    "lockstep.session": {"lockstep.checkpoints", "lockstep.distributed", "lockstep.failures"},
+    "lockstep.distributed.comm": set(),
+    "lockstep.distributed.reduction": {"lockstep.distributed.comm"},
+    "lockstep.distributed.replication": {"lockstep.distributed.comm", "lockstep.distributed.reduction"},
+    "lockstep.distributed": set(),
+    "lockstep.loop": CORE,
+    "lockstep.shares": {*CORE, "lockstep.local"},
+    "lockstep.checkpoints": {"lockstep.distributed.comm", "lockstep.distributed.replication"},
+    "lockstep.session": {
+        "lockstep.checkpoints",
+        "lockstep.distributed.comm",
+        "lockstep.distributed.reduction",
+        "lockstep.failures",
+        "lockstep.loop",
+    },
     "lockstep.cli": {"lockstep.failures"},
 }
 """The rooms, and which others the files of each import; all use the files beside them, which are the first room.
@@ -27,21 +36,6 @@ USES = {
 Nothing but ``lockstep.session`` knows both what trains and who watches it, and nothing knows the ``shm`` backend.
 """
 ROOMS = list(USES)
-FOUNDATION = {
-    "agreement",
-    "buffers",
-    "collectives",
-    "decisions",
-    "group_state",
-    "one_by_one",
-    "pace",
-    "traffic",
-    "value_watch",
-    "values",
-}
-"""Files of ``lockstep.distributed`` that ``lockstep.distributed.reduction`` rests on."""
-FACES = {"replicate"}
-"""Files of ``lockstep.distributed`` that rest on ``lockstep.shares``."""
 
 
 def name_of(file: Path) -> str:
@@ -69,16 +63,7 @@ def room_of(module: str) -> int:
     """The room's number; a package's own file is above all that is in it."""
     if module in ("lockstep", "lockstep.__main__"):
         return len(ROOMS) + 1
-    package, _, file = module.rpartition(".")
-    if module == "lockstep.distributed":
-        return ROOMS.index("lockstep.shares")
-    if module in ROOMS:
-        return ROOMS.index(module)
-    if package == "lockstep.distributed" and file in FACES:
-        return ROOMS.index("lockstep.shares")
-    if package == "lockstep.distributed" and file in FOUNDATION:
-        return ROOMS.index("lockstep.shm")
-    return ROOMS.index(package)
+    return ROOMS.index(module if module in ROOMS else module.rpartition(".")[0])
 
 
 def test_no_import_leads_back():

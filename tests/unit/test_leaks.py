@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep import DataParallel, data_parallel
-from lockstep.local import replicate
+from lockstep import DataParallel
+from lockstep.local import data_parallel, replicate
 
 
 def counts():

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 import lockstep
-from lockstep.distributed.options import Options, read_options
+from lockstep.distributed.replication.options import Options, read_options
 from lockstep.errors import OptionError, UnknownOptionError
 
 MIB = 1 << 20

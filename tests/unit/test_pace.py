@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from lockstep.distributed.pace import KEPT, RECENT, Pace
-from lockstep.distributed.statistics import TrainingStatistics
+from lockstep.distributed.comm.comm_stats import KEPT, RECENT, StepTimes
+from lockstep.loop.statistics import TrainingStatistics
 
 
 def paced(*seconds, waits=5.0):
     """The pace of a rank that worked for so long in each round and then waited."""
-    pace, now = Pace(), 0.0
+    pace, now = StepTimes(), 0.0
     pace.waits(now)  # what was before the first round is not known
     for each in seconds:
         pace.has_waited(now)

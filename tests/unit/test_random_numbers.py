@@ -14,8 +14,8 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from lockstep import DataParallel, SyncBatchNorm, data_parallel
-from lockstep.local import current_replica, parallel_apply
+from lockstep import DataParallel
+from lockstep.local import SyncBatchNorm, current_replica, data_parallel, parallel_apply
 from lockstep.local.random_streams import _WITHOUT_GENERATOR
 
 TIMEOUT = 20

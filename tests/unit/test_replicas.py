@@ -1136,7 +1136,7 @@ def test_copies_of_the_network_are_clean(devices, first):
     network = on(first, Plain, nn.Linear(3, 2)).to(first)
     shared = copy.copy(network)
     replicate(network, devices(2))
-    lockstep.data_parallel(network, torch.ones(4, 3, device=first), devices(2))
+    lockstep.local.data_parallel(network, torch.ones(4, 3, device=first), devices(2))
     chunks = torch.randn(2, 5, 3).unbind()
     for twin in (copy.deepcopy(network), pickle.loads(pickle.dumps(network)), copy.copy(network), shared):
         assert twin is not network

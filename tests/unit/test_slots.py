@@ -6,14 +6,14 @@ import pytest
 import torch
 from torch import nn
 
+from lockstep.distributed.reduction.parameters import SlotSnapshot
 from lockstep.distributed.reduction.selection import Selection
-from lockstep.distributed.reduction.slots import SlotWatch
 from lockstep.errors import NotReplicableError
 
 
 def test_a_module_that_is_gone_is_a_change():
     net = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
-    watch = SlotWatch(list(net.modules()))
+    watch = SlotSnapshot(list(net.modules()))
     assert not watch.changed()
     part = net[0]
     del net

@@ -9,8 +9,9 @@ from torch.nn import functional as F
 from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
-from lockstep import DataParallel, SyncBatchNorm
+from lockstep import DataParallel
 from lockstep.errors import LayoutError, NotReplicableError
+from lockstep.local import SyncBatchNorm
 
 
 def network(momentum: float | None = 0.1, affine: bool = True) -> nn.Module:

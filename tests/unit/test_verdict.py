@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lockstep.distributed.decisions import LoopVerdict
+from lockstep.distributed.reduction.decisions import LoopVerdict
 from lockstep.distributed.reduction.passes import Called
 from lockstep.distributed.reduction.status import Part, Report, Status
 from lockstep.distributed.reduction.verdict import Refusal, Verdict, judge, judge_loops
@@ -27,8 +27,8 @@ def weighs(weight, **fields):
     return says(weighted=True, weight=float(weight), **fields)
 
 
-def through(called, forwards=1, left_out=0, **fields):
-    return says(called=called, through=forwards, left_out=left_out, **fields)
+def through(called, forwards=1, unused_forwards=0, **fields):
+    return says(called=called, through=forwards, unused_forwards=unused_forwards, **fields)
 
 
 def verdict_of(*statuses, rank=0, ranks=None, divisor=None, used=None, late=(), digests=()):

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from lockstep.distributed.agreement import all_gather_object
-from lockstep.distributed.collectives import Collectives, Group, resolve_group
+from lockstep.distributed.comm.agreement import all_gather_object
+from lockstep.distributed.comm.collectives import Collectives, Group, resolve_group
 from lockstep.errors import AgreementError, CheckpointError
 from lockstep.phases import Phases
 from lockstep.texts import shortened

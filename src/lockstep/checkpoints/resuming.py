@@ -37,8 +37,8 @@ from lockstep.checkpoints.state import (
     restore_training,
 )
 from lockstep.checkpoints.streams import Streams, read_streams, set_streams
-from lockstep.distributed.collectives import Group
-from lockstep.distributed.one_by_one import OneByOne
+from lockstep.distributed.comm.collectives import Group
+from lockstep.distributed.comm.run_all import RunAll
 from lockstep.errors import CheckpointError
 
 _DIGESTS = 4
@@ -316,7 +316,7 @@ class Resuming:
             self._undo(error, training=begun)
             raise
         for entry in self._entries:
-            restore_training(entry, self._parts[entry.name], OneByOne(), ready=False)  # is only noted, and cannot fail
+            restore_training(entry, self._parts[entry.name], RunAll(), ready=False)  # is only noted, and cannot fail
 
     def _put_back(self) -> None:
         self._streams_before = read_streams()
@@ -328,7 +328,7 @@ class Resuming:
 
     def _restore_training(self) -> None:
         """Restore all rounds and hooks, even if some fail: they may make the next round begin with an agreement."""
-        steps = OneByOne()
+        steps = RunAll()
         for entry in self._entries:
             restore_training(entry, self._parts[entry.name], steps, ready=True)
         with steps:
@@ -338,7 +338,7 @@ class Resuming:
 
     def _undo(self, error: BaseException, *, training: bool) -> None:
         """Restore the objects' former state; ``training``: also rounds and hooks, which are unchanged otherwise."""
-        steps = OneByOne()
+        steps = RunAll()
         for entry, parts in self._before:
             with steps:
                 put_back(entry, parts)

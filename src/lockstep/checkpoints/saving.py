@@ -29,7 +29,7 @@ from lockstep.checkpoints.ranks import Ranks
 from lockstep.checkpoints.removal import remove_old
 from lockstep.checkpoints.state import OWN, Parts, entries_of, read
 from lockstep.checkpoints.streams import Streams, read_streams
-from lockstep.distributed.collectives import Group
+from lockstep.distributed.comm.collectives import Group
 from lockstep.errors import CheckpointError, OptionError
 
 

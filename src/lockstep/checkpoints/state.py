@@ -15,9 +15,9 @@ from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader, Sampler
 
 from lockstep.checkpoints.sampler import ResumableSampler
-from lockstep.distributed.one_by_one import OneByOne
-from lockstep.distributed.own_state import own_names
-from lockstep.distributed.replication import Replication, find_replication
+from lockstep.distributed.comm.run_all import RunAll
+from lockstep.distributed.replication.replication import Replication, find_replication
+from lockstep.distributed.replication.training_state import own_names
 from lockstep.errors import CheckpointError, OptionError
 from lockstep.tree import tree_map
 
@@ -203,7 +203,7 @@ def put_back(entry: Entry, parts: Parts) -> None:
         target.load_state_dict(state)
 
 
-def restore_training(entry: Entry, parts: Parts, steps: OneByOne, *, ready: bool) -> None:
+def restore_training(entry: Entry, parts: Parts, steps: RunAll, *, ready: bool) -> None:
     """Restore rounds and hooks of the replicated modules inside an object: of those that are ready, or of the others.
 
     Continues with the others if one fails: a module's state may have to be agreed on in the next round.

@@ -111,7 +111,7 @@ class Deadline:
 _STANDARD = sysconfig.get_path("stdlib")
 _TORCH = str(Path(torch.__file__).parent)
 _OURS = str(Path(__file__).parents[1])
-_WAITS = (f"{_TORCH}/distributed/", f"{_OURS}/shm/", f"{_OURS}/distributed/collectives.py")
+_WAITS = (f"{_TORCH}/distributed/", f"{_OURS}/shm/", f"{_OURS}/distributed/comm/collectives.py")
 _COMPILES = (f"{_TORCH}/_dynamo/convert_frame.py", f"{_TORCH}/_inductor/compile_fx.py")
 
 

@@ -21,15 +21,19 @@ from lockstep.local.scatter_gather import scatter_kwargs as scatter_kwargs
 from lockstep.local.scatter_gather import shared as shared
 from lockstep.local.sync_batch_norm import SyncBatchNorm as SyncBatchNorm
 from lockstep.local.workers import parallel_apply as parallel_apply
+from lockstep.phases import Event as Event
+from lockstep.phases import Statistics as Statistics
 
 __all__ = [
     "Broadcast",
     "DataParallel",
+    "Event",
     "Gather",
     "ReduceAdd",
     "ReduceAddCoalesced",
     "ReplicaSet",
     "Scatter",
+    "Statistics",
     "SyncBatchNorm",
     "broadcast",
     "broadcast_coalesced",

@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import Dataset, Subset
 
+from lockstep import loop
 from lockstep.checkpoints import Resumed, resume, save
-from lockstep.distributed import loop, uneven
-from lockstep.distributed.collectives import Group
-from lockstep.distributed.decisions import Decisions
+from lockstep.distributed.comm.collectives import Group
+from lockstep.distributed.reduction.decisions import Decisions
 from lockstep.errors import OptionError
 from lockstep.failures.channel import LINK_SECONDS
 from lockstep.failures.progress import PHASES_OF_A_STEP, Phase, Progress
@@ -42,7 +42,7 @@ T = TypeVar("T")
 class CountedBatches(Generic[T]):
     """The iterable that ``run.batches()`` returns. Its length, if it has one, is the same on all ranks."""
 
-    def __init__(self, batches: uneven.Batches[T], progress: Progress, check: Callable[[], object]) -> None:
+    def __init__(self, batches: loop.Batches[T], progress: Progress, check: Callable[[], object]) -> None:
         self._batches, self._progress, self._check = batches, progress, check
 
     def __len__(self) -> int:
@@ -135,7 +135,7 @@ class Session:
         Evaluation, under ``torch.no_grad()``, is neither padded nor counted. Raises
         :class:`~lockstep.errors.PeerFailure` if another rank has failed.
         """
-        batches = uneven.batches(loader, *modules, group=None if modules else self.group, padding=padding)
+        batches = loop.batches(loader, *modules, group=None if modules else self.group, padding=padding)
         return CountedBatches(batches, self.progress, self.check)
 
     def agree(self, flag: object) -> bool:
@@ -143,8 +143,8 @@ class Session:
         return loop.agree(flag, self.group)
 
     def shard(self, dataset: "Dataset[T]") -> "Subset[T]":
-        """Return this rank's part of a data set: :func:`lockstep.shard` over the session's group."""
-        return uneven.shard(dataset, self.group)
+        """Return this rank's part of a data set: :func:`lockstep.loop.shard` over the session's group."""
+        return loop.shard(dataset, self.group)
 
     @property
     def should_stop(self) -> bool:
@@ -160,16 +160,16 @@ class Session:
         return self._decisions.should_stop
 
     def skip_batch(self, *modules: torch.nn.Module) -> None:
-        """Leave out this batch, on all ranks: :func:`lockstep.skip_batch` over the session's group."""
+        """Leave out this batch, on all ranks: :func:`lockstep.loop.skip_batch` over the session's group."""
         loop.skip_batch(*modules, group=self.group)
 
     def skip_on(self, *errors: type[BaseException]) -> contextlib.AbstractContextManager[None]:
-        """Leave out a batch that raises one of ``errors``: :func:`lockstep.skip_on` over the session's group."""
+        """Leave out a batch that raises one of ``errors``: :func:`lockstep.loop.skip_on` over the session's group."""
         return loop.skip_on(*errors, group=self.group)
 
     @property
     def skipped(self) -> bool:
-        """True if any rank has left out this batch, so that all have: :func:`lockstep.skipped`."""
+        """True if any rank has left out this batch, so that all have: :func:`lockstep.loop.skipped`."""
         return loop.skipped(group=self.group)
 
     @contextlib.contextmanager

@@ -22,7 +22,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from lockstep import network
 from lockstep.devices import accelerator, resolve_device
-from lockstep.distributed.collectives import backends_of
+from lockstep.distributed.comm.collectives import backends_of
 from lockstep.errors import AgreementError, CommunicationError, DeviceError, OptionError
 from lockstep.failures.channel import LINK_SECONDS, FailureChannel
 from lockstep.failures.connections import Connections

@@ -20,14 +20,14 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 from lockstep.abilities import abilities_of
-from lockstep.distributed.collectives import (
+from lockstep.distributed.comm.collectives import (
     Collectives,
     Group,
     backends_of,
     global_ranks,
     resolve_group,
 )
-from lockstep.distributed.group_state import forget_watcher, watch_group
+from lockstep.distributed.comm.group_state import forget_watcher, watch_group
 from lockstep.errors import OptionError, PeerFailure
 from lockstep.failures.channel import LEFT_SECONDS, LINK_SECONDS, FailureChannel
 from lockstep.failures.connections import Connections

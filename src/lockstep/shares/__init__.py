@@ -2,3 +2,9 @@
 
 So gradients have the same bits on any number of ranks.
 """
+
+from lockstep.shares.audit import audit as audit
+from lockstep.shares.fingerprint import fingerprint as fingerprint
+from lockstep.shares.global_batches import GlobalBatches as GlobalBatches
+
+__all__ = ["GlobalBatches", "audit", "fingerprint"]

@@ -16,12 +16,11 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lockstep.buckets import TensorSpec, dense_stride
-from lockstep.distributed.agreement import Line, check_new_everywhere, check_same_on_all_ranks
-from lockstep.distributed.buffers import Buffer, describe_buffer
-from lockstep.distributed.collectives import Collectives
+from lockstep.distributed.comm.agreement import Line, check_new_everywhere, check_same_on_all_ranks
+from lockstep.distributed.comm.collectives import Collectives
+from lockstep.distributed.reduction.buffers import Buffer, describe_buffer
 from lockstep.distributed.reduction.selection import Contents, describe_parameter
-from lockstep.distributed.value_watch import PARAMETERS_AND_BUFFERS, ValueWatch
-from lockstep.distributed.values import check_equal_values
+from lockstep.distributed.reduction.values import PARAMETERS_AND_BUFFERS, ValueChecker, check_equal_values
 from lockstep.dtensors import local_part
 from lockstep.errors import AgreementError
 from lockstep.shares.buffers import TravellingBuffers, specs_of
@@ -91,7 +90,7 @@ class Agreement:
     def __init__(self, members: Members, collectives: Collectives, compares_values: bool) -> None:
         self._members, self._collectives, self._compares_values = members, collectives, compares_values
         self._agreed = _Agreed(0, TravellingBuffers(), ExchangePlan([], [], 1, collectives), HEAD_BYTES)
-        self._watch: ValueWatch | None = None
+        self._watch: ValueChecker | None = None
 
     @property
     def buffers(self) -> TravellingBuffers:
@@ -155,7 +154,7 @@ class Agreement:
 
     def watch_values(self, every: int) -> None:
         """Compare all values in every ``every``-th step from now on, or in none if it is 0; all ranks must."""
-        self._watch = ValueWatch(every) if every else None
+        self._watch = ValueChecker(every) if every else None
 
     def look(self, number: int, members: Members, buffers: Sequence[tuple[str, Tensor]]) -> int:
         """Return this rank's digest of its values at the end of a step with that number, which began with these
@@ -164,16 +163,16 @@ class Agreement:
         if watch is None or not watch.is_due(number):
             return 0
         watch.forget()  # left by a step that has failed
-        watch.look_at_buffers([value for _, value in buffers])
+        watch.digest_buffers([value for _, value in buffers])
         parameters = [parameter for _, parameter in members.parameters]
-        _, digest = watch.look(parameters, parameters[0].device if parameters else self._collectives.device)
+        _, digest = watch.digest(parameters, parameters[0].device if parameters else self._collectives.device)
         return int(digest) or 1
 
     def check_values(self, members: Members, buffers: Sequence[tuple[str, Tensor]], heads: Sequence[Head]) -> None:
         """Raise :class:`OutOfSyncError`, on every rank, if heads have different digests, and :class:`AgreementError` if
         only some have one.
 
-        Communicates what :meth:`ValueWatch.check` does if digests differ.
+        Communicates what :meth:`ValueChecker.check` does if digests differ.
         """
         looks = [head.values != 0 for head in heads]
         if not any(looks):

@@ -2,7 +2,7 @@
 
 from torch.nn import Module
 
-from lockstep.distributed.replication import replication_of
+from lockstep.distributed.replication.replication import replication_of
 from lockstep.errors import OptionError
 from lockstep.shares.replication import ShareReplication
 
@@ -34,9 +34,9 @@ def audit(model: Module, every: int | None = 100) -> None:
         >>> import torch, torch.distributed as dist, lockstep
         >>> group = dist.ProcessGroupGloo(dist.HashStore(), 0, 1)
         >>> model = lockstep.replicate(torch.nn.Linear(1, 1), shares=2, process_group=group)
-        >>> lockstep.audit(model, every=1)
+        >>> lockstep.shares.audit(model, every=1)
         >>> rows = torch.utils.data.TensorDataset(torch.ones(4, 1))
-        >>> batch = next(iter(lockstep.GlobalBatches(rows, batch_size=4, shares=2, process_group=group)))
+        >>> batch = next(iter(lockstep.shares.GlobalBatches(rows, batch_size=4, shares=2, process_group=group)))
         >>> [batch.is_auditing for (x,) in batch if model(x).sum().backward() is None]
         [False, False, True]
 

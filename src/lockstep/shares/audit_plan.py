@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from lockstep.digests import Digests
-from lockstep.distributed.agreement import objects_of
-from lockstep.distributed.collectives import Collectives
+from lockstep.distributed.comm.agreement import objects_of
+from lockstep.distributed.comm.collectives import Collectives
 from lockstep.errors import AuditError
 from lockstep.seeds import derive_seed
 from lockstep.shares.tree import shares_of

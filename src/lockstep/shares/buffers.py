@@ -17,8 +17,8 @@ from torch import Tensor
 
 from lockstep.buckets import TensorSpec
 from lockstep.digests import Digests
-from lockstep.distributed.buffers import Buffer, assign_all
-from lockstep.distributed.collectives import Collectives
+from lockstep.distributed.comm.collectives import Collectives
+from lockstep.distributed.reduction.buffers import Buffer, assign_all
 from lockstep.shares.gradients import Values, sum_dtype
 from lockstep.shares.reduction import Exchange, ExchangePlan
 from lockstep.shares.report import number_of
@@ -211,7 +211,7 @@ class ShareBuffers:
         plan = ExchangePlan([], specs_of([self.buffers[number] for number in numbers]), self._count, collectives)
         exchange = Exchange(plan, 0, collectives, SpareMemory())
         exchange.send_rest(
-            [[[*values]] for values in sums], torch.empty(0, dtype=torch.uint8, device="cpu"), wait_follows=True
+            [[[*values]] for values in sums], torch.empty(0, dtype=torch.uint8, device="cpu"), blocking=True
         )
         return [value for _, value in sorted(exchange.receive(), key=lambda pair: pair[0])]
 

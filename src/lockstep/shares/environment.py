@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
-from lockstep.distributed.agreement import Line
+from lockstep.distributed.comm.agreement import Line
 from lockstep.errors import AgreementError
 
 _LIBRARIES = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS")

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
-from lockstep.distributed.reduction.optimizers_in_backward import check_optimizers
+from lockstep.distributed.reduction.engine import check_optimizers
 from lockstep.dtensors import is_dtensor, like_parameter, local_part, matching_gradient
 from lockstep.errors import NotReplicableError
 from lockstep.shares.spare import SpareMemory

@@ -3,14 +3,15 @@
 import logging
 from collections.abc import Sequence
 from math import nan
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lockstep.distributed.collectives import Collectives
-from lockstep.distributed.decisions import decisions_of
+from lockstep.distributed.comm.collectives import Collectives
+from lockstep.distributed.reduction.decisions import decisions_of
+from lockstep.distributed.replication.replicate import Loss
 from lockstep.errors import CommunicationError, NotReplicableError, OptionError, ShareError
 from lockstep.shares.agreement import Agreement, Members
 from lockstep.shares.audit_plan import Audit, Evidence
@@ -34,9 +35,6 @@ from lockstep.shares.report import (
 from lockstep.shares.spare import SpareMemory
 from lockstep.shares.state import ShareWorld, Step
 from lockstep.shares.tree import add_in_tree_order
-
-Loss = Literal["sum", "mean"]
-LOSSES: tuple[Loss, ...] = ("sum", "mean")
 
 
 class Watch(Protocol):
@@ -199,7 +197,7 @@ class ShareModule:
             is_awaited = self._is_finishing or self.world.joined == 1  # else ranks exchange their flags first
             if self._collectives.world > 1 and is_awaited and not self._has_reported:
                 exchange = self._exchange or self.agreement.exchange(self._spare)
-                exchange.send_rest([], self._head(step)._replace(has_failed=True).to_row(), wait_follows=False)
+                exchange.send_rest([], self._head(step)._replace(has_failed=True).to_row(), blocking=False)
         except CommunicationError as error:
             logging.getLogger("lockstep").debug("the other ranks could not be told of a failure: %s", error)
         finally:
@@ -219,7 +217,7 @@ class ShareModule:
             travelling = self.agreement.buffers
             if self._collectives.world > 1:
                 self.agreement.expect(self._buffers.travelling_next(first_changes), step.next_count)
-            self._decisions.hear(loops_of(heads), self._decisions.batch)
+            self._decisions.update(loops_of(heads), self._decisions.batch)
             check_modes(heads, self._collectives)
             self._check_precision(heads)
             if self._audit is not None and self._evidence is not None:
@@ -281,7 +279,7 @@ class ShareModule:
         """Send partial sums and the report; return the rows of all ranks."""
         buffers = self.agreement.buffers
         sums = with_buffers(self._gradients.take_terms(), self._buffers.sums(buffers.averaged))
-        exchange.send_rest(sums, torch.cat([report.to_row(), self._buffers.kept(buffers.kept)]), wait_follows=True)
+        exchange.send_rest(sums, torch.cat([report.to_row(), self._buffers.kept(buffers.kept)]), blocking=True)
         return exchange.rows()
 
     def _head(self, step: Step) -> Head:
@@ -359,7 +357,7 @@ class ShareModule:
             raise ShareError(
                 f"{what} belongs to a share, but none is under way: this module is replicated with "
                 f"shares={self.shares}. Run forward and backward inside of `for ... in batch`, where batch comes from "
-                "lockstep.GlobalBatches on the same process group; for gradients beside training use "
+                "lockstep.shares.GlobalBatches on the same process group; for gradients beside training use "
                 "torch.autograd.grad, or copy.deepcopy(model)"
             )
         return share

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lockstep.buckets import Bucket, TensorSpec, plan_buckets
-from lockstep.distributed.collectives import Collectives
+from lockstep.distributed.comm.collectives import Collectives
 from lockstep.shares.spare import SpareMemory
 from lockstep.shares.transport import AllToAllTransport, Layout, SharedMemoryTransport, Terms, Transport
 
@@ -113,23 +113,23 @@ class Exchange:
         they are kept, since the bucket may have to be sent again."""
         self._settle()
         self._transports[self.sent].fill(sums)
-        self._transports[self.sent].send(None, wait_follows=False)
+        self._transports[self.sent].send(None, blocking=False)
         self.sent += 1
 
     @torch.no_grad()
-    def send_rest(self, sums: Sequence[Terms], row: Tensor, *, wait_follows: bool) -> None:
+    def send_rest(self, sums: Sequence[Terms], row: Tensor, *, blocking: bool) -> None:
         """Begin to send all remaining buckets, and a row of bytes, equally long on every rank. ``sums`` is used up; it
         is empty if only the rows matter: then anything is sent."""
         self._sums = sums
         padded = torch.nn.functional.pad(row, (0, self._row_bytes - len(row)))
         for number in range(self.sent, len(self._transports)):
             is_last = number + 1 == len(self._transports)
-            if sums or wait_follows:  # else other ranks are told of a failure, without waiting
+            if sums or blocking:  # else other ranks are told of a failure, without waiting
                 self._settle()
             self._transports[number].fill(self._sums)
             if number >= self.plan.leave_early:  # else a rank that has sent it early may ask for it again
                 self._drop(number)
-            self._transports[number].send(padded if is_last else None, wait_follows=wait_follows and is_last)
+            self._transports[number].send(padded if is_last else None, blocking=blocking and is_last)
             self.sent += 1
 
     def rows(self) -> Tensor:
@@ -139,7 +139,7 @@ class Exchange:
 
     def rows_alone(self, row: Tensor) -> Tensor:
         """Send a row, and anything in place of partial sums; return the rows of all ranks. No sum is received."""
-        self.send_rest([], row, wait_follows=True)
+        self.send_rest([], row, blocking=True)
         for transport in self._transports:
             transport.wait()
         return self.rows()
@@ -151,7 +151,7 @@ class Exchange:
             self._transports[number].wait()
             self._transports[number] = self._transport(number)
             self._transports[number].fill(self._sums)
-            self._transports[number].send(None, wait_follows=False)
+            self._transports[number].send(None, blocking=False)
             self._transports[number].settle()
 
     @torch.no_grad()

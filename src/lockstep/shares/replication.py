@@ -2,24 +2,22 @@
 
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any, NoReturn, get_args
 
 import torch
 from torch.nn import Module, Parameter
 
-from lockstep.compiler import outside_compiler
-from lockstep.distributed.agreement import Line, check_same_on_all_ranks
-from lockstep.distributed.collectives import Collectives, Group, resolve_group
-from lockstep.distributed.inputs import input_device, move_to
-from lockstep.distributed.options import Options
-from lockstep.distributed.reduction.selection import Contents, Selection
-from lockstep.distributed.reduction.slots import SlotWatch
-from lockstep.distributed.replication import Replication
-from lockstep.distributed.values import broadcast_values
-from lockstep.errors import CommunicationError, LockstepError, NotReplicableError, OptionError
+from lockstep.distributed.comm.agreement import Line
+from lockstep.distributed.comm.collectives import Collectives, resolve_group
+from lockstep.distributed.reduction.parameters import SlotSnapshot
+from lockstep.distributed.reduction.selection import Selection
+from lockstep.distributed.replication.options import Options, input_device, move_to
+from lockstep.distributed.replication.replicate import Loss, replicate_shares_with
+from lockstep.distributed.replication.replication import Replication
+from lockstep.errors import NotReplicableError, OptionError
 from lockstep.shares.agreement import Members
 from lockstep.shares.environment import check_settings, describe_settings, settings_of
-from lockstep.shares.module import LOSSES, Loss, ShareModule
+from lockstep.shares.module import ShareModule
 from lockstep.shares.state import check_shares, world_of
 
 
@@ -30,68 +28,48 @@ class ShareReplication(Replication):
 
     def __init__(self, module: Module, options: Options, ignored: Collection[Module], shares: int, loss: Loss) -> None:
         super().__init__(module, options, ignored, taking_over=False)
-        if loss not in LOSSES:
-            raise OptionError(f"loss must be one of {', '.join(LOSSES)}, got {loss!r}")
+        if loss not in get_args(Loss):
+            raise OptionError(f"loss must be one of {', '.join(get_args(Loss))}, got {loss!r}")
         _check_options(options)
         group = resolve_group(options.group)
         self._shares = check_shares(shares, None if group is None else group.size(), "replicate()")
         self._loss = loss
         self._module: ShareModule | None = None
-        self._restored: dict[str, Any] | None = None
 
     @property
     def ready(self) -> bool:
         """True if gradients are synchronised already."""
         return self._module is not None
 
-    @outside_compiler
-    @torch.inference_mode(False)
-    def start(self) -> Any:
-        """Get ready: compare modules, broadcast values, and install hooks."""
-        group = resolve_group(self.options.group)
-        if group is None:
-            raise CommunicationError(
-                "a module that is replicated with shares was used before there is a process group; call "
-                "torch.distributed.init_process_group() first, also for one process, or pass process_group"
-            )
-        check_shares(self._shares, group.size(), "replicate()")
-        collectives, world = Collectives(group, self.phases), world_of(group)
-        contents, failure = Contents([], [], frozenset()), None
-        try:
-            contents = self._selection.contents()
-        except LockstepError as error:
-            failure = error
+    def _without_group(self) -> str:
+        return (
+            "a module that is replicated with shares was used before there is a process group; call "
+            "torch.distributed.init_process_group() first, also for one process, or pass process_group"
+        )
+
+    def _start(self, collectives: Collectives) -> None:
+        check_shares(self._shares, collectives.world, "replicate()")
+        world = world_of(collectives.group)
+        contents, failure = self._contents()
         if self.options.init_sync:
-            self._compare(contents, failure, collectives, world.joined)
+            devices = {parameter.device for _, parameter in contents.parameters}
+            lines = [
+                Line("shares", f"{self._shares}, loss {self._loss!r}"),
+                Line("modules that are replicated with shares before", str(world.joined)),
+                *describe_settings(settings_of(devices)),
+                *Members(contents).describe(),
+            ]
+            self._compare(lines, collectives, (), failure)
         if failure is not None:
             raise failure
         if self.options.init_sync:
-            buffers = contents.buffers if self.options.syncs_buffers_at_start else []
-            broadcast_values([parameter for _, parameter in contents.parameters], buffers, collectives)
+            self._make_equal(contents, collectives)
         self._module = ShareModule(
             _Watch(self._selection), world, collectives, self._shares, self._loss, self.options.init_sync
         )
         world.join(self._module)
         if self._restored is not None:
             self.restore(self._restored)
-        return None
-
-    def _compare(
-        self, contents: Contents, failure: LockstepError | None, collectives: Collectives, others: int
-    ) -> None:
-        devices = {parameter.device for _, parameter in contents.parameters}
-        lines = [
-            Line("shares", f"{self._shares}, loss {self._loss!r}"),
-            Line("modules that are replicated with shares before", str(others)),
-            *describe_settings(settings_of(devices)),
-            *Members(contents).describe(),
-        ]
-        try:
-            check_same_on_all_ranks(lines, collectives, error=str(failure or ""))
-        except LockstepError as error:
-            if failure is not None:
-                raise failure from error
-            raise
 
     # ------------------------------------------------------------------------------------- forward
 
@@ -111,9 +89,15 @@ class ShareReplication(Replication):
 
     # ------------------------------------------------------------------------------------- methods
 
-    def no_sync(self) -> Any:
+    def no_sync(self) -> NoReturn:
         """Raise: a share's gradients always belong to its step."""
         self._refuse("no_sync()")
+
+    @contextmanager
+    def synchronising(self, required: bool) -> Iterator[None]:
+        """Raise if that asks for gradients that are not synchronised."""
+        self.set_requires_gradient_sync(required)
+        yield
 
     def set_requires_gradient_sync(self, required: bool) -> None:
         """Raise if that asks for gradients that are not synchronised."""
@@ -148,13 +132,8 @@ class ShareReplication(Replication):
         self._started.agreement.watch_values(every)
 
     def audit(self, every: int | None) -> None:
-        """See :func:`lockstep.audit`."""
+        """See :func:`lockstep.shares.audit`."""
         self._started.world.audit(every)
-
-    @property
-    def group(self) -> Group:
-        """The process group; None if there is none yet."""
-        return resolve_group(self.options.group)
 
     @property
     def _started(self) -> ShareModule:
@@ -166,7 +145,7 @@ class ShareReplication(Replication):
     # ----------------------------------------------------------------------------- training state
 
     def training_state(self) -> dict[str, Any]:
-        """See :func:`lockstep.training_state_dict`."""
+        """See :func:`lockstep.distributed.training_state_dict`."""
         module = self._started
         settings = dict(module.settings)
         if module.precision:
@@ -174,7 +153,7 @@ class ShareReplication(Replication):
         return {"steps": module.steps, "shares": module.shares, "loss": module.loss, "settings": settings}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """See :func:`lockstep.load_training_state_dict`."""
+        """See :func:`lockstep.distributed.load_training_state_dict`."""
         if self._module is None:
             self._restored = state
             return
@@ -224,7 +203,7 @@ class _Watch:
 
     def look(self) -> Members:
         members = Members(self._selection.contents())
-        self._slots = SlotWatch([owner for _, owner in self._selection.owners()])
+        self._slots = SlotSnapshot([owner for _, owner in self._selection.owners()])
         self._buffers = self._selection.buffers()
         self._parameters = [parameter for _, parameter in members.parameters]
         self._kinds = self._kinds_now()
@@ -239,3 +218,6 @@ class _Watch:
 
     def _kinds_now(self) -> list[tuple[bool, torch.dtype, torch.Size, torch.device]]:
         return [(p.requires_grad, p.dtype, p.shape, p.device) for p in self._parameters]
+
+
+replicate_shares_with(ShareReplication)

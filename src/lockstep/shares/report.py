@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from lockstep.digests import text_digest
-from lockstep.distributed.agreement import check_same_on_all_ranks
-from lockstep.distributed.collectives import Collectives
-from lockstep.distributed.decisions import LoopVerdict
+from lockstep.distributed.comm.agreement import check_same_on_all_ranks
+from lockstep.distributed.comm.collectives import Collectives
+from lockstep.distributed.reduction.decisions import LoopVerdict
 from lockstep.distributed.reduction.status import Part, Status
 from lockstep.distributed.reduction.verdict import judge_loops
 from lockstep.errors import AgreementError, OptionError, PeerError

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lockstep.abilities import Addition, Place
 from lockstep.buckets import Bucket
-from lockstep.distributed.collectives import Collectives, Pending
+from lockstep.distributed.comm.collectives import Collectives, Pending
 from lockstep.shares.spare import SpareMemory
 from lockstep.shares.tree import nodes_of, plan_additions, shares_of
 
@@ -58,8 +58,8 @@ class Transport(Protocol):
     def fill(self, sums: Sequence[Terms]) -> None:
         """Write this rank's partial sums, in share order; none if the step has failed: then anything is sent."""
 
-    def send(self, row: Tensor | None, *, wait_follows: bool) -> None:
-        """Begin to send; ``wait_follows`` if :meth:`wait` is called at once."""
+    def send(self, row: Tensor | None, *, blocking: bool) -> None:
+        """Begin to send; ``blocking`` if :meth:`wait` is called at once."""
 
     def settle(self) -> None:
         """Free all memory except what the sums need, if more is held while the bucket is under way."""
@@ -101,13 +101,13 @@ class SharedMemoryTransport:
         for views, terms in zip(self._views, sums, strict=False):
             _fill(self._bucket, views, terms)
 
-    def send(self, row: Tensor | None, *, wait_follows: bool) -> None:
+    def send(self, row: Tensor | None, *, blocking: bool) -> None:
         """See :class:`Transport`."""
         if row is not None:
             self.rows[self._collectives.rank].copy_(row)
         numel, additions = self._bucket.numel, self._layout.placed
         self._pending = self._collectives.add_in_order(
-            self._whole, numel, additions, "partial sums", self._gathered, wait_follows=wait_follows
+            self._whole, numel, additions, "partial sums", self._gathered, blocking=blocking
         )
 
     def settle(self) -> None:
@@ -161,7 +161,7 @@ class AllToAllTransport:
                 _fill(bucket, bucket.views(flat[: bucket.numel]), sums[part])
             self._outgoing.append(flat)
 
-    def send(self, row: Tensor | None, *, wait_follows: bool) -> None:
+    def send(self, row: Tensor | None, *, blocking: bool) -> None:
         """See :class:`Transport`."""
         world, empty = self._collectives.world, torch.empty(0, dtype=torch.uint8, device=self._bucket.device)
         for part in range(max(self._layout.counts)):

@@ -1,12 +1,474 @@
-"""The buckets of a plan, as they are used in each round."""
+"""Buckets: gradients are taken from their parameters, sent as one tensor, and copied out again.
 
-from collections.abc import Sequence
+A gradient lives in its bucket. Between rounds ``parameter.grad`` is a view of the bucket's flat tensor, so an
+accumulation or ``zero_grad(set_to_none=False)`` works in place and nothing has to be copied in; a gradient that
+autograd has allocated, after ``zero_grad()``, is copied in once. While a bucket is being sent its parameters have no
+gradient, so that a late one cannot be added to memory that is being sent.
 
-from lockstep.distributed.reduction.bucket import BucketPart, GradientBucket, SingleBucket, SparseBucket
-from lockstep.distributed.reduction.flat_bucket import FlatBucket
-from lockstep.distributed.reduction.parameter import ManagedParameter
+A :class:`FlatBucket` has many gradients, side by side. They are copied in together when all have come, or, if they are
+many, in parts, each when it is complete and still in the processor's cache (``tests/ranks/test_copied_early.py``). A
+large gradient (:class:`SingleBucket`) and a sparse one (:class:`SparseBucket`) are reduced where autograd has put them.
+"""
+
+import operator
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Iterable, Sequence
+from itertools import repeat
+from operator import attrgetter, is_not
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from lockstep.distributed.reduction.gradient_memory import Empty, GradientMemory
+from lockstep.distributed.reduction.parameters import ManagedParameter
 from lockstep.distributed.reduction.plan import AdaptivePlan, Kind, PlannedBucket
-from lockstep.distributed.reduction.storage import Empty
+from lockstep.distributed.reduction.verdict import Verdict
+from lockstep.dtensors import is_dtensor, like_parameter, local_part
+
+_dtype_of, _device_of, _grad_of = attrgetter("dtype"), attrgetter("device"), attrgetter("grad")
+
+
+class CopiedIn(NamedTuple):
+    """What a bucket has taken from its parameters."""
+
+    flat: Tensor
+    """What is to be summed."""
+    factor: float = 1.0
+    """What it is to be multiplied by before that."""
+    undefined: Sequence[int] = ()
+    """Parameters, by number, that have no gradient, whether or not their hooks have run."""
+
+
+class BucketPart:
+    """Gradients of a bucket that are copied together."""
+
+    __slots__ = ("bucket", "expected_last", "has_trigger", "indices", "is_complete", "is_copied", "positions")
+
+    def __init__(self, bucket: "GradientBucket", positions: range, has_trigger: bool) -> None:
+        self.bucket = bucket
+        self.positions = positions
+        self.indices = bucket.planned.indices[positions.start : positions.stop]
+        """The parameters, by number."""
+        self.has_trigger = has_trigger
+        """True if anything is done when all have come, before the end of backward."""
+        self.expected_last = self.indices[-1]
+        """The parameter whose gradient is expected to be the last one."""
+        self.is_complete = False
+        """True if all have come while backward runs, and that has been noticed."""
+        self.is_copied = False
+        """True if they are in the bucket's memory already, and not in the parameters' ``.grad``."""
+
+    def open(self) -> None:
+        """A round begins."""
+        self.is_complete = False
+        self.is_copied = False
+
+
+class GradientBucket(ABC):
+    """One bucket of the plan, in use; subclasses differ in where the gradients lie while they are sent."""
+
+    def __init__(self, index: int, planned: PlannedBucket, members: Sequence[ManagedParameter], waits: bool) -> None:
+        self.index, self.planned = index, planned
+        self.members = list(members)
+        self.waits_for_end = waits
+        """Whether it waits for the end of backward."""
+        self._parameters = [member.parameter for member in members]
+        self._dtypes = [parameter.dtype for parameter in self._parameters]
+        self._devices = [parameter.device for parameter in self._parameters]
+        cut = self._cut()
+        self.parts = [BucketPart(self, positions, len(cut) > 1 or not waits) for positions in cut]
+        self.missing = len(self.parts)
+        """How many parts are not complete."""
+        self._scale = 1.0
+        self._unused: list[tuple[ManagedParameter, Tensor, Tensor | None]] = []
+
+    def _check_unchanged(self) -> None:
+        """Raise :class:`LayoutError` if a parameter has been retyped or moved: only this rank would find out, when it
+        is too late to tell the others, that it cannot have the gradient."""
+        parameters = self._parameters
+        moved = torch.accelerator.is_available() and list(map(_device_of, parameters)) != self._devices
+        if moved or list(map(_dtype_of, parameters)) != self._dtypes:
+            for member in self.members:
+                member.check_parameter()
+
+    @property
+    def has_gradients(self) -> bool:
+        """Return True if any of its parameters has a gradient now."""
+        return any(map(is_not, map(_grad_of, self._parameters), repeat(None)))
+
+    def _cut(self) -> list[range]:
+        """Which members, by position, are waited for together."""
+        return [range(len(self.members))]
+
+    def open(self, scale: float) -> None:
+        """A round begins, in which gradients are multiplied by ``scale`` before they are summed."""
+        self._scale = scale
+        self._unused.clear()
+        if self.missing < len(self.parts):
+            self.missing = len(self.parts)
+            for part in self.parts:
+                part.open()
+
+    def part_is_complete(self, part: BucketPart) -> bool:
+        """All gradients of a part have come; returns whether all of the bucket have."""
+        self.missing -= 1
+        return not self.missing
+
+    @abstractmethod
+    def copy_in(self, used: Sequence[int] | None) -> CopiedIn:
+        """Take the gradients from the parameters, those aside that have been taken early.
+
+        ``used`` tells of every parameter whether it has had a gradient since the last round; None: all have. What the
+        others hold counts, too, but is given back unless another rank has had one.
+        """
+
+    @abstractmethod
+    def accept(self, summed: Tensor) -> None:
+        """Put back what a communication hook made of the tensor that :meth:`copy_in` returned."""
+
+    @abstractmethod
+    def multiply(self, factor: float) -> None:
+        """Multiply all reduced gradients."""
+
+    def copy_out(self, verdict: Verdict) -> None:
+        """Give the parameters their reduced gradients; one that no rank used gets back what it had."""
+        for position, member in enumerate(self.members):
+            if verdict.uses(member.index):
+                member.parameter.grad = self._gradient(position)
+        for member, grad, values in self._unused:
+            if not verdict.uses(member.index):
+                if values is not None:
+                    local_part(grad).copy_(values)
+                member.parameter.grad = grad
+        self._unused.clear()
+
+    @abstractmethod
+    def _gradient(self, position: int) -> Tensor:
+        """What the member at that position gets."""
+
+    def _keep_unused(self, member: ManagedParameter, grad: Tensor, inside: bool) -> None:
+        """Keep the gradient of a parameter that this rank did not use: perhaps no rank did."""
+        # Another rank's would not fit, when it is too late to tell:
+        # test_a_layer_that_changes_on_a_rank_that_does_not_use_it.
+        member.check_parameter()
+        self._unused.append((member, grad, local_part(grad).clone() if inside else None))
+
+    @property
+    def row(self) -> Tensor:
+        """The report's place; empty unless there is one."""
+        return torch.empty(0)
+
+    def zeros(self) -> Tensor:
+        """A tensor to send in place of what :meth:`copy_in` returns, without any gradient."""
+        return self.members[0].zeros().flatten()
+
+
+class SingleBucket(GradientBucket):
+    """One large gradient, reduced where it is."""
+
+    def copy_in(self, used: Sequence[int] | None) -> CopiedIn:
+        """See :meth:`GradientBucket.copy_in`."""
+        self._check_unchanged()
+        (member,) = self.members
+        (slot,) = self.planned.layout.slots
+        grad = member.parameter.grad
+        self._own: Tensor | None = None
+        if grad is None:
+            member.check_parameter()
+            taken = member.zeros()
+        else:
+            taken = member.take(grad)
+            is_unused = used is not None and not used[member.index]
+            if is_unused:
+                self._keep_unused(member, grad, inside=False)
+            if is_unused or grad.requires_grad or taken.is_sparse or taken.stride() != slot.stride:
+                taken = member.zeros().copy_(taken.to_dense() if taken.is_sparse else taken)
+            elif not is_dtensor(grad):
+                self._own = grad
+        self._result = taken
+        member.parameter.grad = None
+        return CopiedIn(flattened(taken), self._scale, _undefined(member, grad))
+
+    def accept(self, summed: Tensor) -> None:
+        """See :meth:`GradientBucket.accept`."""
+        accept_into(flattened(self._result), summed)
+
+    def multiply(self, factor: float) -> None:
+        """See :meth:`GradientBucket.multiply`."""
+        self._result.mul_(factor)
+
+    def copy_out(self, verdict: Verdict) -> None:
+        """See :meth:`GradientBucket.copy_out`; the gradient is the parameter's alone again."""
+        super().copy_out(verdict)
+        del self._result, self._own
+
+    def _gradient(self, position: int) -> Tensor:
+        return self._own if self._own is not None else like_parameter(self._result, self.members[0].parameter)
+
+
+class SparseBucket(GradientBucket):
+    """One sparse gradient; ranks may have different rows."""
+
+    def copy_in(self, used: Sequence[int] | None) -> CopiedIn:
+        """See :meth:`GradientBucket.copy_in`."""
+        (member,) = self.members
+        member.check_parameter()
+        grad = member.parameter.grad
+        taken = member.zeros() if grad is None else member.take(grad)
+        if grad is not None and used is not None and not used[member.index]:
+            self._keep_unused(member, grad, inside=False)
+        member.parameter.grad = None
+        self._result = (taken if taken.is_sparse else taken.to_sparse(1)).coalesce() * self._scale
+        return CopiedIn(self._result, 1.0, _undefined(member, grad))
+
+    def zeros(self) -> Tensor:
+        """See :meth:`GradientBucket.zeros`."""
+        return self.members[0].zeros()
+
+    def accept(self, summed: Tensor) -> None:
+        """See :meth:`GradientBucket.accept`."""
+        self._result = summed
+
+    def multiply(self, factor: float) -> None:
+        """See :meth:`GradientBucket.multiply`."""
+        self._result = self._result * factor
+
+    def _gradient(self, position: int) -> Tensor:
+        return self._result
+
+
+def _undefined(member: ManagedParameter, grad: Tensor | None) -> Sequence[int]:
+    """See :attr:`CopiedIn.undefined`, of a bucket with one parameter."""
+    return (member.index,) if grad is None else ()
+
+
+class ZeroBucket(GradientBucket):
+    """What communication hooks see of a bucket whose round has failed: zeros. Its gradients stay as they are."""
+
+    def __init__(self, bucket: GradientBucket) -> None:
+        super().__init__(bucket.index, bucket.planned, bucket.members, waits=True)
+
+    def copy_in(self, used: Sequence[int] | None) -> CopiedIn:
+        """See :meth:`GradientBucket.zeros`."""
+        return CopiedIn(self.zeros())
+
+    def accept(self, summed: Tensor) -> None:
+        """Nothing is taken."""
+
+    def multiply(self, factor: float) -> None:
+        """Nothing is there."""
+
+    def _gradient(self, position: int) -> Tensor:
+        return torch.empty(0)
+
+
+def flattened(tensor: Tensor) -> Tensor:
+    """All elements of a tensor without gaps, in the order in which they lie in memory; a view."""
+    return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+
+
+def accept_into(gradients: Tensor, summed: Tensor) -> None:
+    """Copy what a hook returned, unless it is what it was given."""
+    if summed.data_ptr() != gradients.data_ptr() or summed.dtype != gradients.dtype:
+        gradients.copy_(summed.view_as(gradients))
+
+
+def set_grads(parameters: Iterable[Parameter], grads: Iterable[Tensor | None]) -> None:
+    """Give parameters their gradients; without any Python for each."""
+    deque(map(setattr, parameters, repeat("grad"), grads), maxlen=0)
+
+
+PART_BYTES = 256 * 1024
+"""So many bytes of gradients are copied into their bucket together, as they come: they are in the processor's cache
+then, and the memory that they leave is what backward makes the next ones in."""
+WHOLE_BYTES = 512 * 1024
+"""A bucket of no more is copied as a whole: it is in a cache all the same."""
+
+
+class FlatBucket(GradientBucket):
+    """Gradients that live side by side in one flat tensor."""
+
+    def __init__(
+        self,
+        index: int,
+        planned: PlannedBucket,
+        members: Sequence[ManagedParameter],
+        waits: bool,
+        extra: int,
+        empty: Empty,
+    ) -> None:
+        """``extra`` elements behind the gradients are for the report; ``empty`` gives the memory."""
+        self._plain = not any(is_dtensor(member.parameter) for member in members)
+        self._copies_early: bool | None = False  # None: not known before the first part has come
+        super().__init__(index, planned, members, waits)
+        self._extra = extra
+        self._indices = planned.indices
+        self._memory = GradientMemory(planned.layout, self._parameters, extra, empty)
+
+    def _cut(self) -> list[range]:
+        """Parts of ``PART_BYTES`` and little more. An accelerator works off what it is given: there one is best."""
+        on_cpu = self.members[0].spec.device.type == "cpu"
+        if not (on_cpu and self._plain) or self.planned.layout.nbytes <= WHOLE_BYTES:
+            return super()._cut()
+        parts: list[range] = []
+        begin = nbytes = 0
+        for position, member in enumerate(self.members):
+            nbytes += member.spec.nbytes
+            if nbytes >= PART_BYTES or position == len(self.members) - 1:
+                parts.append(range(begin, position + 1))
+                begin, nbytes = position + 1, 0
+        return parts
+
+    def open(self, scale: float) -> None:
+        """See :meth:`GradientBucket.open`."""
+        super().open(scale)
+        self._copies_early = None if len(self.parts) > 1 else False
+
+    def part_is_complete(self, part: BucketPart) -> bool:
+        """See :meth:`GradientBucket.part_is_complete`; copies the part, unless it takes a closer look to do so."""
+        is_full = super().part_is_complete(part)
+        if self._copies_early is not False and not torch.is_grad_enabled():  # copies would have a graph
+            if self._copies_early is None:
+                self._copies_early = self._memory.claim_early(list(map(_grad_of, self._parameters)))
+            if self._copies_early:
+                self._copy_part(part)
+        return is_full
+
+    def _copy_part(self, part: BucketPart) -> None:
+        begin, end = part.positions.start, part.positions.stop
+        parameters, views = self._parameters[begin:end], self._memory.views[begin:end]
+        grads: list[Any] = list(map(_grad_of, parameters))
+        if type(None) in map(type, grads):
+            return
+        try:
+            if len(grads) == 1 and self._scale != 1:
+                torch.mul(grads[0], self._scale, out=views[0])
+            else:
+                torch._foreach_copy_(views, grads)
+                if self._scale != 1:
+                    slots = self.planned.layout.slots
+                    last = slots[end].offset if end < len(slots) else None
+                    self._memory.gradients[slots[begin].offset : last].mul_(self._scale)
+        except RuntimeError:  # a sparse gradient, or one of another shape: copy_in knows
+            return
+        set_grads(parameters, repeat(None))
+        part.is_copied = True
+
+    def copy_in(self, used: Sequence[int] | None) -> CopiedIn:
+        """See :meth:`GradientBucket.copy_in`; the report's row, behind the gradients, is not scaled."""
+        self._check_unchanged()
+        grads: list[Tensor | None] = list(map(_grad_of, self._parameters))
+        memory = self._memory
+        if self._copies_early:
+            if used is None and all(map(operator.is_, grads, repeat(None))) and self._is_copied():
+                return CopiedIn(memory.flat)
+            if any(part.is_copied for part in self.parts):
+                return self._copy_rest(grads, memory.in_place(grads), used)
+        inside = memory.in_place(grads) if self._copies_early else memory.claim(grads)
+        if used is not None and not all(map(used.__getitem__, self._indices)):
+            self._keep_all_unused(grads, inside, used)
+        set_grads(self._parameters, repeat(None))
+        undefined: list[int] = []
+        if True not in inside and type(None) not in map(type, grads):
+            self._copy(memory.views, cast("list[Tensor]", grads), range(len(grads)))
+        else:
+            undefined = self._copy_some(grads, inside, range(len(grads)))
+        factor = self._scale
+        if self._extra and factor != 1:  # the report is not to be scaled
+            memory.gradients.mul_(factor)
+            factor = 1.0
+        return CopiedIn(memory.flat, factor, undefined)
+
+    def _is_copied(self) -> bool:
+        """Whether all has been copied early."""
+        return all(part.is_copied for part in self.parts)
+
+    def _copy_rest(
+        self, grads: Sequence[Tensor | None], inside: Sequence[bool], used: Sequence[int] | None
+    ) -> CopiedIn:
+        """Copy, and scale, what has not been copied early, and add what has come since to what has been."""
+        rest = [i for part in self.parts if not part.is_copied for i in part.positions]
+        again = [i for part in self.parts if part.is_copied for i in part.positions if grads[i] is not None]
+        if used is not None and not all(map(used.__getitem__, self._indices)):
+            self._keep_all_unused(grads, inside, used)
+        set_grads(self._parameters, repeat(None))
+        undefined = self._copy_some(grads, inside, rest)
+        views = self._memory.views
+        if rest and self._scale != 1:
+            torch._foreach_mul_([views[i] for i in rest], self._scale)
+        for i in again:
+            taken = self.members[i].take(cast("Tensor", grads[i]))
+            views[i].add_(taken.to_dense() if taken.is_sparse else taken, alpha=self._scale)
+        return CopiedIn(self._memory.flat, 1.0, undefined)
+
+    def _copy_some(self, grads: Sequence[Tensor | None], inside: Sequence[bool], positions: Sequence[int]) -> list[int]:
+        """Copy what is at ``positions``, unless it is in place, or clear its place; returns the parameters, by number,
+        that have no gradient."""
+        views = self._memory.views
+        given = [(i, grad) for i in positions if (grad := grads[i]) is not None and not inside[i]]
+        self._copy([views[i] for i, _ in given], [grad for _, grad in given], [i for i, _ in given])
+        empty = [i for i in positions if grads[i] is None]
+        if empty:
+            for i in empty:
+                # There is no gradient that would show it: test_a_layer_that_changes_on_a_rank_that_does_not_use_it.
+                self.members[i].check_parameter()
+            torch._foreach_zero_([views[i] for i in empty])
+        return [self._indices[i] for i in empty]
+
+    def _copy(self, views: list[Tensor], grads: list[Tensor], positions: Sequence[int]) -> None:
+        """Copy gradients into their views; raises if one is of another kind than was planned."""
+        if not grads:
+            return
+        if self._plain:
+            try:
+                torch._foreach_copy_(views, grads)
+                return
+            except RuntimeError:  # a sparse gradient, or one of another shape
+                pass
+        taken = [self.members[i].take(grad) for i, grad in zip(positions, grads, strict=True)]
+        torch._foreach_copy_(views, [grad.to_dense() if grad.is_sparse else grad for grad in taken])
+
+    def _keep_all_unused(self, grads: Sequence[Tensor | None], inside: Sequence[bool], used: Sequence[int]) -> None:
+        for member, grad, is_inside in zip(self.members, grads, inside, strict=True):
+            if grad is not None and not used[member.index]:
+                self._keep_unused(member, grad, is_inside)
+
+    @property
+    def row(self) -> Tensor:
+        """The report's place, behind the gradients."""
+        return self._memory.row
+
+    def zeros(self) -> Tensor:
+        """See :meth:`GradientBucket.zeros`."""
+        return self._memory.zeros()
+
+    def accept(self, summed: Tensor) -> None:
+        """See :meth:`GradientBucket.accept`."""
+        accept_into(self._memory.gradients, summed)
+
+    def multiply(self, factor: float) -> None:
+        """See :meth:`GradientBucket.multiply`."""
+        self._memory.gradients.mul_(factor)
+
+    def copy_out(self, verdict: Verdict) -> None:
+        """See :meth:`GradientBucket.copy_out`."""
+        if verdict.used is not None and not all(map(verdict.used.__getitem__, self._indices)):
+            super().copy_out(verdict)
+        else:
+            try:
+                set_grads(self._parameters, self._memory.grads)
+            except RuntimeError:
+                for member in self.members:
+                    member.check(member.parameter)
+                raise
+            self._unused.clear()
+        self._memory.release()
+
+    def _gradient(self, position: int) -> Tensor:
+        return self._memory.grads[position]
 
 
 class BucketsInUse:

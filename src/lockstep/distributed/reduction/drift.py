@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 from torch.nn import Parameter
 
-from lockstep.distributed.collectives import Collectives
-from lockstep.distributed.reduction.parameter import ManagedParameter
-from lockstep.distributed.values import find_difference
+from lockstep.distributed.comm.collectives import Collectives
+from lockstep.distributed.reduction.parameters import ManagedParameter
+from lockstep.distributed.reduction.values import find_difference
 from lockstep.dtensors import is_dtensor
 
 _version_of = attrgetter("parameter._version")
@@ -28,7 +28,7 @@ class Drift(NamedTuple):
     """The group's first rank."""
 
 
-class DriftWatch:
+class DriftDetector:
     """Looks at version counters when a backward pass begins; costs nothing while every pass synchronises.
 
     A change through ``p.data`` leaves the counter as it was. On the CPU, where looking does not mean waiting, the first
@@ -53,7 +53,7 @@ class DriftWatch:
         """True if no gradient is this rank's alone, and nothing is suspected."""
         return self._versions is None and not self.suspects
 
-    def look(self, synchronises: bool) -> None:
+    def check(self, synchronises: bool) -> None:
         """A backward pass begins; warns if parameters have changed twice since one that synchronised, and this one does
         not."""
         before = self._versions

@@ -3,7 +3,7 @@
 Every pass that Python begins (``backward()``, ``torch.autograd.grad``, checkpointing) goes through
 ``Variable._execution_engine``. From the first replicated module on that is an object of a subclass, which tells the
 schedulers of all groups when a pass begins, has ended or has failed; it is the only part of PyTorch that is replaced.
-Gradients are noted when the outermost pass begins, and looked at when it has ended (``gradient_look.py``).
+Gradients are noted when the outermost pass begins, and looked at when it has ended (``gradient_snapshot.py``).
 
 A pass that C++ begins does not come here. One that goes through the outputs of a replicated module is known by a
 callback, which the engine drops unrun when the pass fails, and which knows that it is dropped.
@@ -22,22 +22,25 @@ import sys
 import threading
 import weakref
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch.autograd import Variable
 from torch.autograd.function import BackwardCFunction
+from torch.nn import Parameter
 
 from lockstep.compiler import outside_compiler
-from lockstep.distributed.reduction import handed_on
+from lockstep.distributed.reduction import autograd_tls
 from lockstep.distributed.reduction.graph import (
-    Reach,
+    ReachableLeaves,
     devices_of_leaves,
     finish_means,
     joined_behind,
     named,
     reach_of,
 )
+from lockstep.errors import NotReplicableError
 
 _KEY = "lockstep.backward"
 _lock = threading.Lock()
@@ -83,7 +86,7 @@ class BackwardPass:
         self._is_known = given is not None
         self._given = given or {}
         self._failed: set[int] = outer._failed if outer is not None else set()  # common to passes inside of one another
-        self._reach: Reach | None = None
+        self._reach: ReachableLeaves | None = None
 
     @property
     def accumulates(self) -> bool:
@@ -91,7 +94,7 @@ class BackwardPass:
         return self._is_known and self.adds and not self._given.get("inputs")
 
     @property
-    def reach(self) -> Reach:
+    def reach(self) -> ReachableLeaves:
         """What it was to accumulate into, by its graph, which is searched when this is first asked."""
         if self._reach is None:
             self._reach = reach_of(self._given)
@@ -117,7 +120,7 @@ class BackwardPass:
         """Return True if :meth:`note_failure` has been told of ``thing``, in this pass or in one around it."""
         return id(thing) in self._failed
 
-    def fail(self, reach: Reach) -> None:
+    def fail(self, reach: ReachableLeaves) -> None:
         """It has failed: tell everybody, whatever happens to one of them."""
         self.over = True
         for observer in observers():
@@ -142,7 +145,7 @@ class BackwardPass:
 
 def current_pass() -> BackwardPass | None:
     """Return the pass that the calling thread runs for: the innermost; None outside, and in one that C++ has begun."""
-    found: BackwardPass | None = handed_on.get(_KEY)
+    found: BackwardPass | None = autograd_tls.get(_KEY)
     return found
 
 
@@ -169,7 +172,7 @@ class PassObserver(ABC):
         """Such a pass has ended well."""
 
     @abstractmethod
-    def pass_failed(self, this: BackwardPass, reach: Reach) -> None:
+    def pass_failed(self, this: BackwardPass, reach: ReachableLeaves) -> None:
         """A pass has failed; its exception is on its way to the program, and waits for this."""
 
 
@@ -209,7 +212,7 @@ class _EndOfForeignPass:
     @outside_compiler
     def __del__(self) -> None:
         if self._pass is not None:
-            self._pass.fail(Reach())
+            self._pass.fail(ReachableLeaves())
 
 
 def foreign_pass() -> BackwardPass:
@@ -232,10 +235,10 @@ class _Engine(torch._C._ImperativeEngine):
     @outside_compiler
     def run_backward(self, *args: Any, **kwargs: Any) -> Any:
         """Run a backward pass."""
-        outer = handed_on.get(_KEY)
+        outer = autograd_tls.get(_KEY)
         given = named(args, kwargs)
         this = BackwardPass(outer, outer is not None and _is_in_function(), given)
-        handed_on.put(_KEY, this)
+        autograd_tls.put(_KEY, this)
         try:
             observed = [] if this.is_step else observers()
             for observer in observed:
@@ -253,16 +256,16 @@ class _Engine(torch._C._ImperativeEngine):
             if outer is None:
                 self._wait_for_threads(devices_of_leaves(given))
             finish_means(given, this)
-            this.fail(this.reach if outer is None else Reach())
+            this.fail(this.reach if outer is None else ReachableLeaves())
             raise
         else:
             return result
         finally:
             this.close()
             if outer is not None:
-                handed_on.put(_KEY, outer)
+                autograd_tls.put(_KEY, outer)
             else:
-                handed_on.remove(_KEY)
+                autograd_tls.remove(_KEY)
 
     def _wait_for_threads(self, devices: set[torch.device]) -> None:
         """A pass has failed in one thread: return when no other is at work on a node of it, which may be the one that
@@ -291,3 +294,20 @@ def _is_in_function() -> bool:
             return True
         frame = frame.f_back  # type: ignore[assignment]
     return False
+
+
+_MODULE = "torch.distributed.optim.apply_optimizer_in_backward"
+
+
+def check_optimizers(named: Callable[[], Iterable[tuple[str, Parameter]]]) -> None:
+    """Raise :class:`NotReplicableError` for a parameter that has such an optimizer; ``named`` is asked for parameters
+    and their names where any has one."""
+    module = sys.modules.get(_MODULE)
+    if module is not None and getattr(module, "param_to_acc_grad_map", True):  # else it has not been called
+        for name, parameter in named():
+            if hasattr(parameter, "_in_backward_optimizers"):
+                raise NotReplicableError(
+                    f"parameter {name} has an optimizer from _apply_optimizer_in_backward(), which steps before "
+                    "gradients are reduced; step in a hook of your own (parameter.register_post_accumulate_grad_hook), "
+                    "which waits for the reduced gradient, or after backward"
+                )

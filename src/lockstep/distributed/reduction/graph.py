@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
-from lockstep.distributed.collectives import Collectives
+from lockstep.distributed.comm.collectives import Collectives
 from lockstep.dtensors import local_part
 
 _KEY = "lockstep.backward"
@@ -31,7 +31,7 @@ def named(args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Reach:
+class ReachableLeaves:
     """Which leaves a pass accumulates gradients into."""
 
     leaves: frozenset[int] = frozenset()
@@ -43,10 +43,10 @@ class Reach:
     owner."""
 
 
-def reach_of(given: dict[str, Any]) -> Reach:
+def reach_of(given: dict[str, Any]) -> ReachableLeaves:
     """What the pass that was begun with these arguments was to accumulate into."""
     if not given.get("accumulate_grad"):
-        return Reach()
+        return ReachableLeaves()
     leaves, hidden = set(), False
     marks: dict[int, list[object]] = {}
     for node in _nodes(_edges(given["tensors"])):
@@ -57,8 +57,8 @@ def reach_of(given: dict[str, Any]) -> Reach:
         hidden = hidden or isinstance(node, BackwardCFunction)
     chosen = given.get("inputs")
     if chosen:
-        return Reach(frozenset(leaves & _targets(chosen).keys()))
-    return Reach(frozenset(leaves), hidden, marks)
+        return ReachableLeaves(frozenset(leaves & _targets(chosen).keys()))
+    return ReachableLeaves(frozenset(leaves), hidden, marks)
 
 
 def devices_of_leaves(given: dict[str, Any]) -> set[torch.device]:

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from lockstep.buckets import plan_buckets
-from lockstep.distributed.collectives import Collectives
-from lockstep.distributed.reduction.parameter import ManagedParameter
+from lockstep.distributed.comm.collectives import Collectives
+from lockstep.distributed.reduction.parameters import ManagedParameter
 from lockstep.dtensors import like_parameter
 from lockstep.errors import PeerError
 
@@ -74,7 +74,7 @@ def _dense(
     dense = [member for member in members if not member.sparse]
     for bucket in plan_buckets([member.spec for member in dense]).buckets:
         flat = torch.zeros(bucket.numel, dtype=bucket.dtype, device=bucket.device)
-        # With versions of their own, which views of one memory share: see gradient_look.py.
+        # With versions of their own, which views of one memory share: see gradient_snapshot.py.
         parts = [
             LateGradient(dense[slot.index], view.data)
             for slot, view in zip(bucket.slots, bucket.views(flat), strict=True)

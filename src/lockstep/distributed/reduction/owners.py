@@ -1,11 +1,19 @@
-"""Which reducer synchronises the gradient of a parameter: the one that claimed it last."""
+"""Which reducer synchronises the gradient of a parameter, and what keeps that reducer alive.
+
+The reducer that has claimed a parameter last synchronises it. Gradients of a part of a network are synchronised also
+when the wrapper around it, or the whole network, has been dropped. So each module holds the reducer of its parameters,
+which does not lead back to the module. An entry among the module's attributes would be seen and copied; but one of the
+dictionaries that every module has, empty for most, can carry an object without showing it. It pickles and copies as the
+plain dictionary.
+"""
 
 import threading
+from collections import OrderedDict
 from collections.abc import Iterable
-from typing import Protocol
+from typing import Any, Protocol
 from weakref import ref
 
-from torch.nn import Parameter
+from torch.nn import Module, Parameter
 
 
 class Owner(Protocol):
@@ -20,7 +28,7 @@ class Owner(Protocol):
     def has_in_module(self, parameter: Parameter) -> bool:
         """Return True if its module has the parameter on this rank."""
 
-    def is_newcomer(self, parameter: Parameter) -> bool:
+    def is_added(self, parameter: Parameter) -> bool:
         """Return True if the parameter is new on this rank, and the ranks have not agreed on it yet."""
 
     def present(self) -> list[Parameter]:
@@ -65,3 +73,27 @@ def owner_of(parameter: Parameter) -> Owner | None:
 def generation() -> int:
     """Return a number that is another one after each :func:`claim`."""
     return _generation
+
+
+_ATTRIBUTE = "_load_state_dict_post_hooks"
+
+
+class _KeepingDict(OrderedDict[int, Any]):
+    """A module's hooks as before, and the objects that it keeps."""
+
+    def __init__(self, entries: Any = ()) -> None:
+        super().__init__(entries)
+        self.kept: list[Any] = []
+
+    def __reduce__(self) -> Any:
+        return OrderedDict, (list(self.items()),)
+
+
+def attach_to_module(module: Module, thing: Any, instead_of: Any = None) -> None:
+    """Let ``thing`` live for as long as ``module``, ``instead_of`` another; one that has been retired is let go."""
+    hooks = vars(module)[_ATTRIBUTE]
+    if not isinstance(hooks, _KeepingDict):
+        hooks = _KeepingDict(hooks)
+        vars(module)[_ATTRIBUTE] = hooks
+    hooks.kept = [each for each in hooks.kept if each not in (thing, instead_of) and not each.retired]
+    hooks.kept.append(thing)

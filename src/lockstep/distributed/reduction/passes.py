@@ -34,12 +34,12 @@ _TRAINING, _EVALUATION, _OTHERWISE, _UNKNOWN = (each.value for each in Called)  
 class ForwardMark:
     """One forward of the module, as a backward pass finds it on its outputs."""
 
-    __slots__ = ("called", "round", "sample")
+    __slots__ = ("bound_parameter", "called", "round")
 
-    def __init__(self, called: int, round_: int | None, sample: object) -> None:
+    def __init__(self, called: int, round_: int | None, bound_parameter: object) -> None:
         self.called, self.round = called, round_
-        self.sample = sample
-        """Of the parameters that it ran on: see :meth:`Members.sample`."""
+        self.bound_parameter = bound_parameter
+        """Of the parameters that it ran on: see :meth:`Members.bound_parameter`."""
 
 
 _numbers = itertools.count()
@@ -54,27 +54,29 @@ class PassLog:
         _logs[self.name] = self
         self._round = 0
         self._called = 0
-        self._through = self._left_out = 0
+        self._through = self._unused_forwards = 0
         self._compiled = self._own = False
 
     def enter_forward(self, counts: bool) -> None:
         """Forward begins; ``counts`` if a backward is to go through it."""
         if counts:
-            self._left_out += 1
+            self._unused_forwards += 1
 
-    def leave_forward(self, counts: bool, training: bool, has_graph: bool, sample: object) -> ForwardMark | None:
+    def leave_forward(
+        self, counts: bool, training: bool, has_graph: bool, bound_parameter: object
+    ) -> ForwardMark | None:
         """Forward has ended, as :meth:`enter_forward` was told it would; returns what to put on its outputs, if a
-        backward can go through them (``has_graph``). It ran on parameters of which there is a ``sample``."""
+        backward can go through them (``has_graph``). It ran on parameters of which there is a ``bound_parameter``."""
         if not has_graph:
-            self._left_out = max(0, self._left_out - counts)
+            self._unused_forwards = max(0, self._unused_forwards - counts)
             return None
-        return ForwardMark(_TRAINING if training else _EVALUATION, self._round if counts else None, sample)
+        return ForwardMark(_TRAINING if training else _EVALUATION, self._round if counts else None, bound_parameter)
 
     def compile_forward(self) -> None:
         """The compiler has traced a forward: how the module is called is not known from now on."""
         self._compiled = True
 
-    def reach(self, mark: ForwardMark | None, own: bool) -> None:
+    def note_reached(self, mark: ForwardMark | None, own: bool) -> None:
         """The backward pass under way goes through a forward, on the module's ``own`` parameters or on others; through
         a mean over the ranks, if it is None."""
         self._called |= _UNKNOWN if mark is None else mark.called
@@ -83,8 +85,8 @@ class PassLog:
         if mark is not None and mark.round == self._round:
             mark.round = None
             self._through += 1
-            if self._left_out:
-                self._left_out -= 1
+            if self._unused_forwards:
+                self._unused_forwards -= 1
 
     @property
     def is_reached(self) -> bool:
@@ -96,7 +98,7 @@ class PassLog:
         """Return what to tell the other ranks at the end of the backward pass under way: how the module was called, as
         a :class:`Called`, and how many forwards backward has gone through and left out since the last round."""
         called = self._called or (_UNKNOWN if self._compiled else _OTHERWISE)
-        return called, self._through, self._left_out
+        return called, self._through, self._unused_forwards
 
     def end_pass(self) -> None:
         """The backward pass under way is over."""
@@ -106,7 +108,7 @@ class PassLog:
         """The backward pass under way is over, and was a round: forwards are counted anew."""
         self._called, self._own = 0, False
         self._round += 1
-        self._through = self._left_out = 0
+        self._through = self._unused_forwards = 0
 
 
 def note_compiled(name: str) -> bool:

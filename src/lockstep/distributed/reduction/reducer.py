@@ -2,8 +2,8 @@
 
 What one backward pass of one replicated module sends is a *round* (``round.py``). Its life, in the order of this file:
 
-1. *note* - a backward pass begins: gradients are noted as they are (``gradient_look.py``), and parameters that are new
-   in the module. It is decided whether this backward synchronises.
+1. *note* - a backward pass begins: gradients are noted as they are (``gradient_snapshot.py``), and parameters that are
+   new in the module. It is decided whether this backward synchronises.
 2. *fill* - while backward runs, triggers (``parameter_hooks.py``) look whether all gradients of a part of a bucket have
    come. A full bucket is launched at once if all before it have been: every rank sends the same buckets in the same
    order, whatever order its gradients come in. The first trigger opens the round.
@@ -16,13 +16,13 @@ What one backward pass of one replicated module sends is a *round* (``round.py``
    for the first time), are in everybody's report, so every rank joins in reducing them now. Buffers are assigned.
 6. *adapt* - the plan follows what the ranks use (``plan.py``): what is frozen or never used is never sent, without a
    flag. If other parameters stand in the module on any rank, all choose anew what they replicate
-   (``parameter_set.py``), and reduce the gradients of what is new in the same round.
+   (``parameters.py``), and reduce the gradients of what is new in the same round.
 
-If backward fails, the round is abandoned instead: the other ranks get what they wait for, and are told.
+If backward fails, the round is aborted instead: the other ranks get what they wait for, and are told.
 
-Lifetimes: every module that holds a parameter keeps the reducer (``keeping.py``). Gradients live in buckets
+Lifetimes: every module that holds a parameter keeps the reducer (``owners.py``). Gradients live in buckets
 (``buckets.py``). What a rank has accumulated since the last round, and what it counts, is its *contribution*
-(``contribution.py``), and goes with the round that reduces it.
+(``rank_state.py``), and goes with the round that reduces it.
 """
 
 import logging
@@ -39,13 +39,17 @@ import torch
 from torch.nn import Parameter
 
 from lockstep.distributed.reduction.buckets import BucketsInUse
-from lockstep.distributed.reduction.engine import BackwardPass, current_pass, foreign_pass, is_autograd_compiled
-from lockstep.distributed.reduction.gradient_look import GradientLook
-from lockstep.distributed.reduction.graph import Reach
-from lockstep.distributed.reduction.idle import IdleBatch
-from lockstep.distributed.reduction.optimizers_in_backward import check_optimizers
+from lockstep.distributed.reduction.common_state import CommonState
+from lockstep.distributed.reduction.engine import (
+    BackwardPass,
+    check_optimizers,
+    current_pass,
+    foreign_pass,
+    is_autograd_compiled,
+)
+from lockstep.distributed.reduction.gradient_snapshot import GradientSnapshot
+from lockstep.distributed.reduction.graph import ReachableLeaves
 from lockstep.distributed.reduction.owners import generation, owner_of
-from lockstep.distributed.reduction.parameter import ManagedParameter
 from lockstep.distributed.reduction.parameter_hooks import (
     Trigger,
     hold,
@@ -54,10 +58,10 @@ from lockstep.distributed.reduction.parameter_hooks import (
     remove_trigger,
     run_held_hooks,
 )
-from lockstep.distributed.reduction.participation import Participation
+from lockstep.distributed.reduction.parameters import ManagedParameter
 from lockstep.distributed.reduction.passes import ForwardMark
+from lockstep.distributed.reduction.rank_state import PaddingBatch, RankState
 from lockstep.distributed.reduction.round import Round
-from lockstep.distributed.reduction.setup import Setup
 from lockstep.distributed.reduction.status import Part
 from lockstep.errors import (
     AgreementError,
@@ -76,20 +80,20 @@ class Reducer:
     this file lists as late, once, or large.
     """
 
-    def __init__(self, setup: Setup) -> None:
-        self.setup = setup  # what all ranks have alike
-        self.collectives, self.scheduler, self.buffers = setup.collectives, setup.scheduler, setup.buffers
+    def __init__(self, common: CommonState) -> None:
+        self.common = common  # what all ranks have alike
+        self.collectives, self.scheduler, self.buffers = common.collectives, common.scheduler, common.buffers
         self._lock = threading.RLock()
-        self.participation = Participation(setup, self._lock)
-        self.passes = self.participation.passes
+        self.rank_state = RankState(common, self._lock)
+        self.passes = self.rank_state.passes
         self.home = threading.get_ident()  # the thread in which the module is used
         self.retired = False  # another replication has taken over all parameters
         self.error = ""  # the last error of a round, for logging
-        self._watched: list[_Watched] = []  # passes under way that may come to the module, inside of one another
+        self._open_passes: list[_OpenPass] = []  # passes under way that may come to the module, inside of one another
         self._round: Round | None = None  # of the last of them, if that synchronises and has opened it
-        self._abandoned: Round | None = None  # what it has sent may not have arrived yet
+        self._aborted: Round | None = None  # what it has sent may not have arrived yet
         self._has_failed = False  # the last round has failed on some rank, or was left out
-        self._members = setup.members
+        self._members = common.members
         self._holds_hooks = False  # users have hooks on parameters
         self._route = _Route.UNKNOWN
         self._ownership = -1, True  # with that generation of owners, this reducer synchronises all of the parameters
@@ -103,65 +107,65 @@ class Reducer:
     @property
     def rounds(self) -> int:
         """The number of the last round of which anything was sent."""
-        return self.setup.rounds
+        return self.common.rounds
 
     # ------------------------------------------------------------------------------------ note
 
     def forward_begins(self) -> None:
         """The module's forward begins: it has the buffers that have come with the last round."""
         self.home = threading.get_ident()
-        if self.setup.watch is not None:
-            self.setup.look_at_buffers(self.rounds + 1)
+        if self.common.watch is not None:
+            self.common.digest_buffers(self.rounds + 1)
 
     def pass_begins(self, this: BackwardPass) -> None:
         """A backward pass begins, and has added to no gradient yet."""
         with self._lock:
-            if self._watched and self._has_been_reached(self._watched[-1]):
+            if self._open_passes and self._has_been_reached(self._open_passes[-1]):
                 return  # it joins the pass around it
-            if self._watched and not this.is_inside(self._watched[-1].this):
-                self._watched.clear()  # of another thread, and never came here
-            self._watched.append(self._watch(this))
+            if self._open_passes and not this.is_inside(self._open_passes[-1].this):
+                self._open_passes.clear()  # of another thread, and never came here
+            self._open_passes.append(self._watch(this))
 
-    def _watch(self, this: BackwardPass) -> "_Watched":
-        own = self.participation
+    def _watch(self, this: BackwardPass) -> "_OpenPass":
+        own = self.rank_state
         if not this.adds:
-            return _Watched(this, GradientLook(()), own.requires_sync)
+            return _OpenPass(this, GradientSnapshot(()), own.requires_sync)
         own.look_for_changes()
         if own.contribution.window.is_open:
-            own.contribution.window.look_at_gradients()
+            own.contribution.window.check_gradients()
         parameters = self._members.tracked
         check_optimizers(self._members.named)
         hold_all(parameters, self)
-        if self._triggers.buckets is not self.setup.buckets:
+        if self._triggers.buckets is not self.common.buckets:
             self._place_triggers()
-        if self.setup.plan.observes:
-            self.setup.plan.begin_round()
-        return _Watched(this, GradientLook(parameters), own.requires_sync)
+        if self.common.plan.observes:
+            self.common.plan.begin_round()
+        return _OpenPass(this, GradientSnapshot(parameters), own.requires_sync)
 
-    def _has_been_reached(self, watched: "_Watched") -> bool:
-        return self._round is not None or watched.is_expected or bool(watched.look.changed())
+    def _has_been_reached(self, watched: "_OpenPass") -> bool:
+        return self._round is not None or watched.is_expected or bool(watched.snapshot.changed())
 
     def watches(self, this: BackwardPass) -> bool:
         """Return True if that pass, if any, may come to the module, and no other one inside of it is under way."""
-        return bool(self._watched) and self._watched[-1].this is this
+        return bool(self._open_passes) and self._open_passes[-1].this is this
 
     @property
     def in_backward(self) -> bool:
         """Return True if a backward pass is under way that has come to the module."""
         with self._lock:
-            return bool(self._watched) and self._has_been_reached(self._watched[-1])
+            return bool(self._open_passes) and self._has_been_reached(self._open_passes[-1])
 
     @property
     def is_expected(self) -> bool:
         """Return True if the pass under way has gone through outputs of a forward."""
-        return bool(self._watched) and self._watched[-1].is_expected
+        return bool(self._open_passes) and self._open_passes[-1].is_expected
 
     @property
     def synchronises(self) -> bool:
         """Return True if the pass under way synchronises gradients, or the next one if none is."""
-        return self._watched[-1].synchronises if self._watched else self.participation.requires_sync
+        return self._open_passes[-1].synchronises if self._open_passes else self.rank_state.requires_sync
 
-    def reached(self, forward: ForwardMark | None = None) -> None:
+    def on_output_grad(self, forward: ForwardMark | None = None) -> None:
         """The backward pass has come to outputs of a forward; if it is None, to a mean over the ranks that leads to the
         module's parameters on some rank."""
         self.collectives.enter("backward")
@@ -170,14 +174,16 @@ class Reducer:
         with self._lock:
             watched = self._watched_now()
             watched.is_expected = True
-            self.passes.reach(forward, forward is None or self._members.is_own(forward.sample))
+            self.passes.note_reached(
+                forward, forward is None or self._members.is_own_parameter(forward.bound_parameter)
+            )
 
-    def _watched_now(self) -> "_Watched":
+    def _watched_now(self) -> "_OpenPass":
         """Return the pass under way, of which this is called."""
-        if not self._watched:
+        if not self._open_passes:
             this = current_pass()
-            self._watched.append(self._watch(foreign_pass() if this is None else this.whole))
-        return self._watched[-1]
+            self._open_passes.append(self._watch(foreign_pass() if this is None else this.whole))
+        return self._open_passes[-1]
 
     # ------------------------------------------------------------------------------------ fill
 
@@ -185,12 +191,12 @@ class Reducer:
         """Put triggers on those parameters whose gradients are expected to be the last ones of their part, or, as long
         as the order is not known, on all."""
         self._remove_triggers()
-        buckets = self.setup.buckets
+        buckets = self.common.buckets
         self._triggers = _Triggers(buckets, {})
-        if self.setup.plan.observes:
+        if self.common.plan.observes:
             numbers = [member.index for member in self.parameters]
         else:
-            numbers = [part.awaited for part in buckets.parts if part.is_looked_at]
+            numbers = [part.expected_last for part in buckets.parts if part.has_trigger]
         for number in numbers:
             self._put_trigger(number)
 
@@ -209,15 +215,15 @@ class Reducer:
             if self.retired:
                 return
             watched = self._watched_now()
-            if self.setup.plan.observes:
-                self.setup.plan.observe(index)
-            elif watched.synchronises and self.participation.idle_batch is None:
+            if self.common.plan.observes:
+                self.common.plan.observe(index)
+            elif watched.synchronises and self.rank_state.padding_batch is None:
                 if self._round is None:
                     self._open(watched)
                 if self._round is not None:
-                    self._round.part_triggered(index, watched.look)
+                    self._round.part_triggered(index, watched.snapshot)
 
-    def _open(self, watched: "_Watched") -> None:
+    def _open(self, watched: "_OpenPass") -> None:
         """Open the round of a pass that has come to the module."""
         if watched.this.over:
             return  # it has failed in another thread: nobody waits for it any more
@@ -226,7 +232,7 @@ class Reducer:
 
     def _move_trigger(self, before: int, number: int) -> None:
         """The gradient of another parameter was the last one of its part."""
-        if before in self._triggers.on and self._triggers.buckets is self.setup.buckets:
+        if before in self._triggers.on and self._triggers.buckets is self.common.buckets:
             remove_trigger(self._triggers.on.pop(before))
             self._put_trigger(number)
 
@@ -243,22 +249,22 @@ class Reducer:
 
         ``expected``: the pass was to go through the module; ``passive``: this rank takes part without one of its own.
         """
-        self.hear_abandoned()
-        self.setup.follow(self.scheduler.decisions.active)
-        self.participation.begin_round(expected)
-        self._round = Round(self.setup.rounds + 1, self.setup, self.participation, passive)
+        self.finish_aborted()
+        self.common.set_buffer_source(self.scheduler.decisions.active)
+        self.rank_state.begin_round(expected)
+        self._round = Round(self.common.rounds + 1, self.common, self.rank_state, passive)
 
     # ------------------------------------------------------------------------------------ look
 
-    def look(self) -> bool:
+    def find_arrived(self) -> bool:
         """The pass under way is over: see what has come in it; returns whether it has come to any parameter."""
         with self._lock:
-            watched = self._watched[-1]
-            came = watched.look.changed()
+            watched = self._open_passes[-1]
+            came = watched.snapshot.changed()
             if self._round is not None:
                 came = self._round.with_taken(came)
             if came and self._taken_over():
-                came = [position for position in came if self._owns(watched.look.parameters[position])]
+                came = [position for position in came if self._owns(watched.snapshot.parameters[position])]
             watched.came = came
             if came and not watched.is_expected:
                 self._route = _Route.PAST_FORWARD
@@ -287,21 +293,21 @@ class Reducer:
     def accumulate(self) -> None:
         """The pass has come to the module, and does not synchronise."""
         with self._lock:
-            watched = self._watched[-1]
-            if self.participation.idle_batch is None:
+            watched = self._open_passes[-1]
+            if self.rank_state.padding_batch is None:
                 self._note_used(watched)
-                self.participation.begin_pass()
+                self.rank_state.begin_pass()
 
-    def _note_used(self, watched: "_Watched") -> None:
-        used = self.participation.contribution.used
-        if len(watched.came) == len(used) == len(watched.look.parameters):
-            used[:] = self.setup.buckets.all_used
+    def _note_used(self, watched: "_OpenPass") -> None:
+        used = self.rank_state.contribution.used
+        if len(watched.came) == len(used) == len(watched.snapshot.parameters):
+            used[:] = self.common.buckets.all_used
             return
         for position in watched.came:
             if position < len(used):
                 used[position] = 1
             elif self._members.is_dropped:
-                raise _no_longer_whole(self._members.name_of(watched.look.parameters[position]))
+                raise _no_longer_whole(self._members.name_of(watched.snapshot.parameters[position]))
 
     # -------------------------------------------------------------------------------- finalize
 
@@ -312,13 +318,13 @@ class Reducer:
         This asks once for all that is asked one by one where it makes a difference. What happens then is the same.
         """
         with self._lock:
-            watched = self._watched[-1]
+            watched = self._open_passes[-1]
             if not self._is_usual(watched):
                 return False
-            own = self.participation
+            own = self.rank_state
             if self._round is None:
-                self._round = Round(self.setup.rounds + 1, self.setup, own)
-            own.contribution.used[:] = self.setup.buckets.all_used
+                self._round = Round(self.common.rounds + 1, self.common, own)
+            own.contribution.used[:] = self.common.buckets.all_used
             try:
                 with torch.no_grad():
                     self._finish()
@@ -329,22 +335,22 @@ class Reducer:
                 self.end_pass()
             return True
 
-    def _is_usual(self, watched: "_Watched") -> bool:
-        setup, this = self.setup, watched.this
-        if not (setup.is_settled and watched.synchronises and watched.is_expected) or self._holds_hooks:
+    def _is_usual(self, watched: "_OpenPass") -> bool:
+        common, this = self.common, watched.this
+        if not (common.is_settled and watched.synchronises and watched.is_expected) or self._holds_hooks:
             return False
-        if len(self._watched) > 1 or self._abandoned is not None or this.over or this.creates_graph:
+        if len(self._open_passes) > 1 or self._aborted is not None or this.over or this.creates_graph:
             return False
-        if self.scheduler.lost or not (self.participation.is_usual and self.scheduler.decisions.is_usual):
+        if self.scheduler.broken or not (self.rank_state.is_usual and self.scheduler.decisions.is_usual):
             return False
         if self._ownership != (generation(), True):
             return False
-        if setup.follows_active or setup.buffers.changed() or not self.collectives.is_alive:
+        if common.buffer_source_moved or common.buffers.changed() or not self.collectives.is_alive:
             return False
-        came = watched.look.changed()
+        came = watched.snapshot.changed()
         if self._round is not None:
             came = self._round.with_taken(came)
-        return len(came) == len(watched.look.parameters) == len(self._members.parameters)
+        return len(came) == len(watched.snapshot.parameters) == len(self._members.parameters)
 
     def finalize_backward(self) -> Sequence[Parameter]:
         """Reduce what is left; returns the parameters whose hooks have waited for this.
@@ -353,9 +359,9 @@ class Reducer:
         """
         with self._lock, torch.no_grad():
             try:
-                if self.participation.idle_batch is not None:
-                    return self._finalize_idle(self.participation.idle_batch)
-                watched = self._watched[-1] if self._watched else None
+                if self.rank_state.padding_batch is not None:
+                    return self._finalize_padding(self.rank_state.padding_batch)
+                watched = self._open_passes[-1] if self._open_passes else None
                 if watched is None or not (watched.came or self._round is not None):
                     # This rank has no gradient of the module, but another rank may have.
                     self._open_without_gradient()
@@ -367,24 +373,24 @@ class Reducer:
             finally:
                 self.end_pass()
 
-    def _finalize_pass(self, watched: "_Watched") -> Sequence[Parameter]:
+    def _finalize_pass(self, watched: "_OpenPass") -> Sequence[Parameter]:
         if watched.this.creates_graph:
             _warn_of_graph()
         if self._round is None:
             self._open(watched)
         try:
             self._note_used(watched)
-            self.participation.begin_pass()
+            self.rank_state.begin_pass()
         except BaseException:  # of this rank alone: the others are told
-            self.abandon()
+            self.abort()
             raise
         return self._finish()
 
-    def _finalize_idle(self, batch: IdleBatch) -> Sequence[Parameter]:
+    def _finalize_padding(self, batch: PaddingBatch) -> Sequence[Parameter]:
         """The same at a batch that counts nothing: contribute what has piled up before it, if anything has."""
         batch.undo()
-        own = self.participation
-        something = own.contribution.is_something(self._members.newcomers)
+        own = self.rank_state
+        something = own.contribution.is_something(self._members.added)
         try:
             with nullcontext() if something else own.contributing_nothing(Part.PADDING, self._has_counted):
                 self._open_without_gradient()
@@ -397,26 +403,26 @@ class Reducer:
         try:
             self._open_round(self.is_expected, not self.passes.is_reached)
         except (PeerError, OptionError):
-            self.abandon()
+            self.abort()
             raise
-        self.participation.contribution.drift.look(True)
+        self.rank_state.contribution.drift.check(True)
 
     def _finish(self) -> Sequence[Parameter]:
         if self._round is None:
             return ()
-        if not self.setup.is_settled:
-            self.setup.get_ready()
+        if not self.common.is_settled:
+            self.common.get_ready()
         with self.collectives.phases.phase("finish", f"round {self._round.number}"):
             return self._finalize(self._round)
 
     def _finalize(self, current: Round) -> Sequence[Parameter]:
-        own = self.participation.contribution
+        own = self.rank_state.contribution
         current.end_filling()
         try:
             own.check()
             current.launch_rest()
         except BaseException:  # of this rank alone: the others wait for what is not sent
-            self.abandon()
+            self.abort()
             raise
         current.wait()
         return current.conclude(lists_used=self._holds_hooks)
@@ -435,13 +441,13 @@ class Reducer:
         What this rank has - gradients, what has piled up, its weights - it has afterwards, too: see
         tests/procs/test_join_gradients.py.
         """
-        with self.participation.contributing_nothing(Part.JOINED, self._has_counted):
+        with self.rank_state.contributing_nothing(Part.JOINED, self._has_counted):
             self.scheduler.reduce([self])
 
-    def leave_out(self) -> None:
+    def skip_batch(self) -> None:
         """Take part in the round that the other ranks are in, without a gradient, and have all leave the batch out."""
-        own = self.participation
-        with own.leaving_out(), own.contributing_nothing(Part.PADDING, self._has_counted):
+        own = self.rank_state
+        with own.skipping(), own.contributing_nothing(Part.PADDING, self._has_counted):
             self.scheduler.reduce([self])
 
     def _has_counted(self) -> bool:
@@ -453,92 +459,92 @@ class Reducer:
     def end_pass(self, failed: bool = False) -> None:
         """The backward pass is over, however it ended; ``failed`` if all ranks know that its round has failed."""
         with self._lock:
-            watched = self._watched.pop() if self._watched else None
+            watched = self._open_passes.pop() if self._open_passes else None
             ended, self._round = self._round, None
             if ended is not None:
                 self._end_round(ended)
             if failed or (ended is not None and not ended.is_copied_out):
-                self.setup.drop_gradients()  # what is left differs by rank: test_after_a_failed_backward.py
+                self.common.drop_gradients()  # what is left differs by rank: test_after_a_failed_backward.py
             if failed or ended is not None:
-                self.participation.end_round(ended is not None)
+                self.rank_state.end_round(ended is not None)
             else:
-                self.participation.end_pass(watched is not None and bool(watched.came) and not watched.synchronises)
-            for outer in self._watched:  # what has come in this pass has not come in those
-                outer.look = GradientLook(outer.look.parameters)
+                self.rank_state.end_pass(watched is not None and bool(watched.came) and not watched.synchronises)
+            for outer in self._open_passes:  # what has come in this pass has not come in those
+                outer.snapshot = GradientSnapshot(outer.snapshot.parameters)
 
     def _end_round(self, ended: Round) -> None:
         self._has_failed = not ended.is_copied_out
-        if self.setup.watch is not None:
-            self.setup.watch.forget()
+        if self.common.watch is not None:
+            self.common.watch.forget()
         # Else it may not have opened at all, for other ranks: test_a_failure_with_several_modules.
         if ended.has_begun:
-            self.setup.count_round(ended.number)
+            self.common.count_round(ended.number)
         for trigger, number in ended.moved_triggers.items():
             self._move_trigger(trigger, number)
 
     def pass_leaves(self) -> None:
         """The pass is over, and has not come to the module."""
         with self._lock:
-            self._watched.pop()
+            self._open_passes.pop()
 
     @torch.no_grad()
-    def abandon(self) -> None:
+    def abort(self) -> None:
         """Backward has failed on this rank: send what the others wait for, marked as failed, and do not wait."""
         number = self.rounds if self._round is None else self._round.number
         self.error = f"round {number}: the backward pass failed on this rank"
-        if self.scheduler.lost:
+        if self.scheduler.broken:
             return
-        with self.participation.leaving_out(self.scheduler.decisions.leaves_out_after(sys.exception())):
+        with self.rank_state.skipping(self.scheduler.decisions.skips_after(sys.exception())):
             try:
-                self._abandon_round()
+                self._abort_round()
             except (CommunicationError, AgreementError) as error:  # the group has ended, or all raise
                 logging.getLogger("lockstep").debug("the other ranks could not be told of a failure: %s", error)
             except Exception as error:
-                self.scheduler.lose(f"it could not take its part in a round that had failed: {error!r}")
+                self.scheduler.mark_broken(f"it could not take its part in a round that had failed: {error!r}")
 
-    def _abandon_round(self) -> None:
+    def _abort_round(self) -> None:
         if self._round is None:
             self._check_alive()
             with suppress(PeerError, OptionError):  # which the others know of
                 self._open_round(self.is_expected)
         try:
-            self.setup.get_ready()
+            self.common.get_ready()
         except BaseException:
             self.scheduler.note_failure(self)
             raise
         assert self._round is not None
-        self._abandoned = self._round
-        self._abandoned.abandon()
-        self.scheduler.decisions.has_unheard(self)
+        self._aborted = self._round
+        self._aborted.abort()
+        self.scheduler.decisions.note_aborted(self)
 
-    def hear_abandoned(self) -> None:
-        """Return when all that an abandoned round has sent has arrived, and what the ranks have decided in it is
+    def finish_aborted(self) -> None:
+        """Return when all that an aborted round has sent has arrived, and what the ranks have decided in it is
         known."""
-        if self._abandoned is not None:
+        if self._aborted is not None:
             with self._lock:
-                abandoned, self._abandoned = self._abandoned, None
-                if abandoned is not None:
-                    abandoned.hear_abandoned()
+                aborted, self._aborted = self._aborted, None
+                if aborted is not None:
+                    aborted.finish_aborted()
 
-    def is_in_reach(self, reach: Reach) -> bool:
+    def is_in_reach(self, reach: ReachableLeaves) -> bool:
         """Return True if a pass of that reach accumulates into parameters of the module, as far as its graph shows."""
         if id(self) in reach.marks:
             return True
         return any(id(parameter) in reach.leaves for parameter in self._members.tracked)
 
-    def is_within(self, reach: Reach, expected: bool) -> bool:
-        """Whether a pass of that reach is a round, as :meth:`Participation.takes_part` has it or because it accumulates
+    def is_within(self, reach: ReachableLeaves, expected: bool) -> bool:
+        """Whether a pass of that reach is a round, as :meth:`RankState.takes_part` has it or because it accumulates
         into a parameter; ``expected``: it goes through the module."""
-        if not self._watched:
-            self._members.look()
+        if not self._open_passes:
+            self._members.look_for_changes()
         samples = reach.marks.get(id(self), ())
-        own = any(self._members.is_own(sample) for sample in samples)
+        own = any(self._members.is_own_parameter(bound_parameter) for bound_parameter in samples)
         return self._members.are_within(reach, expected or bool(samples), own)
 
     def retire(self) -> None:
         """Another replication has taken over all parameters."""
         self.retired = True
-        self.participation.end_idle_batch()
+        self.rank_state.end_padding_batch()
         self.scheduler.modules.unregister(self)
         self._remove_triggers()
 
@@ -555,9 +561,9 @@ class Reducer:
         """Return True if its module has the parameter on this rank."""
         return self._members.has(parameter)
 
-    def is_newcomer(self, parameter: Parameter) -> bool:
+    def is_added(self, parameter: Parameter) -> bool:
         """Return True if the parameter is new on this rank, and the ranks have not agreed on it yet."""
-        return self._members.is_newcomer(parameter)
+        return self._members.is_added(parameter)
 
     def present(self) -> list[Parameter]:
         """Return the parameters that its module still has."""
@@ -582,14 +588,14 @@ class _Triggers(NamedTuple):
     """The parameters that have one, by number."""
 
 
-class _Watched:
+class _OpenPass:
     """A pass under way that may come to the module."""
 
-    __slots__ = ("came", "is_expected", "look", "synchronises", "this")
+    __slots__ = ("came", "is_expected", "snapshot", "synchronises", "this")
 
-    def __init__(self, this: BackwardPass, look: GradientLook, synchronises: bool) -> None:
+    def __init__(self, this: BackwardPass, snapshot: GradientSnapshot, synchronises: bool) -> None:
         self.this = this
-        self.look = look
+        self.snapshot = snapshot
         """What was there before it."""
         self.synchronises = synchronises
         self.is_expected = False
@@ -603,8 +609,8 @@ def _warn_of_graph() -> None:
     warnings.warn(
         "backward(create_graph=True) went through a replicated module: gradients are reduced as always, and have no "
         "graph, so nothing can be differentiated through them. For gradients of gradients take those of this rank by "
-        "torch.autograd.grad(loss, parameters, create_graph=True), and their mean by lockstep.mean_over_ranks(), which "
-        "stays differentiable",
+        "torch.autograd.grad(loss, parameters, create_graph=True), and their mean by "
+        "lockstep.loop.mean_over_ranks(), which stays differentiable",
         stacklevel=2,
     )
 

@@ -9,8 +9,8 @@ bucket there.
 import torch
 from torch import Tensor
 
-from lockstep.distributed.buffers import BufferSync
-from lockstep.distributed.collectives import Collectives, Pending, can_have_control_plane, control_plane
+from lockstep.distributed.comm.collectives import Collectives, Pending, can_have_control_plane, control_plane
+from lockstep.distributed.reduction.buffers import BufferSync
 from lockstep.distributed.reduction.status import Part, Report, ReportLayout, Status
 
 _OWN_DTYPE = torch.float32
@@ -72,17 +72,17 @@ class ReportTransport:
                 if status.part not in (Part.FAILED, Part.SKIPS):
                     raise  # then this rank's part has failed, perhaps for this, and the others are told
 
-    def send(self, row: Tensor, what: str, wait_follows: bool) -> Pending:
-        """Begin to sum the row that travels on its own over the ranks; ``wait_follows``: it is waited for at once."""
+    def send(self, row: Tensor, what: str, blocking: bool) -> Pending:
+        """Begin to sum the row that travels on its own over the ranks; ``blocking``: it is waited for at once."""
         collectives = control_plane(self._collectives) if self.splits else self._collectives
-        return collectives.all_reduce(row, what, wait_follows=wait_follows)
+        return collectives.all_reduce(row, what, blocking=blocking)
 
     def read(self, row: Tensor) -> Report:
         """Return what all ranks have said."""
         return self._layout.read(row[: self._layout.packed_buffers.start] if self._layout.has_buffers else row)
 
-    def read_abandoned(self, row: Tensor | None) -> Report | None:
-        """Return what the ranks have said in a round that was abandoned here, if its report has been sent as it is laid
+    def read_aborted(self, row: Tensor | None) -> Report | None:
+        """Return what the ranks have said in a round that was aborted here, if its report has been sent as it is laid
         out now."""
         return None if row is None or row.numel() != self._layout.numel else self.read(row)
 

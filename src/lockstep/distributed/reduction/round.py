@@ -1,9 +1,9 @@
 """A round: one backward pass of one replicated module, as it is reduced.
 
 It is made when a backward pass that synchronises reaches the module, and dropped when the pass is over. Meanwhile it
-knows what has come, what has left, and what is on its way; :class:`RoundPhase` says what may follow. When backward
-fails, the round is abandoned: this rank sends all that the others wait for, without a gradient, and a report that says
-so. An abandoned round is kept until what it has sent has arrived; nobody waits for that, unless communication hooks
+knows what has come, what has left, and what is on its way; :class:`RoundState` says what may follow. When backward
+fails, the round is aborted: this rank sends all that the others wait for, without a gradient, and a report that says
+so. An aborted round is kept until what it has sent has arrived; nobody waits for that, unless communication hooks
 have to be ordered by waiting.
 """
 
@@ -17,58 +17,58 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lockstep.distributed.reduction.bucket import GradientBucket, ZeroBucket
+from lockstep.distributed.reduction.buckets import GradientBucket, ZeroBucket
 from lockstep.distributed.reduction.comm_hooks import Waitable
+from lockstep.distributed.reduction.common_state import CommonState
 from lockstep.distributed.reduction.drift import Drift, warn_of_drift
-from lockstep.distributed.reduction.gradient_look import GradientLook
+from lockstep.distributed.reduction.gradient_snapshot import GradientSnapshot
 from lockstep.distributed.reduction.graph import has_means
 from lockstep.distributed.reduction.late import reduce_late
-from lockstep.distributed.reduction.parameter import ManagedParameter
-from lockstep.distributed.reduction.participation import Participation
-from lockstep.distributed.reduction.setup import Setup
+from lockstep.distributed.reduction.parameters import ManagedParameter
+from lockstep.distributed.reduction.rank_state import RankState
 from lockstep.distributed.reduction.status import Status
 from lockstep.distributed.reduction.verdict import Verdict, judge, judge_loops
 from lockstep.errors import AgreementError, CommunicationError, OptionError, PeerError
 from lockstep.texts import LONGEST_HEADLINE, shortened
 
 
-class RoundPhase(IntEnum):
+class RoundState(IntEnum):
     """Where a round is."""
 
     FILLING = auto()
-    """Backward runs: gradients come, full buckets leave. FINALIZING or ABANDONED follows."""
+    """Backward runs: gradients come, full buckets leave. FINALIZING or ABORTED follows."""
     FINALIZING = auto()
-    """Backward has ended: all that is left leaves, and is waited for. REDUCED or ABANDONED follows."""
+    """Backward has ended: all that is left leaves, and is waited for. REDUCED or ABORTED follows."""
     REDUCED = auto()
     """All ranks' parts have been summed; nothing follows."""
-    ABANDONED = auto()
+    ABORTED = auto()
     """This rank's part has failed, which the others are told; nothing follows."""
 
 
 class Round:
     """Reduces the gradients of one backward pass, together with the same round of the other ranks."""
 
-    def __init__(self, number: int, setup: Setup, own: Participation, passive: bool = False) -> None:
+    def __init__(self, number: int, common: CommonState, own: RankState, passive: bool = False) -> None:
         """``own``: how this rank takes part; ``passive``: it does so without a backward pass of its own."""
-        self.number, self.phase = number, RoundPhase.FILLING
-        self.buckets = setup.buckets
+        self.number, self.phase = number, RoundState.FILLING
+        self.buckets = common.buckets
         self.next_bucket = 0
         """The first bucket that has not left."""
         self.late: dict[int, None] = {}
         """Parameters whose gradient came after its bucket had left, or has no bucket."""
         self.is_copied_out = False
         """Whether the parameters have their gradients."""
-        self._setup, self._own, self._passive = setup, own, passive
+        self._common, self._own, self._passive = common, own, passive
         self._used = own.contribution.used
-        self._abandoned_row: Tensor | None = None
-        self._decisions = setup.scheduler.decisions
-        self._loop = self._decisions.innermost  # which may end before the report of an abandoned round is read
+        self._aborted_row: Tensor | None = None
+        self._decisions = common.scheduler.decisions
+        self._loop = self._decisions.innermost  # which may end before the report of an aborted round is read
         self._batch = self._decisions.batch
-        self._divide_factor = setup.gradient_divide_factor
+        self._divide_factor = common.gradient_divide_factor
         self._undefined: list[int] = []
         self._pending: list[Waitable] = []
         self._begun: float | None = None  # when the first collective has begun
-        scale = 1.0 if setup.hooks.hooks else 1.0 / self._divide_factor
+        scale = 1.0 if common.hooks.hooks else 1.0 / self._divide_factor
         for bucket in self.buckets.in_order:
             bucket.open(scale)
         self.moved_triggers: dict[int, int] = {}
@@ -77,17 +77,17 @@ class Round:
     @property
     def has_begun(self) -> bool:
         """Whether the other ranks may have had anything of this round."""
-        return self.next_bucket > 0 or self.phase is not RoundPhase.FILLING
+        return self.next_bucket > 0 or self.phase is not RoundState.FILLING
 
     # ------------------------------------------------------------------------ filling: gradients come
 
-    def part_triggered(self, index: int, look: GradientLook) -> None:
+    def part_triggered(self, index: int, snapshot: GradientSnapshot) -> None:
         """The gradient of a parameter has come that is expected to be the last one of its part, in a pass before which
-        there was a ``look``."""
+        there was a ``snapshot``."""
         part = self.buckets.part_of[index]
         if part is None or part.is_complete or part.bucket.index < self.next_bucket:
             return  # it has come again
-        missing = look.missing(part.indices)
+        missing = snapshot.missing(part.indices)
         if missing:
             self.moved_triggers[index] = missing[-1]  # in the order of the plan
             return
@@ -118,103 +118,105 @@ class Round:
     def _may_launch(self, bucket: GradientBucket) -> bool:
         """Whether a bucket may leave while backward runs."""
         # Ranks that use different things come to a mean inside of the pass at different times.
-        if not self._setup.is_ready or has_means() or not self._setup.scheduler.modules.exclusive:
+        if not self._common.is_ready or has_means() or not self._common.scheduler.modules.exclusive:
             return False
-        return not self._setup.hooks.hooks or self._may_call_hooks(bucket.members[0].spec.device)
+        return not self._common.hooks.hooks or self._may_call_hooks(bucket.members[0].spec.device)
 
-    def _launch_bucket(self, bucket: GradientBucket, used: Sequence[int] | None, wait_follows: bool = False) -> None:
+    def _launch_bucket(self, bucket: GradientBucket, used: Sequence[int] | None, blocking: bool = False) -> None:
         """Send a bucket.
 
         ``used`` tells of every parameter whether it has had a gradient since the last round; None: those of the bucket
-        have. With ``wait_follows`` nothing else is launched.
+        have. With ``blocking`` nothing else is launched.
         """
-        setup = self._setup
-        with setup.collectives.phases.phase("collect"):
+        common = self._common
+        with common.collectives.phases.phase("collect"):
             copied = bucket.copy_in(used)
             self._undefined += copied.undefined
             if bucket is self.buckets.report_bucket:
                 self._write_in_bucket(bucket.row)
         what = self.buckets.labels[bucket.index]
-        if setup.hooks.hooks:
+        if common.hooks.hooks:
             self._send_through_hooks(bucket, copied.flat, what)
         else:
-            self._all_reduce(copied.flat, what, copied.factor, wait_follows)
+            self._all_reduce(copied.flat, what, copied.factor, blocking)
         self.next_bucket += 1
 
-    def _all_reduce(self, tensor: Tensor, what: str, factor: float = 1.0, wait_follows: bool = False) -> None:
+    def _all_reduce(self, tensor: Tensor, what: str, factor: float = 1.0, blocking: bool = False) -> None:
         """Begin to sum a tensor, times ``factor``, over the ranks."""
-        begun, collectives = time.perf_counter(), self._setup.collectives
+        begun, collectives = time.perf_counter(), self._common.collectives
         what = f"{what}, round {self.number}"
-        self._note_sent(collectives.all_reduce(tensor, what, factor, wait_follows=wait_follows), begun)
+        self._note_sent(collectives.all_reduce(tensor, what, factor, blocking=blocking), begun)
 
     # ------------------------------------------------------------- finalizing: backward has ended
 
     def end_filling(self) -> None:
         """Backward has ended: what has not come counts as zero."""
-        assert self.phase is RoundPhase.FILLING
-        self.phase = RoundPhase.FINALIZING
+        assert self.phase is RoundState.FILLING
+        self.phase = RoundState.FINALIZING
         for bucket in self.buckets.in_order[: self.next_bucket]:
             if bucket.has_gradients:
                 late = [member.index for member in bucket.members if member.parameter.grad is not None]
                 self.late.update(dict.fromkeys(late))
         for index in self.buckets.unbucketed:
-            if self._setup.parameters[index].parameter.grad is None:
+            if self._common.parameters[index].parameter.grad is None:
                 self._used[index] = 0  # given up
             elif self._used[index]:
                 self.late[index] = None
 
     def launch_rest(self) -> None:
         """Launch all that is left: buckets, buffers that do not ride in the report, and the report."""
-        setup, row = self._setup, self._setup.transport.own_row
-        if setup.buffers.has_large:
-            setup.buffers.prepare_large()
+        common, row = self._common, self._common.transport.own_row
+        if common.buffers.has_large:
+            common.buffers.prepare_large()
         used = self._used if 0 in self._used else None
         for bucket in self.buckets.in_order[self.next_bucket :]:
-            is_last = bucket is self.buckets.report_bucket and not setup.buffers.has_large and row is None
-            self._launch_bucket(bucket, used, wait_follows=is_last)
-        if setup.hooks.hooks:
-            self._order_hooks(setup.collectives.device)
-        if setup.buffers.has_large:
-            setup.buffers.send_large()
+            is_last = bucket is self.buckets.report_bucket and not common.buffers.has_large and row is None
+            self._launch_bucket(bucket, used, blocking=is_last)
+        if common.hooks.hooks:
+            self._order_hooks(common.collectives.device)
+        if common.buffers.has_large:
+            common.buffers.send_large()
         if row is not None:
             self._send_own(row, "report")
 
     def _send_own(self, row: Tensor, what: str, failed: bool = False) -> None:
         """Send what of the report travels on its own."""
-        transport, what = self._setup.transport, f"{what}, round {self.number}"
+        transport, what = self._common.transport, f"{what}, round {self.number}"
         status = self._write_report(row, failed)
         if transport.own_buffers is not None:
             transport.write_buffers(transport.own_buffers, status)
             self._all_reduce(transport.own_buffers, "small buffers")
         begun = time.perf_counter()
-        self._note_sent(transport.send(row, what, wait_follows=not failed), begun)  # nobody waits for a failed one
+        self._note_sent(transport.send(row, what, blocking=not failed), begun)  # nobody waits for a failed one
 
     def _write_in_bucket(self, row: Tensor, failed: bool = False) -> None:
         """Write what rides behind the last bucket: the report, or small buffers alone."""
-        if self._setup.transport.own_row is None:
+        if self._common.transport.own_row is None:
             self._write_report(row, failed)
         else:
-            self._setup.transport.write_buffers(row, self._own.describe(self.number, self._passive, failed))
+            self._common.transport.write_buffers(row, self._own.describe(self.number, self._passive, failed))
 
     def _write_report(self, row: Tensor, failed: bool = False) -> Status:
         for index in self._undefined:  # hooks have run, but there was no gradient
             self._used[index] = 0
         status = self._own.describe(self.number, self._passive, failed)
-        setup = self._setup
-        digest = setup.look(self.number) if setup.watch is not None and status.called and not failed else None
-        setup.transport.write(row, self._used, list(self.late), status, digest)
+        common = self._common
+        digest = (
+            common.digest_values(self.number) if common.watch is not None and status.called and not failed else None
+        )
+        common.transport.write(row, self._used, list(self.late), status, digest)
         return status
 
     def wait(self) -> None:
         """Return when all has arrived."""
-        traffic = self._setup.collectives.traffic
-        traffic.waits(self._begun, time.perf_counter())
-        with self._setup.collectives.phases.phase("wait"):
+        comm_stats = self._common.collectives.comm_stats
+        comm_stats.waits(self._begun, time.perf_counter())
+        with self._common.collectives.phases.phase("wait"):
             for pending in self._pending:
                 pending.wait()
-        traffic.pace.has_waited(time.perf_counter())
-        assert self.phase is RoundPhase.FINALIZING
-        self.phase = RoundPhase.REDUCED
+        comm_stats.step_times.has_waited(time.perf_counter())
+        assert self.phase is RoundState.FINALIZING
+        self.phase = RoundState.REDUCED
 
     # -------------------------------------------------------------- reduced: the verdict is carried out
 
@@ -224,30 +226,30 @@ class Round:
         Returns the parameters that any rank has used, in an order that is the same on all, if ``lists_used``. Raises on
         every rank if the ranks were not in the same round.
         """
-        setup, transport, own = self._setup, self._setup.transport, self._own
+        common, transport, own = self._common, self._common.transport, self._own
         bucket = self.buckets.report_bucket
         row = torch.empty(0) if bucket is None else bucket.row
         report = transport.read(row if transport.own_row is None else transport.own_row)
-        ranks = setup.collectives
-        verdict = judge(report, ranks.rank, ranks.global_ranks, setup.gradient_divide_factor)
+        ranks = common.collectives
+        verdict = judge(report, ranks.rank, ranks.global_ranks, common.gradient_divide_factor)
         found = _USUAL if verdict.is_usual and self._decisions.is_default else self._find(verdict)
         if found is None:
             own.contribution.forget()
             return ()
         try:
-            self._copy_out(verdict, found.newcomers)
+            self._copy_out(verdict, found.added)
         except BaseException:  # of a late gradient, on every rank
             self._drop()
             raise
-        setup.buffers.finish_large()
+        common.buffers.finish_large()
         if transport.has_buffers and not verdict.changed:  # those that go with the gradients
             transport.take_buffers(row if transport.own_row is None or transport.splits else transport.own_row)
         own.note_used()
-        used = self._parameters_in_order(verdict, found.newcomers) if lists_used else ()
+        used = self._parameters_in_order(verdict, found.added) if lists_used else ()
         if found.renews:
             self._renew()
-        elif verdict.late or setup.plan.observes:
-            setup.adapt(verdict)
+        elif verdict.late or common.plan.observes:
+            common.adapt(verdict)
         if found.drift is not None:
             warn_of_drift(found.drift, ranks.global_rank)
         return used
@@ -257,17 +259,17 @@ class Round:
 
         Raises as :meth:`conclude` does.
         """
-        setup = self._setup
-        self._decisions.hear(verdict.loop, self._decisions.batch)
+        common = self._common
+        self._decisions.update(verdict.loop, self._decisions.batch)
         try:
             if verdict.error is not None:
                 raise verdict.error.exception()
             if verdict.skip:
                 self._drop()
                 return None
-            setup.check_values(verdict, self.number)
-            newcomers: Sequence[ManagedParameter] = setup.agree_anew() if verdict.changed else ()
-            return _Findings(verdict.changed, newcomers, self._find_drift() if verdict.drifted else None)
+            common.check_values(verdict, self.number)
+            added: Sequence[ManagedParameter] = common.agree_anew() if verdict.changed else ()
+            return _Findings(verdict.changed, added, self._find_drift() if verdict.drifted else None)
         except (PeerError, AgreementError, OptionError):
             self._drop()
             if verdict.failed:
@@ -276,23 +278,23 @@ class Round:
 
     def _find_drift(self) -> Drift | None:
         """Compare the parameters, as they are now, with those of all other ranks, which do the same."""
-        return self._own.contribution.drift.compare(self._setup.members.current, self._setup.collectives)
+        return self._own.contribution.drift.compare(self._common.members.current, self._common.collectives)
 
     def _drop(self) -> None:
         """Nothing of the round counts: it has failed, or the batch is left out."""
-        self._setup.buffers.drop_large()
-        self._setup.drop_gradients()
+        self._common.buffers.drop_large()
+        self._common.drop_gradients()
 
     def _renew(self) -> None:
         """Go on with what all ranks have now."""
-        if self._setup.renew():
+        if self._common.renew():
             self._own.renumber()
 
-    def _copy_out(self, verdict: Verdict, newcomers: Sequence[ManagedParameter]) -> None:
+    def _copy_out(self, verdict: Verdict, added: Sequence[ManagedParameter]) -> None:
         """Give the parameters their reduced gradients, times the verdict's factor: what is in the buckets, and what was
         late.
 
-        The ranks have just agreed on ``newcomers``, which have no bucket yet.
+        The ranks have just agreed on ``added``, which have no bucket yet.
         """
         if verdict.is_usual:
             for bucket in self.buckets.in_order:
@@ -300,8 +302,8 @@ class Round:
             self.is_copied_out = True
             return
         factor = verdict.factor
-        overdue = [*(self._setup.parameters[index] for index in verdict.late), *newcomers]
-        late = reduce_late(overdue, self._setup.collectives, self._divide_factor) if overdue else []
+        overdue = [*(self._common.parameters[index] for index in verdict.late), *added]
+        late = reduce_late(overdue, self._common.collectives, self._divide_factor) if overdue else []
         for bucket in self.buckets.in_order:
             if factor != 1:
                 bucket.multiply(factor)
@@ -310,48 +312,48 @@ class Round:
             each.copy_out(factor)
         self.is_copied_out = True
 
-    def _parameters_in_order(self, verdict: Verdict, newcomers: Sequence[ManagedParameter]) -> list[Parameter]:
+    def _parameters_in_order(self, verdict: Verdict, added: Sequence[ManagedParameter]) -> list[Parameter]:
         """The parameters that any rank has used, in an order that is the same on all ranks: the plan's."""
         placed = [index for bucket in self.buckets.in_order for index in bucket.planned.indices]
-        used = [self._setup.parameters[i] for i in (*placed, *self.buckets.unbucketed) if verdict.uses(i)]
-        return [each.parameter for each in (*used, *newcomers)]
+        used = [self._common.parameters[i] for i in (*placed, *self.buckets.unbucketed) if verdict.uses(i)]
+        return [each.parameter for each in (*used, *added)]
 
-    # -------------------------------------------------------------------- abandoned: backward has failed
+    # -------------------------------------------------------------------- aborted: backward has failed
 
-    def abandon(self) -> None:
+    def abort(self) -> None:
         """Send what the other ranks wait for, in the order of :meth:`launch_rest`, without a gradient.
 
         Communication hooks run, too, on buckets of zeros: what they send is what the other ranks' hooks wait for.
         """
-        assert self.phase < RoundPhase.REDUCED
-        self.phase = RoundPhase.ABANDONED
-        setup = self._setup
+        assert self.phase < RoundState.REDUCED
+        self.phase = RoundState.ABORTED
+        common = self._common
         for bucket in self.buckets.in_order[self.next_bucket :]:
-            zeros = self._make(bucket.zeros)
-            if setup.hooks.hooks:
+            zeros = self._allocate_or_wait(bucket.zeros)
+            if common.hooks.hooks:
                 self._send_zeros_through_hooks(bucket, zeros)
                 continue
             if bucket is self.buckets.report_bucket:
                 row = zeros[bucket.planned.layout.numel :]
                 self._write_in_bucket(row, failed=True)
-                if setup.transport.own_row is None:
-                    self._abandoned_row = row
-            self._all_reduce(zeros, "abandoned bucket")
-        if setup.hooks.hooks and not setup.collectives.follows_stream(setup.collectives.device):
-            self._wait_abandoned()
-        setup.buffers.send_large(failed=True)
-        if setup.transport.own_row is not None:
-            self._abandoned_row = setup.transport.own_row
-            self._send_own(self._abandoned_row, "abandoned report", failed=True)
+                if common.transport.own_row is None:
+                    self._aborted_row = row
+            self._all_reduce(zeros, "aborted bucket")
+        if common.hooks.hooks and not common.collectives.follows_stream(common.collectives.device):
+            self._wait_aborted()
+        common.buffers.send_large(failed=True)
+        if common.transport.own_row is not None:
+            self._aborted_row = common.transport.own_row
+            self._send_own(self._aborted_row, "aborted report", failed=True)
 
-    def hear_abandoned(self) -> None:
-        """Return when all has arrived of a round that this rank has abandoned, and its loop knows what the others have
+    def finish_aborted(self) -> None:
+        """Return when all has arrived of a round that this rank has aborted, and its loop knows what the others have
         said in it."""
-        self._wait_abandoned()
-        self._setup.buffers.drop_large()
-        report = self._setup.transport.read_abandoned(self._abandoned_row)
+        self._wait_aborted()
+        self._common.buffers.drop_large()
+        report = self._common.transport.read_aborted(self._aborted_row)
         if report is not None:
-            self._decisions.hear(judge_loops(report.statuses), self._batch, self._loop, abandoned=True)
+            self._decisions.update(judge_loops(report.statuses), self._batch, self._loop, aborted=True)
 
     # ----------------------------------------------------------------- what has been sent, and not waited for yet
 
@@ -364,54 +366,58 @@ class Round:
     def _send_through_hooks(self, bucket: GradientBucket, flat: Tensor, what: str) -> None:
         """Let communication hooks reduce a bucket, whose gradients are in ``flat``."""
         self._order_hooks(flat.device)
-        collectives, begun = self._setup.collectives, self._setup.collectives.begun()
+        collectives, begun = self._common.collectives, self._common.collectives.begun()
         try:
             with collectives.phases.phase("hook", f"{what}, round {self.number}"):
                 self._pending.append(self._call_hooks(bucket, flat))
         except BaseException as error:
             if begun is None or collectives.begun() != begun:
                 gist = shortened(f"{type(error).__name__}: {error}", LONGEST_HEADLINE)
-                self._setup.scheduler.lose(f"a communication hook raised {gist}, after it had begun to communicate")
+                self._common.scheduler.mark_broken(
+                    f"a communication hook raised {gist}, after it had begun to communicate"
+                )
             raise
 
     def _call_hooks(self, bucket: GradientBucket, flat: Tensor) -> Waitable:
         is_last = bucket.index == len(self.buckets.in_order) - 1
-        setup = self._setup
-        return setup.hooks.send(bucket, flat, is_last, self._setup.collectives, self._divide_factor, setup.is_planned)
+        common = self._common
+        return common.hooks.send(
+            bucket, flat, is_last, self._common.collectives, self._divide_factor, common.is_planned
+        )
 
     def _order_hooks(self, device: torch.device) -> None:
         """Where hooks are not ordered by a stream, what one sends from a callback must not meet what comes next."""
-        if not self._setup.collectives.follows_stream(device):
+        if not self._common.collectives.follows_stream(device):
             while self._pending:
                 self._pending.pop(0).wait()
 
     def _may_call_hooks(self, device: torch.device) -> bool:
         """Whether hooks can be called while backward runs: no call may wait for other ranks."""
-        if self._setup.collectives.follows_stream(device):
+        if self._common.collectives.follows_stream(device):
             return True
-        return not self._setup.hooks.may_wait and all(pending.done() for pending in self._pending)
+        return not self._common.hooks.may_wait and all(pending.done() for pending in self._pending)
 
     def _send_zeros_through_hooks(self, bucket: GradientBucket, zeros: Tensor) -> None:
         """Let communication hooks send what the other ranks' hooks wait for, of a bucket without gradients."""
-        if not self._setup.collectives.follows_stream(zeros.device):  # see order_hooks
-            self._wait_abandoned()
+        if not self._common.collectives.follows_stream(zeros.device):  # see order_hooks
+            self._wait_aborted()
         self._pending.append(self._call_hooks(ZeroBucket(bucket), zeros))
 
-    def _wait_abandoned(self) -> None:
+    def _wait_aborted(self) -> None:
         while self._pending:
             try:
                 self._pending.pop(0).wait()
             except CommunicationError:
                 raise
             except Exception as error:  # of a communication hook: its round has failed already
-                logging.getLogger("lockstep").debug("round %d, abandoned: %r", self.number, error)
+                logging.getLogger("lockstep").debug("round %d, aborted: %r", self.number, error)
 
-    def _make(self, make: Callable[[], Tensor]) -> Tensor:
+    def _allocate_or_wait(self, make: Callable[[], Tensor]) -> Tensor:
         """New memory; where there is none left, what has been sent is waited for first, and given back."""
         try:
             return make()
         except (RuntimeError, MemoryError, OSError):
-            self._wait_abandoned()
+            self._wait_aborted()
             return make()
 
 
@@ -420,7 +426,7 @@ class _Findings(NamedTuple):
 
     renews: bool = False
     """True if all ranks have agreed anew on what is replicated."""
-    newcomers: Sequence[ManagedParameter] = ()
+    added: Sequence[ManagedParameter] = ()
     """Parameters that are new, and that some rank has a gradient of."""
     drift: Drift | None = None
 

@@ -1,41 +1,223 @@
-"""Which replicated modules of a group reduce at the end of a backward pass, and in which order.
+"""The modules that are replicated over one group, and which of them take part.
 
-A round closes where the backward pass ends: the outermost one, where reentrant checkpointing nests them
-(``engine.py``). All ranks must send the same buckets in the same order over a
-group. With one replicated module on a group that is the order of its plan, and buckets leave while backward runs. With
-several, one rank's branches could make another module's bucket ready first; so they wait for the end of backward,
-where the ranks tell each other, in one tiny collective, which modules take part, and then reduce them in the order of
-their creation.
-
-One backward pass may go through modules on several groups, and on another rank in another order. So their ends wait for
-the end of the pass as a whole, and come one group after the other, in an order that is the same on every rank: the
-group's number, which its ranks agree on when they first replicate a module over it, is higher than that of any group
-that one of them has had before.
-
-If backward fails, this rank takes its part in what the other ranks wait for, with a mark that says so, before the
-exception reaches the program: they raise instead of hanging. Which modules the others wait for is what the pass had
-reached, and what its graph says that it would have.
+They have numbers, on which all ranks agree. Where a pass may go through several modules, ranks tell each other in one
+tiny collective which of them it has reached: one number for each rank, and one for each module.
 """
 
 import logging
 import sys
-from collections.abc import Iterator, Sequence
+import threading
+import weakref
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lockstep.distributed.buffers import KeptBuffers
-from lockstep.distributed.collectives import Collectives, Group, Pending
-from lockstep.distributed.decisions import decisions_of
-from lockstep.distributed.group_state import shared_object
-from lockstep.distributed.one_by_one import OneByOne
+from lockstep.distributed.comm.collectives import Collectives, Group, Pending
+from lockstep.distributed.comm.group_state import shared_object
+from lockstep.distributed.comm.run_all import RunAll
+from lockstep.distributed.reduction.buffers import KeptBuffers
+from lockstep.distributed.reduction.decisions import decisions_of
 from lockstep.distributed.reduction.engine import BackwardPass, PassObserver, current_pass
-from lockstep.distributed.reduction.graph import Reach
-from lockstep.distributed.reduction.modules import FAILED, SKIPPED, Attendance, ReplicatedModules, ScheduledModule
+from lockstep.distributed.reduction.graph import ReachableLeaves
 from lockstep.errors import CommunicationError, PeerError, ShareError
 from lockstep.phases import Phases
+
+TAKES_PART, FAILED, SKIPPED = 1, 1 << 16, 1 << 32
+"""What a rank says of a module: it takes part, its backward pass has failed, or it leaves out the batch."""
+_lock = threading.Lock()
+_orders = 0  # the highest number of a group in this process
+
+
+class ScheduledRankState(Protocol):
+    """How this rank takes part in the rounds of a module, as its scheduler knows it."""
+
+    requires_sync: bool
+    """Whether backward passes synchronise."""
+
+    def look_for_changes(self) -> None:
+        """A backward pass is about to reach the module."""
+
+    def takes_part(self, accumulates: bool) -> bool:
+        """Whether a pass that has gone through the module without any gradient of it is a round all the same."""
+
+    def pass_failed(self) -> None:
+        """A backward pass has failed on this rank."""
+
+    def begin_padding_batch(self) -> None:
+        """The loop is at a batch that counts nothing, until :meth:`end_padding_batch`; or already was."""
+
+    def end_padding_batch(self) -> None:
+        """The loop goes on."""
+
+    def drop_gradients(self) -> None:
+        """The batch is left out: no parameter has a gradient."""
+
+    def keep_buffers(self) -> KeptBuffers:
+        """What the module's buffers are now."""
+
+
+class ScheduledModule(Protocol):
+    """What synchronises the gradients of one replicated module, as its scheduler knows it."""
+
+    home: int
+    """The thread in which the module is used."""
+
+    @property
+    def may_go_past_forward(self) -> bool:
+        """True if backward passes may come to the module otherwise than through outputs of its forward."""
+
+    @property
+    def rank_state(self) -> ScheduledRankState:
+        """How this rank takes part in its rounds."""
+
+    @property
+    def retired(self) -> bool:
+        """Whether another replication has taken its place."""
+
+    @property
+    def synchronises(self) -> bool:
+        """Return True if the pass under way synchronises gradients, or the next one if none is."""
+
+    @property
+    def is_expected(self) -> bool:
+        """Return True if the pass under way has gone through outputs of a forward."""
+
+    @property
+    def rounds(self) -> int:
+        """How many rounds there have been."""
+
+    def on_output_grad(self) -> None:
+        """The backward pass has come to what may lead to the module's parameters, on some rank."""
+
+    def is_in_reach(self, reach: ReachableLeaves) -> bool:
+        """Return True if a pass of that reach accumulates into parameters of the module, as far as its graph shows."""
+
+    def pass_begins(self, this: BackwardPass) -> None:
+        """A backward pass begins, and has added to no gradient yet."""
+
+    def watches(self, this: BackwardPass) -> bool:
+        """Return True if that pass may come to the module, and no other one inside of it is under way."""
+
+    def find_arrived(self) -> bool:
+        """The pass under way is over: return True if it has come to any parameter."""
+
+    def reduce_settled(self) -> bool:
+        """The pass under way is over: reduce, if nothing about it is unusual; else do nothing, and return False."""
+
+    def pass_leaves(self) -> None:
+        """The pass under way is over, and has not come to the module."""
+
+    def accumulate(self) -> None:
+        """The pass under way has come to the module, and does not synchronise."""
+
+    def is_within(self, reach: ReachableLeaves, expected: bool) -> bool:
+        """Whether a pass of that reach is a round of the module; ``expected``: it goes through the module."""
+
+    def finalize_backward(self) -> Sequence[Parameter]:
+        """Reduce what is left; returns the parameters whose users' hooks have waited for this."""
+
+    def run_held_hooks(self, parameters: Sequence[Parameter]) -> None:
+        """Run users' hooks of parameters whose gradients are reduced."""
+
+    def skip_batch(self) -> None:
+        """Take part in the round of the other ranks without a gradient, and have them leave the batch out."""
+
+    def abort(self) -> None:
+        """Send what the other ranks wait for, marked as failed, and wait for nobody."""
+
+    def end_pass(self, failed: bool = False) -> None:
+        """The backward pass is over, however it ended; ``failed`` if all ranks know that its round has failed."""
+
+
+class PassAgreement(NamedTuple):
+    """What all ranks have said."""
+
+    marks: list[int]
+    """Each rank's own number."""
+    modules: list[ScheduledModule]
+    """Those that take part on any rank, and are still there on this one, in the order of their creation."""
+    failed: bool
+    """Whether the backward pass has failed on some rank."""
+    skipped: bool
+    """Whether some rank leaves out the batch."""
+
+
+class ReplicatedModules:
+    """Those of one group, in this process."""
+
+    def __init__(self, collectives: Collectives) -> None:
+        self.exclusive = True
+        """Whether there is at most one, on all ranks: agreed, see :meth:`register`."""
+        self.next_id = 0
+        """The number of the next module; ranks take the highest of theirs."""
+        self.order = 0
+        """The group's number among those of this process, the same on all of its ranks."""
+        self._collectives = collectives
+        self._links: dict[int, weakref.ref[ScheduledModule]] = {}
+
+    def __iter__(self) -> Iterator[ScheduledModule]:
+        """Go through them in the order of their creation."""
+        for link in list(self._links.values()):
+            module = link()
+            if module is not None:
+                yield module
+
+    def numbered(self) -> dict[int, ScheduledModule]:
+        """Return them by their numbers, in the order of their creation."""
+        return {number: module for number, link in list(self._links.items()) if (module := link()) is not None}
+
+    def propose_order(self) -> int:
+        """The number that this rank wants for the group; ranks take the highest of theirs."""
+        return self.order or _orders + 1
+
+    def ids(self, leaving: Collection[object] = ()) -> list[int]:
+        """The numbers of those that are still there on this rank, and not about to be replaced by another."""
+        return [n for n, module in self.numbered().items() if not any(module is each for each in leaving)]
+
+    def register(self, module: ScheduledModule, module_id: int, others: Collection[int], order: int) -> None:
+        """Add a module under a number that all ranks agree on; ``others`` are those that any rank has besides,
+        ``order`` is the group's number."""
+        global _orders
+        with _lock:
+            self.order, _orders = order, max(order, _orders)
+        self.unregister(module)
+        self._links = dict(sorted({**self._links, module_id: weakref.ref(module)}.items()))
+        self.next_id = module_id + 1
+        self.exclusive = not others
+
+    def unregister(self, module: ScheduledModule) -> None:
+        """Forget a module that reduces no more."""
+        self._links = {number: link for number, link in self._links.items() if link() not in (None, module)}
+
+    # --------------------------------------------------------------------- what ranks tell each other
+
+    def tell(self, modules: Sequence[ScheduledModule], mark: int, own: int = 0) -> tuple[Tensor, Pending]:
+        """Say ``mark`` of some modules, and ``own`` of this rank; returns what :meth:`read` takes when all have come,
+        and what to wait for, or to keep until then."""
+        world = self._collectives.world
+        row = torch.zeros(world + self.next_id, dtype=torch.int64)
+        row[self._collectives.rank] = own
+        for number, module in self.numbered().items():
+            if any(module is each for each in modules):
+                row[world + number] = mark
+        row = row.to(self._collectives.device)
+        return row, self._collectives.all_reduce(row, "which modules take part")
+
+    def ask(self, modules: Sequence[ScheduledModule], own: int = 0) -> PassAgreement:
+        """Say that some modules take part, and ``own`` of this rank; wait for what all ranks say."""
+        row, pending = self.tell(modules, TAKES_PART, own)
+        pending.wait()
+        marks, counts = row[: self._collectives.world].tolist(), row[self._collectives.world :].tolist()
+        return PassAgreement(
+            [int(each) for each in marks],
+            [module for number, module in self.numbered().items() if number < len(counts) and counts[number]],
+            any(count % SKIPPED >= FAILED for count in counts),
+            any(count >= SKIPPED for count in counts),
+        )
 
 
 class GroupScheduler(PassObserver):
@@ -43,11 +225,11 @@ class GroupScheduler(PassObserver):
 
     def __init__(self, group: Group) -> None:
         self.group = group
-        self.lost = ""
+        self.broken = ""
         """Why this rank cannot communicate over the group any more, if so."""
         self.decisions = decisions_of(group)
         """What the loop of this rank says to the other ranks."""
-        self._abandoned: tuple[Tensor, Pending] | None = None
+        self._aborted: tuple[Tensor, Pending] | None = None
         self._collectives = Collectives(group, Phases())
         self.modules = ReplicatedModules(self._collectives)
         """Those that are replicated over the group."""
@@ -92,7 +274,7 @@ class GroupScheduler(PassObserver):
         silent: list[ScheduledModule] = []
         others: list[ScheduledModule] = []
         for module in watching:
-            if module.look():
+            if module.find_arrived():
                 reached.append(module)
             elif module.is_expected:
                 silent.append(module)
@@ -106,7 +288,7 @@ class GroupScheduler(PassObserver):
         reducing = [module for module in reached if module.synchronises]
         if silent:
             accumulates = this.accumulates
-            reducing += [each for each in silent if each.synchronises and each.participation.takes_part(accumulates)]
+            reducing += [each for each in silent if each.synchronises and each.rank_state.takes_part(accumulates)]
         try:
             for module in reached:
                 if not module.synchronises:
@@ -129,7 +311,7 @@ class GroupScheduler(PassObserver):
 
     def reduce(self, modules: Sequence[ScheduledModule]) -> None:
         """Run the rounds of modules; then users' hooks."""
-        steps = OneByOne()
+        steps = RunAll()
         reduced: list[tuple[ScheduledModule, Sequence[Parameter]]] = []
         for module in modules:
             with steps:
@@ -144,12 +326,12 @@ class GroupScheduler(PassObserver):
 
     # ------------------------------------------------------------------------ a pass, as it fails
 
-    def pass_failed(self, this: BackwardPass, reach: Reach) -> None:
+    def pass_failed(self, this: BackwardPass, reach: ReachableLeaves) -> None:
         """A backward pass has failed: let the other ranks know, and wait for nobody."""
         if self in this.told:
             return
         watching = [module for module in self.modules if module.watches(this)]
-        failing = [module for module in watching if module.look()]
+        failing = [module for module in watching if module.find_arrived()]
         for each in self.modules:
             if (
                 each not in failing
@@ -157,30 +339,30 @@ class GroupScheduler(PassObserver):
                 and each.is_within(reach, each in watching and each.is_expected)
             ):
                 failing.append(each)
-        self._abandon(failing, this)
+        self._abort(failing, this)
         for each in watching:
             if each.watches(this):  # it does not synchronise, or no gradient of it was to come
                 each.end_pass()
 
     @torch.no_grad()
-    def _abandon(self, modules: Sequence[ScheduledModule], this: BackwardPass | None) -> None:
+    def _abort(self, modules: Sequence[ScheduledModule], this: BackwardPass | None) -> None:
         failing = [each for each in modules if each.synchronises]
         failing = [each for each in failing if this is None or not this.is_known_to_fail(each)]
         if failing:
             self.decisions.note_failure()
         try:
             if failing and not self.modules.exclusive:
-                mark = SKIPPED if self.decisions.leaves_out_after(sys.exception()) else FAILED
-                self._abandoned = self.modules.tell(failing, mark)  # kept until it has arrived
+                mark = SKIPPED if self.decisions.skips_after(sys.exception()) else FAILED
+                self._aborted = self.modules.tell(failing, mark)  # kept until it has arrived
             for module in failing if self.modules.exclusive else ():
-                module.abandon()
+                module.abort()
         except RuntimeError as error:
             logging.getLogger("lockstep").debug("the other ranks could not be told of a failure: %s", error)
         finally:
             for module in modules:
                 if this is not None:
                     this.note_failure(module)
-                module.participation.pass_failed()
+                module.rank_state.pass_failed()
                 module.end_pass(failed=any(module is each for each in failing))
             if failing and not self.modules.exclusive:
                 self._end_rounds()
@@ -204,7 +386,7 @@ class GroupScheduler(PassObserver):
         """The modules that take part on any rank, in the order of their creation."""
         return self._that_take_part(self.modules.ask(modules))
 
-    def _that_take_part(self, told: Attendance) -> list[ScheduledModule]:
+    def _that_take_part(self, told: PassAgreement) -> list[ScheduledModule]:
         if told.failed:
             self._end_rounds()
             self.decisions.note_failure()
@@ -214,7 +396,7 @@ class GroupScheduler(PassObserver):
             )
         if told.skipped:
             self._end_rounds()
-            self._note_left_out()
+            self._note_skipped()
             return []
         return told.modules
 
@@ -232,24 +414,24 @@ class GroupScheduler(PassObserver):
         return sum(module.rounds for module in self.modules)
 
     @contextmanager
-    def idle_batch(self) -> Iterator[None]:
+    def padding_batch(self) -> Iterator[None]:
         """Inside, the loop is at a batch that counts nothing: the rank has run out. So it may be in a loop around it,
         too."""
         try:
             with self.decisions.padding():
                 for module in self.modules:
-                    module.participation.begin_idle_batch()
+                    module.rank_state.begin_padding_batch()
                 yield
         finally:
             for module in () if self.decisions.is_padding else self.modules:
-                module.participation.end_idle_batch()
+                module.rank_state.end_padding_batch()
 
     @torch.no_grad()
     def fail(self) -> None:
         """Let the other ranks know that this one cannot go on."""
-        self._abandon(self._synchronising(), None)
+        self._abort(self._synchronising(), None)
 
-    def leave_out(self) -> None:
+    def skip_batch(self) -> None:
         """Have all ranks leave out the batch that they are at: take part in their round without a gradient.
 
         Of a micro-batch that does not synchronise they hear in this rank's next round. Where the round of this batch
@@ -259,46 +441,46 @@ class GroupScheduler(PassObserver):
         if self.decisions.take_local_failure() or not self._synchronising():
             self.decisions.skip_in_next_round()
             for module in modules:
-                module.participation.drop_gradients()
+                module.rank_state.drop_gradients()
             return
         if not self.decisions.has_failed:
             if not self.modules.exclusive:
                 _, modules = self.listen()
             try:
-                self._leave_out(modules)
+                self._skip_batch(modules)
             except PeerError:
                 if not self.decisions.has_failed:  # else another rank has failed at this batch, too
                     raise
-        self._note_left_out()
+        self._note_skipped()
 
-    def _leave_out(self, modules: Sequence[ScheduledModule]) -> None:
-        steps = OneByOne()
+    def _skip_batch(self, modules: Sequence[ScheduledModule]) -> None:
+        steps = RunAll()
         for module in modules:
             with steps:
-                module.leave_out()
+                module.skip_batch()
         steps.end()
 
     def keep_buffers(self) -> list[KeptBuffers]:
         """What the buffers of all modules are now, to be given back."""
-        return [module.participation.keep_buffers() for module in self.modules]
+        return [module.rank_state.keep_buffers() for module in self.modules]
 
     def _synchronising(self) -> list[ScheduledModule]:
-        return [module for module in self.modules if module.participation.requires_sync]
+        return [module for module in self.modules if module.rank_state.requires_sync]
 
-    def _note_left_out(self) -> None:
+    def _note_skipped(self) -> None:
         for module in self.modules:
-            module.participation.drop_gradients()
+            module.rank_state.drop_gradients()
         self.decisions.note_skipped()
 
     # ----------------------------------------------------------------------------- a rank that is lost
 
-    def lose(self, reason: str) -> None:
+    def mark_broken(self, reason: str) -> None:
         """Send nothing more: others wait for what this rank cannot send, and would take anything else for it.
 
         Ends the group on all ranks, if that can be done.
         """
-        if not self.lost:
-            self.lost = reason
+        if not self.broken:
+            self.broken = reason
             self._collectives.end(f"rank {self._collectives.global_rank} is lost: {reason}")
 
     def check(self) -> None:
@@ -311,10 +493,10 @@ class GroupScheduler(PassObserver):
                 "it once for each share, of which ranks have different numbers; replicate it with as many shares, too, "
                 "run its backward after the loop over the batch's shares, or its forward under torch.no_grad()"
             )
-        if self.lost:
+        if self.broken:
             raise CommunicationError(
                 f"rank {self._collectives.global_rank} can no longer take part in what the other ranks of its process "
-                f"group do: {self.lost}. Destroy the group and make another, or start anew"
+                f"group do: {self.broken}. Destroy the group and make another, or start anew"
             )
 
 

@@ -11,9 +11,9 @@ from torch.jit import ScriptModule
 from torch.nn import Embedding, EmbeddingBag, Module, Parameter
 from torch.nn.parameter import is_lazy
 
-from lockstep.distributed.agreement import Line, describe_tensor
-from lockstep.distributed.buffers import Buffer, BufferSet, has_overlap
-from lockstep.distributed.reduction.optimizers_in_backward import check_optimizers
+from lockstep.distributed.comm.agreement import Line, describe_tensor
+from lockstep.distributed.reduction.buffers import Buffer, BufferSet, has_overlap
+from lockstep.distributed.reduction.engine import check_optimizers
 from lockstep.distributed.reduction.owners import Owner, owner_of
 from lockstep.dtensors import local_part
 from lockstep.errors import AlreadyManagedError, NotReplicableError, OptionError
@@ -161,7 +161,7 @@ class Selection:
         other = owner_of(parameter)
         if other is None or other is reducer:
             return True
-        takes = reducer is None and (self._taking_over or other.is_newcomer(parameter) or _is_covered(other, found))
+        takes = reducer is None and (self._taking_over or other.is_added(parameter) or _is_covered(other, found))
         return takes or not other.has_in_module(parameter)
 
     def superseded(self, contents: Contents) -> list[Owner]:

@@ -7,7 +7,7 @@ of its own, which every floating dtype of at least 16 bits holds exactly, or one
     late     one for each parameter    1 where a gradient came after its bucket had left, or had no place in the plan
     status   39 for each rank          the bytes of its :class:`Status`
     digest   nine for each rank        in the rounds in which values are compared: of what there is a digest, and its
-                                       bytes (``value_watch.py``)
+                                       bytes (``values.py``)
     buffers  the rest                  small ones (``buffers.py``)
 
 The rules are in ``verdict.py``.
@@ -66,7 +66,7 @@ class Status(NamedTuple):
     has no pass of its own."""
     through: int = 0
     """Forwards since the last round that a backward has gone through (``passes.py``)."""
-    left_out: int = 0
+    unused_forwards: int = 0
     """Forwards since then that none has gone through, or that raised."""
     weight: float = 0.0
     """The weight of its contribution, if it has one."""
@@ -109,7 +109,7 @@ class ReportLayout:
         self._own_digest = slice(own, own + DIGEST_BYTES)
         self._has_late = False
         statuses = slice(self._status, self._digest)
-        self._alike = _RowOfAlikes(self._numbers, dtype, parameters, statuses, rank, world)
+        self._alike = _UnanimousRow(self._numbers, dtype, parameters, statuses, rank, world)
 
     def write(
         self, row: Tensor, used: bytearray, late: Sequence[int], status: Status, digest: Tensor | None = None
@@ -176,7 +176,7 @@ class ReportLayout:
         return told if told.count(own) < self._world else [own]
 
 
-class _RowOfAlikes:
+class _UnanimousRow:
     """The sum over ranks that all say the same, as nearly always: comparing with it takes one operation.
 
     ``numbers`` are those that this rank writes, in a row of ``dtype``; ``status`` is where the statuses of all ranks

@@ -10,7 +10,7 @@ A new rule about ranks that differ is a function here that returns a message, an
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from lockstep.distributed.decisions import LoopVerdict
+from lockstep.distributed.reduction.decisions import LoopVerdict
 from lockstep.distributed.reduction.passes import Called
 from lockstep.distributed.reduction.status import Part, Report, Status
 from lockstep.errors import OptionError, PeerError
@@ -174,7 +174,7 @@ def _first_other(numbers: Sequence[int], own: int) -> tuple[int, int]:
 
 def _in_other_passes(said: _Said) -> str:
     """Ranks that are in no pass of their own do not count; forwards do not where a rank may leave out a batch."""
-    passes = list(zip(said.all_of.called, said.all_of.through, said.all_of.left_out, strict=True))
+    passes = list(zip(said.all_of.called, said.all_of.through, said.all_of.unused_forwards, strict=True))
     compare_forwards = not any(said.all_of.weighted)
     kinds = [each for each in dict.fromkeys(passes) if each[0]]
     for place, theirs in enumerate(kinds):
@@ -193,13 +193,13 @@ def _in_other_passes(said: _Said) -> str:
 
 def _difference(a: tuple[int, int, int], b: tuple[int, int, int], compare_forwards: bool) -> str:
     """Return what shows that the passes of two ranks are different ones, with a place for the number of each."""
-    (called, through, left_out), (other, other_through, other_left_out) = a, b
+    (called, through, unused_forwards), (other, other_through, other_unused) = a, b
     if not called & other and not (called | other) & Called.UNKNOWN.value:
         return f"on rank {{}} it went through {_describe(called)}, on rank {{}} through {_describe(other)}"
-    if compare_forwards and through == other_through and through and left_out != other_left_out:
+    if compare_forwards and through == other_through and through and unused_forwards != other_unused:
         return (
-            f"since the one before, rank {{}} has left out {_count(left_out)}, rank {{}} {_count(other_left_out)} (in "
-            "training mode, raised or without a backward through it: a batch was skipped)"
+            f"since the one before, rank {{}} has left out {_count(unused_forwards)}, rank {{}} "
+            f"{_count(other_unused)} (in training mode, raised or without a backward through it: a batch was skipped)"
         )
     return ""
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lockstep.distributed.reduction.parameter import ManagedParameter
+from lockstep.distributed.reduction.parameters import ManagedParameter
 from lockstep.dtensors import local_part
 
 _NO_WEIGHT = (
@@ -83,7 +83,7 @@ class Window:
         """
         was_open, before, passes = self.is_open, (self.total, self.problem), self._passes
         if was_open:
-            self.look_at_gradients()
+            self.check_gradients()
         else:
             self._open(parameters)
         self.total += weight
@@ -133,7 +133,7 @@ class Window:
         if self.is_open:
             self.fail(_INCOMPLETE)
 
-    def look_at_gradients(self) -> None:
+    def check_gradients(self) -> None:
         """No backward pass is under way, or it has added to no gradient yet: see whether all are as they were left."""
         changed = next((left for left in self._left if not left.is_unchanged), None)
         if changed is not None:
@@ -143,7 +143,7 @@ class Window:
                 "accumulate(weight=...) to the end of the one that synchronises, and call zero_grad() after it"
             )
 
-    def look_at_members(self, parameters: Sequence[ManagedParameter]) -> None:
+    def check_members(self, parameters: Sequence[ManagedParameter]) -> None:
         """The module has these parameters now."""
         if self.is_open:
             self.fail_if_changed([left.member for left in self._left], parameters)

@@ -1,0 +1,1 @@
+"""Communication: collectives of one process group, and agreements of its ranks."""

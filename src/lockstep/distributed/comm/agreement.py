@@ -1,0 +1,175 @@
+"""Exchanges small facts among the ranks, and compares what they have before any data moves.
+
+:func:`all_gather_object` is the one way in which ranks tell each other small things: values that JSON has. It takes one
+collective of fixed size where they are short, or the same on all ranks, and bounded memory otherwise.
+
+Ranks describe what they are about to replicate, line by line: options, parameters, buffers. They compare digests of the
+descriptions; only if they differ are two of the descriptions themselves sent, and every rank raises the same error,
+which names the rank, the line and both values. A rank that cannot even describe its module sends its error instead, so
+nobody waits for it.
+"""
+
+import json
+from collections.abc import Collection, Sequence
+from ctypes import string_at
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+
+from lockstep.buckets import contiguous_stride, dense_stride
+from lockstep.digests import text_digest
+from lockstep.distributed.comm.collectives import Collectives
+from lockstep.dtensors import local_part
+from lockstep.errors import AgreementError
+
+_LENGTH_BYTES, _TEXT_BYTES = 8, 120
+"""What a rank sends first: the length of its text, and the text; or the text's digest, if it is longer."""
+_BYTES_AT_ONCE = 4 << 20
+"""How much of long texts is sent at once, of all ranks together."""
+
+
+def all_gather_object(value: Any, what: str, collectives: Collectives) -> list[Any]:
+    """Return the values of all ranks, in rank order; ranks that have the same may have one object.
+
+    Communicates one all-gather of 128 bytes from each rank. If ranks have different values, and some are longer, their
+    texts follow in all-gathers of 4 MiB in all; each rank keeps one of those that are equal.
+    """
+    text = json.dumps(value)
+    data = text.encode()
+    shown = data if len(data) <= _TEXT_BYTES else text_digest(text, bits=256).to_bytes(32)
+    heads = _all_gather(len(data).to_bytes(_LENGTH_BYTES) + shown.ljust(_TEXT_BYTES, b"\0"), what, collectives)
+    texts = {head: head[_LENGTH_BYTES : _LENGTH_BYTES + _length(head)] for head in heads}
+    if len(texts) == 1:
+        texts = {heads[0]: data}
+    elif max(map(_length, heads)) > _TEXT_BYTES:
+        texts = _whole_texts(heads, data, what, collectives)
+    values = {head: json.loads(each) for head, each in texts.items()}
+    return [values[head] for head in heads]
+
+
+def objects_of(ranks: Sequence[int], value: Any, what: str, collectives: Collectives) -> list[Any]:
+    """Return the values of some ranks, by their numbers in the group; costs what :func:`all_gather_object` does."""
+    gathered = all_gather_object(value if collectives.rank in ranks else None, what, collectives)
+    return [gathered[rank] for rank in ranks]
+
+
+def _whole_texts(heads: Sequence[bytes], data: bytes, what: str, collectives: Collectives) -> dict[bytes, bytes]:
+    """Return the text that belongs to each head, from the first rank that has it."""
+    texts = {head: bytearray() for head in heads}
+    speakers = [heads.index(head) for head in texts]
+    longest, size = max(map(_length, heads)), max(_TEXT_BYTES, _BYTES_AT_ONCE // collectives.world)
+    for start in range(0, longest, size):
+        piece = data[start : start + size].ljust(min(size, longest - start), b"\0")
+        pieces = _all_gather(piece, what, collectives)
+        for text, rank in zip(texts.values(), speakers, strict=True):
+            text += pieces[rank]
+    return {head: bytes(text[: _length(head)]) for head, text in texts.items()}
+
+
+def _all_gather(data: bytes, what: str, collectives: Collectives) -> list[bytes]:
+    """Return every rank's bytes, equally many of each."""
+    own = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(collectives.device)
+    gathered = torch.cat(collectives.all_gather(own, what)).cpu()
+    joined = string_at(gathered.data_ptr(), gathered.nbytes)
+    return [joined[start : start + len(data)] for start in range(0, len(joined), len(data))]
+
+
+def _length(head: bytes) -> int:
+    return int.from_bytes(head[:_LENGTH_BYTES])
+
+
+class Line(NamedTuple):
+    """One thing that must be the same on all ranks: what it is, and its value."""
+
+    name: str
+    value: str
+
+
+def describe_tensor(tensor: Tensor, layout: bool = True) -> str:
+    """Dtype and shape, a DTensor's placements, and the strides if ``layout`` counts and is out of the ordinary."""
+    local = local_part(tensor)
+    shape = tuple(local.shape)
+    text = f"{str(local.dtype).removeprefix('torch.')} of shape {shape}"
+    strides = dense_stride(shape, local.stride())
+    if layout and strides != contiguous_stride(shape):
+        text += f", strides {strides}"
+    if tensor is not local:
+        text += f", placed {tensor.placements}"  # type: ignore[attr-defined]
+    return text
+
+
+def check_same_on_all_ranks(
+    lines: Sequence[Line], collectives: Collectives, numbers: Sequence[int] = (), error: str = ""
+) -> list[list[int]]:
+    """Raise :class:`AgreementError`, on every rank, unless all have the same lines; return every rank's ``numbers``.
+
+    A rank that has no lines says why in ``error``, which is raised on every rank. Communicates what
+    :func:`all_gather_object` does, and once more if there is a difference.
+    """
+    digest = None if error else text_digest(json.dumps(lines))
+    rows = all_gather_object([digest, *numbers], "digest of the module", collectives)
+    digests = [each for each, *_ in rows]
+    ranks = collectives.global_ranks
+    if None in digests:
+        failed = digests.index(None)
+        (error,) = objects_of([failed], error, "error of a rank", collectives)
+        raise AgreementError(f"rank {ranks[failed]} cannot replicate its module: {error}")
+    other = first_differing(digests)
+    if other is not None:
+        reference, its = objects_of([0, other], lines, "description of the module", collectives)
+        _raise_difference(reference, its, (ranks[0], ranks[other]))
+    return [each for _, *each in rows]
+
+
+def first_differing(values: Sequence[Any]) -> int | None:
+    """Return the first rank whose value is not the first one's."""
+    return next((rank for rank, value in enumerate(values) if value != values[0]), None)
+
+
+def check_new_everywhere(names: Sequence[str], new: Sequence[Collection[int]], global_ranks: Sequence[int]) -> None:
+    """Raise :class:`AgreementError`, on every rank, if a parameter is new on some ranks only.
+
+    ``new``: of each rank, the numbers of its new parameters among ``names``.
+    """
+    for index in sorted(set().union(*new)):
+        having = [rank for rank, numbers in zip(global_ranks, new, strict=True) if index in numbers]
+        if len(having) < len(new):
+            lacking = next(rank for rank in global_ranks if rank not in having)
+            raise AgreementError(
+                f"parameter {names[index]} is another object than when the module was replicated on rank {having[0]}, "
+                f"and still the same on rank {lacking}; load, replace and convert parameters on every rank alike"
+            )
+
+
+def _raise_difference(
+    reference: Sequence[Sequence[str]], lines: Sequence[Sequence[str]], ranks: tuple[int, int]
+) -> NoReturn:
+    first, rank = ranks
+    for mine, theirs in zip(reference, lines, strict=False):
+        if mine != theirs:
+            raise AgreementError(_difference(ranks, mine, theirs, {name for name, _ in reference}))
+    here, there = (first, reference), (rank, lines)
+    (longer, more), (shorter, less) = (here, there) if len(reference) > len(lines) else (there, here)
+    name, value = more[len(less)]
+    raise AgreementError(
+        f"ranks differ: rank {longer} has {name} ({value}), rank {shorter} has no such "
+        f"thing ({len(reference)} entries on rank {first}, {len(lines)} on rank {rank}); build the same module "
+        "on every rank"
+    )
+
+
+def _difference(ranks: tuple[int, int], mine: Sequence[str], theirs: Sequence[str], known: set[str]) -> str:
+    first, rank = ranks
+    if mine[0] == theirs[0]:
+        text = (
+            f"ranks differ in {mine[0]}: {mine[1]} on rank {first}, {theirs[1]} on rank {rank}; make it the same on all"
+        )
+        if "strides" in mine[1] + theirs[1]:
+            text += f" ({mine[0]} of rank {rank} appears not to match strides of the same param in process {first})"
+        return text
+    hint = "in another order" if theirs[0] in known else "of another module"
+    return (
+        f"ranks differ: where rank {first} has {mine[0]} ({mine[1]}), rank {rank} has {theirs[0]} ({theirs[1]}), "
+        f"{hint}; register the same parameters and buffers, in the same order, on every rank"
+    )

@@ -1,0 +1,438 @@
+"""The only file that calls ``torch.distributed`` collectives: on an explicit group, labelled and counted.
+
+A group is what ``init_process_group`` and ``new_group`` make, a dimension of a ``DeviceMesh``, or a bare backend such
+as ``dist.ProcessGroupGloo(...)``; nothing here asks for the default group. Messages alone name
+ranks as ranks of the default group, also where a group has only some of them: see :func:`global_ranks`.
+"""
+
+import atexit
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import AllgatherOptions
+
+from lockstep.abilities import Addition, abilities_of
+from lockstep.buckets import TensorSpec, plan_buckets
+from lockstep.distributed.comm.comm_stats import CommStats
+from lockstep.distributed.comm.group_state import Group as Group
+from lockstep.distributed.comm.group_state import Watcher, state_of, watchers
+from lockstep.errors import AgreementError, CommunicationError, OptionError, PeerFailure
+from lockstep.phases import Phases
+
+_SLICE = timedelta(seconds=0.2)
+"""How long a rank waits before it looks whether another one has failed."""
+_GROUPS_OWN_TIMEOUT = timedelta(0)
+"""What PyTorch passes where nothing is asked for; works that are written in Python expect it to be passed."""
+
+
+class _ExitDelay:
+    """Delays the end of the interpreter until a group's own threads have let go of everything.
+
+    A thread of Gloo may hold the last reference to a tensor for a moment after its collective has been waited for; to
+    drop it, it needs the interpreter, and aborts the process if that is ending. There is no event for it: the last
+    moment is waited out.
+    """
+
+    SECONDS = 0.1
+
+    def __init__(self) -> None:
+        self._registered = False
+        self._last = 0.0
+
+    def waited(self) -> None:
+        """A collective has been waited for."""
+        self._last = time.monotonic()
+        if not self._registered:
+            self._registered = True
+            atexit.register(self._delay)
+
+    def _delay(self) -> None:
+        time.sleep(max(0.0, self._last + self.SECONDS - time.monotonic()))
+
+
+_exit_delay = _ExitDelay()
+
+
+class Pending:
+    """A collective on its way."""
+
+    def __init__(self, work: Any, what: str, owner: "Collectives") -> None:
+        self._work, self._what, self._owner = work, what, owner
+
+    def wait(self) -> None:
+        """Return when the tensor holds the result (for the current stream, where there are streams)."""
+        watcher = self._owner.watcher if watchers else None
+        try:
+            if watcher is None:
+                self._work.wait(_GROUPS_OWN_TIMEOUT)
+            else:
+                with watcher.waiting(self._what):
+                    self._owner.wait_watched(self._work, watcher)
+        except PeerFailure:
+            raise
+        except RuntimeError as error:
+            raise self._owner.failure(self._what, error) from error
+        _exit_delay.waited()
+
+    def done(self) -> bool:
+        """Whether :meth:`wait` would return at once."""
+        return bool(self._work.is_completed())
+
+
+class Collectives:
+    """What one owner sends over one group; ``phases`` counts it as ``collective`` and times the waiting as ``wait``."""
+
+    def __init__(self, group: Group, phases: Phases) -> None:
+        self.group, self.phases, self.comm_stats = group, phases, CommStats()
+        self.rank: int = group.rank()
+        self.world: int = group.size()
+        self.global_ranks = global_ranks(group)
+        self.device = control_device(group)
+        self._registered = _is_registered(group)
+        self._state = state_of(group)
+        self._abilities = abilities_of(group)
+        self._begin_only, self._waited_for = dist.AllreduceOptions(), dist.AllreduceOptions()
+        self._begin_only.asyncOp, self._waited_for.asyncOp = True, False
+        self._in_slices = {each.rpartition(":")[2] for each in backends_of(group).split(",")} == {"gloo"}
+
+    @property
+    def watcher(self) -> Watcher | None:
+        """The watcher of the group, or one that watches all its ranks; None if there is none."""
+        if not watchers:
+            return None
+        if self._state.watcher is not None:
+            return self._state.watcher
+        if self._registered:
+            for watcher in watchers:
+                if set(self.global_ranks) <= set(watcher.global_ranks):
+                    return watcher
+        return None
+
+    def enter(self, phase: str) -> None:
+        """Note the phase of its step in which this rank is from now on; others name it if it fails."""
+        if watchers and (watcher := self.watcher) is not None:
+            watcher.enter(phase)
+
+    def wait_watched(self, work: Any, watcher: Watcher) -> None:
+        """Wait for what a group does; raises :class:`PeerFailure` if the watcher knows of one.
+
+        ``shm`` and NCCL are ended when a rank fails. A work of Gloo can be waited for again when a wait has timed out.
+        """
+        watcher.check()
+        if not self._in_slices:
+            work.wait(_GROUPS_OWN_TIMEOUT)
+            return
+        since = time.monotonic()
+        while not _is_over(work):
+            watcher.check_waiting(self.global_ranks, since)
+
+    @property
+    def global_rank(self) -> int:
+        """The number by which messages name this rank."""
+        return self.global_ranks[self.rank]
+
+    @property
+    def is_alive(self) -> bool:
+        """True unless the group has been destroyed since, or is another process's."""
+        if self._state.is_inherited:
+            return False
+        return not self._registered or self.group in dist.distributed_c10d._world.pg_group_ranks
+
+    def check_alive(self) -> None:
+        """Raise unless :attr:`is_alive`."""
+        self._check_process()
+        if not self.is_alive:
+            raise CommunicationError(
+                f"rank {self.global_rank}: the process group has been destroyed; gradients cannot be synchronised any "
+                "more. Destroy it after the last backward, or run this one under no_sync()"
+            )
+
+    def begun(self) -> int | None:
+        """How many collectives this process has begun, on all groups that count them; None if this one does not."""
+        groups = {id(group): group for group in (*dist.distributed_c10d._world.pg_map, self.group)}
+        total = 0
+        for group in groups.values():
+            try:
+                total += int(group._get_sequence_number_for_group())
+            except (RuntimeError, AttributeError):
+                if group is self.group:
+                    return None
+        return total
+
+    def end(self, reason: str) -> None:
+        """End the group on all ranks, if it can do that."""
+        if self._abilities is not None:
+            self._abilities._abort(reason)
+
+    def _check_process(self) -> None:
+        if self._state.is_inherited:
+            raise CommunicationError(
+                f"process {os.getpid()} cannot communicate: it was forked from process {self._state.process}, which is "
+                f"{self._place()}. Run backward there; in a forked process, run it "
+                "under no_sync(), or on a module that is not replicated"
+            )
+
+    def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Uninitialised memory for what is sent often: shared with the other ranks, if the group can do that."""
+        if self._abilities is not None and device.type == "cpu":
+            return self._abilities.allocate(numel, dtype)
+        return plain_memory(numel, dtype, device)
+
+    def follows_stream(self, device: torch.device) -> bool:
+        """Whether collectives on tensors of a device, and callbacks of their futures, run in the order of its stream.
+
+        They do not on the CPU, nor where Gloo copies tensors of an accelerator to the host and back: its threads run
+        callbacks when they come to it, which is another moment on every rank.
+        """
+        if device.type == "cpu":
+            return False
+        try:
+            backend = self.group._get_backend(device)
+        except (RuntimeError, AttributeError):  # a bare backend
+            backend = self.group
+        return backend.name() not in ("gloo", "mpi")
+
+    def all_reduce(self, tensor: Tensor, what: str, factor: float = 1.0, *, blocking: bool = False) -> Pending:
+        """Begin to sum a tensor, times each rank's ``factor``, over the ranks, in place.
+
+        ``blocking``: it is waited for at once, so no other thread has to see to it until then.
+        """
+        options = self._waited_for if blocking else self._begin_only
+        self.comm_stats.reduces(tensor)
+        with self.phases.phase("collective", f"all_reduce, {what}"):
+            if self._abilities is not None:  # multiplies on the way
+                return self._begin(what, self._abilities.allreduce, [tensor], options, factor=factor)
+            if factor != 1:
+                tensor.mul_(factor)
+            real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+            # What dist.all_reduce calls: its own checks take longer than the collective of a small tensor.
+            return self._begin(what, self.group.allreduce, [real], options)
+
+    def broadcast(self, tensor: Tensor, what: str, source: int = 0) -> Pending:
+        """Begin to give every rank the values of rank ``source``, in place."""
+        with self.phases.phase("collective", f"broadcast, {what}"):
+            return self._begin(what, dist.broadcast, tensor, group=self.group, group_src=source, async_op=True)
+
+    def all_reduce_coalesced(
+        self, tensors: Sequence[Tensor], what: str, factor: float = 1.0
+    ) -> Iterator[tuple[int, Tensor]]:
+        """Sum many tensors, times ``factor``, over the ranks, in a few large all-reduces of contiguous copies.
+
+        Yields each tensor's number and its sum, contiguous, as they come; strides may differ by rank.
+        """
+        return _in_flat_copies(tensors, lambda flat: self.all_reduce(flat, what, factor, blocking=True))
+
+    def broadcast_coalesced(
+        self, tensors: Sequence[Tensor], what: str, source: int = 0
+    ) -> Iterator[tuple[int, Tensor]]:
+        """Give every rank the values that rank ``source`` has of many tensors, in a few large broadcasts of copies.
+
+        Yields each tensor's number and those values, contiguous, as they come; strides may differ by rank.
+        """
+        return _in_flat_copies(tensors, lambda flat: self.broadcast(flat, what, source))
+
+    def all_gather(self, tensor: Tensor, what: str) -> list[Tensor]:
+        """The tensor of every rank, all of one shape, in rank order."""
+        gathered = [torch.empty_like(tensor) for _ in range(self.world)]
+        with self.phases.phase("collective", f"all_gather, {what}"):
+            self._begin(what, dist.all_gather, gathered, tensor, group=self.group, async_op=True).wait()
+        return gathered
+
+    def all_gather_flat(self, output: Tensor, tensor: Tensor, what: str) -> Pending:
+        """Begin to put the one-dimensional tensors of all ranks, all of one length, one after the other into one."""
+        options = AllgatherOptions()
+        options.asyncOp = True
+        with self.phases.phase("collective", f"all_gather, {what}"):
+            return self._begin(what, lambda: self.group._allgather_base(_real(output), _real(tensor), options))
+
+    def all_to_all(
+        self, output: Tensor, tensor: Tensor, received: Sequence[int], sent: Sequence[int], what: str
+    ) -> Pending:
+        """Begin to send ``sent[r]`` elements of a one-dimensional tensor to each rank ``r``, and to receive as many as
+        ``received[r]`` from it, in the order of ranks."""
+        options = dist.AllToAllOptions()
+        options.asyncOp = True
+        each = 2 if tensor.is_complex() else 1
+        sizes = [each * n for n in received], [each * n for n in sent]
+        with self.phases.phase("collective", f"all_to_all, {what}"):
+            return self._begin(what, lambda: self.group.alltoall_base(_real(output), _real(tensor), *sizes, options))
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether all ranks reduce in memory that they share."""
+        return self._abilities is not None and self._abilities._shares_memory
+
+    def can_add_in_order(self, device: torch.device) -> bool:
+        """Whether :meth:`add_in_order` works for tensors from :meth:`empty` on a device."""
+        return device.type == "cpu" and self.shares_memory
+
+    def add_in_order(
+        self,
+        tensor: Tensor,
+        numel: int,
+        additions: Sequence[Addition],
+        what: str,
+        gathered: int = 0,
+        *,
+        blocking: bool = False,
+    ) -> Pending:
+        """Begin to add parts of tensors in memory that ranks share: see :class:`~lockstep.abilities.Abilities`.
+
+        ``blocking``: as in :meth:`all_reduce`.
+        """
+        assert self._abilities is not None
+        each = 2 if tensor.is_complex() else 1
+        sizes = each * numel, additions, each * gathered
+        options = self._waited_for if blocking else self._begin_only
+        with self.phases.phase("collective", f"add_in_order, {what}"):
+            return self._begin(what, self._abilities._add_in_order, _real(tensor), *sizes, options)
+
+    def _begin(self, what: str, collective: Callable[..., Any], *args: Any, **options: Any) -> Pending:
+        if self._state.is_inherited:
+            self._check_process()
+        try:
+            work = collective(*args, **options)
+        except (RuntimeError, ValueError) as error:
+            raise self.failure(what, error) from error
+        if work is None:
+            raise CommunicationError(f"{what}: this process is not in the process group it was given")
+        return Pending(work, what, self)
+
+    def _place(self) -> str:
+        if list(self.global_ranks) == list(range(self.world)):
+            return f"rank {self.global_rank} of {self.world}"
+        return f"rank {self.global_rank}, in a group of {self.world} ranks"
+
+    def failure(self, what: str, error: BaseException) -> CommunicationError | PeerFailure:
+        """The error to raise for what a collective raised."""
+        watcher = self.watcher
+        if watcher is not None and not isinstance(error, AgreementError | OptionError):
+            known = watcher.explain(error)
+            if known is not None:
+                return known
+        gist = (str(error) or type(error).__name__).splitlines()[0]
+        return CommunicationError(
+            f"{self._place()}: {what} failed: {gist}. Another rank has ended, was stopped, or did "
+            "not run the same backward passes (one batch less, another branch under no_sync); look at the first "
+            "error of the other ranks"
+        )
+
+
+def _is_over(work: Any) -> bool:
+    """Wait for a moment; whether the work has ended by then. Raises if it has failed."""
+    try:
+        work.wait(_SLICE)
+        return True
+    except RuntimeError:
+        if not work.is_completed():
+            return False
+    work.wait(_GROUPS_OWN_TIMEOUT)  # raises, unless it was completed just now
+    return True
+
+
+def _in_flat_copies(tensors: Sequence[Tensor], begin: Callable[[Tensor], Pending]) -> Iterator[tuple[int, Tensor]]:
+    """Copy tensors side by side into a few flat tensors of 10 MiB, and run one collective on each, one after the other.
+
+    Yields each tensor's number and what its copy holds then.
+    """
+    tensors = [tensor.detach() for tensor in tensors]
+    for bucket in plan_buckets([TensorSpec.of(tensor).contiguous() for tensor in tensors]).buckets:
+        flat = torch.zeros(bucket.numel, dtype=bucket.dtype, device=bucket.device)
+        torch._foreach_copy_(bucket.views(flat), bucket.take(tensors))
+        begin(flat).wait()
+        yield from zip((slot.index for slot in bucket.slots), bucket.views(flat), strict=True)
+
+
+def _real(tensor: Tensor) -> Tensor:
+    """A tensor of one dimension, complex numbers as two real ones each."""
+    return torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor
+
+
+def plain_memory(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Memory of this process alone."""
+    return torch.empty(numel, dtype=dtype, device=device)
+
+
+def control_device(group: Group) -> torch.device:
+    """Where the small tensors lie with which ranks agree: the CPU if the group can, else the current accelerator."""
+    backends = backends_of(group)
+    if backends in ("gloo", "fake", "mpi", "shm") or "cpu:" in backends:
+        return torch.device("cpu")
+    accelerator = torch.accelerator.current_accelerator(check_available=True)  # a build for CUDA may have none
+    if accelerator is None:
+        return torch.device("cpu")
+    return torch.device(accelerator.type, torch.accelerator.current_device_index())
+
+
+def can_have_control_plane(group: Group) -> bool:
+    """Return True if ranks of a group can send tensors on the CPU, over the group itself or over one made for it."""
+    return control_device(group).type == "cpu" or _is_registered(group)
+
+
+def control_plane(collectives: "Collectives") -> "Collectives":
+    """Return what sends tensors on the CPU between the ranks of a group: itself, or a Gloo group beside it.
+
+    Where none has been made, all ranks of the group make one now, through the store, and wait for one another.
+    """
+    group = collectives.group
+    if collectives.device.type == "cpu":
+        return collectives
+    state = state_of(group)
+    if state.control_plane is None:
+        state.control_plane = dist.new_group(
+            list(collectives.global_ranks),
+            timeout=_timeout_of(group, collectives.device),
+            backend="gloo",
+            use_local_synchronization=True,
+        )
+    return Collectives(state.control_plane, collectives.phases)
+
+
+def _timeout_of(group: Group, device: torch.device) -> timedelta | None:
+    try:
+        found = group._get_backend(device).options._timeout
+    except (RuntimeError, AttributeError):
+        return None
+    return found if isinstance(found, timedelta) else None
+
+
+def backends_of(group: Group) -> str:
+    """The names of a group's backends: one, or pairs such as ``cpu:gloo,cuda:nccl``."""
+    try:
+        return str(dist.get_backend_config(group))
+    except (RuntimeError, ValueError, KeyError, AttributeError, TypeError):  # a bare backend
+        return str(group.name())
+
+
+def resolve_group(group: Group | None) -> Group | None:
+    """``group``, or the default group, or None if there is none yet."""
+    if group is not None:
+        return group
+    return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+
+
+def global_ranks(group: Group) -> Sequence[int]:
+    """The group's ranks, in order, as messages name them: as ranks of the default group.
+
+    A group that the default group knows nothing of, such as a bare backend, has its own numbers.
+    """
+    return _registered_ranks(group) or range(group.size())
+
+
+def _is_registered(group: Group) -> bool:
+    return _registered_ranks(group) is not None
+
+
+def _registered_ranks(group: Group) -> list[int] | None:
+    if not dist.is_initialized():
+        return None
+    try:
+        return dist.get_process_group_ranks(group)
+    except (RuntimeError, ValueError, KeyError, AttributeError, TypeError):
+        return None

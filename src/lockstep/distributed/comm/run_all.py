@@ -1,0 +1,39 @@
+"""Takes every one of several steps, even if one fails, because the other ranks take each of them, too."""
+
+from types import TracebackType
+
+
+class RunAll:
+    """A context for each step; what they have raised is raised when all have been taken.
+
+    Example:
+        >>> steps = RunAll()
+        >>> for divisor in (0, 2):
+        ...     with steps:
+        ...         print(1 / divisor)
+        0.5
+        >>> steps.end()
+        Traceback (most recent call last):
+        ZeroDivisionError: division by zero
+    """
+
+    def __init__(self) -> None:
+        self._errors: list[BaseException] = []
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool:
+        if error is not None:
+            self._errors.append(error)
+        return True
+
+    def end(self) -> None:
+        """Raise the first error, with notes of the others."""
+        errors, self._errors = self._errors, []
+        for later in errors[1:]:
+            errors[0].add_note(f"After it, {type(later).__name__}: {later}")
+        if errors:
+            raise errors[0]

@@ -1,0 +1,453 @@
+"""Buffers follow a policy, and travel with the gradients.
+
+``rank0``: every rank gets rank 0's values. ``mean``: floating and complex buffers become the mean over the ranks, all
+others rank 0's. ``local``: each rank keeps its own.
+
+Buffers are made equal at the end of every backward that synchronises, so the next forward begins with the same values
+everywhere, as it does where they are broadcast before forward. Small ones are packed behind the report (``status.py``):
+a value that one rank contributes and all others leave at zero is exact under a sum; what is not of the report's dtype
+is packed as bytes, one for each element. Large ones take one more collective.
+
+Buffers may come, go, or change their shape: the rank that notices says so in its report, and all compare them anew at
+the end of that backward.
+
+A tensor that a pending backward may have saved is never written: if anything but Python holds it, the module gets a new
+tensor in its place.
+"""
+
+import operator
+from collections.abc import Callable, Collection, Sequence
+from itertools import repeat
+from operator import attrgetter
+from typing import Any, Literal, NamedTuple
+from weakref import ref
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from lockstep.distributed.comm.agreement import Line, check_same_on_all_ranks
+from lockstep.distributed.comm.collectives import Collectives, Pending
+
+Policy = Literal["rank0", "mean", "local"]
+POLICIES: tuple[Policy, ...] = ("rank0", "mean", "local")
+_shape_of, _dtype_of, _device_of = attrgetter("shape"), attrgetter("dtype"), attrgetter("device")
+_has_graph, _buffers_of = attrgetter("requires_grad"), attrgetter("_buffers")
+PACKED_BYTES = 256 * 1024
+"""Buffers that need no more than this many bytes, all together, are packed behind the report."""
+
+
+class Slot(NamedTuple):
+    """A place in a module where a buffer is registered."""
+
+    owner: "ref[Module]"
+    key: str
+
+
+class Buffer:
+    """One buffer, perhaps registered in several places."""
+
+    def __init__(self, name: str, slots: Sequence[Slot], tensor: Tensor) -> None:
+        self.name, self._slots = name, slots
+        self.shape, self.dtype, self.device = tensor.shape, tensor.dtype, tensor.device
+        self.nbytes = tensor.numel() * tensor.dtype.itemsize
+
+    @property
+    def slot(self) -> Slot:
+        """The first place in which it is registered."""
+        return self._slots[0]
+
+    @property
+    def tied(self) -> bool:
+        """Whether it is registered in several places."""
+        return len(self._slots) > 1
+
+    def current(self) -> Tensor | None:
+        """The tensor registered now; None if there is none any more, or one of another kind."""
+        owner, key = self._slots[0].owner(), self._slots[0].key
+        tensor = owner._buffers.get(key) if owner is not None else None
+        if tensor is None or tensor.shape != self.shape or tensor.dtype != self.dtype or tensor.device != self.device:
+            return None
+        return tensor
+
+    def is_split(self) -> bool:
+        """Whether the places in which it was registered hold different tensors now."""
+        return len({id(owner._buffers.get(key)) for slot, key in self._slots if (owner := slot()) is not None}) > 1
+
+    def zeros(self) -> Tensor:
+        """What is sent where there is no such tensor."""
+        return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
+
+    def writable(self) -> Tensor | None:
+        """The tensor registered now, if no graph may have saved it, and each of its elements is a place of its own."""
+        tensor = self.current()
+        if tensor is None or holders(tensor) > 1 or tensor.requires_grad or tensor.is_inference():
+            return None
+        return None if has_overlap(tensor) else tensor
+
+    @torch.no_grad()
+    def assign(self, value: Tensor) -> None:
+        """Give the buffer new values: in place, unless a graph may have saved it."""
+        target, tensor = self.writable(), self.current()
+        if target is not None:
+            target.copy_(value)
+        elif tensor is not None:
+            new = torch.empty_like(tensor).copy_(value).requires_grad_(tensor.requires_grad)
+            for owner, key in self._slots:
+                module = owner()
+                if module is not None and module._buffers.get(key) is tensor:
+                    module._buffers[key] = new
+
+
+@torch.no_grad()
+def assign_all(buffers: Sequence[Buffer], values: Sequence[Tensor]) -> None:
+    """Give many buffers new values, those that can be written in one call."""
+    targets = [buffer.writable() for buffer in buffers]
+    pairs = [(target, value) for target, value in zip(targets, values, strict=True) if target is not None]
+    if pairs:
+        torch._foreach_copy_([target for target, _ in pairs], [value for _, value in pairs])
+    for buffer, target, value in zip(buffers, targets, values, strict=True):
+        if target is None:
+            buffer.assign(value)
+
+
+class BufferGroup:
+    """Buffers that are looked at together: of hundreds, one by one, each look takes longer than its values."""
+
+    def __init__(self, buffers: Sequence[Buffer]) -> None:
+        self.buffers = buffers
+        self._owners = [buffer.slot.owner for buffer in buffers]
+        self._keys = [buffer.slot.key for buffer in buffers]
+        self._shapes, self._dtypes = [b.shape for b in buffers], [b.dtype for b in buffers]
+        self._devices = [b.device for b in buffers]
+        self._numels = [shape.numel() for shape in self._shapes]
+        self.dtype = self._dtypes[0] if buffers else torch.uint8
+        """That of all of them, where they are moved together."""
+        self._is_flat = [len(shape) == 1 for shape in self._shapes]
+        self._are_alike = len(set(self._shapes)) == 1  # then one operation moves all of them, in place of one for each
+
+    def current(self) -> Sequence[Tensor | None]:
+        """What :meth:`Buffer.current` gives, for each."""
+        return self._all_there() or [buffer.current() for buffer in self.buffers]
+
+    def _all_there(self) -> list[Tensor] | None:
+        """The tensors registered now; None if one is not there any more, or is one of another kind."""
+        try:
+            registries = map(_buffers_of, map(operator.call, self._owners))
+            tensors: list[Any] = list(map(dict.get, registries, self._keys))
+            alike = list(map(_shape_of, tensors)) == self._shapes and list(map(_dtype_of, tensors)) == self._dtypes
+        except AttributeError:  # None, in place of a module or of a tensor
+            return None
+        if not alike or (torch.accelerator.is_available() and list(map(_device_of, tensors)) != self._devices):
+            return None
+        return tensors
+
+    def joined(self, zeros: bool = False) -> Tensor:
+        """The values, of one dtype and device, one after the other; zeros for one that is not there any more, or for
+        all (``zeros``)."""
+        tensors = None if zeros else self._all_there()
+        if tensors is None:
+            found = [None if zeros else buffer.current() for buffer in self.buffers]
+            tensors = [b.zeros() if t is None else t for b, t in zip(self.buffers, found, strict=True)]
+        if self._are_alike:
+            return torch.stack(tensors).view(-1)
+        return torch.cat([t if flat else t.reshape(-1) for t, flat in zip(tensors, self._is_flat, strict=True)])
+
+    def assign(self, values: Tensor) -> None:
+        """Give the buffers the values that :meth:`joined` has put together on another rank."""
+        pieces = self._split(values)
+        targets = self._all_there()
+        if targets is None or not _are_writable(targets):
+            for buffer, piece in zip(self.buffers, pieces, strict=True):
+                buffer.assign(piece)
+        elif targets:
+            torch._foreach_copy_(targets, pieces)
+
+    def _split(self, values: Tensor) -> list[Tensor] | tuple[Tensor, ...]:
+        if self._are_alike:
+            return values.view(len(self.buffers), *self._shapes[0]).unbind()
+        return [
+            piece if flat else piece.view(shape)
+            for piece, flat, shape in zip(values.split(self._numels), self._is_flat, self._shapes, strict=True)
+        ]
+
+
+class BufferSet:
+    """Every buffer of a module, by its first name; those of ``skipped`` modules and ``ignored`` names left out.
+
+    Refers to modules weakly, or by dictionaries that lead down from the module, never back to it.
+    """
+
+    def __init__(self, module: Module, skipped: Collection[Module], ignored: Collection[str]) -> None:
+        places: dict[int, tuple[str, Tensor, list[Slot]]] = {}
+        self._registries: list[dict[str, Any]] = []
+        self._vacant: list[tuple[dict[str, Any], str]] = []
+        for prefix, owner in module.named_modules():
+            if owner in skipped:
+                continue
+            self._registries.append(owner._buffers)
+            for key, tensor in owner._buffers.items():
+                name = f"{prefix}.{key}" if prefix else key
+                if tensor is None:
+                    self._vacant.append((owner._buffers, key))
+                elif name not in ignored:
+                    places.setdefault(id(tensor), (name, tensor, []))[2].append(Slot(ref(owner), key))
+        self._sizes = list(map(len, self._registries))
+        self.buffers = [Buffer(name, slots, tensor) for name, tensor, slots in places.values()]
+        self._group = BufferGroup(self.buffers)
+        self._tied = [buffer for buffer in self.buffers if buffer.tied]
+
+    def changed(self) -> bool:
+        """Whether buffers have been registered, removed, tied, untied, or replaced by others of another kind since.
+
+        Whether there are other modules, :class:`lockstep.distributed.reduction.parameters.SlotSnapshot` knows.
+        """
+        if list(map(len, self._registries)) != self._sizes:
+            return True
+        if not (self.buffers or self._vacant):
+            return False
+        now = self._group.current()
+        return (
+            any(map(operator.is_, now, repeat(None)))
+            or len(set(map(id, now))) != len(now)
+            or any(registry.get(key) is not None for registry, key in self._vacant)
+            or any(buffer.is_split() for buffer in self._tied)
+        )
+
+
+class KeptBuffers:
+    """What the values of buffers are now, to be given back."""
+
+    def __init__(self, buffers: Sequence[Buffer]) -> None:
+        now = [(buffer, buffer.current()) for buffer in buffers]
+        self._values = [(buffer, tensor.detach().clone()) for buffer, tensor in now if tensor is not None]
+
+    def give_back(self) -> None:
+        """Let them be what they were."""
+        for buffer, value in self._values:
+            buffer.assign(value)
+
+
+def has_overlap(tensor: Tensor) -> bool:
+    """Whether two elements of a tensor may be one place in memory, as in an expanded one: it cannot be written."""
+    if tensor.is_contiguous():
+        return False
+    reach = 0  # of all dimensions so far, from the one of the smallest stride on
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride <= reach:
+                return True
+            reach += stride * (size - 1)
+    return False
+
+
+def holders(tensor: Any) -> int:
+    """How many hold a tensor, where Python counts as one; a graph that has saved it is another."""
+    return int(tensor._use_count())
+
+
+class _Packed(NamedTuple):
+    """Buffers of one dtype and device that are packed side by side."""
+
+    group: BufferGroup
+    place: slice
+    as_bytes: bool
+    averaged: bool
+
+
+class _Packing(NamedTuple):
+    """How the buffers of a module are carried."""
+
+    packed: Sequence[_Packed]
+    """Those that ride behind a report."""
+    large: Sequence[Buffer]
+    """Those that have collectives of their own."""
+
+
+class BufferSync:
+    """Carries the buffers of one module by one policy. What moves values runs where no graph is recorded."""
+
+    def __init__(self, scan: Callable[[], BufferSet], policy: Policy, collectives: Collectives) -> None:
+        self.policy = policy
+        self._active: Sequence[int] = range(collectives.world)  # the ranks that have batches left
+        self._scan, self._collectives = scan, collectives
+        self._set: BufferSet | None = None if policy == "local" else scan()
+        self._packing = _Packing((), ())
+        self._flats: list[tuple[Tensor, list[list[Buffer]]]] = []  # put together, and not yet on their way
+        self._sent: list[tuple[Pending, Tensor, list[list[Buffer]]]] = []
+        self._left = False
+        self.are_equal = False
+        """Whether the last round has made them equal on all ranks."""
+
+    @property
+    def source(self) -> int:
+        """The rank whose values the others get: the first that has batches left."""
+        return self._active[0]
+
+    @property
+    def has_large(self) -> bool:
+        """True if there are any that are not packed."""
+        return bool(self._packing.large)
+
+    def set_active(self, ranks: Sequence[int] | None) -> None:
+        """From now on the values of the first of ``ranks`` are what the others get, or the mean of theirs. None, or no
+        rank at all: of all."""
+        self._active = ranks or range(self._collectives.world)
+
+    def leave(self) -> None:
+        """From now on somebody else makes them equal: they are carried as before, but not assigned."""
+        self._left = True
+
+    @property
+    def buffers(self) -> list[Buffer]:
+        """The buffers that are carried."""
+        return [] if self._set is None else self._set.buffers
+
+    def keep(self) -> KeptBuffers:
+        """What the module's buffers are now, by whatever policy."""
+        return KeptBuffers(self._scan().buffers)
+
+    def changed(self) -> bool:
+        """Whether the module has other buffers now; then nothing is carried until :meth:`renew`."""
+        return self._set is not None and self._set.changed()
+
+    def renew(self) -> None:
+        """Look at the module's buffers anew, compare them with the other ranks', and make them equal, unless each rank
+        keeps its own."""
+        if self.policy == "local":
+            return
+        found = self._scan()
+        check_same_on_all_ranks([describe_buffer(buffer) for buffer in found.buffers], self._collectives)
+        self._set = found
+        self._flats = self._put_together(self.buffers)
+        self.send_large()
+        self.finish_large()
+
+    def plan_packing(self, dtype: torch.dtype) -> int:
+        """Choose which are packed behind a report of that dtype; returns how many elements that takes."""
+        packed: list[_Packed] = []
+        large: list[Buffer] = []
+        groups: dict[tuple[torch.dtype, torch.device, bool, bool], list[Buffer]] = {}
+        room = PACKED_BYTES // dtype.itemsize
+        for buffer in sorted(self.buffers, key=lambda b: b.nbytes):
+            averaged = self._averaged(buffer)
+            exact = buffer.dtype == dtype or (averaged and torch.promote_types(buffer.dtype, dtype) == dtype)
+            room -= buffer.shape.numel() if exact else buffer.nbytes
+            if (averaged and not exact) or room < 0:
+                large.append(buffer)
+            else:
+                groups.setdefault((buffer.dtype, buffer.device, not exact, averaged), []).append(buffer)
+        start = 0
+        for (_, _, as_bytes, averaged), buffers in groups.items():
+            end = start + sum(b.nbytes if as_bytes else b.shape.numel() for b in buffers)
+            packed.append(_Packed(BufferGroup(buffers), slice(start, end), as_bytes, averaged))
+            start = end
+        self._packing = _Packing(packed, large)
+        return start
+
+    @property
+    def _is_source(self) -> bool:
+        return self._collectives.rank == self.source
+
+    @property
+    def _is_active(self) -> bool:
+        return self._collectives.rank in self._active
+
+    def _averaged(self, buffer: Buffer) -> bool:
+        return self.policy == "mean" and (buffer.dtype.is_floating_point or buffer.dtype.is_complex)
+
+    def write(self, packed_buffers: Tensor) -> None:
+        """Put this rank's part into the cleared end of a report."""
+        for packed in self._packing.packed:
+            if self._is_active if packed.averaged else self._is_source:
+                values = packed.group.joined()
+                packed_buffers[packed.place].copy_(values.view(torch.uint8) if packed.as_bytes else values)
+                if packed.averaged:
+                    packed_buffers[packed.place] /= len(self._active)
+            elif not packed.as_bytes:
+                # Under a sum, 0.0 would turn a -0.0 of the source into 0.0: test_values_of_rank_0_arrive_bit_for_bit.
+                packed_buffers[packed.place] = -0.0
+
+    def read(self, packed_buffers: Tensor) -> None:
+        """Take the values out of the summed end of a report."""
+        if self._left:
+            return
+        for packed in self._packing.packed:
+            if packed.averaged or not self._is_source:
+                values = packed_buffers[packed.place]
+                if packed.as_bytes:
+                    values = values.to(torch.uint8).view(packed.group.dtype)
+                packed.group.assign(values)
+
+    def prepare_large(self) -> None:
+        """Put together those that are not packed; what fails here is told in the report, which has not left."""
+        self._flats = self._put_together(self._packing.large) if self.has_large else []
+
+    def send_large(self, failed: bool = False) -> None:
+        """Begin to send them: one collective for each device, or dtype where values are averaged.
+
+        ``failed``: the round has failed here, perhaps in this; send all that has not been sent, zeros if need be.
+        """
+        if failed and not self._flats:
+            self._flats = self._put_together(self._packing.large, zeros=True)
+        for flat, alike in self._flats[len(self._sent) :]:
+            if self._averaged(alike[0][0]):
+                pending = self._collectives.all_reduce(flat, "buffers")
+            else:
+                pending = self._collectives.broadcast(flat, "buffers", self.source)
+            self._sent.append((pending, flat, alike))
+        self._flats = []
+
+    @torch.no_grad()
+    def _put_together(self, buffers: Sequence[Buffer], zeros: bool = False) -> list[tuple[Tensor, list[list[Buffer]]]]:
+        groups: dict[tuple[torch.device, torch.dtype | None], dict[torch.dtype, list[Buffer]]] = {}
+        for buffer in buffers:
+            kind = buffer.dtype if self._averaged(buffer) else None
+            groups.setdefault((buffer.device, kind), {}).setdefault(buffer.dtype, []).append(buffer)
+        flats: list[tuple[Tensor, list[list[Buffer]]]] = []
+        for (_, averaged), by_dtype in groups.items():
+            alike = list(by_dtype.values())
+            if averaged is not None:
+                flat = BufferGroup(alike[0]).joined(zeros or not self._is_active).div_(len(self._active))
+            else:
+                flat = torch.cat([BufferGroup(each).joined(zeros).view(torch.uint8) for each in alike])
+            flats.append((flat, alike))
+        return flats
+
+    def drop_large(self) -> None:
+        """Wait for them, and leave the buffers as they are: the round has failed somewhere."""
+        self.are_equal = False
+        sent, self._sent = self._sent, []
+        for pending, _, _ in sent:
+            pending.wait()
+
+    def finish_large(self) -> None:
+        """Wait for them, and hand them out."""
+        self.are_equal = not (self._left or self.policy == "local")
+        if self._left:
+            self.drop_large()
+        sent, self._sent = self._sent, []
+        for pending, flat, alike in sent:
+            pending.wait()
+            if self._averaged(alike[0][0]):
+                BufferGroup(alike[0]).assign(flat)
+            elif not self._is_source:
+                pieces = flat.split([sum(buffer.nbytes for buffer in each) for each in alike])
+                for each, piece in zip(alike, pieces, strict=True):
+                    BufferGroup(each).assign(piece.clone().view(each[0].dtype))
+
+
+def describe_buffer(buffer: Buffer) -> Line:
+    """What must be the same on all ranks."""
+    kind = str(buffer.dtype).removeprefix("torch.")
+    return Line(f"buffer {buffer.name}", f"{kind} of shape {tuple(buffer.shape)}")
+
+
+def _are_writable(tensors: Sequence[Tensor]) -> bool:
+    """Whether all can be written in place, as :meth:`Buffer.writable` asks of one."""
+    return not (
+        max(map(holders, tensors), default=1) > 1
+        or any(map(_has_graph, tensors))
+        or any(map(Tensor.is_inference, tensors))
+        or (not all(map(Tensor.is_contiguous, tensors)) and any(map(has_overlap, tensors)))
+    )

@@ -1,0 +1,219 @@
+"""The state that all ranks have alike: parameters, hooks, buffers, the plan and its buckets.
+
+Whatever changes here changes on every rank in the same round: because all have the same report, or because they have
+compared what they have.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from lockstep.distributed.comm.agreement import Line, check_same_on_all_ranks
+from lockstep.distributed.comm.collectives import Collectives, plain_memory
+from lockstep.distributed.reduction.buckets import BucketsInUse
+from lockstep.distributed.reduction.buffers import BufferSync
+from lockstep.distributed.reduction.comm_hooks import HookChain
+from lockstep.distributed.reduction.parameters import ManagedParameter, ParameterSet
+from lockstep.distributed.reduction.plan import AdaptivePlan
+from lockstep.distributed.reduction.report_transport import ReportTransport
+from lockstep.distributed.reduction.scheduler import GroupScheduler
+from lockstep.distributed.reduction.values import ValueChecker
+from lockstep.distributed.reduction.verdict import Verdict
+
+
+class CommonState:
+    """What the rounds of one module go through."""
+
+    def __init__(
+        self,
+        members: ParameterSet,
+        collectives: Collectives,
+        scheduler: GroupScheduler,
+        buffers: BufferSync,
+        caps: Sequence[int],
+    ) -> None:
+        self.collectives, self.scheduler, self.buffers = collectives, scheduler, buffers
+        self.hooks = HookChain()
+        self.members = members
+        self.rounds = 0
+        """The number of the last round of which anything was sent."""
+        self.gradient_divide_factor = float(collectives.world)
+        """What sums are divided by: the world size, but where joined ranks do not count."""
+        self._caps = tuple(caps)
+        self.buffer_source_moved = False
+        """Whether buffers are those of another rank than the first, which had run out of batches."""
+        self.watch: ValueChecker | None = None
+        """What compares values in every N-th round, if anything does."""
+        self._before_next_round: list[Callable[[], object]] = []
+        self.is_settled = False
+        """True if every parameter has a bucket, in a plan that has been made anew after the first round, there are no
+        communication hooks, and nothing has to be agreed on."""
+        self.plan_changes: Counter[str] = Counter()
+        """Why buckets were made anew, and how often."""
+        self._plan_anew()
+
+    @property
+    def parameters(self) -> list[ManagedParameter]:
+        """The parameters that the ranks have agreed on."""
+        return self.members.parameters
+
+    @property
+    def is_planned(self) -> bool:
+        """Whether the plan has been made anew after the first round."""
+        return not self.plan.observes
+
+    def _settle(self) -> None:
+        has_hooks = bool(self.hooks.hooks) or self.hooks.has_changed
+        self.is_settled = self.plan.is_whole and self.is_planned and self.is_ready and not has_hooks
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether nothing has to be agreed on before a bucket may leave."""
+        return self.hooks.are_agreed and not self._before_next_round
+
+    # ----------------------------------------------------------------------- building what is planned
+
+    def _plan_anew(self) -> None:
+        """Make everything that depends on which parameters there are."""
+        parameters = self.parameters
+        specs, sparse = [each.spec for each in parameters], [each.index for each in parameters if each.sparse]
+        self.plan = AdaptivePlan(specs, self.members.trained, sparse, self.members.last, self._caps)
+        self._make_buckets()
+
+    def _make_buckets(self) -> None:
+        planned, hooked = self.plan.current.buckets, bool(self.hooks.hooks)
+        # Hooks would change the report: test_hooks_run_once_for_each_bucket_and_the_report_goes_alone.
+        shares_bucket = bool(planned) and planned[-1].can_hold_report and not hooked
+        device = self.parameters[0].spec.device if self.parameters else self.collectives.device
+        behind = planned[-1].layout.dtype if shares_bucket else None
+        self.transport = ReportTransport(len(self.parameters), self.collectives, self.buffers, behind, device)
+        empty = plain_memory if hooked else self.collectives.empty  # some hooks resize what they are given
+        self.buckets = BucketsInUse(self.plan, self.parameters, self.transport.numel, empty)
+        self._settle()
+
+    def adapt(self, verdict: Verdict) -> None:
+        """Let the plan follow what the ranks have used. Communicates one broadcast, the first time."""
+        if self.plan.observes:
+            told = torch.tensor(self.plan.observed_order, dtype=torch.int64, device=self.collectives.device)
+            self.collectives.broadcast(told, "order of gradients").wait()
+            self.plan.rebuild(index for index in told.tolist() if verdict.uses(index))
+            self.plan_changes["the order of gradients is known"] += 1
+        elif self.plan.adapt(verdict.late):
+            self.plan_changes["gradients came that no bucket waited for"] += 1
+        else:
+            return
+        self._make_buckets()
+
+    def drop_gradients(self) -> None:
+        """Let no parameter have a gradient, whether or not the ranks have agreed on it."""
+        for each in (*self.parameters, *self.members.added):
+            each.parameter.grad = None
+
+    def watch_values(self, every: int) -> None:
+        """Compare values in every ``every``-th round from now on, or in none if it is 0; all ranks must."""
+        self.watch = ValueChecker(every) if every else None
+
+    def watch_of(self, number: int) -> ValueChecker | None:
+        """What compares values in round ``number``, if anything does."""
+        return None if self.watch is None or not self.watch.is_due(number) else self.watch
+
+    def digest_buffers(self, number: int) -> None:
+        """A forward begins, and the round of that number comes next."""
+        watch = self.watch_of(number)
+        if watch is not None and self.buffers.are_equal:
+            watch.digest_buffers([buffer.current() for buffer in self.buffers.buffers])
+
+    def digest_values(self, number: int) -> Tensor | None:
+        """What round ``number`` reports of the module's values, if they are compared in it: what there is a digest of,
+        and its bytes."""
+        watch = self.watch_of(number)
+        if watch is None:
+            return None
+        kind, digest = watch.digest([each.parameter for each in self.parameters], self.transport.row_device)
+        return torch.nn.functional.pad(digest.view(1).view(torch.uint8), (1, 0), value=kind)
+
+    def check_values(self, verdict: Verdict, number: int) -> None:
+        """Raise :class:`OutOfSyncError`, on every rank, if ranks have different digests in round ``number``."""
+        watch = self.watch_of(number)
+        if watch is not None:
+            told = [(digest[0], digest) for digest in verdict.digests]
+            names = [each.name for each in self.parameters], [buffer.name for buffer in self.buffers.buffers]
+            watch.check(told, *names, self.collectives)
+
+    def set_buffer_source(self, active: Sequence[int] | None) -> None:
+        """Buffers of the round that opens are those of the ``active`` ranks of the group; None: of all."""
+        if active is not None or self.buffer_source_moved:  # else ``join()`` may have chosen others
+            self.buffers.set_active(active)
+            self.buffer_source_moved = active is not None
+
+    def count_round(self, number: int) -> None:
+        """The round of that number is over, and other ranks may have had something of it."""
+        self.rounds = number
+
+    def restore(self, rounds: int, plan: str) -> None:
+        """Go on where an earlier run was, after so many rounds and with its plan; all ranks must."""
+        self.rounds = rounds
+        before = self.plan.current
+        self.plan.restore(plan)
+        if self.plan.current != before:
+            self._make_buckets()
+            self.do_before_next_round(lambda: check_same_on_all_ranks([Line("plan", plan)], self.collectives))
+
+    def register_hook(self, state: object, hook: Callable[..., object]) -> None:
+        """Add a communication hook; the report travels on its own from now on.
+
+        After the first round, it takes part when all ranks have it: that is agreed on at the end of the next one.
+        """
+        if self.hooks.register(state, hook):
+            self._make_buckets()
+        self._settle()
+
+    def set_participants(self, ranks: Sequence[int], divide_by: float) -> None:
+        """Inside ``join()``: which ranks have batches. The first one's buffers count; sums are divided by
+        ``divide_by``."""
+        self.buffers.set_active(ranks)
+        self.gradient_divide_factor = float(divide_by)
+
+    # ------------------------------------------------------------------------------ agreeing with all ranks
+
+    def do_before_next_round(self, call: Callable[[], object]) -> None:
+        """Call ``call``, which may communicate, before anything of the next round is sent, once."""
+        self._before_next_round.append(call)
+        self._settle()
+
+    def get_ready(self) -> None:
+        """Do what has to be done before anything of a round is sent. What fails here fails on every rank, and leaves
+        nothing to send.
+
+        Ranks wait for each other here, so this is done at the end of backward: until then they may go through several
+        modules in orders of their own.
+        """
+        while self._before_next_round:
+            self._before_next_round[0]()
+            del self._before_next_round[0]
+        if not self.hooks.are_agreed:
+            self.hooks.agree(self.collectives)
+        self._settle()
+
+    def differs(self) -> bool:
+        """Whether this rank has other hooks or buffers than were agreed on."""
+        return self.hooks.has_changed or self.buffers.changed()
+
+    def agree_anew(self) -> list[ManagedParameter]:
+        """Agree with all ranks on hooks and parameters; returns the new ones that any rank has a gradient of."""
+        self.hooks.agree(self.collectives)
+        self._settle()
+        return self.members.agree_anew(self.collectives)
+
+    def renew(self) -> bool:
+        """Go on with the parameters, hooks and buffers that all ranks have now; return True if the parameters are
+        others than before."""
+        is_new = self.members.take_over()
+        if is_new:
+            self._plan_anew()
+            self.plan_changes["the module has changed"] += 1
+        self.buffers.renew()
+        self._make_buckets()
+        return is_new

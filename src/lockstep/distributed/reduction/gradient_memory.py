@@ -1,0 +1,231 @@
+"""The memory of the gradients in a flat bucket, and whether anybody else still sees it.
+
+A bucket keeps its memory on the CPU, where new memory costs a page fault for every 4 KiB that are first written, and
+wherever its tensors are small, since new views would cost more than the memory is worth. On an accelerator a bucket of
+larger tensors leaves its memory to the parameters' gradients, so that it is gone after ``zero_grad()``, while forward
+needs the room. In either case memory in which somebody still holds a gradient of an earlier round is never written
+again: the bucket moves to new memory.
+
+What a parameter holds as its gradient is judged by its memory and layout, never by which object it is: ``grad.data =``
+and ``module.to(memory_format=...)`` give the same object other memory, ``grad.detach()`` is another object with the
+same.
+"""
+
+import operator
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn import Parameter
+
+from lockstep.buckets import Bucket
+from lockstep.dtensors import is_dtensor, like_parameter, local_part
+
+Empty = Callable[[int, torch.dtype, torch.device], Tensor]
+"""Makes a tensor of one dimension, uninitialised."""
+
+_is_set_to = Tensor.is_set_to
+_NOTHING = torch.empty(0, device="cpu")
+
+
+KEPT_BELOW_BYTES = 16 * 1024
+"""Buckets whose tensors are smaller than this on average keep their memory on an accelerator, too."""
+
+
+class _Memory(NamedTuple):
+    """A flat tensor, and what was made of it."""
+
+    flat: Tensor
+    gradients: Tensor
+    """The part of it in which gradients lie."""
+    row: Tensor
+    """The part that follows them."""
+    views: list[Tensor]
+    """Where the gradients lie; nobody else's, so what others do to the tensors they hold does not change these."""
+    grads: list[Tensor]
+    """The gradients that parameters get: other tensors in the places of the views, or DTensors around such."""
+    users: int
+    """How many tensors share the memory while nobody else has any."""
+    counts: list[int]
+    """The reference counts of ``grads`` while nobody else has any."""
+
+
+class GradientMemory:
+    """The flat tensor of a bucket, its views, and the gradients that parameters get; ``extra`` elements follow them.
+
+    ``empty`` gives the memory.
+    """
+
+    def __init__(self, layout: Bucket, parameters: Sequence[Parameter], extra: int, empty: Empty) -> None:
+        self._layout = layout
+        self._parameters = parameters
+        self._numel = layout.numel + extra
+        self._empty = empty
+        self._kept = layout.device.type == "cpu" or layout.nbytes < KEPT_BELOW_BYTES * len(layout.slots)
+        self._has_dtensors = any(map(is_dtensor, parameters))
+        self._memory: _Memory | None = None
+        self._none_inside = [False] * len(layout.slots)
+        self._left: tuple[StorageWeakRef, int] | None = None  # memory that was left to the gradients, and its offset
+
+    @property
+    def flat(self) -> Tensor:
+        """All of it; there is some from :meth:`claim` to :meth:`release`."""
+        assert self._memory is not None
+        return self._memory.flat
+
+    @property
+    def views(self) -> list[Tensor]:
+        """The places of the gradients, while there is memory."""
+        assert self._memory is not None
+        return self._memory.views
+
+    @property
+    def grads(self) -> list[Tensor]:
+        """The gradients that parameters get, while there is memory."""
+        assert self._memory is not None
+        return self._memory.grads
+
+    @property
+    def gradients(self) -> Tensor:
+        """The part of it in which gradients lie, while there is memory."""
+        assert self._memory is not None
+        return self._memory.gradients
+
+    @property
+    def row(self) -> Tensor:
+        """The part that follows the gradients; nothing while there is no memory."""
+        return _NOTHING if self._memory is None else self._memory.row
+
+    def claim(self, current: list[Tensor | None]) -> Sequence[bool]:
+        """Make ready to write the next gradients; return which of ``current`` are in this memory, and stay in it.
+
+        If they have to move, ``current`` is changed to what they are now.
+        """
+        if self._memory is None and self._left is not None:
+            self._readopt(current)
+        memory = self._memory
+        if memory is None:
+            self._allocate()
+            return self._none_inside
+        if self._is_unused(memory, current):
+            return self._none_inside
+        inside = self.in_place(current)
+        whole = False not in inside
+        if whole and all(map(operator.is_, current, memory.grads)):
+            return inside
+        if not whole and _is_seen_by_others(memory, inside):  # test_a_gradient_that_somebody_keeps_is_not_overwritten
+            new = self._allocate()
+            for i, moves in enumerate(inside):
+                if moves:
+                    new.views[i].copy_(memory.views[i])
+                    current[i] = new.grads[i]
+        elif not self._are_grads_in_place(memory):
+            self._memory = memory._replace(grads=self._gradients(memory.views))  # tests/ranks/test_gradient_memory.py
+        return inside
+
+    def _is_unused(self, memory: _Memory, current: Sequence[Tensor | None]) -> bool:
+        """Return True if nobody has a tensor in this memory but this object: a gradient of ``current`` that is in it is
+        one of those that parameters got, or makes one user more."""
+        return (
+            True not in map(operator.is_, current, memory.grads)
+            and storage_users(memory.flat) == memory.users
+            and references(memory.grads) == memory.counts
+            and self._are_grads_in_place(memory)
+        )
+
+    def claim_early(self, current: Sequence[Tensor | None]) -> bool:
+        """Make ready to write while gradients still come; False if that has to wait, as one of ``current`` is in this
+        memory, or was, and more may be added to it there."""
+        if self._memory is None:
+            former, _ = self._left or (None, 0)
+            dense = [local_part(grad) for grad in current if grad is not None and not grad.is_sparse]
+            if former is not None and any(grad.untyped_storage()._cdata == former.cdata for grad in dense):
+                return False
+            self._left = None
+            self._allocate()
+            return True
+        return True not in self.claim(list(current))
+
+    def in_place(self, current: Sequence[Tensor | None]) -> list[bool]:
+        """Return which of the gradients are in this memory, each in its own place: the same memory, shape and
+        strides."""
+        return self._in_place(current, self.views)
+
+    def _in_place(self, grads: Sequence[Tensor | None], views: Sequence[Tensor]) -> list[bool]:
+        if self._has_dtensors:
+            grads = [None if grad is None else local_part(grad) for grad in grads]
+        try:
+            return [grad is not None and _is_set_to(view, grad) for grad, view in zip(grads, views, strict=True)]
+        except NotImplementedError:  # not for sparse gradients
+            dense = [None if grad is None or grad.is_sparse else grad for grad in grads]
+            return self._in_place(dense, views)
+
+    def release(self) -> None:
+        """The parameters have got their gradients."""
+        if not self._kept:
+            self._left = StorageWeakRef(self.flat.untyped_storage()), int(self.flat.storage_offset())
+            self._memory = None
+
+    def zeros(self) -> Tensor:
+        """Return other memory of the same size, all zero."""
+        return torch.zeros(self._numel, dtype=self._layout.dtype, device=self._layout.device)
+
+    def _allocate(self) -> _Memory:
+        flat = self._empty(self._numel, self._layout.dtype, self._layout.device)
+        self._memory = memory = self._lay_out(flat, self._layout.views(flat), None)
+        return memory
+
+    def _lay_out(self, flat: Tensor, views: list[Tensor], grads: list[Tensor] | None) -> _Memory:
+        numel = self._layout.numel
+        parts = flat[:numel], flat[numel:]
+        grads = self._gradients(views) if grads is None else grads
+        return _Memory(flat, *parts, views, grads, storage_users(flat), references(grads))
+
+    def _gradients(self, views: Sequence[Tensor]) -> list[Tensor]:
+        """Return what parameters are to get: other tensors than the views, with versions of their own, which views of
+        one memory share (see ``gradient_snapshot.py``)."""
+        return [like_parameter(view.data, p) for p, view in zip(self._parameters, views, strict=True)]
+
+    def _readopt(self, current: Sequence[Tensor | None]) -> None:
+        """Go on in the memory that was left to the gradients, if the parameters still have all of it."""
+        assert self._left is not None
+        (storage, start), self._left = self._left, None
+        grads = [grad for grad in current if grad is not None and not grad.is_sparse]
+        if len(grads) < len(current):
+            return
+        first = local_part(grads[0])
+        if first.untyped_storage()._cdata == storage.cdata:
+            flat = first.as_strided((self._numel,), (1,), start)
+            views = self._layout.views(flat)
+            if False not in self._in_place(grads, views):
+                self._memory = self._lay_out(flat, views, grads)
+
+    def _are_grads_in_place(self, memory: _Memory) -> bool:
+        """Return True if the tensors that parameters got are where they were, whatever was done with them."""
+        if self._has_dtensors:
+            return False not in self._in_place(memory.grads, memory.views)
+        return all(map(_is_set_to, memory.grads, memory.views))
+
+
+def _is_seen_by_others(memory: _Memory, inside: Sequence[bool]) -> bool:
+    """Return True if anything but the bucket and its parameters still sees gradients of an earlier round."""
+    if storage_users(memory.flat) > memory.users:
+        return True
+    now = references(memory.grads)
+    return now != memory.counts and any(
+        a > b for a, b, stays in zip(now, memory.counts, inside, strict=True) if not stays
+    )
+
+
+def storage_users(tensor: Any) -> int:
+    """How many tensors share the tensor's memory, itself included."""
+    storage = tensor.untyped_storage()
+    return int(torch._C._storage_Use_Count(storage._cdata)) - 1  # the handle just made
+
+
+def references(objects: Sequence[Any]) -> list[int]:
+    """The reference count of each entry of a list."""
+    return list(map(sys.getrefcount, objects))

@@ -1,0 +1,369 @@
+"""How this rank takes part in the rounds of one module, and what it contributes to the next one.
+
+Most of the time a rank contributes what its backward passes have left since the last round (:class:`Contribution`). It
+may also have run out of batches, and contribute nothing; leave out its batch, which all ranks do then; have backward
+passes that do not synchronise; or have other parameters, buffers or hooks than the ranks have agreed on, which it has
+to say.
+
+A rank that has run out of data runs its last batch again, so that its program stays in step (:class:`PaddingBatch`):
+its parameters get no gradient from that batch, also where backward goes past the module's forward or under
+``no_sync()``, and its buffers stay as they were. Then it takes part in the round without a contribution, and has the
+reduced gradients as all other ranks have.
+"""
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from itertools import compress
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.utils.hooks import RemovableHandle
+
+from lockstep.distributed.reduction.buffers import KeptBuffers
+from lockstep.distributed.reduction.common_state import CommonState
+from lockstep.distributed.reduction.drift import DriftDetector
+from lockstep.distributed.reduction.parameters import ManagedParameter
+from lockstep.distributed.reduction.passes import PassLog
+from lockstep.distributed.reduction.status import Part, Status
+from lockstep.distributed.reduction.window import Window, are_zero
+from lockstep.errors import OptionError
+
+
+class Contribution:
+    """Grows with each backward pass, and is gone when a round has been reduced, or has failed."""
+
+    def __init__(
+        self,
+        parameters: Sequence[ManagedParameter],
+        global_rank: int,
+        part: Part = Part.FULL,
+        window: Window | None = None,
+        used: bytearray | None = None,
+    ) -> None:
+        self._parameters = parameters
+        self._global_rank = global_rank
+        self.part = part
+        """How the rank takes part with it, if nothing fails."""
+        self.used = used or bytearray(len(parameters))
+        """A one for each parameter that has had a gradient since the last round."""
+        self.window = window or Window()
+        self.drift = DriftDetector(parameters, global_rank)
+
+    def check(self) -> None:
+        """Raise :class:`OptionError` if this rank's part in the round has to fail."""
+        if self.window.problem:
+            raise OptionError(self.window.problem)
+
+    def is_something(self, added: Sequence[ManagedParameter]) -> bool:
+        """Return True if there is anything to contribute: a weight, a failure, or a gradient that is not zero, also of
+        ``added``, which the ranks have not agreed on yet. May wait for the device."""
+        if self.window.is_open or self.window.problem:
+            return True
+        piled = [*compress(self._parameters, self.used), *added]
+        return not all(are_zero([member.parameter.grad for member in piled]))
+
+    def forget(self) -> None:
+        """What has been contributed is not this rank's alone any more; after a failure, or where the batch is left out,
+        it is gone."""
+        self.used[:] = bytes(len(self.used))
+        self.drift.forget()
+        self.window.close()
+
+    def renumbered(self, parameters: Sequence[ManagedParameter]) -> "Contribution":
+        """Return the same with other parameters: those that have had a gradient under their old numbers have it under
+        the new ones."""
+        used = {id(each.parameter) for each in compress(self._parameters, self.used)}
+        found = bytearray(id(each.parameter) in used for each in parameters)
+        return Contribution(parameters, self._global_rank, self.part, self.window, found)
+
+
+@contextmanager
+def gradients_set_aside(parameters: Sequence[ManagedParameter]) -> Iterator[None]:
+    """Let the parameters have no gradient inside; afterwards they have what they had."""
+    had = [member.parameter.grad for member in parameters]
+    for member in parameters:
+        member.parameter.grad = None
+    try:
+        yield
+    finally:
+        for member, grad in zip(parameters, had, strict=True):
+            member.parameter.grad = grad
+
+
+class PaddingBatch:
+    """One such batch, from :meth:`__init__` to :meth:`end`."""
+
+    def __init__(self, members: Sequence[ManagedParameter], buffers: KeptBuffers) -> None:
+        self.members = members
+        """The parameters that the module has in it."""
+        parameters = [member.parameter for member in members]
+        self._new: list[Parameter] = []  # those that had no gradient before
+        self._buffers = buffers
+        self._hooks = [self._hook(each) for each in parameters if each.requires_grad]
+        # No hook can be put on them, and the batch may unfreeze them:
+        # test_what_a_rank_that_has_run_out_has_of_an_unfrozen_layer_does_not_count.
+        frozen = [each for each in parameters if not each.requires_grad]
+        self._frozen = [(each, None if each.grad is None else each.grad.clone()) for each in frozen]
+
+    def _hook(self, parameter: Parameter) -> RemovableHandle:
+        handle: RemovableHandle = parameter.register_hook(_ZeroGradHook(weakref.ref(self), parameter))
+        return handle
+
+    def note_new(self, parameter: Parameter) -> None:
+        """A parameter without a gradient is about to get one."""
+        self._new.append(parameter)
+
+    def undo(self) -> None:
+        """Parameters and buffers are as if no backward pass and no forward had been."""
+        for parameter in self._new:
+            parameter.grad = None
+        self._new.clear()
+        for parameter, grad in [each for each in self._frozen if each[0].requires_grad]:
+            parameter.grad = grad
+            self._hooks.append(self._hook(parameter))
+        self._frozen = [each for each in self._frozen if not each[0].requires_grad]
+        self._buffers.give_back()
+
+    def round_ended(self, buffers: KeptBuffers) -> None:
+        """The rank has taken part in a round, and has ``buffers`` since."""
+        self._buffers = buffers
+
+    def end(self) -> None:
+        """The loop goes on."""
+        for hook in self._hooks:
+            hook.remove()
+        self._buffers.give_back()
+
+
+class _ZeroGradHook:
+    """The hook of a parameter: backward adds zeros to its gradient."""
+
+    __slots__ = ("_batch", "_parameter")
+
+    def __init__(self, batch: "weakref.ref[PaddingBatch]", parameter: Parameter) -> None:
+        self._batch, self._parameter = batch, weakref.ref(parameter)
+
+    def __call__(self, grad: Tensor) -> Tensor:
+        batch, parameter = self._batch(), self._parameter()
+        if batch is not None and parameter is not None and parameter.grad is None:
+            batch.note_new(parameter)
+        return torch.zeros_like(grad)
+
+
+@contextmanager
+def contributing_nothing(parameters: Sequence[ManagedParameter], counts: Callable[[], bool]) -> Iterator[None]:
+    """Parameters have no gradient when a round begins inside; those that it gives none have what they had, if it
+    ``counts``."""
+    had = [member.parameter.grad for member in parameters]
+    for member in parameters:
+        member.parameter.grad = None
+    yield
+    for member, grad in zip(parameters, had, strict=True):
+        if counts() and member.parameter.grad is None:
+            member.parameter.grad = grad
+
+
+_NO_PASS = 0, 0, 0
+
+
+class RankState:
+    """What one rank brings to the rounds of a module, and what it says of itself in their reports."""
+
+    def __init__(self, common: CommonState, lock: AbstractContextManager[object]) -> None:
+        """``lock`` is held by whoever changes anything here: hooks run in threads of the engine."""
+        self.requires_sync = True
+        """Whether backward passes that begin from now on synchronise."""
+        self.passes = PassLog()
+        """What tells this rank's backward passes from those of others."""
+        self.contribution = Contribution(common.parameters, common.collectives.global_rank)
+        """What it contributes to the next round."""
+        self.padding_batch: PaddingBatch | None = None
+        """The batch that counts nothing, if the loop is at one."""
+        self.differs = False
+        """Whether it has other parameters, buffers or hooks than the ranks have agreed on."""
+        self.used_at_last = b""
+        """A one for each parameter that had a gradient in the last round that ended well."""
+        self.is_static = True
+        """True if all such rounds have used the same parameters on this rank."""
+        self._common, self._members, self._lock = common, common.members, lock
+        self._decisions = common.scheduler.decisions
+        self._in_round = False
+        self._skips = False  # it leaves out its batch
+
+    def set_requires_sync(self, required: bool) -> None:
+        """Whether backward passes that begin from now on synchronise."""
+        self.requires_sync = required
+
+    # ------------------------------------------------------------------------------------- passes and rounds
+
+    def look_for_changes(self) -> None:
+        """A backward pass, a batch or a block begins: see whether the module has other parameters than agreed on."""
+        changed = self._members.look_for_changes()
+        # A pass may open the round past the forward, and get to that afterwards:
+        # test_a_new_buffer_is_noticed_when_backward_first_goes_past_forward.
+        found = self._in_round and self.differs
+        self.differs = found or (self.requires_sync and changed)
+        window = self.contribution.window
+        if window.is_open:
+            window.check_members(self._members.here)
+        if self.padding_batch is not None:
+            window.fail_if_changed(self.padding_batch.members, self._members.here)
+
+    def begin_pass(self) -> None:
+        """A backward pass has reached the module."""
+        self.contribution.window.pass_begins()
+        self.contribution.drift.check(self.requires_sync)
+
+    def pass_failed(self) -> None:
+        """A backward pass has failed on this rank; where it synchronises, what it was to contribute is gone anyway."""
+        if self.padding_batch is None:
+            self.contribution.window.pass_failed()
+
+    def begin_round(self, expected: bool) -> None:
+        """A round opens; ``expected``: its pass was to go through the module, which has been looked at."""
+        if not expected:
+            self.look_for_changes()
+        self.differs = self.differs or self._common.differs()
+        self._in_round = True
+
+    @property
+    def is_usual(self) -> bool:
+        """True if it contributes what one backward pass has left, and no more."""
+        own = self.contribution
+        if self.differs or self._skips or self.padding_batch is not None or own.part is not Part.FULL:
+            return False
+        return own.window.is_unused and own.drift.is_unused
+
+    def renumber(self) -> None:
+        """The ranks have agreed on other parameters."""
+        self.contribution = self.contribution.renumbered(self._common.parameters)
+
+    def note_used(self) -> None:
+        """A round has ended well."""
+        used = self.contribution.used
+        if used != self.used_at_last:
+            self.is_static = not self.used_at_last
+            self.used_at_last = bytes(used)
+
+    def end_round(self, opened: bool) -> None:
+        """A backward pass is over that was a round, however that ended, and whether or not it has ``opened`` here.
+
+        After a failure, too, what was to be contributed is gone:
+        test_backward_that_fails_on_one_rank_fails_on_all_and_is_forgotten.
+        """
+        self._in_round = False
+        if not opened and self.padding_batch is not None:
+            self.padding_batch.undo()
+        self.contribution.forget()
+        self.passes.end_round()
+
+    def end_pass(self, accumulated: bool) -> None:
+        """A backward pass is over that was no round, and has perhaps ``accumulated`` gradients."""
+        self._in_round = False
+        if self.padding_batch is not None:
+            self.padding_batch.undo()
+        if accumulated or self.padding_batch is not None:
+            self.contribution.window.pass_ended()
+        self.passes.end_pass()
+
+    def takes_part(self, accumulates: bool) -> bool:
+        """Return True if a backward pass that has gone through the module without a gradient of it is a round all the
+        same.
+
+        It is if other ranks may have gradients: a loss that, on this rank, reaches only what is frozen.
+        """
+        members = self._members
+        trained = any(each.parameter.requires_grad for each in (*members.parameters, *members.added))
+        return accumulates and self.passes.is_reached and trained
+
+    # ------------------------------------------------------------------------------- what it says of a round
+
+    def describe(self, number: int, passive: bool, failed: bool) -> Status:
+        """Return what this rank says of round ``number``; ``passive``: it takes part without a backward pass of its
+        own."""
+        own, window, loops = self.contribution, self.contribution.window, self._decisions
+        part = own.part
+        if self._skips or (loops.skips_next and not failed):
+            part = Part.SKIPS
+        elif failed:
+            part = Part.FAILED
+        return Status(
+            number,
+            loops.batch,
+            part,
+            loops.asks_to_stop,
+            loops.innermost.ends,
+            self.differs,
+            own.drift.suspects,
+            window.is_open,
+            *(_NO_PASS if passive or self._skips else self.passes.summarize()),
+            window.total,
+        )
+
+    # ----------------------------------------------------------------- batches that count nothing, or are left out
+
+    @contextmanager
+    def contributing_nothing(self, part: Part, counts: Callable[[], bool]) -> Iterator[None]:
+        """Inside, this rank contributes nothing; what it was to contribute, it is still to contribute afterwards.
+
+        Parameters have the reduced gradients then, if the round ``counts``, unless its ``part`` is
+        :attr:`Part.JOINED`.
+        """
+        before = self._common.parameters
+        self.look_for_changes()
+        parameters = [*before, *self._members.added]
+        own = self.contribution
+        self.contribution = Contribution(before, self._common.collectives.global_rank, part)
+        try:
+            joined = part is Part.JOINED
+            with gradients_set_aside(parameters) if joined else contributing_nothing(parameters, counts):
+                yield
+        finally:
+            is_same = self._common.parameters is before
+            self.contribution = own if is_same else own.renumbered(self._common.parameters)
+
+    @contextmanager
+    def skipping(self, leaves_out: bool = True) -> Iterator[None]:
+        """Inside, this rank has all ranks leave out the batch, if it ``leaves_out``."""
+        self._skips = leaves_out
+        try:
+            yield
+        finally:
+            self._skips = False
+
+    def begin_padding_batch(self) -> None:
+        """The loop is at a batch that counts nothing, until :meth:`end_padding_batch`; or already was."""
+        if self.padding_batch is not None:
+            return
+        self.look_for_changes()
+        self.padding_batch = PaddingBatch(self._members.here, self.keep_buffers())
+
+    def end_padding_batch(self) -> None:
+        """The loop goes on."""
+        if self.padding_batch is not None:
+            self.padding_batch.end()
+        self.padding_batch = None
+
+    def keep_buffers(self) -> KeptBuffers:
+        """What the module's buffers are now, to be given back."""
+        return self._common.buffers.keep()
+
+    def drop_gradients(self) -> None:
+        """The batch is left out: no parameter has a gradient, and nothing is to be contributed any more."""
+        with self._lock:
+            self.contribution.forget()
+            self._common.drop_gradients()
+
+    # ----------------------------------------------------------------------------------------- weights
+
+    @contextmanager
+    def weighing(self, weight: float) -> Iterator[None]:
+        """A block of ``accumulate(weight=...)``; at a batch that counts nothing it is none."""
+        if self.padding_batch is not None:
+            yield
+            return
+        self.look_for_changes()
+        with self.contribution.window.block(weight, self._members.here, self.requires_sync):
+            yield

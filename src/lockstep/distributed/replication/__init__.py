@@ -1,0 +1,1 @@
+"""Replicated modules: ``replicate()``, ``DistributedDataParallel`` and their options."""

@@ -1,0 +1,308 @@
+"""``DistributedDataParallel``: the wrapper, for programs that want one, on the machinery of ``replicate()``."""
+
+import copy
+import dataclasses
+import functools
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+from torch.nn import Module, Parameter
+from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
+from torch.nn.parameter import is_lazy
+
+from lockstep.compiler import outside_compiler
+from lockstep.distributed.comm.collectives import Group, resolve_group
+from lockstep.distributed.reduction.buffers import Policy
+from lockstep.distributed.replication.ddp_compat import INSTEAD, BufferHookLocation, CompatibleNames
+from lockstep.distributed.replication.join import ShadowHook, enter_iteration
+from lockstep.distributed.replication.options import Options
+from lockstep.distributed.replication.reducer_replication import ReducerReplication
+from lockstep.distributed.replication.replication import register
+from lockstep.errors import CommunicationError, NotReplicableError, OptionError
+from lockstep.inherited import refusing
+from lockstep.wrapper import is_of_module, naming_options
+
+M = TypeVar("M", bound=Module)
+_PyTorchs: Any = TorchDistributedDataParallel  # for isinstance; its annotations are not ours
+
+
+@refusing(TorchDistributedDataParallel, INSTEAD)
+class DistributedDataParallel(CompatibleNames, _PyTorchs, Module, Joinable, Generic[M]):
+    """A module around ``module`` whose parameters' gradients become the mean over all ranks at the end of backward.
+
+    What :func:`lockstep.replicate` says of gradients, communication and errors holds here. The wrapper adds itself:
+    ``state_dict`` has the keys of the wrapped module behind ``module.``, as PyTorch's; ``load_state_dict`` takes either
+    form. Gradients are synchronised because parameters received them, also when ``module`` is called, not the wrapper.
+    It is an instance of PyTorch's class, so that programs that ask for one find it; nothing of that class runs, and
+    names of it that have no meaning here raise an AttributeError that says what to use instead.
+
+    Args:
+        module: The module. If it is replicated or wrapped already, or is itself a wrapper, the new wrapper replaces
+            what synchronised it before, and methods of the earlier one raise.
+        device_ids: None, or the one accelerator that inputs are moved to.
+        output_device: Accepted; outputs stay where the module puts them.
+        dim: Accepted; one process has one device.
+        broadcast_buffers: Deprecated: False is ``buffer_policy="local"``, and buffers are not made equal at the start.
+        init_sync: Whether rank 0's parameters and buffers are sent to all ranks now. If not, nothing is sent before the
+            first backward, which also compares what the ranks have.
+        process_group: The ranks; the default group if None.
+        bucket_cap_mb: Size of a bucket of gradients in MiB; 25 if None, and 1 for the first. Smaller ones leave
+            earlier, larger ones cost less each.
+        find_unused_parameters: Needless: parameters without a gradient are found without it.
+        check_reduction: Deprecated; does nothing.
+        gradient_as_bucket_view: Needless: gradients always live in the buckets.
+        static_graph: Needless: nothing is assumed of the graph.
+        delay_all_reduce_named_params: Pairs of name and parameter whose gradients leave last.
+        param_to_hook_all_reduce: Must come with the former; they leave at the end of backward.
+        mixed_precision: A ``torch.nn.parallel.distributed._MixedPrecision``: forward runs with parameters, inputs and
+            buffers in its dtypes, gradients travel in its reduce dtype; all of them stay in their own dtype.
+        device_mesh: One dimension of a ``DeviceMesh``, in place of ``process_group``.
+        skip_all_reduce_unused_params: Needless: parameters that no rank has ever used are not sent.
+        bucket_cap_mb_list: Sizes of successive buckets in MiB; the last one holds for all further ones.
+        batched_grad_copy: Needless: gradients are copied into a bucket together, and never out.
+        forward_sync_buffers: False is ``buffer_policy="local"``, but buffers are made equal at the start.
+        lazy_bucket_allocation: Needless: a bucket of large gradients keeps no memory after backward, they do.
+        buffer_policy: ``"rank0"``: at the end of each synchronised backward every rank gets rank 0's buffers;
+            ``"mean"``: floating ones become the mean over the ranks; ``"local"``: each rank keeps its own.
+        params_and_buffers_to_ignore: Names, within ``module``, of parameters and buffers that are left alone.
+
+    Raises:
+        UnknownOptionError: An argument that does not exist (a ``TypeError``).
+        OptionError: Options that make no sense, or do not go with the module.
+        NotReplicableError: The module has no parameters, or some that are not initialised.
+        AgreementError: The ranks differ, on every rank.
+        CommunicationError: There is no process group, or a rank does not answer.
+
+    Example:
+        >>> import torch, torch.distributed as dist
+        >>> group = dist.ProcessGroupGloo(dist.HashStore(), 0, 1)
+        >>> model = DistributedDataParallel(torch.nn.Linear(4, 2), process_group=group)
+        >>> model(torch.ones(3, 4)).sum().backward()
+        >>> model.module.bias.grad.tolist()
+        [3.0, 3.0]
+
+    Stands for: ``torch.nn.parallel.DistributedDataParallel``.
+    """
+
+    module: M
+
+    @naming_options
+    def __init__(
+        self,
+        module: M,
+        device_ids: Sequence[int | torch.device] | None = None,
+        output_device: int | torch.device | None = None,
+        dim: int = 0,
+        broadcast_buffers: bool | None = None,
+        init_sync: bool = True,
+        process_group: Group | None = None,
+        bucket_cap_mb: float | None = None,
+        find_unused_parameters: bool = False,
+        check_reduction: bool = False,
+        gradient_as_bucket_view: bool = False,
+        static_graph: bool = False,
+        delay_all_reduce_named_params: Sequence[tuple[str, Parameter]] | None = None,
+        param_to_hook_all_reduce: Parameter | None = None,
+        mixed_precision: Any = None,
+        device_mesh: Any = None,
+        skip_all_reduce_unused_params: bool = False,
+        bucket_cap_mb_list: Sequence[float] | None = None,
+        batched_grad_copy: bool = False,
+        forward_sync_buffers: bool | None = None,
+        lazy_bucket_allocation: bool = False,
+        *,
+        buffer_policy: Policy = "rank0",
+        params_and_buffers_to_ignore: Collection[str] = (),
+    ) -> None:
+        given = dict(locals())
+        options = Options(
+            **{field.name: given[field.name] for field in dataclasses.fields(Options) if field.name in given}
+        )
+        options.warn_deprecated(stacklevel=3)
+        check_module(module, params_and_buffers_to_ignore)
+        Module.__init__(self)  # not that of PyTorch's wrapper
+        Joinable.__init__(self)
+        self.module = module
+        self._options = options
+        self._began = False
+        if resolve_group(options.group) is None:
+            raise CommunicationError(
+                "Default process group has not been initialized, please make sure to call init_process_group, or pass "
+                "process_group"
+            )
+        self._begin()
+
+    @outside_compiler
+    def _begin(self) -> None:
+        """Replicate; registers the wrapper, so that functions that take a replicated module take it."""
+        self._began = True
+        replication = ReducerReplication(self.module, self._options, (), taking_over=True)
+        register(self, replication)
+        self._held = replication
+        replication.start()
+        if self._buffer_hook is not None and replication.reducer is not None:
+            replication.reducer.buffers.leave()
+        if self._hooks_removed:
+            replication.set_requires_gradient_sync(False)
+
+    @property
+    def _replication(self) -> ReducerReplication:
+        if not self._began:
+            self._begin()  # a copy, or one that was unpickled
+        return self._held  # not by way of the registry: the compiler would guard what else is in there
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Call the module. Communicates nothing, outside of :meth:`join`."""
+        replication = self._replication
+        if self._join_config.enable:
+            enter_iteration(self, replication)
+        if self._buffer_hook is not None:
+            self._run_buffer_hook(BufferHookLocation.PRE_FORWARD)
+        inputs, kwargs = replication.before_forward(inputs, kwargs)
+        outputs = self.module(*inputs, **kwargs)
+        if self._buffer_hook is not None:
+            self._run_buffer_hook(BufferHookLocation.POST_FORWARD)
+        replication.after_forward(outputs)
+        return outputs
+
+    # ------------------------------------------------------------------------------ synchronising
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """A context in which backward passes do not synchronise; only where backward runs matters, not forward."""
+        return self._replication.no_sync()
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
+        """Whether backward passes that begin from now on synchronise; if not, gradients pile up on this rank."""
+        if requires_gradient_sync and self._hooks_removed:
+            raise OptionError("_remove_autograd_hooks() has ended synchronising for good; wrap wrapper.module anew")
+        self._replication.set_requires_gradient_sync(requires_gradient_sync)
+
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """The same as an attribute, as programs set it between micro-batches."""
+        return self._replication.requires_sync
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, required: bool) -> None:
+        self.set_requires_gradient_sync(required)
+
+    def register_comm_hook(self, state: Any, hook: Any) -> None:
+        """Let ``hook(state, bucket)`` reduce each bucket; see
+        :meth:`lockstep.distributed.Replicated.register_comm_hook`."""
+        self._replication.register_comm_hook(state, hook)
+
+    # ------------------------------------------------------------------------------- uneven inputs
+
+    def join(
+        self, divide_by_initial_world_size: bool = True, enable: bool = True, throw_on_early_termination: bool = False
+    ) -> Join:
+        """A context for ranks that have unequal numbers of batches: one that has run out takes part without gradients.
+
+        Args:
+            divide_by_initial_world_size: Divide sums by all ranks; if False, by those that still have batches.
+            enable: False for ranks that are known to have equally many.
+            throw_on_early_termination: Raise on every rank as soon as one has run out.
+
+        Inside, one forward is one iteration; whether it synchronises is taken from where forward runs. Communicates two
+        all-reduces of a few bytes in each forward. At the end the parameters, and buffers but for policy ``"local"``,
+        of a rank that ended last are sent to all.
+
+        Stands for: ``DistributedDataParallel.join``.
+        """
+        return Join(
+            [self],
+            enable,
+            throw_on_early_termination,
+            divide_by_initial_world_size=divide_by_initial_world_size,
+        )
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """What a rank does that has run out of batches; called by ``torch.distributed.algorithms.join.Join``."""
+        if self._buffer_hook is not None:
+            raise OptionError(
+                "join() and _register_buffer_comm_hook() do not go together: a rank that has run out of batches calls "
+                "no forward, so the others' hooks would wait for it. Use buffer_policy"
+            )
+        self._divide_by_initial_world_size = bool(kwargs.get("divide_by_initial_world_size", True))
+        return ShadowHook(self, self._replication)
+
+    @property
+    def join_device(self) -> torch.device:
+        """Where ``Join`` puts its own small tensors."""
+        return self._replication.started_reducer.collectives.device
+
+    @property
+    def join_process_group(self) -> Group:
+        """The group over which ``Join`` counts."""
+        return self._replication.group
+
+    # ------------------------------------------------------------------------ state, copies, pickles
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load keys with or without ``module.`` in front."""
+        own = functools.partial(Module.load_state_dict, self)
+        target = self.module.load_state_dict if is_of_module(state_dict, self.module) else own
+        return target(state_dict, strict=strict, assign=assign)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Everything but the group and the ranks' common state; a copy gets ready at its first forward."""
+        state = {name: value for name, value in self.__dict__.items() if name not in ("_held", "_relied_on")}
+        options = self._options
+        if options.process_group is not None or options.device_mesh is not None:
+            state["_lost_group"] = True
+        state["_options"] = dataclasses.replace(
+            options,
+            process_group=None,
+            device_mesh=None,
+            delay_all_reduce_named_params=None,
+            param_to_hook_all_reduce=None,
+        )
+        state["_began"] = False
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        lost = state.pop("_lost_group", False)
+        Module.__setstate__(self, state)
+        if lost:
+            raise NotReplicableError(
+                "a DistributedDataParallel on a group of its own was pickled; groups cannot be. Pickle "
+                "wrapper.module, or its state_dict, and wrap it anew"
+            )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "DistributedDataParallel[M]":
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        state = {
+            **self.__dict__,
+            "_began": False,
+            "_options": None,
+            "_join_config": None,
+            "_held": None,
+            "_relied_on": None,
+        }
+        Module.__setstate__(copied, {name: copy.deepcopy(value, memo) for name, value in state.items()})
+        copied._options = dataclasses.replace(
+            self._options, delay_all_reduce_named_params=None, param_to_hook_all_reduce=None
+        )
+        Joinable.__init__(copied)
+        return copied
+
+
+def check_module(module: Any, ignored: Collection[str]) -> None:
+    """Raise :class:`NotReplicableError` for what has nothing to replicate yet."""
+    if not isinstance(module, Module):
+        raise OptionError(f"expected a torch.nn.Module to replicate, got {type(module).__name__}")
+    left_out = {*ignored, *getattr(module, "_ddp_params_and_buffers_to_ignore", ())}
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    if any(is_lazy(tensor) for name, tensor in tensors if name not in left_out):
+        raise NotReplicableError(
+            "Modules with uninitialized parameters can't be used with `DistributedDataParallel`. Run a dummy "
+            "forward pass to correctly initialize the modules"
+        )
+    if not any(True for _ in module.parameters()):
+        raise NotReplicableError(
+            "DistributedDataParallel is not needed when a module doesn't have any parameter that requires a gradient."
+        )

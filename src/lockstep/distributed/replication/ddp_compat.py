@@ -1,0 +1,581 @@
+"""Names of PyTorch's DDP that programs read or call, though some are private.
+
+Kept: attributes that say how the wrapper was made; ``_set_static_graph`` and
+``_set_params_and_buffers_to_ignore_for_model`` (many training frameworks call them), ``_register_builtin_comm_hook``,
+``_register_buffer_comm_hook``, ``_distributed_rank``, ``will_sync_module_buffers``, ``_remove_autograd_hooks``, and
+``_get_ddp_logging_data`` with the entries that do not come from PyTorch's own reducer.
+
+``wrapper.reducer`` and ``wrapper.logger`` have the calls that frameworks make between forward and backward: they tell
+PyTorch's reducer that a backward is coming, that buckets may be rebuilt, that statistics are due. None of that has to
+be told here, so these calls do nothing; a call that would change what is reduced is refused by name, with what to use
+instead (:data:`INSTEAD`).
+"""
+
+import warnings
+import weakref
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.futures import Future
+from torch.nn import Module, Parameter
+from torch.nn.parallel.distributed import _BufferCommHookLocation
+
+from lockstep.distributed.comm.collectives import Group, global_ranks
+from lockstep.distributed.reduction.buffers import Buffer
+from lockstep.distributed.reduction.plan import MIB, ReductionPlan
+from lockstep.distributed.replication.options import Options
+from lockstep.distributed.replication.reducer_replication import ReducerReplication
+from lockstep.errors import CommunicationError, HookError, OptionError
+from lockstep.inherited import message, refusal
+
+_INSTEAD = {
+    "_autograd_hook": "gradients are noticed by hooks on the parameters",
+    "_delay_all_reduce": "call backward under no_sync(), and the last one outside of it",
+    "_get_local_used_map": "which parameters were used is found and compared in every backward",
+    "_get_zeros_like_grad_buckets": "use wrapper.join() for ranks that run out of batches",
+    "_install_post_backward_futures": "wait for it before optimizer.step(); gradients are complete after backward",
+    "_reset_state": "a failed backward leaves nothing behind that would have to be reset",
+    "_run_allreduce_hook": "a communication hook may return the transformed buffer, which is then averaged for it",
+    "_run_comm_hook": "use wrapper.join() for ranks that run out of batches",
+    "_set_forward_pass_work_handle": "use wrapper.join() for ranks that run out of batches",
+    "_set_mixed_precision_param_dtype": "pass mixed_precision to the wrapper",
+    "_set_sparse_metadata": "sparse gradients need none",
+    "_update_process_group": "wrap the module anew, with process_group=",
+    "get_backward_stats": "lockstep.loop.statistics(wrapper) has the seconds of every phase",
+}
+
+
+class Wrapper(Protocol):
+    """What is asked of the wrapper."""
+
+    @property
+    def _replication(self) -> ReducerReplication: ...
+
+    def _get_ddp_logging_data(self) -> dict[str, Any]: ...
+
+    def _note_error(self, error: str) -> None: ...
+
+    def _remove_autograd_hooks(self) -> None: ...
+
+
+class _OfWrapper:
+    """What a wrapper gives out, and what does not keep the wrapper."""
+
+    def __init__(self, wrapper: Wrapper) -> None:
+        self._wrapper = weakref.ref(wrapper)
+
+    def _of(self) -> Wrapper:
+        wrapper = self._wrapper()
+        assert wrapper is not None
+        return wrapper
+
+
+class CompatibleReducer(_OfWrapper):
+    """The calls of PyTorch's reducer that are harmless."""
+
+    def prepare_for_forward(self) -> None:
+        """Nothing has to be prepared."""
+
+    def prepare_for_backward(self, outputs: Iterable[Tensor] = ()) -> None:
+        """Nothing has to be prepared: whether a backward synchronises is decided when it begins."""
+
+    def _rebuild_buckets(self) -> bool:
+        """Whether this call has rebuilt buckets: they are rebuilt at the end of the first backward."""
+        return False
+
+    def _push_all_rebuilt_params(self) -> None:
+        """Nothing has to be pushed."""
+
+    def _check_reducer_finalized(self) -> None:
+        """Raise :class:`CommunicationError` inside a backward pass; when one has returned, it has ended."""
+        reducer = self._of()._replication.reducer
+        if reducer is not None and reducer.in_backward:
+            raise CommunicationError("the backward pass under way has not ended: its gradients are not reduced yet")
+
+    def _ddp_graph_static(self) -> bool:
+        """Whether every synchronised backward so far has used the same parameters."""
+        reducer = self._of()._replication.reducer
+        return reducer is None or reducer.rank_state.is_static
+
+    def _set_static_graph(self) -> None:
+        """Nothing is assumed of the graph either way."""
+
+    def _set_optimizer_in_backward(self) -> None:
+        """Optimizers that run in backward wait for the reduced gradient by themselves."""
+
+    def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
+        """Statistics cover every backward."""
+        if sample_rate < 1:
+            raise OptionError(
+                f"DDP runtime logging sample rate should be equal or greater than 1, got {sample_rate}; it has no "
+                "effect here"
+            )
+
+    def _remove_autograd_hooks(self) -> None:
+        self._of()._remove_autograd_hooks()
+
+    def set_logger(self, logger: object) -> None:
+        """Statistics need no logger."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(message("reducer", name, _INSTEAD.get(name)), name=name, obj=self)
+
+
+class LoggingData(NamedTuple):
+    """What ``wrapper.logger._get_ddp_logging_data()`` returns."""
+
+    strs_map: dict[str, str]
+    ints_map: dict[str, int]
+
+
+class CompatibleLogger(_OfWrapper):
+    """The calls of PyTorch's logger that are harmless."""
+
+    def _get_ddp_logging_data(self) -> LoggingData:
+        data = self._of()._get_ddp_logging_data()
+        return LoggingData(
+            {name: value for name, value in data.items() if isinstance(value, str)},
+            {name: value for name, value in data.items() if not isinstance(value, str)},
+        )
+
+    def set_construction_data_and_log(self, *arguments: object) -> None:
+        """The data are read when they are asked for."""
+
+    def set_runtime_stats_and_log(self) -> None:
+        """The data are read when they are asked for."""
+
+    def set_error_and_log(self, error: str) -> None:
+        """Let the data say ``has_error``."""
+        self._of()._note_error(error)
+
+    def _set_comm_hook_name(self, name: str) -> None:
+        """The names of hooks are read when they are asked for."""
+
+    def _set_static_graph(self) -> None:
+        """The options are read when they are asked for."""
+
+    def _set_uneven_input_join(self) -> None:
+        """Whether ranks join is read when it is asked for."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(message("logger", name, None), name=name, obj=self)
+
+
+BufferHookLocation = _BufferCommHookLocation
+FutureKinds = (Future, torch._C.Future)
+
+
+class BufferHook(NamedTuple):
+    """What is called, with what, and when."""
+
+    state: Any
+    call: Callable[[Any, Mapping[str, Tensor]], Any]
+    location: BufferHookLocation
+
+    @torch.no_grad()
+    def run(self, buffers: Sequence[Buffer]) -> None:
+        """Call the hook with copies, wait for the futures that it returns, and assign what it has written.
+
+        Copies, for a pending backward may have saved the buffers themselves.
+        """
+        found = ((buffer, buffer.current()) for buffer in buffers)
+        copies = [(buffer, tensor.detach().clone()) for buffer, tensor in found if tensor is not None]
+        self._wait(self.call(self.state, {buffer.name: copied for buffer, copied in copies}))
+        for buffer, copied in copies:
+            buffer.assign(copied)
+
+    def _wait(self, futures: Any) -> None:
+        if futures is None:
+            return
+        futures = [futures] if isinstance(futures, FutureKinds) else futures
+        if not isinstance(futures, list | tuple) or not all(isinstance(each, FutureKinds) for each in futures):
+            raise HookError(
+                "the hook that _register_buffer_comm_hook() was given must return None or a list of "
+                f"torch.futures.Future, got {type(futures).__name__}; return what its collectives' get_future() gives"
+            )
+        for future in futures:
+            future.wait()
+
+
+def check_buffer_hook(hook: Any, location: Any) -> None:
+    """Raise :class:`HookError` for what cannot be a hook, or a place for one."""
+    if not callable(hook):
+        raise HookError(f"a hook for buffers must be callable, got {type(hook).__name__}")
+    if not isinstance(location, BufferHookLocation):
+        raise HookError(
+            f"comm_hook_location must be a _BufferCommHookLocation, PRE_FORWARD or POST_FORWARD, got {location!r}"
+        )
+
+
+_BUILTIN = {"ALLREDUCE": default_hooks.allreduce_hook, "FP16_COMPRESS": default_hooks.fp16_compress_hook}
+
+
+_MOVED = "forward moves its inputs itself (device_ids); lockstep.DataParallel and lockstep.local have several devices"
+_BUFFERS = "buffers are made equal at the end of each synchronised backward, by buffer_policy"
+_JOINED = "use wrapper.join()"
+_DELAYED = "delay_all_reduce_named_params are reduced at the end of backward, in buckets like all others"
+_IN_BACKWARD = "run the optimizer in register_post_accumulate_grad_hook, which waits for the reduced gradient"
+_MIXED = "mixed_precision casts in forward, and leaves the parameters as they are"
+
+INSTEAD = {
+    "_assign_modules_buffers": "buffers are looked up in each backward",
+    "_build_debug_param_to_name_mapping": "errors name parameters",
+    "_build_params_for_reducer": "lockstep.replicate() and the wrapper find the parameters",
+    "_check_and_sync_module_buffers": _BUFFERS,
+    "_check_comm_hook": "register_comm_hook() checks",
+    "_check_default_group": "pickling a wrapper on a group of its own is an error",
+    "_check_global_requires_backward_grad_sync": _JOINED,
+    "_check_sync_bufs_post_fwd": _BUFFERS,
+    "_check_sync_bufs_pre_fwd": _BUFFERS,
+    "_clear_grad_buffer": _DELAYED,
+    "_ddp_init_helper": "the wrapper is ready when it is made",
+    "_default_broadcast_coalesced": _BUFFERS,
+    "_delayed_all_reduce_hook": _DELAYED,
+    "_distributed_broadcast_coalesced": "use torch.distributed.broadcast",
+    "_find_common_rank": "use torch.distributed.all_reduce with ReduceOp.MAX",
+    "_fire_reducer_autograd_hook": _MIXED,
+    "_get_parameters": "use module.parameters()",
+    "_inside_ddp_forward": "call the wrapper",
+    "_lazy_init": "the wrapper is ready when it is made",
+    "_log_and_throw": "raise the error",
+    "_match_all_reduce_for_bwd_pass": _JOINED,
+    "_match_unused_params_allreduce": _JOINED,
+    "_module_wait_for_copy_hook": _MIXED,
+    "_passing_sync_batchnorm_handle": "SyncBatchNorm needs no handle",
+    "_post_forward": "call the wrapper; gradients are synchronised whatever is called",
+    "_pre_forward": "call the wrapper; gradients are synchronised whatever is called",
+    "_register_accum_grad_hook": "gradients are noticed by hooks on the parameters",
+    "_register_delay_all_reduce_hook": _DELAYED,
+    "_register_fused_optim": _IN_BACKWARD,
+    "_root_copy_hook": _MIXED,
+    "_run_ddp_forward": "call the wrapper",
+    "_set_sparse_metadata": "sparse gradients need none",
+    "_setup_in_backward_optimizers": _IN_BACKWARD,
+    "_sync_buffers": _BUFFERS,
+    "_sync_final_model": _JOINED,
+    "_sync_module_buffers": _BUFFERS,
+    "_update_process_group": "wrap wrapper.module anew, with process_group=",
+    "gather": _MOVED,
+    "scatter": _MOVED,
+    "to_kwargs": _MOVED,
+    # attributes that PyTorch's constructor sets
+    "_accum_grad_hooks": "gradients are noticed by hooks on the parameters",
+    "_bucket_config": "bucket_bytes_cap and bucket_bytes_cap_list have the sizes",
+    "_ddp_sink_clone": "outputs are never cloned",
+    "_delay_all_reduce_all_params": _DELAYED,
+    "_delay_grad_buffer": _DELAYED,
+    "_delay_grad_views": _DELAYED,
+    "_lazy_init_ran": "the wrapper is ready when it is made",
+    "_mp_stream": _MIXED,
+    "_submodule_to_event": _MIXED,
+    "buffer_hook": "_register_buffer_comm_hook() keeps the hook",
+}
+
+
+class _OptionNames:
+    """Read-only attributes that say how the wrapper was made."""
+
+    module: Any
+    _options: Options
+    _static_graph = False
+
+    @property
+    def device_mesh(self) -> Any:
+        """The mesh dimension that was given, or None."""
+        return self._options.device_mesh
+
+    @property
+    def device_ids(self) -> list[int] | None:
+        """The index of the accelerator that inputs are moved to, None if there is none."""
+        return [
+            torch.device(given).index if not isinstance(given, int) else given
+            for given in self._options.device_ids or ()
+        ] or None
+
+    @property
+    def output_device(self) -> int | None:
+        """The index of the accelerator of :attr:`device_ids`, or None."""
+        return next(iter(self.device_ids or ()), None)
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the first parameter."""
+        return next(iter(self.module.parameters())).device  # type: ignore[no-any-return]
+
+    @property
+    def device_type(self) -> str:
+        """The type of :attr:`device`."""
+        return self.device.type
+
+    @property
+    def is_multi_device_module(self) -> bool:
+        """Whether parameters lie on more than one device."""
+        return len({parameter.device for parameter in self.module.parameters()}) > 1
+
+    @property
+    def forward_sync_buffers(self) -> bool:
+        """Whether buffers are kept equal."""
+        return self._options.syncs_buffers
+
+    @property
+    def broadcast_buffers(self) -> bool:
+        """The deprecated name of :attr:`forward_sync_buffers`."""
+        return self.forward_sync_buffers
+
+    @property
+    def find_unused_parameters(self) -> bool:
+        """As given; parameters without a gradient are found either way."""
+        return self._options.find_unused_parameters
+
+    @property
+    def gradient_as_bucket_view(self) -> bool:
+        """As given; gradients are views of the buckets either way."""
+        return self._options.gradient_as_bucket_view
+
+    @property
+    def batched_grad_copy(self) -> bool:
+        """As given; the gradients of a bucket are copied together either way."""
+        return self._options.batched_grad_copy
+
+    @property
+    def lazy_bucket_allocation(self) -> bool:
+        """As given; a bucket of large gradients has no memory of its own after backward either way."""
+        return self._options.lazy_bucket_allocation
+
+    @property
+    def skip_all_reduce_unused_params(self) -> bool:
+        """As given."""
+        return self._options.skip_all_reduce_unused_params
+
+    @property
+    def static_graph(self) -> bool:
+        """As given, or set later; nothing is assumed of the graph."""
+        return self._options.static_graph or self._static_graph
+
+    @property
+    def mixed_precision(self) -> Any:
+        """As given."""
+        return self._options.mixed_precision
+
+    @property
+    def bucket_bytes_cap(self) -> int:
+        """The size of a bucket in bytes."""
+        return self._options.caps[-1]
+
+    @property
+    def bucket_bytes_cap_list(self) -> list[int]:
+        """The sizes that ``bucket_cap_mb_list`` has set, in bytes."""
+        return list(self._options.caps) if self._options.bucket_cap_mb_list else []
+
+    @property
+    def bucket_bytes_cap_default(self) -> bool:
+        """Whether no size was given."""
+        return self._options.bucket_cap_mb is None and not self._options.bucket_cap_mb_list
+
+    @property
+    def parameters_to_ignore(self) -> set[str]:
+        """Names of parameters and buffers that are left alone."""
+        marked = getattr(self.module, "_ddp_params_and_buffers_to_ignore", ())
+        return {*self._options.params_and_buffers_to_ignore, *marked}
+
+    @property
+    def named_module_buffers(self) -> dict[str, Tensor]:
+        """The buffers that are not left alone, by name."""
+        ignored = self.parameters_to_ignore
+        return {name: buffer for name, buffer in self.module.named_buffers() if name not in ignored}
+
+    @property
+    def modules_buffers(self) -> list[Tensor]:
+        """The buffers that are not left alone."""
+        return list(self.named_module_buffers.values())
+
+    @property
+    def _module_parameters(self) -> list[Parameter]:
+        ignored = self.parameters_to_ignore
+        return [parameter for name, parameter in self.module.named_parameters() if name not in ignored]
+
+    @property
+    def _delay_all_reduce_params(self) -> list[Parameter]:
+        return [parameter for _, parameter in self._options.delay_all_reduce_named_params or ()]
+
+
+class CompatibleNames(_OptionNames):
+    """What programs ask of a wrapper in training, and the private methods that are in use."""
+
+    _active_ddp_module = None  # the compiler reads it from PyTorch's class, for the backward that is PyTorch's
+    _buffer_hook: BufferHook | None = None
+    _divide_by_initial_world_size = True
+    _error = ""
+    _hooks_removed = False
+    _relied_on: ReductionPlan | None = None
+    _use_python_reducer = False
+    use_side_stream_for_tensor_copies = False
+    dim = 0
+    broadcast_bucket_size = 250 * MIB
+    require_forward_param_sync = True
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)  # type: ignore[misc]
+        except AttributeError:
+            refused = refusal(type(self), name)
+            if refused is None:
+                raise
+        raise AttributeError(refused, name=name, obj=self)
+
+    @property
+    @abstractmethod
+    def _replication(self) -> ReducerReplication:
+        """The wrapper's."""
+
+    @property
+    def reducer(self) -> CompatibleReducer:
+        """Takes the calls that programs make between forward and backward, and does nothing."""
+        return CompatibleReducer(self)
+
+    @property
+    def logger(self) -> CompatibleLogger:
+        """Has the data of :meth:`_get_ddp_logging_data`, and takes calls that ask to log."""
+        return CompatibleLogger(self)
+
+    @property
+    def process_group(self) -> Group:
+        """The group over which gradients are reduced."""
+        return self._replication.group
+
+    @property
+    def _comm_hooks(self) -> list[tuple[Any, Any]]:
+        return [(hook, state) for state, hook in self._replication.hooks]
+
+    @property
+    def _has_rebuilt_buckets(self) -> bool:
+        """Whether buckets are as they will be. A hook that asks (ZeRO's) relies on that from then on."""
+        reducer = self._replication.reducer
+        plan = None if reducer is None else reducer.common.plan.current
+        if self._relied_on is not None and plan != self._relied_on:
+            rank = global_ranks(self.process_group)[self._distributed_rank]
+            raise HookError(
+                f"rank {rank}: a hook keeps what the buckets held, and they have changed: a parameter was unfrozen, "
+                "added, replaced, or used for the first time or several times in one backward. "
+                "Build the optimizer and its hook anew, around a new wrapper of wrapper.module"
+            )
+        if reducer is None or not reducer.common.is_planned:
+            return False
+        self._relied_on = plan
+        return True
+
+    @classmethod
+    def _get_active_ddp_module(cls) -> None:
+        """Nothing: the compiler need not cut its graphs where PyTorch's buckets end."""
+
+    @staticmethod
+    def _get_data_parallel_params(module: Module, named_params: bool = False) -> Iterator[Any]:
+        for name, parameter in module.named_parameters():
+            if not hasattr(parameter, "_ddp_ignored"):
+                yield (name, parameter) if named_params else parameter
+
+    def will_sync_module_buffers(self) -> bool:
+        """Whether buffers will be made equal at the end of the next backward that synchronises."""
+        reducer = self._replication.reducer
+        return reducer is not None and reducer.rank_state.requires_sync and bool(reducer.buffers.buffers)
+
+    def _check_reducer_finalized(self) -> None:
+        self.reducer._check_reducer_finalized()
+
+    def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
+        self.reducer._set_ddp_runtime_logging_sample_rate(sample_rate)
+
+    def _set_ddp_sink_clone(self, val: bool) -> None:
+        """Nothing to set: outputs are never cloned."""
+
+    def _note_error(self, error: str) -> None:
+        self._error = error
+
+    def _remove_autograd_hooks(self) -> None:
+        """End synchronising for good: backward passes are this rank's alone from now on."""
+        self._replication.set_requires_gradient_sync(False)
+        self._hooks_removed = True
+
+    def _register_buffer_comm_hook(
+        self, state: Any, hook: Any, comm_hook_location: Any = BufferHookLocation.POST_FORWARD
+    ) -> None:
+        """Let ``hook(state, buffers)`` make buffers equal, before or after each forward, in place of the policy."""
+        check_buffer_hook(hook, comm_hook_location)
+        reducer = self._replication.started_reducer
+        self._buffer_hook = BufferHook(state, hook, comm_hook_location)
+        reducer.buffers.leave()
+
+    def _run_buffer_hook(self, location: BufferHookLocation) -> None:
+        hook = self._buffer_hook
+        assert hook is not None
+        if hook.location is location and self.require_forward_param_sync and self.forward_sync_buffers:
+            reducer = self._replication.reducer
+            if reducer is not None and reducer.buffers.buffers:
+                hook.run(reducer.buffers.buffers)
+        if location is BufferHookLocation.POST_FORWARD:
+            self.require_forward_param_sync = torch.is_grad_enabled() and self._replication.requires_sync
+
+    @property
+    def _distributed_rank(self) -> int:
+        return int(self.process_group.rank())
+
+    def _set_static_graph(self) -> None:
+        if self.static_graph:
+            warnings.warn("You've set static_graph to be True, no need to set it again.", stacklevel=2)
+            return
+        reducer = self._replication.reducer
+        if reducer is not None and reducer.rounds:
+            raise OptionError(
+                "set_static_graph() should be called before training loop starts and after DistributedDataParallel is "
+                "constructed; it is not needed here"
+            )
+        self._static_graph = True
+
+    @staticmethod
+    def _set_params_and_buffers_to_ignore_for_model(
+        module: Module, params_and_buffers_to_ignore: Iterable[str]
+    ) -> None:
+        names = list(params_and_buffers_to_ignore)
+        module._ddp_params_and_buffers_to_ignore = names  # type: ignore[assignment]
+        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+            if name in names:
+                tensor._ddp_ignored = True  # type: ignore[attr-defined]
+
+    def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
+        hook = _BUILTIN.get(getattr(comm_hook_type, "name", ""))
+        if hook is None:
+            raise HookError(f"expected a dist.BuiltinCommHookType, got {comm_hook_type!r}")
+        self._replication.register_comm_hook(self.process_group, hook)
+
+    def _get_ddp_logging_data(self) -> dict[str, Any]:
+        options, replication = self._options, self._replication
+        reducer = replication.started_reducer
+        trained = [member.spec for member in reducer.parameters if member.parameter.requires_grad]
+        error = self._error or reducer.error
+        names = [getattr(hook, "__qualname__", str(hook)) for _, hook in replication.hooks]
+        return {
+            "world_size": reducer.collectives.world,
+            "rank": reducer.collectives.rank,
+            "module_name": type(self.module).__name__,
+            "device_ids": ", ".join(map(str, self.device_ids or ())),
+            "output_device": -1 if self.output_device is None else self.output_device,
+            "broadcast_buffers": int(self.forward_sync_buffers),
+            "bucket_cap_bytes": self.bucket_bytes_cap,
+            "find_unused_parameters": int(options.find_unused_parameters),
+            "gradient_as_bucket_view": int(options.gradient_as_bucket_view),
+            "static_graph": int(self.static_graph),
+            "is_multi_device_module": int(self.is_multi_device_module),
+            "iteration": reducer.rounds,
+            "can_set_static_graph": int(reducer.rank_state.is_static and reducer.rounds > 0),
+            "has_error": int(bool(error)),
+            **({"error": error} if error else {}),
+            "num_parameter_tensors": len(trained),
+            "total_parameter_size_bytes": sum(spec.nbytes for spec in trained),
+            "bucket_sizes": ", ".join(str(bucket.layout.nbytes) for bucket in reducer.common.plan.current.buckets),
+            "join_uneven_inputs": int(hasattr(self, "_authoritative_rank") or self._join_config.enable),
+            **({"comm_hook": ", ".join(names)} if names else {}),
+        }

@@ -1,0 +1,112 @@
+"""``Join``: how a rank that has run out of inputs takes part in the steps of the others.
+
+In each forward inside ``join()`` the ranks tell each other, in one all-reduce of a few numbers, who still has batches
+and whether this iteration synchronises. A rank that has run out then takes part in the round without gradients.
+
+Several wrappers may be in one ``Join``. Each has one forward in an iteration, but their forwards and backwards may come
+in any order: what they send before a round has one form, and a rank that has run out does what it hears.
+"""
+
+import weakref
+from typing import Any
+
+import torch
+from torch.distributed.algorithms.join import Join, JoinHook
+
+from lockstep.distributed.comm.agreement import all_gather_object
+from lockstep.distributed.comm.run_all import RunAll
+from lockstep.distributed.reduction.reducer import Reducer
+from lockstep.distributed.reduction.values import broadcast_values
+from lockstep.distributed.replication.reducer_replication import ReducerReplication
+
+_GONE, _LOCAL, _SYNCHRONISES = 0, 1, 2
+_contexts: "weakref.WeakKeyDictionary[ReducerReplication, weakref.ref[ShadowHook]]" = weakref.WeakKeyDictionary()
+
+
+def enter_iteration(wrapper: Any, replication: ReducerReplication) -> None:
+    """An active rank begins an iteration. Outside of a ``Join`` context, and after it, nothing is sent."""
+    link = _contexts.get(replication)
+    hook = None if link is None else link()  # the context keeps it, for as long as it lasts
+    if hook is None or hook.ended:
+        return
+    work = Join.notify_join_context(wrapper)
+    if work is not None:  # the first of several wrappers tells that there is an iteration
+        work.wait()
+    synchronises = torch.is_grad_enabled() and replication.requires_sync
+    reducer = hook.reducer
+    marks = reducer.scheduler.announce_forward(reducer, _SYNCHRONISES if synchronises else _LOCAL)
+    hook.count_only_active(marks)
+
+
+class ShadowHook(JoinHook):
+    """A rank without batches."""
+
+    def __init__(self, wrapper: Any, replication: ReducerReplication) -> None:
+        self._wrapper, self._replication = wrapper, replication
+        self._has_begun = self._awaits_round = False
+        self.ended = False
+        """Whether all ranks have run out, and the context is over."""
+        _contexts[replication] = weakref.ref(self)
+
+    @property
+    def reducer(self) -> Reducer:
+        """The wrapper's."""
+        return self._replication.started_reducer
+
+    def count_only_active(self, marks: list[int]) -> None:
+        """Divide by the ranks that have batches, if so wished; buffers are those of the first of them."""
+        active = [rank for rank, mark in enumerate(marks) if mark != _GONE]
+        if active:
+            divide_by = len(marks) if self._wrapper._divide_by_initial_world_size else len(active)
+            self.reducer.common.set_participants(active, divide_by)
+
+    def main_hook(self) -> None:
+        """Take part in what the others do until this wrapper has had its iteration."""
+        while not self._has_begun or self._awaits_round:
+            self._follow()
+        self._has_begun = False
+
+    def _follow(self) -> None:
+        """Do as the others do: begin an iteration of a wrapper, or reduce."""
+        scheduler = self.reducer.scheduler
+        hooks = {hook.reducer: hook for hook in _open_hooks() if hook.reducer.scheduler is scheduler}
+        marks, members = scheduler.listen()
+        if any(marks):
+            for hook in (hooks[member] for member in members if member in hooks):
+                hook._begin(marks)
+            return
+        steps = RunAll()
+        for member in members:
+            with steps:
+                if member in hooks:
+                    hooks[member]._reduce_without_batch()
+                else:
+                    scheduler.reduce([member])
+        steps.end()
+
+    def _begin(self, marks: list[int]) -> None:
+        self._has_begun = True
+        self.count_only_active(marks)
+        self._awaits_round = _SYNCHRONISES in marks
+        if self._awaits_round and self.reducer.scheduler.modules.exclusive:
+            self._reduce_without_batch()
+
+    def _reduce_without_batch(self) -> None:
+        self._awaits_round = False
+        self.reducer.reduce_without_batch()
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """Take over the values of a rank that ended last."""
+        self.ended = True
+        reducer = self.reducer
+        collectives = reducer.collectives
+        ended_last = all_gather_object(is_last_joiner, "who ended last", collectives)
+        source = max(rank for rank, last in enumerate(ended_last) if last)
+        self._wrapper._authoritative_rank = source
+        broadcast_values([m.parameter for m in reducer.parameters], reducer.buffers.buffers, collectives, source)
+        reducer.common.set_participants(range(collectives.world), collectives.world)
+
+
+def _open_hooks() -> list[ShadowHook]:
+    hooks = (link() for link in list(_contexts.values()))
+    return [hook for hook in hooks if hook is not None and not hook.ended]

@@ -1,0 +1,217 @@
+"""``mixed_precision`` of the wrapper and of ``replicate()``: forward in a lower precision.
+
+While the module's forward runs, the slots of its modules hold copies of its parameters and buffers in lower precision.
+A copy of a parameter is the output of a cast that autograd knows, so the parameter's gradient arrives in its own dtype
+and is accumulated in it; what travels between the ranks is cast to the reduce dtype for the way (:class:`ReduceIn`).
+Parameters stay what they are: an optimizer, a checkpoint, and whatever looks at them outside of forward sees full
+precision. What forward writes to a buffer is written back.
+
+A module below that is called on its own, as activation checkpointing does inside of backward, is cast on its own.
+"""
+
+import threading
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import Module, RNNBase
+from torch.nn.parallel.distributed import _MixedPrecision
+from torch.nn.utils.parametrize import ParametrizationList
+
+from lockstep.compiler import outside_compiler
+from lockstep.distributed.reduction.buffers import holders
+from lockstep.distributed.reduction.comm_hooks import GradBucket
+from lockstep.errors import OptionError
+from lockstep.tree import tree_map
+
+
+def check_mixed_precision(config: Any) -> None:
+    """Raise :class:`OptionError` for what is no configuration."""
+    if config is None:
+        return
+    if not isinstance(config, _MixedPrecision):
+        raise OptionError(
+            "mixed_precision must be a torch.nn.parallel.distributed._MixedPrecision, got "
+            f"{type(config).__name__}; torch.autocast around forward needs none"
+        )
+    for name in ("param_dtype", "reduce_dtype", "buffer_dtype"):
+        dtype = getattr(config, name)
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise OptionError(f"mixed_precision: {name} must be a floating dtype or None, got {dtype!r}")
+
+
+def reduce_dtype(config: Any) -> torch.dtype | None:
+    """The dtype in which gradients travel; None for that of the parameters."""
+    chosen: torch.dtype | None = config.reduce_dtype or config.param_dtype
+    return chosen
+
+
+class ReduceIn:
+    """A communication hook that casts a bucket for the way."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+
+    def __call__(self, state: object, bucket: GradBucket) -> Tensor:
+        """The bucket's gradients in the reduce dtype."""
+        buffer = bucket.buffer()
+        return buffer.to(self._dtype) if buffer.is_floating_point() else buffer
+
+
+class _Slot(NamedTuple):
+    """A place whose tensor has been exchanged for a copy."""
+
+    place: dict[str, Any]
+    key: str
+    original: Tensor
+    cast: Tensor
+
+
+class Casts:
+    """Exchanges the parameters and buffers of one module tree while forward runs."""
+
+    def __init__(self, module: Module, config: Any, left_alone: Iterable[Tensor]) -> None:
+        self._param_dtype, self._buffer_dtype = config.param_dtype, config.buffer_dtype
+        self._root = weakref.ref(module)
+        self._left_alone = {id(tensor): weakref.ref(tensor) for tensor in left_alone}
+        self._inside: list[int] = []  # the modules whose forward runs, outermost first
+        self._thread = 0
+        self._slots: list[_Slot] = []
+        self._rnns: list[RNNBase] = []
+        self._hooked: weakref.WeakSet[Module] = weakref.WeakSet()
+        for each in module.modules():
+            self._hook(each)
+
+    def _hook(self, module: Module) -> None:
+        """Let forward of a module below run in lower precision also where it is called on its own.
+
+        (A parametrization is called wherever its parameter is looked at.)
+        """
+        if module not in self._hooked and not isinstance(module, ParametrizationList):
+            self._hooked.add(module)
+            link = weakref.ref(self)
+            module.register_forward_pre_hook(_Enter(link))
+            module.register_forward_hook(_Leave(link), always_call=True, prepend=True)  # other hooks see what it was
+
+    def inputs(self, value: Any) -> Any:
+        """Nested inputs with their floating tensors in the dtype of the parameters."""
+        return value if self._param_dtype is None else tree_map(self._cast_input, value, "inputs")
+
+    def _cast_input(self, leaf: Any) -> Any:
+        return leaf.to(self._param_dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+
+    @outside_compiler
+    def enter(self, module: Module) -> None:
+        """The forward of ``module`` begins."""
+        thread = threading.get_ident()
+        if self._inside and thread != self._thread:
+            raise OptionError(
+                "mixed_precision: forward was called while another thread is inside of it; parameters are exchanged "
+                "while forward runs, so one thread at a time can call it. Use torch.autocast instead"
+            )
+        if self._inside and module is self._root():  # an interrupted forward has left it as it was
+            self._restore()
+        if not self._inside:
+            self._thread = thread
+            self._exchange(module)
+        self._inside.append(id(module))
+
+    @outside_compiler
+    def leave(self, module: Module) -> None:
+        """The forward of ``module`` has ended, well or not."""
+        if self._inside and self._inside[-1] == id(module) and threading.get_ident() == self._thread:
+            self._inside.pop()
+            if not self._inside:
+                self._restore()
+
+    def _exchange(self, module: Module) -> None:
+        copies: dict[int, Tensor] = {}
+        # Part of forward may want gradients, though it is called without:
+        # test_gradients_inside_of_a_forward_that_is_called_without.
+        with torch.enable_grad():
+            for owner in module.modules():
+                # It may be new: test_a_new_layer_that_is_checkpointed_is_cast_when_it_is_computed_again.
+                self._hook(owner)
+                self._exchange_in(owner._parameters, self._param_dtype, copies)
+                self._exchange_in(owner._buffers, self._buffer_dtype, copies)
+                if isinstance(owner, RNNBase):
+                    self._rnns.append(owner)
+        self._renew_rnns()
+
+    def _exchange_in(self, place: dict[str, Any], dtype: torch.dtype | None, copies: dict[int, Tensor]) -> None:
+        for key, tensor in list(place.items()) if dtype is not None else ():
+            if tensor is None or not tensor.is_floating_point() or tensor.dtype == dtype or self._is_left_alone(tensor):
+                continue
+            cast = copies.get(id(tensor))
+            if cast is None:  # one for all places of a tensor that is tied
+                cast = copies[id(tensor)] = tensor.to(dtype)
+            self._slots.append(_Slot(place, key, tensor, cast))
+            place[key] = cast
+
+    def _is_left_alone(self, tensor: Tensor) -> bool:
+        link = self._left_alone.get(id(tensor))
+        return (link is not None and link() is tensor) or getattr(tensor, "_ddp_ignored", False)
+
+    def _renew_rnns(self) -> None:
+        for rnn in self._rnns:  # they keep their weights in a list, too
+            rnn._flat_weights = [getattr(rnn, name, None) for name in rnn._flat_weights_names]
+
+    @torch.no_grad()
+    def _restore(self) -> None:
+        """Put back what was there, with what forward has written to buffers."""
+        slots, self._slots = self._slots, []
+        self._inside.clear()
+        for place, key, original, cast in slots:
+            current = place.get(key)
+            if isinstance(original, torch.nn.Parameter):
+                if current is cast:
+                    place[key] = original
+            elif current is not None:
+                place[key] = _written(original, current)
+        self._renew_rnns()
+        self._rnns.clear()
+
+
+def _written(original: Tensor, current: Tensor) -> Tensor:
+    """The buffer with the values that forward has left; another tensor if a graph may have saved the old values.
+
+    What forward has not changed keeps its precision. (Version counters do not tell: batch normalisation writes past
+    them.)
+    """
+    if current.shape != original.shape:
+        return current.to(original.dtype)
+    new = torch.where(current == original.to(current.dtype), original, current.to(original.dtype))
+    return original.copy_(new) if not original.requires_grad and holders(original) <= 1 else new
+
+
+class _ForwardHook:
+    """A hook on a module; its copy, and what is unpickled, does nothing."""
+
+    def __init__(self, link: Callable[[], Casts | None]) -> None:
+        self._link = link
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return type(self)(_nothing)
+
+    def __reduce__(self) -> Any:
+        return type(self), (_nothing,)
+
+
+def _nothing() -> None:
+    return None
+
+
+class _Enter(_ForwardHook):
+    def __call__(self, module: Module, args: Any) -> None:
+        casts = self._link()
+        if casts is not None:
+            casts.enter(module)
+
+
+class _Leave(_ForwardHook):
+    def __call__(self, module: Module, args: Any, outputs: Any) -> None:
+        casts = self._link()
+        if casts is not None:
+            casts.leave(module)

@@ -1,0 +1,302 @@
+"""A module whose gradients are synchronised in rounds of a reducer: getting ready, and the steps around forward."""
+
+import weakref
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from lockstep.compiler import is_in_compiled_backward, outside_compiler
+from lockstep.distributed.comm.agreement import Line
+from lockstep.distributed.comm.collectives import Collectives, Group, resolve_group
+from lockstep.distributed.reduction.buffers import BufferSet, BufferSync, describe_buffer
+from lockstep.distributed.reduction.comm_hooks import check_hook, hook_state, restore_hook_state
+from lockstep.distributed.reduction.common_state import CommonState
+from lockstep.distributed.reduction.engine import watch_engine
+from lockstep.distributed.reduction.graph import mark_output
+from lockstep.distributed.reduction.parameters import ParameterSet
+from lockstep.distributed.reduction.passes import ForwardMark, note_compiled
+from lockstep.distributed.reduction.reducer import Reducer
+from lockstep.distributed.reduction.scheduler import GroupScheduler, scheduler_of
+from lockstep.distributed.reduction.selection import Contents, describe_parameter
+from lockstep.distributed.replication.mixed_precision import Casts, ReduceIn, reduce_dtype
+from lockstep.distributed.replication.options import Options, input_device, move_to, outputs_in
+from lockstep.distributed.replication.replication import Replication
+from lockstep.errors import LockstepError, NotReplicableError
+
+
+class _Numbering(NamedTuple):
+    """The number of a module among those of its group, on which all ranks agree."""
+
+    module: int
+    others: set[int]
+    """The numbers of the modules that any rank has besides."""
+    order: int
+    """The number of the group among those of its processes."""
+
+
+class ReducerReplication(Replication):
+    """The state of one module that is synchronised in rounds."""
+
+    def __init__(self, module: Module, options: Options, ignored: Collection[Module], taking_over: bool) -> None:
+        super().__init__(module, options, ignored, taking_over)
+        self.hooks: list[tuple[Any, Any]] = []
+        """Communication hooks, each with its state."""
+        self._casts: Casts | None = None
+        self._moves_inputs = options.device_id is not None or bool(options.device_ids)
+
+    # --------------------------------------------------------------------------------- getting ready
+
+    @property
+    def ready(self) -> bool:
+        """True if gradients are synchronised already."""
+        return self.reducer is not None
+
+    @property
+    def started_reducer(self) -> Reducer:
+        """The reducer; gets ready first if necessary."""
+        if self.reducer is None:
+            self.start()
+        assert self.reducer is not None
+        return self.reducer
+
+    def _start(self, collectives: Collectives) -> Reducer:
+        scheduler = scheduler_of(collectives.group)
+        contents, failure = self._contents()
+        numbering = self._agree(contents, failure, collectives, scheduler) if self.options.init_sync else None
+        if failure is not None:
+            raise failure
+        return self._build(contents, collectives, scheduler, numbering)
+
+    def _agree(
+        self, contents: Contents, failure: LockstepError | None, collectives: Collectives, scheduler: GroupScheduler
+    ) -> "_Numbering":
+        """Compare with the other ranks, and return how the module is numbered among those of the group."""
+        lines = [Line(*pair) for pair in self.options.agreed()]
+        lines += [describe_parameter(name, p, contents, trained=True) for name, p in contents.parameters]
+        lines += [describe_buffer(buffer) for buffer in contents.buffers]
+        leaving = self._selection.superseded(contents)
+        modules = scheduler.modules
+        numbers = [modules.next_id, modules.propose_order(), *modules.ids(leaving)]
+        rows = self._compare(lines, collectives, numbers, failure)
+        others = {number for row in rows for number in row[2:]}
+        return _Numbering(max(row[0] for row in rows), others, max(row[1] for row in rows))
+
+    def _build(
+        self,
+        contents: Contents,
+        collectives: Collectives,
+        scheduler: GroupScheduler,
+        numbering: "_Numbering | None",
+    ) -> Reducer:
+        options = self.options
+        if options.init_sync:
+            self._make_equal(contents, collectives)
+        delayed = [parameter for _, parameter in options.delay_all_reduce_named_params or ()]
+        parameters = ParameterSet(self._selection, contents, delayed, values=options.init_sync)
+        policy = BufferSync(self._scan(), options.policy, collectives)
+        caps = options.caps_in_shared_memory() if collectives.shares_memory else options.caps
+        reducer = Reducer(CommonState(parameters, collectives, scheduler, policy, caps))
+        for earlier in self._selection.superseded(contents):
+            earlier.retire()
+        if numbering is not None:
+            scheduler.modules.register(reducer, *numbering)
+        else:  # nothing has been sent yet: the ranks agree when they first have to
+            reducer.common.do_before_next_round(self._late_agreement(contents, collectives, scheduler, reducer))
+        reducer.rank_state.set_requires_sync(self.requires_sync)
+        parameters.attach(reducer)
+        if options.mixed_precision is not None:
+            self._start_casts(reducer)
+        self.reducer = reducer
+        for state, hook in self.hooks:
+            reducer.common.register_hook(state, hook)
+        if self._restored is not None:
+            self.restore(self._restored)
+        if scheduler.decisions.is_padding:
+            reducer.rank_state.begin_padding_batch()
+        return reducer
+
+    def _start_casts(self, reducer: Reducer) -> None:
+        config = self.options.mixed_precision
+        self._casts = Casts(self._selection.module, config, self._selection.left_alone())
+        dtype = reduce_dtype(config)
+        if dtype is not None:
+            reducer.common.register_hook(None, ReduceIn(dtype))
+
+    def _late_agreement(
+        self, contents: Contents, collectives: Collectives, scheduler: GroupScheduler, reducer: Reducer
+    ) -> Callable[[], None]:
+        def agree_late() -> None:
+            modules.register(reducer, *self._agree(contents, None, collectives, scheduler))
+
+        modules = scheduler.modules
+        modules.register(reducer, modules.next_id, modules.ids(), modules.propose_order())
+        return agree_late
+
+    def _scan(self) -> Callable[[], BufferSet]:
+        """What finds the module's buffers, again and again, without keeping the module."""
+        selection = self._selection  # refers to it weakly
+
+        def scan() -> BufferSet:
+            return selection.buffers() if selection.alive else BufferSet(Module(), (), ())
+
+        return scan
+
+    # ------------------------------------------------------------------------------------- forward
+
+    def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Get ready if necessary; move inputs to the device of the options."""
+        if self.reducer is None:
+            self._start_at_forward()
+        reducer = self.reducer
+        if reducer is not None:
+            if torch.compiler.is_compiling():
+                note_compiled(reducer.passes.name)
+            else:
+                watch_engine()
+                reducer.collectives.enter("forward")
+                reducer.forward_begins()
+                reducer.passes.enter_forward(self._counts())
+        if self._moves_inputs and (device := input_device(self.options)) is not None:
+            args, kwargs = move_to(args, device), move_to(kwargs, device)
+        if self._casts is not None:
+            args, kwargs = self._casts.inputs(args), self._casts.inputs(kwargs)
+        return args, kwargs
+
+    def after_forward(self, outputs: Any) -> None:
+        """Mark the outputs, so that a backward through them is known to go through this forward, and is closed when it
+        ends as a whole, however it nests others."""
+        reducer = self.reducer
+        if reducer is None or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return
+        found = (outputs,) if isinstance(outputs, Tensor) else outputs_in(outputs)
+        tensors = [tensor for tensor in found if tensor.requires_grad and not tensor.is_leaf]
+        bound_parameter, training = reducer.common.members.bound_parameter(), self._selection.module.training
+        mark = reducer.passes.leave_forward(self._counts(), training, bool(tensors), bound_parameter)
+        if mark is not None:
+            reached = _OutputHook(reducer, mark)
+            for tensor in tensors:
+                tensor.register_hook(reached)
+                mark_output(tensor, reducer, bound_parameter)
+
+    def _counts(self) -> bool:
+        """Whether a synchronising backward is to go through a forward that runs now."""
+        in_backward = torch._C._current_graph_task_id() != -1
+        if in_backward or not (self.requires_sync and torch.is_grad_enabled()):
+            return False
+        return self._selection.module.training
+
+    # ------------------------------------------------------------------------------------- methods
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Let gradients of backward passes inside pile up on this rank."""
+        with self.synchronising(False):
+            yield
+
+    @contextmanager
+    def synchronising(self, required: bool) -> Iterator[None]:
+        """Let backward passes inside synchronise, or not."""
+        before = self.requires_sync
+        self.set_requires_gradient_sync(required)
+        try:
+            yield
+        except BaseException:
+            if self.reducer is not None and not self.requires_sync:
+                self.reducer.scheduler.decisions.note_local_failure()
+            raise
+        finally:
+            self.set_requires_gradient_sync(before)
+
+    def set_requires_gradient_sync(self, required: bool) -> None:
+        """Whether backward passes that begin from now on synchronise."""
+        self._check_in_charge("set_requires_gradient_sync() and no_sync()")
+        self.requires_sync = bool(required)
+        if self.reducer is not None:
+            self.reducer.rank_state.set_requires_sync(self.requires_sync)
+
+    @contextmanager
+    def weighing(self, weight: float | None) -> Iterator[None]:
+        """What the loss of the backward passes inside counts, of all together; None if they are not weighed."""
+        own = self.started_reducer.rank_state
+        self._check_in_charge("accumulate()")
+        with nullcontext() if weight is None else own.weighing(weight):
+            yield
+
+    def watch_values(self, every: int) -> None:
+        """Compare values in every ``every``-th round from now on, or in none if it is 0; all ranks must."""
+        self.started_reducer.common.watch_values(every)
+
+    @torch.inference_mode(False)
+    def register_comm_hook(self, state: Any, hook: Any) -> None:
+        """Add a communication hook."""
+        self._check_in_charge("register_comm_hook()")
+        check_hook(hook)
+        self.hooks.append((state, hook))
+        if self.reducer is not None:
+            self.reducer.common.register_hook(state, hook)
+
+    def _check_in_charge(self, what: str) -> None:
+        if self.reducer is not None and self.reducer.retired:
+            raise NotReplicableError(
+                f"{what}: this module has been replicated or wrapped once more since, and what was made later "
+                "synchronises its gradients; use that"
+            )
+
+    @property
+    def group(self) -> Group:
+        """The process group, None if there is none yet."""
+        return self.reducer.collectives.group if self.reducer is not None else resolve_group(self.options.group)
+
+    # ----------------------------------------------------------------------------- training state
+
+    def training_state(self) -> dict[str, Any]:
+        """See :func:`lockstep.distributed.training_state_dict`."""
+        reducer = self.started_reducer
+        return {
+            "round": reducer.rounds,
+            "plan": reducer.common.plan.current.to_json(),
+            "hooks": [hook_state(state) for state, _ in self.hooks],
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """See :func:`lockstep.distributed.load_training_state_dict`."""
+        if self.reducer is None:
+            self._restored = state
+            return
+        self.reducer.finish_aborted()
+        self.reducer.common.restore(state["round"], state["plan"])
+        if len(state["hooks"]) != len(self.hooks):
+            raise NotReplicableError(
+                f"the training state is of {len(state['hooks'])} communication hook(s), {len(self.hooks)} are "
+                "registered; register the same hooks, in the same order, before loading it"
+            )
+        for saved, (hook_object, _) in zip(state["hooks"], self.hooks, strict=True):
+            restore_hook_state(hook_object, saved)
+
+
+class _OutputHook:
+    """Output hook: log that the backward pass goes through a forward, and queue the end-of-backward callback in the
+    outermost pass that does."""
+
+    __slots__ = ("_mark", "_reducer")
+
+    def __init__(self, reducer: Reducer, mark: ForwardMark) -> None:
+        self._reducer, self._mark = weakref.ref(reducer), mark
+
+    def __call__(self, grad: Tensor) -> None:
+        if torch.compiler.is_compiling():
+            if not is_in_compiled_backward():  # such a pass is closed where it leaves the engine
+                _expect_outside(self, grad)
+            return
+        reducer = self._reducer()
+        if reducer is not None:
+            reducer.on_output_grad(self._mark)
+
+
+@outside_compiler
+def _expect_outside(reached: _OutputHook, grad: Tensor) -> None:
+    reached(grad)

@@ -1,0 +1,293 @@
+"""``replicate()``: a module that stays what it is, and whose gradients are the mean over all ranks.
+
+The module's class becomes a subclass made at run time, which adds a few methods and is otherwise the same; its copies
+and pickles are of the plain class, and not replicated. Nothing else is visible on the module.
+"""
+
+import copyreg
+import functools
+import weakref
+from collections.abc import Callable, Collection, Iterable
+from contextlib import AbstractContextManager
+from typing import Any, Literal, TypeVar
+
+from torch.nn import Module
+
+from lockstep.distributed.reduction.selection import sharded_children
+from lockstep.distributed.replication.options import Options, read_options
+from lockstep.distributed.replication.reducer_replication import ReducerReplication
+from lockstep.distributed.replication.replication import Replication, find_replication, register, replication_of
+from lockstep.errors import AlreadyManagedError, OptionError
+
+M = TypeVar("M", bound=Module)
+Loss = Literal["sum", "mean"]
+"""What the loss of a share is, over its rows."""
+_with_shares: list[Callable[[Module, Options, Collection[Module], int, Loss], Replication]] = []
+
+
+def replicate_shares_with(make: Callable[[Module, Options, Collection[Module], int, Loss], Replication]) -> None:
+    """Let ``make`` replicate the modules for which :func:`replicate` is given ``shares``.
+
+    So that this package, on which shares rest, need not import them; importing ``lockstep`` does.
+    """
+    _with_shares.append(make)
+
+
+def replicate(
+    module: M,
+    ignored_modules: Iterable[Module] | None = None,
+    *,
+    shares: int | None = None,
+    loss: Loss = "sum",
+    **options: Any,
+) -> M:
+    """Replicate a module over a process group, in place: ``param.grad`` becomes the mean over all ranks.
+
+    After every backward pass that synchronises, each rank's ``param.grad`` is the mean over the ranks of what they have
+    accumulated since the last one - whatever was called, if it is the same on all ranks: the module, a submodule,
+    another method; several forwards; any branch, also another one on each rank. A parameter that a rank did not use
+    counts as zero there; one that no rank used keeps its ``.grad``.
+
+    Args:
+        module: The module; the same object is returned. Its class is replaced by a subclass, so ``isinstance``,
+            attributes and ``state_dict`` stay; ``copy.deepcopy`` and ``pickle`` give the plain module, not replicated.
+            It gains the methods of :class:`Replicated`.
+        ignored_modules: These, and all below them, are left alone.
+        shares: The number of shares into which the batch of a step is cut, the same for the whole run. Then gradients
+            have the same bits on any number of ranks up to that many: see docs/reproducibility.md. None: gradients are
+            the mean over the ranks.
+        loss: With ``shares``, what the loss of a share is: the ``"sum"`` over its rows, or their ``"mean"``.
+        **options: Those of ``DistributedDataParallel``, by name; see :class:`lockstep.DistributedDataParallel`. Here,
+            too: ``device_id`` (int or ``torch.device``): the accelerator to which tensors among the inputs of forward
+            are moved.
+
+    If the module is on the meta device or there is no process group yet, getting ready waits for the first forward.
+
+    Communicates: when getting ready, one small all-gather, by which the ranks compare names, order, shapes, dtypes and
+    options, and broadcasts of rank 0's values in buckets of 10 MiB. In each backward one all-reduce for each bucket of
+    gradients (25 MiB, and 1 MiB the first one unless it goes through ``shm``; gradients from 4 MiB on alone), while
+    the rest of backward runs. Whatever else ranks have to tell each other rides in the last one: which parameters were
+    used, small buffers, failures.
+
+    ``torch.autograd.grad`` gives this rank's gradients, and what ``backward(create_graph=True)`` leaves has no graph;
+    see :func:`lockstep.loop.mean_over_ranks`.
+
+    Raises:
+        UnknownOptionError: A misspelt option (a ``TypeError``).
+        OptionError: Options that make no sense.
+        AgreementError: The ranks differ, on every rank.
+        AlreadyManagedError: The module is replicated already, or under ``fully_shard``.
+        CommunicationError: A rank does not answer.
+
+    Example:
+        >>> import torch, torch.distributed as dist
+        >>> group = dist.ProcessGroupGloo(dist.HashStore(), 0, 1)  # not needed after init_process_group()
+        >>> model = replicate(torch.nn.Linear(4, 2), process_group=group)
+        >>> model(torch.ones(3, 4)).sum().backward()
+        >>> model.bias.grad.tolist(), type(model).__name__
+        ([3.0, 3.0], 'ReplicatedLinear')
+
+    Stands for: ``torch.distributed._composable.replicate.replicate``.
+    """
+    chosen = read_options(options, "replicate")
+    chosen.warn_deprecated(stacklevel=2)
+    if not isinstance(module, Module):
+        raise OptionError(f"expected a torch.nn.Module to replicate, got {type(module).__name__}")
+    original = getattr(module, "_orig_mod", module)
+    if isinstance(original, Replicated) and find_replication(module) is not None:
+        raise AlreadyManagedError(
+            "Each distinct composable distributed API can only be applied to a module once. replicate has already been "
+            f"applied to the following module:\n{module}"
+        )
+    list(sharded_children(module))
+    ignored = list(ignored_modules or ())
+    replication: Replication
+    if shares is None:
+        replication = ReducerReplication(module, chosen, ignored, taking_over=False)
+    else:
+        replication = _with_shares[-1](module, chosen, ignored, shares, loss)
+    replication.start_if_possible()
+    _attach(module, replication)
+    return module
+
+
+class Replicated:
+    """What a module gains from :func:`replicate`."""
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
+        """Whether backward passes that begin from now on synchronise; if not, gradients pile up on this rank.
+
+        The next one that does synchronise reduces all that has piled up. Communicates nothing.
+
+        Stands for: ``DistributedDataParallel.require_backward_grad_sync``.
+        """
+        _of(self).set_requires_gradient_sync(requires_gradient_sync)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """A context in which backward passes do not synchronise; only where backward runs matters, not forward.
+
+        Stands for: ``DistributedDataParallel.no_sync``.
+        """
+        return _of(self).no_sync()
+
+    def register_comm_hook(self, state: Any, hook: Callable[[Any, Any], Any]) -> None:
+        """Let ``hook(state, bucket)`` reduce each bucket; several hooks make a chain, in the order of registration.
+
+        ``bucket`` answers to the names of ``torch.distributed.GradBucket``. A hook that returns a future has
+        communicated, and divided, by itself, as PyTorch's own do. One that returns a tensor has only transformed the
+        buffer: averaging is done for it.
+
+        Raises :class:`HookError` for what cannot be a hook.
+
+        Stands for: ``DistributedDataParallel.register_comm_hook``.
+        """
+        _of(self).register_comm_hook(state, hook)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _as_plain(super().__reduce_ex__(protocol), type(self))
+
+
+def _of(module: Any) -> Replication:
+    return replication_of(module, "replicate")
+
+
+def _as_plain(reduced: Any, kind: type) -> Any:
+    """What makes a copy, with the plain class and without our hooks."""
+    if not isinstance(reduced, tuple):
+        return reduced
+    plain = kind.__mro__[2]
+    function, args, *rest = reduced
+    if function is copyreg.__newobj__ and args[0] is kind:  # type: ignore[attr-defined]
+        function, args = (_new, (plain, *args[1:])) if args[1:] else (copyreg._reconstructor, (plain, object, None))  # type: ignore[attr-defined]
+    if rest and isinstance(rest[0], dict):
+        rest[0] = {name: _without_hooks(value) if name.endswith("hooks") else value for name, value in rest[0].items()}
+        for name in ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"):
+            flags, hooks = rest[0].get(name), rest[0].get(name.partition("_hooks")[0] + "_hooks")
+            if flags and hooks is not None:
+                rest[0][name] = type(flags)((key, flag) for key, flag in flags.items() if key in hooks)
+    return (plain if function is kind else function, args, *rest)
+
+
+def _new(plain: Any, *args: Any) -> Any:
+    return plain.__new__(plain, *args)
+
+
+def _without_hooks(hooks: Any) -> Any:
+    if not isinstance(hooks, dict):
+        return hooks
+    return type(hooks)(
+        (key, hook) for key, hook in hooks.items() if not isinstance(hook, _BeforeForward | _AfterForward)
+    )
+
+
+class _ForwardHook:
+    """A hook on a module; keeps the module's replication. It belongs to that module alone: a copy does nothing."""
+
+    def __init__(self, replication: Replication | None) -> None:
+        self._replication = replication
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return type(self)(None)
+
+    def __reduce__(self) -> Any:
+        return type(self), (None,)
+
+
+class _BeforeForward(_ForwardHook):
+    def __call__(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return None if self._replication is None else self._replication.before_forward(args, kwargs)
+
+
+class _AfterForward(_ForwardHook):
+    def __call__(self, module: Module, args: tuple[Any, ...], outputs: Any) -> None:
+        if self._replication is not None:
+            self._replication.after_forward(outputs)
+
+
+def _attach(module: Module, replication: Replication) -> None:
+    register(module, replication)
+    if not isinstance(module, Replicated):  # as a copy is of a module that was parametrized after replicating
+        module.__class__ = replicated_class(type(module))
+    module.register_forward_pre_hook(_BeforeForward(replication), with_kwargs=True, prepend=True)
+    module.register_forward_hook(_AfterForward(replication))
+
+
+_classes: "weakref.WeakValueDictionary[type[Module], type[Module]]" = weakref.WeakValueDictionary()
+
+
+def replicated_class(plain: Any) -> type[Module]:
+    """The subclass that modules of class ``plain`` get: one for all of them."""
+    if (known := _classes.get(plain)) is not None:
+        return known
+    body: dict[str, Any] = {"__module__": plain.__module__, "__doc__": plain.__doc__}
+    if "__deepcopy__" in dir(plain):
+        copy = plain.__deepcopy__
+
+        def __deepcopy__(self: Module, memo: dict[int, Any]) -> Any:
+            """The class's own way of copying, which may well make one of the class of ``self``."""
+            copied = copy(self, memo)
+            if type(copied) is type(self):
+                copied.__class__ = plain
+            return copied
+
+        body["__deepcopy__"] = __deepcopy__
+    initialise = plain.__init__
+
+    @functools.wraps(initialise)
+    def __init__(self: Module, *args: Any, **kwargs: Any) -> None:
+        """A module that another makes of its own class, as a slice of a Sequential is, is a plain one."""
+        if type(self) is made and find_replication(self) is None:
+            self.__class__ = plain
+        initialise(self, *args, **kwargs)
+
+    body["__init__"] = __init__
+    made: type[Module] = type(f"Replicated{plain.__name__}", (Replicated, plain), body)
+    _classes[plain] = made
+    return made
+
+
+class State:
+    """What ``replicate.state(module)`` returns, with the names that PyTorch's state answers to."""
+
+    def __init__(self, replication: Replication) -> None:
+        self._replication = replication
+
+    @property
+    def ready(self) -> bool:
+        """Whether gradients are synchronised; False until the first forward of a module that was replicated lazily."""
+        return self._replication.ready
+
+    @property
+    def options(self) -> Options:
+        """The options."""
+        return self._replication.options
+
+    @property
+    def process_group(self) -> Any:
+        """The group, None if there is none yet."""
+        return self._replication.group
+
+    @property
+    def device_ids(self) -> list[int] | None:
+        """As in PyTorch: None on the CPU, else the index of ``device_id``."""
+        device = self._replication.options.device_id
+        if device is None or (not isinstance(device, int) and device.type == "cpu"):
+            return None
+        return [device if isinstance(device, int) else device.index]
+
+    @property
+    def _param_names(self) -> list[str]:
+        reducer = self._replication.reducer
+        return [] if reducer is None else [member.name for member in reducer.parameters]
+
+    def _ddp_weakref(self) -> "State":
+        return self
+
+
+def state(module: Module) -> State | None:
+    """The state of a module that went through :func:`replicate`; None for any other."""
+    replication = find_replication(module)
+    return None if replication is None else State(replication)
+
+
+replicate.state = state  # type: ignore[attr-defined]

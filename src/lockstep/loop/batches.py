@@ -1,0 +1,295 @@
+"""``batches()``, ``shard()``: the loop runs equally often on ranks with unequal numbers of batches.
+
+A rank that has run out goes through its last batch again, as often as the others need. Its program does all that the
+others' do - forward, backward, the optimizer's step, the scheduler's, collectives of its own - so that nothing can get
+out of step: an optimizer that had missed a step would have other moments than the others' from then on, and replicas
+would drift apart one epoch later. But nothing of such a batch counts: parameters get no gradient of it, buffers are
+what they were (``reduction/rank_state.py``), and :func:`lockstep.mean` gives it no weight.
+
+How often that is, the ranks tell each other before the first batch, where loaders know their lengths. Where one does
+not, its rank looks one batch ahead, and each says in the report of each round whether it has another.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence, Sized
+from contextlib import ExitStack
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch.nn import Module
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
+
+from lockstep.distributed.comm.agreement import all_gather_object
+from lockstep.distributed.comm.collectives import Collectives, Group
+from lockstep.distributed.reduction.scheduler import scheduler_of
+from lockstep.errors import OptionError, StructureError
+from lockstep.loader_workers import workers_protected
+from lockstep.loop.stop_and_skip import groups_of, known_group
+from lockstep.phases import Phases
+from lockstep.tree import tree_map
+
+B = TypeVar("B")
+_NOTHING: Any = object()
+_NO_ROUNDS = 1000
+
+
+def batches(
+    loader: Iterable[B], *modules: Module, group: Group | None = None, padding: B | None = None
+) -> "Batches[B]":
+    """The batches of a loader, equally many on every rank: one that has run out goes through its last batch again,
+    without any weight, until all have.
+
+    So the loop's body needs no care: what it does, all ranks do equally often. ``param.grad`` is the mean over the
+    ranks that have batches left (with :func:`lockstep.accumulate`, over what is counted). A batch that counts nothing
+    leaves no trace in gradients or buffers; :func:`lockstep.mean` gives it no weight. What the body counts by itself -
+    a sum of losses, rows seen - asks :attr:`Batches.is_padding`.
+
+    Loops may run inside of one another: a batch counts where its rank has one in all of them. A loop whose loader has
+    no length on some rank has to be the innermost.
+
+    Training only: under ``torch.no_grad()`` the loader is gone through as it is, so that evaluation neither pads nor
+    drops a sample.
+
+    Args:
+        loader: What gives batches. A new object for each epoch: call this in each.
+        modules: The replicated modules that are trained, if they are on other groups.
+        group: The ranks; the default group if None.
+        padding: A batch for a rank that has none at all.
+
+    Communicates one all-gather of a few bytes at once, and nothing later. If a loader on any rank has no length
+    (``IterableDataset``), such a rank looks one batch ahead, and another all-gather tells who has a first batch. Then a
+    loop must synchronise in some backward pass.
+
+    Raises:
+        OptionError: A rank has no batch at all, while others have some, and no ``padding`` (on every rank); a loader
+            that gives fewer batches, or more, than its length; a loop inside of one whose loader has no length on some
+            rank (on every rank).
+        PeerError: A rank has left out a batch by itself (``continue`` without :func:`lockstep.loop.skip_batch`), in the
+            next backward, on every rank.
+        CommunicationError: There is no group, or a rank does not answer.
+
+    Example:
+        >>> import torch, torch.distributed as dist, lockstep
+        >>> group = dist.ProcessGroupGloo(dist.HashStore(), 0, 1)
+        >>> model = lockstep.replicate(torch.nn.Linear(1, 1), process_group=group)
+        >>> for x in lockstep.batches([torch.ones(3, 1), torch.ones(2, 1)], model):
+        ...     model(x).mean().backward()
+
+    Stands for: ``DistributedDataParallel.join``, and samplers that pad or drop.
+    """
+    return Batches(loader, groups_of(modules, group, "batches"), padding)
+
+
+class Batches(Generic[B]):
+    """What :func:`batches` returns; see there. Its length, if it has one, is the same on all ranks."""
+
+    def __init__(self, loader: Iterable[B], groups: Sequence[Group], padding: B | None) -> None:
+        self._loader = loader
+        self._schedulers = sorted((scheduler_of(each) for each in groups), key=lambda each: each.order)
+        self._own = _length(loader)
+        self._padding = padding if padding is not None or self._own else _repeat_last(loader)
+        has_padding = self._padding is not None
+        self._rows = [_agree_on_lengths(self._own, has_padding, each.group) for each in self._schedulers]
+        self._lengths = [length for rows in self._rows for length, _ in rows]
+        self._looks_ahead = min(self._lengths) < 0
+        self._may_be_empty = any(padded for rows in self._rows for _, padded in rows)
+        self._is_padding = False
+
+    def __len__(self) -> int:
+        if self._looks_ahead:
+            raise TypeError("the loader of some rank has no length, so that of all together is not known")
+        return max(self._lengths)
+
+    def __length_hint__(self) -> int:
+        return NotImplemented if self._looks_ahead else max(self._lengths)
+
+    @property
+    def is_padding(self) -> bool:
+        """Whether the batch that the loop is at counts nothing: this rank has run out, in this loop or in one around
+        it."""
+        return self._is_padding
+
+    @property
+    def weight(self) -> float:
+        """What the batch counts: 1, or 0 if the rank has run out."""
+        return 0.0 if self._is_padding else 1.0
+
+    def __iter__(self) -> Iterator[B]:
+        if not torch.is_grad_enabled():
+            return self._start()
+        return self._in_turn(self._looking_ahead() if self._looks_ahead else self._of_known_lengths())
+
+    def _start(self) -> Iterator[B]:
+        """Go through the loader; workers that it starts outlive a signal that asks all processes to stop."""
+        with workers_protected():
+            return iter(self._loader)
+
+    def _in_turn(self, given: Iterator[tuple[B, bool, bool, bool]]) -> Iterator[B]:
+        decisions = [each.decisions for each in self._schedulers]
+        with ExitStack() as whole:
+            loops = [whole.enter_context(each.loop(self._looks_ahead)) for each in decisions]
+            whole.callback(self._note_padding, False)
+            for number, (batch, is_padding, ends, uneven) in enumerate(given):
+                for each, loop, rows in zip(decisions, loops, self._rows, strict=True):
+                    active = [rank for rank, (length, _) in enumerate(rows) if length > number] if uneven else None
+                    each.next_batch(loop, ends, uneven, active)
+                self._note_padding(is_padding or any(each.is_padding for each in decisions))
+                if not is_padding:
+                    yield batch
+                    continue
+                with ExitStack() as stack:
+                    for scheduler in self._schedulers:
+                        stack.enter_context(scheduler.padding_batch())
+                    yield batch
+
+    def _note_padding(self, is_padding: bool) -> None:
+        self._is_padding = is_padding
+
+    def _of_known_lengths(self) -> Iterator[tuple[B, bool, bool, bool]]:
+        """Each batch; whether it counts nothing, is the rank's last, and whether some rank has run out."""
+        iterator = self._start()
+        batch: Any = self._padding
+        shortest, longest = min(self._lengths), max(self._lengths)
+        for number in range(longest):
+            if number < self._own:
+                batch = next(iterator, _NOTHING)
+                self._check_length(batch is not _NOTHING, number)
+                last = number == self._own - 1
+                again = _copy(batch) if last and self._own < longest else _NOTHING
+                yield batch, False, last, number >= shortest
+                batch = again
+            else:
+                again = _copy(batch)
+                yield batch, True, True, True
+                batch = again
+        self._check_length(next(iterator, _NOTHING) is _NOTHING, self._own + 1)
+
+    def _check_length(self, holds: bool, number: int) -> None:
+        if not holds:
+            self._fail(f"the loader has a length of {self._own}, and has given {number} batches")
+
+    def _looking_ahead(self) -> Iterator[tuple[B, bool, bool, bool]]:
+        """The same where some rank does not know how many it will have."""
+        iterator = self._start()
+        batch: Any = self._padding
+        first: Any = next(iterator, _NOTHING) if self._own < 0 else _NOTHING
+        own = self._own if self._own >= 0 else int(first is not _NOTHING)
+        self._rows = [_agree_on_lengths(own, batch is not None, each.group) for each in self._schedulers]
+        if not any(length for each in self._rows for length, _ in each):
+            return
+        for given, last in self._counted(iterator) if self._own >= 0 else _with_last(first, iterator):
+            again = _copy(given) if last else _NOTHING
+            yield given, False, last, self._may_be_empty
+            batch = again
+        yield from self._until_all_have_ended(batch)
+        if self._own >= 0:
+            self._check_length(next(iterator, _NOTHING) is _NOTHING, self._own + 1)
+
+    def _counted(self, iterator: Iterator[B]) -> Iterator[tuple[B, bool]]:
+        """The batches of a loader that knows how many there are, and whether each is its last.
+
+        It is asked for none ahead of time: it may count what it has given, as that of a ``ResumableSampler`` does.
+        """
+        for number in range(self._own):
+            batch: Any = next(iterator, _NOTHING)
+            self._check_length(batch is not _NOTHING, number)
+            yield batch, number == self._own - 1
+
+    def _until_all_have_ended(self, batch: Any) -> Iterator[tuple[B, bool, bool, bool]]:
+        """The last batch, again and again, while some rank has others."""
+        decisions = self._schedulers[0].decisions
+        if len(self._lengths) == 1:
+            return
+        waited = 0
+        while not decisions.all_have_ended:
+            rounds = [each.rounds for each in self._schedulers]
+            again = _copy(batch)
+            yield batch, True, True, True
+            batch = again
+            waited = waited + 1 if rounds == [each.rounds for each in self._schedulers] else 0
+            if waited == _NO_ROUNDS:
+                self._fail(f"this rank has run out, and has gone through {waited} batches without a synchronisation")
+
+    def _fail(self, reason: str) -> None:
+        """Raise, and let the other ranks know in the backward that they are in."""
+        for each in self._schedulers:
+            each.fail()
+        raise OptionError(f"batches(): {reason}; give a loader of the right length, or `padding`")
+
+
+def _with_last(first: B, iterator: Iterator[B]) -> Iterator[tuple[B, bool]]:
+    """The first batch and what is left of a loader, and whether each is its last batch: it is asked for one ahead."""
+    upcoming: Any = first
+    while upcoming is not _NOTHING:
+        batch, upcoming = upcoming, next(iterator, _NOTHING)
+        yield batch, upcoming is _NOTHING
+
+
+def _length(loader: object) -> int:
+    """How many batches a loader will give; -1 if that is not known."""
+    if isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset):
+        return -1  # what it says of its length is not what it will give
+    left = getattr(loader, "batches_left", None)  # of a loader that may go on within an epoch: GlobalBatches
+    if isinstance(left, int):
+        return left
+    if not isinstance(loader, Sized):
+        return -1
+    try:
+        return len(loader)
+    except (TypeError, NotImplementedError):
+        return -1
+
+
+def _repeat_last(loader: object) -> Any:
+    """The last batch of a loader of which this rank had nothing left when its run was stopped; None if it has none.
+
+    Such a loader (``ResumableSampler.batches()``) can give it again, so that the run goes on as it would have.
+    """
+    repeat = getattr(loader, "repeat_last", None)
+    return None if repeat is None else repeat()
+
+
+def _agree_on_lengths(own: int, has_padding: bool, group: Group) -> list[tuple[int, bool]]:
+    """Every rank's length, and whether it has a batch in case that it has none.
+
+    Raises on every rank if one has nothing to go through.
+    """
+    collectives = Collectives(group, Phases())
+    rows: list[tuple[int, bool]] = all_gather_object([own, has_padding], "numbers of batches", collectives)
+    for rank, (length, padded) in zip(collectives.global_ranks, rows, strict=True):
+        if length == 0 and not padded and any(other > 0 for other, _ in rows):
+            raise OptionError(
+                f"rank {rank} has no batch at all, so there is none that it could go through while the others "
+                "have some; give each rank a share, or a batch of the right form as batches(padding=...)"
+            )
+    return rows
+
+
+def _copy(batch: B) -> B:
+    """The batch, in containers of its own: the loop may take things out of those that it is given."""
+    try:
+        copied: B = tree_map(lambda leaf: leaf, batch, "batch")
+    except StructureError:
+        return batch
+    return copied
+
+
+def shard(dataset: "Dataset[B]", group: Group | None = None) -> "Subset[B]":
+    """The part of a data set that is this rank's: unequal by at most one sample, nothing padded, nothing dropped.
+
+    Args:
+        dataset: A data set with a length, the same on every rank.
+        group: The ranks; the default group if None.
+
+    Communicates nothing.
+
+    Example:
+        >>> import torch.distributed as dist, lockstep
+        >>> list(lockstep.loop.shard([10, 11, 12], dist.ProcessGroupGloo(dist.HashStore(), 0, 1)))
+        [10, 11, 12]
+
+    Stands for: ``DistributedSampler``, which pads, or drops with ``drop_last=True``.
+    """
+    ranks = known_group(group)
+    if not isinstance(dataset, Sized):
+        raise OptionError(f"shard() got a {type(dataset).__name__} without a length; expected a map-style data set")
+    return Subset(dataset, range(ranks.rank(), len(dataset), ranks.size()))

@@ -1,0 +1,73 @@
+"""``check_in_sync()``: compares the parameters and buffers of all ranks, by digest."""
+
+from torch.nn import Module, Parameter
+
+from lockstep.distributed.comm.agreement import Line, check_same_on_all_ranks, describe_tensor
+from lockstep.distributed.comm.collectives import Collectives, Group, resolve_group
+from lockstep.distributed.reduction.values import find_difference
+from lockstep.distributed.replication.replication import find_replication, replication_of
+from lockstep.errors import CommunicationError, OptionError, OutOfSyncError
+from lockstep.phases import Phases
+
+
+def check_in_sync(module: Module, process_group: Group | None = None, *, every: int | None = None) -> None:
+    """Raise, on every rank, if a parameter or buffer of ``module`` has other values on some rank.
+
+    With ``every=100`` that is also done from now on, in each hundredth backward that synchronises: parameters as they
+    are then, and buffers, unless each rank has its own, as they were when forward began. A digest is computed on the
+    device, in one pass over the values, and travels in the report of the round; a single bit that has flipped changes
+    it with certainty. ``backward()`` raises, on every rank. Of a module that is replicated with shares, it is done at
+    the end of each hundredth step: the loop over the shares raises.
+
+    Values are compared by a digest of their bits, which is computed on the device, in one pass over the module's
+    memory; run it every few hundred steps, or before saving.
+
+    Args:
+        module: A module that has the same names, shapes and dtypes on every rank; replicated or not. Of a ``DTensor``
+            each rank compares the part that it holds.
+        process_group: The ranks; the group that the module is replicated over if None, or the default group.
+        every: In which rounds of a replicated module, or steps with shares, values are compared from now on, the same
+            on all ranks; 0 ends it.
+
+    Raises:
+        OutOfSyncError: Something differs; names the first, the ranks and both digests.
+        AgreementError: The module has other parameters or buffers on another rank, or ``every`` is another number.
+        OptionError: ``every`` is negative, or comes with a group.
+        NotReplicableError: ``every`` comes with a module that is not replicated.
+        CommunicationError: There is no group, or a rank does not answer.
+
+    Communicates one all-gather of 128 bytes for names and layouts, another for values, and more only if there is a
+    difference. In later rounds nothing, but one all-gather if there is.
+
+    Example:
+        >>> import torch, torch.distributed as dist
+        >>> group = dist.ProcessGroupGloo(dist.HashStore(), 0, 1)
+        >>> check_in_sync(torch.nn.Linear(3, 2), group)
+
+    Stands for: nothing in PyTorch, where replicas drift unnoticed.
+    """
+    replication = find_replication(module)
+    if every is not None:
+        replication = replication_of(module, "check_in_sync")
+        if every < 0 or process_group is not None:
+            raise OptionError(
+                f"check_in_sync() got every={every}{', and a group' if process_group is not None else ''}; expected a "
+                "number of rounds, 0 or more, and no group: the module has one"
+            )
+    group = replication.group if process_group is None and replication is not None else resolve_group(process_group)
+    if group is None:
+        raise CommunicationError("there is no process group yet; call torch.distributed.init_process_group() first")
+    collectives = Collectives(group, Phases())
+    named = [*module.named_parameters(), *module.named_buffers()]
+    lines = [Line(name, describe_tensor(tensor, layout=False)) for name, tensor in named]
+    values = [(f"{'parameter' if isinstance(each, Parameter) else 'buffer'} {name}", each) for name, each in named]
+    check_same_on_all_ranks([Line("check_in_sync(every=...)", str(every)), *lines], collectives)
+    if every is not None and replication is not None:
+        replication.watch_values(every)
+    found = find_difference(values, collectives)
+    if found is not None:
+        raise OutOfSyncError(
+            f"{found.name} is out of sync: digest {found.digests[0]} on rank {collectives.global_ranks[0]}, "
+            f"{found.digests[1]} on rank {found.rank}; something changed it on one rank only, such as an optimizer "
+            "step on gradients that were not synchronised, or a random number that differs by rank"
+        )

@@ -1,0 +1,129 @@
+"""``statistics()``: counts and times of a replicated module so far."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from statistics import median
+from typing import Any
+
+from torch.nn import Module
+
+from lockstep.distributed.comm.agreement import all_gather_object
+from lockstep.distributed.replication.replication import replication_of
+from lockstep.phases import Statistics
+
+
+@dataclass(slots=True)
+class TrainingStatistics(Statistics):
+    """What a replicated module has done so far, on this rank.
+
+    ``calls`` and ``seconds`` are those of each phase: ``calls["collective"]`` counts collectives, ``seconds["wait"]``
+    is what backward waited for them.
+    """
+
+    rounds: int = 0
+    """Backward passes that have synchronised."""
+    bytes_reduced: int = 0
+    """Bytes of this rank's gradients, buffers and reports that have gone into all-reduces."""
+    exposed_seconds: float = 0.0
+    """How long backward has stood still for communication that nothing hid, the other ranks' lateness included."""
+    hidden_seconds: float = 0.0
+    """How long communication was under way while backward went on."""
+    unused: list[str] = field(default_factory=list)
+    """Parameters that had no gradient on this rank in the last round, by name."""
+    plan_changes: dict[str, int] = field(default_factory=dict)
+    """Why gradients were put into other buckets, and how often."""
+    waited: list[float] = field(default_factory=list)
+    """By rank, if all ranks were asked: their ``exposed_seconds``."""
+    own_seconds: list[float | None] = field(default_factory=list)
+    """By rank, if all ranks were asked: what the rank takes by itself for a round, from the end of one wait to the
+    beginning of the next, the median of its last 16 rounds. None before its second round."""
+    own_seconds_before: list[float | None] = field(default_factory=list)
+    """The same in the rounds before those, up to 240; None if there were none."""
+
+    @property
+    def late_rank(self) -> int | None:
+        """The rank that has waited least, for which the others have waited; None if ranks were not asked."""
+        return min(range(len(self.waited)), key=self.waited.__getitem__) if self.waited else None
+
+    @property
+    def slower_than_others(self) -> list[float | None]:
+        """By rank: ``own_seconds`` over the median of the other ranks'; 2.0 for a rank that takes twice as long."""
+        return [
+            _ratio(own, [other for each, other in enumerate(self.own_seconds) if each != rank and other is not None])
+            for rank, own in enumerate(self.own_seconds)
+        ]
+
+    @property
+    def slower_than_before(self) -> list[float | None]:
+        """By rank: ``own_seconds`` over ``own_seconds_before``; 2.0 for a rank that now takes twice as long."""
+        return [
+            _ratio(own, [] if before is None else [before])
+            for own, before in zip(self.own_seconds, self.own_seconds_before, strict=True)
+        ]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything as one dictionary, for a logger."""
+        return asdict(self) | {
+            "late_rank": self.late_rank,
+            "slower_than_others": self.slower_than_others,
+            "slower_than_before": self.slower_than_before,
+        }
+
+    def as_json(self) -> str:
+        """Everything as one line of JSON."""
+        return json.dumps(self.as_dict())
+
+
+def statistics(module: Module, *, all_ranks: bool = False) -> TrainingStatistics:
+    """What a replicated module has done so far on this rank: rounds, bytes, communication that was hidden or not.
+
+    Always on: what is counted are plain numbers.
+
+    Args:
+        module: A module from :func:`lockstep.replicate`, or a :class:`lockstep.DistributedDataParallel`.
+        all_ranks: Whether to ask all ranks how long they have waited, and how long they take by themselves; then every
+            rank has to call this. The rank that has waited least is the one for which the others have waited, since the
+            beginning; ``slower_than_others`` and ``slower_than_before`` are of the last 16 rounds.
+
+    Communicates nothing; with ``all_ranks`` one all-gather of 128 bytes.
+
+    Raises :class:`~lockstep.errors.NotReplicableError` for a module that is not replicated.
+
+    Example:
+        >>> import torch, torch.distributed as dist, lockstep
+        >>> group = dist.ProcessGroupGloo(dist.HashStore(), 0, 1)
+        >>> model = lockstep.replicate(torch.nn.Linear(2, 1), process_group=group)
+        >>> model(torch.ones(3, 2)).sum().backward()
+        >>> seen = statistics(model)
+        >>> seen.rounds, seen.unused, seen.bytes_reduced > 0
+        (1, [], True)
+
+    Stands for: ``DistributedDataParallel._get_ddp_logging_data``.
+    """
+    replication = replication_of(module, "statistics")
+    phases, reducer = replication.statistics(), replication.reducer
+    found = TrainingStatistics(phases.calls, phases.seconds, exposed_seconds=phases.seconds.get("wait", 0.0))
+    if reducer is None:
+        return found
+    found.rounds = reducer.rounds
+    found.bytes_reduced = reducer.collectives.comm_stats.bytes_reduced
+    found.hidden_seconds = reducer.collectives.comm_stats.hidden_seconds
+    found.plan_changes = dict(reducer.common.plan_changes)
+    used = reducer.rank_state.used_at_last
+    found.unused = [each.name for each in reducer.parameters if each.index < len(used) and not used[each.index]]
+    if all_ranks:
+        collectives = reducer.collectives
+        step_times = collectives.comm_stats.step_times
+        own = found.exposed_seconds, step_times.recent, step_times.before
+        rows: list[Any] = all_gather_object(own, "waiting of the ranks", collectives)
+        found.waited = [waited for waited, _, _ in rows]
+        found.own_seconds = [own for _, own, _ in rows]
+        found.own_seconds_before = [before for _, _, before in rows]
+    return found
+
+
+def _ratio(own: float | None, others: Sequence[float]) -> float | None:
+    """A time over the median of others; None where either is not known."""
+    reference = median(others) if others else 0.0
+    return own / reference if own is not None and reference else None

@@ -1,0 +1,239 @@
+"""``GlobalBatches``: the batches of all ranks together, of which each rank loads its shares."""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import islice
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
+
+from lockstep.distributed.comm.collectives import Group, resolve_group
+from lockstep.errors import OptionError
+from lockstep.shares.audit_plan import plan_audit
+from lockstep.shares.global_batch import LASTS, GlobalBatch, Last, batches_in, order_of, split
+from lockstep.shares.samples import SeededShares, ShareKey, as_it_is
+from lockstep.shares.state import ShareWorld, Step, check_shares, world_of
+from lockstep.shares.tree import shares_of
+
+_DECIDED = ("batch_sampler", "sampler", "drop_last", "generator")
+"""Arguments of ``DataLoader`` that are decided here."""
+
+
+class GlobalBatches:
+    """The global batches of a run, cut into shares, of which each rank computes its own.
+
+    Iterate over it for the batches of one epoch, and over a batch for this rank's shares of it, loaded and collated as
+    by ``DataLoader``. Forward and backward of a share belong inside that loop; when it has ended, gradients are
+    complete on every rank.
+
+    The samples of a batch, their order and their random numbers depend on ``seed`` and the epoch alone: not on the
+    number of ranks or workers, or on where the run was resumed. Each new iteration is the next epoch; one that was left
+    before its end is continued.
+
+    Args:
+        dataset: A map-style data set: ``len(dataset)`` and ``dataset[number]``, the same on every rank.
+        batch_size: Rows of the whole world in one step.
+        shares: As in ``replicate(model, shares=...)``: at least as many as the run will ever have ranks.
+        seed: For the order, for random numbers of samples, and for random numbers in the model (dropout).
+        shuffle: True: each epoch has an order of its own; False: all have the order of the data set.
+        last: What happens to rows that do not fill a last batch: ``"drop"``, or ``"smaller"`` shares, whose sizes
+            differ by at most one.
+        process_group: The ranks; the default group if None, or one rank if there is none.
+        **loader_options: Those of ``torch.utils.data.DataLoader``: ``num_workers``, ``collate_fn``, ``pin_memory`` and
+            so on.
+
+    Communicates nothing while loading. When the loop over a batch's shares ends, gradients are exchanged: see
+    :func:`lockstep.replicate`.
+
+    Raises:
+        OptionError: Options that make no sense, or an ``IterableDataset``.
+
+    Example:
+        >>> import torch, torch.distributed as dist, lockstep
+        >>> group = dist.ProcessGroupGloo(dist.HashStore(), 0, 1)  # not needed after init_process_group()
+        >>> model = lockstep.replicate(torch.nn.Linear(1, 1, bias=False), shares=4, process_group=group)
+        >>> rows = torch.utils.data.TensorDataset(torch.arange(16.0).view(16, 1))
+        >>> for batch in GlobalBatches(rows, batch_size=8, shares=4, process_group=group):
+        ...     model.zero_grad()
+        ...     for (x,) in batch:
+        ...         model(x).sum().backward()
+        ...     print(len(batch), model.weight.grad.shape)
+        4 torch.Size([1, 1])
+        4 torch.Size([1, 1])
+
+    Stands for: ``DistributedSampler`` with ``set_epoch``, and ``DataLoader``.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        batch_size: int,
+        shares: int,
+        seed: int = 0,
+        *,
+        shuffle: bool = True,
+        last: Last = "drop",
+        process_group: Group | None = None,
+        collate_fn: Callable[[Any], Any] | None = None,
+        **loader_options: Any,
+    ) -> None:
+        _check(dataset, batch_size, shares, last, loader_options)
+        self.dataset, self.batch_size, self.shares, self.seed = dataset, batch_size, shares, seed
+        self.shuffle, self.last = shuffle, last
+        self._group = process_group
+        self._loader: DataLoader[Any] = DataLoader(
+            SeededShares(dataset, collate_fn or default_collate),  # type: ignore[arg-type]
+            batch_sampler=_Keys(self._keys),
+            collate_fn=as_it_is,
+            generator=torch.Generator(),  # of seeds for workers, which are not used
+            **loader_options,
+        )
+        self._epoch = self._batch = 0
+        self._audits_every: int | None = None
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the next batch, from 0."""
+        return self._epoch
+
+    @property
+    def batch(self) -> int:
+        """The number of the next batch in its epoch, from 0."""
+        return self._batch
+
+    @property
+    def batches_left(self) -> int:
+        """The number of batches that the next iteration yields: fewer than in an epoch if it continues within one."""
+        return len(self) - self._batch
+
+    def __len__(self) -> int:
+        """Return the number of batches in an epoch."""
+        return batches_in(len(self.dataset), self.batch_size, self.last)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[GlobalBatch]:
+        world = self._world()
+        self._audits_every = world.audits_every
+        epoch, loaded = self._epoch, None
+        for step in self._steps(epoch, self._batch):
+            if loaded is None:
+                with torch.device("cpu"):  # where the loader's generator is, whatever the default device is
+                    loaded = iter(self._loader)
+            batch = GlobalBatch(world, step, loaded, partial(self._advance, epoch, step.batch))
+            yield batch
+            batch.skip()
+            self._advance(epoch, step.batch)
+
+    def _world(self) -> ShareWorld:
+        world = world_of(resolve_group(self._group))
+        check_shares(self.shares, world.size, "GlobalBatches()")
+        return world
+
+    def _steps(self, epoch: int, first: int) -> Iterator[Step]:
+        """Yield the steps from batch ``first`` to the end of an epoch."""
+        for number, parts in enumerate(self._parts(epoch)):
+            if number >= first:
+                audit = plan_audit(self._audits_every, self.seed, epoch, number, len(parts), self._world().size)
+                count = self._count_of(number + 1 if number + 1 < len(self) else 0)
+                samples = len(self.dataset)  # type: ignore[arg-type]
+                rows = tuple(map(len, parts))
+                yield Step(self.seed, epoch, number, rows, self.shares, count, samples, self.shuffle, audit)
+
+    def _count_of(self, number: int) -> int:
+        """Return the number of shares of a batch: fewer if there are not enough rows left."""
+        return min(self.shares, self.batch_size, len(self.dataset) - number * self.batch_size)  # type: ignore[arg-type]
+
+    def _parts(self, epoch: int) -> Iterator[list[Sequence[int]]]:
+        """Yield the samples of the shares of each batch of an epoch."""
+        order = order_of(len(self.dataset), self.seed, epoch, self.shuffle)  # type: ignore[arg-type]
+        for number in range(len(self)):
+            yield split(order[number * self.batch_size : (number + 1) * self.batch_size], self.shares)
+
+    def _advance(self, epoch: int, number: int) -> None:
+        """Move on after a batch has been consumed."""
+        if (self._epoch, self._batch) == (epoch, number):
+            is_last = number + 1 == len(self)
+            self._epoch, self._batch = (epoch + 1, 0) if is_last else (epoch, number + 1)
+
+    def _keys(self) -> Iterator[list[ShareKey]]:
+        """Yield what this rank loads from the next batch to the end of its epoch, share by share."""
+        world, epoch, first = self._world(), self._epoch, self._batch
+        parts_of = enumerate(self._parts(epoch))
+        for step, (_, parts) in zip(self._steps(epoch, first), islice(parts_of, first, None), strict=True):
+            own = list(shares_of(world.rank, world.size, step.count))
+            if step.audit is not None and step.audit.auditor == world.rank:
+                own.append(step.audit.share)
+            for share in own:
+                yield [ShareKey(self.seed, epoch, step.batch, share, tuple(parts[share]))]
+
+    # ------------------------------------------------------------------------------------ progress
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position of the next batch: ``epoch`` and ``batch``, and the arguments that they refer to.
+
+        It is the same on every rank, and may be loaded on any number of ranks. A batch counts once the loop over its
+        shares has ended, or the next batch is asked for; batches that workers have loaded ahead do not count.
+        """
+        return {"epoch": self._epoch, "batch": self._batch, **self._fixed()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue, with the next iteration, at the batch at which :meth:`state_dict` was called.
+
+        Raises :class:`OptionError` if the state is of other batches.
+        """
+        for name, value in self._fixed().items():
+            if state.get(name, value) != value:
+                raise OptionError(
+                    f"the state is of batches with {name}={state[name]!r}, these have {name}={value!r}, so its epoch "
+                    f"and batch number other samples; make GlobalBatches with {name}={state[name]!r}"
+                )
+        self._epoch, self._batch = int(state["epoch"]), int(state["batch"])
+
+    def _fixed(self) -> dict[str, Any]:
+        return {
+            "samples": len(self.dataset),  # type: ignore[arg-type]
+            "batch_size": self.batch_size,
+            "shares": self.shares,
+            "seed": self.seed,
+            "shuffle": self.shuffle,
+            "last": self.last,
+        }
+
+
+class _Keys:
+    """The batch sampler of the loader, called anew in each epoch."""
+
+    def __init__(self, keys: Callable[[], Iterator[list[ShareKey]]]) -> None:
+        self._keys = keys
+
+    def __iter__(self) -> Iterator[list[ShareKey]]:
+        return self._keys()
+
+
+def _check(dataset: Any, batch_size: int, shares: int, last: Last, loader_options: dict[str, Any]) -> None:
+    if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+        raise OptionError(
+            "GlobalBatches() needs a map-style data set, with len() and numbered samples, got "
+            f"{type(dataset).__name__}: which samples of a stream a rank has read depends on the number of ranks and "
+            "workers, so nothing can be promised for another number, or for a run that is resumed. Write the stream to "
+            "a list, a file or a memory map first"
+        )
+    check_shares(shares, None, "GlobalBatches()")
+    if not isinstance(batch_size, int) or batch_size < shares:
+        raise OptionError(
+            f"GlobalBatches(): batch_size is a whole number of rows, one for each of the {shares} shares at least, got "
+            f"{batch_size!r}"
+        )
+    if last not in LASTS:
+        raise OptionError(f"GlobalBatches(): last must be one of {', '.join(LASTS)}, got {last!r}")
+    if not batches_in(len(dataset), batch_size, last):
+        raise OptionError(
+            f"GlobalBatches(): {len(dataset)} samples do not fill one batch of {batch_size} rows; make it smaller, or "
+            "use last='smaller'"
+        )
+    for name in _DECIDED:
+        if name in loader_options:
+            raise OptionError(
+                f"GlobalBatches() got {name}, which it decides by itself, so that batches are the same on any number "
+                "of ranks; use shuffle=, last= and seed="
+            )

@@ -1,0 +1,88 @@
+"""Objects that PyTorch hands on to the engine's threads are held for as long as they are there, and no longer."""
+
+import subprocess
+import sys
+import threading
+import weakref
+
+import pytest
+
+from lockstep.distributed.reduction import autograd_tls
+
+
+class Value:
+    """Something that can be referred to weakly."""
+
+
+@pytest.fixture
+def key(request: pytest.FixtureRequest) -> str:
+    return f"lockstep.{request.node.name}"
+
+
+def test_what_is_put_lives_until_it_is_removed(key: str) -> None:
+    value = Value()
+    alive = weakref.ref(value)
+    autograd_tls.put(key, value)
+    del value
+    assert alive() is not None
+    assert autograd_tls.get(key) is alive()
+    autograd_tls.remove(key)
+    assert alive() is None
+    assert autograd_tls.get(key) is None
+
+
+def test_what_is_put_in_place_of_another_leaves_as_many_references_as_there_were(key: str) -> None:
+    values = [Value(), Value()]
+    before = [sys.getrefcount(value) for value in values]
+    for _ in range(10):
+        for value in values:
+            autograd_tls.put(key, value)
+    del value  # the loop's own reference
+    autograd_tls.remove(key)
+    assert [sys.getrefcount(value) for value in values] == before
+
+
+def test_removing_costs_none_no_references(key: str) -> None:
+    before = sys.getrefcount(None)
+    for _ in range(1000):
+        autograd_tls.put(key, None)
+        autograd_tls.remove(key)
+    assert abs(sys.getrefcount(None) - before) < 100  # not exact: others use it
+
+
+def test_a_thread_has_what_it_put_itself(key: str) -> None:
+    value, seen = Value(), []
+    autograd_tls.put(key, value)
+    thread = threading.Thread(target=lambda: seen.append(autograd_tls.get(key)))
+    thread.start()
+    thread.join()
+    autograd_tls.remove(key)
+    assert seen == [None]
+
+
+def test_a_backward_pass_ends_with_as_many_references_as_it_began_with() -> None:
+    # In a process of its own: where PyTorch's count is wrong, the passes die while they run, and the process with them.
+    program = """
+import gc, torch, lockstep, torch.distributed as dist
+from lockstep.distributed.reduction.engine import BackwardPass, current_pass
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+module = lockstep.replicate(torch.nn.Linear(3, 3))
+
+def begin_another(gradient):
+    with torch.enable_grad():
+        torch.ones(1, requires_grad=True).sum().backward()
+
+for _ in range(200):
+    loss = module(torch.ones(2, 3)).sum()
+    loss.register_hook(begin_another)
+    loss.backward()
+del loss
+gc.collect()
+assert current_pass() is None
+print(sum(isinstance(each, BackwardPass) for each in gc.get_objects()), "passes left")
+dist.destroy_process_group()
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "0 passes left\n"
