@@ -35,8 +35,8 @@ _NO_ROUNDS = 1000
 def batches(
     loader: Iterable[B], *modules: Module, group: Group | None = None, padding: B | None = None
 ) -> "Batches[B]":
-    """The batches of a loader, equally many on every rank: one that has run out goes through its last batch again,
-    without any weight, until all have.
+    """Return the batches of a loader, equally many on every rank: one that has run out goes through its last batch
+    again, without any weight, until all have.
 
     So the loop's body needs no care: what it does, all ranks do equally often. ``param.grad`` is the mean over the
     ranks that have batches left (with :func:`lockstep.accumulate`, over what is counted). A batch that counts nothing
@@ -104,7 +104,7 @@ class Batches(Generic[B]):
 
     @property
     def is_padding(self) -> bool:
-        """Whether the batch that the loop is at counts nothing: this rank has run out, in this loop or in one around
+        """True if the batch that the loop is at counts nothing: this rank has run out, in this loop or in one around
         it."""
         return self._is_padding
 
@@ -168,7 +168,7 @@ class Batches(Generic[B]):
             self._fail(f"the loader has a length of {self._own}, and has given {number} batches")
 
     def _looking_ahead(self) -> Iterator[tuple[B, bool, bool, bool]]:
-        """The same where some rank does not know how many it will have."""
+        """Return the same where some rank does not know how many it will have."""
         iterator = self._start()
         batch: Any = self._padding
         first: Any = next(iterator, _NOTHING) if self._own < 0 else _NOTHING
@@ -185,7 +185,7 @@ class Batches(Generic[B]):
             self._check_length(next(iterator, _NOTHING) is _NOTHING, self._own + 1)
 
     def _counted(self, iterator: Iterator[B]) -> Iterator[tuple[B, bool]]:
-        """The batches of a loader that knows how many there are, and whether each is its last.
+        """Return the batches of a loader that knows how many there are, and whether each is its last.
 
         It is asked for none ahead of time: it may count what it has given, as that of a ``ResumableSampler`` does.
         """
@@ -195,7 +195,7 @@ class Batches(Generic[B]):
             yield batch, number == self._own - 1
 
     def _until_all_have_ended(self, batch: Any) -> Iterator[tuple[B, bool, bool, bool]]:
-        """The last batch, again and again, while some rank has others."""
+        """Return the last batch, again and again, while some rank has others."""
         decisions = self._schedulers[0].decisions
         if len(self._lengths) == 1:
             return
@@ -217,7 +217,8 @@ class Batches(Generic[B]):
 
 
 def _with_last(first: B, iterator: Iterator[B]) -> Iterator[tuple[B, bool]]:
-    """The first batch and what is left of a loader, and whether each is its last batch: it is asked for one ahead."""
+    """Return the first batch and what is left of a loader, and whether each is its last batch: it is asked for one
+    ahead."""
     upcoming: Any = first
     while upcoming is not _NOTHING:
         batch, upcoming = upcoming, next(iterator, _NOTHING)
@@ -225,7 +226,7 @@ def _with_last(first: B, iterator: Iterator[B]) -> Iterator[tuple[B, bool]]:
 
 
 def _length(loader: object) -> int:
-    """How many batches a loader will give; -1 if that is not known."""
+    """Return how many batches a loader will give; -1 if that is not known."""
     if isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset):
         return -1  # what it says of its length is not what it will give
     left = getattr(loader, "batches_left", None)  # of a loader that may go on within an epoch: GlobalBatches
@@ -240,7 +241,8 @@ def _length(loader: object) -> int:
 
 
 def _repeat_last(loader: object) -> Any:
-    """The last batch of a loader of which this rank had nothing left when its run was stopped; None if it has none.
+    """Return the last batch of a loader of which this rank had nothing left when its run was stopped; None if it has
+    none.
 
     Such a loader (``ResumableSampler.batches()``) can give it again, so that the run goes on as it would have.
     """
@@ -265,7 +267,7 @@ def _agree_on_lengths(own: int, has_padding: bool, group: Group) -> list[tuple[i
 
 
 def _copy(batch: B) -> B:
-    """The batch, in containers of its own: the loop may take things out of those that it is given."""
+    """Return the batch, in containers of its own: the loop may take things out of those that it is given."""
     try:
         copied: B = tree_map(lambda leaf: leaf, batch, "batch")
     except StructureError:
@@ -274,7 +276,8 @@ def _copy(batch: B) -> B:
 
 
 def shard(dataset: "Dataset[B]", group: Group | None = None) -> "Subset[B]":
-    """The part of a data set that is this rank's: unequal by at most one sample, nothing padded, nothing dropped.
+    """Return the part of a data set that is this rank's: unequal by at most one sample, nothing padded, nothing
+    dropped.
 
     Args:
         dataset: A data set with a length, the same on every rank.

@@ -23,7 +23,7 @@ def mean_over_ranks(tensors: Tensor, process_group: Group | None = None) -> Tens
 @overload
 def mean_over_ranks(tensors: Sequence[Tensor], process_group: Group | None = None) -> tuple[Tensor, ...]: ...
 def mean_over_ranks(tensors: Tensor | Sequence[Tensor], process_group: Group | None = None) -> Any:
-    """The mean over the ranks of a tensor, or of each of several; differentiable any number of times.
+    """Return the mean over the ranks of a tensor, or of each of several; differentiable any number of times.
 
     ``torch.autograd.grad`` gives this rank's gradients, also for a replicated module: nothing tells the library that
     they are meant to be shared. This makes them the mean, and a loss built on the result has the right gradients:

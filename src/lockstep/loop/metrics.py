@@ -22,7 +22,7 @@ _AT_ONCE = 64
 
 
 def mean(values: T, weight: float | Tensor = 1.0, group: Group | None = None) -> T:
-    """The mean over all ranks of each number in ``values``, each rank's counting ``weight``.
+    """Return the mean over all ranks of each number in ``values``, each rank's counting ``weight``.
 
     With ``weight`` the number of rows (or tokens) that a rank's numbers are means over, the result is the mean over all
     rows of all ranks, also where ranks have unequal numbers of them, or none (weight 0). A batch that counts nothing
@@ -92,7 +92,7 @@ class _Part(NamedTuple):
     is_number: bool = True
 
     def like(self, values: Tensor) -> Any:
-        """The means as what the leaf was."""
+        """Return the means as what the leaf was."""
         if self.tensor is None:
             return values.item()
         dtype = self.tensor.dtype if self.tensor.is_floating_point() else torch.float64
@@ -110,7 +110,7 @@ def _part(leaf: Leaf) -> _Part:
 
 
 def _sums(flat: Tensor, weight: float, lines: Sequence[Line], collectives: Collectives) -> tuple[Tensor, float]:
-    """The sums of all ranks' numbers, and of their weights.
+    """Return the sums of all ranks' numbers, and of their weights.
 
     In front travels a digest of what each rank has given, in places of its own. If there are different ones, all ranks
     know, and exchange what they have given.

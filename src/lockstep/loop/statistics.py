@@ -63,7 +63,7 @@ class TrainingStatistics(Statistics):
         ]
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything as one dictionary, for a logger."""
+        """Return everything as one dictionary, for a logger."""
         return asdict(self) | {
             "late_rank": self.late_rank,
             "slower_than_others": self.slower_than_others,
@@ -71,12 +71,13 @@ class TrainingStatistics(Statistics):
         }
 
     def as_json(self) -> str:
-        """Everything as one line of JSON."""
+        """Return everything as one line of JSON."""
         return json.dumps(self.as_dict())
 
 
 def statistics(module: Module, *, all_ranks: bool = False) -> TrainingStatistics:
-    """What a replicated module has done so far on this rank: rounds, bytes, communication that was hidden or not.
+    """Return what a replicated module has done so far on this rank: rounds, bytes, communication that was hidden or
+    not.
 
     Always on: what is counted are plain numbers.
 
@@ -124,6 +125,6 @@ def statistics(module: Module, *, all_ranks: bool = False) -> TrainingStatistics
 
 
 def _ratio(own: float | None, others: Sequence[float]) -> float | None:
-    """A time over the median of others; None where either is not known."""
+    """Return a time over the median of others; None where either is not known."""
     reference = median(others) if others else 0.0
     return own / reference if own is not None and reference else None

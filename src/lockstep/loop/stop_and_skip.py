@@ -20,7 +20,8 @@ Request = Callable[[], object]
 
 
 def groups_of(modules: Sequence[Module], group: Group | None, caller: str) -> list[Group]:
-    """The groups that modules are replicated over, each once; ``group``, or the default group, if there are none."""
+    """Return the groups that modules are replicated over, each once; ``group``, or the default group, if there are
+    none."""
     found: list[Group] = []
     for module in modules:
         its = replication_of(module, caller).started_reducer.collectives.group
@@ -32,8 +33,8 @@ def groups_of(modules: Sequence[Module], group: Group | None, caller: str) -> li
 
 
 def known_group(group: Group | None) -> Group:
-    """The group, or the default group; raises :class:`CommunicationError` if there is none yet, :class:`OptionError`
-    for anything else."""
+    """Return the group, or the default group; raises :class:`CommunicationError` if there is none yet,
+    :class:`OptionError` for anything else."""
     found = resolve_group(group)
     if found is not None and not isinstance(found, dist.ProcessGroup | Backend):
         raise OptionError(f"expected a process group, got {type(found).__name__}; leave it out for the default group")
@@ -54,7 +55,7 @@ def stop_when(request: Request, group: Group | None = None) -> Decisions:
 
 
 def should_stop(group: Group | None = None) -> bool:
-    """Whether any rank has asked to stop: the same on all ranks at the same step.
+    """Return True if any rank has asked to stop: the same on all ranks at the same step.
 
     What ranks ask for travels in the report of each round, so ask after ``backward()``. Communicates nothing; waits for
     the last report where that travels over an accelerator. In a loop without a synchronising backward use
@@ -117,7 +118,8 @@ def skip_batch(*modules: Module, group: Group | None = None) -> None:
 
 
 def skipped(*modules: Module, group: Group | None = None) -> bool:
-    """Whether any rank has left out this batch, so that all have: see :func:`skip_batch`. Communicates nothing."""
+    """Return True if any rank has left out this batch, so that all have: see :func:`skip_batch`. Communicates
+    nothing."""
     return any(decisions_of(each).skipped for each in groups_of(modules, group, "skipped"))
 
 

@@ -46,7 +46,7 @@ class _ExitDelay:
         self._last = 0.0
 
     def waited(self) -> None:
-        """A collective has been waited for."""
+        """Note that a collective has been waited for."""
         self._last = time.monotonic()
         if not self._registered:
             self._registered = True
@@ -81,7 +81,7 @@ class Pending:
         _exit_delay.waited()
 
     def done(self) -> bool:
-        """Whether :meth:`wait` would return at once."""
+        """Return True if :meth:`wait` would return at once."""
         return bool(self._work.is_completed())
 
 
@@ -154,7 +154,8 @@ class Collectives:
             )
 
     def begun(self) -> int | None:
-        """How many collectives this process has begun, on all groups that count them; None if this one does not."""
+        """Return how many collectives this process has begun, on all groups that count them; None if this one does
+        not."""
         groups = {id(group): group for group in (*dist.distributed_c10d._world.pg_map, self.group)}
         total = 0
         for group in groups.values():
@@ -185,7 +186,8 @@ class Collectives:
         return plain_memory(numel, dtype, device)
 
     def follows_stream(self, device: torch.device) -> bool:
-        """Whether collectives on tensors of a device, and callbacks of their futures, run in the order of its stream.
+        """Return True if collectives on tensors of a device, and callbacks of their futures, run in the order of its
+        stream.
 
         They do not on the CPU, nor where Gloo copies tensors of an accelerator to the host and back: its threads run
         callbacks when they come to it, which is another moment on every rank.
@@ -238,7 +240,7 @@ class Collectives:
         return _in_flat_copies(tensors, lambda flat: self.broadcast(flat, what, source))
 
     def all_gather(self, tensor: Tensor, what: str) -> list[Tensor]:
-        """The tensor of every rank, all of one shape, in rank order."""
+        """Return the tensor of every rank, all of one shape, in rank order."""
         gathered = [torch.empty_like(tensor) for _ in range(self.world)]
         with self.phases.phase("collective", f"all_gather, {what}"):
             self._begin(what, dist.all_gather, gathered, tensor, group=self.group, async_op=True).wait()
@@ -265,11 +267,11 @@ class Collectives:
 
     @property
     def shares_memory(self) -> bool:
-        """Whether all ranks reduce in memory that they share."""
+        """True if all ranks reduce in memory that they share."""
         return self._abilities is not None and self._abilities._shares_memory
 
     def can_add_in_order(self, device: torch.device) -> bool:
-        """Whether :meth:`add_in_order` works for tensors from :meth:`empty` on a device."""
+        """Return True if :meth:`add_in_order` works for tensors from :meth:`empty` on a device."""
         return device.type == "cpu" and self.shares_memory
 
     def add_in_order(
@@ -310,7 +312,7 @@ class Collectives:
         return f"rank {self.global_rank}, in a group of {self.world} ranks"
 
     def failure(self, what: str, error: BaseException) -> CommunicationError | PeerFailure:
-        """The error to raise for what a collective raised."""
+        """Return the error to raise for what a collective raised."""
         watcher = self.watcher
         if watcher is not None and not isinstance(error, AgreementError | OptionError):
             known = watcher.explain(error)
@@ -350,7 +352,7 @@ def _in_flat_copies(tensors: Sequence[Tensor], begin: Callable[[Tensor], Pending
 
 
 def _real(tensor: Tensor) -> Tensor:
-    """A tensor of one dimension, complex numbers as two real ones each."""
+    """Return a tensor of one dimension, complex numbers as two real ones each."""
     return torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor
 
 
@@ -360,7 +362,8 @@ def plain_memory(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor
 
 
 def control_device(group: Group) -> torch.device:
-    """Where the small tensors lie with which ranks agree: the CPU if the group can, else the current accelerator."""
+    """Return the device of the small tensors with which ranks agree: the CPU if the group can, else the current
+    accelerator."""
     backends = backends_of(group)
     if backends in ("gloo", "fake", "mpi", "shm") or "cpu:" in backends:
         return torch.device("cpu")
@@ -403,7 +406,7 @@ def _timeout_of(group: Group, device: torch.device) -> timedelta | None:
 
 
 def backends_of(group: Group) -> str:
-    """The names of a group's backends: one, or pairs such as ``cpu:gloo,cuda:nccl``."""
+    """Return the names of a group's backends: one, or pairs such as ``cpu:gloo,cuda:nccl``."""
     try:
         return str(dist.get_backend_config(group))
     except (RuntimeError, ValueError, KeyError, AttributeError, TypeError):  # a bare backend
@@ -418,7 +421,7 @@ def resolve_group(group: Group | None) -> Group | None:
 
 
 def global_ranks(group: Group) -> Sequence[int]:
-    """The group's ranks, in order, as messages name them: as ranks of the default group.
+    """Return the group's ranks, in order, as messages name them: as ranks of the default group.
 
     A group that the default group knows nothing of, such as a bare backend, has its own numbers.
     """

@@ -23,11 +23,12 @@ class CommStats:
         self.step_times = StepTimes()
 
     def reduces(self, tensor: Tensor) -> None:
-        """An all-reduce of a tensor begins; of a sparse one the values count (test_a_sparse_bucket)."""
+        """Note that an all-reduce of a tensor begins; of a sparse one the values count (test_a_sparse_bucket)."""
         self.bytes_reduced += tensor._values().nbytes if tensor.is_sparse else tensor.nbytes
 
     def waits(self, begun: float | None, now: float) -> None:
-        """A round is waited for from ``now`` on, of which the first collective had ``begun`` before, if any has."""
+        """Note that a round is waited for from ``now`` on, of which the first collective had ``begun`` before, if any
+        has."""
         self.step_times.waits(now)
         if begun is not None:
             self.hidden_seconds += now - begun

@@ -20,7 +20,7 @@ def put(key: str, value: object) -> None:
 
 
 def get(key: str) -> Any:
-    """What this thread, or the one that handed its state on, has put under ``key``; None if nothing."""
+    """Return what this thread, or the one that handed its state on, has put under ``key``; None if nothing."""
     return torch._C._get_obj_in_tls(key) if torch._C._is_key_in_tls(key) else None
 
 
@@ -39,7 +39,7 @@ def remove(key: str) -> None:
 
 @functools.cache
 def _is_reference_taken() -> bool:
-    """Whether PyTorch takes a reference to what it is given to hold.
+    """Return True if PyTorch takes a reference to what it is given to hold.
 
     Some versions (2.11 is one) only give one back, when the object is replaced: held objects die while they are in
     use, and the process with them. ``test_what_is_put_lives_until_it_is_removed`` holds it.

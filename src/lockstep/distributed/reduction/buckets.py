@@ -62,7 +62,7 @@ class BucketPart:
         """True if they are in the bucket's memory already, and not in the parameters' ``.grad``."""
 
     def open(self) -> None:
-        """A round begins."""
+        """Begin a round."""
         self.is_complete = False
         self.is_copied = False
 
@@ -74,7 +74,7 @@ class GradientBucket(ABC):
         self.index, self.planned = index, planned
         self.members = list(members)
         self.waits_for_end = waits
-        """Whether it waits for the end of backward."""
+        """True if it waits for the end of backward."""
         self._parameters = [member.parameter for member in members]
         self._dtypes = [parameter.dtype for parameter in self._parameters]
         self._devices = [parameter.device for parameter in self._parameters]
@@ -100,11 +100,11 @@ class GradientBucket(ABC):
         return any(map(is_not, map(_grad_of, self._parameters), repeat(None)))
 
     def _cut(self) -> list[range]:
-        """Which members, by position, are waited for together."""
+        """Return which members, by position, are waited for together."""
         return [range(len(self.members))]
 
     def open(self, scale: float) -> None:
-        """A round begins, in which gradients are multiplied by ``scale`` before they are summed."""
+        """Begin a round, in which gradients are multiplied by ``scale`` before they are summed."""
         self._scale = scale
         self._unused.clear()
         if self.missing < len(self.parts):
@@ -147,7 +147,7 @@ class GradientBucket(ABC):
 
     @abstractmethod
     def _gradient(self, position: int) -> Tensor:
-        """What the member at that position gets."""
+        """Return what the member at that position gets."""
 
     def _keep_unused(self, member: ManagedParameter, grad: Tensor, inside: bool) -> None:
         """Keep the gradient of a parameter that this rank did not use: perhaps no rank did."""
@@ -162,7 +162,7 @@ class GradientBucket(ABC):
         return torch.empty(0)
 
     def zeros(self) -> Tensor:
-        """A tensor to send in place of what :meth:`copy_in` returns, without any gradient."""
+        """Return a tensor to send in place of what :meth:`copy_in` returns, without any gradient."""
         return self.members[0].zeros().flatten()
 
 
@@ -256,17 +256,17 @@ class ZeroBucket(GradientBucket):
         return CopiedIn(self.zeros())
 
     def accept(self, summed: Tensor) -> None:
-        """Nothing is taken."""
+        """Do nothing: nothing is taken."""
 
     def multiply(self, factor: float) -> None:
-        """Nothing is there."""
+        """Do nothing: nothing is there."""
 
     def _gradient(self, position: int) -> Tensor:
         return torch.empty(0)
 
 
 def flattened(tensor: Tensor) -> Tensor:
-    """All elements of a tensor without gaps, in the order in which they lie in memory; a view."""
+    """Return all elements of a tensor without gaps, in the order in which they lie in memory; a view."""
     return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
 
 
@@ -383,7 +383,7 @@ class FlatBucket(GradientBucket):
         return CopiedIn(memory.flat, factor, undefined)
 
     def _is_copied(self) -> bool:
-        """Whether all has been copied early."""
+        """Return True if all has been copied early."""
         return all(part.is_copied for part in self.parts)
 
     def _copy_rest(
@@ -514,8 +514,8 @@ def make_bucket(
     extra: int,
     empty: Empty,
 ) -> GradientBucket:
-    """The bucket in use for a planned one; ``waits``: it waits for the end of backward; ``extra`` elements behind the
-    gradients carry the report.
+    """Return the bucket in use for a planned one; ``waits``: it waits for the end of backward; ``extra`` elements
+    behind the gradients carry the report.
 
     ``empty`` gives the memory of gradients that lie side by side.
     """

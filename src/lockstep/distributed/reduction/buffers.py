@@ -59,11 +59,11 @@ class Buffer:
 
     @property
     def tied(self) -> bool:
-        """Whether it is registered in several places."""
+        """True if it is registered in several places."""
         return len(self._slots) > 1
 
     def current(self) -> Tensor | None:
-        """The tensor registered now; None if there is none any more, or one of another kind."""
+        """Return the tensor registered now; None if there is none any more, or one of another kind."""
         owner, key = self._slots[0].owner(), self._slots[0].key
         tensor = owner._buffers.get(key) if owner is not None else None
         if tensor is None or tensor.shape != self.shape or tensor.dtype != self.dtype or tensor.device != self.device:
@@ -71,15 +71,16 @@ class Buffer:
         return tensor
 
     def is_split(self) -> bool:
-        """Whether the places in which it was registered hold different tensors now."""
+        """Return True if the places in which it was registered hold different tensors now."""
         return len({id(owner._buffers.get(key)) for slot, key in self._slots if (owner := slot()) is not None}) > 1
 
     def zeros(self) -> Tensor:
-        """What is sent where there is no such tensor."""
+        """Return what is sent where there is no such tensor."""
         return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
 
     def writable(self) -> Tensor | None:
-        """The tensor registered now, if no graph may have saved it, and each of its elements is a place of its own."""
+        """Return the tensor registered now, if no graph may have saved it, and each of its elements is a place of its
+        own."""
         tensor = self.current()
         if tensor is None or holders(tensor) > 1 or tensor.requires_grad or tensor.is_inference():
             return None
@@ -127,11 +128,11 @@ class BufferGroup:
         self._are_alike = len(set(self._shapes)) == 1  # then one operation moves all of them, in place of one for each
 
     def current(self) -> Sequence[Tensor | None]:
-        """What :meth:`Buffer.current` gives, for each."""
+        """Return what :meth:`Buffer.current` gives, for each."""
         return self._all_there() or [buffer.current() for buffer in self.buffers]
 
     def _all_there(self) -> list[Tensor] | None:
-        """The tensors registered now; None if one is not there any more, or is one of another kind."""
+        """Return the tensors registered now; None if one is not there any more, or is one of another kind."""
         try:
             registries = map(_buffers_of, map(operator.call, self._owners))
             tensors: list[Any] = list(map(dict.get, registries, self._keys))
@@ -143,8 +144,8 @@ class BufferGroup:
         return tensors
 
     def joined(self, zeros: bool = False) -> Tensor:
-        """The values, of one dtype and device, one after the other; zeros for one that is not there any more, or for
-        all (``zeros``)."""
+        """Return the values, of one dtype and device, one after the other; zeros for one that is not there any more, or
+        for all (``zeros``)."""
         tensors = None if zeros else self._all_there()
         if tensors is None:
             found = [None if zeros else buffer.current() for buffer in self.buffers]
@@ -198,7 +199,8 @@ class BufferSet:
         self._tied = [buffer for buffer in self.buffers if buffer.tied]
 
     def changed(self) -> bool:
-        """Whether buffers have been registered, removed, tied, untied, or replaced by others of another kind since.
+        """Return True if buffers have been registered, removed, tied, untied, or replaced by others of another kind
+        since.
 
         Whether there are other modules, :class:`lockstep.distributed.reduction.parameters.SlotSnapshot` knows.
         """
@@ -229,7 +231,8 @@ class KeptBuffers:
 
 
 def has_overlap(tensor: Tensor) -> bool:
-    """Whether two elements of a tensor may be one place in memory, as in an expanded one: it cannot be written."""
+    """Return True if two elements of a tensor may be one place in memory, as in an expanded one: it cannot be
+    written."""
     if tensor.is_contiguous():
         return False
     reach = 0  # of all dimensions so far, from the one of the smallest stride on
@@ -242,7 +245,7 @@ def has_overlap(tensor: Tensor) -> bool:
 
 
 def holders(tensor: Any) -> int:
-    """How many hold a tensor, where Python counts as one; a graph that has saved it is another."""
+    """Return how many hold a tensor, where Python counts as one; a graph that has saved it is another."""
     return int(tensor._use_count())
 
 
@@ -277,7 +280,7 @@ class BufferSync:
         self._sent: list[tuple[Pending, Tensor, list[list[Buffer]]]] = []
         self._left = False
         self.are_equal = False
-        """Whether the last round has made them equal on all ranks."""
+        """True if the last round has made them equal on all ranks."""
 
     @property
     def source(self) -> int:
@@ -304,11 +307,11 @@ class BufferSync:
         return [] if self._set is None else self._set.buffers
 
     def keep(self) -> KeptBuffers:
-        """What the module's buffers are now, by whatever policy."""
+        """Return what the module's buffers are now, by whatever policy."""
         return KeptBuffers(self._scan().buffers)
 
     def changed(self) -> bool:
-        """Whether the module has other buffers now; then nothing is carried until :meth:`renew`."""
+        """Return True if the module has other buffers now; then nothing is carried until :meth:`renew`."""
         return self._set is not None and self._set.changed()
 
     def renew(self) -> None:
@@ -438,13 +441,13 @@ class BufferSync:
 
 
 def describe_buffer(buffer: Buffer) -> Line:
-    """What must be the same on all ranks."""
+    """Return what must be the same on all ranks."""
     kind = str(buffer.dtype).removeprefix("torch.")
     return Line(f"buffer {buffer.name}", f"{kind} of shape {tuple(buffer.shape)}")
 
 
 def _are_writable(tensors: Sequence[Tensor]) -> bool:
-    """Whether all can be written in place, as :meth:`Buffer.writable` asks of one."""
+    """Return True if all can be written in place, as :meth:`Buffer.writable` asks of one."""
     return not (
         max(map(holders, tensors), default=1) > 1
         or any(map(_has_graph, tensors))

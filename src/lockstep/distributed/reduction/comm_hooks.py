@@ -36,7 +36,7 @@ class Waitable(Protocol):
         """Return when it has arrived."""
 
     def done(self) -> bool:
-        """Whether :meth:`wait` would return at once."""
+        """Return True if :meth:`wait` would return at once."""
 
 
 class GradBucket:
@@ -49,7 +49,7 @@ class GradBucket:
         self._bucket, self._buffer, self._last = bucket, buffer, last
 
     def index(self) -> int:
-        """The place of the bucket in the order in which buckets leave; 0 is the first.
+        """Return the place of the bucket in the order in which buckets leave; 0 is the first.
 
         When buckets are planned anew, as after unfreezing, one of other gradients than had its number before gets a
         number that none has had, so that hooks do not apply what they keep for another bucket.
@@ -57,21 +57,21 @@ class GradBucket:
         return self._bucket.index
 
     def buffer(self) -> Tensor:
-        """The gradients as one flat tensor (a sparse one, if the bucket holds a sparse gradient)."""
+        """Return the gradients as one flat tensor (a sparse one, if the bucket holds a sparse gradient)."""
         return self._buffer
 
     def gradients(self) -> list[Tensor]:
-        """The gradients, as views of the buffer in the shapes of the parameters."""
+        """Return the gradients, as views of the buffer in the shapes of the parameters."""
         if self._buffer.is_sparse:
             return [self._buffer]
         return self._bucket.planned.layout.views(self._buffer)
 
     def parameters(self) -> list[torch.nn.Parameter]:
-        """The parameters, in the order of :meth:`gradients`."""
+        """Return the parameters, in the order of :meth:`gradients`."""
         return [member.parameter for member in self._bucket.members]
 
     def is_last(self) -> bool:
-        """Whether this is the last bucket of the backward pass."""
+        """Return True if this is the last bucket of the backward pass."""
         return self._last
 
     def set_buffer(self, buffer: Tensor) -> None:
@@ -109,14 +109,14 @@ class HookChain:
         self.hooks: list[Hook] = []
         """Those in use, on all ranks."""
         self.are_agreed = False
-        """Whether the ranks have compared them."""
+        """True if the ranks have compared them."""
         self._offered: list[Hook] = []  # registered since, and not in use yet
         self._waits: bool | None = None  # whether one that is not the last communicates; not known yet
         self._numbered: dict[int, _References] = {}  # the parameters of each bucket that hooks have seen
 
     @property
     def may_wait(self) -> bool:
-        """Whether :meth:`send` may wait for other ranks: for what a hook sends whose result the next one gets."""
+        """True if :meth:`send` may wait for other ranks: for what a hook sends whose result the next one gets."""
         return len(self.hooks) > 1 and self._waits is not False
 
     def register(self, state: Any, hook: Callable[[Any, Any], Any]) -> bool:
@@ -131,7 +131,7 @@ class HookChain:
 
     @property
     def has_changed(self) -> bool:
-        """Whether this rank has hooks that the ranks have not agreed on yet."""
+        """True if this rank has hooks that the ranks have not agreed on yet."""
         return bool(self._offered)
 
     def agree(self, collectives: Collectives) -> None:
@@ -200,12 +200,12 @@ _References = Sequence["ref[Parameter]"]
 
 
 def _references(parameters: Sequence[Parameter]) -> _References:
-    """What does not keep them, and tells them from later ones at their addresses."""
+    """Return references that do not keep the tensors, and tell them from later ones at their addresses."""
     return [ref(parameter) for parameter in parameters]
 
 
 def _are_to(references: _References, parameters: Sequence[Parameter]) -> bool:
-    """Whether the references are to just these parameters."""
+    """Return True if the references are to just these parameters."""
     same_length = len(references) == len(parameters)
     return same_length and all(link() is parameter for link, parameter in zip(references, parameters, strict=True))
 
@@ -251,7 +251,7 @@ class _Averaged:
 
 
 def _value(outcome: Any, hook: Hook) -> Tensor:
-    """The tensor that a future holds, alone or as the only entry of a list."""
+    """Return the tensor that a future holds, alone or as the only entry of a list."""
     if isinstance(outcome, Sequence) and len(outcome) == 1:
         outcome = outcome[0]
     if not isinstance(outcome, Tensor):
@@ -291,12 +291,12 @@ _RETURNED_NAMES = ("Future[torch.Tensor]", "Future[Tensor]", "Future", "torch.Te
 
 
 def name_of(hook: Any) -> str:
-    """What a hook is called in messages."""
+    """Return what a hook is called in messages."""
     return str(getattr(hook, "__qualname__", type(hook).__name__))
 
 
 def hook_state(state: Any) -> Any:
-    """What of a hook's state is worth keeping: its own ``state_dict``, or its attributes without process groups.
+    """Return what of a hook's state is worth keeping: its own ``state_dict``, or its attributes without process groups.
 
     Of NumPy's random numbers, which PowerSGD draws, the state is kept, so that ``torch.load(weights_only=True)`` takes
     it.

@@ -43,7 +43,7 @@ class CommonState:
         """What sums are divided by: the world size, but where joined ranks do not count."""
         self._caps = tuple(caps)
         self.buffer_source_moved = False
-        """Whether buffers are those of another rank than the first, which had run out of batches."""
+        """True if buffers are those of another rank than the first, which had run out of batches."""
         self.watch: ValueChecker | None = None
         """What compares values in every N-th round, if anything does."""
         self._before_next_round: list[Callable[[], object]] = []
@@ -61,7 +61,7 @@ class CommonState:
 
     @property
     def is_planned(self) -> bool:
-        """Whether the plan has been made anew after the first round."""
+        """True if the plan has been made anew after the first round."""
         return not self.plan.observes
 
     def _settle(self) -> None:
@@ -70,7 +70,7 @@ class CommonState:
 
     @property
     def is_ready(self) -> bool:
-        """Whether nothing has to be agreed on before a bucket may leave."""
+        """True if nothing has to be agreed on before a bucket may leave."""
         return self.hooks.are_agreed and not self._before_next_round
 
     # ----------------------------------------------------------------------- building what is planned
@@ -116,18 +116,18 @@ class CommonState:
         self.watch = ValueChecker(every) if every else None
 
     def watch_of(self, number: int) -> ValueChecker | None:
-        """What compares values in round ``number``, if anything does."""
+        """Return what compares values in round ``number``, if anything does."""
         return None if self.watch is None or not self.watch.is_due(number) else self.watch
 
     def digest_buffers(self, number: int) -> None:
-        """A forward begins, and the round of that number comes next."""
+        """Note that a forward begins, and the round of that number comes next."""
         watch = self.watch_of(number)
         if watch is not None and self.buffers.are_equal:
             watch.digest_buffers([buffer.current() for buffer in self.buffers.buffers])
 
     def digest_values(self, number: int) -> Tensor | None:
-        """What round ``number`` reports of the module's values, if they are compared in it: what there is a digest of,
-        and its bytes."""
+        """Return what round ``number`` reports of the module's values, if they are compared in it: what there is a
+        digest of, and its bytes."""
         watch = self.watch_of(number)
         if watch is None:
             return None
@@ -149,7 +149,7 @@ class CommonState:
             self.buffer_source_moved = active is not None
 
     def count_round(self, number: int) -> None:
-        """The round of that number is over, and other ranks may have had something of it."""
+        """Note that the round of that number is over, and other ranks may have had something of it."""
         self.rounds = number
 
     def restore(self, rounds: int, plan: str) -> None:
@@ -198,7 +198,7 @@ class CommonState:
         self._settle()
 
     def differs(self) -> bool:
-        """Whether this rank has other hooks or buffers than were agreed on."""
+        """Return True if this rank has other hooks or buffers than were agreed on."""
         return self.hooks.has_changed or self.buffers.changed()
 
     def agree_anew(self) -> list[ManagedParameter]:

@@ -83,15 +83,15 @@ class Loop:
             self._batch = self._batch._replace(skipped=said.skipped, failed=False)
 
     def note_failure(self) -> None:
-        """All ranks know that the round of this batch has failed."""
+        """Note that all ranks know that the round of this batch has failed."""
         self._batch = self._batch._replace(failed=True)
 
     def note_skipped(self) -> None:
-        """All ranks know that this batch is left out."""
+        """Note that all ranks know that this batch is left out."""
         self._batch = self._batch._replace(skipped=True, failed=False)
 
     def note_local_failure(self) -> None:
-        """A micro-batch that does not synchronise has failed."""
+        """Note that a micro-batch that does not synchronise has failed."""
         self._batch = self._batch._replace(failed_locally=True)
 
     def take_local_failure(self) -> bool:
@@ -205,7 +205,7 @@ class Decisions:
                 self.skips_next = False
 
     def next_batch(self, loop: Loop, ends: bool, uneven: bool, active: Collection[int] | None) -> None:
-        """A loop goes on with its next batch, which ``ends`` its own; ``uneven``: some rank may have run out;
+        """Note that a loop goes on with its next batch, which ``ends`` its own; ``uneven``: some rank may have run out;
         ``active``: the ranks that have not, if that is known and they are not all."""
         self.batch += 1
         self._state.batch = self.batch
@@ -237,19 +237,19 @@ class Decisions:
 
     @property
     def is_padding(self) -> bool:
-        """Whether the batch that the loop is at counts nothing."""
+        """True if the batch that the loop is at counts nothing."""
         return bool(self._padding)
 
     def skip_in_next_round(self) -> None:
-        """The rank leaves out the batch in a round that is still to come, with other micro-batches."""
+        """Note that the rank leaves out the batch in a round that is still to come, with other micro-batches."""
         self.skips_next = True
 
     def note_local_failure(self) -> None:
-        """A micro-batch that does not synchronise has failed."""
+        """Note that a micro-batch that does not synchronise has failed."""
         self.innermost.note_local_failure()
 
     def take_local_failure(self) -> bool:
-        """Whether the last thing that has failed was such a micro-batch; asked once."""
+        """Return True if the last thing that has failed was such a micro-batch; asked once."""
         return self.innermost.take_local_failure()
 
     @contextmanager
@@ -262,13 +262,14 @@ class Decisions:
             self._skippable.remove(errors)
 
     def skips_after(self, error: BaseException | None) -> bool:
-        """Whether :meth:`skipping_on` was told that the batch is to be left out after ``error``."""
+        """Return True if :meth:`skipping_on` was told that the batch is to be left out after ``error``."""
         return any(isinstance(error, errors) for errors in self._skippable)
 
     # ------------------------------------------------------------------------------ what all ranks have said
 
     def update(self, said: LoopVerdict, batch: int, loop: Loop | None = None, aborted: bool = False) -> None:
-        """The report of a round has been read, at the batch of that number; ``said`` is what the ranks have said in it.
+        """Note that the report of a round has been read, at the batch of that number; ``said`` is what the ranks have
+        said in it.
 
         ``loop`` is the one of its round, which may have ended since; the innermost if None. ``aborted``: of a round
         in which this rank has failed, so that what becomes of the batch is known.
@@ -277,17 +278,17 @@ class Decisions:
         (loop or self.innermost).update(said, aborted, batch != self.batch)
 
     def note_failure(self, loop: Loop | None = None) -> None:
-        """All ranks know that the round of this batch has failed; ``loop`` as in :meth:`update`."""
+        """Note that all ranks know that the round of this batch has failed; ``loop`` as in :meth:`update`."""
         (loop or self.innermost).note_failure()
         self.skips_next = False
 
     def note_skipped(self) -> None:
-        """All ranks know that this batch is left out."""
+        """Note that all ranks know that this batch is left out."""
         self.innermost.note_skipped()
         self.skips_next = False
 
     def round_ended(self) -> None:
-        """A backward that synchronises is over."""
+        """Note that a backward that synchronises is over."""
         self.skips_next = False
 
     def note_aborted(self, reader: HasAborted) -> None:
@@ -300,7 +301,7 @@ class Decisions:
 
     @property
     def is_default(self) -> bool:
-        """Whether nothing is known but which batch it is, so that a report that says no more changes nothing."""
+        """True if nothing is known but which batch it is, so that a report that says no more changes nothing."""
         return not self._stops and self.innermost.is_default
 
     @property
@@ -313,12 +314,12 @@ class Decisions:
 
     @property
     def has_failed(self) -> bool:
-        """Whether the round of this batch has failed, and all ranks know."""
+        """True if the round of this batch has failed, and all ranks know."""
         return self.innermost.has_failed
 
     @property
     def may_be_padding(self) -> bool:
-        """Whether some rank may contribute nothing to the round under way. All ranks know alike."""
+        """True if some rank may contribute nothing to the round under way. All ranks know alike."""
         return any(map(_may_be_padding, self._loops))
 
     @property
@@ -332,7 +333,7 @@ class Decisions:
 
     @property
     def should_stop(self) -> bool:
-        """Whether any rank has asked to stop before the last round ended: the same on all ranks at the same step.
+        """True if any rank has asked to stop before the last round ended: the same on all ranks at the same step.
 
         Waits for the end of a round that this rank has aborted.
         """
@@ -341,18 +342,18 @@ class Decisions:
 
     @property
     def skipped(self) -> bool:
-        """Whether any rank has left out this batch, so that all have, or none has one. Waits as :attr:`should_stop`
+        """True if any rank has left out this batch, so that all have, or none has one. Waits as :attr:`should_stop`
         does."""
         self._finish_aborted()
         return self.innermost.skips
 
     @property
     def all_have_ended(self) -> bool:
-        """Whether no rank has another batch after the one of the last round. Waits as :attr:`should_stop` does."""
+        """True if no rank has another batch after the one of the last round. Waits as :attr:`should_stop` does."""
         self._finish_aborted()
         return self.innermost.all_end
 
 
 def decisions_of(group: Group) -> Decisions:
-    """The decisions of a group: one in a process, for as long as somebody holds it."""
+    """Return the decisions of a group: one in a process, for as long as somebody holds it."""
     return shared_object(Decisions, group)

@@ -46,7 +46,7 @@ class DriftDetector:
         self._some = plain[:: max(1, -(-len(plain) // _PARAMETERS))]
         self._first_bytes: list[bytes] = []
         self.suspects = False
-        """Whether parameters were changed while their gradient was only this rank's, and have not been compared."""
+        """True if parameters were changed while their gradient was only this rank's, and have not been compared."""
 
     @property
     def is_unused(self) -> bool:
@@ -54,8 +54,8 @@ class DriftDetector:
         return self._versions is None and not self.suspects
 
     def check(self, synchronises: bool) -> None:
-        """A backward pass begins; warns if parameters have changed twice since one that synchronised, and this one does
-        not."""
+        """Note that a backward pass begins; warns if parameters have changed twice since one that synchronised, and
+        this one does not."""
         before = self._versions
         if before is None and synchronises:
             return
@@ -78,7 +78,7 @@ class DriftDetector:
         return None if found is None else Drift(found.name, found.rank, collectives.global_ranks[0])
 
     def _changed(self, before: Sequence[int], versions: Sequence[int], first_bytes: Sequence[bytes]) -> str | None:
-        """The name of the first parameter that has other values than it had."""
+        """Return the name of the first parameter that has other values than it had."""
         if before != versions:
             return next(m.name for m, old, new in zip(self._parameters, before, versions, strict=True) if old != new)
         for member, was, now in zip(self._some, self._first_bytes, first_bytes, strict=True):
@@ -92,7 +92,7 @@ class DriftDetector:
 
 
 def _first_bytes(parameters: Sequence[Parameter]) -> list[bytes]:
-    """The first bytes of each parameter; none where they are not in this host's memory side by side."""
+    """Return the first bytes of each parameter; none where they are not in this host's memory side by side."""
     return [
         string_at(p.data_ptr(), min(_BYTES, p.nbytes)) if p.is_cpu and p.is_contiguous() and p.nbytes else b""
         for p in parameters

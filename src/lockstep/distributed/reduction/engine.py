@@ -121,7 +121,7 @@ class BackwardPass:
         return id(thing) in self._failed
 
     def fail(self, reach: ReachableLeaves) -> None:
-        """It has failed: tell everybody, whatever happens to one of them."""
+        """Tell all observers that it has failed, whatever happens to one of them."""
         self.over = True
         for observer in observers():
             try:
@@ -130,7 +130,7 @@ class BackwardPass:
                 logging.getLogger("lockstep").exception("what a failed backward pass owes could not be sent")
 
     def close(self) -> None:
-        """It has left the engine. Whoever holds it from now on, holds no group.
+        """Let go of the group and the graph: the pass has left the engine.
 
         A collective keeps the thread-local state in which it was begun, and this with it, until a thread of the group
         lets go of it: a group whose last reference that was would wait for its own thread
@@ -165,7 +165,7 @@ class PassObserver(ABC):
 
     @abstractmethod
     def pass_begins(self, this: BackwardPass) -> None:
-        """A pass begins that is no step of another one, and has added to no gradient yet."""
+        """Note that a pass begins that is no step of another one, and has added to no gradient yet."""
 
     @abstractmethod
     def pass_ended(self, this: BackwardPass) -> None:
@@ -173,7 +173,7 @@ class PassObserver(ABC):
 
     @abstractmethod
     def pass_failed(self, this: BackwardPass, reach: ReachableLeaves) -> None:
-        """A pass has failed; its exception is on its way to the program, and waits for this."""
+        """Note that a pass has failed; its exception is on its way to the program, and waits for this."""
 
 
 _observers: list[weakref.ref[PassObserver]] = []
@@ -268,8 +268,8 @@ class _Engine(torch._C._ImperativeEngine):
                 autograd_tls.remove(_KEY)
 
     def _wait_for_threads(self, devices: set[torch.device]) -> None:
-        """A pass has failed in one thread: return when no other is at work on a node of it, which may be the one that
-        sets a gradient. None begins another one; so each has ended its own when it comes to a pass of ours."""
+        """Return when no thread is at work any more on a node of a pass that has failed in another, which may be the
+        one that sets a gradient. None begins another one; so each has ended its own when it comes to a pass of ours."""
         for device in devices:
             try:
                 with torch.enable_grad():

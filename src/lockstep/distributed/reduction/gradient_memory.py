@@ -164,7 +164,7 @@ class GradientMemory:
             return self._in_place(dense, views)
 
     def release(self) -> None:
-        """The parameters have got their gradients."""
+        """Leave the memory to the parameters' gradients, unless it is kept."""
         if not self._kept:
             self._left = StorageWeakRef(self.flat.untyped_storage()), int(self.flat.storage_offset())
             self._memory = None
@@ -221,11 +221,11 @@ def _is_seen_by_others(memory: _Memory, inside: Sequence[bool]) -> bool:
 
 
 def storage_users(tensor: Any) -> int:
-    """How many tensors share the tensor's memory, itself included."""
+    """Return how many tensors share the tensor's memory, itself included."""
     storage = tensor.untyped_storage()
     return int(torch._C._storage_Use_Count(storage._cdata)) - 1  # the handle just made
 
 
 def references(objects: Sequence[Any]) -> list[int]:
-    """The reference count of each entry of a list."""
+    """Return the reference count of each entry of a list."""
     return list(map(sys.getrefcount, objects))

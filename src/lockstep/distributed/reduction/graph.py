@@ -23,7 +23,7 @@ _NAMES = ("tensors", "grad_tensors", "keep_graph", "create_graph", "inputs", "al
 
 
 def named(args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The engine's arguments by name."""
+    """Return the engine's arguments by name."""
     return dict(zip(_NAMES, args, strict=False)) | kwargs
 
 
@@ -37,14 +37,14 @@ class ReachableLeaves:
     leaves: frozenset[int] = frozenset()
     """Their identities, as far as the graph shows them."""
     hidden: bool = False
-    """Whether there may be more: functions written in Python may run passes of their own, as checkpointing does."""
+    """True if there may be more: functions written in Python may run passes of their own, as checkpointing does."""
     marks: Mapping[int, Sequence[object]] = field(default_factory=dict)
     """What :func:`mark_output` was called with for outputs that the pass was to go through, by the identity of the
     owner."""
 
 
 def reach_of(given: dict[str, Any]) -> ReachableLeaves:
-    """What the pass that was begun with these arguments was to accumulate into."""
+    """Return what the pass that was begun with these arguments was to accumulate into."""
     if not given.get("accumulate_grad"):
         return ReachableLeaves()
     leaves, hidden = set(), False
@@ -62,7 +62,7 @@ def reach_of(given: dict[str, Any]) -> ReachableLeaves:
 
 
 def devices_of_leaves(given: dict[str, Any]) -> set[torch.device]:
-    """The accelerators on which the leaves of a pass lie: for each the engine has a thread."""
+    """Return the accelerators on which the leaves of a pass lie: for each the engine has a thread."""
     leaves = (node.variable for node in _nodes(_edges(given["tensors"])) if _is_leaf(node))
     return {leaf.device for leaf in leaves if leaf.device.type not in ("cpu", "meta")}
 
@@ -109,27 +109,27 @@ _numbers = itertools.count()
 
 
 def has_means() -> bool:
-    """Whether a backward pass of this process may take a mean over ranks, at a time that depends on what else it goes
-    through."""
+    """Return True if a backward pass of this process may take a mean over ranks, at a time that depends on what else it
+    goes through."""
     return bool(_alive)
 
 
 def means_behind(outputs: Iterable[Any]) -> list[MeanInPass]:
-    """The means that a pass through these outputs takes, if it has no ``inputs``."""
+    """Return the means that a pass through these outputs takes, if it has no ``inputs``."""
     if not _alive:
         return []
     return [each for node in _nodes(_edges(outputs)) if (each := _mean_of(node)) is not None]
 
 
 def joined_behind(given: dict[str, Any]) -> Sequence[Tensor]:
-    """What a pass with ``inputs`` has to have among those, too, so that it comes to all means behind its outputs: on
-    another rank they may be on the way to the inputs."""
+    """Return what a pass with ``inputs`` has to have among those, too, so that it comes to all means behind its
+    outputs: on another rank they may be on the way to the inputs."""
     found = means_behind(given["tensors"])
     return [each.joined for each in found if each.joined is not None]
 
 
 def finish_means(given: dict[str, Any], this: object) -> None:
-    """A pass has failed: take part in the means that it was still to take, in the order in which it would have. The
+    """Take part in the means that a pass that has failed was still to take, in the order in which it would have. The
     other ranks take them before they hear of the failure."""
     for each in _unfinished(given, this):
         try:
@@ -160,7 +160,7 @@ def _mean_of(node: Any) -> MeanInPass | None:
 
 
 def _edges(outputs: Iterable[Any]) -> list[Any]:
-    """The nodes that these outputs are of, given as they are or by their gradient edges."""
+    """Return the nodes that these outputs are of, given as they are or by their gradient edges."""
     found = [each for each in outputs if not _is_tensor(each) or each.requires_grad]
     edges = (torch.autograd.graph.get_gradient_edge(each) if _is_tensor(each) else each for each in found)
     return [edge.node for edge in edges]

@@ -29,8 +29,8 @@ class LateGradient:
 
 
 def reduce_late(members: Sequence[ManagedParameter], collectives: Collectives, divisor: float) -> list[LateGradient]:
-    """The means over the ranks of what these parameters have as gradients now, and have no more; a rank that has none
-    counts as zero.
+    """Return the means over the ranks of what these parameters have as gradients now, and have no more; a rank that has
+    none counts as zero.
 
     Every rank passes the same parameters. One all-reduce for each dtype and device, and for each sparse gradient, after
     one of a number: whether all ranks have put together what they send. If not, each raises: that rank what has kept

@@ -35,7 +35,7 @@ class Owner(Protocol):
         """Return the parameters that its module still has."""
 
     def hold_hooks(self) -> None:
-        """A parameter has users' hooks, to be run when its gradient is reduced."""
+        """Note that a parameter has users' hooks, to be run when its gradient is reduced."""
 
     def gradient_triggered(self, index: int) -> None:
         """Autograd has accumulated the gradient of the parameter with that number, which has a trigger."""

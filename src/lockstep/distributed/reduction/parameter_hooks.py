@@ -67,7 +67,7 @@ class OutlivedHook:
 
 
 def note_outlived(parameter: Parameter, name: str) -> None:
-    """The reducer of a parameter is gone."""
+    """Note that the reducer of a parameter is gone."""
     earlier: Mapping[int, Any] | None = hooks_of(parameter)
     hooks: OrderedDict[int, Any] = OrderedDict(earlier or {})
     hooks[TRIGGER_KEY] = OutlivedHook(name)

@@ -48,7 +48,7 @@ class ManagedParameter:
         self._kind = _kind_of(parameter)
 
     def take(self, grad: Tensor) -> Tensor:
-        """The gradient of this rank as a plain tensor; raises if it is not of the planned dtype and shape."""
+        """Return the gradient of this rank as a plain tensor; raises if it is not of the planned dtype and shape."""
         local = matching_gradient(grad.detach(), self.parameter)
         self.check(local)
         return local
@@ -107,7 +107,7 @@ class SlotSnapshot:
         self._known = list(self._now())
 
     def changed(self) -> bool:
-        """Whether anything else stands there now than at first."""
+        """Return True if anything else stands there now than at first."""
         try:
             return not all(map(is_, self._now(), self._known))
         except AttributeError:  # of None: a module is gone

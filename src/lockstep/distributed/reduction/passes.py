@@ -73,12 +73,12 @@ class PassLog:
         return ForwardMark(_TRAINING if training else _EVALUATION, self._round if counts else None, bound_parameter)
 
     def compile_forward(self) -> None:
-        """The compiler has traced a forward: how the module is called is not known from now on."""
+        """Note that the compiler has traced a forward: how the module is called is not known from now on."""
         self._compiled = True
 
     def note_reached(self, mark: ForwardMark | None, own: bool) -> None:
-        """The backward pass under way goes through a forward, on the module's ``own`` parameters or on others; through
-        a mean over the ranks, if it is None."""
+        """Note that the backward pass under way goes through a forward, on the module's ``own`` parameters or on
+        others; through a mean over the ranks, if it is None."""
         self._called |= _UNKNOWN if mark is None else mark.called
         if own:
             self._own = True
@@ -90,7 +90,7 @@ class PassLog:
 
     @property
     def is_reached(self) -> bool:
-        """Whether the backward pass under way has gone through a forward on the module's own parameters, or through a
+        """True if the backward pass under way has gone through a forward on the module's own parameters, or through a
         mean over the ranks that leads to them."""
         return self._own
 
@@ -101,11 +101,11 @@ class PassLog:
         return called, self._through, self._unused_forwards
 
     def end_pass(self) -> None:
-        """The backward pass under way is over."""
+        """Note that the backward pass under way is over."""
         self._called, self._own = 0, False
 
     def end_round(self) -> None:
-        """The backward pass under way is over, and was a round: forwards are counted anew."""
+        """Note that the backward pass under way is over, and was a round: forwards are counted anew."""
         self._called, self._own = 0, False
         self._round += 1
         self._through = self._unused_forwards = 0

@@ -56,7 +56,7 @@ class PlannedBucket:
 
     @property
     def can_hold_report(self) -> bool:
-        """Whether a report can ride behind the gradients: sums of small whole numbers must be exact."""
+        """True if a report can ride behind the gradients: sums of small whole numbers must be exact."""
         dtype = self.layout.dtype
         return self.kind is Kind.FLAT and dtype.is_floating_point and dtype.itemsize >= 2
 
@@ -74,14 +74,14 @@ class ReductionPlan:
         return frozenset(index for bucket in self.buckets for index in bucket.indices)
 
     def to_json(self) -> str:
-        """The names of every bucket, as text."""
+        """Return the names of every bucket, as text."""
         return json.dumps(
             [[bucket.kind.value, [self.specs[i].name for i in bucket.indices]] for bucket in self.buckets]
         )
 
     @classmethod
     def from_json(cls, text: str, specs: Sequence[TensorSpec]) -> "ReductionPlan":
-        """The plan that :meth:`to_json` wrote, for parameters of those names."""
+        """Return the plan that :meth:`to_json` wrote, for parameters of those names."""
         place = {spec.name: index for index, spec in enumerate(specs)}
         buckets = []
         for kind, names in json.loads(text):
@@ -177,16 +177,16 @@ class AdaptivePlan:
         self._waiting: frozenset[int] = frozenset()
         self._arrivals: dict[int, None] = {}
         self.observes = True
-        """Whether it still has to be made of what the first round shows."""
+        """True if it still has to be made of what the first round shows."""
         self.current = self._plan(sorted(trained, reverse=True))
 
     @property
     def is_whole(self) -> bool:
-        """Whether every parameter has a place."""
+        """True if every parameter has a place."""
         return len(self.current.members) == len(self._specs)
 
     def waits_for_end(self, bucket: PlannedBucket) -> bool:
-        """Whether a bucket has to wait for the end of backward."""
+        """Return True if a bucket has to wait for the end of backward."""
         return not self._waiting.isdisjoint(bucket.indices)
 
     def restore(self, text: str) -> None:
@@ -195,11 +195,11 @@ class AdaptivePlan:
         self.current = ReductionPlan.from_json(text, self._specs)
 
     def begin_round(self) -> None:
-        """A round begins."""
+        """Begin a round."""
         self._arrivals.clear()
 
     def observe(self, index: int) -> None:
-        """A gradient has come, in the round under way."""
+        """Note that a gradient has come, in the round under way."""
         self._arrivals[index] = None
 
     @property

@@ -65,8 +65,8 @@ class Contribution:
         return not all(are_zero([member.parameter.grad for member in piled]))
 
     def forget(self) -> None:
-        """What has been contributed is not this rank's alone any more; after a failure, or where the batch is left out,
-        it is gone."""
+        """Begin a new contribution: the last one has been reduced, or is gone after a failure, or where the batch is
+        left out."""
         self.used[:] = bytes(len(self.used))
         self.drift.forget()
         self.window.close()
@@ -112,11 +112,11 @@ class PaddingBatch:
         return handle
 
     def note_new(self, parameter: Parameter) -> None:
-        """A parameter without a gradient is about to get one."""
+        """Note that a parameter without a gradient is about to get one."""
         self._new.append(parameter)
 
     def undo(self) -> None:
-        """Parameters and buffers are as if no backward pass and no forward had been."""
+        """Give parameters and buffers back what they had before the batch's forward and backward."""
         for parameter in self._new:
             parameter.grad = None
         self._new.clear()
@@ -127,11 +127,11 @@ class PaddingBatch:
         self._buffers.give_back()
 
     def round_ended(self, buffers: KeptBuffers) -> None:
-        """The rank has taken part in a round, and has ``buffers`` since."""
+        """Note that the rank has taken part in a round, and has ``buffers`` since."""
         self._buffers = buffers
 
     def end(self) -> None:
-        """The loop goes on."""
+        """End the batch: the loop goes on."""
         for hook in self._hooks:
             hook.remove()
         self._buffers.give_back()
@@ -174,7 +174,7 @@ class RankState:
     def __init__(self, common: CommonState, lock: AbstractContextManager[object]) -> None:
         """``lock`` is held by whoever changes anything here: hooks run in threads of the engine."""
         self.requires_sync = True
-        """Whether backward passes that begin from now on synchronise."""
+        """True if backward passes that begin from now on synchronise."""
         self.passes = PassLog()
         """What tells this rank's backward passes from those of others."""
         self.contribution = Contribution(common.parameters, common.collectives.global_rank)
@@ -182,7 +182,7 @@ class RankState:
         self.padding_batch: PaddingBatch | None = None
         """The batch that counts nothing, if the loop is at one."""
         self.differs = False
-        """Whether it has other parameters, buffers or hooks than the ranks have agreed on."""
+        """True if it has other parameters, buffers or hooks than the ranks have agreed on."""
         self.used_at_last = b""
         """A one for each parameter that had a gradient in the last round that ended well."""
         self.is_static = True
@@ -193,13 +193,13 @@ class RankState:
         self._skips = False  # it leaves out its batch
 
     def set_requires_sync(self, required: bool) -> None:
-        """Whether backward passes that begin from now on synchronise."""
+        """Return True if backward passes that begin from now on synchronise."""
         self.requires_sync = required
 
     # ------------------------------------------------------------------------------------- passes and rounds
 
     def look_for_changes(self) -> None:
-        """A backward pass, a batch or a block begins: see whether the module has other parameters than agreed on."""
+        """See if the module has other parameters than agreed on, when a backward pass, a batch or a block begins."""
         changed = self._members.look_for_changes()
         # A pass may open the round past the forward, and get to that afterwards:
         # test_a_new_buffer_is_noticed_when_backward_first_goes_past_forward.
@@ -212,17 +212,18 @@ class RankState:
             window.fail_if_changed(self.padding_batch.members, self._members.here)
 
     def begin_pass(self) -> None:
-        """A backward pass has reached the module."""
+        """Note that a backward pass has reached the module."""
         self.contribution.window.pass_begins()
         self.contribution.drift.check(self.requires_sync)
 
     def pass_failed(self) -> None:
-        """A backward pass has failed on this rank; where it synchronises, what it was to contribute is gone anyway."""
+        """Note that a backward pass has failed on this rank; where it synchronises, what it was to contribute is gone
+        anyway."""
         if self.padding_batch is None:
             self.contribution.window.pass_failed()
 
     def begin_round(self, expected: bool) -> None:
-        """A round opens; ``expected``: its pass was to go through the module, which has been looked at."""
+        """Note that a round opens; ``expected``: its pass was to go through the module, which has been looked at."""
         if not expected:
             self.look_for_changes()
         self.differs = self.differs or self._common.differs()
@@ -237,18 +238,19 @@ class RankState:
         return own.window.is_unused and own.drift.is_unused
 
     def renumber(self) -> None:
-        """The ranks have agreed on other parameters."""
+        """Note that the ranks have agreed on other parameters."""
         self.contribution = self.contribution.renumbered(self._common.parameters)
 
     def note_used(self) -> None:
-        """A round has ended well."""
+        """Note that a round has ended well."""
         used = self.contribution.used
         if used != self.used_at_last:
             self.is_static = not self.used_at_last
             self.used_at_last = bytes(used)
 
     def end_round(self, opened: bool) -> None:
-        """A backward pass is over that was a round, however that ended, and whether or not it has ``opened`` here.
+        """Note that a backward pass is over that was a round, however that ended, and whether or not it has ``opened``
+        here.
 
         After a failure, too, what was to be contributed is gone:
         test_backward_that_fails_on_one_rank_fails_on_all_and_is_forgotten.
@@ -260,7 +262,7 @@ class RankState:
         self.passes.end_round()
 
     def end_pass(self, accumulated: bool) -> None:
-        """A backward pass is over that was no round, and has perhaps ``accumulated`` gradients."""
+        """Note that a backward pass is over that was no round, and has perhaps ``accumulated`` gradients."""
         self._in_round = False
         if self.padding_batch is not None:
             self.padding_batch.undo()
@@ -334,24 +336,24 @@ class RankState:
             self._skips = False
 
     def begin_padding_batch(self) -> None:
-        """The loop is at a batch that counts nothing, until :meth:`end_padding_batch`; or already was."""
+        """Begin a batch that counts nothing, until :meth:`end_padding_batch`, unless one has begun."""
         if self.padding_batch is not None:
             return
         self.look_for_changes()
         self.padding_batch = PaddingBatch(self._members.here, self.keep_buffers())
 
     def end_padding_batch(self) -> None:
-        """The loop goes on."""
+        """End the batch: the loop goes on."""
         if self.padding_batch is not None:
             self.padding_batch.end()
         self.padding_batch = None
 
     def keep_buffers(self) -> KeptBuffers:
-        """What the module's buffers are now, to be given back."""
+        """Return what the module's buffers are now, to be given back."""
         return self._common.buffers.keep()
 
     def drop_gradients(self) -> None:
-        """The batch is left out: no parameter has a gradient, and nothing is to be contributed any more."""
+        """Drop all gradients and the contribution: the batch is left out."""
         with self._lock:
             self.contribution.forget()
             self._common.drop_gradients()

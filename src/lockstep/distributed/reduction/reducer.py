@@ -112,13 +112,13 @@ class Reducer:
     # ------------------------------------------------------------------------------------ note
 
     def forward_begins(self) -> None:
-        """The module's forward begins: it has the buffers that have come with the last round."""
+        """Note that the module's forward begins: it has the buffers that have come with the last round."""
         self.home = threading.get_ident()
         if self.common.watch is not None:
             self.common.digest_buffers(self.rounds + 1)
 
     def pass_begins(self, this: BackwardPass) -> None:
-        """A backward pass begins, and has added to no gradient yet."""
+        """Note that a backward pass begins, and has added to no gradient yet."""
         with self._lock:
             if self._open_passes and self._has_been_reached(self._open_passes[-1]):
                 return  # it joins the pass around it
@@ -166,8 +166,8 @@ class Reducer:
         return self._open_passes[-1].synchronises if self._open_passes else self.rank_state.requires_sync
 
     def on_output_grad(self, forward: ForwardMark | None = None) -> None:
-        """The backward pass has come to outputs of a forward; if it is None, to a mean over the ranks that leads to the
-        module's parameters on some rank."""
+        """Note that the backward pass has come to outputs of a forward; if it is None, to a mean over the ranks that
+        leads to the module's parameters on some rank."""
         self.collectives.enter("backward")
         if self.retired:
             return
@@ -231,7 +231,7 @@ class Reducer:
         self._open_round(watched.is_expected)
 
     def _move_trigger(self, before: int, number: int) -> None:
-        """The gradient of another parameter was the last one of its part."""
+        """Move a trigger: the gradient of another parameter was the last one of its part."""
         if before in self._triggers.on and self._triggers.buckets is self.common.buckets:
             remove_trigger(self._triggers.on.pop(before))
             self._put_trigger(number)
@@ -257,7 +257,7 @@ class Reducer:
     # ------------------------------------------------------------------------------------ look
 
     def find_arrived(self) -> bool:
-        """The pass under way is over: see what has come in it; returns whether it has come to any parameter."""
+        """See what has come in the pass that is over; return True if it has come to any parameter."""
         with self._lock:
             watched = self._open_passes[-1]
             came = watched.snapshot.changed()
@@ -291,7 +291,7 @@ class Reducer:
         return owner_of(parameter) in (None, self)
 
     def accumulate(self) -> None:
-        """The pass has come to the module, and does not synchronise."""
+        """Note that the pass has come to the module, and does not synchronise."""
         with self._lock:
             watched = self._open_passes[-1]
             if self.rank_state.padding_batch is None:
@@ -312,8 +312,8 @@ class Reducer:
     # -------------------------------------------------------------------------------- finalize
 
     def reduce_settled(self) -> bool:
-        """The pass under way is over. If nothing about it is unusual, reduce, and give the parameters their gradients;
-        else do nothing, and return False.
+        """Reduce at the end of a pass about which nothing is unusual, and give the parameters their gradients; else do
+        nothing, and return False.
 
         This asks once for all that is asked one by one where it makes a difference. What happens then is the same.
         """
@@ -387,7 +387,7 @@ class Reducer:
         return self._finish()
 
     def _finalize_padding(self, batch: PaddingBatch) -> Sequence[Parameter]:
-        """The same at a batch that counts nothing: contribute what has piled up before it, if anything has."""
+        """Finalize at a batch that counts nothing: contribute what has accumulated before it, if anything has."""
         batch.undo()
         own = self.rank_state
         something = own.contribution.is_something(self._members.added)
@@ -428,7 +428,7 @@ class Reducer:
         return current.conclude(lists_used=self._holds_hooks)
 
     def hold_hooks(self) -> None:
-        """Some parameter has users' hooks, to be run when its gradient is reduced."""
+        """Note that some parameter has users' hooks, to be run when its gradient is reduced."""
         self._holds_hooks = True
 
     def run_held_hooks(self, parameters: Sequence[Parameter]) -> None:
@@ -457,7 +457,7 @@ class Reducer:
     # ------------------------------------------------------------------- the end, however it comes
 
     def end_pass(self, failed: bool = False) -> None:
-        """The backward pass is over, however it ended; ``failed`` if all ranks know that its round has failed."""
+        """End the backward pass, however it went; ``failed``: all ranks know that its round has failed."""
         with self._lock:
             watched = self._open_passes.pop() if self._open_passes else None
             ended, self._round = self._round, None
@@ -483,7 +483,7 @@ class Reducer:
             self._move_trigger(trigger, number)
 
     def pass_leaves(self) -> None:
-        """The pass is over, and has not come to the module."""
+        """Note that the pass is over, and has not come to the module."""
         with self._lock:
             self._open_passes.pop()
 
@@ -533,8 +533,8 @@ class Reducer:
         return any(id(parameter) in reach.leaves for parameter in self._members.tracked)
 
     def is_within(self, reach: ReachableLeaves, expected: bool) -> bool:
-        """Whether a pass of that reach is a round, as :meth:`RankState.takes_part` has it or because it accumulates
-        into a parameter; ``expected``: it goes through the module."""
+        """Return True if a pass of that reach is a round, as :meth:`RankState.takes_part` has it or because it
+        accumulates into a parameter; ``expected``: it goes through the module."""
         if not self._open_passes:
             self._members.look_for_changes()
         samples = reach.marks.get(id(self), ())

@@ -57,7 +57,7 @@ class Round:
         self.late: dict[int, None] = {}
         """Parameters whose gradient came after its bucket had left, or has no bucket."""
         self.is_copied_out = False
-        """Whether the parameters have their gradients."""
+        """True if the parameters have their gradients."""
         self._common, self._own, self._passive = common, own, passive
         self._used = own.contribution.used
         self._aborted_row: Tensor | None = None
@@ -76,14 +76,14 @@ class Round:
 
     @property
     def has_begun(self) -> bool:
-        """Whether the other ranks may have had anything of this round."""
+        """True if the other ranks may have had anything of this round."""
         return self.next_bucket > 0 or self.phase is not RoundState.FILLING
 
     # ------------------------------------------------------------------------ filling: gradients come
 
     def part_triggered(self, index: int, snapshot: GradientSnapshot) -> None:
-        """The gradient of a parameter has come that is expected to be the last one of its part, in a pass before which
-        there was a ``snapshot``."""
+        """Handle the gradient of the parameter that is expected to be the last one of its part: launch what is full if
+        the whole part has come since the ``snapshot``; else the trigger is to move."""
         part = self.buckets.part_of[index]
         if part is None or part.is_complete or part.bucket.index < self.next_bucket:
             return  # it has come again
@@ -116,7 +116,7 @@ class Round:
                 self._launch_bucket(bucket, None)
 
     def _may_launch(self, bucket: GradientBucket) -> bool:
-        """Whether a bucket may leave while backward runs."""
+        """Return True if a bucket may leave while backward runs."""
         # Ranks that use different things come to a mean inside of the pass at different times.
         if not self._common.is_ready or has_means() or not self._common.scheduler.modules.exclusive:
             return False
@@ -281,7 +281,7 @@ class Round:
         return self._own.contribution.drift.compare(self._common.members.current, self._common.collectives)
 
     def _drop(self) -> None:
-        """Nothing of the round counts: it has failed, or the batch is left out."""
+        """Drop all gradients and buffers of the round: it has failed, or the batch is left out."""
         self._common.buffers.drop_large()
         self._common.drop_gradients()
 
@@ -313,7 +313,7 @@ class Round:
         self.is_copied_out = True
 
     def _parameters_in_order(self, verdict: Verdict, added: Sequence[ManagedParameter]) -> list[Parameter]:
-        """The parameters that any rank has used, in an order that is the same on all ranks: the plan's."""
+        """Return the parameters that any rank has used, in an order that is the same on all ranks: the plan's."""
         placed = [index for bucket in self.buckets.in_order for index in bucket.planned.indices]
         used = [self._common.parameters[i] for i in (*placed, *self.buckets.unbucketed) if verdict.uses(i)]
         return [each.parameter for each in (*used, *added)]
@@ -358,7 +358,7 @@ class Round:
     # ----------------------------------------------------------------- what has been sent, and not waited for yet
 
     def _note_sent(self, pending: Waitable, begun: float) -> None:
-        """A collective is on its way, since ``begun`` of ``time.perf_counter()``."""
+        """Note that a collective is on its way, since ``begun`` of ``time.perf_counter()``."""
         if self._begun is None:
             self._begun = begun
         self._pending.append(pending)
@@ -386,13 +386,14 @@ class Round:
         )
 
     def _order_hooks(self, device: torch.device) -> None:
-        """Where hooks are not ordered by a stream, what one sends from a callback must not meet what comes next."""
+        """Wait for the hooks that have been called, where no stream orders them: a collective that one begins in a
+        callback must not meet the next one."""
         if not self._common.collectives.follows_stream(device):
             while self._pending:
                 self._pending.pop(0).wait()
 
     def _may_call_hooks(self, device: torch.device) -> bool:
-        """Whether hooks can be called while backward runs: no call may wait for other ranks."""
+        """Return True if hooks can be called while backward runs: no call may wait for other ranks."""
         if self._common.collectives.follows_stream(device):
             return True
         return not self._common.hooks.may_wait and all(pending.done() for pending in self._pending)

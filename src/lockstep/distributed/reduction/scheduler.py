@@ -36,28 +36,28 @@ class ScheduledRankState(Protocol):
     """How this rank takes part in the rounds of a module, as its scheduler knows it."""
 
     requires_sync: bool
-    """Whether backward passes synchronise."""
+    """True if backward passes synchronise."""
 
     def look_for_changes(self) -> None:
-        """A backward pass is about to reach the module."""
+        """Note that a backward pass is about to reach the module."""
 
     def takes_part(self, accumulates: bool) -> bool:
-        """Whether a pass that has gone through the module without any gradient of it is a round all the same."""
+        """Return True if a pass that has gone through the module without any gradient of it is a round all the same."""
 
     def pass_failed(self) -> None:
-        """A backward pass has failed on this rank."""
+        """Note that a backward pass has failed on this rank."""
 
     def begin_padding_batch(self) -> None:
-        """The loop is at a batch that counts nothing, until :meth:`end_padding_batch`; or already was."""
+        """Begin a batch that counts nothing, until :meth:`end_padding_batch`, unless one has begun."""
 
     def end_padding_batch(self) -> None:
-        """The loop goes on."""
+        """End the batch: the loop goes on."""
 
     def drop_gradients(self) -> None:
-        """The batch is left out: no parameter has a gradient."""
+        """Drop all gradients: the batch is left out."""
 
     def keep_buffers(self) -> KeptBuffers:
-        """What the module's buffers are now."""
+        """Return what the module's buffers are now."""
 
 
 class ScheduledModule(Protocol):
@@ -76,7 +76,7 @@ class ScheduledModule(Protocol):
 
     @property
     def retired(self) -> bool:
-        """Whether another replication has taken its place."""
+        """True if another replication has taken its place."""
 
     @property
     def synchronises(self) -> bool:
@@ -91,13 +91,13 @@ class ScheduledModule(Protocol):
         """How many rounds there have been."""
 
     def on_output_grad(self) -> None:
-        """The backward pass has come to what may lead to the module's parameters, on some rank."""
+        """Note that the backward pass has come to what may lead to the module's parameters, on some rank."""
 
     def is_in_reach(self, reach: ReachableLeaves) -> bool:
         """Return True if a pass of that reach accumulates into parameters of the module, as far as its graph shows."""
 
     def pass_begins(self, this: BackwardPass) -> None:
-        """A backward pass begins, and has added to no gradient yet."""
+        """Note that a backward pass begins, and has added to no gradient yet."""
 
     def watches(self, this: BackwardPass) -> bool:
         """Return True if that pass may come to the module, and no other one inside of it is under way."""
@@ -106,16 +106,16 @@ class ScheduledModule(Protocol):
         """The pass under way is over: return True if it has come to any parameter."""
 
     def reduce_settled(self) -> bool:
-        """The pass under way is over: reduce, if nothing about it is unusual; else do nothing, and return False."""
+        """Reduce at the end of a pass about which nothing is unusual; else do nothing, and return False."""
 
     def pass_leaves(self) -> None:
-        """The pass under way is over, and has not come to the module."""
+        """Note that the pass under way is over, and has not come to the module."""
 
     def accumulate(self) -> None:
-        """The pass under way has come to the module, and does not synchronise."""
+        """Note that the pass under way has come to the module, and does not synchronise."""
 
     def is_within(self, reach: ReachableLeaves, expected: bool) -> bool:
-        """Whether a pass of that reach is a round of the module; ``expected``: it goes through the module."""
+        """Return True if a pass of that reach is a round of the module; ``expected``: it goes through the module."""
 
     def finalize_backward(self) -> Sequence[Parameter]:
         """Reduce what is left; returns the parameters whose users' hooks have waited for this."""
@@ -130,7 +130,7 @@ class ScheduledModule(Protocol):
         """Send what the other ranks wait for, marked as failed, and wait for nobody."""
 
     def end_pass(self, failed: bool = False) -> None:
-        """The backward pass is over, however it ended; ``failed`` if all ranks know that its round has failed."""
+        """End the backward pass, however it went; ``failed``: all ranks know that its round has failed."""
 
 
 class PassAgreement(NamedTuple):
@@ -141,9 +141,9 @@ class PassAgreement(NamedTuple):
     modules: list[ScheduledModule]
     """Those that take part on any rank, and are still there on this one, in the order of their creation."""
     failed: bool
-    """Whether the backward pass has failed on some rank."""
+    """True if the backward pass has failed on some rank."""
     skipped: bool
-    """Whether some rank leaves out the batch."""
+    """True if some rank leaves out the batch."""
 
 
 class ReplicatedModules:
@@ -151,7 +151,7 @@ class ReplicatedModules:
 
     def __init__(self, collectives: Collectives) -> None:
         self.exclusive = True
-        """Whether there is at most one, on all ranks: agreed, see :meth:`register`."""
+        """True if there is at most one, on all ranks: agreed, see :meth:`register`."""
         self.next_id = 0
         """The number of the next module; ranks take the highest of theirs."""
         self.order = 0
@@ -171,11 +171,11 @@ class ReplicatedModules:
         return {number: module for number, link in list(self._links.items()) if (module := link()) is not None}
 
     def propose_order(self) -> int:
-        """The number that this rank wants for the group; ranks take the highest of theirs."""
+        """Return the number that this rank wants for the group; ranks take the highest of theirs."""
         return self.order or _orders + 1
 
     def ids(self, leaving: Collection[object] = ()) -> list[int]:
-        """The numbers of those that are still there on this rank, and not about to be replaced by another."""
+        """Return the numbers of those that are still there on this rank, and not about to be replaced by another."""
         return [n for n, module in self.numbered().items() if not any(module is each for each in leaving)]
 
     def register(self, module: ScheduledModule, module_id: int, others: Collection[int], order: int) -> None:
@@ -243,13 +243,15 @@ class GroupScheduler(PassObserver):
     # ----------------------------------------------------------------------- a pass, as it comes
 
     def pass_begins(self, this: BackwardPass) -> None:
-        """A backward pass begins, in the thread in which a module is used, or its graph leads to the module."""
+        """Note that a backward pass begins, in the thread in which a module is used, or its graph leads to the
+        module."""
         for module in self.modules:
             if module.home == this.thread or module.is_in_reach(this.reach):
                 module.pass_begins(this)
 
     def note_failure(self, module: ScheduledModule) -> None:
-        """All ranks know that the round of a module has failed, in the pass under way: none has to be told."""
+        """Note that all ranks know that the round of a module has failed, in the pass under way: none has to be
+        told."""
         this = current_pass()
         if this is not None:
             this.note_failure(module)
@@ -257,7 +259,7 @@ class GroupScheduler(PassObserver):
     # ------------------------------------------------------------------------- a pass, as it ends
 
     def pass_ended(self, this: BackwardPass) -> None:
-        """The backward pass has ended: reduce what is left, and give the parameters their gradients."""
+        """Reduce what is left when a backward pass has ended, and give the parameters their gradients."""
         watching = [module for module in self.modules if module.watches(this)]
         if not watching:
             return
@@ -327,7 +329,7 @@ class GroupScheduler(PassObserver):
     # ------------------------------------------------------------------------ a pass, as it fails
 
     def pass_failed(self, this: BackwardPass, reach: ReachableLeaves) -> None:
-        """A backward pass has failed: let the other ranks know, and wait for nobody."""
+        """Let the other ranks know that a backward pass has failed, and wait for nobody."""
         if self in this.told:
             return
         watching = [module for module in self.modules if module.watches(this)]
@@ -383,7 +385,7 @@ class GroupScheduler(PassObserver):
         return told.marks, self._that_take_part(told)
 
     def _agree_who_takes_part(self, modules: Sequence[ScheduledModule]) -> list[ScheduledModule]:
-        """The modules that take part on any rank, in the order of their creation."""
+        """Return the modules that take part on any rank, in the order of their creation."""
         return self._that_take_part(self.modules.ask(modules))
 
     def _that_take_part(self, told: PassAgreement) -> list[ScheduledModule]:
@@ -401,8 +403,8 @@ class GroupScheduler(PassObserver):
         return told.modules
 
     def _end_rounds(self) -> None:
-        """All ranks know that the pass has failed, but not which of the modules each of them would have gone through:
-        end the rounds of all. See tests/ranks/test_several_modules.py."""
+        """End the rounds of all modules: all ranks know that the pass has failed, but not which modules each rank would
+        have gone through. See tests/ranks/test_several_modules.py."""
         for module in self.modules:
             module.end_pass(failed=True)
 
@@ -461,7 +463,7 @@ class GroupScheduler(PassObserver):
         steps.end()
 
     def keep_buffers(self) -> list[KeptBuffers]:
-        """What the buffers of all modules are now, to be given back."""
+        """Return what the buffers of all modules are now, to be given back."""
         return [module.rank_state.keep_buffers() for module in self.modules]
 
     def _synchronising(self) -> list[ScheduledModule]:
@@ -501,5 +503,5 @@ class GroupScheduler(PassObserver):
 
 
 def scheduler_of(group: Group) -> GroupScheduler:
-    """The scheduler of a group: one in a process, for as long as a module holds it."""
+    """Return the scheduler of a group: one in a process, for as long as a module holds it."""
     return shared_object(GroupScheduler, group)

@@ -39,7 +39,7 @@ def describe_parameter(
     trained: bool,
     earlier: Mapping[int, str] = MappingProxyType({}),
 ) -> Line:
-    """What must be the same on all ranks; whether it is ``trained`` counts at the start only.
+    """Return what must be the same on all ranks; whether it is ``trained`` counts at the start only.
 
     ``earlier`` has the names, by identity, of the parameters on which the ranks have agreed before: ranks that have
     moved them to other places have to have done so alike (test_changing_modules.py, "layers in another order").
@@ -83,7 +83,7 @@ class Selection:
 
     @property
     def alive(self) -> bool:
-        """Whether the module is still there."""
+        """True if the module is still there."""
         return self._module() is not None
 
     def hold(self) -> Module | None:
@@ -91,12 +91,12 @@ class Selection:
         return self._module()
 
     def owners(self) -> list[tuple[str, Module]]:
-        """The modules whose own parameters and buffers are replicated, by name."""
+        """Return the modules whose own parameters and buffers are replicated, by name."""
         skipped, _ = _left_out(self.module, self._ignored, self._ignored_names)
         return [(prefix, owner) for prefix, owner in self.module.named_modules() if owner not in skipped]
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Parameters and buffers that are not left out, by all of their names."""
+        """Return parameters and buffers that are not left out, by all of their names."""
         _, names = _left_out(self.module, self._ignored, self._ignored_names)
         owners = self.owners()
         slots: list[tuple[str, dict[str, Any]]] = [(prefix, owner._parameters) for prefix, owner in owners]
@@ -108,7 +108,7 @@ class Selection:
                     yield name, tensor
 
     def left_alone(self) -> list[Tensor]:
-        """The parameters and buffers below the module that are not replicated."""
+        """Return the parameters and buffers below the module that are not replicated."""
         skipped, names = _left_out(self.module, self._ignored, self._ignored_names)
         module = self.module
         named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
@@ -116,11 +116,12 @@ class Selection:
         return [*(tensor for name, tensor in named if name in names), *below]
 
     def without_values(self) -> Iterator[tuple[str, Tensor]]:
-        """Parameters and buffers that are not initialised, or on the meta device."""
+        """Return parameters and buffers that are not initialised, or on the meta device."""
         return ((name, tensor) for name, tensor in self.named_tensors() if is_lazy(tensor) or tensor.is_meta)
 
     def contents(self, reducer: Owner | None = None) -> Contents:
-        """What is replicated, by ``reducer`` if it is already; raises a :class:`LockstepError` if that cannot be."""
+        """Return what is replicated, by ``reducer`` if it is already; raises a :class:`LockstepError` if that cannot
+        be."""
         _check_scripted(self.owners())
         named = [(name, tensor) for name, tensor in self.named_tensors() if isinstance(tensor, Parameter)]
         _check_devices(named, self._device_ids, self._output_device)
@@ -135,7 +136,7 @@ class Selection:
         return Contents(parameters, self.buffers().buffers, sparse)
 
     def buffers(self) -> BufferSet:
-        """The buffers, and how to notice that there are others."""
+        """Return the buffers, and how to notice that there are others."""
         return BufferSet(self.module, *_left_out(self.module, self._ignored, self._ignored_names))
 
     def _parameters(self, reducer: Owner | None) -> tuple[list[tuple[str, Parameter]], frozenset[int]]:
@@ -153,7 +154,8 @@ class Selection:
         return [pair for pair in found.values() if self._chooses(pair[1], found, reducer)], frozenset(sparse)
 
     def _chooses(self, parameter: Parameter, found: Collection[int], reducer: Owner | None) -> bool:
-        """Whether a parameter is free, or to be taken from another replicated module: as a whole, if not by a wrapper.
+        """Return True if a parameter is free, or to be taken from another replicated module: as a whole, if not by a
+        wrapper.
 
         What this module lacks when it looks anew (then ``reducer`` is its own) it leaves to a module that has it; one
         that had it, and out of which it has been moved, does not count.
@@ -193,7 +195,7 @@ def _is_covered(owner: Owner, found: Collection[int]) -> bool:
 
 
 def note_replicated(module: Module) -> None:
-    """A module has a replication of its own from now on, which those of modules around it leave alone."""
+    """Note that a module has a replication of its own from now on, which those of modules around it leave alone."""
     _replicated.add(module)
 
 
@@ -202,7 +204,7 @@ def _replicated_children(module: Module) -> Iterator[Module]:
 
 
 def sharded_children(module: Module) -> Iterator[Module]:
-    """The modules below ``module`` that ``fully_shard`` manages; raises if it is ``module`` itself."""
+    """Return the modules below ``module`` that ``fully_shard`` manages; raises if it is ``module`` itself."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     kinds = (fsdp.FSDPModule, fsdp.FullyShardedDataParallel) if fsdp is not None else ()
     if isinstance(module, kinds):
@@ -216,7 +218,7 @@ def sharded_children(module: Module) -> Iterator[Module]:
 def _left_out(
     module: Module, ignored: Iterable[Module], ignored_names: Collection[str]
 ) -> tuple[set[Module], set[str]]:
-    """The modules, and the names of parameters and buffers, that are not replicated."""
+    """Return the modules, and the names of parameters and buffers, that are not replicated."""
     roots = (*ignored, *sharded_children(module), *_replicated_children(module))
     modules = {each for root in roots for each in root.modules()}
     names = {*ignored_names, *getattr(module, "_ddp_params_and_buffers_to_ignore", ())}

@@ -98,7 +98,7 @@ class ValueChecker:
         self._of_parameters: Digests | None = None
 
     def is_due(self, number: int) -> bool:
-        """Whether values are compared in the round of that number."""
+        """Return True if values are compared in the round of that number."""
         return number % self.every == 0
 
     def digest_buffers(self, buffers: Sequence[Tensor | None]) -> None:
@@ -107,7 +107,7 @@ class ValueChecker:
             self._of_buffers = Digests([torch.empty(0) if tensor is None else tensor for tensor in buffers])
 
     def digest(self, parameters: Sequence[Tensor], device: torch.device) -> tuple[int, Tensor]:
-        """What this rank tells the others: what its digest is of, and the digest, one number of eight bytes."""
+        """Return what this rank tells the others: what its digest is of, and the digest, one number of eight bytes."""
         self._of_parameters = Digests(parameters)
         digest = self._of_parameters.digest(device)
         if self._of_buffers is None:
@@ -115,7 +115,7 @@ class ValueChecker:
         return PARAMETERS_AND_BUFFERS, digest + 5 * self._of_buffers.digest(device)
 
     def forget(self) -> None:
-        """The round is over."""
+        """Note that the round is over."""
         self._of_buffers = self._of_parameters = None
 
     def check(

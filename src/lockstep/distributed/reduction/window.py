@@ -49,7 +49,7 @@ class _Left(NamedTuple):
 
     @property
     def is_unchanged(self) -> bool:
-        """Whether the gradient is the same object, and has not been written."""
+        """True if the gradient is the same object, and has not been written."""
         grad = self.member.parameter.grad
         if grad is None or self.grad is None:
             return grad is None and self.grad is None
@@ -61,7 +61,7 @@ class Window:
 
     def __init__(self) -> None:
         self.is_open = False
-        """Whether they have weights."""
+        """True if they have weights."""
         self.total = 0.0
         """The sum of the weights."""
         self.problem = ""
@@ -116,7 +116,7 @@ class Window:
         self._left = list(map(_Left.now, parameters))
 
     def pass_begins(self) -> None:
-        """A backward pass has reached the module."""
+        """Note that a backward pass has reached the module."""
         self._passes += 1
         if self.is_open and not self._blocks:
             self.fail(_NO_WEIGHT)
@@ -124,11 +124,12 @@ class Window:
             self.fail(_AFTER_ROUND)
 
     def pass_ended(self) -> None:
-        """It has ended, and the gradients are what is to be reduced."""
+        """Note that it has ended, and the gradients are what is to be reduced."""
         self._left = [_Left.now(left.member) for left in self._left]
 
     def pass_failed(self) -> None:
-        """A backward pass has reached the module, and failed on this rank, which the others have not been told."""
+        """Note that a backward pass has reached the module, and failed on this rank, which the others have not been
+        told."""
         self._passes += 1
         if self.is_open:
             self.fail(_INCOMPLETE)
@@ -144,7 +145,7 @@ class Window:
             )
 
     def check_members(self, parameters: Sequence[ManagedParameter]) -> None:
-        """The module has these parameters now."""
+        """Note that the module has these parameters now."""
         if self.is_open:
             self.fail_if_changed([left.member for left in self._left], parameters)
 
@@ -165,14 +166,14 @@ class Window:
         self.problem = self.problem or problem
 
     def close(self) -> None:
-        """The round has ended, or what has accumulated is given up on all ranks."""
+        """Note that the round has ended, or what has accumulated is given up on all ranks."""
         self.is_open, self.total, self.problem = False, 0.0, ""
         self._passes = 0
         self._left = []
 
 
 def are_zero(grads: Sequence[Tensor | None]) -> list[bool]:
-    """Which of the gradients are None, or zero everywhere; waits for the device once."""
+    """Return which of the gradients are None, or zero everywhere; waits for the device once."""
     values = [None if grad is None else _values_of(grad) for grad in grads]
     some = [each for each in values if each is not None and each.numel()]
     if not some:

@@ -171,11 +171,12 @@ class DistributedDataParallel(CompatibleNames, _PyTorchs, Module, Joinable, Gene
     # ------------------------------------------------------------------------------ synchronising
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """A context in which backward passes do not synchronise; only where backward runs matters, not forward."""
+        """Return a context in which backward passes do not synchronise; only where backward runs matters, not
+        forward."""
         return self._replication.no_sync()
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
-        """Whether backward passes that begin from now on synchronise; if not, gradients pile up on this rank."""
+        """Return True if backward passes that begin from now on synchronise; if not, gradients pile up on this rank."""
         if requires_gradient_sync and self._hooks_removed:
             raise OptionError("_remove_autograd_hooks() has ended synchronising for good; wrap wrapper.module anew")
         self._replication.set_requires_gradient_sync(requires_gradient_sync)
@@ -199,7 +200,8 @@ class DistributedDataParallel(CompatibleNames, _PyTorchs, Module, Joinable, Gene
     def join(
         self, divide_by_initial_world_size: bool = True, enable: bool = True, throw_on_early_termination: bool = False
     ) -> Join:
-        """A context for ranks that have unequal numbers of batches: one that has run out takes part without gradients.
+        """Return a context for ranks that have unequal numbers of batches: one that has run out takes part without
+        gradients.
 
         Args:
             divide_by_initial_world_size: Divide sums by all ranks; if False, by those that still have batches.
@@ -220,7 +222,7 @@ class DistributedDataParallel(CompatibleNames, _PyTorchs, Module, Joinable, Gene
         )
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """What a rank does that has run out of batches; called by ``torch.distributed.algorithms.join.Join``."""
+        """Return what a rank does that has run out of batches; called by ``torch.distributed.algorithms.join.Join``."""
         if self._buffer_hook is not None:
             raise OptionError(
                 "join() and _register_buffer_comm_hook() do not go together: a rank that has run out of batches calls "

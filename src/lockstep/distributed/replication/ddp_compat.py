@@ -78,17 +78,17 @@ class CompatibleReducer(_OfWrapper):
     """The calls of PyTorch's reducer that are harmless."""
 
     def prepare_for_forward(self) -> None:
-        """Nothing has to be prepared."""
+        """Do nothing: nothing has to be prepared."""
 
     def prepare_for_backward(self, outputs: Iterable[Tensor] = ()) -> None:
-        """Nothing has to be prepared: whether a backward synchronises is decided when it begins."""
+        """Do nothing: nothing has to be prepared: whether a backward synchronises is decided when it begins."""
 
     def _rebuild_buckets(self) -> bool:
-        """Whether this call has rebuilt buckets: they are rebuilt at the end of the first backward."""
+        """Return True if this call has rebuilt buckets: they are rebuilt at the end of the first backward."""
         return False
 
     def _push_all_rebuilt_params(self) -> None:
-        """Nothing has to be pushed."""
+        """Do nothing: nothing has to be pushed."""
 
     def _check_reducer_finalized(self) -> None:
         """Raise :class:`CommunicationError` inside a backward pass; when one has returned, it has ended."""
@@ -97,12 +97,12 @@ class CompatibleReducer(_OfWrapper):
             raise CommunicationError("the backward pass under way has not ended: its gradients are not reduced yet")
 
     def _ddp_graph_static(self) -> bool:
-        """Whether every synchronised backward so far has used the same parameters."""
+        """Return True if every synchronised backward so far has used the same parameters."""
         reducer = self._of()._replication.reducer
         return reducer is None or reducer.rank_state.is_static
 
     def _set_static_graph(self) -> None:
-        """Nothing is assumed of the graph either way."""
+        """Do nothing: nothing is assumed of the graph either way."""
 
     def _set_optimizer_in_backward(self) -> None:
         """Optimizers that run in backward wait for the reduced gradient by themselves."""
@@ -143,23 +143,23 @@ class CompatibleLogger(_OfWrapper):
         )
 
     def set_construction_data_and_log(self, *arguments: object) -> None:
-        """The data are read when they are asked for."""
+        """Note that the data are read when they are asked for."""
 
     def set_runtime_stats_and_log(self) -> None:
-        """The data are read when they are asked for."""
+        """Note that the data are read when they are asked for."""
 
     def set_error_and_log(self, error: str) -> None:
         """Let the data say ``has_error``."""
         self._of()._note_error(error)
 
     def _set_comm_hook_name(self, name: str) -> None:
-        """The names of hooks are read when they are asked for."""
+        """Note that the names of hooks are read when they are asked for."""
 
     def _set_static_graph(self) -> None:
-        """The options are read when they are asked for."""
+        """Note that the options are read when they are asked for."""
 
     def _set_uneven_input_join(self) -> None:
-        """Whether ranks join is read when it is asked for."""
+        """Return True if ranks join is read when it is asked for."""
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(message("logger", name, None), name=name, obj=self)
@@ -313,12 +313,12 @@ class _OptionNames:
 
     @property
     def is_multi_device_module(self) -> bool:
-        """Whether parameters lie on more than one device."""
+        """True if parameters lie on more than one device."""
         return len({parameter.device for parameter in self.module.parameters()}) > 1
 
     @property
     def forward_sync_buffers(self) -> bool:
-        """Whether buffers are kept equal."""
+        """True if buffers are kept equal."""
         return self._options.syncs_buffers
 
     @property
@@ -373,7 +373,7 @@ class _OptionNames:
 
     @property
     def bucket_bytes_cap_default(self) -> bool:
-        """Whether no size was given."""
+        """True if no size was given."""
         return self._options.bucket_cap_mb is None and not self._options.bucket_cap_mb_list
 
     @property
@@ -453,7 +453,7 @@ class CompatibleNames(_OptionNames):
 
     @property
     def _has_rebuilt_buckets(self) -> bool:
-        """Whether buckets are as they will be. A hook that asks (ZeRO's) relies on that from then on."""
+        """True if buckets are as they will be. A hook that asks (ZeRO's) relies on that from then on."""
         reducer = self._replication.reducer
         plan = None if reducer is None else reducer.common.plan.current
         if self._relied_on is not None and plan != self._relied_on:
@@ -479,7 +479,7 @@ class CompatibleNames(_OptionNames):
                 yield (name, parameter) if named_params else parameter
 
     def will_sync_module_buffers(self) -> bool:
-        """Whether buffers will be made equal at the end of the next backward that synchronises."""
+        """Return True if buffers will be made equal at the end of the next backward that synchronises."""
         reducer = self._replication.reducer
         return reducer is not None and reducer.rank_state.requires_sync and bool(reducer.buffers.buffers)
 
@@ -490,7 +490,7 @@ class CompatibleNames(_OptionNames):
         self.reducer._set_ddp_runtime_logging_sample_rate(sample_rate)
 
     def _set_ddp_sink_clone(self, val: bool) -> None:
-        """Nothing to set: outputs are never cloned."""
+        """Do nothing: nothing to set: outputs are never cloned."""
 
     def _note_error(self, error: str) -> None:
         self._error = error

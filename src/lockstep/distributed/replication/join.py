@@ -24,7 +24,7 @@ _contexts: "weakref.WeakKeyDictionary[ReducerReplication, weakref.ref[ShadowHook
 
 
 def enter_iteration(wrapper: Any, replication: ReducerReplication) -> None:
-    """An active rank begins an iteration. Outside of a ``Join`` context, and after it, nothing is sent."""
+    """Note that an active rank begins an iteration. Outside of a ``Join`` context, and after it, nothing is sent."""
     link = _contexts.get(replication)
     hook = None if link is None else link()  # the context keeps it, for as long as it lasts
     if hook is None or hook.ended:
@@ -45,7 +45,7 @@ class ShadowHook(JoinHook):
         self._wrapper, self._replication = wrapper, replication
         self._has_begun = self._awaits_round = False
         self.ended = False
-        """Whether all ranks have run out, and the context is over."""
+        """True if all ranks have run out, and the context is over."""
         _contexts[replication] = weakref.ref(self)
 
     @property

@@ -43,7 +43,7 @@ def check_mixed_precision(config: Any) -> None:
 
 
 def reduce_dtype(config: Any) -> torch.dtype | None:
-    """The dtype in which gradients travel; None for that of the parameters."""
+    """Return the dtype in which gradients travel; None for that of the parameters."""
     chosen: torch.dtype | None = config.reduce_dtype or config.param_dtype
     return chosen
 
@@ -104,7 +104,7 @@ class Casts:
 
     @outside_compiler
     def enter(self, module: Module) -> None:
-        """The forward of ``module`` begins."""
+        """Note that the forward of ``module`` begins."""
         thread = threading.get_ident()
         if self._inside and thread != self._thread:
             raise OptionError(
@@ -120,7 +120,7 @@ class Casts:
 
     @outside_compiler
     def leave(self, module: Module) -> None:
-        """The forward of ``module`` has ended, well or not."""
+        """Note that the forward of ``module`` has ended, well or not."""
         if self._inside and self._inside[-1] == id(module) and threading.get_ident() == self._thread:
             self._inside.pop()
             if not self._inside:
@@ -175,7 +175,7 @@ class Casts:
 
 
 def _written(original: Tensor, current: Tensor) -> Tensor:
-    """The buffer with the values that forward has left; another tensor if a graph may have saved the old values.
+    """Return the buffer with the values that forward has left; another tensor if a graph may have saved the old values.
 
     What forward has not changed keeps its precision. (Version counters do not tell: batch normalisation writes past
     them.)

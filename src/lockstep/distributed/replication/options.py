@@ -110,13 +110,13 @@ class Options:
 
     @property
     def syncs_buffers(self) -> bool:
-        """Whether buffers are kept equal at all."""
+        """True if buffers are kept equal at all."""
         given = self.forward_sync_buffers if self.forward_sync_buffers is not None else self.broadcast_buffers
         return given is not False
 
     @property
     def syncs_buffers_at_start(self) -> bool:
-        """Whether rank 0's buffers are sent at the beginning."""
+        """True if rank 0's buffers are sent at the beginning."""
         return self.init_sync and (self.forward_sync_buffers is not None or self.broadcast_buffers is not False)
 
     @property
@@ -129,7 +129,7 @@ class Options:
         return FIRST_CAP_BYTES, DEFAULT_CAP_BYTES
 
     def caps_in_shared_memory(self) -> tuple[int, ...]:
-        """The same where ranks reduce in memory that they share, each with the processor that runs backward.
+        """Return the same where ranks reduce in memory that they share, each with the processor that runs backward.
 
         A small first bucket keeps a network busy early on; here it would only interrupt backward
         (``benchmarks/bench_ddp_bounds.py``).
@@ -137,7 +137,7 @@ class Options:
         return self.caps if self.bucket_cap_mb or self.bucket_cap_mb_list else (DEFAULT_CAP_BYTES,)
 
     def agreed(self) -> list[tuple[str, str]]:
-        """What must be the same on all ranks."""
+        """Return what must be the same on all ranks."""
         return [
             ("option bucket_cap_mb", str(self.caps)),
             ("option buffer_policy", self.policy),
@@ -157,7 +157,7 @@ def read_options(given: Mapping[str, Any], caller: str) -> Options:
 
 
 def input_device(options: Options) -> torch.device | None:
-    """The accelerator that tensors among the inputs are moved to, None to leave them."""
+    """Return the accelerator that tensors among the inputs are moved to, None to leave them."""
     given = options.device_id if options.device_id is not None else next(iter(options.device_ids or ()), None)
     if given is None:
         return None

@@ -137,7 +137,7 @@ class ReducerReplication(Replication):
         return agree_late
 
     def _scan(self) -> Callable[[], BufferSet]:
-        """What finds the module's buffers, again and again, without keeping the module."""
+        """Return what finds the module's buffers, again and again, without keeping the module."""
         selection = self._selection  # refers to it weakly
 
         def scan() -> BufferSet:
@@ -183,7 +183,7 @@ class ReducerReplication(Replication):
                 mark_output(tensor, reducer, bound_parameter)
 
     def _counts(self) -> bool:
-        """Whether a synchronising backward is to go through a forward that runs now."""
+        """Return True if a synchronising backward is to go through a forward that runs now."""
         in_backward = torch._C._current_graph_task_id() != -1
         if in_backward or not (self.requires_sync and torch.is_grad_enabled()):
             return False
@@ -212,7 +212,7 @@ class ReducerReplication(Replication):
             self.set_requires_gradient_sync(before)
 
     def set_requires_gradient_sync(self, required: bool) -> None:
-        """Whether backward passes that begin from now on synchronise."""
+        """Return True if backward passes that begin from now on synchronise."""
         self._check_in_charge("set_requires_gradient_sync() and no_sync()")
         self.requires_sync = bool(required)
         if self.reducer is not None:

@@ -115,7 +115,7 @@ class Replicated:
     """What a module gains from :func:`replicate`."""
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
-        """Whether backward passes that begin from now on synchronise; if not, gradients pile up on this rank.
+        """Return True if backward passes that begin from now on synchronise; if not, gradients pile up on this rank.
 
         The next one that does synchronise reduces all that has piled up. Communicates nothing.
 
@@ -124,7 +124,7 @@ class Replicated:
         _of(self).set_requires_gradient_sync(requires_gradient_sync)
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """A context in which backward passes do not synchronise; only where backward runs matters, not forward.
+        """Return a context in which backward passes do not synchronise; only where backward runs matters, not forward.
 
         Stands for: ``DistributedDataParallel.no_sync``.
         """
@@ -152,7 +152,7 @@ def _of(module: Any) -> Replication:
 
 
 def _as_plain(reduced: Any, kind: type) -> Any:
-    """What makes a copy, with the plain class and without our hooks."""
+    """Return what makes a copy, with the plain class and without our hooks."""
     if not isinstance(reduced, tuple):
         return reduced
     plain = kind.__mro__[2]
@@ -216,7 +216,7 @@ _classes: "weakref.WeakValueDictionary[type[Module], type[Module]]" = weakref.We
 
 
 def replicated_class(plain: Any) -> type[Module]:
-    """The subclass that modules of class ``plain`` get: one for all of them."""
+    """Return the subclass that modules of class ``plain`` get: one for all of them."""
     if (known := _classes.get(plain)) is not None:
         return known
     body: dict[str, Any] = {"__module__": plain.__module__, "__doc__": plain.__doc__}
@@ -254,7 +254,7 @@ class State:
 
     @property
     def ready(self) -> bool:
-        """Whether gradients are synchronised; False until the first forward of a module that was replicated lazily."""
+        """True if gradients are synchronised; False until the first forward of a module that was replicated lazily."""
         return self._replication.ready
 
     @property
@@ -285,7 +285,7 @@ class State:
 
 
 def state(module: Module) -> State | None:
-    """The state of a module that went through :func:`replicate`; None for any other."""
+    """Return the state of a module that went through :func:`replicate`; None for any other."""
     replication = find_replication(module)
     return None if replication is None else State(replication)
 

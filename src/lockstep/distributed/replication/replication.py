@@ -129,7 +129,7 @@ class Replication(ABC):
 
     @abstractmethod
     def after_forward(self, outputs: Any) -> None:
-        """The module's forward has returned these outputs."""
+        """Note that the module's forward has returned these outputs."""
 
     # ------------------------------------------------------------------------------------- methods
 
@@ -199,13 +199,14 @@ def register(module: Module, replication: Replication) -> None:
 
 
 def find_replication(module: Module) -> Replication | None:
-    """The replication of a module, of a wrapper, or of what ``torch.compile`` made of one; None if it has none."""
+    """Return the replication of a module, of a wrapper, or of what ``torch.compile`` made of one; None if it has
+    none."""
     link = _replications.get(module) or _replications.get(getattr(module, "_orig_mod", module))
     return None if link is None else link()
 
 
 def replication_of(module: Module, caller: str) -> Replication:
-    """The replication of a module or a wrapper; raises :class:`NotReplicableError` if it has none."""
+    """Return the replication of a module or a wrapper; raises :class:`NotReplicableError` if it has none."""
     found = find_replication(module)
     if found is None:
         raise NotReplicableError(

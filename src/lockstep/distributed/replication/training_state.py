@@ -27,7 +27,7 @@ def own_names(module: Module, inner: Module) -> set[str]:
 
 
 def training_state_dict(module: Module) -> dict[str, Any]:
-    """What training goes on from, beside the module's and the optimizer's ``state_dict``.
+    """Return what training goes on from, beside the module's and the optimizer's ``state_dict``.
 
     Args:
         module: A module from :func:`lockstep.replicate`, or a :class:`lockstep.DistributedDataParallel`.
