@@ -13,14 +13,21 @@ export PYTHONDONTWRITEBYTECODE :=
 
 # Four workers share the tests, as tests/conftest.py says: on two cores, since half of the time ranks wait for each other.
 PYTEST := -m pytest -m "not soak and not hosts" -n 4
+# Tests of what is around the library: its pages, examples, command, package and benchmarks, and the tests' own tools.
+AROUND := tests/api tests/cli tests/clients tests/docs tests/examples tests/package tests/tools
 
-.PHONY: train test test-matrix test-clients test-hosts check format docs bench soak dist clean
+.PHONY: train test test-around test-all test-matrix test-clients test-hosts check format docs bench soak dist clean
 
 train: $(READY)  ## the main job: a network on real handwritten digits; a process for each accelerator, or PROCESSES=2
 	$(BIN)/python examples/launch.py $(if $(PROCESSES),--processes $(PROCESSES)) examples/digits.py $(ARGS)
 
-test: $(READY)
-	$(BIN)/python $(PYTEST) $(ARGS)
+test: $(READY)  ## what the library does: under five minutes on two cores
+	$(BIN)/python $(PYTEST) $(AROUND:%=--ignore=%) $(ARGS)
+
+test-around: $(READY)  ## pages, examples, command, package, benchmarks, tests' own tools
+	$(BIN)/python $(PYTEST) $(AROUND) $(ARGS)
+
+test-all: test test-around  ## both
 
 # Each in an environment of its own, of some gigabytes where there is no build for the CPU alone. One version is
 # `make test-torch-2.11`; with `make -k`, a version that fails does not keep the others from running.
@@ -40,10 +47,11 @@ check: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-format: $(READY)  ## the code, and docs/files.md
+format: $(READY)  ## the code, docs/files.md and docs/promises.md
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 	$(BIN)/python docs/list_files.py
+	$(BIN)/python docs/list_promises.py
 
 docs: $(DOCS)  ## the documentation, in build/docs; a warning is an error
 	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet docs build/docs
