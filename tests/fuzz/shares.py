@@ -21,7 +21,7 @@ from torch.utils.data import TensorDataset
 
 import lockstep
 from lockstep.errors import AgreementError, NotReplicableError, PeerError
-from lockstep.shares import reduction
+from lockstep.shares import share_exchange as reduction
 from share_runs import forever
 from threaded import Rank, run_ranks
 

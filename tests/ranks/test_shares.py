@@ -20,8 +20,8 @@ from lockstep.buckets import TensorSpec
 from lockstep.distributed.comm.collectives import Collectives
 from lockstep.errors import AgreementError, AuditError, NotReplicableError, OptionError, PeerError, ShareError
 from lockstep.phases import Phases
-from lockstep.shares import reduction
-from lockstep.shares.reduction import ExchangePlan
+from lockstep.shares import share_exchange as reduction
+from lockstep.shares.share_exchange import ExchangePlan
 from share_runs import CELLS, MODELS, data_of, digits, forever, make_optimizer, train, train_all
 from threaded import count_collectives, run_ranks
 

@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 import lockstep
 import threaded
 from lockstep.errors import AgreementError, NotReplicableError, OutOfSyncError, PeerError
-from lockstep.shares import reduction
+from lockstep.shares import share_exchange as reduction
 from share_runs import forever
 from threaded import count_collectives, run_ranks
 

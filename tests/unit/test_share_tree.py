@@ -4,7 +4,7 @@ from math import log2
 
 import pytest
 
-from lockstep.shares.tree import Node, PartialSums, add_in_tree_order, nodes_of, plan_additions, shares_of
+from lockstep.shares.share_tree import Node, PartialSums, add_in_tree_order, nodes_of, plan_additions, shares_of
 
 
 def added_by(world: int, shares: int) -> str:

@@ -4,7 +4,7 @@ from torch.nn import Module
 
 from lockstep.distributed.replication.replication import replication_of
 from lockstep.errors import OptionError
-from lockstep.shares.replication import ShareReplication
+from lockstep.shares.share_replication import ShareReplication
 
 
 def audit(model: Module, every: int | None = 100) -> None:

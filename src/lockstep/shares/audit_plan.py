@@ -11,7 +11,7 @@ from lockstep.distributed.comm.agreement import objects_of
 from lockstep.distributed.comm.collectives import Collectives
 from lockstep.errors import AuditError
 from lockstep.seeds import derive_seed
-from lockstep.shares.tree import shares_of
+from lockstep.shares.share_tree import shares_of
 
 
 class Audit(NamedTuple):

@@ -8,7 +8,7 @@ the end.
 from collections.abc import Collection
 
 from lockstep.shares.gradients import ShareGradients
-from lockstep.shares.reduction import Exchange
+from lockstep.shares.share_exchange import Exchange
 
 
 class EarlyBuckets:

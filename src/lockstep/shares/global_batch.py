@@ -8,8 +8,8 @@ import torch
 
 from lockstep.errors import ShareError
 from lockstep.seeds import derive_seed
-from lockstep.shares.state import ShareWorld, Step
-from lockstep.shares.tree import shares_of
+from lockstep.shares.share_state import ShareWorld, Step
+from lockstep.shares.share_tree import shares_of
 
 Last = Literal["drop", "smaller"]
 LASTS: tuple[Last, ...] = ("drop", "smaller")

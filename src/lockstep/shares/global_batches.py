@@ -13,8 +13,8 @@ from lockstep.errors import OptionError
 from lockstep.shares.audit_plan import plan_audit
 from lockstep.shares.global_batch import LASTS, GlobalBatch, Last, batches_in, order_of, split
 from lockstep.shares.samples import SeededShares, ShareKey, as_it_is
-from lockstep.shares.state import ShareWorld, Step, check_shares, world_of
-from lockstep.shares.tree import shares_of
+from lockstep.shares.share_state import ShareWorld, Step, check_shares, world_of
+from lockstep.shares.share_tree import shares_of
 
 _DECIDED = ("batch_sampler", "sampler", "drop_last", "generator")
 """Arguments of ``DataLoader`` that are decided here."""

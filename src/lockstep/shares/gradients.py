@@ -17,8 +17,8 @@ from torch.utils.hooks import RemovableHandle
 from lockstep.distributed.reduction.engine import check_optimizers
 from lockstep.dtensors import is_dtensor, like_parameter, local_part, matching_gradient
 from lockstep.errors import NotReplicableError
+from lockstep.shares.share_tree import PartialSums, add_up
 from lockstep.shares.spare import SpareMemory
-from lockstep.shares.tree import PartialSums, add_up
 
 Values = list[Tensor | None]
 """A value for each parameter; None if nothing was added."""

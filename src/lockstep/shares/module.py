@@ -13,14 +13,13 @@ from lockstep.distributed.comm.collectives import Collectives
 from lockstep.distributed.reduction.decisions import decisions_of
 from lockstep.distributed.replication.replicate import Loss
 from lockstep.errors import CommunicationError, NotReplicableError, OptionError, ShareError
-from lockstep.shares.agreement import Agreement, Members
 from lockstep.shares.audit_plan import Audit, Evidence
-from lockstep.shares.buffers import ShareBuffers
 from lockstep.shares.early import EarlyBuckets
-from lockstep.shares.environment import check_settings, precision_on, settings_of
 from lockstep.shares.gradients import ShareGradients, Values
-from lockstep.shares.reduction import Exchange, with_buffers
-from lockstep.shares.report import (
+from lockstep.shares.share_agreement import Agreement, Members
+from lockstep.shares.share_buffers import ShareBuffers
+from lockstep.shares.share_exchange import Exchange, with_buffers
+from lockstep.shares.share_report import (
     EVALUATION,
     TRAINING,
     Head,
@@ -32,9 +31,10 @@ from lockstep.shares.report import (
     number_of,
     weights_of_all,
 )
+from lockstep.shares.share_settings import check_settings, precision_on, settings_of
+from lockstep.shares.share_state import ShareWorld, Step
+from lockstep.shares.share_tree import add_in_tree_order
 from lockstep.shares.spare import SpareMemory
-from lockstep.shares.state import ShareWorld, Step
-from lockstep.shares.tree import add_in_tree_order
 
 
 class Watch(Protocol):
@@ -55,7 +55,7 @@ class Watch(Protocol):
 
 
 class ShareModule:
-    """A module that takes part in the steps of a :class:`~lockstep.shares.state.ShareWorld`."""
+    """A module that takes part in the steps of a :class:`~lockstep.shares.share_state.ShareWorld`."""
 
     def __init__(
         self,

@@ -17,8 +17,8 @@ from torch import Tensor
 from lockstep.abilities import Addition, Place
 from lockstep.buckets import Bucket
 from lockstep.distributed.comm.collectives import Collectives, Pending
+from lockstep.shares.share_tree import nodes_of, plan_additions, shares_of
 from lockstep.shares.spare import SpareMemory
-from lockstep.shares.tree import nodes_of, plan_additions, shares_of
 
 _NOTHING = -0.0
 """Sent where no share of a partial sum has a value: added to any number, it leaves it as it is, with its sign."""

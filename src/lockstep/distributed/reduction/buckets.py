@@ -339,7 +339,7 @@ class FlatBucket(GradientBucket):
 
     def _copy_part(self, part: BucketPart) -> None:
         begin, end = part.positions.start, part.positions.stop
-        parameters, views = self._parameters[begin:end], self._memory.views[begin:end]
+        parameters, views = self._parameters[begin:end], self._memory.now.views[begin:end]
         grads: list[Any] = list(map(_grad_of, parameters))
         if type(None) in map(type, grads):
             return
@@ -351,7 +351,7 @@ class FlatBucket(GradientBucket):
                 if self._scale != 1:
                     slots = self.planned.layout.slots
                     last = slots[end].offset if end < len(slots) else None
-                    self._memory.gradients[slots[begin].offset : last].mul_(self._scale)
+                    self._memory.now.gradients[slots[begin].offset : last].mul_(self._scale)
         except RuntimeError:  # a sparse gradient, or one of another shape: copy_in knows
             return
         set_grads(parameters, repeat(None))
@@ -364,7 +364,7 @@ class FlatBucket(GradientBucket):
         memory = self._memory
         if self._copies_early:
             if used is None and all(map(operator.is_, grads, repeat(None))) and self._is_copied():
-                return CopiedIn(memory.flat)
+                return CopiedIn(memory.now.flat)
             if any(part.is_copied for part in self.parts):
                 return self._copy_rest(grads, memory.in_place(grads), used)
         inside = memory.in_place(grads) if self._copies_early else memory.claim(grads)
@@ -373,14 +373,14 @@ class FlatBucket(GradientBucket):
         set_grads(self._parameters, repeat(None))
         undefined: list[int] = []
         if True not in inside and type(None) not in map(type, grads):
-            self._copy(memory.views, cast("list[Tensor]", grads), range(len(grads)))
+            self._copy(memory.now.views, cast("list[Tensor]", grads), range(len(grads)))
         else:
             undefined = self._copy_some(grads, inside, range(len(grads)))
         factor = self._scale
         if self._extra and factor != 1:  # the report is not to be scaled
-            memory.gradients.mul_(factor)
+            memory.now.gradients.mul_(factor)
             factor = 1.0
-        return CopiedIn(memory.flat, factor, undefined)
+        return CopiedIn(memory.now.flat, factor, undefined)
 
     def _is_copied(self) -> bool:
         """Return True if all has been copied early."""
@@ -396,18 +396,18 @@ class FlatBucket(GradientBucket):
             self._keep_all_unused(grads, inside, used)
         set_grads(self._parameters, repeat(None))
         undefined = self._copy_some(grads, inside, rest)
-        views = self._memory.views
+        views = self._memory.now.views
         if rest and self._scale != 1:
             torch._foreach_mul_([views[i] for i in rest], self._scale)
         for i in again:
             taken = self.members[i].take(cast("Tensor", grads[i]))
             views[i].add_(taken.to_dense() if taken.is_sparse else taken, alpha=self._scale)
-        return CopiedIn(self._memory.flat, 1.0, undefined)
+        return CopiedIn(self._memory.now.flat, 1.0, undefined)
 
     def _copy_some(self, grads: Sequence[Tensor | None], inside: Sequence[bool], positions: Sequence[int]) -> list[int]:
         """Copy what is at ``positions``, unless it is in place, or clear its place; returns the parameters, by number,
         that have no gradient."""
-        views = self._memory.views
+        views = self._memory.now.views
         given = [(i, grad) for i in positions if (grad := grads[i]) is not None and not inside[i]]
         self._copy([views[i] for i, _ in given], [grad for _, grad in given], [i for i, _ in given])
         empty = [i for i in positions if grads[i] is None]
@@ -439,7 +439,7 @@ class FlatBucket(GradientBucket):
     @property
     def row(self) -> Tensor:
         """The report's place, behind the gradients."""
-        return self._memory.row
+        return self._memory.now.row
 
     def zeros(self) -> Tensor:
         """See :meth:`GradientBucket.zeros`."""
@@ -447,11 +447,11 @@ class FlatBucket(GradientBucket):
 
     def accept(self, summed: Tensor) -> None:
         """See :meth:`GradientBucket.accept`."""
-        accept_into(self._memory.gradients, summed)
+        accept_into(self._memory.now.gradients, summed)
 
     def multiply(self, factor: float) -> None:
         """See :meth:`GradientBucket.multiply`."""
-        self._memory.gradients.mul_(factor)
+        self._memory.now.gradients.mul_(factor)
 
     def copy_out(self, verdict: Verdict) -> None:
         """See :meth:`GradientBucket.copy_out`."""
@@ -459,7 +459,7 @@ class FlatBucket(GradientBucket):
             super().copy_out(verdict)
         else:
             try:
-                set_grads(self._parameters, self._memory.grads)
+                set_grads(self._parameters, self._memory.now.grads)
             except RuntimeError:
                 for member in self.members:
                     member.check(member.parameter)
@@ -468,7 +468,7 @@ class FlatBucket(GradientBucket):
         self._memory.release()
 
     def _gradient(self, position: int) -> Tensor:
-        return self._memory.grads[position]
+        return self._memory.now.grads[position]
 
 
 class BucketsInUse:

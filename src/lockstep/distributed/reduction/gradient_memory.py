@@ -53,6 +53,9 @@ class _Memory(NamedTuple):
     """The reference counts of ``grads`` while nobody else has any."""
 
 
+_NO_MEMORY = _Memory(_NOTHING, _NOTHING, _NOTHING, [], [], 0, [])
+
+
 class GradientMemory:
     """The flat tensor of a bucket, its views, and the gradients that parameters get; ``extra`` elements follow them.
 
@@ -66,48 +69,20 @@ class GradientMemory:
         self._empty = empty
         self._kept = layout.device.type == "cpu" or layout.nbytes < KEPT_BELOW_BYTES * len(layout.slots)
         self._has_dtensors = any(map(is_dtensor, parameters))
-        self._memory: _Memory | None = None
+        self.now = _NO_MEMORY
+        """The memory, from :meth:`claim` to :meth:`release`."""
         self._none_inside = [False] * len(layout.slots)
         self._left: tuple[StorageWeakRef, int] | None = None  # memory that was left to the gradients, and its offset
-
-    @property
-    def flat(self) -> Tensor:
-        """All of it; there is some from :meth:`claim` to :meth:`release`."""
-        assert self._memory is not None
-        return self._memory.flat
-
-    @property
-    def views(self) -> list[Tensor]:
-        """The places of the gradients, while there is memory."""
-        assert self._memory is not None
-        return self._memory.views
-
-    @property
-    def grads(self) -> list[Tensor]:
-        """The gradients that parameters get, while there is memory."""
-        assert self._memory is not None
-        return self._memory.grads
-
-    @property
-    def gradients(self) -> Tensor:
-        """The part of it in which gradients lie, while there is memory."""
-        assert self._memory is not None
-        return self._memory.gradients
-
-    @property
-    def row(self) -> Tensor:
-        """The part that follows the gradients; nothing while there is no memory."""
-        return _NOTHING if self._memory is None else self._memory.row
 
     def claim(self, current: list[Tensor | None]) -> Sequence[bool]:
         """Make ready to write the next gradients; return which of ``current`` are in this memory, and stay in it.
 
         If they have to move, ``current`` is changed to what they are now.
         """
-        if self._memory is None and self._left is not None:
+        if self.now is _NO_MEMORY and self._left is not None:
             self._readopt(current)
-        memory = self._memory
-        if memory is None:
+        memory = self.now
+        if memory is _NO_MEMORY:
             self._allocate()
             return self._none_inside
         if self._is_unused(memory, current):
@@ -123,7 +98,7 @@ class GradientMemory:
                     new.views[i].copy_(memory.views[i])
                     current[i] = new.grads[i]
         elif not self._are_grads_in_place(memory):
-            self._memory = memory._replace(grads=self._gradients(memory.views))  # tests/ranks/test_gradient_memory.py
+            self.now = memory._replace(grads=self._gradients(memory.views))  # tests/ranks/test_gradient_memory.py
         return inside
 
     def _is_unused(self, memory: _Memory, current: Sequence[Tensor | None]) -> bool:
@@ -139,7 +114,7 @@ class GradientMemory:
     def claim_early(self, current: Sequence[Tensor | None]) -> bool:
         """Make ready to write while gradients still come; False if that has to wait, as one of ``current`` is in this
         memory, or was, and more may be added to it there."""
-        if self._memory is None:
+        if self.now is _NO_MEMORY:
             former, _ = self._left or (None, 0)
             dense = [local_part(grad) for grad in current if grad is not None and not grad.is_sparse]
             if former is not None and any(grad.untyped_storage()._cdata == former.cdata for grad in dense):
@@ -152,7 +127,7 @@ class GradientMemory:
     def in_place(self, current: Sequence[Tensor | None]) -> list[bool]:
         """Return which of the gradients are in this memory, each in its own place: the same memory, shape and
         strides."""
-        return self._in_place(current, self.views)
+        return self._in_place(current, self.now.views)
 
     def _in_place(self, grads: Sequence[Tensor | None], views: Sequence[Tensor]) -> list[bool]:
         if self._has_dtensors:
@@ -166,8 +141,8 @@ class GradientMemory:
     def release(self) -> None:
         """Leave the memory to the parameters' gradients, unless it is kept."""
         if not self._kept:
-            self._left = StorageWeakRef(self.flat.untyped_storage()), int(self.flat.storage_offset())
-            self._memory = None
+            self._left = StorageWeakRef(self.now.flat.untyped_storage()), int(self.now.flat.storage_offset())
+            self.now = _NO_MEMORY
 
     def zeros(self) -> Tensor:
         """Return other memory of the same size, all zero."""
@@ -175,7 +150,7 @@ class GradientMemory:
 
     def _allocate(self) -> _Memory:
         flat = self._empty(self._numel, self._layout.dtype, self._layout.device)
-        self._memory = memory = self._lay_out(flat, self._layout.views(flat), None)
+        self.now = memory = self._lay_out(flat, self._layout.views(flat), None)
         return memory
 
     def _lay_out(self, flat: Tensor, views: list[Tensor], grads: list[Tensor] | None) -> _Memory:
@@ -201,7 +176,7 @@ class GradientMemory:
             flat = first.as_strided((self._numel,), (1,), start)
             views = self._layout.views(flat)
             if False not in self._in_place(grads, views):
-                self._memory = self._lay_out(flat, views, grads)
+                self.now = self._lay_out(flat, views, grads)
 
     def _are_grads_in_place(self, memory: _Memory) -> bool:
         """Return True if the tensors that parameters got are where they were, whatever was done with them."""

@@ -10,7 +10,7 @@ Gradients that share memory have versions of their own: what is handed out of a 
 
 from collections.abc import Sequence
 from itertools import compress, repeat
-from operator import attrgetter, is_, is_not
+from operator import and_, attrgetter, is_, is_not, ne, or_
 from typing import Any
 
 from torch import Tensor
@@ -39,13 +39,12 @@ class GradientSnapshot:
             if type(None) not in map(type, now):
                 return range(len(now))
             return list(compress(range(len(now)), map(is_not, now, repeat(None))))
-        if all(map(is_, now, self._grads)) and _versions(now) == self._versions:
+        versions = _versions(now)
+        if versions == self._versions and all(map(is_, now, self._grads)):
             return ()
-        return [
-            position
-            for position, (grad, before, version) in enumerate(zip(now, self._grads, self._versions, strict=True))
-            if grad is not None and (grad is not before or _version(grad) != version)
-        ]
+        changed = map(or_, map(ne, versions, self._versions), map(is_not, now, self._grads))
+        come = list(map(and_, changed, map(is_not, now, repeat(None))))  # a gradient that was given up has not come
+        return range(len(now)) if False not in come else list(compress(range(len(now)), come))
 
     def missing(self, positions: Sequence[int]) -> list[int]:
         """Return which gradients among those at these positions have not come since."""

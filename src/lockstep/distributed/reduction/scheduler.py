@@ -5,6 +5,7 @@ tiny collective which of them it has reached: one number for each rank, and one 
 """
 
 import logging
+import operator
 import sys
 import threading
 import weakref
@@ -161,10 +162,7 @@ class ReplicatedModules:
 
     def __iter__(self) -> Iterator[ScheduledModule]:
         """Go through them in the order of their creation."""
-        for link in list(self._links.values()):
-            module = link()
-            if module is not None:
-                yield module
+        return filter(None, map(operator.call, list(self._links.values())))
 
     def numbered(self) -> dict[int, ScheduledModule]:
         """Return them by their numbers, in the order of their creation."""

@@ -4,7 +4,7 @@ A :class:`Replication` is made by ``replicate()`` (then it belongs to the module
 ``DistributedDataParallel`` (then to the wrapper). It becomes ready when the parameters are there and the group is: at
 once, or at the first forward. Getting ready means: compare what all ranks have, make values equal, and begin to
 synchronise gradients. A subclass says how: in rounds of a reducer (``reducer_replication.py``), or by shares
-(``shares/replication.py``).
+(``shares/share_replication.py``).
 
 Modules do not carry their replication, so that their copies and pickles are plain: :func:`replication_of` finds it.
 """

@@ -5,8 +5,8 @@ order; a share that has not changed it counts with the value of the step. Any ot
 lowest share that has changed it: a counter of batches, which every share advances from the same value, advances by one
 a step.
 
-Buffers that changed in the step before travel with the gradients and the report (:mod:`lockstep.shares.reduction`).
-Others have collectives of their own when they change.
+Buffers that changed in the step before travel with the gradients and the report
+(:mod:`lockstep.shares.share_exchange`). Others have collectives of their own when they change.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,10 +20,10 @@ from lockstep.digests import Digests
 from lockstep.distributed.comm.collectives import Collectives
 from lockstep.distributed.reduction.buffers import Buffer, assign_all
 from lockstep.shares.gradients import Values, sum_dtype
-from lockstep.shares.reduction import Exchange, ExchangePlan
-from lockstep.shares.report import number_of
+from lockstep.shares.share_exchange import Exchange, ExchangePlan
+from lockstep.shares.share_report import number_of
+from lockstep.shares.share_tree import Node, PartialSums, add_up
 from lockstep.shares.spare import SpareMemory
-from lockstep.shares.tree import Node, PartialSums, add_up
 
 UNCHANGED = -1
 _SMALL_BYTES = 256

@@ -15,10 +15,10 @@ from lockstep.distributed.replication.options import Options, input_device, move
 from lockstep.distributed.replication.replicate import Loss, replicate_shares_with
 from lockstep.distributed.replication.replication import Replication
 from lockstep.errors import NotReplicableError, OptionError
-from lockstep.shares.agreement import Members
-from lockstep.shares.environment import check_settings, describe_settings, settings_of
 from lockstep.shares.module import ShareModule
-from lockstep.shares.state import check_shares, world_of
+from lockstep.shares.share_agreement import Members
+from lockstep.shares.share_settings import check_settings, describe_settings, settings_of
+from lockstep.shares.share_state import check_shares, world_of
 
 
 class ShareReplication(Replication):

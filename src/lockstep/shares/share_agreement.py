@@ -23,12 +23,12 @@ from lockstep.distributed.reduction.selection import Contents, describe_paramete
 from lockstep.distributed.reduction.values import PARAMETERS_AND_BUFFERS, ValueChecker, check_equal_values
 from lockstep.dtensors import local_part
 from lockstep.errors import AgreementError
-from lockstep.shares.buffers import TravellingBuffers, specs_of
 from lockstep.shares.gradients import sum_dtype
-from lockstep.shares.reduction import Exchange, ExchangePlan
-from lockstep.shares.report import HEAD_BYTES, Head, Report
+from lockstep.shares.share_buffers import TravellingBuffers, specs_of
+from lockstep.shares.share_exchange import Exchange, ExchangePlan
+from lockstep.shares.share_report import HEAD_BYTES, Head, Report
+from lockstep.shares.share_state import Step
 from lockstep.shares.spare import SpareMemory
-from lockstep.shares.state import Step
 
 
 class Members:

@@ -26,8 +26,8 @@ from lockstep.errors import CommunicationError, OptionError, PeerError, ShareErr
 from lockstep.phases import Phases
 from lockstep.seeds import derive_seed
 from lockstep.shares.audit_plan import Audit
-from lockstep.shares.streams import random_streams
-from lockstep.shares.tree import shares_of
+from lockstep.shares.share_streams import random_streams
+from lockstep.shares.share_tree import shares_of
 
 _USED, _FAILED = 1, 2
 
