@@ -107,7 +107,7 @@ PUBLIC = {
         replicate(module, ignored_modules=None, *, shares=None, loss='sum', **options)
         resume(path, *, group=None, **state)
         save(path, *, keep=3, step=None, group=None, **state)
-        class session(backend=None, device=None, timeout=600.0, seed=0, stall_factor=20.0, stall_minimum=60.0, time_limit=None, link_timeout=20.0)
+        class session(backend=None, device=None, timeout=600.0, seed=0, stall_factor=20.0, stall_minimum=60.0, time_limit=None, link_timeout=20.0, alone=False)
         shard(dataset, group=None)
         should_stop(group=None)
         skip_batch(*modules, group=None)

@@ -24,15 +24,8 @@ from lockstep.failures.channel import LINK_SECONDS
 from lockstep.failures.progress import PHASES_OF_A_STEP, Phase, Progress
 from lockstep.failures.stacks import answering
 from lockstep.seeds import derive_seed
-from lockstep.session.start import (
-    Environment,
-    SessionOptions,
-    choose_backend,
-    choose_device,
-    join,
-    name_of_run,
-    read_environment,
-)
+from lockstep.session.environment import Environment, read_environment
+from lockstep.session.start import SessionOptions, choose_backend, choose_device, join, name_of_run
 from lockstep.session.stop_requests import StopRequests
 from lockstep.session.watch import check_link_timeout
 
@@ -214,10 +207,11 @@ class Session:
 class session:
     """Start and end data-parallel training in this process: a context manager, whose value is a :class:`Session`.
 
-    Takes this process's place in the run from the environment that ``torchrun`` has set, or runs alone: then with one
-    rank, and without sockets. Makes the default process group, seeds the random streams, and watches over the ranks: if
-    one of them fails, all others raise :class:`~lockstep.errors.PeerFailure`, which names that rank, its step and
-    phase, and has its traceback. At the end, also after an error, takes all of that down in order.
+    Takes this process's place in the run from the environment that ``torchrun``, SLURM's ``srun`` or ``mpirun`` has
+    set, or runs alone: then with one rank, and without sockets. Makes the default process group, seeds the random
+    streams, and watches over the ranks: if one of them fails, all others raise
+    :class:`~lockstep.errors.PeerFailure`, which names that rank, its step and phase, and has its traceback. At the end,
+    also after an error, takes all of that down in order.
 
     Args:
         backend: of the process group. If None: ``shm`` where all ranks share a host and train on the CPU, ``nccl``
@@ -237,6 +231,7 @@ class session:
         time_limit: seconds from the start after which ``run.should_stop`` is true. None for no limit.
         link_timeout: seconds for which nothing may come from another host, not even the answer to a probe of the
             system; after that its ranks have failed. At least 1. A shorter pause of the network ends nothing.
+        alone: train in this process alone, whatever the environment says.
 
     What is communicated: what making a process group takes, and what :func:`lockstep.watch` says.
 
@@ -267,6 +262,7 @@ class session:
         stall_minimum: float = 60.0,
         time_limit: float | None = None,
         link_timeout: float = LINK_SECONDS,
+        alone: bool = False,
     ) -> None:
         if not timeout > 0:
             raise OptionError(f"session(): timeout is {timeout!r}, expected a number of seconds above 0")
@@ -274,6 +270,7 @@ class session:
         self._options = SessionOptions(
             backend, device, timeout, seed, stall_factor, stall_minimum, time_limit, link_timeout
         )
+        self._alone = alone
         self._session: Session | None = None
 
     def __enter__(self) -> Session:
@@ -284,7 +281,7 @@ class session:
                 "session() makes the default process group, but there is one already: end that one before with "
                 "destroy_process_group(), or use lockstep.watch() in place of a session"
             )
-        self._session = Session(self._options, read_environment())
+        self._session = Session(self._options, Environment() if self._alone else read_environment())
         return self._session
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
