@@ -52,7 +52,7 @@ PMI = {"PMI_RANK": "1", "PMI_SIZE": "3", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANK
     [
         ({}, Environment()),
         (TORCHRUN | LOCAL, Environment(5, 8, 1, 4, False, "", "node1", 29511)),
-        (TORCHRUN | SLURM, Environment(5, 8, 5, 0, False, "", "node1", 29511)),
+        (TORCHRUN | SLURM, Environment(5, 8, None, 0, False, "", "node1", 29511)),
         (SLURM, Environment(3, 5, 1, 2, False, "1234.2", "gpu007", 12000 + 3362, "SLURM_STEP_NODELIST")),
         (SLURM | {"MASTER_ADDR": "other"}, Environment(3, 5, 1, 2, False, "1234.2", "other", 12000 + 3362)),
         (SLURM | {"MASTER_PORT": "7"}, Environment(3, 5, 1, 2, False, "1234.2", "gpu007", 7, "SLURM_STEP_NODELIST")),

@@ -22,10 +22,10 @@ class Environment:
 
     rank: int = 0
     world_size: int = 1
-    local_rank: int = 0
-    """The number of this process on its host."""
+    local_rank: int | None = 0
+    """The number of this process on its host; None as long as it is not known."""
     local_world_size: int = 1
-    """The number of processes on this host; 0 if it is not known."""
+    """The number of processes on this host; 0 as long as it is not known."""
     alone: bool = True
     """True if no launcher has started this process as a rank: then there is no store to meet others at."""
     run: str = ""
@@ -38,6 +38,8 @@ class Environment:
     """The variable that says ``address``, for messages."""
     launcher_has_store: bool = False
     """True if the launcher hosts the store there; else rank 0 does."""
+    group_exists: bool = False
+    """True if somebody else has made the default process group already."""
 
     @property
     def is_one_host(self) -> bool:
@@ -63,7 +65,7 @@ class Launcher:
         return Environment(
             rank=rank,
             world_size=world,
-            local_rank=_number(variables, self.local_rank, rank),
+            local_rank=_number(variables, self.local_rank) if self.local_rank in variables else None,
             local_world_size=_number(variables, self.local_world_size, 0),
             alone=False,
         )
@@ -117,17 +119,22 @@ def read_environment(variables: Mapping[str, str] = os.environ) -> Environment:
 def _said_by_name(variables: Mapping[str, str]) -> Environment:
     """Return the place that ``RANK``, ``WORLD_SIZE`` and their like say."""
     rank, world = _rank_and_world_size(variables, "RANK", "WORLD_SIZE")
-    return Environment(
+    return replace(
+        read_local_rank(variables),
         rank=rank,
         world_size=world,
-        local_rank=_number(variables, "LOCAL_RANK", rank),
-        local_world_size=_number(variables, "LOCAL_WORLD_SIZE", 0),
         alone=False,
         run=variables.get("TORCHELASTIC_RUN_ID", ""),
         address=variables["MASTER_ADDR"],
         port=_number(variables, "MASTER_PORT"),
         launcher_has_store=variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
     )
+
+
+def read_local_rank(variables: Mapping[str, str] = os.environ) -> Environment:
+    """Return a place of which no more is known than the number of this process on its host, if the variables say it."""
+    local_rank = _number(variables, "LOCAL_RANK") if "LOCAL_RANK" in variables else None
+    return Environment(local_rank=local_rank, local_world_size=_number(variables, "LOCAL_WORLD_SIZE", 0))
 
 
 def _launchers(variables: Mapping[str, str]) -> list[tuple[Launcher, Environment]]:

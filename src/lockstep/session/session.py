@@ -25,7 +25,7 @@ from lockstep.failures.progress import PHASES_OF_A_STEP, Phase, Progress
 from lockstep.failures.stacks import answering
 from lockstep.seeds import derive_seed
 from lockstep.session.environment import Environment, read_environment
-from lockstep.session.start import SessionOptions, choose_backend, choose_device, join, name_of_run
+from lockstep.session.start import SessionOptions, join, name_of_run, place_in_group
 from lockstep.session.stop_requests import StopRequests
 from lockstep.session.watch import check_link_timeout
 
@@ -78,12 +78,6 @@ class Session:
         """This process's number, from 0."""
         self.world_size: int = environment.world_size
         """The number of processes that take part."""
-        self.local_rank: int = environment.local_rank
-        """This process's number on its host, from 0."""
-        self.device: torch.device = choose_device(options.device, environment)
-        """The device of this rank's model and batches."""
-        self.backend: str = options.backend or choose_backend(self.device, environment)
-        """The name of the group's backend."""
         self.progress = Progress(name_of_run(environment), self.rank, self.world_size)
         """The progress of this rank, which other processes can read."""
         self.generator: torch.Generator = generator(options.seed, f"generator of rank {self.rank}")
@@ -94,7 +88,14 @@ class Session:
         with contextlib.ExitStack() as resources:
             resources.callback(self.progress.close)
             resources.enter_context(answering())
-            self._watch = join(options, environment, self.backend, self.progress, resources)
+            joined = join(options, environment, self.progress, resources)
+        self.local_rank: int = joined.local_rank
+        """This process's number on its host, from 0."""
+        self.device: torch.device = joined.device
+        """The device of this rank's model and batches."""
+        self.backend: str = joined.backend
+        """The name of the group's backend."""
+        self._watch, self._keeps_group = joined.watch, environment.group_exists
         self.group: Group = dist.group.WORLD
         """The process group, which is the default one."""
         self._requests = StopRequests(options.time_limit, f"rank {self.rank}")
@@ -200,7 +201,7 @@ class Session:
     def _release(self) -> None:
         self._decisions = None
         gc.collect()  # a replicated model that still exists would keep the group's threads alive while the program ends
-        if dist.is_initialized():
+        if dist.is_initialized() and not self._keeps_group:
             dist.destroy_process_group()
 
 
@@ -213,9 +214,13 @@ class session:
     :class:`~lockstep.errors.PeerFailure`, which names that rank, its step and phase, and has its traceback. At the end,
     also after an error, takes all of that down in order.
 
+    If there is a default process group already, made by Ray, Lightning or the program, the session takes that one, and
+    leaves it as it is at its end. Another ``backend``, or ``device`` than the one it is bound to, is an error then, and
+    the group keeps its own time-out and interfaces; ``timeout`` is that of the start and the end of the session.
+
     Args:
-        backend: of the process group. If None: ``shm`` where all ranks share a host and train on the CPU, ``nccl``
-            for CUDA (with ``gloo`` for tensors on the CPU), else ``gloo``.
+        backend: of the process group. If None: ``shm`` for ranks on the CPU (on Linux; with ``gloo`` between hosts),
+            ``nccl`` for CUDA (with ``gloo`` for tensors on the CPU), else ``gloo``.
         device: of this rank. If None: the accelerator of this rank's number on its host, or the CPU if it has none.
             More ranks than accelerators are an error on all ranks of the host; ``"cpu"`` trains without them.
         timeout: seconds that ranks wait for each other at the start, in one collective, and at the end.
@@ -276,13 +281,18 @@ class session:
     def __enter__(self) -> Session:
         if self._session is not None:
             raise OptionError("this session has begun already: make another one")
-        if dist.is_available() and dist.is_initialized():
-            raise OptionError(
-                "session() makes the default process group, but there is one already: end that one before with "
-                "destroy_process_group(), or use lockstep.watch() in place of a session"
-            )
-        self._session = Session(self._options, Environment() if self._alone else read_environment())
+        self._session = Session(self._options, self._place())
         return self._session
+
+    def _place(self) -> Environment:
+        if not (dist.is_available() and dist.is_initialized()):
+            return Environment() if self._alone else read_environment()
+        place = place_in_group()
+        if self._alone and place.world_size > 1:
+            raise OptionError(
+                f"session(alone=True), but there is a process group of {place.world_size} ranks already: end it before"
+            )
+        return place
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         assert self._session is not None

@@ -1,14 +1,16 @@
 """Brings the ranks of a session together: device and backend, the failure channel, and the group."""
 
 import contextlib
+import functools
 import json
+import logging
 import os
 import socket
 import sys
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -20,20 +22,22 @@ from torch.distributed.distributed_c10d import PrefixStore
 from lockstep import network
 from lockstep.devices import accelerator, resolve_device
 from lockstep.distributed.collectives import backends_of
-from lockstep.errors import AgreementError, CommunicationError, DeviceError
+from lockstep.errors import AgreementError, CommunicationError, DeviceError, OptionError
 from lockstep.failures.channel import LINK_SECONDS, FailureChannel
 from lockstep.failures.connections import Connections
 from lockstep.failures.progress import Progress
 from lockstep.failures.stall import StallLimits
-from lockstep.session.environment import Environment
+from lockstep.session.environment import Environment, read_local_rank
 from lockstep.session.meeting import meeting_place
-from lockstep.session.watch import Watch, attach, make_channel, run_name, unused_part
-from lockstep.store import ANSWER_SECONDS, BoundedStore
+from lockstep.session.watch import Watch, attach, make_channel, run_name, store_of, unused_part, watch_over
+from lockstep.store import ANSWER_SECONDS, BoundedStore, port_of
 
 GIVE_UP_SECONDS = 1.0
 """Seconds to wait for the making of a group that another rank's failure has made useless."""
 OF_EACH_RANK = {"device", "time_limit"}
 """Options that may differ between ranks."""
+
+_log = logging.getLogger("lockstep")
 
 
 @dataclass(frozen=True)
@@ -62,22 +66,22 @@ def choose_device(asked: str | torch.device | None, environment: Environment) ->
     if device.type == "cpu":
         return device
     if asked is None or torch.device(asked).index is None:
-        count = torch.accelerator.device_count()
-        processes = max(environment.local_world_size, environment.local_rank + 1)  # alike on all ranks, if it is known
+        count, local_rank = torch.accelerator.device_count(), environment.local_rank or 0
+        processes = max(environment.local_world_size, local_rank + 1)  # alike on all ranks, if it is known
         if processes > count:
             raise DeviceError(
                 f"{processes} processes on this host, which has {count} accelerator{'s' if count > 1 else ''} of type "
                 f'{device.type}: type `torchrun --nproc-per-node {count}`, or `session(device="cpu")` for the CPU'
             )
-        device = torch.device(device.type, environment.local_rank)
+        device = torch.device(device.type, local_rank)
     torch.accelerator.set_device_index(device.index)
     return device
 
 
-def choose_backend(device: torch.device, environment: Environment) -> str:
-    """Return the backend that suits a device: shared memory if all ranks train on the CPU of one host."""
+def choose_backend(device: torch.device) -> str:
+    """Return the backend that suits a device: shared memory for the CPU, with Gloo between hosts."""
     if device.type == "cpu":
-        return "shm" if sys.platform == "linux" and (environment.is_one_host or environment.alone) else "gloo"
+        return "shm" if sys.platform == "linux" else "gloo"
     return "cpu:gloo,cuda:nccl" if device.type == "cuda" and dist.is_nccl_available() else "gloo"
 
 
@@ -117,18 +121,28 @@ _HINTS = {
 # ---------------------------------------------------------------------------------------------------------- the group
 
 
+@dataclass(frozen=True)
+class Joined:
+    """What a rank has when it has come together with the others."""
+
+    watch: Watch
+    local_rank: int
+    device: torch.device
+    backend: str
+
+
 def join(
-    options: SessionOptions,
-    environment: Environment,
-    backend: str,
-    progress: Progress,
-    resources: contextlib.ExitStack,
-) -> Watch:
+    options: SessionOptions, environment: Environment, progress: Progress, resources: contextlib.ExitStack
+) -> Joined:
     """Connect to the other ranks: first the failure channel, then the group; on an error, take all of it down."""
+    if environment.group_exists:
+        return _adopt(options, environment, progress, resources)
     limit = timedelta(seconds=options.timeout)
     if environment.world_size == 1:
+        device = choose_device(options.device, environment)
+        backend = options.backend or choose_backend(device)
         _make_group(backend, HashStore(), environment, limit)
-        return Watch(None, resources=resources.pop_all())
+        return Joined(Watch(None, resources=resources.pop_all()), environment.local_rank or 0, device, backend)
     _stay_on_loopback(environment)
     connections, waits_for_store = Connections(), Connections()
     # The channel makes a connection of its own. This one is the group's: ending it interrupts a thread that waits
@@ -147,21 +161,23 @@ def join(
             options.link_timeout,
         )
     watch = Watch(channel, options.timeout, connections, resources.pop_all())
-    limits = None
-    if options.stall_factor is not None:
-        limits = StallLimits(options.stall_factor, options.stall_minimum, options.timeout)
-
-    def make_group() -> None:
-        check_same_options(asdict(options) | {"backend": backend}, environment.rank, store)
-        _make_group(backend, store, environment, limit)
-
     try:
-        watch.look_for_stalls(lambda: dist.group.WORLD, limits)
+        watch.look_for_stalls(lambda: dist.group.WORLD, _stall_limits(options))
+        environment = _ask_for_hosts(environment, channel)
+        device = choose_device(options.device, environment)
+        backend = options.backend or choose_backend(device)
+        _stay_on_loopback(environment)
         _choose_interface(channel)
+
+        def make_group() -> None:
+            check_same_options(asdict(options) | {"backend": backend}, environment.rank, store)
+            _make_group(backend, store, environment, limit)
+
         with connections.recording():
             _while_nobody_fails(
                 channel,
                 make_group,
+                dist.destroy_process_group,
                 lambda: waits_for_store.shut_down(except_port=port),
                 options.timeout,
             )
@@ -170,7 +186,77 @@ def join(
         raise
     gloo = "gloo" in backends_of(dist.group.WORLD)
     attach(channel, dist.group.WORLD, connections if gloo else None)
-    return watch
+    return Joined(watch, environment.local_rank or 0, device, backend)
+
+
+def place_in_group() -> Environment:
+    """Return the place of this process in the default group, which exists already."""
+    world = dist.get_world_size()
+    return replace(
+        read_local_rank(),
+        rank=dist.get_rank(),
+        world_size=world,
+        alone=world == 1,
+        port=port_of(store_of(dist.group.WORLD)) if world > 1 else 0,
+        group_exists=True,
+    )
+
+
+def _adopt(
+    options: SessionOptions, environment: Environment, progress: Progress, resources: contextlib.ExitStack
+) -> Joined:
+    """Watch over the default group, which stays as it is, and find the place of this rank on its host."""
+    group: Any = dist.group.WORLD
+    backend = dist.get_backend()
+    names = {backend, dist.get_backend_config()}
+    if options.backend not in {None, *names}:
+        raise OptionError(
+            f"session(backend={options.backend!r}): the process group that exists already has the backend "
+            f"{backends_of(group)}, and stays as it is; leave backend out, or end the group before the session"
+        )
+    bound, asked = group.bound_device_id, options.device
+    if bound is not None and asked is not None and resolve_device(asked) != bound:
+        raise OptionError(
+            f"session(device={str(asked)!r}): the process group that exists already is bound to {bound}, and stays as "
+            "it is; leave device out, or end the group before the session"
+        )
+    if options.timeout != SessionOptions.timeout and environment.rank == 0:
+        text = "session(timeout=%g) is not that of the process group, which exists already and keeps its own"
+        _log.warning(text, options.timeout)
+    if environment.world_size == 1:
+        watch = Watch(None, resources=resources.pop_all())
+    else:
+        store = unused_part(store_of(group), "session", environment.rank)
+        limits = _stall_limits(options)
+        watch = watch_over(group, store, progress, options.timeout, options.link_timeout, limits, resources)
+    try:
+        if watch.channel is not None:
+            check = functools.partial(check_same_options, asdict(options), environment.rank, store)
+            _while_nobody_fails(watch.channel, check, lambda: None, lambda: None, options.timeout)
+            environment = _ask_for_hosts(environment, watch.channel)
+        device = choose_device(asked if bound is None else bound, environment)
+    except BaseException as error:
+        watch.end(error)
+        raise
+    return Joined(
+        watch, environment.local_rank or 0, device, backend if backend != "undefined" else dist.get_backend_config()
+    )
+
+
+def _ask_for_hosts(environment: Environment, channel: FailureChannel) -> Environment:
+    """Add what the launcher has not said: the number of this process on its host, and how many are there."""
+    on_host = channel.ranks_with(channel.rank)
+    return replace(
+        environment,
+        local_rank=on_host.index(channel.rank) if environment.local_rank is None else environment.local_rank,
+        local_world_size=environment.local_world_size or len(on_host),
+    )
+
+
+def _stall_limits(options: SessionOptions) -> StallLimits | None:
+    if options.stall_factor is None:
+        return None
+    return StallLimits(options.stall_factor, options.stall_minimum, options.timeout)
 
 
 def name_of_run(environment: Environment) -> str:
@@ -187,12 +273,16 @@ def _make_group(backend: str, store: Any, environment: Environment, timeout: tim
 
 
 def _while_nobody_fails(
-    channel: FailureChannel, make: Callable[[], object], give_up: Callable[[], object], timeout: float
+    channel: FailureChannel,
+    make: Callable[[], object],
+    undo: Callable[[], object],
+    give_up: Callable[[], object],
+    timeout: float,
 ) -> None:
     """Make the group on another thread, since that waits for other ranks in C++; raise if one of them fails meanwhile,
     or after ``timeout`` seconds, which the group's own calls to the store do not observe.
 
-    Then ``give_up`` ends the wait, and a group that is made nevertheless is destroyed.
+    Then ``give_up`` ends the wait, and ``undo`` is called after what is made nevertheless.
     """
     made: Future[None] = Future()
     lock, given_up = threading.Lock(), False
@@ -205,7 +295,7 @@ def _while_nobody_fails(
             make()
             with lock:
                 if given_up:
-                    dist.destroy_process_group()
+                    undo()
                 made.set_result(None)
         except BaseException as error:
             made.set_exception(error)
