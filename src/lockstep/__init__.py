@@ -22,6 +22,7 @@ from lockstep.distributed.loop import skipped as skipped
 from lockstep.distributed.loop import stop_when as stop_when
 from lockstep.distributed.mean import mean_over_ranks as mean_over_ranks
 from lockstep.distributed.metrics import mean as mean
+from lockstep.distributed.metrics import total as total
 from lockstep.distributed.replicate import replicate as replicate
 from lockstep.distributed.statistics import TrainingStatistics as TrainingStatistics
 from lockstep.distributed.statistics import statistics as statistics
@@ -82,6 +83,7 @@ __all__ = [
     "skipped",
     "statistics",
     "stop_when",
+    "total",
     "training_state_dict",
     "watch",
 ]

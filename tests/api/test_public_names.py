@@ -107,7 +107,7 @@ PUBLIC = {
         replicate(module, ignored_modules=None, *, shares=None, loss='sum', **options)
         resume(path, *, group=None, **state)
         save(path, *, keep=3, step=None, group=None, **state)
-        class session(backend=None, device=None, timeout=600.0, seed=0, stall_factor=20.0, stall_minimum=60.0, time_limit=None, link_timeout=20.0, alone=False)
+        class session(backend=None, device=None, timeout=600.0, seed=0, stall_factor=20.0, stall_minimum=60.0, time_limit=None, link_timeout=20.0, alone=False, stop_signals=(<Signals.SIGINT: 2>, <Signals.SIGTERM: 15>))
         shard(dataset, group=None)
         should_stop(group=None)
         skip_batch(*modules, group=None)
@@ -115,6 +115,7 @@ PUBLIC = {
         skipped(*modules, group=None)
         statistics(module, *, all_ranks=False)
         stop_when(request, group=None)
+        total(counts, group=None)
         training_state_dict(module)
         watch(group=None, store=None, *, stall_factor=20.0, stall_minimum=60.0, link_timeout=20.0)
     """,  # noqa: E501

@@ -7,6 +7,7 @@ once, or at the first forward. Getting ready means: compare what all ranks have,
 Modules do not carry their replication, so that their copies and pickles are plain: :func:`replication_of` finds it.
 """
 
+import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext
@@ -35,6 +36,7 @@ from lockstep.distributed.reduction.scheduler import GroupScheduler, scheduler_o
 from lockstep.distributed.reduction.selection import Contents, Selection, describe_parameter, note_replicated
 from lockstep.distributed.reduction.setup import Setup
 from lockstep.distributed.values import broadcast_values
+from lockstep.dtensors import is_dtensor
 from lockstep.errors import CommunicationError, LockstepError, NotReplicableError
 from lockstep.phases import Phases, Statistics
 
@@ -97,6 +99,8 @@ class Replication:
                 "torch.distributed.init_process_group() first, or pass process_group"
             )
         collectives = Collectives(group, self.phases)
+        if self.options.process_group is not None:
+            _warn_of_one_rank(collectives, self._selection)
         scheduler = scheduler_of(group)
         contents, failure = Contents([], [], frozenset()), None
         try:
@@ -387,3 +391,27 @@ def replication_of(module: Module, caller: str) -> Replication:
             "replicate(), or the DistributedDataParallel around it"
         )
     return found
+
+
+_warned_of_one_rank = False
+
+
+def _warn_of_one_rank(collectives: Collectives, selection: Selection) -> None:
+    """Warn, once in a process, of a group of one rank where there are more: the module would train by itself.
+
+    Not of a module whose tensors are spread over other ranks.
+    """
+    global _warned_of_one_rank
+    everybody = resolve_group(None)
+    if _warned_of_one_rank or collectives.world > 1 or everybody is None or everybody.size() == 1:
+        return
+    if any(is_dtensor(each) for each in selection.module.parameters()):
+        return
+    _warned_of_one_rank = True
+    warnings.warn(
+        f"a module is replicated over a process group of rank {everybody.rank()} alone, while the default group has "
+        f"ranks 0 to {everybody.size() - 1}: its gradients are those of this rank. Leave process_group out to train "
+        "with all of them",
+        RuntimeWarning,
+        stacklevel=2,
+    )

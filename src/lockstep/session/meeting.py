@@ -72,23 +72,34 @@ def _folder() -> Path:
 
 @contextlib.contextmanager
 def _publishing(path: Path, timeout: float) -> Iterator[Callable[[int], None]]:
-    """Give a function that publishes a port; the file is locked while the port is valid, and then removed."""
+    """Give a function that publishes a port; the file is locked while the port is valid, and then removed.
+
+    It is new each time: one that a process has left which was killed is never locked again.
+    """
     deadline = time.monotonic() + timeout
-    with open(path, "a") as file:
-        while not _locked(file, fcntl.LOCK_EX):
-            if time.monotonic() > deadline:
-                raise CommunicationError(f"another process is rank 0 of the same run: it has locked {path}")
-            time.sleep(CONNECT_SECONDS / 10)  # a rank looks whether the file is locked
+    while _owner_lives(path):
+        if time.monotonic() > deadline:
+            raise CommunicationError(f"another process is rank 0 of the same run: it has locked {path}")
+        time.sleep(CONNECT_SECONDS)
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
 
         def publish(port: int) -> None:
-            file.truncate(0)
+            fcntl.flock(file, fcntl.LOCK_EX)
             file.write(f"{port}\n")
             file.flush()
+            os.replace(file.name, path)
 
         try:
             yield publish
         finally:
+            Path(file.name).unlink(missing_ok=True)
             path.unlink(missing_ok=True)
+
+
+def _owner_lives(path: Path) -> bool:
+    with contextlib.suppress(FileNotFoundError), open(path) as file:
+        return _is_locked(file)
+    return False
 
 
 def _published_port(path: Path, environment: Environment, timeout: float) -> int:
@@ -96,9 +107,8 @@ def _published_port(path: Path, environment: Environment, timeout: float) -> int
     begin, told = time.monotonic(), False
     while True:
         with contextlib.suppress(FileNotFoundError), open(path) as file:
-            text = file.read()
-            if text.endswith("\n") and not _locked(file, fcntl.LOCK_SH):  # else it is of a process that has ended
-                return int(text)
+            if _is_locked(file):  # else it is of a process that has ended
+                return int(file.read())
         waited = time.monotonic() - begin
         if waited > timeout:
             raise CommunicationError(
@@ -113,10 +123,11 @@ def _published_port(path: Path, environment: Environment, timeout: float) -> int
         time.sleep(CONNECT_SECONDS)
 
 
-def _locked(file: Any, how: int) -> bool:
-    """Lock a file if no other process has locked it, and return True if so."""
-    with contextlib.suppress(BlockingIOError):
-        fcntl.flock(file, how | fcntl.LOCK_NB)
+def _is_locked(file: Any) -> bool:
+    """Return True if another process holds the lock of a file."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
         return True
     return False
 

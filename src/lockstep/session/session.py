@@ -26,7 +26,7 @@ from lockstep.failures.stacks import answering
 from lockstep.seeds import derive_seed
 from lockstep.session.environment import Environment, read_environment
 from lockstep.session.start import SessionOptions, join, name_of_run, place_in_group
-from lockstep.session.stop_requests import StopRequests
+from lockstep.session.stop_requests import STOP_SIGNALS, StopRequests, known_signals
 from lockstep.session.watch import check_link_timeout
 
 T = TypeVar("T")
@@ -98,7 +98,7 @@ class Session:
         self._watch, self._keeps_group = joined.watch, environment.group_exists
         self.group: Group = dist.group.WORLD
         """The process group, which is the default one."""
-        self._requests = StopRequests(options.time_limit, f"rank {self.rank}")
+        self._requests = StopRequests(options.time_limit, f"rank {self.rank}", options.stop_signals)
         self._decisions: Decisions | None = None
         enter = self._watch.enter
         self._hooks = (
@@ -144,8 +144,9 @@ class Session:
     def should_stop(self) -> bool:
         """True if any rank has been asked to stop, by SIGTERM, SIGINT or ``time_limit``; the same on all ranks.
 
-        Read it after ``backward()``, with whose report the requests travel. When it is read for the first time, the
-        session takes over SIGTERM and SIGINT; before, they do what they always do. A second SIGINT raises
+        Requests travel with what ranks exchange anyway: ``backward()``, the beginning of a loop over :meth:`batches`
+        (also of an evaluation), :func:`lockstep.mean`, :func:`lockstep.total` and :meth:`agree`. When it is read for
+        the first time, the session takes over the signals; before, they do what they always do. A second SIGINT raises
         ``KeyboardInterrupt``.
         """
         if self._decisions is None:
@@ -237,6 +238,8 @@ class session:
         link_timeout: seconds for which nothing may come from another host, not even the answer to a probe of the
             system; after that its ranks have failed. At least 1. A shorter pause of the network ends nothing.
         alone: train in this process alone, whatever the environment says.
+        stop_signals: the signals that make ``run.should_stop`` true. Schedulers send SIGUSR1 or SIGUSR2 as a notice
+            some time before the end, if they are asked for it (``sbatch --signal=USR1@120``).
 
     What is communicated: what making a process group takes, and what :func:`lockstep.watch` says.
 
@@ -268,12 +271,21 @@ class session:
         time_limit: float | None = None,
         link_timeout: float = LINK_SECONDS,
         alone: bool = False,
+        stop_signals: Iterable[int] = STOP_SIGNALS,
     ) -> None:
         if not timeout > 0:
             raise OptionError(f"session(): timeout is {timeout!r}, expected a number of seconds above 0")
         check_link_timeout(link_timeout, "session()")
         self._options = SessionOptions(
-            backend, device, timeout, seed, stall_factor, stall_minimum, time_limit, link_timeout
+            backend,
+            device,
+            timeout,
+            seed,
+            stall_factor,
+            stall_minimum,
+            time_limit,
+            link_timeout,
+            known_signals(stop_signals, "session()"),
         )
         self._alone = alone
         self._session: Session | None = None

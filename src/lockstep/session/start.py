@@ -8,10 +8,11 @@ import os
 import socket
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
+from signal import Signals
 from typing import Any
 
 import torch
@@ -29,12 +30,13 @@ from lockstep.failures.progress import Progress
 from lockstep.failures.stall import StallLimits
 from lockstep.session.environment import Environment, read_local_rank
 from lockstep.session.meeting import meeting_place
+from lockstep.session.stop_requests import STOP_SIGNALS
 from lockstep.session.watch import Watch, attach, make_channel, run_name, store_of, unused_part, watch_over
 from lockstep.store import ANSWER_SECONDS, BoundedStore, port_of
 
 GIVE_UP_SECONDS = 1.0
 """Seconds to wait for the making of a group that another rank's failure has made useless."""
-OF_EACH_RANK = {"device", "time_limit"}
+OF_EACH_RANK = {"device", "time_limit", "stop_signals"}
 """Options that may differ between ranks."""
 
 _log = logging.getLogger("lockstep")
@@ -52,6 +54,7 @@ class SessionOptions:
     stall_minimum: float = 60.0
     time_limit: float | None = None
     link_timeout: float = LINK_SECONDS
+    stop_signals: Sequence[Signals] = STOP_SIGNALS
 
 
 # -------------------------------------------------------------------------------------------- its device, its backend
