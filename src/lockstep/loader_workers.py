@@ -14,13 +14,13 @@ from collections.abc import Iterator
 from multiprocessing import util
 from multiprocessing.process import BaseProcess
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2") if hasattr(signal, name)]
 _protected: "weakref.WeakSet[BaseProcess]" = weakref.WeakSet()
 
 
 @contextlib.contextmanager
 def workers_protected() -> Iterator[None]:
-    """Protect processes that are started inside the block from SIGINT and SIGTERM; put it around ``iter(loader)``.
+    """Protect processes that are started inside the block from stop signals; put it around ``iter(loader)``.
 
     They still end as PyTorch's workers do: when their loader's iterator is dropped, or a few seconds after this process
     has ended. One that is stuck is killed when this process ends. If signals cannot be blocked (Windows), nothing

@@ -20,6 +20,7 @@ _ROOMS = {
         "skipped",
         "statistics",
         "stop_when",
+        "total",
     ),
     "errors": ("PeerFailure",),
     "shares": ("GlobalBatches", "audit", "fingerprint"),

@@ -215,6 +215,11 @@ def address_towards(store: Any) -> str:
     return own if own is not None and network.own_name_is_reachable() else network.LOOPBACK
 
 
+def port_of(store: Any) -> int:
+    """Return the port of the process that hosts a store; 0 if it has none."""
+    return int(getattr(_innermost(store), "port", 0))
+
+
 def _innermost(store: Any) -> Any:
     """Return the store under all prefixes."""
     while isinstance(store, PrefixStore):

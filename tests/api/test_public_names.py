@@ -82,7 +82,7 @@ PUBLIC = {
         replicate(module, ignored_modules=None, *, shares=None, loss='sum', **options)
         resume(path, *, group=None, **state)
         save(path, *, keep=3, step=None, group=None, **state)
-        class session(backend=None, device=None, timeout=600.0, seed=0, stall_factor=20.0, stall_minimum=60.0, time_limit=None, link_timeout=20.0)
+        class session(backend=None, device=None, timeout=600.0, seed=0, stall_factor=20.0, stall_minimum=60.0, time_limit=None, link_timeout=20.0, alone=False, stop_signals=(<Signals.SIGINT: 2>, <Signals.SIGTERM: 15>))
         module shares
         should_stop(group=None)
         watch(group=None, store=None, *, stall_factor=20.0, stall_minimum=60.0, link_timeout=20.0)
@@ -154,6 +154,7 @@ PUBLIC = {
         skipped(*modules, group=None)
         statistics(module, *, all_ranks=False)
         stop_when(request, group=None)
+        total(counts, group=None)
     """,  # noqa: E501
     "lockstep.shares": """
         class GlobalBatches(dataset, batch_size, shares, seed=0, *, shuffle=True, last='drop', process_group=None, collate_fn=None, **loader_options)

@@ -1,8 +1,8 @@
 """What each rank runs: a small training, which notes each step and how it ends in a file, one line of JSON for each.
 
 Its only argument is a JSON object: `folder`, `how` ("session", "replicate", or "reference" for PyTorch's DDP),
-`backend`, `options` (of the session), `timeout`, `steps`, `forward_seconds`, and of one rank `leaves` and the step at
-which it does: "raise" or "exit 0".
+`backend` (None: what the session chooses), `options` (of the session), `timeout`, `steps`, `forward_seconds`, and of
+one rank `leaves` and the step at which it does: "raise" or "exit 0".
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import nn
 
 import lockstep
 
-RANK = int(os.environ["RANK"])
+RANK = int(next(filter(None, map(os.environ.get, ["RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK"]))))
 JOB = json.loads(sys.argv[1])
 
 
@@ -72,7 +72,7 @@ def group() -> Iterator[None]:
 def main() -> str:
     if JOB["how"] == "session":
         with lockstep.session(backend=JOB["backend"], timeout=JOB["timeout"], **JOB["options"]) as run:
-            note("in", backend=run.backend)
+            note("in", backend=run.backend, local_rank=run.local_rank)
             model = lockstep.replicate(network())
             digest = train(model, run.batches, run.check)
             lockstep.check_in_sync(model)

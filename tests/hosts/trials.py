@@ -40,7 +40,9 @@ class Plan:
     backend: str = "shm"
     how: str = "session"
     launcher: str = "variables"
-    """Or "torchrun", which hosts the store in a process of its own on the first host."""
+    """Those of torchrun; "bare": no more of them than in a Kubernetes job; "slurm", "open mpi": those of these.
+
+    Or "torchrun" itself, which hosts the store in a process of its own on the first host."""
     step: int = 8
     """When it happens; -1 for some time in the start."""
     link_timeout: float = 5.0
@@ -179,7 +181,7 @@ def _start(plan: Plan, hosts: Hosts, folder: Path, master: str, more: dict[str, 
     job = {
         "folder": str(folder),
         "how": plan.how,
-        "backend": plan.backend,
+        "backend": plan.backend or None,
         "options": options,
         "timeout": plan.timeout,
         "steps": 40 if plan.failure in (PAUSE, "none") else 100_000,
@@ -195,15 +197,36 @@ def _start(plan: Plan, hosts: Hosts, folder: Path, master: str, more: dict[str, 
             hosts.start(host, command, more, folder / f"host{host}.log")
             continue
         for rank in plan.on_host(host):
-            environment = more | {
-                "RANK": str(rank),
-                "WORLD_SIZE": str(plan.world),
-                "LOCAL_RANK": str(rank - plan.on_host(host)[0]),
-                "LOCAL_WORLD_SIZE": str(count),
-                "MASTER_ADDR": master,
-                "MASTER_PORT": str(PORT),
-            }
-            hosts.start(host, [sys.executable, PROGRAM, json.dumps(job)], environment, folder / f"{rank}.log")
+            environment = {name: str(value) for name, value in _variables(plan, rank, master).items()}
+            hosts.start(host, [sys.executable, PROGRAM, json.dumps(job)], more | environment, folder / f"{rank}.log")
+
+
+def _variables(plan: Plan, rank: int, master: str) -> dict[str, str | int]:
+    """What a launcher sets for a rank."""
+    host = plan.host_of(rank)
+    local_rank, count = rank - plan.on_host(host)[0], plan.ranks[host]
+    bare = {"RANK": rank, "WORLD_SIZE": plan.world, "MASTER_ADDR": master, "MASTER_PORT": PORT}
+    return {
+        "bare": bare,
+        "variables": bare | {"LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": count},
+        "slurm": {
+            "SLURM_JOB_ID": 17,
+            "SLURM_STEP_ID": 0,
+            "SLURM_PROCID": rank,
+            "SLURM_LOCALID": local_rank,
+            "SLURM_NODEID": host,
+            "SLURM_STEP_NUM_TASKS": plan.world,
+            "SLURM_STEP_TASKS_PER_NODE": ",".join(map(str, plan.ranks)),
+            "SLURM_STEP_NODELIST": f"node[0-{len(plan.ranks) - 1}]",
+        },
+        "open mpi": {
+            "OMPI_COMM_WORLD_RANK": rank,
+            "OMPI_COMM_WORLD_SIZE": plan.world,
+            "OMPI_COMM_WORLD_LOCAL_RANK": local_rank,
+            "OMPI_COMM_WORLD_LOCAL_SIZE": count,
+            "MASTER_ADDR": master,
+        },
+    }[plan.launcher]
 
 
 def _is_time(plan: Plan, folder: Path) -> bool:

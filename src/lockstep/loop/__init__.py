@@ -7,6 +7,7 @@ from lockstep.loop.batches import shard as shard
 from lockstep.loop.in_sync import check_in_sync as check_in_sync
 from lockstep.loop.mean_over_ranks import mean_over_ranks as mean_over_ranks
 from lockstep.loop.metrics import mean as mean
+from lockstep.loop.metrics import total as total
 from lockstep.loop.statistics import TrainingStatistics as TrainingStatistics
 from lockstep.loop.statistics import statistics as statistics
 from lockstep.loop.stop_and_skip import agree as agree
@@ -32,4 +33,5 @@ __all__ = [
     "skipped",
     "statistics",
     "stop_when",
+    "total",
 ]

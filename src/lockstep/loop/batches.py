@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
 from lockstep.distributed.comm.agreement import all_gather_object
 from lockstep.distributed.comm.collectives import Collectives, Group
+from lockstep.distributed.reduction.decisions import Decisions
 from lockstep.distributed.reduction.scheduler import scheduler_of
 from lockstep.errors import OptionError, StructureError
 from lockstep.loader_workers import workers_protected
@@ -88,7 +89,7 @@ class Batches(Generic[B]):
         self._own = _length(loader)
         self._padding = padding if padding is not None or self._own else _repeat_last(loader)
         has_padding = self._padding is not None
-        self._rows = [_agree_on_lengths(self._own, has_padding, each.group) for each in self._schedulers]
+        self._rows = [_agree_on_lengths(self._own, has_padding, each.decisions) for each in self._schedulers]
         self._lengths = [length for rows in self._rows for length, _ in rows]
         self._looks_ahead = min(self._lengths) < 0
         self._may_be_empty = any(padded for rows in self._rows for _, padded in rows)
@@ -173,7 +174,7 @@ class Batches(Generic[B]):
         batch: Any = self._padding
         first: Any = next(iterator, _NOTHING) if self._own < 0 else _NOTHING
         own = self._own if self._own >= 0 else int(first is not _NOTHING)
-        self._rows = [_agree_on_lengths(own, batch is not None, each.group) for each in self._schedulers]
+        self._rows = [_agree_on_lengths(own, batch is not None, each.decisions) for each in self._schedulers]
         if not any(length for each in self._rows for length, _ in each):
             return
         for given, last in self._counted(iterator) if self._own >= 0 else _with_last(first, iterator):
@@ -250,13 +251,15 @@ def _repeat_last(loader: object) -> Any:
     return None if repeat is None else repeat()
 
 
-def _agree_on_lengths(own: int, has_padding: bool, group: Group) -> list[tuple[int, bool]]:
-    """Every rank's length, and whether it has a batch in case that it has none.
+def _agree_on_lengths(own: int, has_padding: bool, decisions: Decisions) -> list[tuple[int, bool]]:
+    """Every rank's length, and whether it has a batch in case that it has none; requests to stop travel with them.
 
     Raises on every rank if one has nothing to go through.
     """
-    collectives = Collectives(group, Phases())
-    rows: list[tuple[int, bool]] = all_gather_object([own, has_padding], "numbers of batches", collectives)
+    collectives = Collectives(decisions.group, Phases())
+    told = all_gather_object([own, has_padding, decisions.asks_to_stop], "numbers of batches", collectives)
+    decisions.hear_requests(any(stops for *_, stops in told))
+    rows: list[tuple[int, bool]] = [(length, padded) for length, padded, _ in told]
     for rank, (length, padded) in zip(collectives.global_ranks, rows, strict=True):
         if length == 0 and not padded and any(other > 0 for other, _ in rows):
             raise OptionError(

@@ -1,4 +1,4 @@
-"""``mean()``: exact means of a program's own numbers over unequal shards."""
+"""``mean()``, ``total()``: exact means and sums of a program's own numbers over the ranks."""
 
 from collections.abc import Sequence
 from itertools import zip_longest
@@ -10,7 +10,7 @@ from torch import Tensor
 from lockstep.digests import text_digest
 from lockstep.distributed.comm.agreement import Line, first_differing, objects_of
 from lockstep.distributed.comm.collectives import Collectives, Group
-from lockstep.distributed.reduction.decisions import decisions_of
+from lockstep.distributed.reduction.decisions import Decisions, decisions_of
 from lockstep.errors import AgreementError, OptionError
 from lockstep.loop.stop_and_skip import known_group
 from lockstep.phases import Phases
@@ -39,7 +39,7 @@ def mean(values: T, weight: float | Tensor = 1.0, group: Group | None = None) ->
         its dtype if that is floating, else float64). Sums are taken in float64, so means of whole numbers are exact as
         long as their sums, times the weights, stay below 2**53.
 
-    Communicates one all-reduce, of 64 numbers and two for each rank; a second one where there are more than 64. Waits
+    Communicates one all-reduce, of 66 numbers and one for each rank; a second one where there are more than 64. Waits
     for it.
 
     Raises:
@@ -56,31 +56,86 @@ def mean(values: T, weight: float | Tensor = 1.0, group: Group | None = None) ->
 
     Stands for: ``all_reduce`` of sums and of counts, and the division.
     """
-    found = known_group(group)
-    collectives = Collectives(found, Phases())
-    own = 0.0 if decisions_of(found).is_padding else float(weight)
-    tree = Tree(values, "values")
-    parts = [_part(leaf) for leaf in tree.leaves]
+    decisions = decisions_of(known_group(group))
+    own = 0.0 if decisions.is_padding else float(weight)
+    found = _sum(values, own, "mean", decisions)
+    if found.parts and not 0 < found.weights < float("inf"):
+        others = f" and {len(found.parts) - 1} more" if len(found.parts) > 1 else ""
+        raise OptionError(
+            f"mean() of {found.tree.leaves[0].path}{others}: the weights of all {decisions.group.size()} ranks add up "
+            f"to {found.weights:g}, so there is no mean. Call it where some rank has something to count: not for a "
+            "batch that was left out (lockstep.loop.skipped()); lockstep.agree(weight > 0) tells all ranks whether one "
+            "has"
+        )
+    means: T = found.build(found.sums / found.weights)
+    return means
+
+
+def total(counts: T, group: Group | None = None) -> T:
+    """Return the sum over all ranks of each number in ``counts``: what all of them have in a step.
+
+    For several losses in one step, each with a denominator of its own. A denominator has to be known before the first
+    backward: if gradients accumulate over several micro-batches, give what this rank counts in all of them. What is
+    given at a batch that counts nothing (:func:`lockstep.batches`) counts nothing.
+
+    Args:
+        counts: A number, a tensor, or nested containers of them; of the same structure on every rank.
+        group: The ranks; the default group if None.
+
+    Returns:
+        The same structure, the same on all ranks, as :func:`mean` does.
+
+    Communicates what :func:`mean` does, and raises its errors.
+
+    Example:
+        >>> import torch, torch.distributed as dist, lockstep
+        >>> group = dist.ProcessGroupGloo(dist.HashStore(), 0, 1)
+        >>> model = lockstep.replicate(torch.nn.Linear(1, 2, bias=False), process_group=group)
+        >>> words, rows = lockstep.loop.total([6, 3], group)
+        >>> with lockstep.accumulate(model, weight=6):  # divides by all words, so the second loss by all rows
+        ...     of_words, of_rows = model(torch.ones(3, 1)).sum(0)
+        ...     (of_words + of_rows * (words / max(rows, 1))).backward()
+        >>> model.weight.grad.tolist()  # 3 / 6, 3 / 3
+        [[0.5], [1.0]]
+
+    In PyTorch: ``all_reduce`` of the counts.
+    """
+    decisions = decisions_of(known_group(group))
+    found = _sum(counts, 0.0 if decisions.is_padding else 1.0, "total", decisions)
+    totals: T = found.build(found.sums)
+    return totals
+
+
+class _Sums(NamedTuple):
+    """What was given, and the sums over the ranks of its numbers and of their weights."""
+
+    tree: Tree
+    parts: list["_Part"]
+    sums: Tensor
+    weights: float
+
+    def build(self, numbers: Tensor) -> Any:
+        """Return numbers in the form of what was given."""
+        pieces = numbers.split([part.values.numel() for part in self.parts])
+        return self.tree.build([part.like(piece) for part, piece in zip(self.parts, pieces, strict=True)])
+
+
+def _sum(values: Any, own: float, caller: str, decisions: Decisions) -> _Sums:
+    """Add up what all ranks give, each times its ``own`` weight, for the function called ``caller``."""
+    collectives = Collectives(decisions.group, Phases())
+    tree = Tree(values, "values" if caller == "mean" else "counts")
+    parts = [_part(leaf, caller) for leaf in tree.leaves]
     lines = [Line(leaf.path, part.kind) for leaf, part in zip(tree.leaves, parts, strict=True)]
     if not 0 <= own < float("inf"):
-        lines.append(Line("the weight given to mean()", f"{own}, expected a finite number, 0 or more"))
+        lines.append(Line(f"the weight given to {caller}()", f"{own}, expected a finite number, 0 or more"))
     with torch.no_grad():
         numbers = [part.values.to(collectives.device) for part in parts if own]
         flat = torch.zeros(sum(part.values.numel() for part in parts), dtype=torch.float64, device=collectives.device)
         if numbers:
             torch.cat(numbers, out=flat)
-        sums, weights = _sums(flat.mul_(own), own, lines, collectives)
-    _check(lines, parts)
-    if parts and not 0 < weights < float("inf"):
-        others = f" and {len(parts) - 1} more" if len(parts) > 1 else ""
-        raise OptionError(
-            f"mean() of {lines[0].name}{others}: the weights of all {collectives.world} ranks add up "
-            f"to {weights:g}, so there is no mean. Call it where some rank has something to count: not for a batch "
-            "that was left out (lockstep.loop.skipped()); lockstep.agree(weight > 0) tells all ranks whether one has"
-        )
-    pieces = (sums / weights).split([part.values.numel() for part in parts])
-    means: T = tree.build([part.like(piece) for part, piece in zip(parts, pieces, strict=True)])
-    return means
+        sums, weights = _sums(flat.mul_(own), own, lines, caller, collectives, decisions)
+    _check(lines, parts, caller)
+    return _Sums(tree, parts, sums, weights)
 
 
 class _Part(NamedTuple):
@@ -99,45 +154,50 @@ class _Part(NamedTuple):
         return values.view(self.tensor.shape).to(self.tensor.device, dtype)
 
 
-def _part(leaf: Leaf) -> _Part:
+def _part(leaf: Leaf, caller: str) -> _Part:
     value = leaf.value
     if isinstance(value, Tensor) and not value.is_complex():
         numbers = value.detach().to(torch.float64).reshape(-1)
         return _Part(f"tensor of shape {tuple(value.shape)}", numbers, value.detach())
     if isinstance(value, int | float):
         return _Part("number", torch.tensor([value], dtype=torch.float64, device="cpu"))
-    return _Part(f"{type(value).__name__}, which has no mean", torch.empty(0, dtype=torch.float64), None, False)
+    return _Part(f"{type(value).__name__}, which has no {caller}", torch.empty(0, dtype=torch.float64), None, False)
 
 
-def _sums(flat: Tensor, weight: float, lines: Sequence[Line], collectives: Collectives) -> tuple[Tensor, float]:
-    """Return the sums of all ranks' numbers, and of their weights.
+def _sums(
+    flat: Tensor, weight: float, lines: Sequence[Line], caller: str, collectives: Collectives, decisions: Decisions
+) -> tuple[Tensor, float]:
+    """The sums of all ranks' numbers, and of their weights.
 
     In front travels a digest of what each rank has given, in places of its own. If there are different ones, all ranks
-    know, and exchange what they have given.
+    know, and exchange what they have given. Requests to stop travel with them.
     """
     world = collectives.world
-    row = torch.zeros(world + 1 + _AT_ONCE, dtype=torch.float64, device=collectives.device)
-    row[collectives.rank] = text_digest(repr(list(lines)), bits=48)  # exact in float64
+    row = torch.zeros(world + 2 + _AT_ONCE, dtype=torch.float64, device=collectives.device)
+    row[collectives.rank] = text_digest(repr([caller, *lines]), bits=48)  # exact in float64
     row[world] = weight
+    row[world + 1] = decisions.asks_to_stop
     first = flat[:_AT_ONCE]
-    row[world + 1 : world + 1 + first.numel()] = first
-    collectives.all_reduce(row, "means").wait()
-    other = first_differing(row[:world].tolist())
+    row[world + 2 : world + 2 + first.numel()] = first
+    collectives.all_reduce(row, f"{caller}s").wait()
+    *digests, weights, stops = row[: world + 2].tolist()
+    decisions.hear_requests(stops > 0)
+    other = first_differing(digests)
     if other is not None:
-        _raise_difference(lines, other, collectives)
+        _raise_difference(lines, other, caller, collectives)
     rest = flat[_AT_ONCE:]
     if rest.numel():
-        collectives.all_reduce(rest, "more means").wait()
-    return torch.cat([row[world + 1 :][: first.numel()], rest]), row[world].item()
+        collectives.all_reduce(rest, f"more {caller}s").wait()
+    return torch.cat([row[world + 2 :][: first.numel()], rest]), weights
 
 
-def _raise_difference(lines: Sequence[Line], other: int, collectives: Collectives) -> NoReturn:
+def _raise_difference(lines: Sequence[Line], other: int, caller: str, collectives: Collectives) -> NoReturn:
     """Ranks have given different things, ``other`` something else than the first: raise on all, and name it."""
-    told = objects_of([0, other], lines, "what was given to mean()", collectives)
+    told = objects_of([0, other], [Line(f"{caller}()", ""), *lines], f"what was given to {caller}()", collectives)
     pairs = zip_longest(*told, fillvalue=Line("nothing", ""))
     mine, its = next((Line(*a), Line(*b)) for a, b in pairs if a != b)
     raise AgreementError(
-        f"mean() got {_text(mine)} on rank {collectives.global_ranks[0]}, and {_text(its)} in its place on "
+        f"{caller}() got {_text(mine)} on rank {collectives.global_ranks[0]}, and {_text(its)} in its place on "
         f"rank {collectives.global_ranks[other]}; give it the same names, shapes and kinds on every rank, with weight "
         "0 where there is nothing to count"
     )
@@ -147,10 +207,12 @@ def _text(line: Line) -> str:
     return f"{line.name} (a {line.value})" if line.value else line.name
 
 
-def _check(lines: Sequence[Line], parts: Sequence[_Part]) -> None:
+def _check(lines: Sequence[Line], parts: Sequence[_Part], caller: str) -> None:
     """Raise for what is wrong on all ranks alike."""
     if len(lines) > len(parts):
-        raise OptionError(f"mean() got a weight of {lines[-1].value}")
+        raise OptionError(f"{caller}() got a weight of {lines[-1].value}")
     for line, part in zip(lines, parts, strict=True):
         if not part.is_number:
-            raise OptionError(f"mean() got {line.name}, a {line.value}; pass numbers, tensors, or containers of them")
+            raise OptionError(
+                f"{caller}() got {line.name}, a {line.value}; pass numbers, tensors, or containers of them"
+            )

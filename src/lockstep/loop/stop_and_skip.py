@@ -46,8 +46,8 @@ def known_group(group: Group | None) -> Group:
 def stop_when(request: Request, group: Group | None = None) -> Decisions:
     """Let :func:`should_stop` be true on every rank as soon as ``request()`` is something on one: a reason, True.
 
-    ``request`` is called in each synchronising backward, and has to be quick. Returns what :func:`should_stop` asks;
-    keep it for as long as the request is to count.
+    ``request`` is called in each synchronising backward, and in what else carries requests (:func:`should_stop`); it
+    has to be quick. Returns what :func:`should_stop` asks; keep it for as long as the request is to count.
     """
     decisions = decisions_of(known_group(group))
     decisions.stop_when(request)
@@ -57,9 +57,10 @@ def stop_when(request: Request, group: Group | None = None) -> Decisions:
 def should_stop(group: Group | None = None) -> bool:
     """Return True if any rank has asked to stop: the same on all ranks at the same step.
 
-    What ranks ask for travels in the report of each round, so ask after ``backward()``. Communicates nothing; waits for
-    the last report where that travels over an accelerator. In a loop without a synchronising backward use
-    :func:`agree`.
+    What ranks ask for travels with what they exchange over the group anyway: the report of each synchronising backward,
+    the lengths with which a loop over :func:`batches` begins, :func:`mean`, :func:`total` and :func:`agree`. So it is
+    heard in a warm-up and in an evaluation, too. Communicates nothing itself; waits for the last report where that
+    travels over an accelerator.
     """
     return decisions_of(known_group(group)).should_stop
 
@@ -170,7 +171,7 @@ def skip_on(*errors: type[BaseException], modules: Sequence[Module] = (), group:
 def agree(flag: object, group: Group | None = None) -> bool:
     """Return True if ``flag`` is true on any rank; every rank calls it, and gets the same.
 
-    Communicates one all-reduce of one number, and waits for it.
+    Communicates one all-reduce of two numbers, and waits for it.
 
     Example:
         >>> import torch.distributed as dist, lockstep
@@ -179,10 +180,13 @@ def agree(flag: object, group: Group | None = None) -> bool:
 
     Stands for: ``all_reduce`` of a flag.
     """
-    collectives = Collectives(known_group(group), Phases())
-    number = torch.tensor([1 if flag else 0], dtype=torch.int64).to(collectives.device)
-    collectives.all_reduce(number, "a flag that ranks agree on").wait()
-    return bool(number.item())
+    decisions = decisions_of(known_group(group))
+    collectives = Collectives(decisions.group, Phases())
+    numbers = torch.tensor([bool(flag), decisions.asks_to_stop], dtype=torch.int64).to(collectives.device)
+    collectives.all_reduce(numbers, "a flag that ranks agree on").wait()
+    agreed, stops = numbers.tolist()
+    decisions.hear_requests(bool(stops))
+    return bool(agreed)
 
 
 def _schedulers(modules: Sequence[Module], group: Group | None, caller: str) -> list[GroupScheduler]:

@@ -24,16 +24,9 @@ from lockstep.failures.channel import LINK_SECONDS
 from lockstep.failures.progress import PHASES_OF_A_STEP, Phase, Progress
 from lockstep.failures.stacks import answering
 from lockstep.seeds import derive_seed
-from lockstep.session.start import (
-    Environment,
-    SessionOptions,
-    choose_backend,
-    choose_device,
-    join,
-    name_of_run,
-    read_environment,
-)
-from lockstep.session.stop_requests import StopRequests
+from lockstep.session.environment import Environment, read_environment
+from lockstep.session.start import SessionOptions, join, name_of_run, place_in_group
+from lockstep.session.stop_requests import STOP_SIGNALS, StopRequests, known_signals
 from lockstep.session.watch import check_link_timeout
 
 T = TypeVar("T")
@@ -85,12 +78,6 @@ class Session:
         """This process's number, from 0."""
         self.world_size: int = environment.world_size
         """The number of processes that take part."""
-        self.local_rank: int = environment.local_rank
-        """This process's number on its host, from 0."""
-        self.device: torch.device = choose_device(options.device, environment)
-        """The device of this rank's model and batches."""
-        self.backend: str = options.backend or choose_backend(self.device, environment)
-        """The name of the group's backend."""
         self.progress = Progress(name_of_run(environment), self.rank, self.world_size)
         """The progress of this rank, which other processes can read."""
         self.generator: torch.Generator = generator(options.seed, f"generator of rank {self.rank}")
@@ -101,10 +88,17 @@ class Session:
         with contextlib.ExitStack() as resources:
             resources.callback(self.progress.close)
             resources.enter_context(answering())
-            self._watch = join(options, environment, self.backend, self.progress, resources)
+            joined = join(options, environment, self.progress, resources)
+        self.local_rank: int = joined.local_rank
+        """This process's number on its host, from 0."""
+        self.device: torch.device = joined.device
+        """The device of this rank's model and batches."""
+        self.backend: str = joined.backend
+        """The name of the group's backend."""
+        self._watch, self._keeps_group = joined.watch, environment.group_exists
         self.group: Group = dist.group.WORLD
         """The process group, which is the default one."""
-        self._requests = StopRequests(options.time_limit, f"rank {self.rank}")
+        self._requests = StopRequests(options.time_limit, f"rank {self.rank}", options.stop_signals)
         self._decisions: Decisions | None = None
         enter = self._watch.enter
         self._hooks = (
@@ -150,8 +144,9 @@ class Session:
     def should_stop(self) -> bool:
         """True if any rank has been asked to stop, by SIGTERM, SIGINT or ``time_limit``; the same on all ranks.
 
-        Read it after ``backward()``, with whose report the requests travel. When it is read for the first time, the
-        session takes over SIGTERM and SIGINT; before, they do what they always do. A second SIGINT raises
+        Requests travel with what ranks exchange anyway: ``backward()``, the beginning of a loop over :meth:`batches`
+        (also of an evaluation), :func:`lockstep.mean`, :func:`lockstep.loop.total` and :meth:`agree`. When it is read
+        for the first time, the session takes over the signals; before, they do what they always do. A second SIGINT raises
         ``KeyboardInterrupt``.
         """
         if self._decisions is None:
@@ -207,21 +202,26 @@ class Session:
     def _release(self) -> None:
         self._decisions = None
         gc.collect()  # a replicated model that still exists would keep the group's threads alive while the program ends
-        if dist.is_initialized():
+        if dist.is_initialized() and not self._keeps_group:
             dist.destroy_process_group()
 
 
 class session:
     """Start and end data-parallel training in this process: a context manager, whose value is a :class:`Session`.
 
-    Takes this process's place in the run from the environment that ``torchrun`` has set, or runs alone: then with one
-    rank, and without sockets. Makes the default process group, seeds the random streams, and watches over the ranks: if
-    one of them fails, all others raise :class:`~lockstep.errors.PeerFailure`, which names that rank, its step and
-    phase, and has its traceback. At the end, also after an error, takes all of that down in order.
+    Takes this process's place in the run from the environment that ``torchrun``, SLURM's ``srun`` or ``mpirun`` has
+    set, or runs alone: then with one rank, and without sockets. Makes the default process group, seeds the random
+    streams, and watches over the ranks: if one of them fails, all others raise
+    :class:`~lockstep.errors.PeerFailure`, which names that rank, its step and phase, and has its traceback. At the end,
+    also after an error, takes all of that down in order.
+
+    If there is a default process group already, made by Ray, Lightning or the program, the session takes that one, and
+    leaves it as it is at its end. Another ``backend``, or ``device`` than the one it is bound to, is an error then, and
+    the group keeps its own time-out and interfaces; ``timeout`` is that of the start and the end of the session.
 
     Args:
-        backend: of the process group. If None: ``shm`` where all ranks share a host and train on the CPU, ``nccl``
-            for CUDA (with ``gloo`` for tensors on the CPU), else ``gloo``.
+        backend: of the process group. If None: ``shm`` for ranks on the CPU (on Linux; with ``gloo`` between hosts),
+            ``nccl`` for CUDA (with ``gloo`` for tensors on the CPU), else ``gloo``.
         device: of this rank. If None: the accelerator of this rank's number on its host, or the CPU if it has none.
             More ranks than accelerators are an error on all ranks of the host; ``"cpu"`` trains without them.
         timeout: seconds that ranks wait for each other at the start, in one collective, and at the end.
@@ -237,6 +237,9 @@ class session:
         time_limit: seconds from the start after which ``run.should_stop`` is true. None for no limit.
         link_timeout: seconds for which nothing may come from another host, not even the answer to a probe of the
             system; after that its ranks have failed. At least 1. A shorter pause of the network ends nothing.
+        alone: train in this process alone, whatever the environment says.
+        stop_signals: the signals that make ``run.should_stop`` true. Schedulers send SIGUSR1 or SIGUSR2 as a notice
+            some time before the end, if they are asked for it (``sbatch --signal=USR1@120``).
 
     What is communicated: what making a process group takes, and what :func:`lockstep.watch` says.
 
@@ -267,25 +270,41 @@ class session:
         stall_minimum: float = 60.0,
         time_limit: float | None = None,
         link_timeout: float = LINK_SECONDS,
+        alone: bool = False,
+        stop_signals: Iterable[int] = STOP_SIGNALS,
     ) -> None:
         if not timeout > 0:
             raise OptionError(f"session(): timeout is {timeout!r}, expected a number of seconds above 0")
         check_link_timeout(link_timeout, "session()")
         self._options = SessionOptions(
-            backend, device, timeout, seed, stall_factor, stall_minimum, time_limit, link_timeout
+            backend,
+            device,
+            timeout,
+            seed,
+            stall_factor,
+            stall_minimum,
+            time_limit,
+            link_timeout,
+            known_signals(stop_signals, "session()"),
         )
+        self._alone = alone
         self._session: Session | None = None
 
     def __enter__(self) -> Session:
         if self._session is not None:
             raise OptionError("this session has begun already: make another one")
-        if dist.is_available() and dist.is_initialized():
-            raise OptionError(
-                "session() makes the default process group, but there is one already: end that one before with "
-                "destroy_process_group(), or use lockstep.watch() in place of a session"
-            )
-        self._session = Session(self._options, read_environment())
+        self._session = Session(self._options, self._place())
         return self._session
+
+    def _place(self) -> Environment:
+        if not (dist.is_available() and dist.is_initialized()):
+            return Environment() if self._alone else read_environment()
+        place = place_in_group()
+        if self._alone and place.world_size > 1:
+            raise OptionError(
+                f"session(alone=True), but there is a process group of {place.world_size} ranks already: end it before"
+            )
+        return place
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         assert self._session is not None

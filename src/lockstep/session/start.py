@@ -1,23 +1,23 @@
-"""Brings the ranks of a session together: each finds its place, the store, the others, and the group."""
+"""Brings the ranks of a session together: device and backend, the failure channel, and the group."""
 
 import contextlib
+import functools
 import json
 import logging
 import os
 import socket
 import sys
 import threading
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
+from signal import Signals
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore, TCPStore
-from torch.distributed import DistError
+from torch._C._distributed_c10d import HashStore
 from torch.distributed.distributed_c10d import PrefixStore
 
 from lockstep import network
@@ -28,18 +28,15 @@ from lockstep.failures.channel import LINK_SECONDS, FailureChannel
 from lockstep.failures.connections import Connections
 from lockstep.failures.progress import Progress
 from lockstep.failures.stall import StallLimits
-from lockstep.session.watch import Watch, attach, make_channel, run_name, unused_part
-from lockstep.store import ANSWER_SECONDS, BoundedStore, StoreLostError, bounded
+from lockstep.session.environment import Environment, read_local_rank
+from lockstep.session.meeting import meeting_place
+from lockstep.session.stop_requests import STOP_SIGNALS
+from lockstep.session.watch import Watch, attach, make_channel, run_name, store_of, unused_part, watch_over
+from lockstep.store import ANSWER_SECONDS, BoundedStore, port_of
 
-CONNECT_SECONDS = 0.1
-"""Seconds between two attempts to reach the store."""
-TELL_SECONDS = 5.0
-"""Seconds after which a rank says that it still waits for the store."""
-RESOLVE_SECONDS = 30.0
-"""Seconds for which an unknown host name may become known: a cluster that has just started a host may need that."""
 GIVE_UP_SECONDS = 1.0
 """Seconds to wait for the making of a group that another rank's failure has made useless."""
-OF_EACH_RANK = {"device", "time_limit"}
+OF_EACH_RANK = {"device", "time_limit", "stop_signals"}
 """Options that may differ between ranks."""
 
 _log = logging.getLogger("lockstep")
@@ -57,78 +54,7 @@ class SessionOptions:
     stall_minimum: float = 60.0
     time_limit: float | None = None
     link_timeout: float = LINK_SECONDS
-
-
-# ------------------------------------------------------------------------------------- which process of a run this is
-
-
-@dataclass(frozen=True)
-class Environment:
-    """The place of a process in its run."""
-
-    rank: int = 0
-    world_size: int = 1
-    local_rank: int = 0
-    """The number of this process on its host."""
-    local_world_size: int = 1
-    alone: bool = True
-    """True if no launcher has started this process as a rank: then there is no store to meet others at."""
-    run: str = ""
-    """The name of the run, the same on all ranks; empty if it has none."""
-    address: str = ""
-    port: int = 0
-    """The port at ``address`` at which the ranks meet."""
-    launcher_has_store: bool = False
-    """True if the launcher hosts the store there; else rank 0 does."""
-
-    @property
-    def is_one_host(self) -> bool:
-        """True if all ranks are on this host."""
-        return self.local_world_size == self.world_size
-
-
-_NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-
-
-def read_environment(variables: Mapping[str, str] = os.environ) -> Environment:
-    """Return the place of this process, from the variables that ``torchrun`` sets.
-
-    Without ``RANK`` and ``WORLD_SIZE`` the process is alone. Raises :class:`OptionError` if only some of the variables
-    are set, or one is not a number.
-    """
-    if "RANK" not in variables and "WORLD_SIZE" not in variables:
-        return Environment()
-    missing = [name for name in _NEEDED if name not in variables]
-    if missing:
-        raise OptionError(
-            f"the environment has {', '.join(name for name in _NEEDED if name in variables)}, but not "
-            f"{', '.join(missing)}: start the processes with torchrun, which sets all of them, or unset all of them to "
-            "run alone"
-        )
-    rank, world = _number(variables, "RANK"), _number(variables, "WORLD_SIZE")
-    if not 0 <= rank < world:
-        raise OptionError(f"RANK is {rank}, but WORLD_SIZE is {world}: ranks are 0 to {world - 1}")
-    return Environment(
-        rank=rank,
-        world_size=world,
-        local_rank=_number(variables, "LOCAL_RANK", rank),
-        local_world_size=_number(variables, "LOCAL_WORLD_SIZE", 0),  # 0: unknown
-        alone=False,
-        run=variables.get("TORCHELASTIC_RUN_ID", ""),
-        address=variables["MASTER_ADDR"],
-        port=_number(variables, "MASTER_PORT"),
-        launcher_has_store=variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-    )
-
-
-def _number(variables: Mapping[str, str], name: str, otherwise: int | None = None) -> int:
-    text = variables.get(name)
-    if text is None and otherwise is not None:
-        return otherwise
-    try:
-        return int(str(text))
-    except ValueError:
-        raise OptionError(f"the environment variable {name} is {text!r}, expected a whole number") from None
+    stop_signals: Sequence[Signals] = STOP_SIGNALS
 
 
 # -------------------------------------------------------------------------------------------- its device, its backend
@@ -143,126 +69,23 @@ def choose_device(asked: str | torch.device | None, environment: Environment) ->
     if device.type == "cpu":
         return device
     if asked is None or torch.device(asked).index is None:
-        count = torch.accelerator.device_count()
-        processes = max(environment.local_world_size, environment.local_rank + 1)  # alike on all ranks, if it is known
+        count, local_rank = torch.accelerator.device_count(), environment.local_rank or 0
+        processes = max(environment.local_world_size, local_rank + 1)  # alike on all ranks, if it is known
         if processes > count:
             raise DeviceError(
                 f"{processes} processes on this host, which has {count} accelerator{'s' if count > 1 else ''} of type "
                 f'{device.type}: type `torchrun --nproc-per-node {count}`, or `session(device="cpu")` for the CPU'
             )
-        device = torch.device(device.type, environment.local_rank)
+        device = torch.device(device.type, local_rank)
     torch.accelerator.set_device_index(device.index)
     return device
 
 
-def choose_backend(device: torch.device, environment: Environment) -> str:
-    """Return the backend that suits a device: shared memory if all ranks train on the CPU of one host."""
+def choose_backend(device: torch.device) -> str:
+    """Return the backend that suits a device: shared memory for the CPU, with Gloo between hosts."""
     if device.type == "cpu":
-        return "shm" if sys.platform == "linux" and (environment.is_one_host or environment.alone) else "gloo"
+        return "shm" if sys.platform == "linux" else "gloo"
     return "cpu:gloo,cuda:nccl" if device.type == "cuda" and dist.is_nccl_available() else "gloo"
-
-
-# ---------------------------------------------------------------------------------- the store at which the ranks meet
-
-
-def meeting_place(environment: Environment, timeout: float) -> Any:
-    """Return the store; unless a launcher has one, rank 0 makes it, without waiting for the others.
-
-    Raises :class:`CommunicationError` if the store cannot be reached within ``timeout`` seconds.
-    """
-    addresses = _resolve(environment, timeout)
-    if environment.launcher_has_store or environment.rank:
-        _wait_for_store(environment, timeout)
-    elif not any(map(network.is_own, addresses)):
-        text = (
-            "rank 0 hosts the store at which the ranks meet, but MASTER_ADDR=%s (%s) is not its host; trying for %g s"
-        )
-        _log.warning(text, environment.address, ", ".join(addresses), timeout)
-    try:
-        return bounded(lambda: _connect(environment, timedelta(seconds=timeout)), timeout)
-    except (DistError, StoreLostError) as error:
-        if isinstance(error, DistError) and environment.rank == 0 and not environment.launcher_has_store:
-            raise  # its port is in use
-        raise _no_store(environment, timeout, error) from error
-
-
-def _resolve(environment: Environment, timeout: float) -> list[str]:
-    """Return the addresses of the host at which the ranks meet; a new name may take a moment to be known."""
-    limit = min(timeout, RESOLVE_SECONDS)
-    deadline, told = time.monotonic() + limit, False
-    while True:
-        try:
-            return network.addresses_of_host(environment.address)
-        except OSError as error:
-            what = (
-                f"rank {environment.rank}: the name in MASTER_ADDR={environment.address} cannot be resolved ({error})"
-            )
-            if time.monotonic() > deadline:
-                raise CommunicationError(
-                    f"{what}, not for {limit:g} s; give a name or an address of the host of rank 0 that this host knows"
-                ) from error
-            if not told:
-                _log.warning("%s; trying for %g s", what, limit)
-                told = True
-        time.sleep(CONNECT_SECONDS)
-
-
-def _connect(environment: Environment, timeout: timedelta) -> Any:
-    if environment.launcher_has_store:
-        found = dist.rendezvous(  # type: ignore[attr-defined]
-            "env://", environment.rank, environment.world_size, timeout=timeout
-        )
-        return next(iter(found))[0]
-    return TCPStore(
-        environment.address,
-        environment.port,
-        environment.world_size,
-        is_master=environment.rank == 0,
-        timeout=timeout,
-        wait_for_workers=False,
-        multi_tenant=True,
-    )
-
-
-def _wait_for_store(environment: Environment, timeout: float) -> None:
-    """Return when a process listens at the address of the store."""
-    begin, where, told = time.monotonic(), (environment.address, environment.port), False
-    while True:
-        left = begin + timeout - time.monotonic()
-        try:
-            socket.create_connection(where, timeout=max(CONNECT_SECONDS, min(left, TELL_SECONDS))).close()
-            return
-        except OSError as error:
-            if left < 0:
-                raise _no_store(environment, timeout, error) from error
-            if not told and time.monotonic() > begin + TELL_SECONDS:
-                text = "rank %d: nobody answers at MASTER_ADDR=%s, MASTER_PORT=%d yet (%s)%s; trying for %g s"
-                _log.warning(text, environment.rank, *where, error, _hint(environment), timeout)
-                told = True
-        time.sleep(CONNECT_SECONDS)
-
-
-def _no_store(environment: Environment, timeout: float, error: Exception) -> CommunicationError:
-    host = "the launcher" if environment.launcher_has_store else f"rank 0 of {environment.world_size}"
-    gist = (str(error) or type(error).__name__).splitlines()[0]
-    return CommunicationError(
-        f"rank {environment.rank}: {host}, at whose store {environment.address}:{environment.port} the ranks meet, did "
-        f"not come within {timeout:g} s, or has ended since ({gist}); look at the errors of that process, and whether "
-        f"MASTER_ADDR and MASTER_PORT are right{_hint(environment)}"
-    )
-
-
-def _hint(environment: Environment) -> str:
-    """Return a hint if the address is one that leads from each host to itself."""
-    with contextlib.suppress(OSError):
-        if not environment.is_one_host and all(
-            map(network.is_loopback, network.addresses_of_host(environment.address))
-        ):
-            return (
-                f". {environment.address} is a loopback address here: if the store is on another host, give that one's "
-                "address (under torchrun by --local-addr there)"
-            )
-    return ""
 
 
 # ----------------------------------------------------------------------------------- options that have to be the same
@@ -301,49 +124,64 @@ _HINTS = {
 # ---------------------------------------------------------------------------------------------------------- the group
 
 
+@dataclass(frozen=True)
+class Joined:
+    """What a rank has when it has come together with the others."""
+
+    watch: Watch
+    local_rank: int
+    device: torch.device
+    backend: str
+
+
 def join(
-    options: SessionOptions,
-    environment: Environment,
-    backend: str,
-    progress: Progress,
-    resources: contextlib.ExitStack,
-) -> Watch:
+    options: SessionOptions, environment: Environment, progress: Progress, resources: contextlib.ExitStack
+) -> Joined:
     """Connect to the other ranks: first the failure channel, then the group; on an error, take all of it down."""
+    if environment.group_exists:
+        return _adopt(options, environment, progress, resources)
     limit = timedelta(seconds=options.timeout)
     if environment.world_size == 1:
+        device = choose_device(options.device, environment)
+        backend = options.backend or choose_backend(device)
         _make_group(backend, HashStore(), environment, limit)
-        return Watch(None, resources=resources.pop_all())
+        return Joined(Watch(None, resources=resources.pop_all()), environment.local_rank or 0, device, backend)
     _stay_on_loopback(environment)
     connections, waits_for_store = Connections(), Connections()
     # The channel makes a connection of its own. This one is the group's: ending it interrupts a thread that waits
     # there.
-    with waits_for_store.recording():
-        store = unused_part(meeting_place(environment, options.timeout), "session", environment.rank)
-    channel = make_channel(
-        store,
-        environment.rank,
-        range(environment.world_size),
-        progress,
-        options.timeout,
-        options.link_timeout,
-    )
+    with contextlib.ExitStack() as until_all_have_met:
+        with waits_for_store.recording():
+            whole_store = until_all_have_met.enter_context(meeting_place(environment, options.timeout))
+        port = environment.port or whole_store.port
+        store = unused_part(whole_store, f"session {environment.run}", environment.rank)
+        channel = make_channel(
+            store,
+            environment.rank,
+            range(environment.world_size),
+            progress,
+            options.timeout,
+            options.link_timeout,
+        )
     watch = Watch(channel, options.timeout, connections, resources.pop_all())
-    limits = None
-    if options.stall_factor is not None:
-        limits = StallLimits(options.stall_factor, options.stall_minimum, options.timeout)
-
-    def make_group() -> None:
-        check_same_options(asdict(options) | {"backend": backend}, environment.rank, store)
-        _make_group(backend, store, environment, limit)
-
     try:
-        watch.look_for_stalls(lambda: dist.group.WORLD, limits)
+        watch.look_for_stalls(lambda: dist.group.WORLD, _stall_limits(options))
+        environment = _ask_for_hosts(environment, channel)
+        device = choose_device(options.device, environment)
+        backend = options.backend or choose_backend(device)
+        _stay_on_loopback(environment)
         _choose_interface(channel)
+
+        def make_group() -> None:
+            check_same_options(asdict(options) | {"backend": backend}, environment.rank, store)
+            _make_group(backend, store, environment, limit)
+
         with connections.recording():
             _while_nobody_fails(
                 channel,
                 make_group,
-                lambda: waits_for_store.shut_down(except_port=environment.port),
+                dist.destroy_process_group,
+                lambda: waits_for_store.shut_down(except_port=port),
                 options.timeout,
             )
     except BaseException as error:
@@ -351,7 +189,77 @@ def join(
         raise
     gloo = "gloo" in backends_of(dist.group.WORLD)
     attach(channel, dist.group.WORLD, connections if gloo else None)
-    return watch
+    return Joined(watch, environment.local_rank or 0, device, backend)
+
+
+def place_in_group() -> Environment:
+    """Return the place of this process in the default group, which exists already."""
+    world = dist.get_world_size()
+    return replace(
+        read_local_rank(),
+        rank=dist.get_rank(),
+        world_size=world,
+        alone=world == 1,
+        port=port_of(store_of(dist.group.WORLD)) if world > 1 else 0,
+        group_exists=True,
+    )
+
+
+def _adopt(
+    options: SessionOptions, environment: Environment, progress: Progress, resources: contextlib.ExitStack
+) -> Joined:
+    """Watch over the default group, which stays as it is, and find the place of this rank on its host."""
+    group: Any = dist.group.WORLD
+    backend = dist.get_backend()
+    names = {backend, dist.get_backend_config()}
+    if options.backend not in {None, *names}:
+        raise OptionError(
+            f"session(backend={options.backend!r}): the process group that exists already has the backend "
+            f"{backends_of(group)}, and stays as it is; leave backend out, or end the group before the session"
+        )
+    bound, asked = group.bound_device_id, options.device
+    if bound is not None and asked is not None and resolve_device(asked) != bound:
+        raise OptionError(
+            f"session(device={str(asked)!r}): the process group that exists already is bound to {bound}, and stays as "
+            "it is; leave device out, or end the group before the session"
+        )
+    if options.timeout != SessionOptions.timeout and environment.rank == 0:
+        text = "session(timeout=%g) is not that of the process group, which exists already and keeps its own"
+        _log.warning(text, options.timeout)
+    if environment.world_size == 1:
+        watch = Watch(None, resources=resources.pop_all())
+    else:
+        store = unused_part(store_of(group), "session", environment.rank)
+        limits = _stall_limits(options)
+        watch = watch_over(group, store, progress, options.timeout, options.link_timeout, limits, resources)
+    try:
+        if watch.channel is not None:
+            check = functools.partial(check_same_options, asdict(options), environment.rank, store)
+            _while_nobody_fails(watch.channel, check, lambda: None, lambda: None, options.timeout)
+            environment = _ask_for_hosts(environment, watch.channel)
+        device = choose_device(asked if bound is None else bound, environment)
+    except BaseException as error:
+        watch.end(error)
+        raise
+    return Joined(
+        watch, environment.local_rank or 0, device, backend if backend != "undefined" else dist.get_backend_config()
+    )
+
+
+def _ask_for_hosts(environment: Environment, channel: FailureChannel) -> Environment:
+    """Add what the launcher has not said: the number of this process on its host, and how many are there."""
+    on_host = channel.ranks_with(channel.rank)
+    return replace(
+        environment,
+        local_rank=on_host.index(channel.rank) if environment.local_rank is None else environment.local_rank,
+        local_world_size=environment.local_world_size or len(on_host),
+    )
+
+
+def _stall_limits(options: SessionOptions) -> StallLimits | None:
+    if options.stall_factor is None:
+        return None
+    return StallLimits(options.stall_factor, options.stall_minimum, options.timeout)
 
 
 def name_of_run(environment: Environment) -> str:
@@ -368,12 +276,16 @@ def _make_group(backend: str, store: Any, environment: Environment, timeout: tim
 
 
 def _while_nobody_fails(
-    channel: FailureChannel, make: Callable[[], object], give_up: Callable[[], object], timeout: float
+    channel: FailureChannel,
+    make: Callable[[], object],
+    undo: Callable[[], object],
+    give_up: Callable[[], object],
+    timeout: float,
 ) -> None:
     """Make the group on another thread, since that waits for other ranks in C++; raise if one of them fails meanwhile,
     or after ``timeout`` seconds, which the group's own calls to the store do not observe.
 
-    Then ``give_up`` ends the wait, and a group that is made nevertheless is destroyed.
+    Then ``give_up`` ends the wait, and ``undo`` is called after what is made nevertheless.
     """
     made: Future[None] = Future()
     lock, given_up = threading.Lock(), False
@@ -386,7 +298,7 @@ def _while_nobody_fails(
             make()
             with lock:
                 if given_up:
-                    dist.destroy_process_group()
+                    undo()
                 made.set_result(None)
         except BaseException as error:
             made.set_exception(error)

@@ -1,4 +1,4 @@
-"""Requests to stop training: SIGINT, SIGTERM, or the end of the time that the process was given.
+"""Requests to stop training: SIGINT, SIGTERM or other signals, or the end of the time that the process was given.
 
 This module knows only the requests to this rank; other modules decide what all ranks do about them.
 
@@ -16,10 +16,16 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from types import FrameType
 from typing import Any
 
+from lockstep.errors import OptionError
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+"""The signals that are requests to stop by default."""
+_BEFORE_THE_END: dict[int, int] = {signal.SIGINT: 2, signal.SIGTERM: 1}
+"""The number of times that a signal may arrive before it ends the process; others never do."""
 _AT_ONCE = 0.5
 """Seconds in which a repeated signal counts as the same one: a terminal and a launcher may both pass on a Ctrl-C."""
 
@@ -27,13 +33,14 @@ _AT_ONCE = 0.5
 class StopRequests:
     """The requests to this process to stop; ``requested`` is None, or the reason.
 
-    Until :meth:`take_over`, SIGINT and SIGTERM do what they always do. From then on the first one is a request. A
-    second SIGINT raises ``KeyboardInterrupt`` in the main thread, a third one ends the process; so does a second
-    SIGTERM. :meth:`end` restores everything.
+    Until :meth:`take_over`, signals do what they always do. From then on the first one is a request. A second SIGINT
+    raises ``KeyboardInterrupt`` in the main thread, a third one ends the process; so does a second SIGTERM. Other
+    signals, which schedulers send as a notice, stay requests. :meth:`end` restores everything.
 
     Args:
         time_limit: seconds from now; then the end of this time is a request. None for no limit.
         name: the name of this process in what it writes to stderr when a signal arrives.
+        signals: those that are requests.
 
     Example::
 
@@ -46,10 +53,15 @@ class StopRequests:
             requests.end()
     """
 
-    def __init__(self, time_limit: float | None = None, name: str = "this process") -> None:
+    def __init__(
+        self,
+        time_limit: float | None = None,
+        name: str = "this process",
+        signals: Sequence[signal.Signals] = STOP_SIGNALS,
+    ) -> None:
         self._limit = time_limit
         self._deadline = None if time_limit is None else time.monotonic() + time_limit
-        self._name = name
+        self._name, self._signals = name, signals
         self._reason: str | None = None
         self._taken: TakenSignals | None = None
         self._tried = False
@@ -67,7 +79,7 @@ class StopRequests:
             self._reason = reason
 
     def take_over(self) -> None:
-        """Turn SIGINT and SIGTERM into requests from now on; only the first call has an effect.
+        """Turn the signals into requests from now on; only the first call has an effect.
 
         Python allows that only in the main thread: another thread gets a warning, and signals keep their effect.
         """
@@ -75,14 +87,15 @@ class StopRequests:
             return
         self._tried = True
         if threading.current_thread() is not threading.main_thread():
+            names = " and ".join(each.name for each in self._signals)
             warnings.warn(
-                f"{self._name} cannot take over SIGINT and SIGTERM in thread {threading.current_thread().name!r}: "
+                f"{self._name} cannot take over {names} in thread {threading.current_thread().name!r}: "
                 "Python allows that in the main thread only. They do what they did before; time limits count",
                 RuntimeWarning,
                 stacklevel=3,
             )
             return
-        self._taken = TakenSignals((signal.SIGINT, signal.SIGTERM), self._heard, _interrupt)
+        self._taken = TakenSignals(self._signals, self._heard, _interrupt)
         self._taken.take()
 
     def end(self) -> None:
@@ -94,12 +107,24 @@ class StopRequests:
 
     def _heard(self, number: int, times: int) -> None:
         name = signal.Signals(number).name
-        if times > (2 if number == signal.SIGINT else 1):
+        if times > _BEFORE_THE_END.get(number, times):
             _say(f"{self._name} has received {name} again, and ends at once")
             os._exit(128 + number)
         if self._reason is None:
             _say(f"{self._name} has received {name}: training stops at the next step at which all ranks can")
         self.request(name)
+
+
+def known_signals(numbers: Iterable[int], caller: str) -> tuple[signal.Signals, ...]:
+    """Return signals that a program can take over; raises :class:`OptionError` for anything else."""
+    try:
+        found = tuple(map(signal.Signals, numbers))
+    except (TypeError, ValueError) as error:
+        raise OptionError(f"{caller}: stop_signals has what is no signal ({error}); give signal.SIGUSR1, ...") from None
+    for each in found:
+        if each in (signal.SIGKILL, signal.SIGSTOP):
+            raise OptionError(f"{caller}: stop_signals has {each.name}, which no program can take over")
+    return found
 
 
 def _interrupt(number: int, times: int) -> None:

@@ -228,27 +228,41 @@ def watch(
     if len(ranks) == 1:
         return Watch(None)
     if store is None:
-        store = _store_of(group)
+        store = store_of(group)
     resources = contextlib.ExitStack()
     store = unused_part(store, f"watch over {_name_of(group)}", group.rank())
     progress = Progress(run_name("watch"), ranks[group.rank()], len(ranks))
     resources.callback(progress.close)
     resources.enter_context(answering())
     progress.current_phase = Phase.TRAINING
-    connections = Connections()
+    limits = StallLimits(stall_factor, stall_minimum, END_SECONDS) if stall_factor is not None else None
     with resources:
-        channel = make_channel(store, group.rank(), ranks, progress, END_SECONDS, link_timeout)
-        attach(channel, group, connections)
-        this = Watch(channel, connections=connections, resources=resources.pop_all(), keeps_group=True)
+        this = watch_over(group, store, progress, END_SECONDS, link_timeout, limits, resources)
+    this.end_with_the_program(this.end)
+    return this
+
+
+def watch_over(
+    group: Group,
+    store: Any,
+    progress: Progress,
+    timeout: float,
+    link_timeout: float,
+    limits: StallLimits | None,
+    resources: contextlib.ExitStack,
+) -> Watch:
+    """Return the watch over a group of several ranks that exists already, which has taken over the ``resources``."""
+    connections = Connections()
+    channel = make_channel(store, group.rank(), global_ranks(group), progress, timeout, link_timeout)
+    attach(channel, group, connections)
+    this = Watch(channel, timeout, connections, resources.pop_all(), keeps_group=True)
     try:
         _find_connections_of_gloo(group, connections)
         this.check()  # a failure before this point could not end any connections
     except BaseException as error:
         this.end(error)
         raise
-    limits = StallLimits(stall_factor, stall_minimum, END_SECONDS) if stall_factor is not None else None
     this.look_for_stalls(weakref.ref(group), limits)
-    this.end_with_the_program(this.end)
     return this
 
 
@@ -328,7 +342,8 @@ def _name_of(group: Group) -> str:
     return str(getattr(group, "group_name", "")) if dist.is_initialized() else ""
 
 
-def _store_of(group: Group) -> Any:
+def store_of(group: Group) -> Any:
+    """Return the store at which the ranks of a group have met."""
     try:
         return dist.distributed_c10d._world.pg_map[group][1]
     except (KeyError, TypeError):

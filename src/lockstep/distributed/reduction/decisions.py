@@ -177,6 +177,10 @@ class Decisions:
         if request not in self._requests:
             self._requests.append(request)
 
+    def hear_requests(self, stops: bool) -> None:
+        """Some rank asks all to stop, if ``stops``: all ranks have exchanged that outside of a round, and all know."""
+        self._stops = self._stops or stops
+
     @contextmanager
     def loop(self, looks_ahead: bool) -> Iterator[Loop]:
         """Inside, a loop runs, inside of those that are under way; ``looks_ahead``: some rank does not know how many
@@ -333,7 +337,7 @@ class Decisions:
 
     @property
     def should_stop(self) -> bool:
-        """True if any rank has asked to stop before the last round ended: the same on all ranks at the same step.
+        """True if any rank had asked to stop when the ranks last exchanged that: the same on all of them.
 
         Waits for the end of a round that this rank has aborted.
         """

@@ -1,5 +1,6 @@
 """A module whose gradients are synchronised in rounds of a reducer: getting ready, and the steps around forward."""
 
+import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext
@@ -21,10 +22,11 @@ from lockstep.distributed.reduction.parameters import ParameterSet
 from lockstep.distributed.reduction.passes import ForwardMark, note_compiled
 from lockstep.distributed.reduction.reducer import Reducer
 from lockstep.distributed.reduction.scheduler import GroupScheduler, scheduler_of
-from lockstep.distributed.reduction.selection import Contents, describe_parameter
+from lockstep.distributed.reduction.selection import Contents, Selection, describe_parameter
 from lockstep.distributed.replication.mixed_precision import Casts, ReduceIn, reduce_dtype
 from lockstep.distributed.replication.options import Options, input_device, move_to, outputs_in
 from lockstep.distributed.replication.replication import Replication
+from lockstep.dtensors import is_dtensor
 from lockstep.errors import LockstepError, NotReplicableError
 
 
@@ -64,6 +66,8 @@ class ReducerReplication(Replication):
         return self.reducer
 
     def _start(self, collectives: Collectives) -> Reducer:
+        if self.options.process_group is not None:
+            _warn_of_one_rank(collectives, self._selection)
         scheduler = scheduler_of(collectives.group)
         contents, failure = self._contents()
         numbering = self._agree(contents, failure, collectives, scheduler) if self.options.init_sync else None
@@ -300,3 +304,27 @@ class _OutputHook:
 @outside_compiler
 def _expect_outside(reached: _OutputHook, grad: Tensor) -> None:
     reached(grad)
+
+
+_warned_of_one_rank = False
+
+
+def _warn_of_one_rank(collectives: Collectives, selection: Selection) -> None:
+    """Warn, once in a process, of a group of one rank where there are more: the module would train by itself.
+
+    Not of a module whose tensors are spread over other ranks.
+    """
+    global _warned_of_one_rank
+    everybody = resolve_group(None)
+    if _warned_of_one_rank or collectives.world > 1 or everybody is None or everybody.size() == 1:
+        return
+    if any(is_dtensor(each) for each in selection.module.parameters()):
+        return
+    _warned_of_one_rank = True
+    warnings.warn(
+        f"a module is replicated over a process group of rank {everybody.rank()} alone, while the default group has "
+        f"ranks 0 to {everybody.size() - 1}: its gradients are those of this rank. Leave process_group out to train "
+        "with all of them",
+        RuntimeWarning,
+        stacklevel=2,
+    )

@@ -1,0 +1,230 @@
+"""The store at which the ranks of a session meet: at an address, or on the host that they all are on."""
+
+import contextlib
+import fcntl
+import logging
+import os
+import re
+import socket
+import stat
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
+from torch.distributed import DistError
+
+from lockstep import network
+from lockstep.errors import CommunicationError
+from lockstep.session.environment import Environment
+from lockstep.store import StoreLostError, bounded
+
+CONNECT_SECONDS = 0.1
+"""Seconds between two attempts to reach the store."""
+TELL_SECONDS = 5.0
+"""Seconds after which a rank says that it still waits for the store."""
+RESOLVE_SECONDS = 30.0
+"""Seconds for which an unknown host name may become known: a cluster that has just started a host may need that."""
+
+_log = logging.getLogger("lockstep")
+
+
+@contextlib.contextmanager
+def meeting_place(environment: Environment, timeout: float) -> Iterator[Any]:
+    """Give the store; unless a launcher has one, rank 0 makes it, without waiting for the others.
+
+    All of them have to meet inside the block. Without an address, a file says the port, which is there for so long.
+    Raises :class:`CommunicationError` if the store cannot be reached within ``timeout`` seconds.
+    """
+    if environment.address:
+        yield _store(environment, timeout)
+        return
+    file = _folder() / re.sub(r"[^\w.-]", "_", environment.run)
+    environment = replace(environment, address=network.LOOPBACK)
+    if environment.rank:
+        yield _store(replace(environment, port=_published_port(file, environment, timeout)), timeout)
+        return
+    with _publishing(file, timeout) as publish:
+        store = _store(environment, timeout)
+        publish(store.port)
+        yield store
+
+
+# --------------------------------------------------------------------------------------------------------- on one host
+
+
+def _folder() -> Path:
+    """Return the folder in which rank 0 publishes its port: nobody but this user can write there."""
+    folder = Path(tempfile.gettempdir()) / f"lockstep-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+        raise CommunicationError(
+            f"the ranks cannot meet in {folder}: others can write there; remove it, or set MASTER_ADDR and MASTER_PORT"
+        )
+    return folder
+
+
+@contextlib.contextmanager
+def _publishing(path: Path, timeout: float) -> Iterator[Callable[[int], None]]:
+    """Give a function that publishes a port; the file is locked while the port is valid, and then removed.
+
+    It is new each time: one that a process has left which was killed is never locked again.
+    """
+    deadline = time.monotonic() + timeout
+    while _owner_lives(path):
+        if time.monotonic() > deadline:
+            raise CommunicationError(f"another process is rank 0 of the same run: it has locked {path}")
+        time.sleep(CONNECT_SECONDS)
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
+
+        def publish(port: int) -> None:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            file.write(f"{port}\n")
+            file.flush()
+            os.replace(file.name, path)
+
+        try:
+            yield publish
+        finally:
+            Path(file.name).unlink(missing_ok=True)
+            path.unlink(missing_ok=True)
+
+
+def _owner_lives(path: Path) -> bool:
+    with contextlib.suppress(FileNotFoundError), open(path) as file:
+        return _is_locked(file)
+    return False
+
+
+def _published_port(path: Path, environment: Environment, timeout: float) -> int:
+    """Return the port that rank 0 has published, as soon as it has."""
+    begin, told = time.monotonic(), False
+    while True:
+        with contextlib.suppress(FileNotFoundError), open(path) as file:
+            if _is_locked(file):  # else it is of a process that has ended
+                return int(file.read())
+        waited = time.monotonic() - begin
+        if waited > timeout:
+            raise CommunicationError(
+                f"rank {environment.rank}: rank 0 of {environment.world_size} did not come within {timeout:g} s; look "
+                f"at the errors of that process. The ranks meet by {path}: if it runs where that is another file, set "
+                "MASTER_ADDR and MASTER_PORT"
+            )
+        if not told and waited > TELL_SECONDS:
+            text = "rank %d: rank 0 has not come yet (the ranks meet by %s); trying for %g s"
+            _log.warning(text, environment.rank, path, timeout)
+            told = True
+        time.sleep(CONNECT_SECONDS)
+
+
+def _is_locked(file: Any) -> bool:
+    """Return True if another process holds the lock of a file."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    return False
+
+
+# ------------------------------------------------------------------------------------------------------- at an address
+
+
+def _store(environment: Environment, timeout: float) -> Any:
+    """Return the store at the address of the environment."""
+    addresses = _resolve(environment, timeout)
+    if environment.launcher_has_store or environment.rank:
+        _wait_for_store(environment, timeout)
+    elif not any(map(network.is_own, addresses)):
+        text = "rank 0 hosts the store at which the ranks meet, but %s=%s (%s) is not its host; trying for %g s"
+        _log.warning(text, environment.address_variable, environment.address, ", ".join(addresses), timeout)
+    try:
+        return bounded(lambda: _connect(environment, timedelta(seconds=timeout)), timeout)
+    except (DistError, StoreLostError) as error:
+        if isinstance(error, DistError) and environment.rank == 0 and not environment.launcher_has_store:
+            raise  # its port is in use
+        raise _no_store(environment, timeout, error) from error
+
+
+def _resolve(environment: Environment, timeout: float) -> list[str]:
+    """Return the addresses of the host at which the ranks meet; a new name may take a moment to be known."""
+    limit = min(timeout, RESOLVE_SECONDS)
+    deadline, told = time.monotonic() + limit, False
+    while True:
+        try:
+            return network.addresses_of_host(environment.address)
+        except OSError as error:
+            name = f"{environment.address_variable}={environment.address}"
+            what = f"rank {environment.rank}: the name in {name} cannot be resolved ({error})"
+            if time.monotonic() > deadline:
+                raise CommunicationError(
+                    f"{what}, not for {limit:g} s; give a name or an address of the host of rank 0 that this host knows"
+                ) from error
+            if not told:
+                _log.warning("%s; trying for %g s", what, limit)
+                told = True
+        time.sleep(CONNECT_SECONDS)
+
+
+def _connect(environment: Environment, timeout: timedelta) -> Any:
+    if environment.launcher_has_store:
+        found = dist.rendezvous(  # type: ignore[attr-defined]
+            "env://", environment.rank, environment.world_size, timeout=timeout
+        )
+        return next(iter(found))[0]
+    return TCPStore(
+        environment.address,
+        environment.port,
+        environment.world_size,
+        is_master=environment.rank == 0,
+        timeout=timeout,
+        wait_for_workers=False,
+        multi_tenant=True,
+    )
+
+
+def _wait_for_store(environment: Environment, timeout: float) -> None:
+    """Return when a process listens at the address of the store."""
+    begin, where, told = time.monotonic(), (environment.address, environment.port), False
+    while True:
+        left = begin + timeout - time.monotonic()
+        try:
+            socket.create_connection(where, timeout=max(CONNECT_SECONDS, min(left, TELL_SECONDS))).close()
+            return
+        except OSError as error:
+            if left < 0:
+                raise _no_store(environment, timeout, error) from error
+            if not told and time.monotonic() > begin + TELL_SECONDS:
+                text = "rank %d: nobody answers at %s=%s, MASTER_PORT=%d yet (%s)%s; trying for %g s"
+                said = environment.address_variable, *where, error, _hint(environment), timeout
+                _log.warning(text, environment.rank, *said)
+                told = True
+        time.sleep(CONNECT_SECONDS)
+
+
+def _no_store(environment: Environment, timeout: float, error: Exception) -> CommunicationError:
+    host = "the launcher" if environment.launcher_has_store else f"rank 0 of {environment.world_size}"
+    gist = (str(error) or type(error).__name__).splitlines()[0]
+    return CommunicationError(
+        f"rank {environment.rank}: {host}, at whose store {environment.address}:{environment.port} the ranks meet, did "
+        f"not come within {timeout:g} s, or has ended since ({gist}); look at the errors of that process, and whether "
+        f"MASTER_ADDR and MASTER_PORT are right{_hint(environment)}"
+    )
+
+
+def _hint(environment: Environment) -> str:
+    """Return a hint if the address is one that leads from each host to itself."""
+    with contextlib.suppress(OSError):
+        if not environment.is_one_host and all(
+            map(network.is_loopback, network.addresses_of_host(environment.address))
+        ):
+            return (
+                f". {environment.address} is a loopback address here: if the store is on another host, give that one's "
+                "address (under torchrun by --local-addr there)"
+            )
+    return ""

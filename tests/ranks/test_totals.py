@@ -1,0 +1,148 @@
+"""`total`: denominators over all ranks; and requests to stop, which travel with what loops exchange anyway."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import lockstep
+from lockstep.errors import AgreementError, OptionError
+from small_modules import one_weight, x_of
+from threaded import run_ranks
+
+BATCHES = [
+    [([1.0, 2.0, 3.0], [4.0]), ([5.0], [])],  # of rank 0: micro-batches, with what each of two losses is over
+    [([6.0], [7.0, 8.0]), ([9.0, 1.0], [2.0])],
+]
+
+
+def counted(rank):
+    return lockstep.loop.total({"first": rank.rank, "all": [1, torch.tensor([2, rank.rank])]}, rank.group)
+
+
+def test_totals_are_sums_over_the_ranks():
+    for found in run_ranks(3, counted):
+        assert found["first"] == 3.0
+        assert found["all"][0] == 3.0
+        assert found["all"][1].tolist() == [6.0, 3.0]
+
+
+def two_losses(rank):
+    """The gradient of a mean over all first rows plus a mean over all second ones, in a window of two micro-batches."""
+    model = lockstep.replicate(one_weight(), process_group=rank.group)
+    own = BATCHES[rank.rank]
+    firsts, seconds = lockstep.loop.total([sum(len(a) for a, _ in own), sum(len(b) for _, b in own)], rank.group)
+    for number, (a, b) in enumerate(own):
+        with lockstep.accumulate(model, last=number == len(own) - 1, weight=len(a)):
+            first, second = (model(torch.tensor(rows).view(-1, 1)).sum() for rows in (a, b))
+            (first + second * (firsts / max(seconds, 1))).backward()
+    return model.weight.grad.item()
+
+
+def test_several_losses_each_with_a_denominator_of_its_own():
+    rows = [pair for batches in BATCHES for pair in batches]
+    first, second = ([x for pair in rows for x in pair[which]] for which in range(2))
+    expected = sum(first) / len(first) + sum(second) / len(second)
+    assert run_ranks(2, two_losses) == [pytest.approx(expected)] * 2
+
+
+def at_a_batch_that_counts_nothing(rank):
+    model = lockstep.replicate(one_weight(), process_group=rank.group)
+    found = []
+    for x in lockstep.batches([x_of(rank)] * (1 + rank.rank), model):
+        model(x).sum().backward()
+        found.append(lockstep.loop.total(1, rank.group))
+    return found
+
+
+def test_what_counts_nothing_is_not_in_the_total():
+    assert run_ranks(2, at_a_batch_that_counts_nothing) == [[2.0, 1.0]] * 2
+
+
+def gives(rank, function, values):
+    with pytest.raises((AgreementError, OptionError)) as raised:
+        function(rank)(values[rank.rank], group=rank.group)
+    return type(raised.value), str(raised.value)
+
+
+def test_what_has_no_total_is_named():
+    told = run_ranks(2, gives, lambda rank: lockstep.loop.total, [1, [1, 2]])
+    assert told[0] == told[1]
+    assert told[0][0] is AgreementError
+    assert told[0][1].startswith(
+        "total() got counts (a number) on rank 0, and counts[0] (a number) in its place on rank 1"
+    )
+    told = run_ranks(2, gives, lambda rank: lockstep.loop.total, ["a", "a"])
+    assert told == [(OptionError, "total() got counts, a str, which has no total; pass numbers, tensors, or containers "
+                                  "of them")] * 2  # fmt: skip
+
+
+def test_a_rank_that_takes_a_mean_instead_is_named():
+    told = run_ranks(2, gives, lambda rank: lockstep.loop.total if rank.rank else lockstep.mean, [1, 1])
+    assert [kind for kind, _ in told] == [AgreementError] * 2
+    assert "mean() on rank 0, and total() in its place on rank 1" in told[0][1]
+
+
+# ------------------------------------------------------------------------------------------------------------- stops
+
+
+def begins_a_loop(rank):
+    list(lockstep.batches([1], group=rank.group))
+
+
+def begins_an_evaluation(rank):
+    with torch.no_grad():
+        list(lockstep.batches([1], group=rank.group))
+
+
+def begins_a_stream(rank):
+    iter(lockstep.batches(iter([1]), group=rank.group))
+
+
+EXCHANGES = {
+    "a loop": begins_a_loop,
+    "an evaluation": begins_an_evaluation,
+    "a stream": begins_a_stream,
+    "mean": lambda rank: lockstep.mean(1.0, group=rank.group),
+    "total": lambda rank: lockstep.loop.total(1.0, group=rank.group),
+    "agree": lambda rank: lockstep.agree(False, rank.group),
+}
+
+
+def hears(rank, name):
+    """Without a backward: before it, one rank asks, and what all have heard by then, and after it."""
+    keep = lockstep.loop.stop_when(lambda: rank.rank == 1, rank.group)
+    before = lockstep.should_stop(rank.group)
+    EXCHANGES[name](rank)
+    return before, lockstep.should_stop(rank.group), keep.should_stop
+
+
+@pytest.mark.parametrize("name", EXCHANGES)
+def test_a_request_is_heard_without_a_backward(name):
+    assert run_ranks(3, hears, name) == [(False, True, True)] * 3
+
+
+def trains_on(rank):
+    """A request that was heard in an evaluation is still there after the next backward."""
+    model = lockstep.replicate(one_weight(), process_group=rank.group)
+    keep = lockstep.loop.stop_when(lambda: rank.rank == 1, rank.group)
+    begins_an_evaluation(rank)
+    found = [keep.should_stop]
+    for _ in range(2):
+        model(x_of(rank)).sum().backward()
+        found.append(keep.should_stop)
+    return found
+
+
+def test_it_is_still_heard_in_training():
+    assert run_ranks(2, trains_on) == [[True] * 3] * 2
+
+
+def test_nobody_asks():
+    def run(rank):
+        keep = lockstep.loop.stop_when(lambda: False, rank.group)
+        for exchange in EXCHANGES.values():
+            exchange(rank)
+        return keep.should_stop
+
+    assert run_ranks(2, run) == [False, False]

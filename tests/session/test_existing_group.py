@@ -1,0 +1,142 @@
+"""A session over a process group that somebody else has made: it is taken as it is, and left as it is."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import lockstep
+import sim as simulator
+from lockstep.errors import AgreementError, OptionError, PeerFailure
+from processes import be_launched, run_processes
+
+
+def gradient(run):
+    model = lockstep.replicate(nn.Linear(2, 1).to(run.device))
+    model(torch.full((1, 2), float(run.rank), device=run.device)).sum().backward()
+    return model.weight.grad[0, 0].item()
+
+
+def twice(rank):
+    group, found = dist.group.WORLD, []
+    for _ in range(2):
+        with lockstep.session(timeout=60.0) as run:
+            assert run.group is group
+            found.append((run.rank, run.world_size, run.local_rank, run.backend, gradient(run)))
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    assert total.item() == rank.world
+    return found
+
+
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
+def test_a_session_takes_a_group_and_leaves_it_as_it_is(backend):
+    told = run_processes(3, twice, backend=backend)
+    assert told == [[(rank, 3, rank, backend, 1.0)] * 2 for rank in range(3)]
+
+
+def test_it_may_have_one_rank():
+    assert run_processes(1, twice) == [[(0, 1, 0, "gloo", 0.0)] * 2]
+
+
+def fails(rank):
+    with lockstep.session(timeout=60.0) as run:
+        gradient(run)
+        if rank.rank == 1:
+            raise ValueError("of rank 1")
+        gradient(run)
+
+
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
+def test_a_failure_is_told_by_name(backend):
+    first, second = run_processes(2, fails, backend=backend, errors=True)
+    assert isinstance(first.error, PeerFailure)
+    assert "rank 0 stops, because rank 1 failed in training: ValueError: of rank 1" in str(first.error)
+    assert isinstance(second.error, ValueError)
+
+
+def raises(rank, options):
+    with pytest.raises(lockstep.errors.LockstepError) as raised, lockstep.session(**options[rank.rank]):
+        pass
+    return type(raised.value), str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (
+            {"backend": "shm"},
+            "session(backend='shm'): the process group that exists already has the backend cpu:gloo,cuda:gloo, and "
+            "stays as it is; leave backend out, or end the group before the session",
+        ),
+        ({"alone": True}, "session(alone=True), but there is a process group of 2 ranks already: end it before"),
+    ],
+)
+def test_what_cannot_be_changed_any_more_is_an_error(options, told):
+    assert run_processes(2, raises, [options] * 2) == [(OptionError, told)] * 2
+
+
+def test_options_are_compared():
+    told = run_processes(2, raises, [{}, {"seed": 1}])
+    assert [kind for kind, _ in told] == [PeerFailure, AgreementError]
+    assert told[1][1].startswith("session(): ranks differ in seed: 0 on rank 0, 1 on rank 1")
+
+
+def bound(rank):
+    dist.destroy_process_group()
+    assert not isinstance(found := simulator.load(2), str), found
+    be_launched(rank, 0)
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1, device_id=torch.device("sim", 1))
+    with lockstep.session() as run:
+        told = [str(run.device)]
+    with pytest.raises(OptionError) as raised, lockstep.session(device="sim:0"):
+        pass
+    return [*told, str(raised.value)]
+
+
+def test_the_device_that_a_group_is_bound_to_is_taken():
+    [[device, told]] = run_processes(1, bound)
+    assert device == "sim:1"
+    assert told.startswith(
+        "session(device='sim:0'): the process group that exists already is bound to sim:1, and stays"
+    )
+
+
+def told_of_the_timeout(rank):
+    records = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())
+    logging.getLogger("lockstep").addHandler(handler)
+    with lockstep.session(timeout=60.0):
+        pass
+    with lockstep.session():
+        pass
+    return records
+
+
+def test_its_own_timeout_is_not_that_of_the_group():
+    told = ["session(timeout=60) is not that of the process group, which exists already and keeps its own"]
+    assert run_processes(2, told_of_the_timeout) == [told, []]
+
+
+def without_local_rank(rank, port):
+    """A process for each accelerator, of which the launcher has said no number on this host."""
+    dist.destroy_process_group()
+    assert not isinstance(found := simulator.load(2), str), found
+    be_launched(rank, port)
+    for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GLOO_SOCKET_IFNAME"):
+        os.environ.pop(name)
+    with lockstep.session(timeout=60.0) as run:
+        return run.local_rank, str(run.device), gradient(run), os.environ["GLOO_SOCKET_IFNAME"]
+
+
+def test_the_number_on_this_host_is_found_by_asking():
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    told = run_processes(2, without_local_rank, store.port)
+    assert told == [(rank, f"sim:{rank}", 0.5, "lo") for rank in range(2)]

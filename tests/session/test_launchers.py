@@ -1,0 +1,256 @@
+"""The place of a process in its run, as its launcher says it; and ranks that meet by nothing but that."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import lockstep
+from lockstep.errors import CommunicationError, OptionError
+from lockstep.session.environment import Environment, first_host, read_environment, tasks_of_hosts
+from processes import run_processes
+
+TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "MASTER_ADDR": "node1", "MASTER_PORT": "29511"}
+LOCAL = {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
+SLURM = {
+    "SLURM_JOB_ID": "1234",
+    "SLURM_NTASKS": "5",
+    "SLURM_STEP_ID": "2",
+    "SLURM_PROCID": "3",
+    "SLURM_STEP_NUM_TASKS": "5",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2),1",
+    "SLURM_STEP_NODELIST": "gpu[007-008,011]",
+}
+DAEMONS = SLURM | {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "3",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+}
+ALLOCATION = {
+    "SLURM_JOB_ID": "1234",
+    "SLURM_NTASKS": "5",
+    "SLURM_JOB_NUM_NODES": "3",
+    "SLURM_TASKS_PER_NODE": "2(x2),1",
+}
+PMI = {"PMI_RANK": "1", "PMI_SIZE": "3", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "3"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "place"),
+    [
+        ({}, Environment()),
+        (TORCHRUN | LOCAL, Environment(5, 8, 1, 4, False, "", "node1", 29511)),
+        (TORCHRUN | SLURM, Environment(5, 8, None, 0, False, "", "node1", 29511)),
+        (SLURM, Environment(3, 5, 1, 2, False, "1234.2", "gpu007", 12000 + 3362, "SLURM_STEP_NODELIST")),
+        (SLURM | {"MASTER_ADDR": "other"}, Environment(3, 5, 1, 2, False, "1234.2", "other", 12000 + 3362)),
+        (SLURM | {"MASTER_PORT": "7"}, Environment(3, 5, 1, 2, False, "1234.2", "gpu007", 7, "SLURM_STEP_NODELIST")),
+        (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "5", "SLURM_NODEID": "0"}, Environment(3, 5, 1, 5, False, "1234.2")),
+        (SLURM | {"WORLD_SIZE": "5", "MASTER_ADDR": "a"}, Environment(3, 5, 1, 2, False, "1234.2", "a", 12000 + 3362)),
+        (OPEN_MPI | {"MASTER_ADDR": "a"}, Environment(3, 4, 1, 2, False, "", "a", 29500)),
+        (OPEN_MPI | DAEMONS | {"MASTER_ADDR": "a"}, Environment(3, 4, 1, 2, False, "", "a", 29500)),
+        (PMI | {"MASTER_ADDR": "a"}, Environment(1, 3, 1, 3, False, "", "a", 29500)),
+        (ALLOCATION, Environment()),
+        (ALLOCATION | {"SLURM_PROCID": "0"}, Environment()),  # the script of sbatch
+    ],
+)  # fmt: skip
+def test_what_a_launcher_says(variables, place):
+    assert read_environment(variables) == place
+
+
+@pytest.mark.parametrize("launcher", ["OMPI_COMM_WORLD", "MV2_COMM_WORLD"])
+def test_ranks_of_one_host_need_no_address(launcher):
+    names = {"RANK": "1", "SIZE": "2", "LOCAL_RANK": "1", "LOCAL_SIZE": "2"}
+    place = read_environment({f"{launcher}_{name}": value for name, value in names.items()})
+    assert (place.rank, place.world_size, place.local_rank, place.is_one_host, place.address) == (1, 2, 1, True, "")
+    assert place.run.startswith(f"{os.getppid()}-")
+
+
+def test_one_process_of_a_launcher_needs_none():
+    one = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_NODELIST": "node1"}
+    assert read_environment(one).world_size == 1
+    assert read_environment(ALLOCATION | one).world_size == 1  # the shell of salloc may be a step
+
+
+@pytest.mark.parametrize(
+    ("variables", "words"),
+    [
+        ({"RANK": "0"}, "the environment has RANK, but not WORLD_SIZE, MASTER_ADDR, MASTER_PORT: start the processes"),
+        ({"WORLD_SIZE": "4"}, "the environment has WORLD_SIZE, but not RANK, MASTER_ADDR, MASTER_PORT"),
+        ({"MASTER_ADDR": "node1"}, "the environment has MASTER_ADDR, but does not say which rank of how many"),
+        ({"PET_NNODES": "2", "PET_NPROC_PER_NODE": "1"}, "the environment has PET_NNODES, PET_NPROC_PER_NODE, but"),
+        ({"OMPI_COMM_WORLD_SIZE": "4"}, "the environment has OMPI_COMM_WORLD_SIZE, but does not say"),
+        ({"SLURM_STEP_NUM_TASKS": "4"}, "the environment has SLURM_STEP_NUM_TASKS, but does not say"),
+        ({"PMI_SIZE": "4"}, r"start it with torchrun, srun or mpirun, which say it, or give session\(alone=True\)"),
+        ({"PMIX_RANK": "1"}, "the environment has PMIX_RANK, but does not say"),
+        (TORCHRUN | {"RANK": "8"}, "RANK is 8, but WORLD_SIZE is 8: ranks are 0 to 7"),
+        (TORCHRUN | {"WORLD_SIZE": "two"}, "the environment variable WORLD_SIZE is 'two', expected a whole number"),
+        (SLURM | {"SLURM_PROCID": "-1"}, "SLURM_PROCID is -1, but SLURM_STEP_NUM_TASKS is 5"),
+        (OPEN_MPI, r"Open MPI says rank 3 of 4 \(OMPI_COMM_WORLD_RANK, OMPI_COMM_WORLD_SIZE\), but not at which "
+                   "address the ranks of several hosts meet: set MASTER_ADDR to the host of rank 0, on all of them"),
+        (SLURM | OPEN_MPI, r"launchers disagree: SLURM says rank 3 of 5 \(SLURM_PROCID, SLURM_STEP_NUM_TASKS\), "
+                           r"Open MPI says rank 3 of 4 \(OMPI_COMM_WORLD_RANK, OMPI_COMM_WORLD_SIZE\)\. Start the"),
+        (OPEN_MPI | PMI, "launchers disagree: Open MPI says rank 3 of 4 .*, MPI says rank 1 of 3"),
+        (SLURM | {"WORLD_SIZE": "4"}, "launchers disagree: SLURM says rank 3 of 5 .*, WORLD_SIZE is 4. Start the"),
+    ],
+)  # fmt: skip
+def test_what_is_no_place_is_no_world_of_one(variables, words):
+    with pytest.raises(OptionError, match=words):
+        read_environment(variables)
+
+
+def test_a_process_beside_the_steps_of_a_job_is_told_how_to_start(caplog):
+    with caplog.at_level(logging.WARNING, "lockstep"):
+        read_environment(ALLOCATION)
+    assert "trains alone, in a SLURM job for 5: `srun python ...` starts all" in caplog.text
+    caplog.clear()
+    read_environment({"SLURM_JOB_ID": "1", "SLURM_NTASKS": "1"})
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("hosts", "first"),
+    [
+        ("host[1-3,7],other", "host1"),
+        ("node1", "node1"),
+        ("a,b[1-2]", "a"),
+        ("gpu[007-010]", "gpu007"),
+        ("rack[2,4]n[01-08]-ib,x", "rack2n01-ib"),
+    ],
+)
+def test_the_first_host_of_a_list(hosts, first):
+    assert first_host(hosts) == first
+
+
+def test_tasks_of_hosts():
+    assert tasks_of_hosts("2(x3),1") == [2, 2, 2, 1]
+    assert tasks_of_hosts("4") == [4]
+    assert tasks_of_hosts("") == []
+
+
+def by_open_mpi(rank, world):
+    names = {"RANK": rank, "SIZE": world, "LOCAL_RANK": rank, "LOCAL_SIZE": world}
+    return {f"OMPI_COMM_WORLD_{name}": value for name, value in names.items()}
+
+
+def by_mpich(rank, world):
+    return {"PMI_RANK": rank, "PMI_SIZE": world, "MPI_LOCALRANKID": rank, "MPI_LOCALNRANKS": world}
+
+
+def by_slurm(rank, world):
+    return SLURM | {
+        "SLURM_PROCID": rank,
+        "SLURM_STEP_NUM_TASKS": world,
+        "SLURM_LOCALID": rank,
+        "SLURM_NODEID": 0,
+        "SLURM_STEP_TASKS_PER_NODE": world,
+    }
+
+
+def of_launcher(launcher, rank, world):
+    """Variables as a launcher sets them, with a folder for what its ranks tell each other."""
+    return {name: str(value) for name, value in launcher(rank, world).items()}
+
+
+def meets(rank, launcher, folder, **options):
+    """In each of two sessions: the rank's place, and a mean over the ranks."""
+    dist.destroy_process_group()
+    os.environ.update(of_launcher(globals()[launcher], rank.rank, rank.world))
+    tempfile.tempdir = folder
+    return [trains(**options) for _ in range(2)]
+
+
+def trains(**options):
+    with lockstep.session(timeout=60.0, **options) as run:
+        model = lockstep.replicate(nn.Linear(2, 1))
+        model(torch.full((1, 2), float(run.rank))).sum().backward()
+        return run.rank, run.world_size, run.local_rank, model.weight.grad[0, 0].item()
+
+
+@pytest.mark.parametrize("launcher", ["by_open_mpi", "by_mpich", "by_slurm"])
+def test_processes_of_one_host_meet_twice_and_leave_nothing(launcher, tmp_path):
+    assert run_processes(3, meets, launcher, str(tmp_path)) == [[(rank, 3, rank, 1.0)] * 2 for rank in range(3)]
+    assert [list(each.iterdir()) for each in tmp_path.iterdir()] == [[]]
+
+
+def test_what_a_killed_job_has_left_does_not_matter(tmp_path):
+    """A file that nobody has locked is of a process that has ended."""
+    folder = tmp_path / f"lockstep-{os.getuid()}"
+    folder.mkdir(mode=0o700)
+    (folder / "1234.2").write_text("9\n")
+    assert run_processes(2, meets, "by_slurm", str(tmp_path))[0] == [(0, 2, 0, 0.5)] * 2
+
+
+def fails(rank, launcher, folder, world):
+    dist.destroy_process_group()
+    os.environ.update(of_launcher(globals()[launcher], rank.rank + world - 1, world))
+    tempfile.tempdir = folder
+    with pytest.raises(CommunicationError) as raised, lockstep.session(timeout=1.0):
+        pass
+    return str(raised.value)
+
+
+def test_a_rank_that_does_not_come_is_named(tmp_path):
+    [told] = run_processes(1, fails, "by_mpich", str(tmp_path), 2)
+    assert told.startswith("rank 1: rank 0 of 2 did not come within 1 s; look at the errors of that process. The ranks")
+
+
+def test_a_folder_that_others_can_write_to_is_refused(tmp_path):
+    (tmp_path / f"lockstep-{os.getuid()}").mkdir()
+    (tmp_path / f"lockstep-{os.getuid()}").chmod(0o777)
+    [told] = run_processes(1, fails, "by_mpich", str(tmp_path), 2)
+    assert told.startswith(f"the ranks cannot meet in {tmp_path}/lockstep-")
+
+
+def is_alone(rank):
+    dist.destroy_process_group()
+    os.environ.update(of_launcher(by_mpich, 1, 2) | {"MASTER_ADDR": "nowhere"})
+    return trains(alone=True)
+
+
+def test_alone_is_alone_whatever_the_environment_says():
+    assert run_processes(1, is_alone) == [(0, 1, 0, 0.0)]
+
+
+PROGRAM = """
+import sys, torch, lockstep
+with lockstep.session(timeout=60.0) as run:
+    model = lockstep.replicate(torch.nn.Linear(2, 1))
+    model(torch.full((1, 2), float(run.rank))).sum().backward()
+    sys.stdout.write(f"{run.rank} {run.world_size} {model.weight.grad[0, 0].item()}\\n")
+"""
+JOB = """
+for rank in 0 1; do
+    export PMI_SIZE=2 MPI_LOCALNRANKS=2 PMI_RANK=$rank MPI_LOCALRANKID=$rank
+    sh -c '"$0" -c "$1"; exit $?' "$0" "$1" &
+done
+wait
+"""
+
+
+def test_jobs_beside_each_other_do_not_meet(tmp_path):
+    """Each has a shell as its launcher, which the variables do not name, and in it one for each rank."""
+    jobs = [
+        subprocess.Popen(
+            ["sh", "-c", JOB, sys.executable, PROGRAM],
+            env=os.environ | {"TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(2)
+    ]
+    for each in jobs:
+        output, errors = each.communicate(timeout=100)
+        assert sorted(output.splitlines()) == ["0 2 0.5", "1 2 0.5"], errors
