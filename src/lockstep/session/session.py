@@ -146,7 +146,8 @@ class Session:
 
         Requests travel with what ranks exchange anyway: ``backward()``, the beginning of a loop over :meth:`batches`
         (also of an evaluation), :func:`lockstep.mean`, :func:`lockstep.loop.total` and :meth:`agree`. When it is read
-        for the first time, the session takes over the signals; before, they do what they always do. A second SIGINT raises
+        for the first time, the session takes over the signals; before, they do what they always do. A second SIGINT
+        raises
         ``KeyboardInterrupt``.
         """
         if self._decisions is None:
