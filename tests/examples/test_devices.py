@@ -46,6 +46,26 @@ def test_the_launcher_starts_a_process_for_each_accelerator_or_two_on_the_cpu(
     assert launcher().choose(processes, arguments) == chosen
 
 
+def test_the_launcher_starts_on_several_machines():
+    told = launcher().meeting(2, "node0", {"SLURM_STEP_NUM_TASKS": "2"})
+    assert told == ["--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-id", "launch", "--rdzv-endpoint", "node0"]
+    assert launcher().meeting(1, None, {"SLURM_STEP_NUM_TASKS": "1", "PET_NNODES": "1"}) == launcher().HERE
+
+
+@pytest.mark.parametrize(
+    ("hosts", "meet", "variables", "words"),
+    [
+        (2, None, {}, "--hosts 2 and --meet HOST go together"),
+        (1, "node0", {}, "--hosts 2 and --meet HOST go together"),
+        (1, None, {"SLURM_STEP_NUM_TASKS": "4"}, "has set SLURM_STEP_NUM_TASKS=4. Start the program itself by that"),
+        (1, None, {"PET_NNODES": "2", "WORLD_SIZE": "8"}, "has set WORLD_SIZE=8, PET_NNODES=2. Start the program"),
+    ],
+)
+def test_the_launcher_says_why_it_does_not_start(hosts, meet, variables, words):
+    with pytest.raises(SystemExit, match=words):
+        launcher().meeting(hosts, meet, variables)
+
+
 def digits(rank, accelerators, port, arguments):
     """(status, stdout, stderr) of the digits example on a host with some accelerators."""
     dist.destroy_process_group()

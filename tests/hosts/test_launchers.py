@@ -35,3 +35,8 @@ def test_slurm(names, tmp_path):
 @pytest.mark.parametrize("names", KNOWN)
 def test_open_mpi(names, tmp_path):
     trains(tmp_path, "open mpi", names, master="node0")
+
+
+@pytest.mark.parametrize("names", ["good", "debian"])
+def test_the_launcher_of_the_examples(names, tmp_path):
+    trains(tmp_path, "launch.py", names, master="node0")

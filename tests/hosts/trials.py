@@ -17,6 +17,7 @@ from hosts.network import Hosts
 START_LIMIT = 90.0  # seconds for all ranks to come to their first steps, on a machine that does other things, too
 PORT = 29511
 PROGRAM = str(Path(__file__).with_name("rank.py"))
+LAUNCH = str(Path(__file__).parents[2] / "examples" / "launch.py")
 
 ON_A_RANK = ("kill", "stop", "raise", "exit 0")
 """SIGKILL, SIGSTOP, an exception, `sys.exit(0)`."""
@@ -42,7 +43,9 @@ class Plan:
     launcher: str = "variables"
     """Those of torchrun; "bare": no more of them than in a Kubernetes job; "slurm", "open mpi": those of these.
 
-    Or "torchrun" itself, which hosts the store in a process of its own on the first host."""
+    Or "torchrun" itself, which hosts the store in a process of its own on the first host; or "launch.py", which starts
+    that.
+    """
     step: int = 8
     """When it happens; -1 for some time in the start."""
     link_timeout: float = 5.0
@@ -190,6 +193,10 @@ def _start(plan: Plan, hosts: Hosts, folder: Path, master: str, more: dict[str, 
     if plan.failure in ("raise", "exit 0"):
         job |= {"leaver": plan.victim, "leaves_at": max(plan.step, 0), "leaves": plan.failure}
     for host, count in enumerate(plan.ranks):
+        if plan.launcher == "launch.py":
+            command = [sys.executable, LAUNCH, "--processes", str(count), "--hosts", str(len(plan.ranks))]
+            hosts.start(host, [*command, "--meet", master, PROGRAM, json.dumps(job)], more, folder / f"host{host}.log")
+            continue
         if plan.launcher == "torchrun":
             command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", str(len(plan.ranks))]
             command += ["--nproc-per-node", str(count), "--rdzv-backend", "c10d", "--rdzv-id", "job"]

@@ -98,9 +98,15 @@ PartitionName=all Nodes={host} Default=YES State=UP
 """
     )
     munged, slurmctld, slurmd, srun = programs
+    munge = {"key-file": key, **{f"{name}-file": folder / "munge" / name for name in ("pid", "log", "seed")}}
     daemons = [
-        [munged, "--foreground", "--force", f"--key-file={key}", f"--socket={folder}/munge/socket"]
-        + [f"--pid-file={folder}/munge/pid", f"--log-file={folder}/munge/log", f"--seed-file={folder}/munge/seed"],
+        [
+            munged,
+            "--foreground",
+            "--force",
+            f"--socket={folder}/munge/socket",
+            *(f"--{k}={v}" for k, v in munge.items()),
+        ],
         [slurmctld, "-D", "-f", str(configuration)],
         [slurmd, "-D", "-f", str(configuration), "-N", host],
     ]
@@ -108,8 +114,7 @@ PartitionName=all Nodes={host} Default=YES State=UP
     environment = os.environ | {"SLURM_CONF": str(configuration)}
     try:
         with (folder / "log").open("wb") as log:
-            for command in daemons:
-                running.append(subprocess.Popen(command, stdout=log, stderr=log, env=environment))
+            running += [subprocess.Popen(each, stdout=log, stderr=log, env=environment) for each in daemons]
             deadline = time.monotonic() + 60
             while subprocess.run([srun, "-n", "1", "true"], env=environment, capture_output=True).returncode:
                 assert time.monotonic() < deadline, (folder / "slurmctld.log").read_text()[-2000:]

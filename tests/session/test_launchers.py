@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -254,3 +255,27 @@ def test_jobs_beside_each_other_do_not_meet(tmp_path):
     for each in jobs:
         output, errors = each.communicate(timeout=100)
         assert sorted(output.splitlines()) == ["0 2 0.5", "1 2 0.5"], errors
+
+
+def loses_a_rank(rank, folder):
+    """As under mpirun, which ends all processes as soon as it has noticed that one has ended."""
+    dist.destroy_process_group()
+    os.environ.update(of_launcher(by_mpich, rank.rank, rank.world))
+    tempfile.tempdir = folder
+    with lockstep.session(timeout=60.0) as run:
+        model = lockstep.replicate(nn.Linear(2, 1))
+        model(torch.ones(1, 2)).sum().backward()
+        if rank.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            model(torch.ones(1, 2)).sum().backward()
+        except lockstep.errors.PeerFailure:
+            os.kill(os.getpid(), signal.SIGTERM)
+            raise
+    assert run.rank
+
+
+def test_a_rank_says_why_before_mpirun_ends_it(tmp_path):
+    first, second = run_processes(2, loses_a_rank, str(tmp_path), errors=True)
+    assert second.returncode == -signal.SIGKILL
+    assert "rank 0 stops, because rank 1" in first.stderr

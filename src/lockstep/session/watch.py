@@ -37,6 +37,7 @@ from lockstep.failures.stacks import answering
 from lockstep.failures.stall import StallLimits, StallWatch
 from lockstep.network import host_identity
 from lockstep.phases import Phases
+from lockstep.session.environment import LAUNCHERS
 
 END_SECONDS = 600.0
 """Seconds that a rank that is done waits for the others, to hear of their failures."""
@@ -359,8 +360,8 @@ def _is_orderly(error: BaseException) -> bool:
 
 
 def has_launcher() -> bool:
-    """Return True if ``torchrun`` has started this process: it ends all processes when it notices a failed one."""
-    return "TORCHELASTIC_RUN_ID" in os.environ
+    """Return True if a launcher has started this process: it ends all processes when it notices a failed one."""
+    return "TORCHELASTIC_RUN_ID" in os.environ or any(each.rank in os.environ for each in LAUNCHERS)
 
 
 def say_at_once(failure: Failure, here: int) -> None:
@@ -370,9 +371,9 @@ def say_at_once(failure: Failure, here: int) -> None:
 
 
 class LastWords:
-    """Holds back ``torchrun``'s SIGTERM for some seconds from now, so that this process ends with its own error.
+    """Holds back a launcher's SIGTERM for some seconds from now, so that this process ends with its own error.
 
-    Does nothing without ``torchrun``, or if the program handles SIGTERM itself.
+    Does nothing without a launcher, or if the program handles SIGTERM itself.
     """
 
     def __init__(self) -> None:
