@@ -6,17 +6,18 @@ READY := .venv/.installed
 TORCHES := 2.11 2.13 2.15
 MATRIX := tests/unit tests/ranks tests/procs tests/shm tests/tools
 CLIENTS := .venv-clients
+LAUNCHERS := .venv-launchers
 DOCS := .venv/.docs-installed
 
 # Ranks are processes, of which each would compile all modules anew where the environment forbids to keep what is compiled.
 export PYTHONDONTWRITEBYTECODE :=
 
 # Four workers share the tests, as tests/conftest.py says: on two cores, since half of the time ranks wait for each other.
-PYTEST := -m pytest -m "not soak and not hosts" -n 4
+PYTEST := -m pytest -m "not soak and not hosts and not launchers" -n 4
 # Tests of what is around the library: its pages, examples, command, package and benchmarks, and the tests' own tools.
 AROUND := tests/api tests/cli tests/clients tests/docs tests/examples tests/package tests/tools
 
-.PHONY: train test test-around test-all test-matrix test-clients test-hosts check format docs bench soak dist clean
+.PHONY: train test test-around test-all test-matrix test-clients test-launchers test-hosts check format docs bench soak dist clean
 
 train: $(READY)  ## the main job: a network on real handwritten digits; a process for each accelerator, or PROCESSES=2
 	$(BIN)/python examples/launch.py $(if $(PROCESSES),--processes $(PROCESSES)) examples/digits.py $(ARGS)
@@ -38,6 +39,9 @@ test-torch-%: .venv-torch-%/.installed
 
 test-clients: $(CLIENTS)/.installed  ## programs that people run, and PyTorch's suite, in an environment of their own: 9 minutes
 	$(CLIENTS)/bin/python -m pytest -m "not soak" tests/clients tests/docs $(ARGS)
+
+test-launchers: $(LAUNCHERS)/.installed  ## Open MPI, and what of MPICH and SLURM is on this machine (as root): 2 minutes
+	$(LAUNCHERS)/bin/python -m pytest -m launchers tests/launchers $(ARGS)
 
 test-hosts: $(READY)  ## several hosts on this machine, whose links fail: as root, with iproute2 and nftables; 5 minutes
 	$(BIN)/python -m pytest -m "hosts and not soak" -n 4 tests/hosts $(ARGS)
@@ -68,7 +72,7 @@ dist: $(READY)  ## what goes to PyPI: a wheel, and the source archive
 	$(BIN)/python -m hatchling build
 
 clean:
-	rm -rf dist build .venv .venv-torch-* $(CLIENTS) runs .pytest_cache .mypy_cache .ruff_cache
+	rm -rf dist build .venv .venv-torch-* $(CLIENTS) $(LAUNCHERS) runs .pytest_cache .mypy_cache .ruff_cache
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "lockstep needs Python 3.11 or newer"'
@@ -93,4 +97,10 @@ $(CLIENTS)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(CLIENTS)
 	$(CLIENTS)/bin/python -m pip install --quiet --upgrade 'pip>=25.1'
 	$(CLIENTS)/bin/python -m pip install --quiet --constraint constraints.txt --group test --group clients --editable .
+	touch $@
+
+$(LAUNCHERS)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(LAUNCHERS)
+	$(LAUNCHERS)/bin/python -m pip install --quiet --upgrade 'pip>=25.1'
+	$(LAUNCHERS)/bin/python -m pip install --quiet --constraint constraints.txt --group test --group launchers --editable .
 	touch $@

@@ -40,8 +40,7 @@ def open_mpi() -> Command:
 @pytest.fixture
 def mpich() -> Command:
     mpiexec = need("mpiexec.hydra", "apt-get install mpich")
-    # Else it kills all others by SIGKILL as soon as one has ended so: they could not say anything.
-    return lambda ranks, program: [mpiexec, "-disable-auto-cleanup", "-n", str(ranks), sys.executable, *program]
+    return lambda ranks, program: [mpiexec, "-n", str(ranks), sys.executable, *program]
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 """Trains a small network, as README's program does, on the ranks that a launcher has started.
 
-Each rank writes what became of it to ``FOLDER/RANK.json``. With ``--kill RANK`` that rank ends by SIGKILL in its third
-step, and all others write what they are told, and when.
+Each rank writes what became of it to ``FOLDER/RANK.json``. With ``--kill RANK`` that rank ends by SIGKILL in its fourth
+step, with ``--fail RANK`` by an exception, and all others write what they are told, and when.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
     parser.add_argument("--kill", type=int)
+    parser.add_argument("--fail", type=int)
     options = parser.parse_args()
     told: dict[str, object] = {}
     rank = "unknown"
@@ -35,9 +36,13 @@ def main() -> None:
         with lockstep.session(seed=5) as run:
             rank = str(run.rank)
             told["world"] = run.world_size
-            train(run, options, told)
-    except PeerFailure as failure:
-        told |= {"failure": str(failure), "time": time.time()}
+            try:
+                train(run, options, told)
+            except PeerFailure as failure:
+                told |= {"failure": str(failure), "time": time.time()}
+                raise
+    except PeerFailure:
+        pass
     partial = options.folder / f"{rank}.part"
     partial.write_text(json.dumps(told))
     partial.rename(options.folder / f"{rank}.json")
@@ -51,8 +56,10 @@ def train(run: lockstep.Session, options: argparse.Namespace, told: dict[str, ob
     rows = torch.randn(12 * STEPS, 4, generator=numbers)
     data = [(row, int(row.sum() > 0)) for row in rows]
     for step, batch in enumerate(GlobalBatches(data, batch_size=12, shares=6)):
-        if (step, run.rank) == (3, options.kill):
-            (options.folder / "killed").write_text(str(time.time()))
+        if step == 3 and run.rank in (options.kill, options.fail):
+            (options.folder / "ended").write_text(str(time.time()))
+            if run.rank == options.fail:
+                raise ValueError("a bad batch")
             os.kill(os.getpid(), signal.SIGKILL)
         optimizer.zero_grad()
         for x, y in batch:
