@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 
 import pytest
 import torch
@@ -68,6 +69,39 @@ PMI = {"PMI_RANK": "1", "PMI_SIZE": "3", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANK
 )  # fmt: skip
 def test_what_a_launcher_says(variables, place):
     assert read_environment(variables) == place
+
+
+RECORDED = {
+    "Open MPI 5.0.11": """
+        OMPI_COMM_WORLD_LOCAL_RANK=1
+        OMPI_COMM_WORLD_LOCAL_SIZE=3
+        OMPI_COMM_WORLD_NODE_RANK=1
+        OMPI_COMM_WORLD_RANK=1
+        OMPI_COMM_WORLD_SIZE=3
+        OMPI_UNIVERSE_SIZE=4
+        OMPI_WORLD_LOCAL_SIZE=3
+        OMPI_WORLD_SIZE=3
+        PMIX_NAMESPACE=prterun-node0-26491@1
+        PMIX_RANK=1
+        PMIX_VERSION=5.0.11rc1
+        PRTE_LAUNCHED=1
+    """,
+    "MPICH": """
+        MPI_LOCALNRANKS=3
+        MPI_LOCALRANKID=1
+        PMI_FD=10
+        PMI_HOSTNAME=node0
+        PMI_RANK=1
+        PMI_SIZE=3
+    """,
+}
+"""What launchers have set for the second of three processes, in their own words."""
+
+
+@pytest.mark.parametrize("launcher", RECORDED)
+def test_what_launchers_have_set(launcher):
+    place = read_environment(dict(line.strip().split("=") for line in RECORDED[launcher].strip().splitlines()))
+    assert (place.rank, place.world_size, place.local_rank, place.is_one_host, place.alone) == (1, 3, 1, True, False)
 
 
 @pytest.mark.parametrize("launcher", ["OMPI_COMM_WORLD", "MV2_COMM_WORLD"])
@@ -270,7 +304,7 @@ def loses_a_rank(rank, folder):
         try:
             model(torch.ones(1, 2)).sum().backward()
         except lockstep.errors.PeerFailure:
-            os.kill(os.getpid(), signal.SIGTERM)
+            threading.Timer(0.5, os.kill, [os.getpid(), signal.SIGTERM]).start()
             raise
     assert run.rank
 
@@ -278,4 +312,5 @@ def loses_a_rank(rank, folder):
 def test_a_rank_says_why_before_mpirun_ends_it(tmp_path):
     first, second = run_processes(2, loses_a_rank, str(tmp_path), errors=True)
     assert second.returncode == -signal.SIGKILL
+    assert isinstance(first.error, lockstep.errors.PeerFailure)
     assert "rank 0 stops, because rank 1" in first.stderr
