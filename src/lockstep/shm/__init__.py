@@ -1,6 +1,7 @@
 """The ``shm`` backend of ``torch.distributed``: collectives through shared memory among the ranks of a host.
 
-``import lockstep`` registers it; ``torch.distributed.init_process_group("shm")`` uses it.
+``import lockstep`` registers it; ``torch.distributed.init_process_group("shm")`` uses it. From PyTorch 2.14 on no
+import is needed: an entry point of the package leads PyTorch to :func:`register`.
 """
 
 from typing import Any
