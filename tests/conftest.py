@@ -34,6 +34,7 @@ HERE = str(Path(__file__).parent)
 if HERE not in sys.path:  # `import sim`, whatever pytest's import mode
     sys.path.insert(0, HERE)
 
+import pairwise  # noqa: E402
 import sim as simulator  # noqa: E402
 
 DEVICES = 8
@@ -50,6 +51,18 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.setdefault("LOCKSTEP_SIM_CACHE", str(cache.mkdir("sim")))
         os.environ.setdefault("LOCKSTEP_TEST_TURNS", str(cache.mkdir("turns")))
     config.stash[_backend] = simulator.load(DEVICES)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--products", action="store_true", help="all cases of tests with three parameters and more")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    named = any("::" in argument for argument in config.args)  # somebody wants just these
+    if not (named or config.option.products):
+        others = set(pairwise.left_out(items))
+        config.hook.pytest_deselected(items=list(others))
+        items[:] = [item for item in items if item not in others]
 
 
 def pytest_report_header(config: pytest.Config) -> str:

@@ -1,0 +1,46 @@
+"""Of the product of a test's parameters, cases that hold every pair of values; ``--products`` runs all of them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable, Sequence
+from itertools import combinations
+
+import pytest
+
+FEWEST = 8
+"""Cases of a test from which on some are left out."""
+
+Row = tuple[Hashable, ...]
+
+
+def pairs(row: Row) -> set[tuple[int, int, Hashable, Hashable]]:
+    """Return the pairs of values in a row, with their places."""
+    return {(i, j, row[i], row[j]) for i, j in combinations(range(len(row)), 2)}
+
+
+def covering(rows: Sequence[Row]) -> list[int]:
+    """Return the numbers of rows that hold every pair of values that any row holds: greedily, always the same ones."""
+    held = [pairs(row) for row in rows]
+    wanted = set().union(*held)
+    chosen = []
+    while wanted:
+        best = max(range(len(rows)), key=lambda number: len(held[number] & wanted))
+        chosen.append(best)
+        wanted -= held[best]
+    return sorted(chosen)
+
+
+def left_out(items: Sequence[pytest.Item]) -> list[pytest.Item]:
+    """Return the cases of tests with three parameters and more that are not needed to hold every pair of values."""
+    cases: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        if len(getattr(getattr(item, "callspec", None), "params", ())) >= 3:
+            cases[item.nodeid.partition("[")[0]].append(item)
+    found = []
+    for each in cases.values():
+        if len(each) >= FEWEST:
+            rows = [tuple(repr(value) for _, value in sorted(item.callspec.params.items())) for item in each]
+            kept = set(covering(rows))
+            found += [item for number, item in enumerate(each) if number not in kept]
+    return found
