@@ -17,7 +17,7 @@ PYTEST := -m pytest -m "not soak and not hosts and not launchers" -n 4
 # Tests of what is around the library: its pages, examples, command, package and benchmarks, and the tests' own tools.
 AROUND := tests/api tests/cli tests/clients tests/docs tests/examples tests/package tests/tools
 
-.PHONY: train test test-around test-all test-matrix test-clients test-launchers test-hosts check format docs bench soak dist clean
+.PHONY: train test test-around test-all test-matrix test-clients test-launchers test-hosts check format docs bench gpu soak dist clean
 
 train: $(READY)  ## the main job: a network on real handwritten digits; a process for each accelerator, or PROCESSES=2
 	$(BIN)/python examples/launch.py $(if $(PROCESSES),--processes $(PROCESSES)) examples/digits.py $(ARGS)
@@ -63,6 +63,9 @@ docs: $(DOCS)  ## the documentation, in build/docs; a warning is an error
 
 bench: $(READY)
 	for script in benchmarks/bench_*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
+
+gpu: .venv-torch-2.15/.installed  ## what only a GPU can show, into benchmarks/results: under nine minutes
+	.venv-torch-2.15/bin/python benchmarks/gpu.py $(ARGS)
 
 soak: $(READY)
 	$(BIN)/python -m pytest -m soak --timeout 3600 $(ARGS)

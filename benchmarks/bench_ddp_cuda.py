@@ -1,10 +1,11 @@
 """Claim: on a GPU, too, a data-parallel step takes no longer than with PyTorch's DDP, with half its extra memory.
 
 Measured on one GPU: one rank over NCCL, where nothing is sent and what is left are hooks, copies and launches; and two
-ranks, processes that share the GPU, over Gloo. Ways, models, turns and the training step are those of ``bench_ddp.py``,
-with a larger encoder in bfloat16 added. "step" ends when the GPU has finished, "host" when the last kernel has been
-launched. Extra memory is the peak of what PyTorch's allocator has handed out in three steps after three others,
-over the same peak of the plain module; what is there before the module is wrapped does not count.
+ranks, processes that share the GPU, over Gloo, and with ``--share-gpu`` over NCCL. Ways, models, turns and the training
+step are those of ``bench_ddp.py``, with a larger encoder in bfloat16 added. "step" ends when the GPU has finished,
+"host" when the last kernel has been launched. Extra memory is the peak of what PyTorch's allocator has handed out in
+three steps after three others, over the same peak of the plain module; what is there before the module is wrapped does
+not count.
 
 With ``--quick`` and no GPU it runs on the CPU, to show that it runs.
 """
@@ -66,11 +67,15 @@ def main() -> None:
     options = (
         ("--models", {"nargs": "+", "choices": names}),
         ("--steps", {"type": int, "default": 10, "help": "steps a turn (default 10)"}),
+        ("--nccl", {"nargs": "+", "default": ["nccl"], "help": "names of PyTorch's backends for NCCL (default nccl)"}),
+        ("--share-gpu", {"action": "store_true", "help": "two ranks over NCCL, too, which takes NCCL 2.30"}),
     )
     args = arguments(__doc__, 20, *options)
-    device, nccl = ("cuda:0", "nccl") if torch.cuda.is_available() else ("cpu", "gloo")
+    device, nccl = ("cuda:0", args.nccl) if torch.cuda.is_available() else ("cpu", ["gloo"])
     steps = 1 if args.quick else args.steps
-    for where, backend, world in ((f"one rank, {nccl}", nccl, 1), ("two ranks, gloo", "gloo", 2)):
+    over_nccl = [(f"one rank, {name}", name, 1) for name in nccl]
+    over_nccl += [(f"two ranks, {name}", name, 2) for name in nccl if args.share_gpu]
+    for where, backend, world in (*over_nccl, ("two ranks, gloo", "gloo", 2)):
         for name, task in gpu_tasks(args.quick).items():
             if args.models and name not in args.models:
                 continue
