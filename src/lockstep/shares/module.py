@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Sequence
 from math import nan
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -11,6 +10,8 @@ from torch.optim import Optimizer
 
 from lockstep.distributed.comm.collectives import Collectives
 from lockstep.distributed.reduction.decisions import decisions_of
+from lockstep.distributed.reduction.parameters import SlotSnapshot
+from lockstep.distributed.reduction.selection import Selection
 from lockstep.distributed.replication.replicate import Loss
 from lockstep.errors import CommunicationError, NotReplicableError, OptionError, ShareError
 from lockstep.shares.audit_plan import Audit, Evidence
@@ -37,21 +38,32 @@ from lockstep.shares.share_tree import add_in_tree_order
 from lockstep.shares.spare import SpareMemory
 
 
-class Watch(Protocol):
+class _Watch:
     """Observes the replicated parameters and buffers of a module."""
 
-    @property
-    def alive(self) -> bool:
-        """True if the module still exists."""
+    def __init__(self, selection: Selection) -> None:
+        self._selection = selection
 
     def look(self) -> Members:
         """Return the present parameters and buffers."""
+        members = Members(self._selection.contents())
+        self._slots = SlotSnapshot([owner for _, owner in self._selection.owners()])
+        self._buffers = self._selection.buffers()
+        self._parameters = [parameter for _, parameter in members.parameters]
+        self._kinds = self._kinds_now()
+        return members
 
     def changed(self) -> bool:
         """Return True if they may have changed since the last look."""
+        return self._slots.changed() or self._buffers.changed() or self._kinds_now() != self._kinds
 
     def new_parameters(self) -> list[str]:
         """Return the names of parameters that have been added since the last look."""
+        known = set(map(id, self._parameters))
+        return [name for name, parameter in self._selection.contents().parameters if id(parameter) not in known]
+
+    def _kinds_now(self) -> list[tuple[bool, torch.dtype, torch.Size, torch.device]]:
+        return [(p.requires_grad, p.dtype, p.shape, p.device) for p in self._parameters]
 
 
 class ShareModule:
@@ -59,14 +71,15 @@ class ShareModule:
 
     def __init__(
         self,
-        watch: Watch,
+        selection: Selection,
         world: ShareWorld,
         collectives: Collectives,
         shares: int,
         loss: Loss,
         compares_values: bool,
     ) -> None:
-        self._watch, self.world, self._collectives = watch, world, collectives
+        self._selection, self._watch = selection, _Watch(selection)
+        self.world, self._collectives = world, collectives
         self._decisions = decisions_of(collectives.group)
         self.number = world.joined
         self.shares, self.loss = shares, loss
@@ -84,7 +97,7 @@ class ShareModule:
         self._precisions: set[str] = set()
         self._modes = 0
         self._expected_precision: str | None = None
-        self._take(watch.look())
+        self._take(self._watch.look())
         self.agreement = Agreement(self._members, collectives, compares_values)
         self.settings = settings_of(self.devices)
 
@@ -99,7 +112,7 @@ class ShareModule:
     @property
     def alive(self) -> bool:
         """See :class:`Participant`."""
-        return self._watch.alive
+        return self._selection.alive
 
     @property
     def is_used(self) -> bool:

@@ -18,8 +18,8 @@ from torch.nn import Parameter
 from lockstep.buckets import TensorSpec, dense_stride
 from lockstep.distributed.comm.agreement import Line, check_new_everywhere, check_same_on_all_ranks
 from lockstep.distributed.comm.collectives import Collectives
-from lockstep.distributed.reduction.buffers import Buffer, describe_buffer
-from lockstep.distributed.reduction.selection import Contents, describe_parameter
+from lockstep.distributed.reduction.buffers import Buffer
+from lockstep.distributed.reduction.selection import Contents
 from lockstep.distributed.reduction.values import PARAMETERS_AND_BUFFERS, ValueChecker, check_equal_values
 from lockstep.dtensors import local_part
 from lockstep.errors import AgreementError
@@ -44,12 +44,9 @@ class Members:
 
     def describe(self, before: "Members | None" = None) -> list[Line]:
         """Return the lines that must be the same on all ranks, whose members were ``before`` until now."""
-        earlier = {} if before is None else {id(parameter): name for name, parameter in before.parameters}
-        lines = [
-            describe_parameter(name, parameter, self._contents, trained=True, earlier=earlier)
-            for name, parameter in self.parameters
-        ]
-        return lines + [describe_buffer(buffer) for buffer in self.buffers]
+        return self._contents.describe(
+            {} if before is None else {id(parameter): name for name, parameter in before.parameters}
+        )
 
     def are(self, others: "Members") -> bool:
         """Return True if these are the same parameters and buffers, in the same places."""
