@@ -9,12 +9,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lockstep.distributed.comm.collectives import Collectives
+from lockstep.distributed.comm.group_state import state_of
 from lockstep.distributed.reduction.decisions import decisions_of
 from lockstep.distributed.reduction.parameters import SlotSnapshot
 from lockstep.distributed.reduction.selection import Selection
 from lockstep.distributed.replication.replicate import Loss
 from lockstep.errors import CommunicationError, NotReplicableError, OptionError, ShareError
-from lockstep.shares.audit_plan import Audit, Evidence
 from lockstep.shares.early import EarlyBuckets
 from lockstep.shares.gradients import ShareGradients, Values
 from lockstep.shares.share_agreement import Agreement, Members
@@ -33,7 +33,7 @@ from lockstep.shares.share_report import (
     weights_of_all,
 )
 from lockstep.shares.share_settings import check_settings, precision_on, settings_of
-from lockstep.shares.share_state import ShareWorld, Step
+from lockstep.shares.share_step import Audit, Evidence, Step
 from lockstep.shares.share_tree import add_in_tree_order
 from lockstep.shares.spare import SpareMemory
 
@@ -72,20 +72,25 @@ class ShareModule:
     def __init__(
         self,
         selection: Selection,
-        world: ShareWorld,
         collectives: Collectives,
         shares: int,
         loss: Loss,
         compares_values: bool,
     ) -> None:
-        self._selection, self._watch = selection, _Watch(selection)
-        self.world, self._collectives = world, collectives
+        self._selection = selection
+        self._watch = _Watch(selection)
+        self._collectives = collectives
+        self._group_state = state_of(collectives.group)
         self._decisions = decisions_of(collectives.group)
-        self.number = world.joined
+        self.number = self._group_state.modules_with_shares
+        """The number of the module among those of the group, the same on every rank."""
         self.shares, self.loss = shares, loss
         self.steps = 0
         """Number of finished steps."""
         self._step: Step | None = None
+        self._share: int | None = None
+        self._is_auditing = False
+        """True if the share under way is computed for comparison only."""
         self._last_share: int | None = None
         self._is_finishing = self._has_reported = False
         self._may_overlap = True
@@ -111,27 +116,27 @@ class ShareModule:
 
     @property
     def alive(self) -> bool:
-        """See :class:`Participant`."""
+        """True if the module still exists."""
         return self._selection.alive
 
     @property
     def is_used(self) -> bool:
-        """See :class:`Participant`."""
+        """True if a share of this rank has used the module in the step under way."""
         return self._step is not None and (any(self._gradients.used) or self._buffers.is_used)
 
     @property
     def devices(self) -> set[torch.device]:
-        """See :class:`Participant`."""
+        """The devices of its parameters."""
         return {parameter.device for _, parameter in self._members.parameters}
 
     def has_parameter_of(self, optimizer: Optimizer) -> bool:
-        """See :class:`Participant`."""
+        """Return True if an optimizer has one of the module's parameters."""
         return any(id(parameter) in self._own for group in optimizer.param_groups for parameter in group["params"])
 
     # ------------------------------------------------------------------------- the phases of a step
 
     def open(self, step: Step, own: range) -> None:
-        """See :class:`Participant`."""
+        """Begin a step of which this rank computes the shares ``own``; raise if the module cannot take part."""
         self._step, self._exchange, self._early = step, None, None
         self._is_finishing = self._has_reported = False
         if self._watch.changed():
@@ -161,9 +166,13 @@ class ShareModule:
             self.settings, settings_of(self.devices), self._collectives.global_rank, "when the module was replicated"
         )
 
-    def enter(self, share: int, is_last: bool) -> None:
-        """See :class:`Participant`."""
+    def enter(self, share: int, is_last: bool, again: bool) -> None:
+        """Begin a share, which is this rank's last one, or is computed ``again``, for comparison only."""
+        self._share = share
+        self._is_auditing = again
         self._buffers.restore()
+        if again:
+            return
         self._gradients.enter()
         if is_last and self._exchange is not None and self._used_before is not None and self._overlaps:
             self._early = EarlyBuckets(self._exchange, self._gradients, share, self._used_before)
@@ -171,43 +180,48 @@ class ShareModule:
     @property
     def _overlaps(self) -> bool:
         """True if buckets may be sent before the ranks' reports."""
-        return self._may_overlap and self.world.joined == 1
+        return self._may_overlap and self._is_only_one
 
-    def leave(self, share: int) -> None:
-        """See :class:`Participant`."""
+    @property
+    def _is_only_one(self) -> bool:
+        """True if no other module has been replicated with shares over the group."""
+        return self._group_state.modules_with_shares == 1
+
+    def leave(self) -> None:
+        """End the share."""
+        share = self._share
+        self._share = None
+        assert share is not None
+        if self._is_auditing:
+            self._note(again=True)
+            self._gradients.drop()
+            self._buffers.forget()
+            return
         if self._audit is not None and share == self._audit.share:
             self._note(again=False)
-        if self._exchange is None:
-            self._gradients.add(share)
-        elif self._exchange.places:
+        if self._exchange is not None and self._exchange.places:
             self._gradients.add(share, self._exchange.place)
-        elif share == self._last_share:
+        elif self._exchange is not None and share == self._last_share:
             self._gradients.add_last(share)
         else:
             self._gradients.add(share)
         self._buffers.add(share)
-
-    def enter_again(self, share: int) -> None:
-        """See :class:`Participant`."""
-        self._buffers.restore()
-
-    def leave_again(self, share: int) -> None:
-        """See :class:`Participant`."""
-        self._note(again=True)
-        self._gradients.drop()
-        self._buffers.forget()
 
     def _note(self, again: bool) -> None:
         assert self._evidence is not None
         self._evidence.note([*self._gradients.now(), *self._buffers.now()], again)
 
     def abort(self) -> None:
-        """See :class:`Participant`. Tells the other ranks, which may be at the step's end, without waiting for them."""
-        step, self._step = self._step, None
+        """Drop the results of the shares: the step will not be finished.
+
+        Tells the other ranks, which may be at the step's end, without waiting for them.
+        """
+        step = self._step
+        self._step = self._share = None
         if step is None:
             return
         try:
-            is_awaited = self._is_finishing or self.world.joined == 1  # else ranks exchange their flags first
+            is_awaited = self._is_finishing or self._is_only_one  # else ranks exchange their flags first
             if self._collectives.world > 1 and is_awaited and not self._has_reported:
                 exchange = self._exchange or self.agreement.exchange(self._spare)
                 exchange.send_rest([], self._head(step)._replace(has_failed=True).to_row(), blocking=False)
@@ -219,7 +233,7 @@ class ShareModule:
             self._buffers.forget()
 
     def finish(self) -> None:
-        """See :class:`Participant`."""
+        """Add up the results of all ranks; all shares of this rank have ended."""
         step = self._step
         assert step is not None
         self._is_finishing = True
@@ -337,8 +351,8 @@ class ShareModule:
 
     def weigh(self, weight: float) -> None:
         """Add to the weight of the loss of the share under way."""
-        share = self._share("accumulate(model, weight=...)")
-        if self.world.is_auditing:
+        share = self._share_under_way("accumulate(model, weight=...)")
+        if self._is_auditing:
             return
         self._weights[share] = self._weights.get(share, 0.0) + weight
 
@@ -349,7 +363,7 @@ class ShareModule:
 
     def note_forward(self, training: bool) -> None:
         """Record that a forward begins, in training mode or not."""
-        if self._step is not None and self.world.share is not None and torch.is_grad_enabled():
+        if self._step is not None and self._share is not None and torch.is_grad_enabled():
             self._precisions.update(precision_on(device.type) for device in self.devices)
             self._modes |= TRAINING if training else EVALUATION
 
@@ -358,14 +372,14 @@ class ShareModule:
         self._expected_precision, self.steps = precision, steps
 
     def _arrived(self, number: int) -> None:
-        if self._step is None or self.world.share is None:
+        if self._step is None or self._share is None:
             name = self._gradients.names[number]
-            self._share(f"a backward pass has reached parameter {name}, which")
-        if self._early is not None and not self.world.is_auditing:
+            self._share_under_way(f"a backward pass has reached parameter {name}, which")
+        if self._early is not None and not self._is_auditing:
             self._early.arrived(number)
 
-    def _share(self, what: str) -> int:
-        share = self.world.share
+    def _share_under_way(self, what: str) -> int:
+        share = self._share
         if self._step is None or share is None:
             raise ShareError(
                 f"{what} belongs to a share, but none is under way: this module is replicated with "

@@ -27,7 +27,7 @@ from lockstep.shares.gradients import sum_dtype
 from lockstep.shares.share_buffers import TravellingBuffers, specs_of
 from lockstep.shares.share_exchange import Exchange, ExchangePlan
 from lockstep.shares.share_report import HEAD_BYTES, Head, Report
-from lockstep.shares.share_state import Step
+from lockstep.shares.share_step import Step
 from lockstep.shares.spare import SpareMemory
 
 

@@ -16,7 +16,7 @@ from lockstep.distributed.replication.replication import Replication
 from lockstep.errors import CommunicationError, NotReplicableError, OptionError
 from lockstep.shares.module import ShareModule
 from lockstep.shares.share_settings import check_settings, describe_settings, settings_of
-from lockstep.shares.share_state import check_shares, world_of
+from lockstep.shares.share_state import ShareWorld, check_shares, world_of
 
 
 class ShareReplication(Replication):
@@ -33,6 +33,8 @@ class ShareReplication(Replication):
         self._shares = check_shares(shares, None if group is None else group.size(), "replicate()")
         self._loss = loss
         self._module: ShareModule | None = None
+        self._world: ShareWorld | None = None
+        """Kept for as long as the module has this."""
 
     @property
     def ready(self) -> bool:
@@ -60,11 +62,10 @@ class ShareReplication(Replication):
         check_same_on_all_ranks(lines, collectives, error=error)
 
     def _synchronise(self, contents: Contents, collectives: Collectives) -> None:
-        world = world_of(collectives.group)
-        self._module = ShareModule(
-            self._selection, world, collectives, self._shares, self._loss, self.options.init_sync
-        )
-        world.join(self._module)
+        module = ShareModule(self._selection, collectives, self._shares, self._loss, self.options.init_sync)
+        self._world = world_of(collectives.group)
+        self._module = module
+        self._world.join(module)
 
     # ------------------------------------------------------------------------------------- forward
 
@@ -108,7 +109,9 @@ class ShareReplication(Replication):
 
     def audit(self, every: int | None) -> None:
         """See :func:`lockstep.shares.audit`."""
-        self._started.world.audit(every)
+        if self._module is None:
+            self.start()
+        world_of(self.group).audits_every = every
 
     @property
     def _started(self) -> ShareModule:

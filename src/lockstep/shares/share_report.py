@@ -19,7 +19,7 @@ from lockstep.distributed.reduction.decisions import LoopVerdict
 from lockstep.distributed.reduction.status import Part, Status
 from lockstep.distributed.reduction.verdict import judge_loops
 from lockstep.errors import AgreementError, OptionError, PeerError
-from lockstep.shares.share_state import Step
+from lockstep.shares.share_step import Step
 
 TRAINING, EVALUATION = 1, 2
 
