@@ -19,12 +19,12 @@ from lockstep.shares.early import EarlyBuckets
 from lockstep.shares.gradients import ShareGradients, Values
 from lockstep.shares.share_agreement import Agreement, Members
 from lockstep.shares.share_buffers import ShareBuffers
-from lockstep.shares.share_exchange import Exchange, with_buffers
+from lockstep.shares.share_exchange import ShareExchange, with_buffers
 from lockstep.shares.share_report import (
     EVALUATION,
     TRAINING,
     Head,
-    Report,
+    ShareReport,
     check_heads,
     check_modes,
     check_precision,
@@ -94,7 +94,7 @@ class ShareModule:
         self._last_share: int | None = None
         self._is_finishing = self._has_reported = False
         self._may_overlap = True
-        self._exchange: Exchange | None = None
+        self._exchange: ShareExchange | None = None
         self._early: EarlyBuckets | None = None
         self._audit: Audit | None = None
         self._evidence: Evidence | None = None
@@ -276,7 +276,7 @@ class ShareModule:
             rank = self._collectives.global_rank
             check_settings({"autocast": expected}, {"autocast": own}, rank, "when this run was saved")
 
-    def _reports_of_all(self, step: Step) -> tuple[list[Report], list[dict[int, Tensor]]]:
+    def _reports_of_all(self, step: Step) -> tuple[list[ShareReport], list[dict[int, Tensor]]]:
         """Send the rest; return the reports of the ranks, and the buffers that each has kept."""
         head = self._head(step)
         if self._collectives.world == 1:
@@ -299,10 +299,10 @@ class ShareModule:
             self._exchange = self.agreement.exchange(self._spare)
             report = self._report(head, step)
             rows = self._rows_of_all(self._exchange, report)
-        reports, kept = Report.of_rows(rows, report)
+        reports, kept = ShareReport.of_rows(rows, report)
         return reports, [self._buffers.split_kept(each, self.agreement.buffers.kept) for each in kept]
 
-    def _rows_of_all(self, exchange: Exchange, report: Report) -> Tensor:
+    def _rows_of_all(self, exchange: ShareExchange, report: ShareReport) -> Tensor:
         """Send partial sums and the report; return the rows of all ranks."""
         buffers = self.agreement.buffers
         sums = with_buffers(self._gradients.take_terms(), self._buffers.sums(buffers.averaged))
@@ -323,14 +323,14 @@ class ShareModule:
             differs=self._exchange is None,
         )
 
-    def _report(self, head: Head, step: Step) -> Report:
+    def _report(self, head: Head, step: Step) -> ShareReport:
         weights = [self._weights.get(share, nan) for share in range(step.count)]
         leaving = 0 if self._exchange is None else self._exchange.plan.leave_early
         late = [self._early is not None and number in self._early.late for number in range(leaving)]
-        return Report(head, weights, self._gradients.used, self._buffers.first_change, late)
+        return ShareReport(head, weights, self._gradients.used, self._buffers.first_change, late)
 
     def _receive(
-        self, exchange: Exchange, reports: Sequence[Report], used: Sequence[bool], averaged: Sequence[int]
+        self, exchange: ShareExchange, reports: Sequence[ShareReport], used: Sequence[bool], averaged: Sequence[int]
     ) -> tuple[Values, dict[int, Tensor]]:
         """Return the sums over all shares, of the gradients and of the buffers that travelled with them."""
         late = [any(column) for column in zip(*(report.late for report in reports), strict=True)]
@@ -341,7 +341,7 @@ class ShareModule:
         buffers = {number: sums[len(used) + place] for place, number in enumerate(averaged)}
         return [value if is_used else None for value, is_used in zip(total, used, strict=True)], buffers
 
-    def _divisor(self, step: Step, reports: Sequence[Report]) -> float:
+    def _divisor(self, step: Step, reports: Sequence[ShareReport]) -> float:
         weights = weights_of_all(reports)
         if weights is not None:
             return add_in_tree_order(weights) or 1.0

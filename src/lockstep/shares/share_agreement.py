@@ -25,8 +25,8 @@ from lockstep.dtensors import local_part
 from lockstep.errors import AgreementError
 from lockstep.shares.gradients import sum_dtype
 from lockstep.shares.share_buffers import TravellingBuffers, specs_of
-from lockstep.shares.share_exchange import Exchange, ExchangePlan
-from lockstep.shares.share_report import HEAD_BYTES, Head, Report
+from lockstep.shares.share_exchange import ExchangePlan, ShareExchange
+from lockstep.shares.share_report import HEAD_BYTES, Head, ShareReport
 from lockstep.shares.share_step import Step
 from lockstep.shares.spare import SpareMemory
 
@@ -98,9 +98,9 @@ class Agreement:
         """Return True if the ranks have agreed on a step of ``count`` shares of a module with these ``members``."""
         return count == self._agreed.shares and members.are(self._members)
 
-    def exchange(self, spare: SpareMemory) -> Exchange:
+    def exchange(self, spare: SpareMemory) -> ShareExchange:
         """Return the exchange of a step."""
-        return Exchange(self._agreed.plan, self._agreed.row_bytes, self._collectives, spare)
+        return ShareExchange(self._agreed.plan, self._agreed.row_bytes, self._collectives, spare)
 
     def expect(self, buffers: TravellingBuffers, count: int) -> None:
         """Set the buffers and the number of shares of the next step, which all ranks know."""
@@ -111,7 +111,7 @@ class Agreement:
         members = self._members
         averaged = specs_of([members.buffers[number] for number in buffers.averaged])
         plan = ExchangePlan(members.specs, averaged, count, self._collectives)
-        row_bytes = Report.row_bytes(count, len(members.trained), len(members.buffers), plan.leave_early)
+        row_bytes = ShareReport.row_bytes(count, len(members.trained), len(members.buffers), plan.leave_early)
         kept = sum(members.buffers[number].nbytes for number in buffers.kept)
         return _Agreed(count, buffers, plan, row_bytes + kept)
 
