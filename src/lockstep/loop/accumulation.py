@@ -58,5 +58,5 @@ def accumulate(module: Module, last: bool = True, weight: float | torch.Tensor |
         weight = float(weight)
         if not 0 <= weight < float("inf"):
             raise OptionError(f"accumulate() got a weight of {weight}; expected a finite number, 0 or more")
-    with replication.synchronising(last and replication.requires_sync), replication.weighing(weight):
+    with replication.accumulating(last, weight):
         yield

@@ -9,6 +9,7 @@ from typing import Any
 from torch.nn import Module
 
 from lockstep.distributed.comm.agreement import all_gather_object
+from lockstep.distributed.replication.reducer_replication import ReducerReplication
 from lockstep.distributed.replication.replication import replication_of
 from lockstep.phases import Statistics
 
@@ -103,7 +104,8 @@ def statistics(module: Module, *, all_ranks: bool = False) -> TrainingStatistics
     Stands for: ``DistributedDataParallel._get_ddp_logging_data``.
     """
     replication = replication_of(module, "statistics")
-    phases, reducer = replication.statistics(), replication.reducer
+    phases = replication.statistics()
+    reducer = replication.reducer if isinstance(replication, ReducerReplication) else None
     found = TrainingStatistics(phases.calls, phases.seconds, exposed_seconds=phases.seconds.get("wait", 0.0))
     if reducer is None:
         return found

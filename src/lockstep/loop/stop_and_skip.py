@@ -12,11 +12,12 @@ from lockstep.distributed.comm.collectives import Collectives, Group, resolve_gr
 from lockstep.distributed.comm.run_all import RunAll
 from lockstep.distributed.reduction.decisions import Decisions, decisions_of
 from lockstep.distributed.reduction.scheduler import GroupScheduler, scheduler_of
-from lockstep.distributed.replication.replication import replication_of
+from lockstep.distributed.replication.reducer_replication import rounds_of
 from lockstep.errors import CommunicationError, OptionError
 from lockstep.phases import Phases
 
 Request = Callable[[], object]
+_BY_ROUNDS = "batches(), skip_batch(), skip_on() and other functions that go by a module's rounds of gradients"
 
 
 def groups_of(modules: Sequence[Module], group: Group | None, caller: str) -> list[Group]:
@@ -24,7 +25,7 @@ def groups_of(modules: Sequence[Module], group: Group | None, caller: str) -> li
     none."""
     found: list[Group] = []
     for module in modules:
-        its = replication_of(module, caller).started_reducer.collectives.group
+        its = rounds_of(module, caller, _BY_ROUNDS).started_reducer.collectives.group
         if not any(its is each for each in found):
             found.append(its)
     if found and group is not None:

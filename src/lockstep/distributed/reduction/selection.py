@@ -12,7 +12,7 @@ from torch.nn import Embedding, EmbeddingBag, Module, Parameter
 from torch.nn.parameter import is_lazy
 
 from lockstep.distributed.comm.agreement import Line, describe_tensor
-from lockstep.distributed.reduction.buffers import Buffer, BufferSet, has_overlap
+from lockstep.distributed.reduction.buffers import Buffer, BufferSet, describe_buffer, has_overlap
 from lockstep.distributed.reduction.engine import check_optimizers
 from lockstep.distributed.reduction.owners import Owner, owner_of
 from lockstep.dtensors import local_part
@@ -29,6 +29,11 @@ class Contents(NamedTuple):
     buffers: list[Buffer]
     sparse: frozenset[int]
     """Identities of the parameters whose gradients are sparse."""
+
+    def describe(self, earlier: Mapping[int, str] = MappingProxyType({})) -> list[Line]:
+        """Return the lines that must be the same on all ranks; ``earlier``: see :func:`describe_parameter`."""
+        parameters = (describe_parameter(n, p, self, trained=True, earlier=earlier) for n, p in self.parameters)
+        return [*parameters, *map(describe_buffer, self.buffers)]
 
 
 def describe_parameter(
