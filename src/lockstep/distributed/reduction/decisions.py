@@ -331,7 +331,7 @@ class Decisions:
 
     @property
     def should_stop(self) -> bool:
-        """True if any rank has asked to stop before the last round ended; the same on all ranks at the same step.
+        """True if any rank has asked to stop before the last round ended: the same on all ranks at the same step.
 
         Waits for the end of a round that this rank has aborted.
         """
