@@ -472,19 +472,22 @@ class FlatBucket(GradientBucket):
 
 
 class BucketsInUse:
-    """The buckets of a plan, in the order in which they leave, and found by parameter."""
+    """The buckets of a plan, in launch order and by parameter."""
 
     def __init__(
         self, plan: AdaptivePlan, parameters: Sequence[ManagedParameter], report_numel: int, empty: Empty
     ) -> None:
-        """``report_numel``: the elements that the report takes behind the last bucket, 0 if it travels on its own."""
+        """Make the buckets of ``plan``.
+
+        ``report_numel``: elements that the report takes behind the last bucket; 0 if it travels on its own.
+        """
         planned = plan.current.buckets
         self.in_order: list[GradientBucket] = []
-        """All of them."""
+        """All buckets, in launch order."""
         self.of: list[GradientBucket | None] = [None] * len(parameters)
-        """For each parameter its bucket, if it has one."""
+        """The bucket of each parameter; None for a parameter without one."""
         self.part_of: list[BucketPart | None] = [None] * len(parameters)
-        """For each parameter the part of its bucket that it belongs to, if it has one."""
+        """The part of a bucket that each parameter belongs to; None for a parameter without a bucket."""
         for number, each in enumerate(planned):
             extra = report_numel if number == len(planned) - 1 else 0
             members = [parameters[index] for index in each.indices]
@@ -495,15 +498,14 @@ class BucketsInUse:
                 for index in part.indices:
                     self.of[index], self.part_of[index] = bucket, part
         self.labels = [f"bucket {number + 1} of {len(planned)}" for number in range(len(planned))]
-        """How messages and profilers name them."""
+        """The name of each bucket in messages and profiles."""
         self.report_bucket = self.in_order[-1] if report_numel else None
-        """The bucket behind whose gradients the report rides."""
+        """The bucket that carries the report behind its gradients, or None."""
         self.unbucketed = [index for index, bucket in enumerate(self.of) if bucket is None]
         """The parameters that have no bucket."""
         self.all_used = bytes((1,)) * len(parameters)
-        """A one for each parameter."""
+        """One byte for each parameter, all set: compared with the flags of used parameters."""
         self.parts = [part for bucket in self.in_order for part in bucket.parts]
-        """The parts of all buckets."""
 
 
 def make_bucket(
@@ -514,10 +516,10 @@ def make_bucket(
     extra: int,
     empty: Empty,
 ) -> GradientBucket:
-    """Return the bucket in use for a planned one; ``waits``: it waits for the end of backward; ``extra`` elements
-    behind the gradients carry the report.
+    """Return the bucket in use for a planned one.
 
-    ``empty`` gives the memory of gradients that lie side by side.
+    ``waits``: it is launched only after backward; ``extra``: elements behind the gradients that carry the report;
+    ``empty``: allocates the memory of a flat bucket.
     """
     if planned.kind is Kind.SINGLE:
         return SingleBucket(index, planned, members, waits)
