@@ -43,14 +43,14 @@ class CopiedIn(NamedTuple):
 
 
 class BucketPart:
-    """Gradients of a bucket that are copied together."""
+    """Gradients of a bucket that are copied together; it does not lead to the bucket, whose memory goes with the last
+    reference to it."""
 
-    __slots__ = ("bucket", "expected_last", "has_trigger", "indices", "is_complete", "is_copied", "positions")
+    __slots__ = ("expected_last", "has_trigger", "indices", "is_complete", "is_copied", "positions")
 
-    def __init__(self, bucket: "GradientBucket", positions: range, has_trigger: bool) -> None:
-        self.bucket = bucket
+    def __init__(self, planned: PlannedBucket, positions: range, has_trigger: bool) -> None:
         self.positions = positions
-        self.indices = bucket.planned.indices[positions.start : positions.stop]
+        self.indices = planned.indices[positions.start : positions.stop]
         """The parameters, by number."""
         self.has_trigger = has_trigger
         """True if anything is done when all have come, before the end of backward."""
@@ -79,7 +79,7 @@ class GradientBucket(ABC):
         self._dtypes = [parameter.dtype for parameter in self._parameters]
         self._devices = [parameter.device for parameter in self._parameters]
         cut = self._cut()
-        self.parts = [BucketPart(self, positions, len(cut) > 1 or not waits) for positions in cut]
+        self.parts = [BucketPart(planned, positions, len(cut) > 1 or not waits) for positions in cut]
         self.missing = len(self.parts)
         """How many parts are not complete."""
         self._scale = 1.0
