@@ -21,11 +21,12 @@ def accumulate(module: Module, last: bool = True, weight: float | torch.Tensor |
 
     Args:
         module: A module from :func:`lockstep.replicate`, or a :class:`lockstep.DistributedDataParallel`.
-            last: True if the backward pass inside synchronises. weight: The number of tokens (or rows) in this rank's
-            loss inside, of all backward passes together: a number or a tensor with one element, 0 or more. Weights are
-            summed in float64, over the ranks and from the first block after a synchronisation to the one that
-            synchronises. Give one on every rank and in every micro-batch, or on none. It counts even if no backward
-            inside reaches a trained parameter, except if an exception leaves the block before that.
+        last: True if the backward pass inside synchronises.
+        weight: The number of tokens (or rows) in this rank's loss inside, of all backward passes together: a number or
+            a tensor with one element, 0 or more. Weights are summed in float64, over the ranks and from the first block
+            after a synchronisation to the one that synchronises. Give one on every rank and in every micro-batch, or on
+            none. It counts even if no backward inside reaches a trained parameter, except if an exception leaves the
+            block before that.
 
     With weights, call ``zero_grad()`` before the first block, and not again until the last one has ended: gradients
     must be None or zero when the first block begins, and must not be changed between backward passes. The module must
@@ -34,8 +35,8 @@ def accumulate(module: Module, last: bool = True, weight: float | torch.Tensor |
     Communicates nothing of its own: weights travel with the gradients.
 
     Raises:
-            OptionError: Immediately: a weight is negative or not finite. At the end of the backward that synchronises,
-            on the rank concerned, while other ranks raise ``PeerError``: a weight is missing in some micro-batch, there
+        OptionError: Immediately: a weight is negative or not finite. At the end of the backward that synchronises, on
+            the rank concerned, while other ranks raise ``PeerError``: a weight is missing in some micro-batch, there
             were gradients when the first block began, they were changed since, or are not complete, or the module has
             changed. On every rank: a weight is missing on some rank.
 

@@ -42,7 +42,7 @@ def batches(
     So all ranks run the loop's body equally often. ``param.grad`` is the mean over the ranks that have batches left
     (with :func:`lockstep.accumulate`, over what is counted). A padding batch leaves no trace in gradients or buffers;
     :func:`lockstep.mean` gives it no weight. Code in the body that counts by itself (a sum of losses, rows seen) checks
-    :attr:`Batches.is_padding`.
+    ``is_padding``.
 
     Loops may be nested: a batch counts if its rank has one in all of them. A loop whose loader has no length on some
     rank must be the innermost.
@@ -51,8 +51,8 @@ def batches(
     drops a sample.
 
     Args:
-            loader: Any iterable of batches. Call this anew for each epoch.
-            modules: The replicated modules that are trained, if they are on other groups.
+        loader: Any iterable of batches. Call this anew for each epoch.
+        modules: The replicated modules that are trained, if they are on other groups.
         group: The ranks; the default group if None.
         padding: A batch for a rank that has none at all.
 
@@ -61,10 +61,11 @@ def batches(
     loop must then synchronise in some backward pass.
 
     Raises:
-            OptionError: A rank has no batch at all, while others have some, and no ``padding`` (on every rank); a
-            loader gives fewer or more batches than its length; a loop inside of one whose loader has no length on some
-            rank (on every rank). PeerError: A rank has skipped a batch by itself (``continue`` without
-            :func:`lockstep.loop.skip_batch`), in the next backward, on every rank.
+        OptionError: A rank has no batch at all, while others have some, and no ``padding`` (on every rank); a loader
+            gives fewer or more batches than its length; a loop inside of one whose loader has no length on some rank
+            (on every rank).
+        PeerError: A rank has skipped a batch by itself (``continue`` without :func:`lockstep.loop.skip_batch`), in the
+            next backward, on every rank.
         CommunicationError: There is no group, or a rank does not answer.
 
     Example:

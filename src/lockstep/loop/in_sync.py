@@ -22,14 +22,15 @@ def check_in_sync(module: Module, process_group: Group | None = None, *, every: 
     replicated with shares is compared at the end of every hundredth step, where the loop over the shares raises.
 
     Args:
-            module: A module with the same names, shapes and dtypes on every rank, replicated or not. Of a ``DTensor``,
-            each rank compares its local part. process_group: The ranks; if None, the group that the module is
-            replicated over, or the default group. every: Compare values in every N-th round of a replicated module, or
-            step with shares, from now on; the same number on all ranks; 0 ends it.
+        module: A module with the same names, shapes and dtypes on every rank, replicated or not. Of a ``DTensor``, each
+            rank compares its local part.
+        process_group: The ranks; if None, the group that the module is replicated over, or the default group.
+        every: Compare values in every N-th round of a replicated module, or step with shares, from now on; the same
+            number on all ranks; 0 ends it.
 
     Raises:
-            OutOfSyncError: A value differs; names the first tensor, the ranks and both digests.
-            AgreementError: Parameters, buffers or ``every`` differ between ranks.
+        OutOfSyncError: A value differs; names the first tensor, the ranks and both digests.
+        AgreementError: Parameters, buffers or ``every`` differ between ranks.
         OptionError: ``every`` is negative, or comes with a group.
         NotReplicableError: ``every`` comes with a module that is not replicated.
         CommunicationError: There is no group, or a rank does not answer.

@@ -43,8 +43,8 @@ def mean_over_ranks(tensors: Tensor | Sequence[Tensor], process_group: Group | N
     so that ``backward()`` goes through them on all.
 
     Raises:
-            AgreementError: Shapes, dtypes or numbers of tensors differ between ranks, or the tensors' graphs go through
-                earlier means on some ranks only; raised on every rank.
+        AgreementError: Shapes, dtypes or numbers of tensors differ between ranks, or the tensors' graphs go through
+            earlier means on some ranks only; raised on every rank.
         CommunicationError: There is no group, or a rank does not answer.
 
     Example:

@@ -29,8 +29,9 @@ def mean(values: T, weight: float | Tensor = 1.0, group: Group | None = None) ->
     (:func:`lockstep.batches`) has no weight here.
 
     Args:
-            values: A number, a tensor, or nested containers of them; of the same structure on every rank. They are
-            ignored if the weight is 0, even NaN. weight: The weight of this rank's numbers: 0 or more.
+        values: A number, a tensor, or nested containers of them; of the same structure on every rank. They are ignored
+            if the weight is 0, even NaN.
+        weight: The weight of this rank's numbers: 0 or more.
         group: The ranks; the default group if None.
 
     Returns:
@@ -42,8 +43,9 @@ def mean(values: T, weight: float | Tensor = 1.0, group: Group | None = None) ->
     for it.
 
     Raises:
-            AgreementError: Structures, shapes or names differ between ranks; raised on every rank. OptionError: A value
-            is not a number, a weight is negative or not finite, or all weights are 0; raised on every rank.
+        AgreementError: Structures, shapes or names differ between ranks; raised on every rank.
+        OptionError: A value is not a number, a weight is negative or not finite, or all weights are 0; raised on every
+            rank.
         CommunicationError: There is no group, or a rank does not answer.
 
     Example:

@@ -84,7 +84,7 @@ def statistics(module: Module, *, all_ranks: bool = False) -> TrainingStatistics
 
     Args:
         module: A module from :func:`lockstep.replicate`, or a :class:`lockstep.DistributedDataParallel`.
-            all_ranks: If True, gather from all ranks how long they have waited, and how long their own work takes;
+        all_ranks: If True, gather from all ranks how long they have waited, and how long their own work takes;
             every rank must call this then. The rank that has waited least since the beginning is the one that the
             others wait for; ``slower_than_others`` and ``slower_than_before`` are of the last 16 rounds.
 

@@ -60,9 +60,9 @@ def should_stop(group: Group | None = None) -> bool:
     """Return True if any rank has asked to stop: the same on all ranks at the same step.
 
     What ranks ask for travels with what they exchange over the group anyway: the report of each synchronising backward,
-    the lengths with which a loop over :func:`batches` begins, :func:`mean`, :func:`total` and :func:`agree`. So it is
-    heard in a warm-up and in an evaluation, too. Communicates nothing itself; waits for the last report where that
-    travels over an accelerator.
+    the lengths with which a loop over :func:`batches` begins, :func:`mean`, :func:`lockstep.loop.total` and
+    :func:`agree`. So it is heard in a warm-up and in an evaluation, too. Communicates nothing itself; waits for the
+    last report where that travels over an accelerator.
     """
     return decisions_of(known_group(group)).should_stop
 
@@ -86,7 +86,7 @@ def skip_batch(*modules: Module, group: Group | None = None) -> None:
 
     Raises:
         PeerError: Other ranks are at another batch.
-            OptionError: No module takes part in rounds of the group; modules with shares have none.
+        OptionError: No module takes part in rounds of the group; modules with shares have none.
         CommunicationError: There is no group, or a rank does not answer.
 
     Example:

@@ -40,41 +40,42 @@ class DistributedDataParallel(CompatibleNames, _PyTorchs, Module, Joinable, Gene
     meaning here raise an AttributeError that says what to use instead.
 
     Args:
-            module: The module. If it is replicated or wrapped already, or is itself a wrapper, the new wrapper replaces
-                the earlier one, whose methods raise from then on.
+        module: The module. If it is replicated or wrapped already, or is itself a wrapper, the new wrapper replaces the
+            earlier one, whose methods raise from then on.
         device_ids: None, or the one accelerator that inputs are moved to.
         output_device: Accepted; outputs stay where the module puts them.
         dim: Accepted; one process has one device.
-            broadcast_buffers: Deprecated: False means ``buffer_policy="local"``, and buffers are not sent at the start.
-            init_sync: If True, rank 0's parameters and buffers are sent to all ranks now. If False, nothing is sent
-            before the first backward, which also compares the modules of the ranks. process_group: The ranks; the
-            default group if None.
-            bucket_cap_mb: Size of a bucket of gradients in MiB; 25 if None, and 1 for the first. Smaller buckets leave
-                earlier, larger ones have less overhead.
-            find_unused_parameters: Not needed: parameters without a gradient are found without it.
-            check_reduction: Deprecated; does nothing.
-            gradient_as_bucket_view: Not needed: gradients always live in the buckets.
-            static_graph: Not needed: nothing is assumed of the graph.
+        broadcast_buffers: Deprecated: False means ``buffer_policy="local"``, and buffers are not sent at the start.
+        init_sync: If True, rank 0's parameters and buffers are sent to all ranks now. If False, nothing is sent before
+            the first backward, which also compares the modules of the ranks.
+        process_group: The ranks; the default group if None.
+        bucket_cap_mb: Size of a bucket of gradients in MiB; 25 if None, and 1 for the first. Smaller buckets leave
+            earlier, larger ones have less overhead.
+        find_unused_parameters: Not needed: parameters without a gradient are found without it.
+        check_reduction: Deprecated; does nothing.
+        gradient_as_bucket_view: Not needed: gradients always live in the buckets.
+        static_graph: Not needed: nothing is assumed of the graph.
         delay_all_reduce_named_params: Pairs of name and parameter whose gradients leave last.
-            param_to_hook_all_reduce: Required with the former; those gradients leave at the end of backward.
+        param_to_hook_all_reduce: Required with the former; those gradients leave at the end of backward.
         mixed_precision: A ``torch.nn.parallel.distributed._MixedPrecision``: forward runs with parameters, inputs and
-                    buffers in its dtypes, gradients travel in its reduce dtype; all of them stay in their own dtype.
-                device_mesh: One dimension of a ``DeviceMesh``, instead of ``process_group``.
-                skip_all_reduce_unused_params: Not needed: parameters that no rank has ever used are not sent.
-            bucket_cap_mb_list: Sizes of successive buckets in MiB; the last one holds for all further buckets.
-            batched_grad_copy: Not needed: gradients are copied into a bucket together, and never out.
-            forward_sync_buffers: False means ``buffer_policy="local"``, but buffers are sent at the start.
-            lazy_bucket_allocation: Not needed: a bucket of large gradients keeps no memory after backward, they do.
+            buffers in its dtypes, gradients travel in its reduce dtype; all of them stay in their own dtype.
+        device_mesh: One dimension of a ``DeviceMesh``, instead of ``process_group``.
+        skip_all_reduce_unused_params: Not needed: parameters that no rank has ever used are not sent.
+        bucket_cap_mb_list: Sizes of successive buckets in MiB; the last one holds for all further buckets.
+        batched_grad_copy: Not needed: gradients are copied into a bucket together, and never out.
+        forward_sync_buffers: False means ``buffer_policy="local"``, but buffers are sent at the start.
+        lazy_bucket_allocation: Not needed: on an accelerator a bucket of large gradients keeps no memory after
+            backward, they do; on the CPU buckets keep theirs.
         buffer_policy: ``"rank0"``: at the end of each synchronised backward every rank gets rank 0's buffers;
             ``"mean"``: floating ones become the mean over the ranks; ``"local"``: each rank keeps its own.
-            params_and_buffers_to_ignore: Names, within ``module``, of parameters and buffers that are not replicated.
+        params_and_buffers_to_ignore: Names, within ``module``, of parameters and buffers that are not replicated.
 
     Raises:
         UnknownOptionError: An argument that does not exist (a ``TypeError``).
-            OptionError: Invalid options, or options that do not fit the module.
-            NotReplicableError: The module has no parameters, or uninitialised ones.
-            AgreementError: The ranks differ; raised on every rank.
-            CommunicationError: There is no process group, or a rank does not answer.
+        OptionError: Invalid options, or options that do not fit the module.
+        NotReplicableError: The module has no parameters, or uninitialised ones.
+        AgreementError: The ranks differ; raised on every rank.
+        CommunicationError: There is no process group, or a rank does not answer.
 
     Example:
         >>> import torch, torch.distributed as dist
