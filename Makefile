@@ -41,7 +41,7 @@ test-torch-%: .venv-torch-%/.installed
 test-clients: $(CLIENTS)/.installed  ## programs that people run, and PyTorch's suite, in an environment of their own: 9 minutes
 	$(CLIENTS)/bin/python -m pytest -m "not soak" tests/clients tests/docs $(ARGS)
 
-test-launchers: $(LAUNCHERS)/.installed  ## Open MPI, and what of MPICH and SLURM is on this machine (as root): 2 minutes
+test-launchers: $(LAUNCHERS)/.installed  ## Open MPI, Ray, and what of MPICH and SLURM is on this machine (as root): 6 minutes
 	$(LAUNCHERS)/bin/python -m pytest -m launchers tests/launchers $(ARGS)
 
 test-hosts: $(READY)  ## several hosts on this machine, whose links fail: as root, with iproute2 and nftables; 5 minutes

@@ -3,7 +3,8 @@
 A page is one namespace. What its readers do not need to see is in comments, ``<!-- python ... -->``, and
 ``<!-- ranks: 4 -->`` says in how many ranks it runs. A block that makes the default process group gets a place of its
 own to meet, as torchrun would give it. Blocks that import what is not installed (accelerate, ...) are only compiled
-here; `make test-clients` has it. Where ``<!-- each block is a program -->`` stands, tests/clients runs them.
+here; `make test-clients` has it. Where ``<!-- each block is a program -->`` stands, tests/clients or tests/launchers
+runs them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Launchers as users have them: each fixture gives the command line that starts a program on some ranks.
 
-Open MPI comes with the environment of ``make test-launchers``; MPICH and SLURM (with munge, and as root) have to be on
-this machine: on Debian, ``apt-get install mpich slurmctld slurmd slurm-client munge``.
+Open MPI and Ray come with the environment of ``make test-launchers``; MPICH and SLURM (with munge, and as root) have
+to be on this machine: on Debian, ``apt-get install mpich slurmctld slurmd slurm-client munge``.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
+from launchers import ray_cluster
 
 Command = Callable[[int, list[str]], list[str]]
 """The command line for so many ranks of a program."""
@@ -41,6 +43,23 @@ def open_mpi() -> Command:
 def mpich() -> Command:
     mpiexec = need("mpiexec.hydra", "apt-get install mpich")
     return lambda ranks, program: [mpiexec, "-n", str(ranks), sys.executable, *program]
+
+
+@pytest.fixture
+def ray(cluster: ray_cluster.Cluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Command:
+    cluster.add_node(3)
+    for name, value in cluster.environment.items():
+        monkeypatch.setenv(name, value)
+    launcher = str(Path(__file__).parent / "ray_launcher.py")
+    return lambda ranks, program: [sys.executable, launcher, str(tmp_path / "ray"), str(ranks), *program]
+
+
+@pytest.fixture
+def cluster() -> Iterator[ray_cluster.Cluster]:
+    """A cluster of Ray on this machine, without room for workers."""
+    need("ray", 'pip install "ray[train]"', str(Path(sys.executable).parent))
+    with ray_cluster.running() as found:
+        yield found
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import pytest
 
 pytestmark = pytest.mark.launchers
 PROGRAM = Path(__file__).parent / "program.py"
-LAUNCHERS = ["torchrun", "open_mpi", "mpich", "slurm"]
+LAUNCHERS = ["torchrun", "open_mpi", "mpich", "slurm", "ray"]
 RANK_OF = {"open_mpi": "OMPI_COMM_WORLD_RANK", "mpich": "PMI_RANK", "slurm": "SLURM_PROCID"}
 
 

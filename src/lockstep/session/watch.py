@@ -310,7 +310,7 @@ def attach(channel: FailureChannel, group: Group, connections: Connections | Non
             else:
                 if connections is not None:
                     connections.shut_down()
-                if "nccl" in backends_of(group):
+                if any(name in backends_of(group) for name in ("nccl", "shm")):
                     group.abort()
 
     channel.when_failed(end)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from lockstep.shm.backend import BackendShm, is_one_of_several
 from lockstep.shm.group import ProcessGroupShm as ProcessGroupShm
 from lockstep.shm.runtime import ShmOptions as ShmOptions
 
@@ -20,7 +21,8 @@ def register() -> None:
         dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu"])
 
 
-def _create(given: Any, options: ShmOptions | None) -> ProcessGroupShm:
-    return ProcessGroupShm(
+def _create(given: Any, options: ShmOptions | None) -> "ProcessGroupShm | BackendShm":
+    group = ProcessGroupShm(
         given.store, given.group_rank, given.group_size, given.timeout, options, given.global_ranks_in_group
     )
+    return BackendShm(group) if is_one_of_several(getattr(given, "process_group", None)) else group
