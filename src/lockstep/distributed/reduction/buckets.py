@@ -6,8 +6,9 @@ autograd has allocated, after ``zero_grad()``, is copied in once. While a bucket
 gradient, so that a late one cannot be added to memory that is being sent.
 
 A :class:`FlatBucket` has many gradients, side by side. They are copied in together when all have come, or, if they are
-many, in parts, each when it is complete and still in the processor's cache (``tests/ranks/test_copied_early.py``). A
-large gradient (:class:`SingleBucket`) and a sparse one (:class:`SparseBucket`) are reduced where autograd has put them.
+many, in parts, each when it is complete and still in the processor's cache (``tests/gradients/test_copied_early.py``).
+A large gradient (:class:`SingleBucket`) and a sparse one (:class:`SparseBucket`) are reduced where autograd has put
+them.
 """
 
 import operator

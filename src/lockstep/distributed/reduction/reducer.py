@@ -439,7 +439,7 @@ class Reducer:
         """Take part in a round of the other ranks, outside of any backward and without gradients.
 
         What this rank has - gradients, what has piled up, its weights - it has afterwards, too: see
-        tests/procs/test_join_gradients.py.
+        tests/loops/test_join_gradients.py.
         """
         with self.rank_state.contributing_nothing(Part.JOINED, self._has_counted):
             self.scheduler.reduce([self])

@@ -406,7 +406,7 @@ class GroupScheduler(PassObserver):
 
     def _end_rounds(self) -> None:
         """End the rounds of all modules: all ranks know that the pass has failed, but not which modules each rank would
-        have gone through. See tests/ranks/test_several_modules.py."""
+        have gone through. See tests/gradients/test_several_modules.py."""
         for module in self.modules:
             module.end_pass(failed=True)
 
