@@ -4,7 +4,8 @@ READY := .venv/.installed
 
 # The oldest and the newest PyTorch that pyproject.toml takes, and the one of constraints.txt.
 TORCHES := 2.11 2.13 2.15
-MATRIX := tests/unit tests/ranks tests/procs tests/shm tests/tools
+MATRIX := $(addprefix tests/,accumulation agreement buffers ddp drift failures gradients hooks local loops modules second_order \
+	shares shm tools)
 CLIENTS := .venv-clients
 LAUNCHERS := .venv-launchers
 DOCS := .venv/.docs-installed
@@ -15,7 +16,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # Four workers share the tests, as tests/conftest.py says: on two cores, since half of the time ranks wait for each other.
 PYTEST := -m pytest -m "not soak and not hosts and not launchers" -n 4
 # Tests of what is around the library: its pages, examples, command, package and benchmarks, and the tests' own tools.
-AROUND := tests/api tests/cli tests/clients tests/docs tests/examples tests/package tests/tools
+AROUND := tests/api tests/benchmarks tests/cli tests/clients tests/docs tests/examples tests/package tests/tools
 
 .PHONY: train test test-around test-all test-matrix test-clients test-launchers test-hosts check format docs bench gpu soak dist clean
 

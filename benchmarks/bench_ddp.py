@@ -1,4 +1,4 @@
-"""Claim: a data-parallel step takes no longer than with PyTorch's DDP, and needs at most half its extra memory.
+"""Claim: a data-parallel step takes no longer than with PyTorch's DDP, and needs no more extra memory.
 
 And on one host, through the `shm` backend, communication adds at most a third of what it adds with PyTorch's DDP on
 Gloo (an encoder: a fifth).

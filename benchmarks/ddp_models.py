@@ -221,7 +221,7 @@ def report(title: str, task: Task, times: Mapping[str, Turn], extra: Mapping[str
             if over[reference] > 0:  # else noise is larger than what is measured
                 ratio(f"{title}: time over plain, {ours} / {reference}", over[ours], over[reference])
         if extra:
-            ratio(f"{title}: extra memory, {ours} / {TORCH}", extra[ours], max(extra[TORCH], PAGE), 0.5)
+            ratio(f"{title}: extra memory, {ours} / {TORCH}", extra[ours], max(extra[TORCH], PAGE), 1)
             ratio(f"{title}: extra memory, {ours} / {VIEW}", extra[ours], max(extra[VIEW], PAGE))
     if OURS_SHM in over and over[TORCH] > 0:
         ratio(f"{title}: time over plain, {OURS_SHM} / {TORCH} on gloo", over[OURS_SHM], over[TORCH], task.aim)

@@ -1,6 +1,6 @@
 """Writes docs/promises.md: each promise of docs/distributed.md, and the tests that would fail if it were broken.
 
-A comment ``<!-- tests: ranks/test_x.py::test_y ... -->`` after a paragraph or a list item, or in a row of a table,
+A comment ``<!-- tests: gradients/test_x.py::test_y ... -->`` after a paragraph or a list item, or in a row of a table,
 names them; paths begin in the folder tests. ``make format`` runs this.
 """
 

@@ -172,6 +172,22 @@ def first(devices: Callable[[int], list[torch.device]]) -> torch.device:
     return devices(1)[0]
 
 
+# ---------------------------------------------------------------------------------------- threads
+
+
+@pytest.fixture
+def draws_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PowerSGD draws its first guess, seeded alike on all ranks, from the random numbers of the process."""
+    fork_rng, turn = torch.random.fork_rng, threading.RLock()
+
+    @contextlib.contextmanager
+    def fork_in_turn(*args: Any, **kwargs: Any) -> Iterator[None]:
+        with turn, fork_rng(*args, **kwargs):
+            yield
+
+    monkeypatch.setattr(torch.random, "fork_rng", fork_in_turn)
+
+
 # ------------------------------------------------------------------------------- what a test leaves
 
 GRACE = 10.0  # seconds that threads and processes get to end after a test

@@ -31,16 +31,28 @@ def covering(rows: Sequence[Row]) -> list[int]:
     return sorted(chosen)
 
 
+def parameters(item: pytest.Item) -> Row:
+    """Return the values in a case of a test. Those that are written in one row are one, since rows are no product."""
+    values = getattr(getattr(item, "callspec", None), "params", {})
+    rows = [_names(mark) for mark in item.iter_markers("parametrize")]
+    alone = sorted(values.keys() - {name for row in rows for name in row})
+    return tuple(tuple(repr(values[name]) for name in row) for row in [*rows, *([name] for name in alone)])
+
+
+def _names(mark: pytest.Mark) -> list[str]:
+    names = mark.args[0] if mark.args else mark.kwargs["argnames"]
+    return [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
+
+
 def left_out(items: Sequence[pytest.Item]) -> list[pytest.Item]:
     """Return the cases of tests with three parameters and more that are not needed to hold every pair of values."""
     cases: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
-        if len(getattr(getattr(item, "callspec", None), "params", ())) >= 3:
+        if len(parameters(item)) >= 3:
             cases[item.nodeid.partition("[")[0]].append(item)
     found = []
     for each in cases.values():
         if len(each) >= FEWEST:
-            rows = [tuple(repr(value) for _, value in sorted(item.callspec.params.items())) for item in each]
-            kept = set(covering(rows))
+            kept = set(covering([parameters(item) for item in each]))
             found += [item for number, item in enumerate(each) if number not in kept]
     return found

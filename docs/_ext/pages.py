@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import lockstep
+import lockstep.checkpoints
 from lockstep import errors, local
 
 if TYPE_CHECKING:
@@ -24,7 +25,16 @@ if TYPE_CHECKING:
 REPOSITORY = "https://github.com/torch-lockstep/lockstep/blob/main/"
 SOURCE = Path(lockstep.__file__).parent
 PAGES = Path(__file__).parents[1]
-PUBLIC = [lockstep, lockstep.distributed, lockstep.shm, local, local.comm]
+PUBLIC = [
+    lockstep,
+    lockstep.distributed,
+    lockstep.loop,
+    lockstep.shares,
+    lockstep.checkpoints,
+    lockstep.shm,
+    local,
+    local.comm,
+]
 
 
 def expand(text: str) -> str:

@@ -437,7 +437,7 @@ def test_with_shares_the_number_of_processes_changes_nothing(tmp_path):
     assert prints[0] == prints[1]
 
 
-@pytest.mark.soak  # in small: tests/ranks/test_shares.py, tests/checkpoints
+@pytest.mark.soak  # in small: tests/shares/test_shares.py, tests/checkpoints
 def test_with_shares_a_run_that_was_stopped_goes_on_in_another_number_of_processes(tmp_path):
     command = (*TORCHRUN, DIGITS, *LENGTH, "--shares", "2", "--out", str(tmp_path))
     with start(*command, stderr=subprocess.STDOUT) as process:

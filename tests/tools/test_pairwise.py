@@ -25,15 +25,20 @@ def test_combinations_that_were_left_out_by_hand_are_not_made_up():
 
 
 class Case:
-    def __init__(self, test, *values):
+    def __init__(self, test, *values, row=False):
         self.nodeid = f"{test}[{'-'.join(map(str, values))}]"
-        self.callspec = type("CallSpec", (), {"params": dict(enumerate(values))})
+        self.callspec = type("CallSpec", (), {"params": dict(zip("abc", values, strict=False))})
+        self.marks = [pytest.mark.parametrize(("a", "b", "c"), []).mark] if row else []
+
+    def iter_markers(self, name):
+        return self.marks
 
 
-def test_tests_of_two_parameters_and_of_few_cases_keep_all():
+def test_tests_of_two_parameters_of_few_cases_and_of_rows_keep_all():
     of_two = [Case("two", *values) for values in itertools.product(range(5), range(5))]
     few = [Case("few", *values) for values in [(0, 0, 0), (0, 0, 1), (0, 1, 0), (0, 1, 1), (1, 0, 0), (1, 0, 1)]]
     many = [Case("many", *values) for values in itertools.product(range(3), range(3), range(3))]
-    left_out = pairwise.left_out([*of_two, *few, *many])
+    rows = [Case("rows", *values, row=True) for values in itertools.product(range(3), range(3), range(3))]
+    left_out = pairwise.left_out([*of_two, *few, *many, *rows])
     assert {each.nodeid.partition("[")[0] for each in left_out} == {"many"}
     assert 9 <= len(many) - len(left_out) <= 12

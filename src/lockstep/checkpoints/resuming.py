@@ -73,7 +73,7 @@ def resume(path: str | os.PathLike[str], *, group: Group | None = None, **state:
         **state: Objects to be filled, under the names under which they were saved: objects with ``load_state_dict()``,
             generators, and dicts, lists and tensors, which are changed in place. Call :func:`lockstep.replicate` on
             modules before. Names that are left out are not loaded, except for plain values: see
-            :attr:`Resumed.values`.
+            :attr:`lockstep.checkpoints.Resumed.values`.
 
     Returns:
         The point from which the run continues, or None if nothing was saved there: a new run.

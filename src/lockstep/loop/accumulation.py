@@ -12,33 +12,33 @@ from lockstep.errors import OptionError
 
 @contextmanager
 def accumulate(module: Module, last: bool = True, weight: float | torch.Tensor | None = None) -> Iterator[None]:
-    """One micro-batch: backward passes inside pile up gradients, and synchronise only if it is the ``last`` of a batch.
+    """Run one micro-batch: backward passes inside accumulate gradients, and only the ``last`` of a batch synchronises.
 
-    With ``weight``, gradients become the mean over what is counted, on all ranks and in all micro-batches together,
-    and not the mean of the ranks' means, which is another number wherever ranks or micro-batches count differently.
-    Let the loss be a *sum* over tokens (or rows), and ``weight`` the number of them; then ``param.grad`` is the sum of
-    all gradients divided by the sum of all weights, as one process with the whole batch would have it.
+    With ``weight``, gradients become the mean over all that is counted, on all ranks and in all micro-batches together,
+    instead of the mean of the ranks' means, which differs as soon as ranks or micro-batches count differently. Let the
+    loss be a *sum* over tokens (or rows), and ``weight`` their number; then ``param.grad`` is the sum of all gradients
+    divided by the sum of all weights, as in one process with the whole batch.
 
     Args:
         module: A module from :func:`lockstep.replicate`, or a :class:`lockstep.DistributedDataParallel`.
-        last: Whether the backward pass inside synchronises.
-        weight: What this rank's loss inside counts, of all backward passes together: a number or a tensor with one
-            element, 0 or more. Weights are summed in float64, from the first block after a synchronisation to the one
-            that synchronises, and over the ranks. Give one on every rank and in every micro-batch, or on none. It
-            counts whether or not a backward inside reaches anything that is trained; not if an exception leaves the
+        last: True if the backward pass inside synchronises.
+        weight: The number of tokens (or rows) in this rank's loss inside, of all backward passes together: a number or
+            a tensor with one element, 0 or more. Weights are summed in float64, over the ranks and from the first block
+            after a synchronisation to the one that synchronises. Give one on every rank and in every micro-batch, or on
+            none. It counts even if no backward inside reaches a trained parameter, except if an exception leaves the
             block before that.
 
     With weights, call ``zero_grad()`` before the first block, and not again until the last one has ended: gradients
-    have to be None or zero when the first block begins, and to stay as they are between backward passes. The module
-    must not change meanwhile.
+    must be None or zero when the first block begins, and must not be changed between backward passes. The module must
+    not change meanwhile.
 
-    Communicates nothing of its own: weights ride with the gradients.
+    Communicates nothing of its own: weights travel with the gradients.
 
     Raises:
-        OptionError: A weight is negative or not finite (at once). At the end of the backward that synchronises, on the
-            rank that it concerns, while other ranks raise ``PeerError``: a weight is missing in some micro-batch, there
-            were gradients when the first block began, they were changed since, or are not complete, or the module
-            has changed. On every rank: a weight is missing on some rank.
+        OptionError: Immediately: a weight is negative or not finite. At the end of the backward that synchronises, on
+            the rank concerned, while other ranks raise ``PeerError``: a weight is missing in some micro-batch, there
+            were gradients when the first block began, they were changed since, or are not complete, or the module has
+            changed. On every rank: a weight is missing on some rank.
 
     Example:
         >>> import torch, torch.distributed as dist, lockstep
@@ -50,13 +50,12 @@ def accumulate(module: Module, last: bool = True, weight: float | torch.Tensor |
         >>> model.weight.grad.item()  # (1 + 1 + 1 + 5) / 4
         2.0
 
-    Stands for: ``no_sync()`` around all but the last micro-batch, and dividing by numbers that had to be all-reduced
-    first.
+    Stands for: ``no_sync()`` around all micro-batches except the last, and a division by all-reduced counts.
     """
     replication = replication_of(module, "accumulate")
     if weight is not None:
         weight = float(weight)
         if not 0 <= weight < float("inf"):
             raise OptionError(f"accumulate() got a weight of {weight}; expected a finite number, 0 or more")
-    with replication.synchronising(last and replication.requires_sync), replication.weighing(weight):
+    with replication.accumulating(last, weight):
         yield

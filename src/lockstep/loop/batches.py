@@ -1,13 +1,13 @@
-"""``batches()``, ``shard()``: the loop runs equally often on ranks with unequal numbers of batches.
+"""``batches()``, ``shard()``: the same number of iterations on ranks with unequal numbers of batches.
 
-A rank that has run out goes through its last batch again, as often as the others need. Its program does all that the
-others' do - forward, backward, the optimizer's step, the scheduler's, collectives of its own - so that nothing can get
-out of step: an optimizer that had missed a step would have other moments than the others' from then on, and replicas
-would drift apart one epoch later. But nothing of such a batch counts: parameters get no gradient of it, buffers are
-what they were (``reduction/rank_state.py``), and :func:`lockstep.mean` gives it no weight.
+A rank that has run out repeats its last batch until all have run out. Its program does all that the others' do:
+forward, backward, the steps of the optimizer and the scheduler, its own collectives. So replicas stay equal; an
+optimizer that missed a step, for example, would have other moments from then on, and replicas would drift apart an
+epoch later. Such a padding batch counts nothing: parameters get no gradient from it, buffers are restored
+(``reduction/rank_state.py``), and :func:`lockstep.mean` gives it no weight.
 
-How often that is, the ranks tell each other before the first batch, where loaders know their lengths. Where one does
-not, its rank looks one batch ahead, and each says in the report of each round whether it has another.
+The ranks exchange the lengths of their loaders before the first batch. A rank whose loader has no length looks one
+batch ahead, and every rank's report says in each round whether it has another batch.
 """
 
 from collections.abc import Iterable, Iterator, Sequence, Sized
@@ -36,35 +36,35 @@ _NO_ROUNDS = 1000
 def batches(
     loader: Iterable[B], *modules: Module, group: Group | None = None, padding: B | None = None
 ) -> "Batches[B]":
-    """Return the batches of a loader, equally many on every rank: one that has run out goes through its last batch
-    again, without any weight, until all have.
+    """Return the batches of a loader, the same number on every rank: one that has run out repeats its last batch,
+    without weight, until all have.
 
-    So the loop's body needs no care: what it does, all ranks do equally often. ``param.grad`` is the mean over the
-    ranks that have batches left (with :func:`lockstep.accumulate`, over what is counted). A batch that counts nothing
-    leaves no trace in gradients or buffers; :func:`lockstep.mean` gives it no weight. What the body counts by itself -
-    a sum of losses, rows seen - asks :attr:`Batches.is_padding`.
+    So all ranks run the loop's body equally often. ``param.grad`` is the mean over the ranks that have batches left
+    (with :func:`lockstep.accumulate`, over what is counted). A padding batch leaves no trace in gradients or buffers;
+    :func:`lockstep.mean` gives it no weight. Code in the body that counts by itself (a sum of losses, rows seen) checks
+    ``is_padding``.
 
-    Loops may run inside of one another: a batch counts where its rank has one in all of them. A loop whose loader has
-    no length on some rank has to be the innermost.
+    Loops may be nested: a batch counts if its rank has one in all of them. A loop whose loader has no length on some
+    rank must be the innermost.
 
-    Training only: under ``torch.no_grad()`` the loader is gone through as it is, so that evaluation neither pads nor
+    For training only: under ``torch.no_grad()`` the loader is iterated as it is, so that evaluation neither pads nor
     drops a sample.
 
     Args:
-        loader: What gives batches. A new object for each epoch: call this in each.
+        loader: Any iterable of batches. Call this anew for each epoch.
         modules: The replicated modules that are trained, if they are on other groups.
         group: The ranks; the default group if None.
         padding: A batch for a rank that has none at all.
 
-    Communicates one all-gather of a few bytes at once, and nothing later. If a loader on any rank has no length
-    (``IterableDataset``), such a rank looks one batch ahead, and another all-gather tells who has a first batch. Then a
-    loop must synchronise in some backward pass.
+    Communicates one all-gather of a few bytes when called, and nothing later. If a loader on any rank has no length
+    (``IterableDataset``), such a rank looks one batch ahead, and another all-gather tells who has a first batch. The
+    loop must then synchronise in some backward pass.
 
     Raises:
         OptionError: A rank has no batch at all, while others have some, and no ``padding`` (on every rank); a loader
-            that gives fewer batches, or more, than its length; a loop inside of one whose loader has no length on some
-            rank (on every rank).
-        PeerError: A rank has left out a batch by itself (``continue`` without :func:`lockstep.loop.skip_batch`), in the
+            gives fewer or more batches than its length; a loop inside of one whose loader has no length on some rank
+            (on every rank).
+        PeerError: A rank has skipped a batch by itself (``continue`` without :func:`lockstep.loop.skip_batch`), in the
             next backward, on every rank.
         CommunicationError: There is no group, or a rank does not answer.
 
@@ -81,7 +81,7 @@ def batches(
 
 
 class Batches(Generic[B]):
-    """What :func:`batches` returns; see there. Its length, if it has one, is the same on all ranks."""
+    """The result of :func:`batches`. Its length, if it has one, is the same on all ranks."""
 
     def __init__(self, loader: Iterable[B], groups: Sequence[Group], padding: B | None) -> None:
         self._loader = loader
@@ -105,13 +105,12 @@ class Batches(Generic[B]):
 
     @property
     def is_padding(self) -> bool:
-        """True if the batch that the loop is at counts nothing: this rank has run out, in this loop or in one around
-        it."""
+        """True if the current batch counts nothing: this rank has run out, in this loop or an outer one."""
         return self._is_padding
 
     @property
     def weight(self) -> float:
-        """What the batch counts: 1, or 0 if the rank has run out."""
+        """The weight of the batch: 1, or 0 if the rank has run out."""
         return 0.0 if self._is_padding else 1.0
 
     def __iter__(self) -> Iterator[B]:
@@ -120,7 +119,7 @@ class Batches(Generic[B]):
         return self._in_turn(self._looking_ahead() if self._looks_ahead else self._of_known_lengths())
 
     def _start(self) -> Iterator[B]:
-        """Go through the loader; workers that it starts outlive a signal that asks all processes to stop."""
+        """Iterate over the loader; its workers survive a signal that asks all processes to stop."""
         with workers_protected():
             return iter(self._loader)
 
@@ -146,7 +145,7 @@ class Batches(Generic[B]):
         self._is_padding = is_padding
 
     def _of_known_lengths(self) -> Iterator[tuple[B, bool, bool, bool]]:
-        """Each batch; whether it counts nothing, is the rank's last, and whether some rank has run out."""
+        """Yield each batch, and True if it is padding, if it is the rank's last, and if some rank has run out."""
         iterator = self._start()
         batch: Any = self._padding
         shortest, longest = min(self._lengths), max(self._lengths)
@@ -169,7 +168,7 @@ class Batches(Generic[B]):
             self._fail(f"the loader has a length of {self._own}, and has given {number} batches")
 
     def _looking_ahead(self) -> Iterator[tuple[B, bool, bool, bool]]:
-        """Return the same where some rank does not know how many it will have."""
+        """Yield the same if some rank does not know its number of batches."""
         iterator = self._start()
         batch: Any = self._padding
         first: Any = next(iterator, _NOTHING) if self._own < 0 else _NOTHING
@@ -186,9 +185,10 @@ class Batches(Generic[B]):
             self._check_length(next(iterator, _NOTHING) is _NOTHING, self._own + 1)
 
     def _counted(self, iterator: Iterator[B]) -> Iterator[tuple[B, bool]]:
-        """Return the batches of a loader that knows how many there are, and whether each is its last.
+        """Yield the batches of a loader with a length, and True for the last one.
 
-        It is asked for none ahead of time: it may count what it has given, as that of a ``ResumableSampler`` does.
+        Asks for no batch ahead of time, since a loader such as that of a ``ResumableSampler`` may count those it has
+        given.
         """
         for number in range(self._own):
             batch: Any = next(iterator, _NOTHING)
@@ -196,7 +196,7 @@ class Batches(Generic[B]):
             yield batch, number == self._own - 1
 
     def _until_all_have_ended(self, batch: Any) -> Iterator[tuple[B, bool, bool, bool]]:
-        """Return the last batch, again and again, while some rank has others."""
+        """Yield the last batch, repeatedly, while some rank has others."""
         decisions = self._schedulers[0].decisions
         if len(self._lengths) == 1:
             return
@@ -211,15 +211,14 @@ class Batches(Generic[B]):
                 self._fail(f"this rank has run out, and has gone through {waited} batches without a synchronisation")
 
     def _fail(self, reason: str) -> None:
-        """Raise, and let the other ranks know in the backward that they are in."""
+        """Raise, and tell the other ranks in the backward that they are in."""
         for each in self._schedulers:
             each.fail()
         raise OptionError(f"batches(): {reason}; give a loader of the right length, or `padding`")
 
 
 def _with_last(first: B, iterator: Iterator[B]) -> Iterator[tuple[B, bool]]:
-    """Return the first batch and what is left of a loader, and whether each is its last batch: it is asked for one
-    ahead."""
+    """Yield the first batch and the rest of a loader, and True for the last one; asks for one batch ahead."""
     upcoming: Any = first
     while upcoming is not _NOTHING:
         batch, upcoming = upcoming, next(iterator, _NOTHING)
@@ -227,10 +226,10 @@ def _with_last(first: B, iterator: Iterator[B]) -> Iterator[tuple[B, bool]]:
 
 
 def _length(loader: object) -> int:
-    """Return how many batches a loader will give; -1 if that is not known."""
+    """Return the number of batches that a loader will give; -1 if unknown."""
     if isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset):
-        return -1  # what it says of its length is not what it will give
-    left = getattr(loader, "batches_left", None)  # of a loader that may go on within an epoch: GlobalBatches
+        return -1  # the length of such a loader is only an estimate
+    left = getattr(loader, "batches_left", None)  # GlobalBatches, which may resume within an epoch
     if isinstance(left, int):
         return left
     if not isinstance(loader, Sized):
@@ -242,10 +241,9 @@ def _length(loader: object) -> int:
 
 
 def _repeat_last(loader: object) -> Any:
-    """Return the last batch of a loader of which this rank had nothing left when its run was stopped; None if it has
-    none.
+    """Return the last batch of a loader that had none left on this rank when its run was stopped; None otherwise.
 
-    Such a loader (``ResumableSampler.batches()``) can give it again, so that the run goes on as it would have.
+    Such a loader (``ResumableSampler.batches()``) can give it again, so that the run continues as it would have.
     """
     repeat = getattr(loader, "repeat_last", None)
     return None if repeat is None else repeat()
@@ -270,7 +268,7 @@ def _agree_on_lengths(own: int, has_padding: bool, decisions: Decisions) -> list
 
 
 def _copy(batch: B) -> B:
-    """Return the batch, in containers of its own: the loop may take things out of those that it is given."""
+    """Return the batch in new containers, since the loop may remove items from those that it gets."""
     try:
         copied: B = tree_map(lambda leaf: leaf, batch, "batch")
     except StructureError:
@@ -279,8 +277,7 @@ def _copy(batch: B) -> B:
 
 
 def shard(dataset: "Dataset[B]", group: Group | None = None) -> "Subset[B]":
-    """Return the part of a data set that is this rank's: unequal by at most one sample, nothing padded, nothing
-    dropped.
+    """Return this rank's part of a data set; sizes differ by at most one sample, with nothing padded or dropped.
 
     Args:
         dataset: A data set with a length, the same on every rank.

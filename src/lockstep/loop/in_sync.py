@@ -11,33 +11,32 @@ from lockstep.phases import Phases
 
 
 def check_in_sync(module: Module, process_group: Group | None = None, *, every: int | None = None) -> None:
-    """Raise, on every rank, if a parameter or buffer of ``module`` has other values on some rank.
+    """Raise, on every rank, if a parameter or buffer of ``module`` differs between ranks.
 
-    With ``every=100`` that is also done from now on, in each hundredth backward that synchronises: parameters as they
-    are then, and buffers, unless each rank has its own, as they were when forward began. A digest is computed on the
-    device, in one pass over the values, and travels in the report of the round; a single bit that has flipped changes
-    it with certainty. ``backward()`` raises, on every rank. Of a module that is replicated with shares, it is done at
-    the end of each hundredth step: the loop over the shares raises.
+    Values are compared by a digest of their bits, computed on the device in one pass over the module's memory; run this
+    every few hundred steps, or before saving.
 
-    Values are compared by a digest of their bits, which is computed on the device, in one pass over the module's
-    memory; run it every few hundred steps, or before saving.
+    With ``every=100``, values are also compared from now on in every hundredth backward that synchronises: parameters
+    at that time, and buffers (unless each rank has its own) as they were before forward. The digest travels in the
+    report of the round; a single flipped bit is certain to change it. ``backward()`` raises on every rank. A module
+    replicated with shares is compared at the end of every hundredth step, where the loop over the shares raises.
 
     Args:
-        module: A module that has the same names, shapes and dtypes on every rank; replicated or not. Of a ``DTensor``
-            each rank compares the part that it holds.
-        process_group: The ranks; the group that the module is replicated over if None, or the default group.
-        every: In which rounds of a replicated module, or steps with shares, values are compared from now on, the same
-            on all ranks; 0 ends it.
+        module: A module with the same names, shapes and dtypes on every rank, replicated or not. Of a ``DTensor``, each
+            rank compares its local part.
+        process_group: The ranks; if None, the group that the module is replicated over, or the default group.
+        every: Compare values in every N-th round of a replicated module, or step with shares, from now on; the same
+            number on all ranks; 0 ends it.
 
     Raises:
-        OutOfSyncError: Something differs; names the first, the ranks and both digests.
-        AgreementError: The module has other parameters or buffers on another rank, or ``every`` is another number.
+        OutOfSyncError: A value differs; names the first tensor, the ranks and both digests.
+        AgreementError: Parameters, buffers or ``every`` differ between ranks.
         OptionError: ``every`` is negative, or comes with a group.
         NotReplicableError: ``every`` comes with a module that is not replicated.
         CommunicationError: There is no group, or a rank does not answer.
 
     Communicates one all-gather of 128 bytes for names and layouts, another for values, and more only if there is a
-    difference. In later rounds nothing, but one all-gather if there is.
+    difference. Later rounds communicate one all-gather if there is a difference, else nothing.
 
     Example:
         >>> import torch, torch.distributed as dist

@@ -1,4 +1,4 @@
-"""``mean_over_ranks()``: the mean of a program's own tensors, differentiable, for ``torch.autograd.grad``."""
+"""``mean_over_ranks()``: the differentiable mean of tensors over the ranks, for ``torch.autograd.grad``."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, overload
@@ -25,10 +25,9 @@ def mean_over_ranks(tensors: Sequence[Tensor], process_group: Group | None = Non
 def mean_over_ranks(tensors: Tensor | Sequence[Tensor], process_group: Group | None = None) -> Any:
     """Return the mean over the ranks of a tensor, or of each of several; differentiable any number of times.
 
-    ``torch.autograd.grad`` gives this rank's gradients, also for a replicated module: nothing tells the library that
-    they are meant to be shared. This makes them the mean, and a loss built on the result has the right gradients:
-    backward averages the incoming gradients over the ranks, so that, with parameters whose gradients are averaged as
-    well, it is the gradient of the mean over the ranks of their losses.
+    ``torch.autograd.grad`` returns this rank's gradients, even of a replicated module. This function averages them, and
+    a loss built on the result has the right gradients: backward averages the incoming gradients over the ranks, so
+    that, if parameters' gradients are averaged as well, the result is the gradient of the mean of the ranks' losses.
 
     Args:
         tensors: A tensor, or a sequence of them: floating or complex, of the same shapes and dtypes on every rank.
@@ -37,15 +36,15 @@ def mean_over_ranks(tensors: Tensor | Sequence[Tensor], process_group: Group | N
     Returns:
         New tensors, of the same shapes and dtypes, as a tuple if a sequence was given.
 
-    Communicates one small all-gather, which compares the shapes, and one all-reduce for each dtype and device; in each
-    backward through it, the latter again. Waits for them. Every rank must call it, and run backward through it, equally
-    often: also ``torch.autograd.grad`` goes through all means behind its outputs, whether they lead to its inputs on
-    this rank or not. Strides may differ. The means have a graph on every rank if a tensor of any rank has one, so that
-    ``backward()`` goes through them on all.
+    Communicates one small all-gather, which compares the shapes, and one all-reduce for each dtype and device; each
+    backward through it repeats the latter. Waits for them. Every rank must call it, and run backward through it,
+    equally often; ``torch.autograd.grad`` also goes through all means behind its outputs, even if they do not lead to
+    its inputs on this rank. Strides may differ. The means have a graph on every rank if a tensor of any rank has one,
+    so that ``backward()`` goes through them on all.
 
     Raises:
-        AgreementError: Ranks pass other shapes, dtypes or numbers of tensors, or tensors whose graph goes through
-            earlier means on some ranks only, on every rank.
+        AgreementError: Shapes, dtypes or numbers of tensors differ between ranks, or the tensors' graphs go through
+            earlier means on some ranks only; raised on every rank.
         CommunicationError: There is no group, or a rank does not answer.
 
     Example:
@@ -82,7 +81,7 @@ def mean_over_ranks(tensors: Tensor | Sequence[Tensor], process_group: Group | N
 
 
 def _check_earlier_means(counts: Sequence[int], collectives: Collectives) -> None:
-    """Raise, on every rank, if a pass through the new means would go on through others on some ranks only."""
+    """Raise, on every rank, if a pass through the new means would reach earlier means on some ranks only."""
     for rank, count in zip(collectives.global_ranks, counts, strict=True):
         if count != counts[0]:
             raise AgreementError(
@@ -95,13 +94,13 @@ def _check_earlier_means(counts: Sequence[int], collectives: Collectives) -> Non
 
 
 def _numbers_behind(tensors: Sequence[Tensor], modules: Mapping[int, ScheduledModule]) -> list[int]:
-    """Return the numbers of those replicated modules to whose parameters these tensors lead."""
+    """Return the numbers of the replicated modules whose parameters these tensors depend on."""
     reach = reach_of({"tensors": tensors, "accumulate_grad": True}) if modules else ReachableLeaves()
     return [number for number, module in modules.items() if module.is_within(reach, False)]
 
 
 def _lead_to(module: ScheduledModule, mean: Tensor) -> None:
-    """A pass through ``mean`` may come to the parameters of ``module`` on some ranks only: tell it on all."""
+    """Tell ``module`` of every pass through ``mean``, since it may reach its parameters on other ranks only."""
     reached = WeakMethod(module.on_output_grad)
 
     def tell(grads: object) -> None:
@@ -121,11 +120,11 @@ def _described(tensor: Any) -> str:
 
 
 class _Mean(Function):
-    """The mean over the ranks of each of several tensors; forward and backward are the same.
+    """The mean of several tensors over the ranks; forward and backward are the same operation.
 
-    The first ``linked`` tensors have no elements. They give the function a graph on every rank, and lead to means that
-    were taken before: a pass that comes to this one comes to those afterwards. Behind the means comes an output without
-    elements, by which later ones are linked to this.
+    The first ``linked`` tensors are empty. They give the function a graph on every rank, and link it to earlier means,
+    so that a pass through this one reaches those afterwards. The last output is empty as well: it links later means to
+    this one.
     """
 
     @staticmethod
@@ -137,7 +136,7 @@ class _Mean(Function):
         likes = [part.new_zeros(()).expand(part.shape) for part in parts]
         ctx.likes = [like_parameter(like, tensor) for like, tensor in zip(likes, tensors, strict=True)]
         ctx.in_pass = MeanInPass(collectives, ctx.likes, links[0] if links else None)
-        ctx.to_links = [torch.empty_like(each) for each in links]  # nothing but that a pass has come to them
+        ctx.to_links = [torch.empty_like(each) for each in links]  # gradients that only carry on the pass
         means = list(tensors)
         for number, mean in collectives.all_reduce_coalesced(parts, MEANS, 1 / collectives.world):
             means[number] = like_parameter(torch.empty_like(parts[number]).copy_(mean), tensors[number])
@@ -147,7 +146,7 @@ class _Mean(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        """All-reduce their gradients; None stays None where no rank has any.
+        """All-reduce the gradients; one that is None on all ranks stays None.
 
         Raises :class:`PeerError` if the pass has failed on another rank before.
         """
@@ -157,7 +156,7 @@ class _Mean(Function):
         whole = [torch.zeros_like(like) if grad is None else grad for grad, like in zip(given, ctx.likes, strict=True)]
         first = local_part(whole[0])
         flags = torch.tensor([False, *(grad is not None for grad in given)], dtype=first.dtype, device=first.device)
-        linked = _links(ctx, this) if torch.is_grad_enabled() else []  # it is with ``create_graph``
+        linked = _links(ctx, this) if torch.is_grad_enabled() else []  # enabled with ``create_graph``
         *means, heard, handle = _Mean.apply(in_pass.collectives, len(linked), *linked, *whole, flags)
         if linked and this is not None:
             this.whole.means[in_pass.collectives.group] = handle
@@ -173,8 +172,10 @@ class _Mean(Function):
 
 
 def _links(ctx: Any, this: BackwardPass | None) -> list[Tensor]:
-    """Return what a mean that is taken in a pass is linked to: a leaf, so that it has a graph on every rank, the last
-    mean that was taken in the pass, and the one whose backward it is."""
+    """Return the tensors that a mean taken in a pass is linked to.
+
+    A leaf, so that it has a graph on every rank, the last mean taken in the pass, and the one whose backward it is.
+    """
     collectives = ctx.in_pass.collectives
     last = None if this is None else this.whole.means.get(collectives.group)
     joined = torch.empty(0, device=collectives.device, requires_grad=True)

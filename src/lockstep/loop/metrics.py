@@ -18,34 +18,34 @@ from lockstep.tree import Leaf, Tree
 
 T = TypeVar("T")
 _AT_ONCE = 64
-"""So many numbers travel with what is compared; more take a second all-reduce."""
+"""Numbers that travel with the comparison of what ranks pass; further ones take a second all-reduce."""
 
 
 def mean(values: T, weight: float | Tensor = 1.0, group: Group | None = None) -> T:
-    """Return the mean over all ranks of each number in ``values``, each rank's counting ``weight``.
+    """Return the mean over all ranks of each number in ``values``, with each rank's ``weight``.
 
-    With ``weight`` the number of rows (or tokens) that a rank's numbers are means over, the result is the mean over all
-    rows of all ranks, also where ranks have unequal numbers of them, or none (weight 0). A batch that counts nothing
+    If a rank's numbers are means over rows (or tokens), pass the number of rows as ``weight``: the result is the mean
+    over all rows of all ranks, even if ranks have unequal numbers of them, or none (weight 0). A padding batch
     (:func:`lockstep.batches`) has no weight here.
 
     Args:
-        values: A number, a tensor, or nested containers of them; of the same structure on every rank. Where the weight
-            is 0, what they are does not matter, NaN included.
-        weight: What this rank's numbers count: 0 or more.
+        values: A number, a tensor, or nested containers of them; of the same structure on every rank. They are ignored
+            if the weight is 0, even NaN.
+        weight: The weight of this rank's numbers: 0 or more.
         group: The ranks; the default group if None.
 
     Returns:
-        The same structure, the same on all ranks: a float for a number, a tensor of the same shape for a tensor (of
-        its dtype if that is floating, else float64). Sums are taken in float64, so means of whole numbers are exact as
-        long as their sums, times the weights, stay below 2**53.
+            The same structure and values on all ranks: a float for a number, a tensor of the same shape for a tensor
+            (of its dtype if that is floating, else float64). Sums are taken in float64, so means of whole numbers are
+            exact if their sums, times the weights, stay below 2**53.
 
     Communicates one all-reduce, of 66 numbers and one for each rank; a second one where there are more than 64. Waits
     for it.
 
     Raises:
-        AgreementError: Ranks pass other structures, shapes or names, on every rank.
-        OptionError: Something that is no number, a weight that is negative or not finite, or weights that are 0 on all
-            ranks, on every rank.
+        AgreementError: Structures, shapes or names differ between ranks; raised on every rank.
+        OptionError: A value is not a number, a weight is negative or not finite, or all weights are 0; raised on every
+            rank.
         CommunicationError: There is no group, or a rank does not answer.
 
     Example:
@@ -139,7 +139,7 @@ def _sum(values: Any, own: float, caller: str, decisions: Decisions) -> _Sums:
 
 
 class _Part(NamedTuple):
-    """A leaf: what it is, its numbers in float64, side by side, and the tensor that it was, if it was one."""
+    """A leaf: a description, its numbers in float64 as one flat tensor, and the original if it was a tensor."""
 
     kind: str
     values: Tensor
@@ -147,7 +147,7 @@ class _Part(NamedTuple):
     is_number: bool = True
 
     def like(self, values: Tensor) -> Any:
-        """Return the means as what the leaf was."""
+        """Return means in the type of the leaf."""
         if self.tensor is None:
             return values.item()
         dtype = self.tensor.dtype if self.tensor.is_floating_point() else torch.float64

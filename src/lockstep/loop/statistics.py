@@ -9,46 +9,48 @@ from typing import Any
 from torch.nn import Module
 
 from lockstep.distributed.comm.agreement import all_gather_object
+from lockstep.distributed.replication.reducer_replication import ReducerReplication
 from lockstep.distributed.replication.replication import replication_of
 from lockstep.phases import Statistics
 
 
 @dataclass(slots=True)
 class TrainingStatistics(Statistics):
-    """What a replicated module has done so far, on this rank.
+    """Counts and times of a replicated module on this rank so far.
 
-    ``calls`` and ``seconds`` are those of each phase: ``calls["collective"]`` counts collectives, ``seconds["wait"]``
-    is what backward waited for them.
+    ``calls`` and ``seconds`` are by phase: ``calls["collective"]`` is the number of collectives, ``seconds["wait"]``
+    the time that backward waited for them.
     """
 
     rounds: int = 0
-    """Backward passes that have synchronised."""
+    """Number of backward passes that have synchronised."""
     bytes_reduced: int = 0
-    """Bytes of this rank's gradients, buffers and reports that have gone into all-reduces."""
+    """Bytes of this rank's gradients, buffers and reports that were all-reduced."""
     exposed_seconds: float = 0.0
-    """How long backward has stood still for communication that nothing hid, the other ranks' lateness included."""
+    """Seconds that backward waited for communication, including the time until slower ranks arrived."""
     hidden_seconds: float = 0.0
-    """How long communication was under way while backward went on."""
+    """Seconds of communication while backward ran."""
     unused: list[str] = field(default_factory=list)
-    """Parameters that had no gradient on this rank in the last round, by name."""
+    """Names of the parameters without a gradient on this rank in the last round."""
     plan_changes: dict[str, int] = field(default_factory=dict)
-    """Why gradients were put into other buckets, and how often."""
+    """How often gradients were moved to other buckets, by reason."""
     waited: list[float] = field(default_factory=list)
-    """By rank, if all ranks were asked: their ``exposed_seconds``."""
+    """The ``exposed_seconds`` of each rank, if all ranks were asked."""
     own_seconds: list[float | None] = field(default_factory=list)
-    """By rank, if all ranks were asked: what the rank takes by itself for a round, from the end of one wait to the
-    beginning of the next, the median of its last 16 rounds. None before its second round."""
+    """The seconds of each rank's own work in a round, if all ranks were asked: from the end of one wait to the start of
+    the next, the median of its last 16 rounds. None before its second round."""
     own_seconds_before: list[float | None] = field(default_factory=list)
-    """The same in the rounds before those, up to 240; None if there were none."""
+    """The same for the rounds before those, up to 240; None if there were none."""
 
     @property
     def late_rank(self) -> int | None:
-        """The rank that has waited least, for which the others have waited; None if ranks were not asked."""
+        """The rank that has waited least, so that the others have waited for it; None if ranks were not asked."""
         return min(range(len(self.waited)), key=self.waited.__getitem__) if self.waited else None
 
     @property
     def slower_than_others(self) -> list[float | None]:
-        """By rank: ``own_seconds`` over the median of the other ranks'; 2.0 for a rank that takes twice as long."""
+        """By rank, ``own_seconds`` divided by the median of the other ranks'; 2.0 for a rank that takes twice as
+        long."""
         return [
             _ratio(own, [other for each, other in enumerate(self.own_seconds) if each != rank and other is not None])
             for rank, own in enumerate(self.own_seconds)
@@ -56,14 +58,14 @@ class TrainingStatistics(Statistics):
 
     @property
     def slower_than_before(self) -> list[float | None]:
-        """By rank: ``own_seconds`` over ``own_seconds_before``; 2.0 for a rank that now takes twice as long."""
+        """By rank, ``own_seconds`` divided by ``own_seconds_before``; 2.0 for a rank that now takes twice as long."""
         return [
             _ratio(own, [] if before is None else [before])
             for own, before in zip(self.own_seconds, self.own_seconds_before, strict=True)
         ]
 
     def as_dict(self) -> dict[str, Any]:
-        """Return everything as one dictionary, for a logger."""
+        """Return all fields and properties as one dictionary, for a logger."""
         return asdict(self) | {
             "late_rank": self.late_rank,
             "slower_than_others": self.slower_than_others,
@@ -71,21 +73,20 @@ class TrainingStatistics(Statistics):
         }
 
     def as_json(self) -> str:
-        """Return everything as one line of JSON."""
+        """Return all fields and properties as one line of JSON."""
         return json.dumps(self.as_dict())
 
 
 def statistics(module: Module, *, all_ranks: bool = False) -> TrainingStatistics:
-    """Return what a replicated module has done so far on this rank: rounds, bytes, communication that was hidden or
-    not.
+    """Return counts and times of a replicated module on this rank: rounds, bytes, hidden and exposed communication.
 
-    Always on: what is counted are plain numbers.
+    Always on: they are plain numbers.
 
     Args:
         module: A module from :func:`lockstep.replicate`, or a :class:`lockstep.DistributedDataParallel`.
-        all_ranks: Whether to ask all ranks how long they have waited, and how long they take by themselves; then every
-            rank has to call this. The rank that has waited least is the one for which the others have waited, since the
-            beginning; ``slower_than_others`` and ``slower_than_before`` are of the last 16 rounds.
+        all_ranks: If True, gather from all ranks how long they have waited, and how long their own work takes;
+            every rank must call this then. The rank that has waited least since the beginning is the one that the
+            others wait for; ``slower_than_others`` and ``slower_than_before`` are of the last 16 rounds.
 
     Communicates nothing; with ``all_ranks`` one all-gather of 128 bytes.
 
@@ -103,7 +104,8 @@ def statistics(module: Module, *, all_ranks: bool = False) -> TrainingStatistics
     Stands for: ``DistributedDataParallel._get_ddp_logging_data``.
     """
     replication = replication_of(module, "statistics")
-    phases, reducer = replication.statistics(), replication.reducer
+    phases = replication.statistics()
+    reducer = replication.reducer if isinstance(replication, ReducerReplication) else None
     found = TrainingStatistics(phases.calls, phases.seconds, exposed_seconds=phases.seconds.get("wait", 0.0))
     if reducer is None:
         return found
@@ -125,6 +127,6 @@ def statistics(module: Module, *, all_ranks: bool = False) -> TrainingStatistics
 
 
 def _ratio(own: float | None, others: Sequence[float]) -> float | None:
-    """Return a time over the median of others; None where either is not known."""
+    """Return a time divided by the median of others; None if either is unknown."""
     reference = median(others) if others else 0.0
     return own / reference if own is not None and reference else None

@@ -1,4 +1,4 @@
-"""``skip_batch()``, ``skip_on()``, ``should_stop()``, ``agree()``: what the loops of all ranks decide together."""
+"""``skip_batch()``, ``skip_on()``, ``should_stop()``, ``agree()``: decisions of the loops of all ranks."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -12,19 +12,19 @@ from lockstep.distributed.comm.collectives import Collectives, Group, resolve_gr
 from lockstep.distributed.comm.run_all import RunAll
 from lockstep.distributed.reduction.decisions import Decisions, decisions_of
 from lockstep.distributed.reduction.scheduler import GroupScheduler, scheduler_of
-from lockstep.distributed.replication.replication import replication_of
+from lockstep.distributed.replication.reducer_replication import rounds_of
 from lockstep.errors import CommunicationError, OptionError
 from lockstep.phases import Phases
 
 Request = Callable[[], object]
+_BY_ROUNDS = "batches(), skip_batch(), skip_on() and other functions that go by a module's rounds of gradients"
 
 
 def groups_of(modules: Sequence[Module], group: Group | None, caller: str) -> list[Group]:
-    """Return the groups that modules are replicated over, each once; ``group``, or the default group, if there are
-    none."""
+    """Return each group that modules are replicated over, once; without modules, ``group`` or the default group."""
     found: list[Group] = []
     for module in modules:
-        its = replication_of(module, caller).started_reducer.collectives.group
+        its = rounds_of(module, caller, _BY_ROUNDS).started_reducer.collectives.group
         if not any(its is each for each in found):
             found.append(its)
     if found and group is not None:
@@ -33,8 +33,10 @@ def groups_of(modules: Sequence[Module], group: Group | None, caller: str) -> li
 
 
 def known_group(group: Group | None) -> Group:
-    """Return the group, or the default group; raises :class:`CommunicationError` if there is none yet,
-    :class:`OptionError` for anything else."""
+    """Return the group, or the default group.
+
+    Raises :class:`CommunicationError` if there is none, and :class:`OptionError` for an object that is not a group.
+    """
     found = resolve_group(group)
     if found is not None and not isinstance(found, dist.ProcessGroup | Backend):
         raise OptionError(f"expected a process group, got {type(found).__name__}; leave it out for the default group")
@@ -58,34 +60,33 @@ def should_stop(group: Group | None = None) -> bool:
     """Return True if any rank has asked to stop: the same on all ranks at the same step.
 
     What ranks ask for travels with what they exchange over the group anyway: the report of each synchronising backward,
-    the lengths with which a loop over :func:`batches` begins, :func:`mean`, :func:`total` and :func:`agree`. So it is
-    heard in a warm-up and in an evaluation, too. Communicates nothing itself; waits for the last report where that
-    travels over an accelerator.
+    the lengths with which a loop over :func:`batches` begins, :func:`mean`, :func:`lockstep.loop.total` and
+    :func:`agree`. So it is heard in a warm-up and in an evaluation, too. Communicates nothing itself; waits for the
+    last report where that travels over an accelerator.
     """
     return decisions_of(known_group(group)).should_stop
 
 
 def skip_batch(*modules: Module, group: Group | None = None) -> None:
-    """Leave out the batch that this rank is at: no rank steps on it.
+    """Skip the current batch on all ranks: no rank steps on it.
 
-    Call it on the rank that cannot use its batch - its data are bad, its memory ran out - in place of what is left of
-    the batch. All other ranks come to the end of their backward, and have no gradients; there and here
-    :func:`skipped` is true until the next batch, and an optimizer's step changes nothing. What the rank had
-    contributed before, in earlier micro-batches under ``no_sync()``, is left out as well.
+    Call it on the rank that cannot use its batch (bad data, out of memory), instead of the rest of the batch. All other
+    ranks finish their backward, and have no gradients; on every rank :func:`skipped` is True until the next batch, and
+    an optimizer's step changes nothing. Gradients of earlier micro-batches under ``no_sync()`` are dropped as well.
 
-    Where backward has begun and failed, the other ranks know it, and raise :class:`PeerError`. So let all ranks catch
-    that, too, and call this, or use :func:`skip_on`, where nothing of the kind is needed.
+    If backward has begun and failed, the other ranks know, and raise :class:`PeerError`. So catch that on all ranks as
+    well, and call this; or use :func:`skip_on`, which needs neither.
 
     Args:
         modules: The replicated modules that the other ranks' backward goes through, if they are on other groups.
         group: The ranks; the default group if None.
 
-    Communicates what a backward does that has no gradients. Buffers (the statistics of batch normalisation) are what
-    each rank's forward has left, and become equal in the next backward.
+    Communicates as a backward without gradients does. Buffers (the statistics of batch normalisation) keep the values
+    of each rank's forward, and become equal in the next backward.
 
     Raises:
         PeerError: Other ranks are at another batch.
-        OptionError: No module takes part in rounds of the group: with shares there are none.
+        OptionError: No module takes part in rounds of the group; modules with shares have none.
         CommunicationError: There is no group, or a rank does not answer.
 
     Example:
@@ -103,7 +104,7 @@ def skip_batch(*modules: Module, group: Group | None = None) -> None:
         False
         True
 
-    Stands for: an ``all_reduce`` of a flag in each step, ahead of backward.
+    Stands for: an ``all_reduce`` of a flag in each step, before backward.
     """
     steps = RunAll()
     for scheduler in _schedulers(modules, group, "skip_batch"):
@@ -119,25 +120,24 @@ def skip_batch(*modules: Module, group: Group | None = None) -> None:
 
 
 def skipped(*modules: Module, group: Group | None = None) -> bool:
-    """Return True if any rank has left out this batch, so that all have: see :func:`skip_batch`. Communicates
-    nothing."""
+    """Return True if any rank has skipped this batch, and thereby all: see :func:`skip_batch`. Communicates nothing."""
     return any(decisions_of(each).skipped for each in groups_of(modules, group, "skipped"))
 
 
 @contextmanager
 def skip_on(*errors: type[BaseException], modules: Sequence[Module] = (), group: Group | None = None) -> Iterator[None]:
-    """Leave out a batch whose forward or backward raises one of ``errors`` on this rank; see :func:`skip_batch`.
+    """Skip a batch whose forward or backward raises one of ``errors`` on this rank; see :func:`skip_batch`.
 
-    Put forward and backward of a batch inside, on every rank, and ask :func:`skipped` after it. The exception goes no
-    further, and the other ranks see none. Buffers of the modules are on all ranks what they were before the batch.
+    Run forward and backward of a batch inside, on every rank, and call :func:`skipped` after it. The exception is
+    suppressed, and the other ranks see none. Buffers of the modules are restored on all ranks.
 
     Args:
         errors: Types of exceptions; ``torch.OutOfMemoryError`` if none are given.
         modules: The replicated modules that backward goes through, if they are on other groups.
         group: The ranks; the default group if None.
 
-    Communicates what :func:`skip_batch` does, and only when a batch is left out. Copies the buffers of all modules on
-    the group each time.
+    Communicates what :func:`skip_batch` does, and only if a batch is skipped. Copies the buffers of all modules on the
+    group each time.
 
     Example:
         >>> import torch, torch.distributed as dist, lockstep
@@ -169,7 +169,7 @@ def skip_on(*errors: type[BaseException], modules: Sequence[Module] = (), group:
 
 
 def agree(flag: object, group: Group | None = None) -> bool:
-    """Return True if ``flag`` is true on any rank; every rank calls it, and gets the same.
+    """Return True if ``flag`` is true on any rank; every rank calls it, and gets the same result.
 
     Communicates one all-reduce of two numbers, and waits for it.
 

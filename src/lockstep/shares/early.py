@@ -8,13 +8,15 @@ the end.
 from collections.abc import Collection
 
 from lockstep.shares.gradients import ShareGradients
-from lockstep.shares.share_exchange import Exchange
+from lockstep.shares.share_exchange import ShareExchange
 
 
 class EarlyBuckets:
     """Sends those buckets of ``exchange`` that may be sent early; they number parameters from the last to the first."""
 
-    def __init__(self, exchange: Exchange, gradients: ShareGradients, share: int, expected: Collection[int]) -> None:
+    def __init__(
+        self, exchange: ShareExchange, gradients: ShareGradients, share: int, expected: Collection[int]
+    ) -> None:
         self._exchange, self._gradients, self._share = exchange, gradients, share
         last = len(gradients.parameters) - 1
         leaving = exchange.plan.buckets[: exchange.plan.leave_early]

@@ -8,7 +8,8 @@ import torch
 
 from lockstep.errors import ShareError
 from lockstep.seeds import derive_seed
-from lockstep.shares.share_state import ShareWorld, Step
+from lockstep.shares.share_state import ShareWorld
+from lockstep.shares.share_step import Step
 from lockstep.shares.share_tree import shares_of
 
 Last = Literal["drop", "smaller"]
@@ -84,14 +85,14 @@ class GlobalBatch:
         return self._run()
 
     def _run(self) -> Iterator[Any]:
-        with self._world.steps(self._step) as opened:
-            for share in opened.own:
+        with self._world.under_way(self._step):
+            for share in self._own:
                 rows = self._load()
-                with opened.share(share):
+                with self._world.entered(share):
                     yield rows
             if self._again is not None:
                 rows = self._load()
-                with opened.share_again(self._again):
+                with self._world.entered(self._again, again=True):
                     yield rows
         self._done()
 

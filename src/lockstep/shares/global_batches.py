@@ -10,10 +10,10 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 
 from lockstep.distributed.comm.collectives import Group, resolve_group
 from lockstep.errors import OptionError
-from lockstep.shares.audit_plan import plan_audit
 from lockstep.shares.global_batch import LASTS, GlobalBatch, Last, batches_in, order_of, split
 from lockstep.shares.samples import SeededShares, ShareKey, as_it_is
-from lockstep.shares.share_state import ShareWorld, Step, check_shares, world_of
+from lockstep.shares.share_state import ShareWorld, check_shares, world_of
+from lockstep.shares.share_step import Step, plan_audit
 from lockstep.shares.share_tree import shares_of
 
 _DECIDED = ("batch_sampler", "sampler", "drop_last", "generator")

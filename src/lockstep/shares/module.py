@@ -3,27 +3,28 @@
 import logging
 from collections.abc import Sequence
 from math import nan
-from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lockstep.distributed.comm.collectives import Collectives
+from lockstep.distributed.comm.group_state import state_of
 from lockstep.distributed.reduction.decisions import decisions_of
+from lockstep.distributed.reduction.parameters import SlotSnapshot
+from lockstep.distributed.reduction.selection import Selection
 from lockstep.distributed.replication.replicate import Loss
 from lockstep.errors import CommunicationError, NotReplicableError, OptionError, ShareError
-from lockstep.shares.audit_plan import Audit, Evidence
 from lockstep.shares.early import EarlyBuckets
 from lockstep.shares.gradients import ShareGradients, Values
 from lockstep.shares.share_agreement import Agreement, Members
 from lockstep.shares.share_buffers import ShareBuffers
-from lockstep.shares.share_exchange import Exchange, with_buffers
+from lockstep.shares.share_exchange import ShareExchange, with_buffers
 from lockstep.shares.share_report import (
     EVALUATION,
     TRAINING,
     Head,
-    Report,
+    ShareReport,
     check_heads,
     check_modes,
     check_precision,
@@ -32,26 +33,37 @@ from lockstep.shares.share_report import (
     weights_of_all,
 )
 from lockstep.shares.share_settings import check_settings, precision_on, settings_of
-from lockstep.shares.share_state import ShareWorld, Step
+from lockstep.shares.share_step import Audit, Evidence, Step
 from lockstep.shares.share_tree import add_in_tree_order
 from lockstep.shares.spare import SpareMemory
 
 
-class Watch(Protocol):
+class _Watch:
     """Observes the replicated parameters and buffers of a module."""
 
-    @property
-    def alive(self) -> bool:
-        """True if the module still exists."""
+    def __init__(self, selection: Selection) -> None:
+        self._selection = selection
 
     def look(self) -> Members:
         """Return the present parameters and buffers."""
+        members = Members(self._selection.contents())
+        self._slots = SlotSnapshot([owner for _, owner in self._selection.owners()])
+        self._buffers = self._selection.buffers()
+        self._parameters = [parameter for _, parameter in members.parameters]
+        self._kinds = self._kinds_now()
+        return members
 
     def changed(self) -> bool:
         """Return True if they may have changed since the last look."""
+        return self._slots.changed() or self._buffers.changed() or self._kinds_now() != self._kinds
 
     def new_parameters(self) -> list[str]:
         """Return the names of parameters that have been added since the last look."""
+        known = set(map(id, self._parameters))
+        return [name for name, parameter in self._selection.contents().parameters if id(parameter) not in known]
+
+    def _kinds_now(self) -> list[tuple[bool, torch.dtype, torch.Size, torch.device]]:
+        return [(p.requires_grad, p.dtype, p.shape, p.device) for p in self._parameters]
 
 
 class ShareModule:
@@ -59,24 +71,30 @@ class ShareModule:
 
     def __init__(
         self,
-        watch: Watch,
-        world: ShareWorld,
+        selection: Selection,
         collectives: Collectives,
         shares: int,
         loss: Loss,
         compares_values: bool,
     ) -> None:
-        self._watch, self.world, self._collectives = watch, world, collectives
+        self._selection = selection
+        self._watch = _Watch(selection)
+        self._collectives = collectives
+        self._group_state = state_of(collectives.group)
         self._decisions = decisions_of(collectives.group)
-        self.number = world.joined
+        self.number = self._group_state.modules_with_shares
+        """The number of the module among those of the group, the same on every rank."""
         self.shares, self.loss = shares, loss
         self.steps = 0
         """Number of finished steps."""
         self._step: Step | None = None
+        self._share: int | None = None
+        self._is_auditing = False
+        """True if the share under way is computed for comparison only."""
         self._last_share: int | None = None
         self._is_finishing = self._has_reported = False
         self._may_overlap = True
-        self._exchange: Exchange | None = None
+        self._exchange: ShareExchange | None = None
         self._early: EarlyBuckets | None = None
         self._audit: Audit | None = None
         self._evidence: Evidence | None = None
@@ -84,7 +102,7 @@ class ShareModule:
         self._precisions: set[str] = set()
         self._modes = 0
         self._expected_precision: str | None = None
-        self._take(watch.look())
+        self._take(self._watch.look())
         self.agreement = Agreement(self._members, collectives, compares_values)
         self.settings = settings_of(self.devices)
 
@@ -98,27 +116,27 @@ class ShareModule:
 
     @property
     def alive(self) -> bool:
-        """See :class:`Participant`."""
-        return self._watch.alive
+        """True if the module still exists."""
+        return self._selection.alive
 
     @property
     def is_used(self) -> bool:
-        """See :class:`Participant`."""
+        """True if a share of this rank has used the module in the step under way."""
         return self._step is not None and (any(self._gradients.used) or self._buffers.is_used)
 
     @property
     def devices(self) -> set[torch.device]:
-        """See :class:`Participant`."""
+        """The devices of its parameters."""
         return {parameter.device for _, parameter in self._members.parameters}
 
     def has_parameter_of(self, optimizer: Optimizer) -> bool:
-        """See :class:`Participant`."""
+        """Return True if an optimizer has one of the module's parameters."""
         return any(id(parameter) in self._own for group in optimizer.param_groups for parameter in group["params"])
 
     # ------------------------------------------------------------------------- the phases of a step
 
     def open(self, step: Step, own: range) -> None:
-        """See :class:`Participant`."""
+        """Begin a step of which this rank computes the shares ``own``; raise if the module cannot take part."""
         self._step, self._exchange, self._early = step, None, None
         self._is_finishing = self._has_reported = False
         if self._watch.changed():
@@ -148,9 +166,13 @@ class ShareModule:
             self.settings, settings_of(self.devices), self._collectives.global_rank, "when the module was replicated"
         )
 
-    def enter(self, share: int, is_last: bool) -> None:
-        """See :class:`Participant`."""
+    def enter(self, share: int, is_last: bool, again: bool) -> None:
+        """Begin a share, which is this rank's last one, or is computed ``again``, for comparison only."""
+        self._share = share
+        self._is_auditing = again
         self._buffers.restore()
+        if again:
+            return
         self._gradients.enter()
         if is_last and self._exchange is not None and self._used_before is not None and self._overlaps:
             self._early = EarlyBuckets(self._exchange, self._gradients, share, self._used_before)
@@ -158,43 +180,48 @@ class ShareModule:
     @property
     def _overlaps(self) -> bool:
         """True if buckets may be sent before the ranks' reports."""
-        return self._may_overlap and self.world.joined == 1
+        return self._may_overlap and self._is_only_one
 
-    def leave(self, share: int) -> None:
-        """See :class:`Participant`."""
+    @property
+    def _is_only_one(self) -> bool:
+        """True if no other module has been replicated with shares over the group."""
+        return self._group_state.modules_with_shares == 1
+
+    def leave(self) -> None:
+        """End the share."""
+        share = self._share
+        self._share = None
+        assert share is not None
+        if self._is_auditing:
+            self._note(again=True)
+            self._gradients.drop()
+            self._buffers.forget()
+            return
         if self._audit is not None and share == self._audit.share:
             self._note(again=False)
-        if self._exchange is None:
-            self._gradients.add(share)
-        elif self._exchange.places:
+        if self._exchange is not None and self._exchange.places:
             self._gradients.add(share, self._exchange.place)
-        elif share == self._last_share:
+        elif self._exchange is not None and share == self._last_share:
             self._gradients.add_last(share)
         else:
             self._gradients.add(share)
         self._buffers.add(share)
-
-    def enter_again(self, share: int) -> None:
-        """See :class:`Participant`."""
-        self._buffers.restore()
-
-    def leave_again(self, share: int) -> None:
-        """See :class:`Participant`."""
-        self._note(again=True)
-        self._gradients.drop()
-        self._buffers.forget()
 
     def _note(self, again: bool) -> None:
         assert self._evidence is not None
         self._evidence.note([*self._gradients.now(), *self._buffers.now()], again)
 
     def abort(self) -> None:
-        """See :class:`Participant`. Tells the other ranks, which may be at the step's end, without waiting for them."""
-        step, self._step = self._step, None
+        """Drop the results of the shares: the step will not be finished.
+
+        Tells the other ranks, which may be at the step's end, without waiting for them.
+        """
+        step = self._step
+        self._step = self._share = None
         if step is None:
             return
         try:
-            is_awaited = self._is_finishing or self.world.joined == 1  # else ranks exchange their flags first
+            is_awaited = self._is_finishing or self._is_only_one  # else ranks exchange their flags first
             if self._collectives.world > 1 and is_awaited and not self._has_reported:
                 exchange = self._exchange or self.agreement.exchange(self._spare)
                 exchange.send_rest([], self._head(step)._replace(has_failed=True).to_row(), blocking=False)
@@ -206,7 +233,7 @@ class ShareModule:
             self._buffers.forget()
 
     def finish(self) -> None:
-        """See :class:`Participant`."""
+        """Add up the results of all ranks; all shares of this rank have ended."""
         step = self._step
         assert step is not None
         self._is_finishing = True
@@ -249,7 +276,7 @@ class ShareModule:
             rank = self._collectives.global_rank
             check_settings({"autocast": expected}, {"autocast": own}, rank, "when this run was saved")
 
-    def _reports_of_all(self, step: Step) -> tuple[list[Report], list[dict[int, Tensor]]]:
+    def _reports_of_all(self, step: Step) -> tuple[list[ShareReport], list[dict[int, Tensor]]]:
         """Send the rest; return the reports of the ranks, and the buffers that each has kept."""
         head = self._head(step)
         if self._collectives.world == 1:
@@ -272,10 +299,10 @@ class ShareModule:
             self._exchange = self.agreement.exchange(self._spare)
             report = self._report(head, step)
             rows = self._rows_of_all(self._exchange, report)
-        reports, kept = Report.of_rows(rows, report)
+        reports, kept = ShareReport.of_rows(rows, report)
         return reports, [self._buffers.split_kept(each, self.agreement.buffers.kept) for each in kept]
 
-    def _rows_of_all(self, exchange: Exchange, report: Report) -> Tensor:
+    def _rows_of_all(self, exchange: ShareExchange, report: ShareReport) -> Tensor:
         """Send partial sums and the report; return the rows of all ranks."""
         buffers = self.agreement.buffers
         sums = with_buffers(self._gradients.take_terms(), self._buffers.sums(buffers.averaged))
@@ -296,14 +323,14 @@ class ShareModule:
             differs=self._exchange is None,
         )
 
-    def _report(self, head: Head, step: Step) -> Report:
+    def _report(self, head: Head, step: Step) -> ShareReport:
         weights = [self._weights.get(share, nan) for share in range(step.count)]
         leaving = 0 if self._exchange is None else self._exchange.plan.leave_early
         late = [self._early is not None and number in self._early.late for number in range(leaving)]
-        return Report(head, weights, self._gradients.used, self._buffers.first_change, late)
+        return ShareReport(head, weights, self._gradients.used, self._buffers.first_change, late)
 
     def _receive(
-        self, exchange: Exchange, reports: Sequence[Report], used: Sequence[bool], averaged: Sequence[int]
+        self, exchange: ShareExchange, reports: Sequence[ShareReport], used: Sequence[bool], averaged: Sequence[int]
     ) -> tuple[Values, dict[int, Tensor]]:
         """Return the sums over all shares, of the gradients and of the buffers that travelled with them."""
         late = [any(column) for column in zip(*(report.late for report in reports), strict=True)]
@@ -314,7 +341,7 @@ class ShareModule:
         buffers = {number: sums[len(used) + place] for place, number in enumerate(averaged)}
         return [value if is_used else None for value, is_used in zip(total, used, strict=True)], buffers
 
-    def _divisor(self, step: Step, reports: Sequence[Report]) -> float:
+    def _divisor(self, step: Step, reports: Sequence[ShareReport]) -> float:
         weights = weights_of_all(reports)
         if weights is not None:
             return add_in_tree_order(weights) or 1.0
@@ -324,8 +351,8 @@ class ShareModule:
 
     def weigh(self, weight: float) -> None:
         """Add to the weight of the loss of the share under way."""
-        share = self._share("accumulate(model, weight=...)")
-        if self.world.is_auditing:
+        share = self._share_under_way("accumulate(model, weight=...)")
+        if self._is_auditing:
             return
         self._weights[share] = self._weights.get(share, 0.0) + weight
 
@@ -336,7 +363,7 @@ class ShareModule:
 
     def note_forward(self, training: bool) -> None:
         """Record that a forward begins, in training mode or not."""
-        if self._step is not None and self.world.share is not None and torch.is_grad_enabled():
+        if self._step is not None and self._share is not None and torch.is_grad_enabled():
             self._precisions.update(precision_on(device.type) for device in self.devices)
             self._modes |= TRAINING if training else EVALUATION
 
@@ -345,14 +372,14 @@ class ShareModule:
         self._expected_precision, self.steps = precision, steps
 
     def _arrived(self, number: int) -> None:
-        if self._step is None or self.world.share is None:
+        if self._step is None or self._share is None:
             name = self._gradients.names[number]
-            self._share(f"a backward pass has reached parameter {name}, which")
-        if self._early is not None and not self.world.is_auditing:
+            self._share_under_way(f"a backward pass has reached parameter {name}, which")
+        if self._early is not None and not self._is_auditing:
             self._early.arrived(number)
 
-    def _share(self, what: str) -> int:
-        share = self.world.share
+    def _share_under_way(self, what: str) -> int:
+        share = self._share
         if self._step is None or share is None:
             raise ShareError(
                 f"{what} belongs to a share, but none is under way: this module is replicated with "

@@ -18,16 +18,16 @@ from torch.nn import Parameter
 from lockstep.buckets import TensorSpec, dense_stride
 from lockstep.distributed.comm.agreement import Line, check_new_everywhere, check_same_on_all_ranks
 from lockstep.distributed.comm.collectives import Collectives
-from lockstep.distributed.reduction.buffers import Buffer, describe_buffer
-from lockstep.distributed.reduction.selection import Contents, describe_parameter
+from lockstep.distributed.reduction.buffers import Buffer
+from lockstep.distributed.reduction.selection import Contents
 from lockstep.distributed.reduction.values import PARAMETERS_AND_BUFFERS, ValueChecker, check_equal_values
 from lockstep.dtensors import local_part
 from lockstep.errors import AgreementError
 from lockstep.shares.gradients import sum_dtype
 from lockstep.shares.share_buffers import TravellingBuffers, specs_of
-from lockstep.shares.share_exchange import Exchange, ExchangePlan
-from lockstep.shares.share_report import HEAD_BYTES, Head, Report
-from lockstep.shares.share_state import Step
+from lockstep.shares.share_exchange import ExchangePlan, ShareExchange
+from lockstep.shares.share_report import HEAD_BYTES, Head, ShareReport
+from lockstep.shares.share_step import Step
 from lockstep.shares.spare import SpareMemory
 
 
@@ -44,12 +44,9 @@ class Members:
 
     def describe(self, before: "Members | None" = None) -> list[Line]:
         """Return the lines that must be the same on all ranks, whose members were ``before`` until now."""
-        earlier = {} if before is None else {id(parameter): name for name, parameter in before.parameters}
-        lines = [
-            describe_parameter(name, parameter, self._contents, trained=True, earlier=earlier)
-            for name, parameter in self.parameters
-        ]
-        return lines + [describe_buffer(buffer) for buffer in self.buffers]
+        return self._contents.describe(
+            {} if before is None else {id(parameter): name for name, parameter in before.parameters}
+        )
 
     def are(self, others: "Members") -> bool:
         """Return True if these are the same parameters and buffers, in the same places."""
@@ -101,9 +98,9 @@ class Agreement:
         """Return True if the ranks have agreed on a step of ``count`` shares of a module with these ``members``."""
         return count == self._agreed.shares and members.are(self._members)
 
-    def exchange(self, spare: SpareMemory) -> Exchange:
+    def exchange(self, spare: SpareMemory) -> ShareExchange:
         """Return the exchange of a step."""
-        return Exchange(self._agreed.plan, self._agreed.row_bytes, self._collectives, spare)
+        return ShareExchange(self._agreed.plan, self._agreed.row_bytes, self._collectives, spare)
 
     def expect(self, buffers: TravellingBuffers, count: int) -> None:
         """Set the buffers and the number of shares of the next step, which all ranks know."""
@@ -114,7 +111,7 @@ class Agreement:
         members = self._members
         averaged = specs_of([members.buffers[number] for number in buffers.averaged])
         plan = ExchangePlan(members.specs, averaged, count, self._collectives)
-        row_bytes = Report.row_bytes(count, len(members.trained), len(members.buffers), plan.leave_early)
+        row_bytes = ShareReport.row_bytes(count, len(members.trained), len(members.buffers), plan.leave_early)
         kept = sum(members.buffers[number].nbytes for number in buffers.kept)
         return _Agreed(count, buffers, plan, row_bytes + kept)
 

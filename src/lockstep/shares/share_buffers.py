@@ -20,9 +20,9 @@ from lockstep.digests import Digests
 from lockstep.distributed.comm.collectives import Collectives
 from lockstep.distributed.reduction.buffers import Buffer, assign_all
 from lockstep.shares.gradients import Values, sum_dtype
-from lockstep.shares.share_exchange import Exchange, ExchangePlan
+from lockstep.shares.share_exchange import ExchangePlan, ShareExchange
 from lockstep.shares.share_report import number_of
-from lockstep.shares.share_tree import Node, PartialSums, add_up
+from lockstep.shares.share_tree import PartialSums, ShareNode, add_up
 from lockstep.shares.spare import SpareMemory
 
 UNCHANGED = -1
@@ -121,7 +121,7 @@ class ShareBuffers:
         self._sums.add(share, leaf)
 
     @torch.no_grad()
-    def _merge(self, left_node: Node, left: Values, right_node: Node, right: Values) -> Values:
+    def _merge(self, left_node: ShareNode, left: Values, right_node: ShareNode, right: Values) -> Values:
         merged: Values = []
         for number, (a, b) in enumerate(zip(left, right, strict=True)):
             if a is None and b is None:
@@ -131,7 +131,7 @@ class ShareBuffers:
                 merged.append(a.add_(self._as_at_start(number, right_node) if b is None else b))
         return merged
 
-    def _as_at_start(self, number: int, node: Node) -> Tensor:
+    def _as_at_start(self, number: int, node: ShareNode) -> Tensor:
         """Return the sum of a node's shares that have not changed a buffer, added in the tree's order."""
         start = self._start[number]
         assert start is not None
@@ -209,7 +209,7 @@ class ShareBuffers:
             pairs = list(zip(nodes, sums, strict=True))
             return add_up(pairs, self._count, lambda a, b: [x.add_(y) for x, y in zip(a, b, strict=True)]) or []
         plan = ExchangePlan([], specs_of([self.buffers[number] for number in numbers]), self._count, collectives)
-        exchange = Exchange(plan, 0, collectives, SpareMemory())
+        exchange = ShareExchange(plan, 0, collectives, SpareMemory())
         exchange.send_rest(
             [[[*values]] for values in sums], torch.empty(0, dtype=torch.uint8, device="cpu"), blocking=True
         )

@@ -78,7 +78,7 @@ def with_buffers(gradients: list[Terms], buffers: Sequence[Sequence[Tensor]]) ->
     return gradients
 
 
-class Exchange:
+class ShareExchange:
     """Adds up the partial sums of all ranks in one step, and gives all ranks rows of ``row_bytes`` bytes.
 
     ``spare`` takes the memory of partial sums that have been sent.

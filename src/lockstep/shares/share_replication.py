@@ -2,23 +2,21 @@
 
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from typing import Any, NoReturn, get_args
+from typing import Any, get_args
 
 import torch
-from torch.nn import Module, Parameter
+from torch.nn import Module
 
-from lockstep.distributed.comm.agreement import Line
-from lockstep.distributed.comm.collectives import Collectives, resolve_group
-from lockstep.distributed.reduction.parameters import SlotSnapshot
-from lockstep.distributed.reduction.selection import Selection
-from lockstep.distributed.replication.options import Options, input_device, move_to
+from lockstep.distributed.comm.agreement import Line, check_same_on_all_ranks
+from lockstep.distributed.comm.collectives import Collectives, Group, resolve_group
+from lockstep.distributed.reduction.selection import Contents
+from lockstep.distributed.replication.options import Options
 from lockstep.distributed.replication.replicate import Loss, replicate_shares_with
 from lockstep.distributed.replication.replication import Replication
-from lockstep.errors import NotReplicableError, OptionError
+from lockstep.errors import CommunicationError, NotReplicableError, OptionError
 from lockstep.shares.module import ShareModule
-from lockstep.shares.share_agreement import Members
 from lockstep.shares.share_settings import check_settings, describe_settings, settings_of
-from lockstep.shares.share_state import check_shares, world_of
+from lockstep.shares.share_state import ShareWorld, check_shares, world_of
 
 
 class ShareReplication(Replication):
@@ -35,105 +33,85 @@ class ShareReplication(Replication):
         self._shares = check_shares(shares, None if group is None else group.size(), "replicate()")
         self._loss = loss
         self._module: ShareModule | None = None
+        self._world: ShareWorld | None = None
+        """Kept for as long as the module has this."""
 
     @property
     def ready(self) -> bool:
-        """True if gradients are synchronised already."""
+        """See :class:`Replication`."""
         return self._module is not None
 
-    def _without_group(self) -> str:
-        return (
-            "a module that is replicated with shares was used before there is a process group; call "
-            "torch.distributed.init_process_group() first, also for one process, or pass process_group"
-        )
+    def _group_to_start_with(self) -> Group:
+        group = resolve_group(self.options.group)
+        if group is None:
+            raise CommunicationError(
+                "a module that is replicated with shares was used before there is a process group; call "
+                "torch.distributed.init_process_group() first, also for one process, or pass process_group"
+            )
+        check_shares(self._shares, group.size(), "replicate()")
+        return group
 
-    def _start(self, collectives: Collectives) -> None:
-        check_shares(self._shares, collectives.world, "replicate()")
-        world = world_of(collectives.group)
-        contents, failure = self._contents()
-        if self.options.init_sync:
-            devices = {parameter.device for _, parameter in contents.parameters}
-            lines = [
-                Line("shares", f"{self._shares}, loss {self._loss!r}"),
-                Line("modules that are replicated with shares before", str(world.joined)),
-                *describe_settings(settings_of(devices)),
-                *Members(contents).describe(),
-            ]
-            self._compare(lines, collectives, (), failure)
-        if failure is not None:
-            raise failure
-        if self.options.init_sync:
-            self._make_equal(contents, collectives)
-        self._module = ShareModule(
-            _Watch(self._selection), world, collectives, self._shares, self._loss, self.options.init_sync
-        )
-        world.join(self._module)
-        if self._restored is not None:
-            self.restore(self._restored)
+    def _agree(self, contents: Contents, collectives: Collectives, error: str) -> None:
+        devices = {parameter.device for _, parameter in contents.parameters}
+        lines = [
+            Line("shares", f"{self._shares}, loss {self._loss!r}"),
+            Line("modules that are replicated with shares before", str(world_of(collectives.group).joined)),
+            *describe_settings(settings_of(devices)),
+            *contents.describe(),
+        ]
+        check_same_on_all_ranks(lines, collectives, error=error)
+
+    def _synchronise(self, contents: Contents, collectives: Collectives) -> None:
+        module = ShareModule(self._selection, collectives, self._shares, self._loss, self.options.init_sync)
+        self._world = world_of(collectives.group)
+        self._module = module
+        self._world.join(module)
 
     # ------------------------------------------------------------------------------------- forward
 
     def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Get ready if necessary; move inputs to the device of the options."""
+        """See :class:`Replication`."""
         if self._module is None:
             self._start_at_forward()
         if self._module is not None and not torch.compiler.is_compiling():
             self._module.note_forward(self._selection.module.training)
-        device = input_device(self.options)
-        if device is not None:
-            args, kwargs = move_to(args, device), move_to(kwargs, device)
-        return args, kwargs
+        return self._moved(args, kwargs) if self._moves_inputs else (args, kwargs)
 
     def after_forward(self, outputs: Any) -> None:
         """Do nothing: it is known to which share a backward belongs."""
 
     # ------------------------------------------------------------------------------------- methods
 
-    def no_sync(self) -> NoReturn:
-        """Raise: a share's gradients always belong to its step."""
-        self._refuse("no_sync()")
-
-    @contextmanager
-    def synchronising(self, required: bool) -> Iterator[None]:
-        """Raise if that asks for gradients that are not synchronised."""
-        self.set_requires_gradient_sync(required)
-        yield
-
-    def set_requires_gradient_sync(self, required: bool) -> None:
-        """Raise if that asks for gradients that are not synchronised."""
-        if not required:
-            self._refuse("no_sync(), set_requires_gradient_sync(False) and accumulate(last=False)")
-
-    def register_comm_hook(self, state: Any, hook: Any) -> None:
-        """Raise: hooks would see partial sums."""
-        self._refuse("register_comm_hook()")
-
-    @property
-    def started_reducer(self) -> NoReturn:
-        """Refused: with shares there are no rounds for skip_batch(), batches() and the like."""
-        self._refuse("batches(), skip_batch(), skip_on() and other functions that go by a module's rounds of gradients")
-
-    def _refuse(self, what: str) -> NoReturn:
+    def check_rounds(self, what: str) -> None:
+        """Raise: there are no rounds, and a share's gradients always belong to its step."""
         raise OptionError(
             f"{what}: this module is replicated with shares={self._shares}, whose gradients are put together when the "
             "loop over a batch's shares has ended. Backward passes inside of one share add up; for gradients beside "
             "training use torch.autograd.grad"
         )
 
+    def set_requires_gradient_sync(self, required: bool) -> None:
+        """Raise if that asks for gradients that are not synchronised."""
+        if not required:
+            self.check_rounds("no_sync(), set_requires_gradient_sync(False) and accumulate(last=False)")
+
     @contextmanager
-    def weighing(self, weight: float | None) -> Iterator[None]:
+    def accumulating(self, last: bool, weight: float | None) -> Iterator[None]:
         """Add a weight to the loss of the share under way, if one is given."""
+        self.set_requires_gradient_sync(last)
         if weight is not None:
             self._started.weigh(weight)
         yield
 
     def watch_values(self, every: int) -> None:
-        """Compare values in every ``every``-th step from now on, or in none if it is 0; all ranks must."""
+        """See :class:`Replication`."""
         self._started.agreement.watch_values(every)
 
     def audit(self, every: int | None) -> None:
         """See :func:`lockstep.shares.audit`."""
-        self._started.world.audit(every)
+        if self._module is None:
+            self.start()
+        world_of(self.group).audits_every = every
 
     @property
     def _started(self) -> ShareModule:
@@ -188,36 +166,6 @@ def _check_options(options: Options) -> None:
             raise OptionError(
                 f"replicate() got {name}={getattr(options, name)!r} beside shares, which decide it: leave it out"
             )
-
-
-class _Watch:
-    """Observes the replicated parameters and buffers of a module."""
-
-    def __init__(self, selection: Selection) -> None:
-        self._selection = selection
-        self._parameters: list[Parameter] = []
-
-    @property
-    def alive(self) -> bool:
-        return self._selection.alive
-
-    def look(self) -> Members:
-        members = Members(self._selection.contents())
-        self._slots = SlotSnapshot([owner for _, owner in self._selection.owners()])
-        self._buffers = self._selection.buffers()
-        self._parameters = [parameter for _, parameter in members.parameters]
-        self._kinds = self._kinds_now()
-        return members
-
-    def changed(self) -> bool:
-        return self._slots.changed() or self._buffers.changed() or self._kinds_now() != self._kinds
-
-    def new_parameters(self) -> list[str]:
-        known = set(map(id, self._parameters))
-        return [name for name, parameter in self._selection.contents().parameters if id(parameter) not in known]
-
-    def _kinds_now(self) -> list[tuple[bool, torch.dtype, torch.Size, torch.device]]:
-        return [(p.requires_grad, p.dtype, p.shape, p.device) for p in self._parameters]
 
 
 replicate_shares_with(ShareReplication)

@@ -19,7 +19,7 @@ from lockstep.distributed.reduction.decisions import LoopVerdict
 from lockstep.distributed.reduction.status import Part, Status
 from lockstep.distributed.reduction.verdict import judge_loops
 from lockstep.errors import AgreementError, OptionError, PeerError
-from lockstep.shares.share_state import Step
+from lockstep.shares.share_step import Step
 
 TRAINING, EVALUATION = 1, 2
 
@@ -66,7 +66,7 @@ HEAD_BYTES = 8 * len(Head._fields)
 
 
 @dataclass(frozen=True)
-class Report:
+class ShareReport:
     """One rank's report of a step."""
 
     head: Head
@@ -174,7 +174,7 @@ def loops_of(heads: Sequence[Head]) -> LoopVerdict:
     return judge_loops([Status(part=parts[head.skips], stops=head.stops, ends=head.ends) for head in heads])
 
 
-def weights_of_all(reports: Sequence[Report]) -> list[float] | None:
+def weights_of_all(reports: Sequence[ShareReport]) -> list[float] | None:
     """Return the weight of each share, None if none was given; raise :class:`OptionError` if only some were."""
     columns = zip(*(report.weights for report in reports), strict=True)
     given = [[weight for weight in column if not isnan(weight)] for column in columns]

@@ -8,9 +8,8 @@ ends: then gradients are put together. One that is left in between is aborted: i
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,104 +17,18 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lockstep.compiler import outside_compiler
-from lockstep.distributed.comm.agreement import Line
 from lockstep.distributed.comm.collectives import Collectives, Group, Pending
 from lockstep.distributed.comm.group_state import shared_object, shared_objects, state_of
 from lockstep.distributed.reduction.decisions import decisions_of
 from lockstep.errors import CommunicationError, OptionError, PeerError, ShareError
 from lockstep.phases import Phases
 from lockstep.seeds import derive_seed
-from lockstep.shares.audit_plan import Audit
-from lockstep.shares.share_streams import random_streams
+from lockstep.shares.module import ShareModule
+from lockstep.shares.share_step import Step
+from lockstep.shares.share_streams import Seed, random_streams
 from lockstep.shares.share_tree import shares_of
 
 _USED, _FAILED = 1, 2
-
-
-@dataclass(frozen=True)
-class Step:
-    """One step of the whole world."""
-
-    seed: int
-    epoch: int
-    batch: int
-    rows: tuple[int, ...]
-    """Number of rows of each share; no share is empty."""
-    shares: int
-    """Number of shares of a step that has enough rows."""
-    next_count: int
-    """Number of shares of the next step, if batches are used in order."""
-    samples: int
-    """Number of samples of the data set."""
-    is_shuffled: bool
-    """True if each epoch has an order of its own."""
-    audit: Audit | None = None
-    """The share that is computed a second time, if any."""
-
-    @property
-    def count(self) -> int:
-        """The number of shares of this step."""
-        return len(self.rows)
-
-    def __str__(self) -> str:
-        return f"batch {self.batch} of epoch {self.epoch}"
-
-    def describe(self) -> list[Line]:
-        """Return the lines that must be the same on all ranks."""
-        return [
-            Line("epoch", str(self.epoch)),
-            Line("batch of the epoch", str(self.batch)),
-            Line("seed of the batches", str(self.seed)),
-            Line("length of the data set", str(self.samples)),
-            Line("order of the data set", "shuffled" if self.is_shuffled else "as it is"),
-            Line("shares of the batches", str(self.shares)),
-            Line("rows in each share", ", ".join(map(str, self.rows))),
-            Line("shares of the next batch", str(self.next_count)),
-            Line("audit", str(self.audit)),
-        ]
-
-
-class Participant(Protocol):
-    """A module whose gradients a step adds up."""
-
-    number: int
-    """The number of the module among those of the group, the same on every rank."""
-
-    @property
-    def alive(self) -> bool:
-        """True if the module still exists."""
-
-    @property
-    def devices(self) -> set[torch.device]:
-        """The devices of its parameters."""
-
-    @property
-    def is_used(self) -> bool:
-        """True if a share of this rank has used the module in the step under way."""
-
-    def open(self, step: Step, own: range) -> None:
-        """Begin a step of which this rank computes the shares ``own``; raise if the module cannot take part."""
-
-    def enter(self, share: int, is_last: bool) -> None:
-        """Begin a share."""
-
-    def leave(self, share: int) -> None:
-        """End a share."""
-
-    def finish(self) -> None:
-        """Add up the results of all ranks; all shares of this rank have ended."""
-
-    def enter_again(self, share: int) -> None:
-        """Begin a share that is computed for comparison only."""
-
-    def leave_again(self, share: int) -> None:
-        """End a share that was computed for comparison only."""
-
-    def abort(self) -> None:
-        """Drop the results of the shares: the step will not be finished."""
-
-    def has_parameter_of(self, optimizer: Optimizer) -> bool:
-        """Return True if an optimizer has one of the module's parameters."""
 
 
 class ShareWorld:
@@ -131,9 +44,10 @@ class ShareWorld:
         """True if the share under way is computed for comparison only."""
         self.audits_every: int | None = None
         self._own = range(0)
+        self._seed: Seed | None = None
         self._broken: Step | None = None
         self._has_sent_flags = False
-        self._participants: list[weakref.ref[Participant]] = []
+        self._modules: list[weakref.ref[ShareModule]] = []
         self._collectives: Collectives | None = None
         self._decisions = None if group is None else decisions_of(group)
         self._state = state_of(group)
@@ -144,44 +58,46 @@ class ShareWorld:
         return self._state.modules_with_shares
 
     @property
-    def participants(self) -> list[Participant]:
+    def modules(self) -> list[ShareModule]:
         """The modules that still exist, in the order in which they were replicated."""
-        found = [(link, each) for link in self._participants if (each := link()) is not None and each.alive]
-        self._participants = [link for link, _ in found]
+        found = [(link, each) for link in self._modules if (each := link()) is not None and each.alive]
+        self._modules = [link for link, _ in found]
         return [each for _, each in found]
 
-    def join(self, participant: Participant) -> None:
+    def join(self, module: ShareModule) -> None:
         """Let a module take part from now on, also in the share under way."""
-        self._participants.append(weakref.ref(participant))
+        self._modules.append(weakref.ref(module))
         self._state.modules_with_shares += 1
         if self.step is not None:
-            participant.open(self.step, self._own)
+            module.open(self.step, self._own)
             if self.share is not None:
-                participant.enter(self.share, self.share == self._own[-1])
+                self._enter(module, self.share)
 
     @contextmanager
-    def steps(self, step: Step) -> Iterator["OpenStep"]:
+    def under_way(self, step: Step) -> Iterator[None]:
         """Run a step in the block, and finish it at the end; abort it if the block is left early."""
         if self.step is not None:
             raise ShareError(
                 f"{step} was begun while {self.step} is under way; run all shares of one batch before the next is begun"
             )
-        self._own, self._broken, self._has_sent_flags = shares_of(self.rank, self.size, step.count), None, False
-        devices = {device for each in self.participants for device in each.devices}
+        self._own = shares_of(self.rank, self.size, step.count)
+        self._broken = None
+        self._has_sent_flags = False
+        devices = {device for each in self.modules for device in each.devices}
         try:
-            with random_streams(devices) as seed:
+            with random_streams(devices) as self._seed:
                 self.step = step
-                for each in self.participants:
+                for each in self.modules:
                     each.open(step, self._own)
-                yield OpenStep(self, step, self._own, seed)
+                yield
             for each in self._used_on_any_rank():
                 each.finish()
-            for each in self.participants:
+            for each in self.modules:
                 each.abort()  # modules that no rank has used
         except BaseException:
             self._broken = step
             self._tell_failure()
-            for each in self.participants:
+            for each in self.modules:
                 each.abort()
             raise
         finally:
@@ -189,46 +105,42 @@ class ShareWorld:
             self.is_auditing = False
 
     @contextmanager
-    def entered(self, share: int) -> Iterator[None]:
-        """Run one share of the step under way in the block."""
-        self.share = share
-        for each in self.participants:
-            each.enter(share, share == self._own[-1])
-        with self._inside(share):
-            yield
-        for each in self.participants:
-            each.leave(share)
-        self.share = None
+    def entered(self, share: int, *, again: bool = False) -> Iterator[None]:
+        """Run one share of the step under way in the block: backward belongs to it, and random numbers are its own.
 
-    @contextmanager
-    def entered_again(self, share: int) -> Iterator[None]:
-        """Run one share of the step under way in the block, for comparison only."""
-        self.share, self.is_auditing = share, True
-        for each in self.participants:
-            each.enter_again(share)
+        ``again``: it is computed for comparison only.
+        """
+        step = self.step
+        assert step is not None
+        assert self._seed is not None
+        self._seed(derive_seed(step.seed, "share", step.epoch, step.batch, share))
+        self.share = share
+        self.is_auditing = again
+        for each in self.modules:
+            self._enter(each, share)
         with self._inside(share):
             yield
-        for each in self.participants:
-            each.leave_again(share)
-        self.share, self.is_auditing = None, False
+        for each in self.modules:
+            each.leave()
+        self.share = None
+        self.is_auditing = False
+
+    def _enter(self, module: ShareModule, share: int) -> None:
+        module.enter(share, not self.is_auditing and share == self._own[-1], self.is_auditing)
 
     def _inside(self, share: int) -> AbstractContextManager[None]:
         """Return a block in which modules of the group that are replicated without shares must not synchronise."""
         return nullcontext() if self._decisions is None else self._decisions.inside_share(share)
 
-    def audit(self, every: int | None) -> None:
-        """Compute one share again in one of ``every`` steps; None: in no step."""
-        self.audits_every = every
-
-    def _used_on_any_rank(self) -> list[Participant]:
+    def _used_on_any_rank(self) -> list[ShareModule]:
         """Return the modules whose gradients are to be added up, the same on every rank.
 
         If there has only been one, it is that one. Otherwise ranks exchange flags: a module that was dropped may live
         on for a while on some ranks.
         """
         if self.size == 1 or self.joined < 2:
-            return self.participants
-        by_number = {each.number: each for each in self.participants}
+            return self.modules
+        by_number = {each.number: each for each in self.modules}
         collectives, gathered, pending = self._send_flags([n for n, each in by_number.items() if each.is_used], _USED)
         self._has_sent_flags = True
         pending.wait()
@@ -266,7 +178,7 @@ class ShareWorld:
     def check_before_optimizer(self, optimizer: Optimizer) -> None:
         """Raise if an optimizer's step would use gradients of a step that is not finished."""
         step = self.step or self._broken
-        if step is None or not any(each.has_parameter_of(optimizer) for each in self.participants):
+        if step is None or not any(each.has_parameter_of(optimizer) for each in self.modules):
             return
         if self.step is not None:
             where = "between its shares" if self.share is None else f"inside of its share {self.share}"
@@ -279,33 +191,6 @@ class ShareWorld:
             "error), so its gradients are not there; run the loop over a batch's shares to its end on every rank, or "
             "leave out the optimizer's step, too"
         )
-
-
-class OpenStep:
-    """A step under way."""
-
-    def __init__(self, world: ShareWorld, step: Step, own: range, seed: Any) -> None:
-        self._world, self._step, self._seed = world, step, seed
-        self.own = own
-        """The shares that this rank computes."""
-
-    @contextmanager
-    def share(self, share: int) -> Iterator[None]:
-        """Run a share in the block: backward belongs to it, and random numbers are its own."""
-        self._seed_for(share)
-        with self._world.entered(share):
-            yield
-
-    @contextmanager
-    def share_again(self, share: int) -> Iterator[None]:
-        """Run a share in the block that is computed for comparison only."""
-        self._seed_for(share)
-        with self._world.entered_again(share):
-            yield
-
-    def _seed_for(self, share: int) -> None:
-        step = self._step
-        self._seed(derive_seed(step.seed, "share", step.epoch, step.batch, share))
 
 
 # -------------------------------------------------------------------------------- which group has which

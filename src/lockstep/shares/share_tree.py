@@ -14,21 +14,21 @@ from typing import Generic, NamedTuple, TypeVar
 T = TypeVar("T")
 
 
-class Node(NamedTuple):
+class ShareNode(NamedTuple):
     """A sum of neighbouring shares."""
 
     level: int
     place: int
 
     @property
-    def parent(self) -> "Node":
+    def parent(self) -> "ShareNode":
         """The node of which this node is a half."""
-        return Node(self.level + 1, self.place // 2)
+        return ShareNode(self.level + 1, self.place // 2)
 
     @property
-    def halves(self) -> "tuple[Node, Node]":
+    def halves(self) -> "tuple[ShareNode, ShareNode]":
         """The two nodes whose sum is this node."""
-        return Node(self.level - 1, 2 * self.place), Node(self.level - 1, 2 * self.place + 1)
+        return ShareNode(self.level - 1, 2 * self.place), ShareNode(self.level - 1, 2 * self.place + 1)
 
     @property
     def first(self) -> int:
@@ -44,7 +44,7 @@ def shares_of(rank: int, world: int, shares: int) -> range:
     return range(first, first + each + (rank < more))
 
 
-def nodes_of(own: range) -> list[Node]:
+def nodes_of(own: range) -> list[ShareNode]:
     """Return the partial sums that remain when these shares have been added, in share order."""
     sums = PartialSums[None](lambda *_: None)
     for share in own:
@@ -59,14 +59,14 @@ class PartialSums(Generic[T]):
     are at most ``log2(n) + 1`` values, if the first share's number is a multiple of a power of two not below ``n``.
     """
 
-    def __init__(self, merge: Callable[[Node, T, Node, T], T]) -> None:
+    def __init__(self, merge: Callable[[ShareNode, T, ShareNode, T], T]) -> None:
         self._merge = merge
-        self.sums: list[tuple[Node, T]] = []
+        self.sums: list[tuple[ShareNode, T]] = []
         """The sums that are not part of a larger one yet, in share order."""
 
     def add(self, share: int, value: T) -> None:
         """Add the value of the next share."""
-        node = Node(0, share)
+        node = ShareNode(0, share)
         while node.place % 2 and self.sums and self.sums[-1][0].parent == node.parent:
             left, left_value = self.sums.pop()
             value = self._merge(left, left_value, node, value)
@@ -76,20 +76,20 @@ class PartialSums(Generic[T]):
     def terms_with(self, share: int, value: T) -> list[list[T]]:
         """Return :attr:`sums` as they would be after :meth:`add`, each as terms of which each is to be added to the sum
         of all after it. Nothing is added."""
-        node, rest, terms = Node(0, share), list(self.sums), [value]
+        node, rest, terms = ShareNode(0, share), list(self.sums), [value]
         while node.place % 2 and rest and rest[-1][0].parent == node.parent:
             terms.insert(0, rest.pop()[1])
             node = node.parent
         return [*([each] for _, each in rest), terms]
 
 
-def plan_additions(nodes: Sequence[Node], shares: int) -> list[tuple[int, int]]:
+def plan_additions(nodes: Sequence[ShareNode], shares: int) -> list[tuple[int, int]]:
     """Return how to add up the ``nodes`` of all ranks, in share order, as pairs of list indices: the second node of a
     pair is to be added to the first. The whole sum is then at index 0."""
     places = {node: place for place, node in enumerate(nodes)}
     steps: list[tuple[int, int]] = []
 
-    def place_of(node: Node) -> int:
+    def place_of(node: ShareNode) -> int:
         if node in places:
             return places[node]
         left, right = node.halves
@@ -99,11 +99,11 @@ def plan_additions(nodes: Sequence[Node], shares: int) -> list[tuple[int, int]]:
         return place
 
     if nodes:
-        place_of(Node(max(0, (shares - 1).bit_length()), 0))
+        place_of(ShareNode(max(0, (shares - 1).bit_length()), 0))
     return steps
 
 
-def add_up(sums: Sequence[tuple[Node, T]], shares: int, add: Callable[[T, T], T]) -> T | None:
+def add_up(sums: Sequence[tuple[ShareNode, T]], shares: int, add: Callable[[T, T], T]) -> T | None:
     """Return the sum over all shares, from partial sums that are all on one rank; None if there are none."""
     values = [value for _, value in sums]
     for into, place in plan_additions([node for node, _ in sums], shares):
@@ -113,5 +113,5 @@ def add_up(sums: Sequence[tuple[Node, T]], shares: int, add: Callable[[T, T], T]
 
 def add_in_tree_order(numbers: Sequence[float]) -> float:
     """Return the sum of one number per share."""
-    leaves = [(Node(0, share), number) for share, number in enumerate(numbers)]
+    leaves = [(ShareNode(0, share), number) for share, number in enumerate(numbers)]
     return add_up(leaves, len(leaves), float.__add__) or 0.0

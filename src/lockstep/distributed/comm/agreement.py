@@ -1,12 +1,12 @@
-"""Exchanges small facts among the ranks, and compares what they have before any data moves.
+"""Exchanges small objects between the ranks, and compares their modules before any data moves.
 
-:func:`all_gather_object` is the one way in which ranks tell each other small things: values that JSON has. It takes one
-collective of fixed size where they are short, or the same on all ranks, and bounded memory otherwise.
+:func:`all_gather_object` exchanges JSON values. It takes one collective of fixed size if the values are short or equal
+on all ranks, and bounded memory otherwise.
 
-Ranks describe what they are about to replicate, line by line: options, parameters, buffers. They compare digests of the
-descriptions; only if they differ are two of the descriptions themselves sent, and every rank raises the same error,
-which names the rank, the line and both values. A rank that cannot even describe its module sends its error instead, so
-nobody waits for it.
+Ranks describe the module that they are about to replicate in lines: options, parameters, buffers. They compare digests
+of these descriptions; only if the digests differ, two descriptions are sent, and every rank raises the same error,
+which names the rank, the line and both values. A rank that cannot describe its module sends its error instead, so that
+no rank waits for it.
 """
 
 import json
@@ -24,16 +24,16 @@ from lockstep.dtensors import local_part
 from lockstep.errors import AgreementError
 
 _LENGTH_BYTES, _TEXT_BYTES = 8, 120
-"""What a rank sends first: the length of its text, and the text; or the text's digest, if it is longer."""
+"""Sizes in a rank's first message: the length of its text, and the text, or its digest if it is longer."""
 _BYTES_AT_ONCE = 4 << 20
-"""How much of long texts is sent at once, of all ranks together."""
+"""Bytes of long texts sent at once, of all ranks together."""
 
 
 def all_gather_object(value: Any, what: str, collectives: Collectives) -> list[Any]:
-    """Return the values of all ranks, in rank order; ranks that have the same may have one object.
+    """Return the values of all ranks, in rank order; equal values may be one object.
 
-    Communicates one all-gather of 128 bytes from each rank. If ranks have different values, and some are longer, their
-    texts follow in all-gathers of 4 MiB in all; each rank keeps one of those that are equal.
+    Communicates one all-gather of 128 bytes from each rank. If values differ and some are longer, all-gathers of the
+    texts follow, 4 MiB of all ranks together each; a rank keeps one copy of equal texts.
     """
     text = json.dumps(value)
     data = text.encode()
@@ -49,13 +49,13 @@ def all_gather_object(value: Any, what: str, collectives: Collectives) -> list[A
 
 
 def objects_of(ranks: Sequence[int], value: Any, what: str, collectives: Collectives) -> list[Any]:
-    """Return the values of some ranks, by their numbers in the group; costs what :func:`all_gather_object` does."""
+    """Return the values of some group ranks; communicates what :func:`all_gather_object` does."""
     gathered = all_gather_object(value if collectives.rank in ranks else None, what, collectives)
     return [gathered[rank] for rank in ranks]
 
 
 def _whole_texts(heads: Sequence[bytes], data: bytes, what: str, collectives: Collectives) -> dict[bytes, bytes]:
-    """Return the text that belongs to each head, from the first rank that has it."""
+    """Return the text for each head, from the first rank that has it."""
     texts = {head: bytearray() for head in heads}
     speakers = [heads.index(head) for head in texts]
     longest, size = max(map(_length, heads)), max(_TEXT_BYTES, _BYTES_AT_ONCE // collectives.world)
@@ -68,7 +68,7 @@ def _whole_texts(heads: Sequence[bytes], data: bytes, what: str, collectives: Co
 
 
 def _all_gather(data: bytes, what: str, collectives: Collectives) -> list[bytes]:
-    """Return every rank's bytes, equally many of each."""
+    """Return every rank's bytes, which all have the same length."""
     own = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(collectives.device)
     gathered = torch.cat(collectives.all_gather(own, what)).cpu()
     joined = string_at(gathered.data_ptr(), gathered.nbytes)
@@ -80,14 +80,14 @@ def _length(head: bytes) -> int:
 
 
 class Line(NamedTuple):
-    """One thing that must be the same on all ranks: what it is, and its value."""
+    """A property that must be the same on all ranks, and its value."""
 
     name: str
     value: str
 
 
 def describe_tensor(tensor: Tensor, layout: bool = True) -> str:
-    """Dtype and shape, a DTensor's placements, and the strides if ``layout`` counts and is out of the ordinary."""
+    """Return dtype and shape, the placements of a DTensor, and with ``layout`` strides that are not contiguous."""
     local = local_part(tensor)
     shape = tuple(local.shape)
     text = f"{str(local.dtype).removeprefix('torch.')} of shape {shape}"
@@ -104,7 +104,7 @@ def check_same_on_all_ranks(
 ) -> list[list[int]]:
     """Raise :class:`AgreementError`, on every rank, unless all have the same lines; return every rank's ``numbers``.
 
-    A rank that has no lines says why in ``error``, which is raised on every rank. Communicates what
+    A rank without lines gives the reason in ``error``, which every rank raises. Communicates what
     :func:`all_gather_object` does, and once more if there is a difference.
     """
     digest = None if error else text_digest(json.dumps(lines))
@@ -123,14 +123,14 @@ def check_same_on_all_ranks(
 
 
 def first_differing(values: Sequence[Any]) -> int | None:
-    """Return the first rank whose value is not the first one's."""
+    """Return the first rank whose value differs from that of the first rank."""
     return next((rank for rank, value in enumerate(values) if value != values[0]), None)
 
 
 def check_new_everywhere(names: Sequence[str], new: Sequence[Collection[int]], global_ranks: Sequence[int]) -> None:
     """Raise :class:`AgreementError`, on every rank, if a parameter is new on some ranks only.
 
-    ``new``: of each rank, the numbers of its new parameters among ``names``.
+    ``new``: for each rank, the indices of its new parameters in ``names``.
     """
     for index in sorted(set().union(*new)):
         having = [rank for rank, numbers in zip(global_ranks, new, strict=True) if index in numbers]

@@ -1,8 +1,8 @@
 """The only file that calls ``torch.distributed`` collectives: on an explicit group, labelled and counted.
 
-A group is what ``init_process_group`` and ``new_group`` make, a dimension of a ``DeviceMesh``, or a bare backend such
-as ``dist.ProcessGroupGloo(...)``; nothing here asks for the default group. Messages alone name
-ranks as ranks of the default group, also where a group has only some of them: see :func:`global_ranks`.
+A group is a result of ``init_process_group`` or ``new_group``, a dimension of a ``DeviceMesh``, or a bare backend such
+as ``dist.ProcessGroupGloo(...)``; nothing here uses the default group. Only messages name ranks as ranks of the default
+group, even in a smaller group: see :func:`global_ranks`.
 """
 
 import atexit
@@ -26,17 +26,17 @@ from lockstep.errors import AgreementError, CommunicationError, OptionError, Pee
 from lockstep.phases import Phases
 
 _SLICE = timedelta(seconds=0.2)
-"""How long a rank waits before it looks whether another one has failed."""
+"""Time between two checks, while a rank waits, for a failure of another rank."""
 _GROUPS_OWN_TIMEOUT = timedelta(0)
-"""What PyTorch passes where nothing is asked for; works that are written in Python expect it to be passed."""
+"""What PyTorch passes for no timeout of the call; works written in Python expect the argument."""
 
 
 class _ExitDelay:
-    """Delays the end of the interpreter until a group's own threads have let go of everything.
+    """Delays the exit of the interpreter until the group's threads have released all tensors.
 
-    A thread of Gloo may hold the last reference to a tensor for a moment after its collective has been waited for; to
-    drop it, it needs the interpreter, and aborts the process if that is ending. There is no event for it: the last
-    moment is waited out.
+    A thread of Gloo may hold the last reference to a tensor for a moment after its collective has been waited for. To
+    release it, the thread needs the interpreter, and aborts the process if that is exiting. There is no event to wait
+    for, so a short time is slept.
     """
 
     SECONDS = 0.1
@@ -60,13 +60,13 @@ _exit_delay = _ExitDelay()
 
 
 class Pending:
-    """A collective on its way."""
+    """A collective under way."""
 
     def __init__(self, work: Any, what: str, owner: "Collectives") -> None:
         self._work, self._what, self._owner = work, what, owner
 
     def wait(self) -> None:
-        """Return when the tensor holds the result (for the current stream, where there are streams)."""
+        """Return when the tensor holds the result (for the current stream, on devices with streams)."""
         watcher = self._owner.watcher if watchers else None
         try:
             if watcher is None:
@@ -81,12 +81,13 @@ class Pending:
         _exit_delay.waited()
 
     def done(self) -> bool:
-        """Return True if :meth:`wait` would return at once."""
+        """Return True if :meth:`wait` would return immediately."""
         return bool(self._work.is_completed())
 
 
 class Collectives:
-    """What one owner sends over one group; ``phases`` counts it as ``collective`` and times the waiting as ``wait``."""
+    """The collectives of one owner over one group; ``phases`` counts them as ``collective``, and waiting as
+    ``wait``."""
 
     def __init__(self, group: Group, phases: Phases) -> None:
         self.group, self.phases, self.comm_stats = group, phases, CommStats()
@@ -103,7 +104,7 @@ class Collectives:
 
     @property
     def watcher(self) -> Watcher | None:
-        """The watcher of the group, or one that watches all its ranks; None if there is none."""
+        """The watcher of the group, or one that watches all of its ranks; None if there is none."""
         if not watchers:
             return None
         if self._state.watcher is not None:
@@ -115,14 +116,15 @@ class Collectives:
         return None
 
     def enter(self, phase: str) -> None:
-        """Note the phase of its step in which this rank is from now on; others name it if it fails."""
+        """Record the training phase, for other ranks' error messages."""
         if watchers and (watcher := self.watcher) is not None:
             watcher.enter(phase)
 
     def wait_watched(self, work: Any, watcher: Watcher) -> None:
-        """Wait for what a group does; raises :class:`PeerFailure` if the watcher knows of one.
+        """Wait for a work; raise :class:`PeerFailure` if the watcher knows of one.
 
-        ``shm`` and NCCL are ended when a rank fails. A work of Gloo can be waited for again when a wait has timed out.
+        If a rank fails, ``shm`` and NCCL are aborted, which ends the wait. A Gloo work is waited for in short slices,
+        since it can be waited for again after a timeout.
         """
         watcher.check()
         if not self._in_slices:
@@ -134,12 +136,12 @@ class Collectives:
 
     @property
     def global_rank(self) -> int:
-        """The number by which messages name this rank."""
+        """The number of this rank in messages."""
         return self.global_ranks[self.rank]
 
     @property
     def is_alive(self) -> bool:
-        """True unless the group has been destroyed since, or is another process's."""
+        """True unless the group has been destroyed, or belongs to the process that this one was forked from."""
         if self._state.is_inherited:
             return False
         return not self._registered or self.group in dist.distributed_c10d._world.pg_group_ranks
@@ -154,7 +156,7 @@ class Collectives:
             )
 
     def begun(self) -> int | None:
-        """Return how many collectives this process has begun, on all groups that count them; None if this one does
+        """Return the number of collectives begun in this process, on all groups that count them; None if this does
         not."""
         groups = {id(group): group for group in (*dist.distributed_c10d._world.pg_map, self.group)}
         total = 0
@@ -167,7 +169,7 @@ class Collectives:
         return total
 
     def end(self, reason: str) -> None:
-        """End the group on all ranks, if it can do that."""
+        """Abort the group on all ranks, if its backend can."""
         if self._abilities is not None:
             self._abilities._abort(reason)
 
@@ -180,17 +182,16 @@ class Collectives:
             )
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Uninitialised memory for what is sent often: shared with the other ranks, if the group can do that."""
+        """Return uninitialised memory for repeated messages, shared with the other ranks if the backend can."""
         if self._abilities is not None and device.type == "cpu":
             return self._abilities.allocate(numel, dtype)
         return plain_memory(numel, dtype, device)
 
     def follows_stream(self, device: torch.device) -> bool:
-        """Return True if collectives on tensors of a device, and callbacks of their futures, run in the order of its
-        stream.
+        """Return True if collectives on this device, and callbacks of their futures, run in the order of its stream.
 
         They do not on the CPU, nor where Gloo copies tensors of an accelerator to the host and back: its threads run
-        callbacks when they come to it, which is another moment on every rank.
+        callbacks at a time that differs between ranks.
         """
         if device.type == "cpu":
             return False
@@ -201,23 +202,23 @@ class Collectives:
         return backend.name() not in ("gloo", "mpi")
 
     def all_reduce(self, tensor: Tensor, what: str, factor: float = 1.0, *, blocking: bool = False) -> Pending:
-        """Begin to sum a tensor, times each rank's ``factor``, over the ranks, in place.
+        """Start to sum a tensor, times each rank's ``factor``, over the ranks, in place.
 
-        ``blocking``: it is waited for at once, so no other thread has to see to it until then.
+        ``blocking``: the caller waits for it next, so no other thread has to make it progress.
         """
         options = self._waited_for if blocking else self._begin_only
         self.comm_stats.reduces(tensor)
         with self.phases.phase("collective", f"all_reduce, {what}"):
-            if self._abilities is not None:  # multiplies on the way
+            if self._abilities is not None:  # it multiplies while it copies
                 return self._begin(what, self._abilities.allreduce, [tensor], options, factor=factor)
             if factor != 1:
                 tensor.mul_(factor)
             real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-            # What dist.all_reduce calls: its own checks take longer than the collective of a small tensor.
+            # As in dist.all_reduce, without its checks, which take longer than the collective of a small tensor.
             return self._begin(what, self.group.allreduce, [real], options)
 
     def broadcast(self, tensor: Tensor, what: str, source: int = 0) -> Pending:
-        """Begin to give every rank the values of rank ``source``, in place."""
+        """Start to broadcast a tensor from rank ``source``, in place."""
         with self.phases.phase("collective", f"broadcast, {what}"):
             return self._begin(what, dist.broadcast, tensor, group=self.group, group_src=source, async_op=True)
 
@@ -226,28 +227,28 @@ class Collectives:
     ) -> Iterator[tuple[int, Tensor]]:
         """Sum many tensors, times ``factor``, over the ranks, in a few large all-reduces of contiguous copies.
 
-        Yields each tensor's number and its sum, contiguous, as they come; strides may differ by rank.
+        Yields the index and the contiguous sum of each tensor as they arrive; strides may differ between ranks.
         """
         return _in_flat_copies(tensors, lambda flat: self.all_reduce(flat, what, factor, blocking=True))
 
     def broadcast_coalesced(
         self, tensors: Sequence[Tensor], what: str, source: int = 0
     ) -> Iterator[tuple[int, Tensor]]:
-        """Give every rank the values that rank ``source`` has of many tensors, in a few large broadcasts of copies.
+        """Broadcast many tensors from rank ``source``, in a few large broadcasts of contiguous copies.
 
-        Yields each tensor's number and those values, contiguous, as they come; strides may differ by rank.
+        Yields the index and the contiguous values of each tensor as they arrive; strides may differ between ranks.
         """
         return _in_flat_copies(tensors, lambda flat: self.broadcast(flat, what, source))
 
     def all_gather(self, tensor: Tensor, what: str) -> list[Tensor]:
-        """Return the tensor of every rank, all of one shape, in rank order."""
+        """Return the tensors of all ranks, which have the same shape, in rank order."""
         gathered = [torch.empty_like(tensor) for _ in range(self.world)]
         with self.phases.phase("collective", f"all_gather, {what}"):
             self._begin(what, dist.all_gather, gathered, tensor, group=self.group, async_op=True).wait()
         return gathered
 
     def all_gather_flat(self, output: Tensor, tensor: Tensor, what: str) -> Pending:
-        """Begin to put the one-dimensional tensors of all ranks, all of one length, one after the other into one."""
+        """Start to gather one-dimensional tensors, of the same length on all ranks, into one."""
         options = AllgatherOptions()
         options.asyncOp = True
         with self.phases.phase("collective", f"all_gather, {what}"):
@@ -256,8 +257,8 @@ class Collectives:
     def all_to_all(
         self, output: Tensor, tensor: Tensor, received: Sequence[int], sent: Sequence[int], what: str
     ) -> Pending:
-        """Begin to send ``sent[r]`` elements of a one-dimensional tensor to each rank ``r``, and to receive as many as
-        ``received[r]`` from it, in the order of ranks."""
+        """Start to send ``sent[r]`` elements of a one-dimensional tensor to each rank ``r``, and to receive
+        ``received[r]`` elements from it, in the order of ranks."""
         options = dist.AllToAllOptions()
         options.asyncOp = True
         each = 2 if tensor.is_complex() else 1
@@ -267,7 +268,7 @@ class Collectives:
 
     @property
     def shares_memory(self) -> bool:
-        """True if all ranks reduce in memory that they share."""
+        """True if all ranks reduce in shared memory."""
         return self._abilities is not None and self._abilities._shares_memory
 
     def can_add_in_order(self, device: torch.device) -> bool:
@@ -284,7 +285,7 @@ class Collectives:
         *,
         blocking: bool = False,
     ) -> Pending:
-        """Begin to add parts of tensors in memory that ranks share: see :class:`~lockstep.abilities.Abilities`.
+        """Start to add parts of tensors in shared memory: see :class:`~lockstep.abilities.Abilities`.
 
         ``blocking``: as in :meth:`all_reduce`.
         """
@@ -312,7 +313,7 @@ class Collectives:
         return f"rank {self.global_rank}, in a group of {self.world} ranks"
 
     def failure(self, what: str, error: BaseException) -> CommunicationError | PeerFailure:
-        """Return the error to raise for what a collective raised."""
+        """Return the error to raise for an exception of a collective."""
         watcher = self.watcher
         if watcher is not None and not isinstance(error, AgreementError | OptionError):
             known = watcher.explain(error)
@@ -327,7 +328,7 @@ class Collectives:
 
 
 def _is_over(work: Any) -> bool:
-    """Wait for a moment; whether the work has ended by then. Raises if it has failed."""
+    """Wait for a moment; return True if the work is over, and raise if it has failed."""
     try:
         work.wait(_SLICE)
         return True
@@ -339,9 +340,9 @@ def _is_over(work: Any) -> bool:
 
 
 def _in_flat_copies(tensors: Sequence[Tensor], begin: Callable[[Tensor], Pending]) -> Iterator[tuple[int, Tensor]]:
-    """Copy tensors side by side into a few flat tensors of 10 MiB, and run one collective on each, one after the other.
+    """Copy tensors into a few flat tensors of 10 MiB, and run one collective on each, one after the other.
 
-    Yields each tensor's number and what its copy holds then.
+    Yields the index of each tensor, and its part of the result.
     """
     tensors = [tensor.detach() for tensor in tensors]
     for bucket in plan_buckets([TensorSpec.of(tensor).contiguous() for tensor in tensors]).buckets:
@@ -352,36 +353,36 @@ def _in_flat_copies(tensors: Sequence[Tensor], begin: Callable[[Tensor], Pending
 
 
 def _real(tensor: Tensor) -> Tensor:
-    """Return a tensor of one dimension, complex numbers as two real ones each."""
+    """View a one-dimensional complex tensor as one of real numbers, two for each element."""
     return torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor
 
 
 def plain_memory(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Memory of this process alone."""
+    """Return uninitialised memory of this process."""
     return torch.empty(numel, dtype=dtype, device=device)
 
 
 def control_device(group: Group) -> torch.device:
-    """Return the device of the small tensors with which ranks agree: the CPU if the group can, else the current
-    accelerator."""
+    """Return the device of small control tensors: the CPU if the group can send them, else the current accelerator."""
     backends = backends_of(group)
     if backends in ("gloo", "fake", "mpi", "shm") or "cpu:" in backends:
         return torch.device("cpu")
-    accelerator = torch.accelerator.current_accelerator(check_available=True)  # a build for CUDA may have none
+    accelerator = torch.accelerator.current_accelerator(check_available=True)  # None in a CUDA build without a device
     if accelerator is None:
         return torch.device("cpu")
     return torch.device(accelerator.type, torch.accelerator.current_device_index())
 
 
 def can_have_control_plane(group: Group) -> bool:
-    """Return True if ranks of a group can send tensors on the CPU, over the group itself or over one made for it."""
+    """Return True if the ranks can exchange tensors on the CPU, over the group itself or one made for it."""
     return control_device(group).type == "cpu" or _is_registered(group)
 
 
 def control_plane(collectives: "Collectives") -> "Collectives":
-    """Return what sends tensors on the CPU between the ranks of a group: itself, or a Gloo group beside it.
+    """Return collectives for tensors on the CPU between the ranks of a group: these, or those of a Gloo group beside
+    it.
 
-    Where none has been made, all ranks of the group make one now, through the store, and wait for one another.
+    The first call makes the Gloo group, through the store, for which all ranks of the group wait.
     """
     group = collectives.group
     if collectives.device.type == "cpu":
@@ -414,16 +415,16 @@ def backends_of(group: Group) -> str:
 
 
 def resolve_group(group: Group | None) -> Group | None:
-    """``group``, or the default group, or None if there is none yet."""
+    """Return ``group``, or the default group, or None if there is none yet."""
     if group is not None:
         return group
     return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
 
 
 def global_ranks(group: Group) -> Sequence[int]:
-    """Return the group's ranks, in order, as messages name them: as ranks of the default group.
+    """Return the group's ranks, in order, as ranks of the default group, which is how messages name them.
 
-    A group that the default group knows nothing of, such as a bare backend, has its own numbers.
+    A group unknown to the default group, such as a bare backend, has its own numbers.
     """
     return _registered_ranks(group) or range(group.size())
 

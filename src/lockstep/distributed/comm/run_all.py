@@ -1,10 +1,10 @@
-"""Takes every one of several steps, even if one fails, because the other ranks take each of them, too."""
+"""Runs every one of several steps, even if one fails, since the other ranks run each of them as well."""
 
 from types import TracebackType
 
 
 class RunAll:
-    """A context for each step; what they have raised is raised when all have been taken.
+    """A context for each step; :meth:`end` raises their errors after all have run.
 
     Example:
         >>> steps = RunAll()
@@ -31,7 +31,7 @@ class RunAll:
         return True
 
     def end(self) -> None:
-        """Raise the first error, with notes of the others."""
+        """Raise the first error, with the others as notes."""
         errors, self._errors = self._errors, []
         for later in errors[1:]:
             errors[0].add_note(f"After it, {type(later).__name__}: {later}")

@@ -1,7 +1,7 @@
-"""An object of the calling thread, which the engine's threads that work for it have, too.
+"""Thread-local objects that PyTorch also passes on to the engine's threads.
 
-The engine runs the backward of accelerators in threads of its own, and gives them the state of the thread that began
-the pass. What a ``threading.local`` holds is not part of that.
+The engine runs the backward of accelerators in its own threads, and gives them the thread-local state of the thread
+that began the pass. A ``threading.local`` is not part of that state.
 """
 
 import ctypes
@@ -13,22 +13,22 @@ import torch
 
 
 def put(key: str, value: object) -> None:
-    """Hold ``value`` under ``key``, in place of what is there."""
+    """Store ``value`` under ``key``, replacing an earlier value."""
     if not _is_reference_taken():
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
     torch._C._stash_obj_in_tls(key, value)
 
 
 def get(key: str) -> Any:
-    """Return what this thread, or the one that handed its state on, has put under ``key``; None if nothing."""
+    """Return the value stored under ``key`` by this thread or by the one that began the pass; None if there is none."""
     return torch._C._get_obj_in_tls(key) if torch._C._is_key_in_tls(key) else None
 
 
 def remove(key: str) -> None:
-    """Let go of what is under ``key``.
+    """Remove the value stored under ``key``.
 
-    A thread that ends with an object in there, be it None, may wait for the interpreter's lock for ever: PyTorch takes
-    it to let go of the object. Versions that cannot remove one are left with None.
+    A thread that ends with an object stored, even None, may deadlock: PyTorch takes the interpreter's lock to release
+    the object. PyTorch versions that cannot remove an entry keep None.
     """
     take_out = getattr(torch._C, "_remove_obj_from_tls", None)
     if take_out is not None:
@@ -39,17 +39,17 @@ def remove(key: str) -> None:
 
 @functools.cache
 def _is_reference_taken() -> bool:
-    """Return True if PyTorch takes a reference to what it is given to hold.
+    """Return True if PyTorch takes a reference to a stored object.
 
-    Some versions (2.11 is one) only give one back, when the object is replaced: held objects die while they are in
-    use, and the process with them. ``test_what_is_put_lives_until_it_is_removed`` holds it.
+    Some versions (such as 2.11) only release one when the object is replaced, so a stored object is freed while in use,
+    and the process crashes: ``test_what_is_put_lives_until_it_is_removed``.
     """
     key, probe = "lockstep.probe", object()
     before = sys.getrefcount(probe)
     torch._C._stash_obj_in_tls(key, probe)
     taken = sys.getrefcount(probe) > before
     if not taken:
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(probe))  # the one that PyTorch gives back
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(probe))  # PyTorch releases a reference that it has not taken
     if hasattr(torch._C, "_remove_obj_from_tls"):
         torch._C._remove_obj_from_tls(key)
     else:

@@ -6,8 +6,9 @@ autograd has allocated, after ``zero_grad()``, is copied in once. While a bucket
 gradient, so that a late one cannot be added to memory that is being sent.
 
 A :class:`FlatBucket` has many gradients, side by side. They are copied in together when all have come, or, if they are
-many, in parts, each when it is complete and still in the processor's cache (``tests/ranks/test_copied_early.py``). A
-large gradient (:class:`SingleBucket`) and a sparse one (:class:`SparseBucket`) are reduced where autograd has put them.
+many, in parts, each when it is complete and still in the processor's cache (``tests/gradients/test_copied_early.py``).
+A large gradient (:class:`SingleBucket`) and a sparse one (:class:`SparseBucket`) are reduced where autograd has put
+them.
 """
 
 import operator
@@ -43,14 +44,14 @@ class CopiedIn(NamedTuple):
 
 
 class BucketPart:
-    """Gradients of a bucket that are copied together."""
+    """Gradients of a bucket that are copied together; it does not lead to the bucket, whose memory goes with the last
+    reference to it."""
 
-    __slots__ = ("bucket", "expected_last", "has_trigger", "indices", "is_complete", "is_copied", "positions")
+    __slots__ = ("expected_last", "has_trigger", "indices", "is_complete", "is_copied", "positions")
 
-    def __init__(self, bucket: "GradientBucket", positions: range, has_trigger: bool) -> None:
-        self.bucket = bucket
+    def __init__(self, planned: PlannedBucket, positions: range, has_trigger: bool) -> None:
         self.positions = positions
-        self.indices = bucket.planned.indices[positions.start : positions.stop]
+        self.indices = planned.indices[positions.start : positions.stop]
         """The parameters, by number."""
         self.has_trigger = has_trigger
         """True if anything is done when all have come, before the end of backward."""
@@ -79,7 +80,7 @@ class GradientBucket(ABC):
         self._dtypes = [parameter.dtype for parameter in self._parameters]
         self._devices = [parameter.device for parameter in self._parameters]
         cut = self._cut()
-        self.parts = [BucketPart(self, positions, len(cut) > 1 or not waits) for positions in cut]
+        self.parts = [BucketPart(planned, positions, len(cut) > 1 or not waits) for positions in cut]
         self.missing = len(self.parts)
         """How many parts are not complete."""
         self._scale = 1.0
@@ -472,19 +473,22 @@ class FlatBucket(GradientBucket):
 
 
 class BucketsInUse:
-    """The buckets of a plan, in the order in which they leave, and found by parameter."""
+    """The buckets of a plan, in launch order and by parameter."""
 
     def __init__(
         self, plan: AdaptivePlan, parameters: Sequence[ManagedParameter], report_numel: int, empty: Empty
     ) -> None:
-        """``report_numel``: the elements that the report takes behind the last bucket, 0 if it travels on its own."""
+        """Make the buckets of ``plan``.
+
+        ``report_numel``: elements that the report takes behind the last bucket; 0 if it travels on its own.
+        """
         planned = plan.current.buckets
         self.in_order: list[GradientBucket] = []
-        """All of them."""
+        """All buckets, in launch order."""
         self.of: list[GradientBucket | None] = [None] * len(parameters)
-        """For each parameter its bucket, if it has one."""
+        """The bucket of each parameter; None for a parameter without one."""
         self.part_of: list[BucketPart | None] = [None] * len(parameters)
-        """For each parameter the part of its bucket that it belongs to, if it has one."""
+        """The part of a bucket that each parameter belongs to; None for a parameter without a bucket."""
         for number, each in enumerate(planned):
             extra = report_numel if number == len(planned) - 1 else 0
             members = [parameters[index] for index in each.indices]
@@ -495,15 +499,14 @@ class BucketsInUse:
                 for index in part.indices:
                     self.of[index], self.part_of[index] = bucket, part
         self.labels = [f"bucket {number + 1} of {len(planned)}" for number in range(len(planned))]
-        """How messages and profilers name them."""
+        """The name of each bucket in messages and profiles."""
         self.report_bucket = self.in_order[-1] if report_numel else None
-        """The bucket behind whose gradients the report rides."""
+        """The bucket that carries the report behind its gradients, or None."""
         self.unbucketed = [index for index, bucket in enumerate(self.of) if bucket is None]
         """The parameters that have no bucket."""
         self.all_used = bytes((1,)) * len(parameters)
-        """A one for each parameter."""
+        """One byte for each parameter, all set: compared with the flags of used parameters."""
         self.parts = [part for bucket in self.in_order for part in bucket.parts]
-        """The parts of all buckets."""
 
 
 def make_bucket(
@@ -514,10 +517,10 @@ def make_bucket(
     extra: int,
     empty: Empty,
 ) -> GradientBucket:
-    """Return the bucket in use for a planned one; ``waits``: it waits for the end of backward; ``extra`` elements
-    behind the gradients carry the report.
+    """Return the bucket in use for a planned one.
 
-    ``empty`` gives the memory of gradients that lie side by side.
+    ``waits``: it is launched only after backward; ``extra``: elements behind the gradients that carry the report;
+    ``empty``: allocates the memory of a flat bucket.
     """
     if planned.kind is Kind.SINGLE:
         return SingleBucket(index, planned, members, waits)

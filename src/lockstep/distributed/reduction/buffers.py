@@ -1,18 +1,18 @@
-"""Buffers follow a policy, and travel with the gradients.
+"""Keeps buffers equal on all ranks by a policy, and sends them with the gradients.
 
-``rank0``: every rank gets rank 0's values. ``mean``: floating and complex buffers become the mean over the ranks, all
-others rank 0's. ``local``: each rank keeps its own.
+``rank0``: every rank gets rank 0's values. ``mean``: floating and complex buffers get the mean over the ranks, all
+others rank 0's values. ``local``: each rank keeps its own.
 
-Buffers are made equal at the end of every backward that synchronises, so the next forward begins with the same values
-everywhere, as it does where they are broadcast before forward. Small ones are packed behind the report (``status.py``):
-a value that one rank contributes and all others leave at zero is exact under a sum; what is not of the report's dtype
-is packed as bytes, one for each element. Large ones take one more collective.
+Buffers are made equal at the end of every backward that synchronises, so the next forward starts from the same values
+on all ranks, as with a broadcast before forward. Small ones are packed behind the report (``status.py``), which is
+summed: a value from one rank and zeros from all others is exact. A dtype other than the report's is packed as bytes,
+one byte for each element. Large buffers take one more collective.
 
-Buffers may come, go, or change their shape: the rank that notices says so in its report, and all compare them anew at
-the end of that backward.
+Buffers may be added, removed, or change their shape: the rank that notices says so in its report, and all ranks compare
+their buffers at the end of that backward.
 
-A tensor that a pending backward may have saved is never written: if anything but Python holds it, the module gets a new
-tensor in its place.
+A tensor that a graph may have saved for backward is never written: if anything but Python holds a reference to it, the
+module gets a new tensor instead.
 """
 
 import operator
@@ -34,7 +34,7 @@ POLICIES: tuple[Policy, ...] = ("rank0", "mean", "local")
 _shape_of, _dtype_of, _device_of = attrgetter("shape"), attrgetter("dtype"), attrgetter("device")
 _has_graph, _buffers_of = attrgetter("requires_grad"), attrgetter("_buffers")
 PACKED_BYTES = 256 * 1024
-"""Buffers that need no more than this many bytes, all together, are packed behind the report."""
+"""Buffers of at most this size, all together, are packed behind the report."""
 
 
 class Slot(NamedTuple):
@@ -63,7 +63,7 @@ class Buffer:
         return len(self._slots) > 1
 
     def current(self) -> Tensor | None:
-        """Return the tensor registered now; None if there is none any more, or one of another kind."""
+        """Return the tensor registered now; None if there is none, or its shape, dtype or device has changed."""
         owner, key = self._slots[0].owner(), self._slots[0].key
         tensor = owner._buffers.get(key) if owner is not None else None
         if tensor is None or tensor.shape != self.shape or tensor.dtype != self.dtype or tensor.device != self.device:
@@ -71,16 +71,15 @@ class Buffer:
         return tensor
 
     def is_split(self) -> bool:
-        """Return True if the places in which it was registered hold different tensors now."""
+        """Return True if the places in which it was registered now hold different tensors."""
         return len({id(owner._buffers.get(key)) for slot, key in self._slots if (owner := slot()) is not None}) > 1
 
     def zeros(self) -> Tensor:
-        """Return what is sent where there is no such tensor."""
+        """Return zeros to be sent if there is no such tensor."""
         return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
 
     def writable(self) -> Tensor | None:
-        """Return the tensor registered now, if no graph may have saved it, and each of its elements is a place of its
-        own."""
+        """Return the tensor registered now; None if a graph may have saved it, or its elements share memory."""
         tensor = self.current()
         if tensor is None or holders(tensor) > 1 or tensor.requires_grad or tensor.is_inference():
             return None
@@ -88,7 +87,7 @@ class Buffer:
 
     @torch.no_grad()
     def assign(self, value: Tensor) -> None:
-        """Give the buffer new values: in place, unless a graph may have saved it."""
+        """Set the values of the buffer: in place, unless a graph may have saved it."""
         target, tensor = self.writable(), self.current()
         if target is not None:
             target.copy_(value)
@@ -102,7 +101,7 @@ class Buffer:
 
 @torch.no_grad()
 def assign_all(buffers: Sequence[Buffer], values: Sequence[Tensor]) -> None:
-    """Give many buffers new values, those that can be written in one call."""
+    """Set the values of many buffers, with one call for all that can be written in place."""
     targets = [buffer.writable() for buffer in buffers]
     pairs = [(target, value) for target, value in zip(targets, values, strict=True) if target is not None]
     if pairs:
@@ -113,7 +112,7 @@ def assign_all(buffers: Sequence[Buffer], values: Sequence[Tensor]) -> None:
 
 
 class BufferGroup:
-    """Buffers that are looked at together: of hundreds, one by one, each look takes longer than its values."""
+    """Buffers handled together: one by one, hundreds of them would take longer than their values."""
 
     def __init__(self, buffers: Sequence[Buffer]) -> None:
         self.buffers = buffers
@@ -123,29 +122,28 @@ class BufferGroup:
         self._devices = [b.device for b in buffers]
         self._numels = [shape.numel() for shape in self._shapes]
         self.dtype = self._dtypes[0] if buffers else torch.uint8
-        """That of all of them, where they are moved together."""
+        """The dtype of all of them, if they are moved together."""
         self._is_flat = [len(shape) == 1 for shape in self._shapes]
-        self._are_alike = len(set(self._shapes)) == 1  # then one operation moves all of them, in place of one for each
+        self._are_alike = len(set(self._shapes)) == 1  # then one operation moves all of them
 
     def current(self) -> Sequence[Tensor | None]:
-        """Return what :meth:`Buffer.current` gives, for each."""
+        """Return :meth:`Buffer.current` of each."""
         return self._all_there() or [buffer.current() for buffer in self.buffers]
 
     def _all_there(self) -> list[Tensor] | None:
-        """Return the tensors registered now; None if one is not there any more, or is one of another kind."""
+        """Return the tensors registered now; None if one is missing, or has another shape, dtype or device."""
         try:
             registries = map(_buffers_of, map(operator.call, self._owners))
             tensors: list[Any] = list(map(dict.get, registries, self._keys))
             alike = list(map(_shape_of, tensors)) == self._shapes and list(map(_dtype_of, tensors)) == self._dtypes
-        except AttributeError:  # None, in place of a module or of a tensor
+        except AttributeError:  # None instead of a module or a tensor
             return None
         if not alike or (torch.accelerator.is_available() and list(map(_device_of, tensors)) != self._devices):
             return None
         return tensors
 
     def joined(self, zeros: bool = False) -> Tensor:
-        """Return the values, of one dtype and device, one after the other; zeros for one that is not there any more, or
-        for all (``zeros``)."""
+        """Return the values, of one dtype and device, one after the other; zeros for a missing tensor, or for all."""
         tensors = None if zeros else self._all_there()
         if tensors is None:
             found = [None if zeros else buffer.current() for buffer in self.buffers]
@@ -155,7 +153,7 @@ class BufferGroup:
         return torch.cat([t if flat else t.reshape(-1) for t, flat in zip(tensors, self._is_flat, strict=True)])
 
     def assign(self, values: Tensor) -> None:
-        """Give the buffers the values that :meth:`joined` has put together on another rank."""
+        """Set the values from those that :meth:`joined` has returned on another rank."""
         pieces = self._split(values)
         targets = self._all_there()
         if targets is None or not _are_writable(targets):
@@ -174,9 +172,9 @@ class BufferGroup:
 
 
 class BufferSet:
-    """Every buffer of a module, by its first name; those of ``skipped`` modules and ``ignored`` names left out.
+    """The buffers of a module by their first names, without those of ``skipped`` modules and ``ignored`` names.
 
-    Refers to modules weakly, or by dictionaries that lead down from the module, never back to it.
+    Refers to modules weakly, or through their dictionaries, which do not lead back to the module.
     """
 
     def __init__(self, module: Module, skipped: Collection[Module], ignored: Collection[str]) -> None:
@@ -199,10 +197,9 @@ class BufferSet:
         self._tied = [buffer for buffer in self.buffers if buffer.tied]
 
     def changed(self) -> bool:
-        """Return True if buffers have been registered, removed, tied, untied, or replaced by others of another kind
-        since.
+        """Return True if buffers have been registered, removed, tied, untied, or changed in shape, dtype or device.
 
-        Whether there are other modules, :class:`lockstep.distributed.reduction.parameters.SlotSnapshot` knows.
+        Submodules are compared by :class:`lockstep.distributed.reduction.parameters.SlotSnapshot`.
         """
         if list(map(len, self._registries)) != self._sizes:
             return True
@@ -218,24 +215,23 @@ class BufferSet:
 
 
 class KeptBuffers:
-    """What the values of buffers are now, to be given back."""
+    """Copies of the values of buffers, to be restored later."""
 
     def __init__(self, buffers: Sequence[Buffer]) -> None:
         now = [(buffer, buffer.current()) for buffer in buffers]
         self._values = [(buffer, tensor.detach().clone()) for buffer, tensor in now if tensor is not None]
 
     def give_back(self) -> None:
-        """Let them be what they were."""
+        """Restore the values."""
         for buffer, value in self._values:
             buffer.assign(value)
 
 
 def has_overlap(tensor: Tensor) -> bool:
-    """Return True if two elements of a tensor may be one place in memory, as in an expanded one: it cannot be
-    written."""
+    """Return True if elements of a tensor may share memory, as in an expanded one, which cannot be written."""
     if tensor.is_contiguous():
         return False
-    reach = 0  # of all dimensions so far, from the one of the smallest stride on
+    reach = 0  # offset of the last element in the dimensions so far, in the order of their strides
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1:
             if stride <= reach:
@@ -245,12 +241,13 @@ def has_overlap(tensor: Tensor) -> bool:
 
 
 def holders(tensor: Any) -> int:
-    """Return how many hold a tensor, where Python counts as one; a graph that has saved it is another."""
+    """Return the number of references to a tensor from C++, such as graphs that have saved it; Python's count as
+    one."""
     return int(tensor._use_count())
 
 
 class _Packed(NamedTuple):
-    """Buffers of one dtype and device that are packed side by side."""
+    """Buffers of one dtype and device, packed one after the other."""
 
     group: BufferGroup
     place: slice
@@ -259,16 +256,16 @@ class _Packed(NamedTuple):
 
 
 class _Packing(NamedTuple):
-    """How the buffers of a module are carried."""
+    """The buffers of a module by the way in which they travel."""
 
     packed: Sequence[_Packed]
-    """Those that ride behind a report."""
+    """Those packed behind a report."""
     large: Sequence[Buffer]
-    """Those that have collectives of their own."""
+    """Those with collectives of their own."""
 
 
 class BufferSync:
-    """Carries the buffers of one module by one policy. What moves values runs where no graph is recorded."""
+    """Sends the buffers of one module by one policy; methods that move values run without grad mode."""
 
     def __init__(self, scan: Callable[[], BufferSet], policy: Policy, collectives: Collectives) -> None:
         self.policy = policy
@@ -276,47 +273,48 @@ class BufferSync:
         self._scan, self._collectives = scan, collectives
         self._set: BufferSet | None = None if policy == "local" else scan()
         self._packing = _Packing((), ())
-        self._flats: list[tuple[Tensor, list[list[Buffer]]]] = []  # put together, and not yet on their way
+        self._flats: list[tuple[Tensor, list[list[Buffer]]]] = []  # joined, but not sent yet
         self._sent: list[tuple[Pending, Tensor, list[list[Buffer]]]] = []
         self._left = False
         self.are_equal = False
-        """True if the last round has made them equal on all ranks."""
+        """True if the last round has made the buffers equal on all ranks."""
 
     @property
     def source(self) -> int:
-        """The rank whose values the others get: the first that has batches left."""
+        """The rank that sends its values to the others: the first that has batches left."""
         return self._active[0]
 
     @property
     def has_large(self) -> bool:
-        """True if there are any that are not packed."""
+        """True if there are buffers that are not packed."""
         return bool(self._packing.large)
 
     def set_active(self, ranks: Sequence[int] | None) -> None:
-        """From now on the values of the first of ``ranks`` are what the others get, or the mean of theirs. None, or no
-        rank at all: of all."""
+        """Use the values of the first of ``ranks``, or the mean over them, from now on; None or empty: all ranks."""
         self._active = ranks or range(self._collectives.world)
 
     def leave(self) -> None:
-        """From now on somebody else makes them equal: they are carried as before, but not assigned."""
+        """Stop assigning buffers, since something else makes them equal; they are still sent."""
         self._left = True
 
     @property
     def buffers(self) -> list[Buffer]:
-        """The buffers that are carried."""
+        """The buffers that are sent."""
         return [] if self._set is None else self._set.buffers
 
     def keep(self) -> KeptBuffers:
-        """Return what the module's buffers are now, by whatever policy."""
+        """Return a copy of the module's buffers, under any policy."""
         return KeptBuffers(self._scan().buffers)
 
     def changed(self) -> bool:
-        """Return True if the module has other buffers now; then nothing is carried until :meth:`renew`."""
+        """Return True if the module has other buffers now; nothing is sent then until :meth:`renew`."""
         return self._set is not None and self._set.changed()
 
     def renew(self) -> None:
-        """Look at the module's buffers anew, compare them with the other ranks', and make them equal, unless each rank
-        keeps its own."""
+        """Take the module's present buffers, compare them with the other ranks', and make them equal.
+
+        Does nothing if each rank keeps its own.
+        """
         if self.policy == "local":
             return
         found = self._scan()
@@ -327,7 +325,7 @@ class BufferSync:
         self.finish_large()
 
     def plan_packing(self, dtype: torch.dtype) -> int:
-        """Choose which are packed behind a report of that dtype; returns how many elements that takes."""
+        """Choose the buffers to pack behind a report of that dtype; return the number of elements that they take."""
         packed: list[_Packed] = []
         large: list[Buffer] = []
         groups: dict[tuple[torch.dtype, torch.device, bool, bool], list[Buffer]] = {}
@@ -360,7 +358,7 @@ class BufferSync:
         return self.policy == "mean" and (buffer.dtype.is_floating_point or buffer.dtype.is_complex)
 
     def write(self, packed_buffers: Tensor) -> None:
-        """Put this rank's part into the cleared end of a report."""
+        """Write this rank's part into the cleared end of a report."""
         for packed in self._packing.packed:
             if self._is_active if packed.averaged else self._is_source:
                 values = packed.group.joined()
@@ -372,7 +370,7 @@ class BufferSync:
                 packed_buffers[packed.place] = -0.0
 
     def read(self, packed_buffers: Tensor) -> None:
-        """Take the values out of the summed end of a report."""
+        """Assign the values in the summed end of a report."""
         if self._left:
             return
         for packed in self._packing.packed:
@@ -383,13 +381,13 @@ class BufferSync:
                 packed.group.assign(values)
 
     def prepare_large(self) -> None:
-        """Put together those that are not packed; what fails here is told in the report, which has not left."""
+        """Join the buffers that are not packed, before the report is sent, which can then tell of an error."""
         self._flats = self._put_together(self._packing.large) if self.has_large else []
 
     def send_large(self, failed: bool = False) -> None:
-        """Begin to send them: one collective for each device, or dtype where values are averaged.
+        """Start to send them: one collective for each device, or for each dtype if values are averaged.
 
-        ``failed``: the round has failed here, perhaps in this; send all that has not been sent, zeros if need be.
+        ``failed``: the round has failed on this rank, perhaps here; send the rest, as zeros if nothing has been joined.
         """
         if failed and not self._flats:
             self._flats = self._put_together(self._packing.large, zeros=True)
@@ -418,14 +416,14 @@ class BufferSync:
         return flats
 
     def drop_large(self) -> None:
-        """Wait for them, and leave the buffers as they are: the round has failed somewhere."""
+        """Wait for the large buffers, and discard them: the round has failed on some rank."""
         self.are_equal = False
         sent, self._sent = self._sent, []
         for pending, _, _ in sent:
             pending.wait()
 
     def finish_large(self) -> None:
-        """Wait for them, and hand them out."""
+        """Wait for the large buffers, and assign them."""
         self.are_equal = not (self._left or self.policy == "local")
         if self._left:
             self.drop_large()
@@ -441,13 +439,13 @@ class BufferSync:
 
 
 def describe_buffer(buffer: Buffer) -> Line:
-    """Return what must be the same on all ranks."""
+    """Return the properties of a buffer that must be the same on all ranks."""
     kind = str(buffer.dtype).removeprefix("torch.")
     return Line(f"buffer {buffer.name}", f"{kind} of shape {tuple(buffer.shape)}")
 
 
 def _are_writable(tensors: Sequence[Tensor]) -> bool:
-    """Return True if all can be written in place, as :meth:`Buffer.writable` asks of one."""
+    """Return True if all tensors can be written in place, as in :meth:`Buffer.writable`."""
     return not (
         max(map(holders, tensors), default=1) > 1
         or any(map(_has_graph, tensors))

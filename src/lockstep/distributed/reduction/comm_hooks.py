@@ -1,14 +1,13 @@
-"""Communication hooks: the bucket that they are given, a chain of several, and their state, saved and loaded.
+"""Communication hooks: the bucket passed to them, chains of several hooks, and their state in checkpoints.
 
-A hook is called with its state and a bucket, as PyTorch's are, when the bucket is ready to leave. What it returns
-decides:
+A hook is called with its state and a bucket, as in PyTorch, when the bucket is ready. Its return value decides:
 
-- a future (``torch.futures.Future``): the hook communicates by itself, and divides by the world size by itself; the
-  future's value is the reduced buffer. All hooks that come with PyTorch are of this kind and run unchanged.
-- a tensor: the hook has transformed the buffer (a cast, a clip, noise). Averaging is done for it, after the last hook,
-  in the tensor's own dtype; the result is cast back.
+- a future (``torch.futures.Future``): the hook communicates and divides by the world size itself; the future's value is
+  the reduced buffer. All hooks that come with PyTorch are of this kind and run unchanged.
+- a tensor: the hook has transformed the buffer (a cast, a clip, noise). The buffer is averaged after the last hook, in
+  the tensor's dtype, and the result is cast back.
 
-Each hook of a chain gets the buffer that the one before it has left.
+Several hooks form a chain: each gets the buffer that the previous one has left.
 """
 
 import inspect
@@ -30,38 +29,38 @@ from lockstep.errors import HookError
 
 
 class Waitable(Protocol):
-    """Something sent, to be waited for."""
+    """A message under way."""
 
     def wait(self) -> object:
         """Return when it has arrived."""
 
     def done(self) -> bool:
-        """Return True if :meth:`wait` would return at once."""
+        """Return True if :meth:`wait` would return immediately."""
 
 
 class GradBucket:
-    """A bucket as communication hooks see it: answers to the names of ``torch.distributed.GradBucket``.
+    """The bucket passed to a communication hook, with the methods of ``torch.distributed.GradBucket``.
 
-    Gradients are this rank's own sums, not yet divided by anything.
+    Gradients are this rank's sums, not yet divided.
     """
 
     def __init__(self, bucket: GradientBucket, buffer: Tensor, last: bool) -> None:
         self._bucket, self._buffer, self._last = bucket, buffer, last
 
     def index(self) -> int:
-        """Return the place of the bucket in the order in which buckets leave; 0 is the first.
+        """Return the place of the bucket in the launch order, beginning at 0.
 
-        When buckets are planned anew, as after unfreezing, one of other gradients than had its number before gets a
-        number that none has had, so that hooks do not apply what they keep for another bucket.
+        If buckets are planned again, as after unfreezing, a bucket with other gradients than the earlier one of its
+        number gets a new number, so that hooks do not apply to it the state they keep for another bucket.
         """
         return self._bucket.index
 
     def buffer(self) -> Tensor:
-        """Return the gradients as one flat tensor (a sparse one, if the bucket holds a sparse gradient)."""
+        """Return the gradients as one flat tensor; a sparse one if the bucket holds a sparse gradient."""
         return self._buffer
 
     def gradients(self) -> list[Tensor]:
-        """Return the gradients, as views of the buffer in the shapes of the parameters."""
+        """Return the gradients as views of the buffer, in the shapes of the parameters."""
         if self._buffer.is_sparse:
             return [self._buffer]
         return self._bucket.planned.layout.views(self._buffer)
@@ -75,7 +74,7 @@ class GradBucket:
         return self._last
 
     def set_buffer(self, buffer: Tensor) -> None:
-        """Replace the buffer by one of the same number of elements."""
+        """Replace the buffer by one with the same number of elements."""
         if buffer.numel() != self._buffer.numel():
             raise HookError(
                 f"bucket {self.index()}: set_buffer() got {buffer.numel()} elements, expected {self._buffer.numel()}"
@@ -84,7 +83,7 @@ class GradBucket:
 
 
 class _Numbered(GradBucket):
-    """A bucket whose number is not its place, because another has had that."""
+    """A bucket whose number differs from its place, since another bucket has had that number."""
 
     def __init__(self, bucket: GradientBucket, buffer: Tensor, last: bool, number: int) -> None:
         super().__init__(bucket, buffer, last)
@@ -96,7 +95,7 @@ class _Numbered(GradBucket):
 
 
 class Hook(NamedTuple):
-    """A registered hook."""
+    """A registered hook with its state."""
 
     state: Any
     call: Callable[[Any, Any], Any]
@@ -107,22 +106,22 @@ class HookChain:
 
     def __init__(self) -> None:
         self.hooks: list[Hook] = []
-        """Those in use, on all ranks."""
+        """The hooks in use, the same on all ranks."""
         self.are_agreed = False
         """True if the ranks have compared them."""
-        self._offered: list[Hook] = []  # registered since, and not in use yet
-        self._waits: bool | None = None  # whether one that is not the last communicates; not known yet
-        self._numbered: dict[int, _References] = {}  # the parameters of each bucket that hooks have seen
+        self._offered: list[Hook] = []  # registered since, but not in use yet
+        self._waits: bool | None = None  # True if a hook before the last communicates; None: not known yet
+        self._numbered: dict[int, _References] = {}  # by number, the parameters of the bucket that hooks have seen
 
     @property
     def may_wait(self) -> bool:
-        """True if :meth:`send` may wait for other ranks: for what a hook sends whose result the next one gets."""
+        """True if :meth:`send` may wait for other ranks: for the result of a hook that the next one needs."""
         return len(self.hooks) > 1 and self._waits is not False
 
     def register(self, state: Any, hook: Callable[[Any, Any], Any]) -> bool:
-        """Add a hook at the end of the chain; returns whether it is in use at once, as it is before the first round.
+        """Add a hook at the end of the chain; return True if it is in use immediately, as before the first round.
 
-        Later it is from the next agreement on. Raises :class:`HookError` if it cannot be a hook.
+        A hook added later comes into use with the next agreement. Raises :class:`HookError` if it is not a valid hook.
         """
         check_hook(hook)
         (self._offered if self.are_agreed else self.hooks).append(Hook(state, hook))
@@ -135,7 +134,7 @@ class HookChain:
         return bool(self._offered)
 
     def agree(self, collectives: Collectives) -> None:
-        """Compare the hooks of all ranks: without one, a rank would send what the others do not."""
+        """Compare the hooks of all ranks, which must call collectives alike."""
         chain = [*self.hooks, *self._offered]
         lines = [Line("number of communication hooks", str(len(chain)))]
         lines += [Line(f"communication hook {number}", name_of(hook.call)) for number, hook in enumerate(chain)]
@@ -163,10 +162,10 @@ class HookChain:
         divisor: float,
         planned: bool,
     ) -> Waitable:
-        """Call the hooks for a bucket; the result is in the bucket when the returned object has been waited for.
+        """Call the hooks for a bucket; the bucket has the result once the returned object has been waited for.
 
-        ``planned``: the buckets are not those of a first backward. Those of the very first have their places as
-        numbers, as in PyTorch: hooks must not keep anything for them.
+        ``planned``: these are not the buckets of a first backward, which have their places as numbers, as in PyTorch:
+        hooks must not keep state for them.
         """
         index = self._number(bucket) if planned or self._numbered else bucket.index
         seen = _Numbered(bucket, buffer, last, index)
@@ -200,12 +199,12 @@ _References = Sequence["ref[Parameter]"]
 
 
 def _references(parameters: Sequence[Parameter]) -> _References:
-    """Return references that do not keep the tensors, and tell them from later ones at their addresses."""
+    """Return weak references, which also tell the parameters from later ones at the same addresses."""
     return [ref(parameter) for parameter in parameters]
 
 
 def _are_to(references: _References, parameters: Sequence[Parameter]) -> bool:
-    """Return True if the references are to just these parameters."""
+    """Return True if these are the references of exactly these parameters."""
     same_length = len(references) == len(parameters)
     return same_length and all(link() is parameter for link, parameter in zip(references, parameters, strict=True))
 
@@ -224,7 +223,7 @@ class _Reduced:
 
 
 class _Arrived:
-    """A bucket that is reduced already."""
+    """A bucket that has been reduced already."""
 
     def __init__(self, bucket: GradientBucket, summed: Tensor) -> None:
         self._bucket, self._summed = bucket, summed
@@ -237,7 +236,7 @@ class _Arrived:
 
 
 class _Averaged:
-    """A bucket that is averaged after its hooks have transformed it."""
+    """A bucket to be averaged after its hooks have transformed it."""
 
     def __init__(self, bucket: GradientBucket, outgoing: Tensor, pending: Waitable) -> None:
         self._bucket, self._outgoing, self._pending = bucket, outgoing, pending
@@ -251,7 +250,7 @@ class _Averaged:
 
 
 def _value(outcome: Any, hook: Hook) -> Tensor:
-    """Return the tensor that a future holds, alone or as the only entry of a list."""
+    """Return the tensor that is the value of a future, alone or as the only entry of a list."""
     if isinstance(outcome, Sequence) and len(outcome) == 1:
         outcome = outcome[0]
     if not isinstance(outcome, Tensor):
@@ -263,7 +262,7 @@ def _value(outcome: Any, hook: Hook) -> Tensor:
 
 
 def check_hook(hook: Any) -> None:
-    """Raise :class:`HookError` for what cannot be a communication hook."""
+    """Raise :class:`HookError` for an object that is not a valid communication hook."""
     if not callable(hook):
         raise HookError(f"Communication hook must be callable. Got {type(hook).__name__}")
     try:
@@ -291,15 +290,15 @@ _RETURNED_NAMES = ("Future[torch.Tensor]", "Future[Tensor]", "Future", "torch.Te
 
 
 def name_of(hook: Any) -> str:
-    """Return what a hook is called in messages."""
+    """Return the name of a hook in messages."""
     return str(getattr(hook, "__qualname__", type(hook).__name__))
 
 
 def hook_state(state: Any) -> Any:
-    """Return what of a hook's state is worth keeping: its own ``state_dict``, or its attributes without process groups.
+    """Return the part of a hook's state to be saved: its ``state_dict()``, or its attributes except process groups.
 
-    Of NumPy's random numbers, which PowerSGD draws, the state is kept, so that ``torch.load(weights_only=True)`` takes
-    it.
+    NumPy's random generator, which PowerSGD uses, is replaced by plain values that ``torch.load(weights_only=True)``
+    loads.
     """
     if state is None or _is_group(state):
         return None
@@ -315,7 +314,7 @@ def hook_state(state: Any) -> Any:
 
 
 def restore_hook_state(state: Any, saved: Any) -> None:
-    """Put what :func:`hook_state` has kept into the state of the hook that is registered now."""
+    """Load a state saved by :func:`hook_state` into the state of the hook registered now."""
     if saved is None:
         return
     if callable(getattr(state, "load_state_dict", None)):

@@ -1,7 +1,7 @@
-"""Decisions of all ranks that take no collective: stop, leave a batch out, who has run out of batches.
+"""Decisions of all ranks without a collective of their own: stop, skip a batch, and which ranks have batches left.
 
-Each rank says in the status of its next round what its own loop is at (``reduction/status.py``). All ranks read the
-same report, so all know in the same step. Loops may run inside of one another: a round belongs to the innermost.
+Each rank writes the state of its loop into the status of its next round (``reduction/status.py``). All ranks read the
+same report, so all know in the same step. Loops may be nested; a round belongs to the innermost.
 """
 
 import weakref
@@ -15,56 +15,56 @@ from lockstep.errors import OptionError
 
 
 class LoopVerdict(NamedTuple):
-    """The part of a round's verdict that a loop is to know; by default, that all ranks go on."""
+    """The part of a round's verdict for its loop; the default is that all ranks continue."""
 
     stops: bool = False
-    """Some rank asks all to stop after this step."""
+    """True if some rank asks all to stop after this step."""
     skipped: bool = False
-    """Some rank leaves out this batch, so that all do, or none has one."""
+    """True if some rank skips this batch, and thereby all ranks, or if no rank has a batch."""
     some_end: bool = False
-    """Some rank has no batch after this one, or none already."""
+    """True if some rank has no batch after this one, or not even this one."""
     all_end: bool = False
-    """No rank has a batch after this one."""
+    """True if no rank has a batch after this one."""
     going_on: Sequence[int] | None = None
-    """The ranks that have one; None: all, as far as it matters."""
+    """The ranks that have a batch after this one; None if all have, or it does not matter."""
 
 
 class HasAborted(Protocol):
-    """Has aborted a round, and not heard yet what the other ranks have said in it."""
+    """An object that has aborted a round, and has not read the report of the other ranks yet."""
 
     def finish_aborted(self) -> None:
-        """Tell the :class:`Decisions` of it."""
+        """Read the report, and update the :class:`Decisions`."""
 
 
 class _Batch(NamedTuple):
-    """What is known of the batch that a loop is at."""
+    """The state of the current batch of a loop."""
 
     ends: bool = False
-    """This rank has no batch after this one."""
+    """True if this rank has no batch after this one."""
     uneven: bool = False
-    """Some rank may have run out of batches."""
+    """True if some rank may have run out of batches."""
     skipped: bool = False
-    """All ranks leave out this batch, or none has one."""
+    """True if all ranks skip this batch, or none has one."""
     failed: bool = False
-    """The round of this batch has failed, and all ranks know."""
+    """True if the round of this batch has failed, as all ranks know."""
     failed_locally: bool = False
-    """The last thing that has failed was a micro-batch that does not synchronise."""
+    """True if the last failure was in a micro-batch that does not synchronise."""
 
 
 class Loop:
-    """What is known of one loop: how its batch ends on this rank, and what all ranks have said of theirs."""
+    """The state of one loop: its batch on this rank, and the reports of all ranks."""
 
     def __init__(self, looks_ahead: bool = False) -> None:
-        """``looks_ahead``: some rank does not know how many batches it will have."""
+        """``looks_ahead``: some rank does not know its number of batches."""
         self.looks_ahead = looks_ahead
         self._batch = _Batch()
-        self._said = LoopVerdict()  # in the last round
-        self._active: Collection[int] | None = None  # the ranks that have a batch; None: all, as far as is known
-        self._active_next: Collection[int] | None = None  # if the loop looks ahead: those that have another one
+        self._said = LoopVerdict()  # of the last round
+        self._active: Collection[int] | None = None  # the ranks that have a batch; None: all, as far as known
+        self._active_next: Collection[int] | None = None  # if the loop looks ahead: the ranks that have another one
         self._has_begun = False
 
     def next_batch(self, ends: bool, uneven: bool, active: Collection[int] | None) -> None:
-        """The loop goes on: see :meth:`Decisions.next_batch`."""
+        """Go to the next batch: see :meth:`Decisions.next_batch`."""
         self._batch = _Batch(ends, uneven)
         if self.looks_ahead and self._has_begun:
             self._active = self._active_next
@@ -73,7 +73,7 @@ class Loop:
         self._has_begun = True
 
     def update(self, said: LoopVerdict, aborted: bool, is_over: bool) -> None:
-        """A report has been read: see :meth:`Decisions.update`; ``is_over``: the loop is at a later batch now."""
+        """Take over a report: see :meth:`Decisions.update`; ``is_over``: the loop is at a later batch now."""
         self._said = said
         if self.looks_ahead:
             self._active_next = said.going_on
@@ -87,7 +87,7 @@ class Loop:
         self._batch = self._batch._replace(failed=True)
 
     def note_skipped(self) -> None:
-        """Note that all ranks know that this batch is left out."""
+        """Note that this batch is skipped, as all ranks know."""
         self._batch = self._batch._replace(skipped=True, failed=False)
 
     def note_local_failure(self) -> None:
@@ -95,7 +95,7 @@ class Loop:
         self._batch = self._batch._replace(failed_locally=True)
 
     def take_local_failure(self) -> bool:
-        """Return True if the last thing that has failed was such a micro-batch; asked once."""
+        """Return and clear the flag set by :meth:`note_local_failure`."""
         found = self._batch.failed_locally
         self._batch = self._batch._replace(failed_locally=False)
         return found
@@ -111,17 +111,17 @@ class Loop:
 
     @property
     def skips(self) -> bool:
-        """True if all ranks leave out this batch, or none has one."""
+        """True if all ranks skip this batch, or none has one."""
         return self._batch.skipped
 
     @property
     def has_failed(self) -> bool:
-        """True if the round of this batch has failed, and all ranks know."""
+        """True if the round of this batch has failed, as all ranks know."""
         return self._batch.failed
 
     @property
     def all_end(self) -> bool:
-        """True if all ranks have said that they have no batch after the one of the last round."""
+        """True if no rank has a batch after the one of the last round."""
         return self._said.all_end
 
     @property
@@ -131,13 +131,13 @@ class Loop:
 
     @property
     def is_default(self) -> bool:
-        """True if nothing is known that a report which says nothing would change."""
+        """True if a report without news would change nothing in this state."""
         batch, said = self._batch, self._said
         return not (batch.skipped or batch.failed or said.some_end or said.all_end)
 
     @property
     def is_usual(self) -> bool:
-        """True if nothing is known but which batch it is, and every rank has this one and another one after it."""
+        """True if nothing is unusual, and every rank has this batch and another one after it."""
         return self._batch == _USUAL_BATCH and not (self._said.some_end or self._said.all_end)
 
 
@@ -146,14 +146,14 @@ _may_be_padding, _is_usual = attrgetter("may_be_padding"), attrgetter("is_usual"
 
 
 class Decisions:
-    """What the loops of this rank say to those of the other ranks of a group, and what all have said."""
+    """The state of this rank's loops over one group, as it tells the other ranks, and what they have told."""
 
     def __init__(self, group: Group) -> None:
         self.group = group
         self._state = state_of(group)
         self.batch = self._state.batch
         """The number of the batch that the innermost loop is at, counted by ``batches()``."""
-        self._loops = [Loop()]  # from the outermost on; the first one is a loop that nobody counts
+        self._loops = [Loop()]  # from the outermost; the first stands for code outside of batches()
         self.innermost = self._loops[0]
         """The loop that rounds belong to."""
         self._padding: list[object] = []
@@ -161,7 +161,7 @@ class Decisions:
         self._requests: list[Callable[[], object]] = []
         self._aborted: weakref.WeakSet[HasAborted] = weakref.WeakSet()
         self.skips_next = False
-        """The rank leaves out the batch in its next round, with other micro-batches."""
+        """True if the rank skips the batch in its next round, which has other micro-batches as well."""
         self._stops = False
         self._skippable: list[tuple[type[BaseException], ...]] = []
 
@@ -169,11 +169,11 @@ class Decisions:
 
     @property
     def asks_to_stop(self) -> bool:
-        """True if this rank asks all ranks to stop, in its next report."""
+        """True if this rank's next report asks all ranks to stop."""
         return bool(self._requests) and any(asks() for asks in self._requests)
 
     def stop_when(self, request: Callable[[], object]) -> None:
-        """Ask all ranks to stop from the first report on before which ``request()`` is something: a reason, True."""
+        """Ask all ranks to stop as soon as ``request()`` returns a true value, such as a reason, before a report."""
         if request not in self._requests:
             self._requests.append(request)
 
@@ -183,11 +183,9 @@ class Decisions:
 
     @contextmanager
     def loop(self, looks_ahead: bool) -> Iterator[Loop]:
-        """Inside, a loop runs, inside of those that are under way; ``looks_ahead``: some rank does not know how many
-        batches it will have. Afterwards what was known of the others counts again.
+        """Run a loop, inside of those under way; ``looks_ahead``: some rank does not know its number of batches.
 
-        Raises :class:`OptionError` inside of a loop of which
-        a rank does not know how many batches it will have.
+        Raises :class:`OptionError` inside of a loop that looks ahead.
         """
         self._finish_aborted()
         if any(loop.looks_ahead for loop in self._loops):
@@ -209,15 +207,18 @@ class Decisions:
                 self.skips_next = False
 
     def next_batch(self, loop: Loop, ends: bool, uneven: bool, active: Collection[int] | None) -> None:
-        """Note that a loop goes on with its next batch, which ``ends`` its own; ``uneven``: some rank may have run out;
-        ``active``: the ranks that have not, if that is known and they are not all."""
+        """Go to the next batch of a loop.
+
+        ``ends``: it is this rank's last; ``uneven``: some rank may have run out; ``active``: the ranks that have not,
+        or None if unknown or all.
+        """
         self.batch += 1
         self._state.batch = self.batch
         loop.next_batch(ends, uneven, active)
 
     @contextmanager
     def padding(self) -> Iterator[None]:
-        """Inside, the rank has run out of batches: what it does counts nothing."""
+        """Run code as a rank that has run out of batches: it contributes nothing."""
         token = object()
         self._padding.append(token)
         try:
@@ -227,7 +228,7 @@ class Decisions:
 
     @contextmanager
     def inside_share(self, share: int) -> Iterator[None]:
-        """Inside, the loop computes one share of a batch, as often as this rank has shares."""
+        """Run one share of a batch in a loop that goes through this rank's shares."""
         self._share = share
         try:
             yield
@@ -236,16 +237,16 @@ class Decisions:
 
     @property
     def share(self) -> int | None:
-        """The share that the loop is at, if it goes through the shares of a batch."""
+        """The share that the loop is at; None outside of the shares of a batch."""
         return self._share
 
     @property
     def is_padding(self) -> bool:
-        """True if the batch that the loop is at counts nothing."""
+        """True if the rank contributes nothing with the current batch."""
         return bool(self._padding)
 
     def skip_in_next_round(self) -> None:
-        """Note that the rank leaves out the batch in a round that is still to come, with other micro-batches."""
+        """Skip the batch in the next round, which has other micro-batches as well."""
         self.skips_next = True
 
     def note_local_failure(self) -> None:
@@ -253,12 +254,12 @@ class Decisions:
         self.innermost.note_local_failure()
 
     def take_local_failure(self) -> bool:
-        """Return True if the last thing that has failed was such a micro-batch; asked once."""
+        """Return and clear the flag set by :meth:`note_local_failure`."""
         return self.innermost.take_local_failure()
 
     @contextmanager
     def skipping_on(self, errors: tuple[type[BaseException], ...]) -> Iterator[None]:
-        """A backward that fails inside with one of ``errors`` leaves out the batch."""
+        """Skip the batch if a backward inside fails with one of ``errors``."""
         self._skippable.append(errors)
         try:
             yield
@@ -266,28 +267,27 @@ class Decisions:
             self._skippable.remove(errors)
 
     def skips_after(self, error: BaseException | None) -> bool:
-        """Return True if :meth:`skipping_on` was told that the batch is to be left out after ``error``."""
+        """Return True if ``error`` is one of those of :meth:`skipping_on`, so that the batch is skipped."""
         return any(isinstance(error, errors) for errors in self._skippable)
 
     # ------------------------------------------------------------------------------ what all ranks have said
 
     def update(self, said: LoopVerdict, batch: int, loop: Loop | None = None, aborted: bool = False) -> None:
-        """Note that the report of a round has been read, at the batch of that number; ``said`` is what the ranks have
-        said in it.
+        """Take over the report of a round at batch number ``batch``.
 
-        ``loop`` is the one of its round, which may have ended since; the innermost if None. ``aborted``: of a round
-        in which this rank has failed, so that what becomes of the batch is known.
+        ``loop``: the loop of the round, which may have ended; None: the innermost. ``aborted``: this rank has aborted
+        the round, and knows the state of the batch already.
         """
         self._stops = said.stops
         (loop or self.innermost).update(said, aborted, batch != self.batch)
 
     def note_failure(self, loop: Loop | None = None) -> None:
-        """Note that all ranks know that the round of this batch has failed; ``loop`` as in :meth:`update`."""
+        """Note that the round of this batch has failed, as all ranks know; ``loop`` as in :meth:`update`."""
         (loop or self.innermost).note_failure()
         self.skips_next = False
 
     def note_skipped(self) -> None:
-        """Note that all ranks know that this batch is left out."""
+        """Note that this batch is skipped, as all ranks know."""
         self.innermost.note_skipped()
         self.skips_next = False
 
@@ -296,7 +296,7 @@ class Decisions:
         self.skips_next = False
 
     def note_aborted(self, reader: HasAborted) -> None:
-        """Note a round that this rank has aborted, and in which it has not heard yet what the others have said."""
+        """Note a round that this rank has aborted, and whose report it has not read yet."""
         self._aborted.add(reader)
 
     def _finish_aborted(self) -> None:
@@ -305,31 +305,29 @@ class Decisions:
 
     @property
     def is_default(self) -> bool:
-        """True if nothing is known but which batch it is, so that a report that says no more changes nothing."""
+        """True if a report without news would change nothing in this state."""
         return not self._stops and self.innermost.is_default
 
     @property
     def is_usual(self) -> bool:
-        """True if this rank has nothing to say in its next round but which batch it is at, and nothing is known of the
-        others that matters to it."""
+        """True if this rank's next report has no news but the number of its batch, and all ranks have batches."""
         if self._stops or self.skips_next or self._share is not None or self._padding:
             return False
         return all(map(_is_usual, self._loops)) and not (self._requests and self.asks_to_stop)
 
     @property
     def has_failed(self) -> bool:
-        """True if the round of this batch has failed, and all ranks know."""
+        """True if the round of this batch has failed, as all ranks know."""
         return self.innermost.has_failed
 
     @property
     def may_be_padding(self) -> bool:
-        """True if some rank may contribute nothing to the round under way. All ranks know alike."""
+        """True if some rank may contribute nothing to the current round; the same on all ranks."""
         return any(map(_may_be_padding, self._loops))
 
     @property
     def active(self) -> list[int] | None:
-        """The ranks of the group that have a batch of their own, in all loops; None if all have. All ranks know alike,
-        when the last report has been read."""
+        """The group ranks that have a batch in all loops; None if all have. The same on all ranks after each report."""
         if not self.may_be_padding:
             return None
         ranks = range(self.group.size())
@@ -346,18 +344,17 @@ class Decisions:
 
     @property
     def skipped(self) -> bool:
-        """True if any rank has left out this batch, so that all have, or none has one. Waits as :attr:`should_stop`
-        does."""
+        """True if all ranks have skipped this batch, or none has one; waits as :attr:`should_stop` does."""
         self._finish_aborted()
         return self.innermost.skips
 
     @property
     def all_have_ended(self) -> bool:
-        """True if no rank has another batch after the one of the last round. Waits as :attr:`should_stop` does."""
+        """True if no rank has a batch after the one of the last round; waits as :attr:`should_stop` does."""
         self._finish_aborted()
         return self.innermost.all_end
 
 
 def decisions_of(group: Group) -> Decisions:
-    """Return the decisions of a group: one in a process, for as long as somebody holds it."""
+    """Return the decisions of a group: one object in a process, as long as it is referred to."""
     return shared_object(Decisions, group)

@@ -1,4 +1,4 @@
-"""Notices parameters that were changed on gradients that only this rank had."""
+"""Detects parameters that were changed on gradients that had not been reduced."""
 
 import warnings
 from collections.abc import Sequence
@@ -14,29 +14,29 @@ from lockstep.distributed.reduction.values import find_difference
 from lockstep.dtensors import is_dtensor
 
 _version_of = attrgetter("parameter._version")
-_PARAMETERS, _BYTES = 3, 64  # of so many parameters so many bytes are compared
+_PARAMETERS, _BYTES = 3, 64  # how many parameters are compared, and how many bytes of each
 
 
 class Drift(NamedTuple):
-    """What has drifted apart."""
+    """A parameter whose values differ between ranks."""
 
     name: str
-    """The first parameter that has other values on another rank."""
+    """The first parameter that differs."""
     other: int | None
-    """The rank that has other values than the group's first; None if nothing has been compared."""
+    """The rank whose values differ from those of the group's first; None if values have not been compared."""
     first: int = 0
     """The group's first rank."""
 
 
 class DriftDetector:
-    """Looks at version counters when a backward pass begins; costs nothing while every pass synchronises.
+    """Compares version counters when a backward pass begins; costs nothing while every pass synchronises.
 
-    A change through ``p.data`` leaves the counter as it was. On the CPU, where looking does not mean waiting, the first
-    bytes of some parameters are compared, too: a step changes nearly all.
+    A change through ``p.data`` does not raise the counter. On the CPU, where reading does not wait for a device, the
+    first bytes of some parameters are compared as well: an optimizer step changes nearly all of them.
 
-    A change is not a drift yet: a checkpoint may have been loaded, on all ranks. So it is a suspicion, which the rank's
-    report tells; then the ranks compare values. Without a pass that synchronises they cannot: there, a second change is
-    taken for a step.
+    A change may be harmless, such as a checkpoint loaded on all ranks. The rank's report therefore only tells of a
+    suspicion, and the ranks then compare values. Without a pass that synchronises they cannot; there, a second change
+    is taken for an optimizer step.
     """
 
     def __init__(self, parameters: Sequence[ManagedParameter], global_rank: int) -> None:
@@ -46,16 +46,17 @@ class DriftDetector:
         self._some = plain[:: max(1, -(-len(plain) // _PARAMETERS))]
         self._first_bytes: list[bytes] = []
         self.suspects = False
-        """True if parameters were changed while their gradient was only this rank's, and have not been compared."""
+        """True if parameters were changed while their gradients were local, and the ranks have not compared them
+        since."""
 
     @property
     def is_unused(self) -> bool:
-        """True if no gradient is this rank's alone, and nothing is suspected."""
+        """True if no gradient is local to this rank, and no drift is suspected."""
         return self._versions is None and not self.suspects
 
     def check(self, synchronises: bool) -> None:
-        """Note that a backward pass begins; warns if parameters have changed twice since one that synchronised, and
-        this one does not."""
+        """Look at the parameters as a backward pass begins; warn if they have changed twice since the last one that
+        synchronised, and this one does not."""
         before = self._versions
         if before is None and synchronises:
             return
@@ -69,7 +70,7 @@ class DriftDetector:
                 warn_of_drift(Drift(changed, None), self._global_rank)
 
     def compare(self, parameters: Sequence[ManagedParameter], collectives: Collectives) -> Drift | None:
-        """Compare values with the other ranks, which all do; returns what differs, the same on every rank.
+        """Compare values between all ranks, which all must call this; return the same difference on every rank.
 
         Communicates what :func:`find_difference` does.
         """
@@ -78,7 +79,7 @@ class DriftDetector:
         return None if found is None else Drift(found.name, found.rank, collectives.global_ranks[0])
 
     def _changed(self, before: Sequence[int], versions: Sequence[int], first_bytes: Sequence[bytes]) -> str | None:
-        """Return the name of the first parameter that has other values than it had."""
+        """Return the name of the first parameter whose values have changed."""
         if before != versions:
             return next(m.name for m, old, new in zip(self._parameters, before, versions, strict=True) if old != new)
         for member, was, now in zip(self._some, self._first_bytes, first_bytes, strict=True):
@@ -87,12 +88,12 @@ class DriftDetector:
         return None
 
     def forget(self) -> None:
-        """Gradients are common again; what is suspected is still to be compared."""
+        """Note that gradients are the same on all ranks again; a suspicion stays until values are compared."""
         self._versions, self._first_bytes = None, []
 
 
 def _first_bytes(parameters: Sequence[Parameter]) -> list[bytes]:
-    """Return the first bytes of each parameter; none where they are not in this host's memory side by side."""
+    """Return the first bytes of each parameter; empty unless it is contiguous and in host memory."""
     return [
         string_at(p.data_ptr(), min(_BYTES, p.nbytes)) if p.is_cpu and p.is_contiguous() and p.nbytes else b""
         for p in parameters
@@ -100,7 +101,7 @@ def _first_bytes(parameters: Sequence[Parameter]) -> list[bytes]:
 
 
 def warn_of_drift(drift: Drift, rank: int) -> None:
-    """Warn of a forgotten synchronisation: replicas have drifted apart."""
+    """Warn that replicas have drifted apart because a synchronisation was left out."""
     differs = f", and has other values on rank {drift.other} than on rank {drift.first}"
     how = ", again and again" if drift.other is None else differs
     warnings.warn(

@@ -1,19 +1,19 @@
-"""Backward passes, from where a program enters the autograd engine to where it leaves it.
+"""Observes backward passes from the moment they enter the autograd engine until they leave it.
 
 Every pass that Python begins (``backward()``, ``torch.autograd.grad``, checkpointing) goes through
-``Variable._execution_engine``. From the first replicated module on that is an object of a subclass, which tells the
-schedulers of all groups when a pass begins, has ended or has failed; it is the only part of PyTorch that is replaced.
-Gradients are noted when the outermost pass begins, and looked at when it has ended (``gradient_snapshot.py``).
+``Variable._execution_engine``. The first replicated module replaces it by an instance of a subclass, which tells the
+schedulers of all groups when a pass begins, ends or fails; it is the only part of PyTorch that is replaced. Gradients
+are noted when the outermost pass begins, and compared when it has ended (``gradient_snapshot.py``).
 
-A pass that C++ begins does not come here. One that goes through the outputs of a replicated module is known by a
-callback, which the engine drops unrun when the pass fails, and which knows that it is dropped.
+A pass that C++ begins does not come here. One that goes through outputs of a replicated module is noticed by a callback
+queued in it, which the engine drops without calling if the pass fails; the callback's finalizer then reports the
+failure.
 
-A pass that fails is told of before its exception reaches the program, which may send other things then: what it owes to
-the other ranks has to be on its way by that time.
+Observers are told of a failed pass before its exception reaches the program, which may start other collectives then:
+the messages that other ranks wait for must be on their way by that time.
 
-Passes may be inside of one another. One that a function's backward begins, as reentrant checkpointing does, is a step
-of the pass around it, and ends with that. One that a hook begins is a pass of its own, for all modules that the pass
-around it has not come to.
+Passes may be nested. A pass begun by a function's backward, as in reentrant checkpointing, is a step of the pass around
+it and ends with it. A pass begun by a hook is a pass of its own for all modules that the outer pass has not reached.
 """
 
 import inspect
@@ -47,7 +47,7 @@ _lock = threading.Lock()
 
 
 class BackwardPass:
-    """One call of the engine."""
+    """One call of the autograd engine."""
 
     __slots__ = (
         "_failed",
@@ -65,48 +65,47 @@ class BackwardPass:
     )
 
     def __init__(self, outer: "BackwardPass | None", is_step: bool, given: dict[str, Any] | None) -> None:
-        """``given``: the arguments of the engine's entry, by name; None if C++ has begun the pass."""
+        """``given``: the engine's arguments by name; None if C++ has begun the pass."""
         self.outer = outer
-        """The pass in which this one was begun."""
+        """The pass in which this one was begun, or None."""
         self.is_step = is_step
-        """True if a function's backward has begun it, as reentrant checkpointing does: a step of the pass around it."""
+        """True if a function's backward has begun it, as in reentrant checkpointing: a step of the outer pass."""
         self.over = False
-        """True when it has left the engine. With several devices, threads of the engine may not know of a failure
-        yet."""
+        """True once it has left the engine. After a failure, engine threads of other devices may still run it."""
         self.thread = threading.get_ident()
-        """The thread that has begun it."""
+        """The thread that began it."""
         self.told: set[PassObserver] = set()
-        """Those that know already that it has ended."""
+        """The observers that have been told of its end."""
         self.means: dict[object, torch.Tensor] = {}
-        """With ``create_graph``: by group, an output of the last mean over its ranks that has been taken in it."""
+        """With ``create_graph``: for each group, an output of the last mean over its ranks taken in this pass."""
         self.adds = given is None or bool(given.get("accumulate_grad"))
-        """True if it adds to gradients: ``backward()``, and not ``torch.autograd.grad``."""
+        """True if it accumulates into ``.grad``: ``backward()``, not ``torch.autograd.grad``."""
         self.creates_graph = given is not None and bool(given.get("create_graph"))
-        """True if it was asked for gradients that have a graph themselves."""
+        """True if it was begun with ``create_graph=True``."""
         self._is_known = given is not None
         self._given = given or {}
-        self._failed: set[int] = outer._failed if outer is not None else set()  # common to passes inside of one another
+        self._failed: set[int] = outer._failed if outer is not None else set()  # shared by nested passes
         self._reach: ReachableLeaves | None = None
 
     @property
     def accumulates(self) -> bool:
-        """Return True if it adds gradients to whatever leaves it reaches: ``backward()``, but not with ``inputs``."""
+        """True if it accumulates into every leaf that it reaches: ``backward()`` without ``inputs``."""
         return self._is_known and self.adds and not self._given.get("inputs")
 
     @property
     def reach(self) -> ReachableLeaves:
-        """What it was to accumulate into, by its graph, which is searched when this is first asked."""
+        """The leaves that it may accumulate into; the graph is searched on the first access."""
         if self._reach is None:
             self._reach = reach_of(self._given)
         return self._reach
 
     @property
     def whole(self) -> "BackwardPass":
-        """The pass that this one is a step of; itself if it is none."""
+        """The pass that this one is a step of; itself if it is not a step."""
         return self.outer.whole if self.is_step and self.outer is not None else self
 
     def is_inside(self, other: "BackwardPass") -> bool:
-        """Return True if it was begun in ``other``, or in a pass inside of that."""
+        """Return True if it was begun in ``other``, or in a pass nested in that."""
         outer = self.outer
         while outer is not None and outer is not other:
             outer = outer.outer
@@ -117,11 +116,11 @@ class BackwardPass:
         self._failed.add(id(thing))
 
     def is_known_to_fail(self, thing: object) -> bool:
-        """Return True if :meth:`note_failure` has been told of ``thing``, in this pass or in one around it."""
+        """Return True if :meth:`note_failure` was called for ``thing`` in this pass or one that it is nested with."""
         return id(thing) in self._failed
 
     def fail(self, reach: ReachableLeaves) -> None:
-        """Tell all observers that it has failed, whatever happens to one of them."""
+        """Tell all observers that the pass has failed, even if one of them raises."""
         self.over = True
         for observer in observers():
             try:
@@ -130,10 +129,10 @@ class BackwardPass:
                 logging.getLogger("lockstep").exception("what a failed backward pass owes could not be sent")
 
     def close(self) -> None:
-        """Let go of the group and the graph: the pass has left the engine.
+        """Mark the pass as over, and drop its references to groups.
 
-        A collective keeps the thread-local state in which it was begun, and this with it, until a thread of the group
-        lets go of it: a group whose last reference that was would wait for its own thread
+        A collective keeps the thread-local state in which it was begun, and with it this object, until a thread of the
+        process group releases it. If that were the last reference to the group, the group would wait for its own thread
         (``test_a_pass_that_is_over_keeps_no_group``).
         """
         self.over = True
@@ -144,13 +143,13 @@ class BackwardPass:
 
 
 def current_pass() -> BackwardPass | None:
-    """Return the pass that the calling thread runs for: the innermost; None outside, and in one that C++ has begun."""
+    """Return the innermost pass that this thread runs; None outside of passes, and in one that C++ has begun."""
     found: BackwardPass | None = autograd_tls.get(_KEY)
     return found
 
 
 class PassObserver(ABC):
-    """Is told of every backward pass."""
+    """Base class of objects that are told of every backward pass."""
 
     def __init__(self) -> None:
         with _lock:
@@ -161,26 +160,26 @@ class PassObserver(ABC):
     @property
     @abstractmethod
     def order(self) -> int:
-        """Its place among those that are told, the same on every rank."""
+        """The place in the order in which observers are told, the same on every rank."""
 
     @abstractmethod
     def pass_begins(self, this: BackwardPass) -> None:
-        """Note that a pass begins that is no step of another one, and has added to no gradient yet."""
+        """Called when a pass begins, before it adds to any gradient; not for steps of other passes."""
 
     @abstractmethod
     def pass_ended(self, this: BackwardPass) -> None:
-        """Such a pass has ended well."""
+        """Called when such a pass has ended without an error."""
 
     @abstractmethod
     def pass_failed(self, this: BackwardPass, reach: ReachableLeaves) -> None:
-        """Note that a pass has failed; its exception is on its way to the program, and waits for this."""
+        """Called when a pass has failed, before its exception reaches the program."""
 
 
 _observers: list[weakref.ref[PassObserver]] = []
 
 
 def observers() -> list[PassObserver]:
-    """Return all that are told of passes, in the order that is the same on every rank."""
+    """Return all observers, in the order that is the same on every rank."""
     found = [observer for each in _observers if (observer := each()) is not None]
     if len(found) > 1:
         found.sort(key=lambda each: each.order)
@@ -188,14 +187,14 @@ def observers() -> list[PassObserver]:
 
 
 def watch_engine() -> None:
-    """Let passes go through the library's entry, also if another library has put its own there since."""
+    """Install the library's entry to the engine, around another library's if that has been installed since."""
     engine = Variable._execution_engine
     if not isinstance(engine, _Engine):
         Variable._execution_engine = _Engine(engine)
 
 
 class _EndOfForeignPass:
-    """The callback of a pass that C++ has begun. It is the engine's alone, which drops it unrun if the pass fails."""
+    """Callback of a pass that C++ has begun; only the engine refers to it, and drops it uncalled if the pass fails."""
 
     __slots__ = ("_pass",)
 
@@ -216,14 +215,14 @@ class _EndOfForeignPass:
 
 
 def foreign_pass() -> BackwardPass:
-    """Return a pass for the one under way, that C++ has begun; call this once in it."""
+    """Return an object for the pass under way, which C++ has begun; call this once for each such pass."""
     this = BackwardPass(None, False, None)
     Variable._execution_engine.queue_callback(_EndOfForeignPass(this))
     return this
 
 
 class _Engine(torch._C._ImperativeEngine):
-    """PyTorch's engine, or the one that another library has put in its place, entered here."""
+    """PyTorch's engine, or the entry that another library has installed, with observers."""
 
     def __new__(cls, _entry: Any) -> "_Engine":
         return super().__new__(cls)
@@ -234,7 +233,7 @@ class _Engine(torch._C._ImperativeEngine):
 
     @outside_compiler
     def run_backward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a backward pass."""
+        """Run a backward pass, and tell the observers of its begin and its end."""
         outer = autograd_tls.get(_KEY)
         given = named(args, kwargs)
         this = BackwardPass(outer, outer is not None and _is_in_function(), given)
@@ -268,25 +267,27 @@ class _Engine(torch._C._ImperativeEngine):
                 autograd_tls.remove(_KEY)
 
     def _wait_for_threads(self, devices: set[torch.device]) -> None:
-        """Return when no thread is at work any more on a node of a pass that has failed in another, which may be the
-        one that sets a gradient. None begins another one; so each has ended its own when it comes to a pass of ours."""
+        """Wait until no engine thread runs a node of a failed pass, such as one that sets a gradient.
+
+        No thread starts another node of it, so each has finished its last one when it runs this small pass.
+        """
         for device in devices:
             try:
                 with torch.enable_grad():
                     leaf = torch.zeros((), device=device, requires_grad=True)
                     super().run_backward((leaf * 1,), (torch.ones_like(leaf),), False, False, (leaf,), True, False)
-            except RuntimeError as error:  # of a device that does not work any more
+            except RuntimeError as error:  # the device does not work any more
                 logging.getLogger("lockstep").debug("a thread of the autograd engine cannot be waited for: %s", error)
 
 
 def is_autograd_compiled() -> bool:
-    """Return True if compiled autograd may run backward passes now."""
+    """Return True if compiled autograd may run backward passes at present."""
     compiled_autograd = sys.modules.get("torch._dynamo.compiled_autograd")
     return compiled_autograd is not None and getattr(compiled_autograd, "compiled_autograd_enabled", True)
 
 
 def _is_in_function() -> bool:
-    """Return True if the pass that begins is begun in the backward of a function, and not in a hook."""
+    """Return True if the new pass is begun in the backward of a function, not in a hook."""
     frame = sys._getframe(2)
     engine = inspect.unwrap(_Engine.run_backward).__code__
     while frame is not None and frame.f_code is not engine:
@@ -300,8 +301,10 @@ _MODULE = "torch.distributed.optim.apply_optimizer_in_backward"
 
 
 def check_optimizers(named: Callable[[], Iterable[tuple[str, Parameter]]]) -> None:
-    """Raise :class:`NotReplicableError` for a parameter that has such an optimizer; ``named`` is asked for parameters
-    and their names where any has one."""
+    """Raise :class:`NotReplicableError` if a parameter's optimizer steps in backward, on gradients not yet reduced.
+
+    ``named`` returns parameters with their names; it is called only if the process has used such optimizers at all.
+    """
     module = sys.modules.get(_MODULE)
     if module is not None and getattr(module, "param_to_acc_grad_map", True):  # else it has not been called
         for name, parameter in named():

@@ -98,7 +98,7 @@ class GradientMemory:
                     new.views[i].copy_(memory.views[i])
                     current[i] = new.grads[i]
         elif not self._are_grads_in_place(memory):
-            self.now = memory._replace(grads=self._gradients(memory.views))  # tests/ranks/test_gradient_memory.py
+            self.now = memory._replace(grads=self._gradients(memory.views))  # tests/gradients/test_gradient_memory.py
         return inside
 
     def _is_unused(self, memory: _Memory, current: Sequence[Tensor | None]) -> bool:

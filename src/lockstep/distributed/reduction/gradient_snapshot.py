@@ -1,11 +1,11 @@
-"""Sees which gradients a backward pass has changed, by a look before it and one after it.
+"""Finds the gradients that a backward pass has changed, by a look before it and one after it.
 
-Autograd gives a parameter a gradient in one of two ways: as another object in ``.grad``, or by adding to the one that
-is there, which raises its version. So what a pass has changed shows by comparing references and versions, whatever was
-called - the module, a part of it, its wrapper - and whether or not anything was compiled. A look takes about 0.1 us for
-each parameter that has a gradient, and a quarter of that for one that has none.
+Autograd either sets ``.grad`` to a new object, or adds to the existing one, which raises its version. Comparing
+references and versions therefore shows every change, whatever was called (the module, a part of it, its wrapper) and
+whether or not it was compiled. A look takes about 0.1 us for each parameter that has a gradient, and a quarter of that
+for one that has none.
 
-Gradients that share memory have versions of their own: what is handed out of a bucket is ``view.data``.
+Gradients that are views of a bucket are ``view.data``, so that each has its own version.
 """
 
 from collections.abc import Sequence
@@ -21,19 +21,19 @@ _version_of = attrgetter("_version")
 
 
 class GradientSnapshot:
-    """The gradients of ``parameters`` as they are now."""
+    """The gradients of ``parameters`` and their versions at this moment."""
 
     __slots__ = ("_grads", "_versions", "parameters")
 
     def __init__(self, parameters: Sequence[Parameter]) -> None:
         self.parameters = parameters
         self._grads: list[Tensor | None] = list(map(grad_of, parameters))
-        self._versions: list[int] | None = None  # None: there is no gradient
+        self._versions: list[int] | None = None  # None: no parameter has a gradient
         if any(map(is_not, self._grads, repeat(None))):
             self._versions = _versions(self._grads)
 
     def changed(self) -> Sequence[int]:
-        """Return which gradients have come since, by position."""
+        """Return the positions of gradients that have been set or changed since."""
         now: list[Any] = list(map(grad_of, self.parameters))
         if self._versions is None:
             if type(None) not in map(type, now):
@@ -47,7 +47,7 @@ class GradientSnapshot:
         return range(len(now)) if False not in come else list(compress(range(len(now)), come))
 
     def missing(self, positions: Sequence[int]) -> list[int]:
-        """Return which gradients among those at these positions have not come since."""
+        """Return those of these positions whose gradient has not been set or changed since."""
         now: list[Any] = list(map(grad_of, map(self.parameters.__getitem__, positions)))
         if self._versions is None:
             return list(compress(positions, map(is_, now, repeat(None))))
@@ -66,5 +66,5 @@ def _versions(grads: Sequence[Any]) -> list[int]:
 
 
 def _version(grad: Tensor | None) -> int:
-    """Return the version of a gradient; 0 where there is none, or none is kept: of an inference tensor."""
+    """Return the version of a gradient; 0 without a gradient, and for an inference tensor, which has no version."""
     return 0 if grad is None or grad.is_inference() else grad._version

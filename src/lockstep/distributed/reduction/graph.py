@@ -1,4 +1,4 @@
-"""The graph of a backward pass: the leaves that it reaches, and the means over the ranks on the way."""
+"""Searches the graph of a backward pass for the leaves that it reaches, and for means over the ranks on the way."""
 
 import itertools
 import logging
@@ -18,7 +18,7 @@ from lockstep.dtensors import local_part
 _KEY = "lockstep.backward"
 
 Arguments = tuple[Sequence[Any], dict[str, Any]]
-"""What the engine's entry is given, by position and by name."""
+"""Positional and keyword arguments of the engine's entry."""
 _NAMES = ("tensors", "grad_tensors", "keep_graph", "create_graph", "inputs", "allow_unreachable", "accumulate_grad")
 
 
@@ -32,19 +32,18 @@ def named(args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class ReachableLeaves:
-    """Which leaves a pass accumulates gradients into."""
+    """The leaves that a pass may accumulate gradients into."""
 
     leaves: frozenset[int] = frozenset()
-    """Their identities, as far as the graph shows them."""
+    """The ids of the leaves found in the graph."""
     hidden: bool = False
     """True if there may be more: functions written in Python may run passes of their own, as checkpointing does."""
     marks: Mapping[int, Sequence[object]] = field(default_factory=dict)
-    """What :func:`mark_output` was called with for outputs that the pass was to go through, by the identity of the
-    owner."""
+    """By the id of the owner, the marks that :func:`mark_output` has set on outputs in the graph."""
 
 
 def reach_of(given: dict[str, Any]) -> ReachableLeaves:
-    """Return what the pass that was begun with these arguments was to accumulate into."""
+    """Return the leaves that a pass with these arguments may accumulate into."""
     if not given.get("accumulate_grad"):
         return ReachableLeaves()
     leaves, hidden = set(), False
@@ -62,13 +61,13 @@ def reach_of(given: dict[str, Any]) -> ReachableLeaves:
 
 
 def devices_of_leaves(given: dict[str, Any]) -> set[torch.device]:
-    """Return the accelerators on which the leaves of a pass lie: for each the engine has a thread."""
+    """Return the accelerators that the leaves of a pass are on; the engine has a thread for each."""
     leaves = (node.variable for node in _nodes(_edges(given["tensors"])) if _is_leaf(node))
     return {leaf.device for leaf in leaves if leaf.device.type not in ("cpu", "meta")}
 
 
 def mark_output(tensor: Tensor, owner: object, mark: object) -> None:
-    """Let the graph behind ``tensor`` tell that a pass through it concerns ``owner``, and how: ``mark``."""
+    """Mark the graph node of ``tensor``, so that :func:`reach_of` finds ``mark`` for ``owner``."""
     if tensor.grad_fn is not None:
         metadata: dict[object, Any] = tensor.grad_fn.metadata  # type: ignore[assignment]  # a property
         metadata.setdefault(_KEY, []).append((weakref.ref(owner), mark))
@@ -77,27 +76,29 @@ def mark_output(tensor: Tensor, owner: object, mark: object) -> None:
 # ----------------------------------------------------------------------------------------------- means
 
 MEANS = "mean of tensors"
-"""What messages call the means."""
+"""The name of these means in messages."""
 
 
 class MeanInPass:
-    """The mean over the ranks that the backward of a function takes: its context has this as ``in_pass``. It lives as
-    long as the graph that goes through the function."""
+    """A mean over the ranks that the backward of a function takes.
+
+    The function's context refers to it as ``in_pass``, so it lives as long as the graph through the function.
+    """
 
     def __init__(self, collectives: Collectives, likes: Sequence[Tensor], joined: Tensor | None) -> None:
         self.collectives = collectives
         self.likes = likes
-        """Tensors like the gradients whose mean is taken."""
+        """Tensors with the shapes and dtypes of the gradients to be averaged."""
         self.joined = joined
-        """A leaf among the function's inputs, by which it can be reached on every rank."""
+        """An extra leaf among the function's inputs, through which every rank can reach it, or None."""
         self.number = next(_numbers)
-        """Those that are made later have higher ones, whichever thread of the engine makes them."""
+        """Increases in the order of creation, over all threads of the engine."""
         self.taken_in: object = None
-        """The last pass in which it was taken."""
+        """The last pass in which the mean was taken."""
         _alive.add(self)
 
     def take_part(self) -> None:
-        """Tell the other ranks, which take it, that the pass has failed on this one."""
+        """Tell the other ranks, which take this mean, that the pass has failed here: send NaN."""
         nothing = [torch.full_like(local_part(like), nan) for like in self.likes]
         flags = nothing[0].new_full((1 + len(nothing),), nan)
         for _ in self.collectives.all_reduce_coalesced([*nothing, flags], MEANS):
@@ -109,8 +110,7 @@ _numbers = itertools.count()
 
 
 def has_means() -> bool:
-    """Return True if a backward pass of this process may take a mean over ranks, at a time that depends on what else it
-    goes through."""
+    """Return True if a backward pass of this process may take a mean over ranks; its time depends on the graph."""
     return bool(_alive)
 
 
@@ -122,15 +122,19 @@ def means_behind(outputs: Iterable[Any]) -> list[MeanInPass]:
 
 
 def joined_behind(given: dict[str, Any]) -> Sequence[Tensor]:
-    """Return what a pass with ``inputs`` has to have among those, too, so that it comes to all means behind its
-    outputs: on another rank they may be on the way to the inputs."""
+    """Return leaves to be added to the ``inputs`` of a pass, so that it reaches all means behind its outputs.
+
+    On another rank these means may be on the way to the inputs.
+    """
     found = means_behind(given["tensors"])
     return [each.joined for each in found if each.joined is not None]
 
 
 def finish_means(given: dict[str, Any], this: object) -> None:
-    """Take part in the means that a pass that has failed was still to take, in the order in which it would have. The
-    other ranks take them before they hear of the failure."""
+    """Take part in the remaining means of a failed pass, in the order in which it would have taken them.
+
+    The other ranks take them before they hear of the failure.
+    """
     for each in _unfinished(given, this):
         try:
             each.take_part()
@@ -160,14 +164,14 @@ def _mean_of(node: Any) -> MeanInPass | None:
 
 
 def _edges(outputs: Iterable[Any]) -> list[Any]:
-    """Return the nodes that these outputs are of, given as they are or by their gradient edges."""
+    """Return the nodes of these outputs, which are tensors or gradient edges."""
     found = [each for each in outputs if not _is_tensor(each) or each.requires_grad]
     edges = (torch.autograd.graph.get_gradient_edge(each) if _is_tensor(each) else each for each in found)
     return [edge.node for edge in edges]
 
 
 def _nodes(first: Iterable[Any]) -> Iterator[Any]:
-    """Every node of the graph behind these."""
+    """Yield every node of the graph behind these, and these."""
     pending = list(first)
     seen = set(pending)
     while pending:
@@ -187,8 +191,11 @@ def _is_tensor(value: Any) -> bool:
 
 
 def _targets(chosen: Iterable[Any]) -> dict[int, object]:
-    """By identity: the leaves among ``inputs``, and the nodes of what is no leaf. Python's objects for nodes come and
-    go, so identities are theirs only while they are kept."""
+    """Return the leaves among ``inputs``, and the nodes of other tensors, by id.
+
+    They are the values as well, to keep them alive: an id of a node's Python object is valid only as long as that
+    lives.
+    """
     found = [_target_of(node) for node in _edges(chosen)]
     return {id(each): each for each in found}
 

@@ -1,4 +1,4 @@
-"""Gradients that came too late for their bucket, or had none: reduced at the end of the same backward."""
+"""Reduces, at the end of the same backward, gradients that missed their bucket or have none."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -13,13 +13,13 @@ from lockstep.errors import PeerError
 
 
 class LateGradient:
-    """A reduced gradient that is to be added to what the parameter gets from its bucket, if it has one."""
+    """A reduced gradient, to be added to the one from the parameter's bucket, if it has one."""
 
     def __init__(self, member: ManagedParameter, value: Tensor) -> None:
         self._member, self._value = member, value
 
     def copy_out(self, factor: float) -> None:
-        """Add it, times ``factor``, to the parameter's gradient."""
+        """Add it, times ``factor``, to the parameter's ``.grad``."""
         parameter, value = self._member.parameter, self._value
         grad = like_parameter(value.mul_(factor) if factor != 1 else value, parameter)
         if parameter.grad is not None:
@@ -29,12 +29,11 @@ class LateGradient:
 
 
 def reduce_late(members: Sequence[ManagedParameter], collectives: Collectives, divisor: float) -> list[LateGradient]:
-    """Return the means over the ranks of what these parameters have as gradients now, and have no more; a rank that has
-    none counts as zero.
+    """Take these parameters' gradients away and return their means over the ranks; a missing gradient counts as zero.
 
-    Every rank passes the same parameters. One all-reduce for each dtype and device, and for each sparse gradient, after
-    one of a number: whether all ranks have put together what they send. If not, each raises: that rank what has kept
-    it, the others :class:`PeerError`.
+    Every rank passes the same parameters. Communicates one all-reduce of a flag for each rank, then one all-reduce for
+    each dtype and device and for each sparse gradient. If a rank cannot put its gradients together, it raises its own
+    error, and the others raise :class:`PeerError`.
     """
     grads = {}
     for member in members:
@@ -47,7 +46,7 @@ def reduce_late(members: Sequence[ManagedParameter], collectives: Collectives, d
     failure: Exception | None = None
     try:
         for member in members:
-            # Without a gradient of its own, too: it is to have one. See
+            # Check parameters without a gradient as well, since they get one:
             # test_a_frozen_layer_that_is_retyped_on_one_rank_and_trained_on_another.
             member.check_parameter()
         for flat, parts in _dense(members, grads):
@@ -70,11 +69,11 @@ def reduce_late(members: Sequence[ManagedParameter], collectives: Collectives, d
 def _dense(
     members: Sequence[ManagedParameter], grads: Mapping[int, Tensor]
 ) -> Iterator[tuple[Tensor, list[LateGradient]]]:
-    """Gradients side by side, one tensor for each dtype and device."""
+    """Yield one flat tensor of gradients for each dtype and device, and the late gradients that are views of it."""
     dense = [member for member in members if not member.sparse]
     for bucket in plan_buckets([member.spec for member in dense]).buckets:
         flat = torch.zeros(bucket.numel, dtype=bucket.dtype, device=bucket.device)
-        # With versions of their own, which views of one memory share: see gradient_snapshot.py.
+        # .data gives each view its own version counter, which views otherwise share: see gradient_snapshot.py.
         parts = [
             LateGradient(dense[slot.index], view.data)
             for slot, view in zip(bucket.slots, bucket.views(flat), strict=True)
@@ -89,7 +88,7 @@ def _dense(
 
 
 def _check_all(failure: Exception | None, collectives: Collectives) -> None:
-    """Raise on every rank if there is a failure on any."""
+    """Raise on every rank if any rank has a failure."""
     failed = torch.zeros(collectives.world, dtype=torch.int64)
     failed[collectives.rank] = failure is not None
     failed = failed.to(collectives.device)

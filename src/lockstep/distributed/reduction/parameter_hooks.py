@@ -1,15 +1,14 @@
-"""Hooks on parameters: those of users, which are to see reduced gradients, and triggers.
+"""Post-accumulate hooks on parameters: users' hooks, held back until gradients are reduced, and triggers.
 
-Autograd runs a parameter's post-accumulate hooks when its gradient is there, which is before it is reduced. An
-optimizer step in such a hook would step on this rank's gradient alone; so hooks that users put there, before or after
-replicating, are held back. At the end of a backward that synchronises, each runs once for every parameter that any rank
-has used since the last one - on all ranks, also where the parameter was not used, so that what it does stays in step.
-Copies of a parameter, and pickles, have no hooks.
+Autograd runs a parameter's post-accumulate hooks before its gradient is reduced. An optimizer step in such a hook would
+use the local gradient, so hooks that users register, before or after replicating, are held back. At the end of a
+backward that synchronises, each runs once for every parameter that any rank has used since the last one, on all ranks
+(even where the parameter was not used), so that replicas stay equal. Copies and pickles of a parameter have no hooks.
 
-That a gradient has come, the reducer sees by itself when a pass is over (``engine.py``). A *trigger* lets it look
-earlier: one parameter of each part of a bucket has one, the parameter that came last before.
+The reducer finds gradients without hooks when a pass is over (``engine.py``). A *trigger* lets it look earlier: in each
+part of a bucket, the parameter whose gradient came last in an earlier backward has one.
 
-The garbage collector does not see through hooks, so they refer to their reducer weakly.
+Hooks refer to their reducer weakly, since the garbage collector does not see references held by hooks.
 """
 
 import weakref
@@ -27,7 +26,7 @@ from lockstep.distributed.reduction.owners import Owner
 from lockstep.errors import NotReplicableError
 
 TRIGGER_KEY = -1
-"""The key of a trigger among the hooks of a parameter; PyTorch's own numbers begin with 0."""
+"""The key of a trigger among a parameter's hooks; keys of PyTorch begin at 0."""
 hooks_of = attrgetter("_post_accumulate_grad_hooks")
 
 
@@ -41,8 +40,8 @@ class Trigger:
         self._reducer = weakref.ref(reducer)
 
     def __call__(self, parameter: Parameter) -> None:
-        """The gradient of ``parameter`` is there."""
-        if is_dynamo_compiling():  # compiled autograd makes one function of the pass; its end is enough
+        """Tell the reducer that autograd has accumulated the gradient of ``parameter``."""
+        if is_dynamo_compiling():  # compiled autograd traces the whole pass; the end of the pass is enough
             return
         reducer = self._reducer()
         if reducer is not None:
@@ -50,7 +49,7 @@ class Trigger:
 
 
 class OutlivedHook:
-    """Stands on a parameter that has outlived every module that it was replicated with."""
+    """Hook on a parameter that has outlived every module that it was replicated with."""
 
     __slots__ = ("_name",)
 
@@ -67,7 +66,7 @@ class OutlivedHook:
 
 
 def note_outlived(parameter: Parameter, name: str) -> None:
-    """Note that the reducer of a parameter is gone."""
+    """Let the next gradient of a parameter whose reducer is gone raise an error."""
     earlier: Mapping[int, Any] | None = hooks_of(parameter)
     hooks: OrderedDict[int, Any] = OrderedDict(earlier or {})
     hooks[TRIGGER_KEY] = OutlivedHook(name)
@@ -92,7 +91,7 @@ class HeldHook:
         self._earlier = earlier
 
     def __call__(self, parameter: Parameter) -> None:
-        """The gradient of ``parameter`` is there, but perhaps only this rank's: :func:`run_held_hooks` has its turn."""
+        """Do nothing, since the gradient may not be reduced yet; without a reducer, call the user's hook at once."""
         if is_compiling() and not is_in_compiled_backward():
             _run_outside(self, parameter)
         elif self._reducer() is None:
@@ -104,8 +103,8 @@ class HeldHook:
             self.hook(parameter)
 
     def moved_to(self, reducer: Callable[[], Owner | None], key: int, earlier: Mapping[int, Any]) -> "HeldHook":
-        """Return the same for another reducer; the user's handle still removes it from the dictionary that it was put
-        into."""
+        """Return the same hook for another reducer; the user's handle still removes it from the dictionary in which it
+        was registered."""
         return HeldHook(self.hook, reducer, key, earlier if self._earlier is None else self._earlier)
 
 
@@ -115,7 +114,7 @@ def _run_outside(hook: HeldHook, parameter: Parameter) -> None:
 
 
 class HookDictionary(OrderedDict[int, Any]):
-    """A parameter's post-accumulate hooks: perhaps a trigger, and users' hooks, held."""
+    """A parameter's post-accumulate hooks: a trigger, if it has one, and held users' hooks."""
 
     def __init__(self, reducer: Owner) -> None:
         super().__init__()
@@ -126,11 +125,11 @@ class HookDictionary(OrderedDict[int, Any]):
         self._tell()
 
     def set_trigger(self, trigger: Callable[[Parameter], object]) -> None:
-        """Call ``trigger`` when a gradient has come."""
+        """Call ``trigger`` when autograd has accumulated a gradient."""
         super().__setitem__(TRIGGER_KEY, trigger)
 
     def take_over(self, earlier: Mapping[int, Any]) -> None:
-        """Hold the users' hooks of a dictionary that autograd has used so far; their handles go on working."""
+        """Hold the users' hooks of an earlier dictionary; their handles still work."""
         for key, hook in earlier.items():
             if key != TRIGGER_KEY:
                 held = hook if isinstance(hook, HeldHook) else HeldHook(hook, self._reducer)
@@ -138,11 +137,11 @@ class HookDictionary(OrderedDict[int, Any]):
                 self._tell()
 
     def held(self, reducer: Owner) -> list[HeldHook]:
-        """Return the users' hooks that wait for a reducer."""
+        """Return the users' hooks that are held for a reducer."""
         return [hook for hook in self.values() if isinstance(hook, HeldHook)] if self.belongs_to(reducer) else []
 
     def belongs_to(self, reducer: Owner) -> bool:
-        """Return True if the hooks wait for that reducer."""
+        """Return True if the hooks are held for this reducer."""
         return self._reducer() is reducer
 
     def _tell(self) -> None:
@@ -152,7 +151,7 @@ class HookDictionary(OrderedDict[int, Any]):
 
 
 def hold(parameter: Parameter, reducer: Owner) -> HookDictionary:
-    """Hold the hooks of a parameter, which may have none yet; those of an earlier reducer are moved to this one."""
+    """Hold the hooks of a parameter, also ones registered later; take over those held for an earlier reducer."""
     earlier = parameter._post_accumulate_grad_hooks
     if isinstance(earlier, HookDictionary) and earlier.belongs_to(reducer):
         return earlier
@@ -170,16 +169,16 @@ def hold_all(parameters: Sequence[Parameter], reducer: Owner) -> None:
 
 
 def remove_trigger(parameter: Parameter) -> None:
-    """Take the trigger off a parameter; without any hook, autograd calls nothing for its gradient."""
+    """Remove the trigger of a parameter; autograd calls nothing for a parameter without hooks."""
     hooks = hooks_of(parameter)
     if isinstance(hooks, HookDictionary):
         hooks.pop(TRIGGER_KEY, None)
         if not hooks:
-            parameter._post_accumulate_grad_hooks = None  # type: ignore[assignment]  # as it is without hooks
+            parameter._post_accumulate_grad_hooks = None  # type: ignore[assignment]  # None: no hooks
 
 
 def release(parameter: Parameter, reducer: Owner) -> None:
-    """Let go of the hooks of a parameter that ``reducer`` does not synchronise any more; users' hooks stay."""
+    """Stop holding the hooks of a parameter that ``reducer`` no longer synchronises; users' hooks stay on it."""
     hooks = parameter._post_accumulate_grad_hooks
     if isinstance(hooks, HookDictionary) and hooks.belongs_to(reducer):
         held = [(key, hook) for key, hook in hooks.items() if key != TRIGGER_KEY]
@@ -187,7 +186,7 @@ def release(parameter: Parameter, reducer: Owner) -> None:
 
 
 def _nobody() -> None:
-    """Stands where a reducer would be referred to."""
+    """Stand in for a reference to a reducer that is gone."""
 
 
 def run_held_hooks(parameters: Iterable[Parameter], reducer: Owner) -> None:
@@ -199,5 +198,5 @@ def run_held_hooks(parameters: Iterable[Parameter], reducer: Owner) -> None:
 
 
 def can_have_gradient(tensor: Parameter) -> bool:
-    """Return True if autograd could ever give it a gradient: integers have none."""
+    """Return True if a parameter's dtype can have gradients; integers cannot."""
     return tensor.is_floating_point() or tensor.is_complex()

@@ -1,14 +1,14 @@
-"""The parameters of a reducer: those that the ranks have agreed on, and changes on this rank since.
+"""The parameters of a reducer: those that the ranks have agreed on, and later changes on this rank.
 
-Modules change while they are trained. Whatever changes them - an assigned checkpoint, a replaced layer,
-``weight_norm``, a parametrization, a conversion that makes new parameters, a write to ``module._parameters`` - ends as
-another object in a dictionary of some module. When a backward pass begins, a :class:`SlotSnapshot` compares references,
-which takes about 50 ns for each parameter and as much for each module; values do not count.
+Modules change while they are trained. Loading with ``assign=True``, replacing a layer, ``weight_norm``, a
+parametrization, a conversion that makes new parameters and a write to ``module._parameters`` all put another object
+into some module's dictionary. When a backward pass begins, a :class:`SlotSnapshot` compares references, which takes
+about 50 ns for each parameter and each module; it ignores values.
 
-A rank that finds other parameters or modules observes the gradients of the added ones, too, and says so in its status.
-Then all ranks choose again, in the same backward, what is replicated: they compare names, order, shapes and dtypes, and
-the values of what is new to any of them, since gradients of different values have no common mean. A difference is an
-error by name, on every rank, in this backward and each one that follows, until the modules are the same again.
+A rank that finds other parameters or modules watches the gradients of the added ones as well, and says so in its
+status. All ranks then agree again on the parameters, in the same backward: they compare names, order, shapes and
+dtypes, and the values of new parameters, since gradients at different values have no common mean. A difference is an
+error by name, on every rank, in this backward and each later one until it is gone.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -36,7 +36,7 @@ from lockstep.errors import LayoutError, LockstepError
 
 
 class ManagedParameter:
-    """A parameter whose gradient is synchronised."""
+    """A parameter whose gradient is synchronised, with its name and its index among those of the module."""
 
     __slots__ = ("__weakref__", "_kind", "index", "name", "parameter", "sparse", "spec")
 
@@ -48,7 +48,7 @@ class ManagedParameter:
         self._kind = _kind_of(parameter)
 
     def take(self, grad: Tensor) -> Tensor:
-        """Return the gradient of this rank as a plain tensor; raises if it is not of the planned dtype and shape."""
+        """Return this rank's part of a gradient as a plain tensor; raise if its dtype or shape is not as planned."""
         local = matching_gradient(grad.detach(), self.parameter)
         self.check(local)
         return local
@@ -64,7 +64,7 @@ class ManagedParameter:
             )
 
     def check_parameter(self) -> None:
-        """Raise :class:`LayoutError` if the parameter is not of the dtype, shape and device that it had."""
+        """Raise :class:`LayoutError` if the dtype, shape or device of the parameter has changed."""
         kind = _kind_of(self.parameter)
         if kind != self._kind:
             raise LayoutError(
@@ -73,7 +73,7 @@ class ManagedParameter:
             )
 
     def zeros(self) -> Tensor:
-        """No gradient: zeros of the planned dtype and shape, without any entry if gradients are sparse."""
+        """Return zeros of the planned dtype and shape; if gradients are sparse, a tensor without entries."""
         spec = self.spec
         if self.sparse:
             size = (1, 0), (0, *spec.shape[1:])
@@ -92,25 +92,25 @@ def _describe(dtype: torch.dtype, shape: torch.Size, device: torch.device) -> st
 
 
 _END = object()
-"""Stands behind the last entry, so that a list that has become longer or shorter differs there."""
+"""Follows the last entry, so that a list that has become longer or shorter differs there."""
 _SLOTS = attrgetter("_parameters", "_modules")
 
 
 class SlotSnapshot:
-    """What stands in the parameter and module slots of ``modules``, to be compared with what stands there later."""
+    """The contents of the parameter and module slots of ``modules``, to compare with later contents."""
 
     retired = False
-    """It is kept by a module until another one takes its place."""
+    """Read by :func:`attach_to_module`: a module keeps its snapshot until another one replaces it."""
 
     def __init__(self, modules: Iterable[Module]) -> None:
-        self._modules = list(map(ref, modules))  # they lead to the reducer, which has this
+        self._modules = list(map(ref, modules))  # weak: a module keeps the reducer alive, and the reducer holds this
         self._known = list(self._now())
 
     def changed(self) -> bool:
-        """Return True if anything else stands there now than at first."""
+        """Return True if any slot holds another object than at first."""
         try:
             return not all(map(is_, self._now(), self._known))
-        except AttributeError:  # of None: a module is gone
+        except AttributeError:  # a weak reference returned None: a module is gone
             return True
 
     def _now(self) -> Iterable[Any]:
@@ -123,9 +123,9 @@ class _Agreed(NamedTuple):
 
     parameters: list[ManagedParameter]
     trained: list[int]
-    """Those, by number, that were trained on any rank then."""
+    """The indices of those that were trained on any rank at that time."""
     tensors: list[Parameter]
-    """The same as ``parameters``."""
+    """The tensors of :attr:`parameters`."""
     by_id: dict[int, Parameter]
 
     @classmethod
@@ -135,36 +135,35 @@ class _Agreed(NamedTuple):
 
 
 class _Structure(NamedTuple):
-    """Where the parameters stand in the module."""
+    """The places of the parameters in the module."""
 
     owners: Sequence["ref[Module]"] = ()
     """The modules that hold parameters."""
     last_slot: tuple[dict[str, Any], str, Any] = {}, "", None
-    """Where the last trained parameter stands: a module's registry, its name in it, and itself."""
+    """The slot of the last trained parameter: a module's registry, its name in it, and the parameter."""
     slots: Callable[[], SlotSnapshot | None] = lambda: None
 
 
 class ParameterSet:
-    """The parameters of one reducer, which every module that holds one of them keeps.
+    """The parameters of one reducer, kept alive by every module that holds one of them.
 
-    Refers to modules weakly: they hold the reducer, which has this. When the replicated module is gone, its parts may
-    still be there, and are synchronised as before.
+    Refers to modules weakly, since they hold the reducer, which holds this object. When the replicated module is gone,
+    its remaining parts are synchronised as before.
     """
 
     def __init__(self, selection: Selection, contents: Contents, delayed: Sequence[Parameter], values: bool) -> None:
-        """``delayed``: parameters whose gradients leave last; ``values``: those of new parameters are compared."""
+        """``delayed``: parameters whose gradients leave last; ``values``: compare the values of new parameters."""
         self._selection = selection
         self._compares_values = values
         self._delayed = {id(parameter) for parameter in delayed}
         self._owner: ref[Owner] | None = None
         self.added: Sequence[ManagedParameter] = ()
-        """Parameters of this rank that the ranks have not agreed on yet."""
+        """Parameters on this rank that the ranks have not agreed on yet."""
         managed = _managed(contents)
         self._agreed = _Agreed.on(managed, [each.index for each in managed if each.parameter.requires_grad])
-        self._next: _Agreed | None = None  # agreed on, and not in use yet
+        self._next: _Agreed | None = None  # agreed on, but not in use yet
         self.tracked = self._agreed.tensors
-        """The parameters whose gradients are looked at: those that the ranks have agreed on, by number, and then those
-        that are new on this rank."""
+        """The parameters whose gradients are watched: those agreed on, in order of their index, then the added ones."""
         self._structure = _Structure()
         self._note_structure()
 
@@ -175,20 +174,20 @@ class ParameterSet:
 
     @property
     def trained(self) -> list[int]:
-        """Those, by number, that were trained on any rank when the ranks agreed on them."""
+        """The indices of the parameters that were trained on any rank when the ranks agreed on them."""
         return self._agreed.trained
 
     def _note_structure(self) -> None:
         if self.is_dropped:
             return
         owners = [owner for _, owner in self._selection.owners()]
-        # It refers to the parts of the module, and they to the reducer, which has this: so the module keeps it.
+        # The snapshot refers to parts of the module, and these keep the reducer, so the module keeps the snapshot.
         slots = SlotSnapshot(owners)
         attach_to_module(self._selection.module, slots, instead_of=self._structure.slots())
         self._structure = _Structure(list(map(ref, owners)), _last_slot(owners), ref(slots))
 
     def attach(self, owner: Owner) -> None:
-        """Let a reducer synchronise all parameters; every module of theirs keeps it from now on."""
+        """Let a reducer synchronise all parameters; every module that holds one keeps the reducer from now on."""
         self._owner = ref(owner)
         claim(self._agreed.tensors, owner)
         for link in self._structure.owners:
@@ -206,22 +205,22 @@ class ParameterSet:
 
     @property
     def last(self) -> list[int]:
-        """The parameters, by number, whose gradients leave last."""
+        """The indices of the parameters whose gradients leave last."""
         return [each.index for each in self.parameters if id(each.parameter) in self._delayed]
 
     @property
     def is_dropped(self) -> bool:
-        """Return True if the module is there no more, only parts of it."""
+        """True if the module itself is gone, and only parts of it may be left."""
         return not self._selection.alive
 
     @property
     def current(self) -> list[ManagedParameter]:
-        """The parameters as they will be from the next round on."""
+        """The parameters from the next round on."""
         return (self._next or self._agreed).parameters
 
     @property
     def present(self) -> list[ManagedParameter]:
-        """Those parameters that the module still has, if it is there itself."""
+        """The parameters that the module still has; all of them if the module itself is gone."""
         if self.is_dropped:
             return self.parameters
         there = {id(parameter) for parameter in self._selection.module.parameters()}
@@ -229,7 +228,7 @@ class ParameterSet:
 
     @property
     def here(self) -> list[ManagedParameter]:
-        """The parameters that the module has on this rank, agreed on or not, as the last look has found them."""
+        """The parameters of the module on this rank, agreed on or not, as of the last :meth:`look_for_changes`."""
         return [*self.present, *self.added]
 
     def has(self, parameter: Parameter) -> bool:
@@ -243,47 +242,50 @@ class ParameterSet:
         return self._agreed.by_id.get(id(parameter)) is parameter or self.is_added(parameter)
 
     def is_added(self, parameter: Parameter) -> bool:
-        """Return True if the parameter is new on this rank, and the ranks have not agreed on it yet."""
+        """Return True if the parameter is new on this rank, and not agreed on yet."""
         return any(each.parameter is parameter for each in self.added)
 
     def named(self) -> list[tuple[str, Parameter]]:
-        """Return the parameters that are tracked, with their names."""
+        """Return the tracked parameters with their names."""
         return [(each.name, each.parameter) for each in (*self.added, *self.parameters)]
 
     def name_of(self, parameter: Parameter) -> str:
-        """Return the name of a parameter that is tracked."""
+        """Return the name of a tracked parameter."""
         return next(name for name, each in self.named() if each is parameter)
 
     def has_parameter_of(self, optimizer: Optimizer) -> bool:
-        """Return True if an optimizer uses the gradient of any of the parameters."""
+        """Return True if an optimizer has any of the parameters."""
         return any(self.tracks(each) for group in optimizer.param_groups for each in group["params"])
 
     def are_within(self, reach: ReachableLeaves, expected: bool, own: bool) -> bool:
-        """Return True if a pass of that reach accumulates into a parameter; it does, perhaps zeros, if it goes through
-        the module's forward on its ``own`` parameters. ``expected``: it goes through it in any way."""
+        """Return True if a pass with this reach accumulates into a trained parameter.
+
+        A pass through the module's forward on its ``own`` parameters counts even if every gradient is zero.
+        ``expected``: the pass goes through the forward, perhaps on other parameters.
+        """
         trained = [parameter for parameter in self.tracked if parameter.requires_grad]
         return any(id(p) in reach.leaves for p in trained) or bool(trained and (own or (expected and reach.hidden)))
 
     # ------------------------------------------------------------------------------------ parameters lent
 
     def bound_parameter(self) -> object:
-        """Return what stands now in the slot of one parameter, for :meth:`is_own_parameter`."""
+        """Return the object in the slot of one parameter, for :meth:`is_own_parameter`."""
         slots, key, _ = self._structure.last_slot
         return slots.get(key)
 
     def is_own_parameter(self, bound_parameter: object) -> bool:
-        """Return True if a forward that has found ``bound_parameter`` ran on the module's own parameters, and not on
-        others that ``torch.func.functional_call`` had lent it.
+        """Return True if the forward that found ``bound_parameter`` ran on the module's own parameters.
 
-        Asked later, when those are there again; new ones of its own, on which the ranks have not agreed yet, stay.
+        It did not if ``torch.func.functional_call`` had put others there; these are gone again when this is called,
+        while new parameters of the module, not agreed on yet, are still there.
         """
         return bound_parameter is self._structure.last_slot[2] or bound_parameter is self.bound_parameter()
 
     # ------------------------------------------------------------------------------------ changes
 
     def look_for_changes(self) -> bool:
-        """Look for parameters that have come or gone on this rank; return True if any have."""
-        held = self._selection.hold()  # another thread may let go of it
+        """Look for parameters added or removed on this rank; return True if there are any."""
+        held = self._selection.hold()  # another thread may drop the module meanwhile
         if held is None:
             self._track(self._orphans())
             return False
@@ -303,17 +305,17 @@ class ParameterSet:
         try:
             contents = self._selection.contents(owner)
             new = [each for each in _managed(contents) if id(each.parameter) not in self._agreed.by_id]
-        except LockstepError:  # which is told to all when they compare
+        except LockstepError:  # reported to all ranks when they compare
             new = self._unknown([self._selection.module])
         claim([each.parameter for each in new if owner_of(each.parameter) is not owner], owner)
         return new
 
     def _orphans(self) -> list[ManagedParameter]:
-        """Return parameters that were put into parts of the module when that was there no more."""
+        """Return parameters that were put into parts of the module after the module itself was gone."""
         return self._unknown([part for link in self._structure.owners if (part := link()) is not None])
 
     def _unknown(self, parts: Sequence[Module]) -> list[ManagedParameter]:
-        """Return parameters that nobody synchronises, by the shortest of their names."""
+        """Return parameters that no reducer synchronises, by the shortest of their names."""
         found = {
             id(tensor): (f"{name}.{key}" if name else key, tensor)
             for part in parts
@@ -326,10 +328,10 @@ class ParameterSet:
         return [ManagedParameter(count + i, name, tensor, False) for i, (name, tensor) in enumerate(unowned)]
 
     def agree_anew(self, collectives: Collectives) -> list[ManagedParameter]:
-        """Choose the parameters anew, with all other ranks; return the new ones that any rank has a gradient of.
+        """Agree on the parameters with all other ranks; return the new ones that any rank has a gradient of.
 
-        They are in use from :meth:`take_over` on. Raises on every rank if ranks differ, and then leaves everything as
-        it is. Communicates what :func:`check_same_on_all_ranks` and :func:`check_equal_values` do.
+        They come into use with :meth:`take_over`. Raises on every rank if ranks differ, and changes nothing then.
+        Communicates what :func:`check_same_on_all_ranks` and :func:`check_equal_values` do.
         """
         if self.is_dropped:
             gone = "the replicated module has been dropped, and only parts of it are left"
@@ -360,7 +362,7 @@ class ParameterSet:
         return [self.current[i] for i in sorted({number // 2 for number in told if number % 2})]
 
     def take_over(self) -> bool:
-        """Go on with what has been agreed on; return True if the parameters are others now."""
+        """Use the parameters agreed on last; return True if they have changed."""
         if self._next is None:
             self._note_structure()
             return False
@@ -376,7 +378,7 @@ class ParameterSet:
 
 
 def _last_slot(owners: Sequence[Module]) -> tuple[dict[str, Any], str, Any]:
-    """Return where the last trained parameter stands."""
+    """Return the slot of the last trained parameter: its dictionary, its key and the parameter."""
     for owner in reversed(owners):
         for key, parameter in reversed(owner._parameters.items()):
             if parameter is not None and parameter.requires_grad:

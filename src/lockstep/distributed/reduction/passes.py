@@ -1,14 +1,14 @@
-"""Tells backward passes apart, so that ranks do not mix the gradients of different ones.
+"""Detects ranks that are in different backward passes, so that their gradients are not mixed.
 
-As many backward passes are not the same ones: if one rank alone runs backward through a part of the module, or leaves
-out a batch after its forward, the ranks' rounds still pair off, one by one. So each rank says in its report
+Equal numbers of backward passes are not enough: if one rank runs an extra backward through a part of the module, or
+skips a batch after its forward, the ranks' rounds still pair up. So each rank's report says
 
-- *how the module was called*: whether this backward went through outputs of the module's ``forward`` in training mode,
-  in evaluation mode, or through none at all (a submodule, another method, ``.module``);
-- *how many forwards* in training mode, since its last round, a backward has gone through, and how many none has. Those
-  under ``torch.no_grad()``, ``no_sync()``, or inside a backward (checkpointing) do not count.
+- *how the module was called*: this backward went through outputs of the module's ``forward`` in training mode, in
+  evaluation mode, or through none (a submodule, another method, ``.module``);
+- *how many forwards* in training mode since the last round a backward has gone through, and how many it has left out.
+  Forwards under ``torch.no_grad()``, ``no_sync()``, or inside a backward (checkpointing) do not count.
 
-Which parameters were used, and through how many forwards, may differ by rank: branches and sequences do.
+The parameters used and the number of forwards gone through may differ between ranks, as with branches and sequences.
 """
 
 import itertools
@@ -17,29 +17,29 @@ from weakref import WeakValueDictionary
 
 
 class Called(Flag):
-    """How the module was called in what a backward pass went through."""
+    """How the module was called, for the outputs that a backward pass went through."""
 
     TRAINING = auto()
     EVALUATION = auto()
     OTHERWISE = auto()
-    """Its parameters were reached, but not through outputs of its forward."""
+    """The pass reached its parameters, but not through outputs of its forward."""
     UNKNOWN = auto()
-    """The compiler runs its forward, and does not say; or it was reached through a mean over the ranks, from which some
-    rank's pass goes back through the forward, and another's does not."""
+    """The compiler runs its forward, and does not tell; or the pass reached it through a mean over the ranks, behind
+    which the pass of one rank goes through the forward and that of another does not."""
 
 
-_TRAINING, _EVALUATION, _OTHERWISE, _UNKNOWN = (each.value for each in Called)  # numbers are cheaper
+_TRAINING, _EVALUATION, _OTHERWISE, _UNKNOWN = (each.value for each in Called)  # ints, since Flag operations are slow
 
 
 class ForwardMark:
-    """One forward of the module, as a backward pass finds it on its outputs."""
+    """One forward of the module, attached to its outputs for the backward pass."""
 
     __slots__ = ("bound_parameter", "called", "round")
 
     def __init__(self, called: int, round_: int | None, bound_parameter: object) -> None:
         self.called, self.round = called, round_
         self.bound_parameter = bound_parameter
-        """Of the parameters that it ran on: see :meth:`Members.bound_parameter`."""
+        """Of the parameters that the forward ran on: see :meth:`ParameterSet.bound_parameter`."""
 
 
 _numbers = itertools.count()
@@ -47,7 +47,7 @@ _logs: "WeakValueDictionary[str, PassLog]" = WeakValueDictionary()
 
 
 class PassLog:
-    """What this rank has done with one module since its last round. ``name`` is no other log's."""
+    """Counts this rank's forwards and backwards of one module since its last round; ``name`` is unique."""
 
     def __init__(self) -> None:
         self.name = str(next(_numbers))
@@ -58,27 +58,31 @@ class PassLog:
         self._compiled = self._own = False
 
     def enter_forward(self, counts: bool) -> None:
-        """Forward begins; ``counts`` if a backward is to go through it."""
+        """Note that a forward begins; ``counts``: a backward is expected to go through it."""
         if counts:
             self._unused_forwards += 1
 
     def leave_forward(
         self, counts: bool, training: bool, has_graph: bool, bound_parameter: object
     ) -> ForwardMark | None:
-        """Forward has ended, as :meth:`enter_forward` was told it would; returns what to put on its outputs, if a
-        backward can go through them (``has_graph``). It ran on parameters of which there is a ``bound_parameter``."""
+        """Note that a forward has ended; return the mark for its outputs, or None if they have no graph.
+
+        ``counts``: as in :meth:`enter_forward`; ``bound_parameter``: of the parameters that the forward ran on.
+        """
         if not has_graph:
             self._unused_forwards = max(0, self._unused_forwards - counts)
             return None
         return ForwardMark(_TRAINING if training else _EVALUATION, self._round if counts else None, bound_parameter)
 
     def compile_forward(self) -> None:
-        """Note that the compiler has traced a forward: how the module is called is not known from now on."""
+        """Note that the compiler has traced a forward: calls of the module are no longer seen."""
         self._compiled = True
 
     def note_reached(self, mark: ForwardMark | None, own: bool) -> None:
-        """Note that the backward pass under way goes through a forward, on the module's ``own`` parameters or on
-        others; through a mean over the ranks, if it is None."""
+        """Note that the backward pass goes through a forward; ``own``: it ran on the module's own parameters.
+
+        ``mark`` is None for a pass that reaches the module through a mean over the ranks.
+        """
         self._called |= _UNKNOWN if mark is None else mark.called
         if own:
             self._own = True
@@ -90,35 +94,35 @@ class PassLog:
 
     @property
     def is_reached(self) -> bool:
-        """True if the backward pass under way has gone through a forward on the module's own parameters, or through a
-        mean over the ranks that leads to them."""
+        """True if the current pass has gone through a forward on the module's own parameters, or a mean that leads
+        there."""
         return self._own
 
     def summarize(self) -> tuple[int, int, int]:
-        """Return what to tell the other ranks at the end of the backward pass under way: how the module was called, as
-        a :class:`Called`, and how many forwards backward has gone through and left out since the last round."""
+        """Return, for the report, how the module was called (a :class:`Called`), and the numbers of forwards that
+        backward has gone through and left out since the last round."""
         called = self._called or (_UNKNOWN if self._compiled else _OTHERWISE)
         return called, self._through, self._unused_forwards
 
     def end_pass(self) -> None:
-        """Note that the backward pass under way is over."""
+        """Note that the backward pass is over."""
         self._called, self._own = 0, False
 
     def end_round(self) -> None:
-        """Note that the backward pass under way is over, and was a round: forwards are counted anew."""
+        """Note that the backward pass is over and was a round: start to count forwards from zero."""
         self._called, self._own = 0, False
         self._round += 1
         self._through = self._unused_forwards = 0
 
 
 def note_compiled(name: str) -> bool:
-    """Call :meth:`PassLog.compile_forward`, when the compiler traces a forward, and not again when it runs.
+    """Call :meth:`PassLog.compile_forward` while the compiler traces a forward, and not when the compiled code runs.
 
-    By the log's name, since PyTorch 2.11 takes nothing but constants here; and a number may become a variable.
+    Takes the log's name, since PyTorch 2.11 accepts only constants here, and might make a number a variable.
     """
     _logs[name].compile_forward()
     return True
 
 
-# What torch.compiler.assume_constant_result does, without importing the compiler: called while tracing, leaves nothing.
+# As torch.compiler.assume_constant_result does, without importing the compiler: called while tracing, not compiled.
 note_compiled._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -1,19 +1,19 @@
 """PURE: which gradients travel together, in which order, and how that adapts. No tensor is touched in this file.
 
-Gradients are put into buckets in the order in which backward is expected to make them. A bucket's place among the
-others is that of its last gradient, for that is when it can leave. There are three kinds:
+Gradients are put into buckets in the order in which backward is expected to produce them. A bucket's place in the
+launch order is that of its last gradient, since that completes it. There are three kinds:
 
 - ``FLAT``: several gradients in one flat tensor, in which they then live;
-- ``SINGLE``: one large gradient, which is reduced where autograd has put it: no copy, no second memory;
+- ``SINGLE``: one large gradient, reduced where autograd has put it, without a copy or additional memory;
 - ``SPARSE``: one sparse gradient.
 
-The last flat bucket is moved to the very end: it leaves when everything is known, and carries the report
-(``status.py``) - unless it is of a dtype that cannot, and the report travels on its own.
+The last flat bucket is moved to the very end, where everything is known, and carries the report (``status.py``), unless
+its dtype cannot; then the report travels on its own.
 
-A plan changes on every rank alike, by what all ranks know. It begins with the parameters that are trained on any rank,
-in the reverse order of registration. After the first round it is made anew, once: of the parameters that any rank used,
-in the order in which their gradients came on rank 0. A parameter that turns up later joins at the end. One whose
-gradient comes in several pieces moves to the end, too, and is held there until backward is over.
+A plan changes in the same way on every rank, by what all ranks know. The first one has the parameters trained on any
+rank, in reverse order of registration. After the first round it is replaced, once, by a plan of the parameters that any
+rank used, in the order in which their gradients came on rank 0. A parameter used later is added at the end. One whose
+gradient comes in several pieces is moved to the end, and launched only after backward.
 """
 
 import json
@@ -31,13 +31,13 @@ MIB = 1024 * 1024
 FIRST_CAP_BYTES = 1 * MIB
 DEFAULT_CAP_BYTES = 25 * MIB
 SINGLE_BYTES = 4 * MIB
-"""From this size on a gradient travels alone: its copy would cost more than a collective of its own."""
+"""Gradients of at least this size travel alone: copying one would cost more than a collective."""
 
 
 class Kind(Enum):
-    """How a bucket moves its gradients."""
+    """The way in which a bucket moves its gradients."""
 
-    FLAT = "shared"  # the values are in training states that have been saved
+    FLAT = "shared"  # the values are part of saved training states
     SINGLE = "alone"
     SPARSE = "sparse"
 
@@ -51,37 +51,37 @@ class PlannedBucket:
 
     @cached_property
     def indices(self) -> tuple[int, ...]:
-        """The parameters, by their place in the list of all."""
+        """The indices of its parameters."""
         return tuple(slot.index for slot in self.layout.slots)
 
     @property
     def can_hold_report(self) -> bool:
-        """True if a report can ride behind the gradients: sums of small whole numbers must be exact."""
+        """True if a report can follow the gradients: the dtype must represent sums of small integers exactly."""
         dtype = self.layout.dtype
         return self.kind is Kind.FLAT and dtype.is_floating_point and dtype.itemsize >= 2
 
 
 @dataclass(frozen=True)
 class ReductionPlan:
-    """The buckets, in the order in which every rank sends them."""
+    """The buckets, in the order in which every rank launches them."""
 
     specs: tuple[TensorSpec, ...]
     buckets: tuple[PlannedBucket, ...]
 
     @cached_property
     def members(self) -> frozenset[int]:
-        """The parameters that have a place."""
+        """The indices of the parameters that are in a bucket."""
         return frozenset(index for bucket in self.buckets for index in bucket.indices)
 
     def to_json(self) -> str:
-        """Return the names of every bucket, as text."""
+        """Return the kinds of the buckets and the names of their parameters as JSON."""
         return json.dumps(
             [[bucket.kind.value, [self.specs[i].name for i in bucket.indices]] for bucket in self.buckets]
         )
 
     @classmethod
     def from_json(cls, text: str, specs: Sequence[TensorSpec]) -> "ReductionPlan":
-        """Return the plan that :meth:`to_json` wrote, for parameters of those names."""
+        """Return the plan that :meth:`to_json` has written, for parameters with the same names."""
         place = {spec.name: index for index, spec in enumerate(specs)}
         buckets = []
         for kind, names in json.loads(text):
@@ -108,8 +108,8 @@ def plan_reduction(
 ) -> ReductionPlan:
     """Put the parameters listed in ``order`` into buckets.
 
-    ``caps`` are the sizes in bytes of the buckets of each dtype and device, in order; the last one holds for all
-    further ones.
+    ``caps``: sizes in bytes of the buckets of each dtype and device, in order; the last one holds for all further
+    buckets.
     """
     if not caps or min(caps) <= 0:
         raise LayoutError(f"expected bucket sizes of at least one byte, got {list(caps)}")
@@ -141,7 +141,8 @@ class _Filling:
         self.position = 0
 
     def add(self, index: int, nbytes: int, position: int) -> list[tuple[int, list[int]]]:
-        """Add a gradient; returns the bucket that was full before, with the position of its last."""
+        """Add a gradient; return the bucket that it did not fit into, if any, with the position of that one's last
+        gradient."""
         full = []
         if self.indices and self._bytes + nbytes > self._caps[min(self._number, len(self._caps) - 1)]:
             full.append((self.position, self.indices))
@@ -157,12 +158,12 @@ def _flat(specs: Sequence[TensorSpec], indices: Sequence[int]) -> PlannedBucket:
 
 
 def _pack(specs: Sequence[TensorSpec], indices: Sequence[int]) -> Bucket:
-    """Without padding: communication hooks expect a buffer that is its gradients, one after the other."""
+    """Pack without padding: communication hooks expect a buffer of just the gradients, one after the other."""
     return pack_bucket(specs, indices, alignment=1)
 
 
 class AdaptivePlan:
-    """The plan in use, and what it will be made of."""
+    """The plan in use, and observations for the next one."""
 
     def __init__(
         self,
@@ -177,34 +178,34 @@ class AdaptivePlan:
         self._waiting: frozenset[int] = frozenset()
         self._arrivals: dict[int, None] = {}
         self.observes = True
-        """True if it still has to be made of what the first round shows."""
+        """True until the plan has been made from the order observed in the first round."""
         self.current = self._plan(sorted(trained, reverse=True))
 
     @property
     def is_whole(self) -> bool:
-        """True if every parameter has a place."""
+        """True if every parameter is in a bucket."""
         return len(self.current.members) == len(self._specs)
 
     def waits_for_end(self, bucket: PlannedBucket) -> bool:
-        """Return True if a bucket has to wait for the end of backward."""
+        """Return True if a bucket is launched only after backward."""
         return not self._waiting.isdisjoint(bucket.indices)
 
     def restore(self, text: str) -> None:
-        """Go on with the plan of an earlier run."""
+        """Continue with the plan of an earlier run."""
         self.observes = False
         self.current = ReductionPlan.from_json(text, self._specs)
 
     def begin_round(self) -> None:
-        """Begin a round."""
+        """Forget the order of the last round."""
         self._arrivals.clear()
 
     def observe(self, index: int) -> None:
-        """Note that a gradient has come, in the round under way."""
+        """Record that the gradient of a parameter has come."""
         self._arrivals[index] = None
 
     @property
     def observed_order(self) -> list[int]:
-        """All parameters, in the order in which gradients have come in this round; those without one last."""
+        """All parameters, in the order of their gradients in this round; those without one come last."""
         return list(dict.fromkeys([*self._arrivals, *reversed(range(len(self._specs)))]))
 
     def rebuild(self, order: Iterable[int]) -> None:
@@ -213,7 +214,7 @@ class AdaptivePlan:
         self.current = self._plan(list(order))
 
     def adapt(self, late: Collection[int]) -> bool:
-        """Make room for gradients that were late in a round; returns whether the plan is another one now."""
+        """Give a place to gradients that came too late in a round; return True if the plan has changed."""
         if not late:
             return False
         members, gone = self.current.members, set(late)

@@ -93,16 +93,16 @@ def gradients_set_aside(parameters: Sequence[ManagedParameter]) -> Iterator[None
 
 
 class PaddingBatch:
-    """One such batch, from :meth:`__init__` to :meth:`end`."""
+    """One idle batch; it lasts until :meth:`end`."""
 
     def __init__(self, members: Sequence[ManagedParameter], buffers: KeptBuffers) -> None:
         self.members = members
-        """The parameters that the module has in it."""
+        """The parameters of the module when the batch begins."""
         parameters = [member.parameter for member in members]
-        self._new: list[Parameter] = []  # those that had no gradient before
+        self._new: list[Parameter] = []  # parameters that had no gradient before the batch
         self._buffers = buffers
         self._hooks = [self._hook(each) for each in parameters if each.requires_grad]
-        # No hook can be put on them, and the batch may unfreeze them:
+        # A frozen parameter takes no hook, but the batch may unfreeze it:
         # test_what_a_rank_that_has_run_out_has_of_an_unfrozen_layer_does_not_count.
         frozen = [each for each in parameters if not each.requires_grad]
         self._frozen = [(each, None if each.grad is None else each.grad.clone()) for each in frozen]
@@ -138,7 +138,7 @@ class PaddingBatch:
 
 
 class _ZeroGradHook:
-    """The hook of a parameter: backward adds zeros to its gradient."""
+    """Gradient hook that makes backward add zeros."""
 
     __slots__ = ("_batch", "_parameter")
 
@@ -154,8 +154,7 @@ class _ZeroGradHook:
 
 @contextmanager
 def contributing_nothing(parameters: Sequence[ManagedParameter], counts: Callable[[], bool]) -> Iterator[None]:
-    """Parameters have no gradient when a round begins inside; those that it gives none have what they had, if it
-    ``counts``."""
+    """Clear ``.grad`` for a round run inside; restore it if ``counts()`` is True and the round has set no gradient."""
     had = [member.parameter.grad for member in parameters]
     for member in parameters:
         member.parameter.grad = None

@@ -439,7 +439,7 @@ class Reducer:
         """Take part in a round of the other ranks, outside of any backward and without gradients.
 
         What this rank has - gradients, what has piled up, its weights - it has afterwards, too: see
-        tests/procs/test_join_gradients.py.
+        tests/loops/test_join_gradients.py.
         """
         with self.rank_state.contributing_nothing(Part.JOINED, self._has_counted):
             self.scheduler.reduce([self])
@@ -542,7 +542,7 @@ class Reducer:
         return self._members.are_within(reach, expected or bool(samples), own)
 
     def retire(self) -> None:
-        """Another replication has taken over all parameters."""
+        """Stop synchronising: another replication has taken over all parameters."""
         self.retired = True
         self.rank_state.end_padding_batch()
         self.scheduler.modules.unregister(self)
@@ -554,7 +554,7 @@ class Reducer:
                 note_outlived(each.parameter, each.name)
 
     def manages(self, parameter: Parameter) -> bool:
-        """Return True if it synchronises a parameter, or will when the ranks have agreed on it."""
+        """Return True if it synchronises the parameter, or will once the ranks have agreed on it."""
         return self._members.tracks(parameter)
 
     def has_in_module(self, parameter: Parameter) -> bool:
@@ -562,7 +562,7 @@ class Reducer:
         return self._members.has(parameter)
 
     def is_added(self, parameter: Parameter) -> bool:
-        """Return True if the parameter is new on this rank, and the ranks have not agreed on it yet."""
+        """Return True if the parameter is new on this rank, and not agreed on yet."""
         return self._members.is_added(parameter)
 
     def present(self) -> list[Parameter]:

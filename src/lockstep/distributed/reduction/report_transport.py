@@ -1,9 +1,8 @@
 """Sends the report of a round: behind the last bucket, on its own, or over the control plane.
 
-On the CPU it rides behind the gradients of the last bucket, or on its own if that bucket cannot carry it. On an
-accelerator the statuses, which the host alone knows, go over the group's control plane, which is on the CPU: so at the
-end of backward the host waits for the other hosts, and never for the device. Only small buffers ride behind the last
-bucket there.
+On the CPU the report follows the gradients of the last bucket, or travels on its own if that bucket cannot carry it. On
+an accelerator the statuses, which only the host knows, go over the group's control plane on the CPU, so that the end of
+backward waits for the other hosts but never for the device; only small buffers follow the last bucket there.
 """
 
 import torch
@@ -27,67 +26,63 @@ class ReportTransport:
         behind: torch.dtype | None,
         device: torch.device,
     ) -> None:
-        """Decide where everything stands: on ``device``, behind gradients of dtype ``behind``, or on its own if that is
-        None."""
+        """Lay out the report: on ``device``, behind gradients of dtype ``behind``, or on its own if that is None."""
         dtype = behind or _OWN_DTYPE
         packed = buffers.plan_packing(dtype)
         self._collectives = collectives
         self._buffers = buffers
         self.splits = device.type != "cpu" and can_have_control_plane(collectives.group)
-        """True if small buffers ride behind the last bucket, and the statuses on their own."""
+        """True if small buffers follow the last bucket, and the statuses travel on their own."""
         self.row_device = torch.device("cpu") if self.splits else device
-        """Where the statuses are written and read."""
+        """The device on which the statuses are written and read."""
         self.has_buffers = packed > 0
-        """True if there are small buffers."""
         row_dtype = _OWN_DTYPE if self.splits else dtype
         in_row = 0 if self.splits else packed
         self._layout = ReportLayout(parameters, collectives.rank, collectives.world, in_row, row_dtype)
         self._packed = slice(0, packed) if self.splits else self._layout.packed_buffers
         self.numel = (packed if self.splits else self._layout.numel) if behind is not None else 0
-        """The elements that ride behind the gradients of the last bucket."""
+        """The number of elements that follow the gradients of the last bucket."""
         travels_alone = self.splits or behind is None
         self.own_row = (
             torch.zeros(self._layout.numel, dtype=row_dtype, device=self.row_device) if travels_alone else None
         )
-        """The part of the report that travels on its own, at the end of the round."""
+        """The part of the report that travels on its own at the end of the round, or None."""
         own_buffers = self.splits and behind is None and self.has_buffers
         self.own_buffers = torch.zeros(packed, dtype=dtype, device=device) if own_buffers else None
-        """Small buffers, if they travel on their own, before the statuses."""
+        """Small buffers, if they travel on their own, before :attr:`own_row`."""
 
     def write(
         self, row: Tensor, used: bytearray, late: list[int], status: Status, digest: Tensor | None = None
     ) -> None:
-        """Write what this rank has to say, and its buffers if they are in the same row."""
+        """Write this rank's report, and its buffers if they are in the same row."""
         self._layout.write(row, used, late, status, digest)
         if self._layout.has_buffers:
             self.write_buffers(row[self._packed], status)
 
     def write_buffers(self, place: Tensor, status: Status) -> None:
-        """Write this rank's small buffers."""
+        """Write this rank's small buffers; zeros if its status says that the module has changed."""
         place.zero_()
         if not status.changed:
             try:
                 self._buffers.write(place)
             except Exception:
                 if status.part not in (Part.FAILED, Part.SKIPS):
-                    raise  # then this rank's part has failed, perhaps for this, and the others are told
+                    raise  # this rank's part fails, and the others are told; a failed or skipped batch sends zeros
 
     def send(self, row: Tensor, what: str, blocking: bool) -> Pending:
-        """Begin to sum the row that travels on its own over the ranks; ``blocking``: it is waited for at once."""
+        """Start to sum the row that travels on its own; ``blocking``: the caller waits for it next."""
         collectives = control_plane(self._collectives) if self.splits else self._collectives
         return collectives.all_reduce(row, what, blocking=blocking)
 
     def read(self, row: Tensor) -> Report:
-        """Return what all ranks have said."""
+        """Return the reports of all ranks."""
         return self._layout.read(row[: self._layout.packed_buffers.start] if self._layout.has_buffers else row)
 
     def read_aborted(self, row: Tensor | None) -> Report | None:
-        """Return what the ranks have said in a round that was aborted here, if its report has been sent as it is laid
-        out now."""
+        """Return the reports of a round aborted on this rank; None if it sent none, or with another layout."""
         return None if row is None or row.numel() != self._layout.numel else self.read(row)
 
     def take_buffers(self, row: Tensor) -> None:
-        """Assign the buffers that have come in ``row``: the one behind the last bucket, or one that has travelled on
-        its own."""
+        """Assign the small buffers received in ``row``, the one behind the last bucket, or in :attr:`own_buffers`."""
         place = row if self.own_buffers is None else self.own_buffers
         self._buffers.read(place[self._packed])

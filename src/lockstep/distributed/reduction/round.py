@@ -84,15 +84,15 @@ class Round:
     def part_triggered(self, index: int, snapshot: GradientSnapshot) -> None:
         """Handle the gradient of the parameter that is expected to be the last one of its part: launch what is full if
         the whole part has come since the ``snapshot``; else the trigger is to move."""
-        part = self.buckets.part_of[index]
-        if part is None or part.is_complete or part.bucket.index < self.next_bucket:
+        bucket, part = self.buckets.of[index], self.buckets.part_of[index]
+        if bucket is None or part is None or part.is_complete or bucket.index < self.next_bucket:
             return  # it has come again
         missing = snapshot.missing(part.indices)
         if missing:
             self.moved_triggers[index] = missing[-1]  # in the order of the plan
             return
         part.is_complete = True
-        if part.bucket.part_is_complete(part):
+        if bucket.part_is_complete(part):
             self.launch_ready_buckets()
 
     def with_taken(self, came: Sequence[int]) -> Sequence[int]:

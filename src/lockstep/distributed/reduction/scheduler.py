@@ -1,7 +1,7 @@
-"""The modules that are replicated over one group, and which of them take part.
+"""The modules replicated over one group, and which of them take part in a pass.
 
-They have numbers, on which all ranks agree. Where a pass may go through several modules, ranks tell each other in one
-tiny collective which of them it has reached: one number for each rank, and one for each module.
+Modules have numbers that are the same on all ranks. If a pass may go through several modules, the ranks exchange the
+modules that they have reached in one small collective: one number for each rank, and one for each module.
 """
 
 import logging
@@ -28,13 +28,13 @@ from lockstep.errors import CommunicationError, PeerError, ShareError
 from lockstep.phases import Phases
 
 TAKES_PART, FAILED, SKIPPED = 1, 1 << 16, 1 << 32
-"""What a rank says of a module: it takes part, its backward pass has failed, or it leaves out the batch."""
+"""Values that a rank sends for a module: it takes part, its backward pass has failed, or it skips the batch."""
 _lock = threading.Lock()
-_orders = 0  # the highest number of a group in this process
+_orders = 0  # the highest order of a group in this process
 
 
 class ScheduledRankState(Protocol):
-    """How this rank takes part in the rounds of a module, as its scheduler knows it."""
+    """How this rank takes part in the rounds of a module, as the scheduler uses it."""
 
     requires_sync: bool
     """True if backward passes synchronise."""
@@ -62,7 +62,7 @@ class ScheduledRankState(Protocol):
 
 
 class ScheduledModule(Protocol):
-    """What synchronises the gradients of one replicated module, as its scheduler knows it."""
+    """The reducer of one replicated module, as the scheduler uses it."""
 
     home: int
     """The thread in which the module is used."""
@@ -81,30 +81,31 @@ class ScheduledModule(Protocol):
 
     @property
     def synchronises(self) -> bool:
-        """Return True if the pass under way synchronises gradients, or the next one if none is."""
+        """True if the current pass synchronises gradients, or the next one if none is under way."""
 
     @property
     def is_expected(self) -> bool:
-        """Return True if the pass under way has gone through outputs of a forward."""
+        """True if the current pass has gone through outputs of a forward."""
 
     @property
     def rounds(self) -> int:
-        """How many rounds there have been."""
+        """The number of rounds so far."""
 
     def on_output_grad(self) -> None:
         """Note that the backward pass has come to what may lead to the module's parameters, on some rank."""
 
     def is_in_reach(self, reach: ReachableLeaves) -> bool:
-        """Return True if a pass of that reach accumulates into parameters of the module, as far as its graph shows."""
+        """Return True if a pass with this reach accumulates into parameters of the module, as far as its graph
+        shows."""
 
     def pass_begins(self, this: BackwardPass) -> None:
         """Note that a backward pass begins, and has added to no gradient yet."""
 
     def watches(self, this: BackwardPass) -> bool:
-        """Return True if that pass may come to the module, and no other one inside of it is under way."""
+        """Return True if ``this`` may reach the module, and no pass nested in it is under way."""
 
     def find_arrived(self) -> bool:
-        """The pass under way is over: return True if it has come to any parameter."""
+        """At the end of a pass, return True if it has reached any parameter."""
 
     def reduce_settled(self) -> bool:
         """Reduce at the end of a pass about which nothing is unusual; else do nothing, and return False."""
@@ -119,28 +120,28 @@ class ScheduledModule(Protocol):
         """Return True if a pass of that reach is a round of the module; ``expected``: it goes through the module."""
 
     def finalize_backward(self) -> Sequence[Parameter]:
-        """Reduce what is left; returns the parameters whose users' hooks have waited for this."""
+        """Reduce the remaining gradients; return the parameters whose users' hooks were held back."""
 
     def run_held_hooks(self, parameters: Sequence[Parameter]) -> None:
-        """Run users' hooks of parameters whose gradients are reduced."""
+        """Run users' hooks of parameters whose gradients have been reduced."""
 
     def skip_batch(self) -> None:
-        """Take part in the round of the other ranks without a gradient, and have them leave the batch out."""
+        """Take part in the round of the other ranks without a gradient, and make all ranks skip the batch."""
 
     def abort(self) -> None:
-        """Send what the other ranks wait for, marked as failed, and wait for nobody."""
+        """Send what the other ranks wait for, marked as failed, without waiting for them."""
 
     def end_pass(self, failed: bool = False) -> None:
         """End the backward pass, however it went; ``failed``: all ranks know that its round has failed."""
 
 
 class PassAgreement(NamedTuple):
-    """What all ranks have said."""
+    """The answers of all ranks."""
 
     marks: list[int]
-    """Each rank's own number."""
+    """The number that each rank has sent for itself."""
     modules: list[ScheduledModule]
-    """Those that take part on any rank, and are still there on this one, in the order of their creation."""
+    """The modules that take part on any rank and still exist on this one, in the order of their creation."""
     failed: bool
     """True if the backward pass has failed on some rank."""
     skipped: bool
@@ -148,24 +149,24 @@ class PassAgreement(NamedTuple):
 
 
 class ReplicatedModules:
-    """Those of one group, in this process."""
+    """The modules replicated over one group in this process."""
 
     def __init__(self, collectives: Collectives) -> None:
         self.exclusive = True
         """True if there is at most one, on all ranks: agreed, see :meth:`register`."""
         self.next_id = 0
-        """The number of the next module; ranks take the highest of theirs."""
+        """The number of the next module; ranks agree on the highest of their proposals."""
         self.order = 0
         """The group's number among those of this process, the same on all of its ranks."""
         self._collectives = collectives
         self._links: dict[int, weakref.ref[ScheduledModule]] = {}
 
     def __iter__(self) -> Iterator[ScheduledModule]:
-        """Go through them in the order of their creation."""
+        """Iterate over the modules in the order of their creation."""
         return filter(None, map(operator.call, list(self._links.values())))
 
     def numbered(self) -> dict[int, ScheduledModule]:
-        """Return them by their numbers, in the order of their creation."""
+        """Return the modules by number, in the order of their creation."""
         return {number: module for number, link in list(self._links.items()) if (module := link()) is not None}
 
     def propose_order(self) -> int:
@@ -177,8 +178,10 @@ class ReplicatedModules:
         return [n for n, module in self.numbered().items() if not any(module is each for each in leaving)]
 
     def register(self, module: ScheduledModule, module_id: int, others: Collection[int], order: int) -> None:
-        """Add a module under a number that all ranks agree on; ``others`` are those that any rank has besides,
-        ``order`` is the group's number."""
+        """Add a module under a number on which all ranks agree.
+
+        ``others``: numbers of other modules on any rank; ``order``: the agreed place of the group.
+        """
         global _orders
         with _lock:
             self.order, _orders = order, max(order, _orders)
@@ -188,14 +191,14 @@ class ReplicatedModules:
         self.exclusive = not others
 
     def unregister(self, module: ScheduledModule) -> None:
-        """Forget a module that reduces no more."""
+        """Forget a module that is no longer reduced."""
         self._links = {number: link for number, link in self._links.items() if link() not in (None, module)}
 
     # --------------------------------------------------------------------- what ranks tell each other
 
     def tell(self, modules: Sequence[ScheduledModule], mark: int, own: int = 0) -> tuple[Tensor, Pending]:
-        """Say ``mark`` of some modules, and ``own`` of this rank; returns what :meth:`read` takes when all have come,
-        and what to wait for, or to keep until then."""
+        """Send ``mark`` for some modules, and ``own`` for this rank; return the row being summed, and its
+        collective."""
         world = self._collectives.world
         row = torch.zeros(world + self.next_id, dtype=torch.int64)
         row[self._collectives.rank] = own
@@ -206,7 +209,8 @@ class ReplicatedModules:
         return row, self._collectives.all_reduce(row, "which modules take part")
 
     def ask(self, modules: Sequence[ScheduledModule], own: int = 0) -> PassAgreement:
-        """Say that some modules take part, and ``own`` of this rank; wait for what all ranks say."""
+        """Tell the other ranks that these modules take part, and wait for their answers; ``own``: sent for this
+        rank."""
         row, pending = self.tell(modules, TAKES_PART, own)
         pending.wait()
         marks, counts = row[: self._collectives.world].tolist(), row[self._collectives.world :].tolist()
@@ -402,7 +406,7 @@ class GroupScheduler(PassObserver):
 
     def _end_rounds(self) -> None:
         """End the rounds of all modules: all ranks know that the pass has failed, but not which modules each rank would
-        have gone through. See tests/ranks/test_several_modules.py."""
+        have gone through. See tests/gradients/test_several_modules.py."""
         for module in self.modules:
             module.end_pass(failed=True)
 

@@ -12,23 +12,28 @@ from torch.nn import Embedding, EmbeddingBag, Module, Parameter
 from torch.nn.parameter import is_lazy
 
 from lockstep.distributed.comm.agreement import Line, describe_tensor
-from lockstep.distributed.reduction.buffers import Buffer, BufferSet, has_overlap
+from lockstep.distributed.reduction.buffers import Buffer, BufferSet, describe_buffer, has_overlap
 from lockstep.distributed.reduction.engine import check_optimizers
 from lockstep.distributed.reduction.owners import Owner, owner_of
 from lockstep.dtensors import local_part
 from lockstep.errors import AlreadyManagedError, NotReplicableError, OptionError
 
 _replicated: "WeakSet[Module]" = WeakSet()
-"""The modules and wrappers that have a replication."""
+"""The modules and wrappers that have been replicated."""
 
 
 class Contents(NamedTuple):
-    """The parameters and buffers of a module that are replicated."""
+    """The parameters and buffers of a module to be replicated."""
 
     parameters: list[tuple[str, Parameter]]
     buffers: list[Buffer]
     sparse: frozenset[int]
-    """Identities of the parameters whose gradients are sparse."""
+    """The ids of the parameters with sparse gradients."""
+
+    def describe(self, earlier: Mapping[int, str] = MappingProxyType({})) -> list[Line]:
+        """Return the lines that must be the same on all ranks; ``earlier``: see :func:`describe_parameter`."""
+        parameters = (describe_parameter(n, p, self, trained=True, earlier=earlier) for n, p in self.parameters)
+        return [*parameters, *map(describe_buffer, self.buffers)]
 
 
 def describe_parameter(
@@ -39,10 +44,10 @@ def describe_parameter(
     trained: bool,
     earlier: Mapping[int, str] = MappingProxyType({}),
 ) -> Line:
-    """Return what must be the same on all ranks; whether it is ``trained`` counts at the start only.
+    """Return the properties of a parameter that must be the same on all ranks, ``trained`` or frozen only at the start.
 
-    ``earlier`` has the names, by identity, of the parameters on which the ranks have agreed before: ranks that have
-    moved them to other places have to have done so alike (test_changing_modules.py, "layers in another order").
+    ``earlier``: the names, by id, of parameters agreed on before: ranks that have moved a parameter must have moved it
+    to the same place (test_changing_modules.py, "layers in another order").
     """
     text = describe_tensor(parameter)
     if earlier.get(id(parameter), name) != name:
@@ -53,7 +58,7 @@ def describe_parameter(
 
 
 class Selection:
-    """Chooses the parameters and buffers of one module, again and again, as the module is then."""
+    """Selects the parameters and buffers of one module in its present state; may be asked repeatedly."""
 
     def __init__(
         self,
@@ -64,8 +69,11 @@ class Selection:
         device_ids: Sequence[object] | None = None,
         output_device: object = None,
     ) -> None:
-        """``ignored`` modules, and parameters and buffers of ``ignored_names``, are left out; ``taking_over``: those of
-        other replicated modules are not; ``device_ids`` and ``output_device``: as DDP's, to be checked."""
+        """Describe the selection.
+
+        ``ignored`` modules, and parameters and buffers of ``ignored_names``, are left out. ``taking_over``: take
+        parameters of other replicated modules. ``device_ids`` and ``output_device``: as for DDP, only checked.
+        """
         self._module = ref(module)
         self._taking_over = taking_over
         self._ignored_names = frozenset(ignored_names)
@@ -75,7 +83,7 @@ class Selection:
 
     @property
     def module(self) -> Module:
-        """The module, of which this must not be the last reference."""
+        """The module; others must hold a reference to it."""
         module = self._module()
         if module is None:
             raise NotReplicableError("the module that was replicated does not exist any more")
@@ -83,20 +91,20 @@ class Selection:
 
     @property
     def alive(self) -> bool:
-        """True if the module is still there."""
+        """True if the module still exists."""
         return self._module() is not None
 
     def hold(self) -> Module | None:
-        """Return the module, so that it stays there for a while; None if it is not there any more."""
+        """Return the module, to keep it alive for a while; None if it no longer exists."""
         return self._module()
 
     def owners(self) -> list[tuple[str, Module]]:
-        """Return the modules whose own parameters and buffers are replicated, by name."""
+        """Return the modules whose own parameters and buffers are replicated, with their names."""
         skipped, _ = _left_out(self.module, self._ignored, self._ignored_names)
         return [(prefix, owner) for prefix, owner in self.module.named_modules() if owner not in skipped]
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Return parameters and buffers that are not left out, by all of their names."""
+        """Yield the parameters and buffers that are not left out, under all of their names."""
         _, names = _left_out(self.module, self._ignored, self._ignored_names)
         owners = self.owners()
         slots: list[tuple[str, dict[str, Any]]] = [(prefix, owner._parameters) for prefix, owner in owners]
@@ -108,7 +116,7 @@ class Selection:
                     yield name, tensor
 
     def left_alone(self) -> list[Tensor]:
-        """Return the parameters and buffers below the module that are not replicated."""
+        """Return the parameters and buffers inside the module that are not replicated."""
         skipped, names = _left_out(self.module, self._ignored, self._ignored_names)
         module = self.module
         named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
@@ -116,12 +124,14 @@ class Selection:
         return [*(tensor for name, tensor in named if name in names), *below]
 
     def without_values(self) -> Iterator[tuple[str, Tensor]]:
-        """Return parameters and buffers that are not initialised, or on the meta device."""
+        """Return the parameters and buffers that are uninitialised or on the meta device."""
         return ((name, tensor) for name, tensor in self.named_tensors() if is_lazy(tensor) or tensor.is_meta)
 
     def contents(self, reducer: Owner | None = None) -> Contents:
-        """Return what is replicated, by ``reducer`` if it is already; raises a :class:`LockstepError` if that cannot
-        be."""
+        """Return what is to be replicated; ``reducer``: the one that manages the module already.
+
+        Raises a :class:`LockstepError` if the module cannot be replicated.
+        """
         _check_scripted(self.owners())
         named = [(name, tensor) for name, tensor in self.named_tensors() if isinstance(tensor, Parameter)]
         _check_devices(named, self._device_ids, self._output_device)
@@ -136,7 +146,7 @@ class Selection:
         return Contents(parameters, self.buffers().buffers, sparse)
 
     def buffers(self) -> BufferSet:
-        """Return the buffers, and how to notice that there are others."""
+        """Return the buffers, in an object that can detect changes of them."""
         return BufferSet(self.module, *_left_out(self.module, self._ignored, self._ignored_names))
 
     def _parameters(self, reducer: Owner | None) -> tuple[list[tuple[str, Parameter]], frozenset[int]]:
@@ -154,11 +164,11 @@ class Selection:
         return [pair for pair in found.values() if self._chooses(pair[1], found, reducer)], frozenset(sparse)
 
     def _chooses(self, parameter: Parameter, found: Collection[int], reducer: Owner | None) -> bool:
-        """Return True if a parameter is free, or to be taken from another replicated module: as a whole, if not by a
-        wrapper.
+        """Return True if a parameter is free, or to be taken over from another replicated module.
 
-        What this module lacks when it looks anew (then ``reducer`` is its own) it leaves to a module that has it; one
-        that had it, and out of which it has been moved, does not count.
+        Without a wrapper that takes over, only all parameters of another module are taken together. Once the module has
+        a ``reducer``, parameters new to it stay with another replicated module that has them; one that they have been
+        moved out of does not count.
         """
         other = owner_of(parameter)
         if other is None or other is reducer:
@@ -167,7 +177,7 @@ class Selection:
         return takes or not other.has_in_module(parameter)
 
     def superseded(self, contents: Contents) -> list[Owner]:
-        """Reducers of modules that were replicated before, all of whose parameters are now replicated by this one."""
+        """Return the reducers of modules replicated before whose parameters are now all replicated by this one."""
         found = {id(parameter) for _, parameter in contents.parameters}
         others = {id(each): each for _, p in contents.parameters if (each := owner_of(p)) is not None}
         return [other for other in others.values() if _is_covered(other, found)]
@@ -187,7 +197,7 @@ class Selection:
 
 
 def _is_covered(owner: Owner, found: Collection[int]) -> bool:
-    """Return True if all parameters of a reducer are found; what its module does not have any more is nobody's."""
+    """Return True if all parameters that a reducer's module still has are in ``found``."""
     return all(id(each) in found for each in owner.present())
 
 
@@ -195,7 +205,7 @@ def _is_covered(owner: Owner, found: Collection[int]) -> bool:
 
 
 def note_replicated(module: Module) -> None:
-    """Note that a module has a replication of its own from now on, which those of modules around it leave alone."""
+    """Record that a module has a replication of its own, which replications of modules around it leave alone."""
     _replicated.add(module)
 
 
@@ -204,7 +214,7 @@ def _replicated_children(module: Module) -> Iterator[Module]:
 
 
 def sharded_children(module: Module) -> Iterator[Module]:
-    """Return the modules below ``module`` that ``fully_shard`` manages; raises if it is ``module`` itself."""
+    """Return the modules inside ``module`` that ``fully_shard`` manages; raise if it is ``module`` itself."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     kinds = (fsdp.FSDPModule, fsdp.FullyShardedDataParallel) if fsdp is not None else ()
     if isinstance(module, kinds):
@@ -231,7 +241,7 @@ def _left_out(
 def _check_devices(
     named: Sequence[tuple[str, Tensor]], device_ids: Sequence[object] | None, output_device: object
 ) -> None:
-    """Raise :class:`OptionError` for devices that do not go together."""
+    """Raise :class:`OptionError` for invalid combinations of devices."""
     devices = {tensor.device for _, tensor in named}
     kinds = {device.type for device in devices}
     if len(kinds) > 1:
@@ -253,7 +263,7 @@ def _check_devices(
 
 
 def _check_scripted(owners: Sequence[tuple[str, Module]]) -> None:
-    """Raise :class:`NotReplicableError` for TorchScript's modules, whose slots are not Python's."""
+    """Raise :class:`NotReplicableError` for TorchScript modules, whose slots are not Python dictionaries."""
     for name, owner in owners:
         if isinstance(owner, ScriptModule):
             raise NotReplicableError(
@@ -276,7 +286,7 @@ def _check_kinds(named: Sequence[tuple[str, Tensor]]) -> None:
 
 
 def _check_embeddings(named: Sequence[tuple[str, Module]]) -> None:
-    """Raise :class:`NotReplicableError` for embeddings that rewrite their weights, each rank the rows that it uses."""
+    """Raise :class:`NotReplicableError` for embeddings that rewrite, on each rank, the rows that it uses."""
     for name, module in named:
         embeds = isinstance(module, Embedding | EmbeddingBag)
         if embeds and module.max_norm is not None and module.weight is not None and module.weight.requires_grad:

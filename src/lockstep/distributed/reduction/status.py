@@ -1,16 +1,17 @@
-"""The status that each rank says in a round, and the row of numbers in which the statuses of all ranks travel.
+"""The status that each rank reports in a round, and the row of numbers that carries the statuses of all ranks.
 
-The row is summed over the ranks with the gradients, so that it costs no collective. Each rank writes bytes into places
-of its own, which every floating dtype of at least 16 bits holds exactly, or ones whose sum is not zero::
+The row is summed over the ranks together with the gradients, so it needs no collective of its own. Each rank writes
+bytes in places of its own, which every floating dtype of at least 16 bits represents exactly, or ones, whose sum is
+only compared with zero::
 
-    used     one for each parameter    1 where this rank has a gradient to contribute
-    late     one for each parameter    1 where a gradient came after its bucket had left, or had no place in the plan
+    used     one for each parameter    1 if this rank contributes a gradient
+    late     one for each parameter    1 if a gradient came after its bucket had left, or has no bucket
     status   39 for each rank          the bytes of its :class:`Status`
-    digest   nine for each rank        in the rounds in which values are compared: of what there is a digest, and its
-                                       bytes (``values.py``)
-    buffers  the rest                  small ones (``buffers.py``)
+        digest   nine for each rank        in rounds that compare values: the kind of the values, and their digest
+                                           (``values.py``)
+        buffers  the rest                  small buffers (``buffers.py``)
 
-The rules are in ``verdict.py``.
+``verdict.py`` has the rules about statuses.
 """
 
 import struct
@@ -23,53 +24,53 @@ import torch
 from torch import Tensor
 
 DIGEST_BYTES = 9
-"""Places of each rank's digest."""
+"""Number of bytes of each rank's digest."""
 _FORMAT = struct.Struct("<QQB5?BIId")
 
 
 class Part(IntEnum):
-    """How a rank takes part in a round."""
+    """The way in which a rank takes part in a round."""
 
     FULL = 1
-    """With what its backward passes have left; never 0, which is a rank that says nothing."""
+    """With the gradients of its backward passes; not 0, which stands for a rank that writes nothing."""
     PADDING = 2
-    """It has run out of batches, in ``batches()``, and contributes nothing."""
+    """It has run out of batches in ``batches()``, and contributes nothing."""
     JOINED = 3
-    """The same in ``Join``."""
+    """It has run out of batches in ``Join``, and contributes nothing."""
     SKIPS = 4
-    """It leaves out the batch, so that all do."""
+    """It skips the batch, and so do all ranks."""
     FAILED = 5
     """Its backward has failed."""
 
 
 class Status(NamedTuple):
-    """Says how one rank takes part, once in each round; fields are packed in this order."""
+    """How one rank takes part in a round; fields are packed in this order."""
 
     round: int = 0
-    """The number of its round."""
+    """The number of the round."""
     batch: int = 0
-    """The number of the batch that its loop is at; 0 if nobody counts them."""
+    """The number of the batch in its loop; 0 outside of loops."""
     part: int = Part.FULL
-    """How it takes part: a :class:`Part`."""
+    """A :class:`Part`."""
     stops: bool = False
-    """It asks all ranks to stop after this step."""
+    """True if it asks all ranks to stop after this step."""
     ends: bool = False
-    """It has no batch after this one."""
+    """True if it has no batch after this one."""
     changed: bool = False
-    """Its parameters, buffers or hooks are not those that were agreed on."""
+    """True if its parameters, buffers or hooks differ from those agreed on."""
     drifted: bool = False
-    """Its parameters were changed while a gradient was only its own (``drift.py``)."""
+    """True if its parameters were changed while a gradient had not been reduced (``drift.py``)."""
     weighted: bool = False
-    """Its contribution has a weight."""
+    """True if its contribution has a weight."""
     called: int = 0
-    """How the module was called in its backward pass: a :class:`~lockstep.distributed.reduction.passes.Called`; 0 if it
-    has no pass of its own."""
+    """How its backward pass called the module, as a :class:`~lockstep.distributed.reduction.passes.Called`; 0 if it has
+    no pass of its own."""
     through: int = 0
-    """Forwards since the last round that a backward has gone through (``passes.py``)."""
+    """The number of forwards since the last round that a backward has gone through (``passes.py``)."""
     unused_forwards: int = 0
-    """Forwards since then that none has gone through, or that raised."""
+    """The number of forwards since then that no backward has gone through, or that raised."""
     weight: float = 0.0
-    """The weight of its contribution, if it has one."""
+    """The weight of its contribution; 0 if it has none."""
 
 
 _FLAGS = slice(Status._fields.index("part"), Status._fields.index("called"))
@@ -77,23 +78,23 @@ _USUAL = Status()[_FLAGS]
 
 
 class Report(NamedTuple):
-    """All that ranks have said in a round."""
+    """What all ranks have reported in a round."""
 
     used: Sequence[bool] | None
-    """For each parameter, True if any rank has a gradient; None: all have."""
+    """For each parameter, True if any rank has a gradient; None if all parameters have one."""
     late: Sequence[int] = ()
-    """Parameters that some rank has a late gradient of."""
+    """Parameters of which some rank has a late gradient."""
     statuses: Sequence[Status] = ()
-    """Each rank's; empty if all say the same, and nothing follows from it but gradients."""
+    """The status of each rank; empty if all are the same, with no consequences besides gradients."""
     digests: Sequence[bytes] = ()
-    """Each rank's digest of its values, zeros if it has given none; empty if no rank has, or all are alike."""
+    """Each rank's digest of its values, zeros if it has none; empty if no rank has one, or all are equal."""
 
 
 class ReportLayout:
-    """Where everything stands in the row."""
+    """The places in the row."""
 
     def __init__(self, parameters: int, rank: int, world: int, packed_buffers: int, dtype: torch.dtype) -> None:
-        """``dtype`` is that of the row."""
+        """``dtype``: of the row."""
         self._parameters, self._rank, self._world = parameters, rank, world
         self._late = parameters
         self._status = 2 * parameters
@@ -114,9 +115,9 @@ class ReportLayout:
     def write(
         self, row: Tensor, used: bytearray, late: Sequence[int], status: Status, digest: Tensor | None = None
     ) -> None:
-        """Fill this rank's places of a row of ``numel`` elements, and clear all others.
+        """Write this rank's places of a row of ``numel`` elements, and clear all others.
 
-        ``digest``: :data:`DIGEST_BYTES` bytes, on the row's device, if values are compared in this round.
+        ``digest``: :data:`DIGEST_BYTES` bytes, on the row's device, in a round that compares values.
         """
         head = self._head
         if self._has_late:
@@ -135,9 +136,9 @@ class ReportLayout:
             row[self.packed_buffers].zero_()
 
     def read(self, row: Tensor) -> Report:
-        """Return what the sum over all ranks says.
+        """Return the report in the sum over all ranks.
 
-        A rank that says nothing at all, as on a ``fake`` backend, is taken to say what this one does.
+        The status of a rank that has written nothing, as on a ``fake`` backend, counts as equal to this rank's.
         """
         head = row if row.numel() == self.packed_buffers.start else row[: self.packed_buffers.start]
         head = head if head.is_cpu else head.cpu()
@@ -163,8 +164,8 @@ class ReportLayout:
         return report._replace(statuses=decoded * (self._world // len(decoded)))
 
     def _split(self, places: Tensor, silent: Sequence[int] = ()) -> list[bytes]:
-        """Return the bytes that each rank has written into places of its own, or these once, if all have written the
-        same; the ``silent`` ones are taken to have written what this one has."""
+        """Return the bytes of each rank, or only one entry if all are equal; those of ``silent`` ranks count as equal
+        to this rank's."""
         numbers = places.to(torch.uint8)
         raw, size = string_at(numbers.data_ptr(), numbers.numel()), numbers.numel() // self._world
         own = raw[size * self._rank : size * (self._rank + 1)]
@@ -177,10 +178,9 @@ class ReportLayout:
 
 
 class _UnanimousRow:
-    """The sum over ranks that all say the same, as nearly always: comparing with it takes one operation.
+    """The expected sum if all ranks say the same, the usual case: one operation compares with it.
 
-    ``numbers`` are those that this rank writes, in a row of ``dtype``; ``status`` is where the statuses of all ranks
-    stand.
+    ``numbers``: what this rank writes, in a row of ``dtype``; ``status``: the places of all statuses.
     """
 
     def __init__(
@@ -192,11 +192,11 @@ class _UnanimousRow:
             self._sum = torch.zeros(numbers.numel(), dtype=dtype, device="cpu")
         self._statuses = self._sum[status].view(world, _FORMAT.size)
         self._known: tuple[bytearray | None, Report] = None, Report(None)
-        """The bytes that say which parameters were used, as :attr:`_sum` has them, and the report that it is, if this
-        rank's status has no consequences."""
+        """The bytes of the used parameters in :attr:`_sum`, and the report that it stands for if this rank's status has
+        no consequences."""
 
     def report(self, head: Tensor, written: bytearray) -> Report | None:
-        """Return the report if ``head`` is that sum, else None; ``written`` are the bytes of the numbers."""
+        """Return the report if ``head`` equals the sum, else None; ``written``: the bytes of the numbers."""
         used = written[: self._used_places.numel()]
         if used != self._known[0]:
             self._known = used, Report(None if 0 not in used else [bool(each) for each in used])

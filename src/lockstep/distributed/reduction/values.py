@@ -1,9 +1,8 @@
-"""Values of parameters and buffers: sent by rank 0 to all ranks, and compared.
+"""Values of parameters and buffers: broadcast from rank 0, and compared between ranks.
 
-A :class:`ValueChecker` compares them in every N-th round; the digest of each rank rides in its report. Parameters are
-read when backward has ended: the optimizer step that has made them is over on all ranks, and the next one has not
-begun. Buffers that were alike on all ranks are read when forward begins, before it changes them. With shares a round is
-a step: parameters are read at its end, buffers when it begins.
+A :class:`ValueChecker` compares them in every N-th round; each rank's report carries its digest. Parameters are read
+after backward, between the optimizer steps of all ranks. Buffers that were equal on all ranks are read before forward
+changes them. With shares a round is a step: parameters are read at its end, buffers at its start.
 """
 
 from collections.abc import Hashable, Iterable, Sequence
@@ -24,7 +23,7 @@ from lockstep.errors import OutOfSyncError
 def broadcast_values(
     parameters: Sequence[Tensor], buffers: Sequence[Buffer], collectives: Collectives, source: int = 0
 ) -> None:
-    """Give every rank the values that rank ``source`` has, in a few large broadcasts."""
+    """Broadcast the values of rank ``source`` in a few large tensors."""
     present = [(buffer, tensor) for buffer in buffers if (tensor := buffer.current()) is not None]
     targets = [local_part(parameter) for parameter in parameters]
     tensors = [*targets, *(tensor for _, tensor in present)]
@@ -43,8 +42,7 @@ def check_equal_values(
     kind: str = "parameter",
     what: str = "was put into the module after it was replicated",
 ) -> None:
-    """Raise :class:`OutOfSyncError`, on every rank, if a tensor has other values on some rank; see
-    :func:`find_difference`."""
+    """Raise :class:`OutOfSyncError`, on every rank, if a tensor differs between ranks: see :func:`find_difference`."""
     found = find_difference(named, collectives)
     if found is not None:
         raise OutOfSyncError(
@@ -56,17 +54,17 @@ def check_equal_values(
 
 
 class Difference(NamedTuple):
-    """The first tensor that has other values on some rank than on the group's first rank."""
+    """The first tensor that differs between some rank and the group's first rank."""
 
     name: str
     rank: int
-    """That rank, as messages name it."""
+    """The rank that differs, as messages name it."""
     digests: tuple[str, str]
-    """Of the values on the first rank, and on that one."""
+    """The digests of the values on the first rank and on the other one."""
 
 
 def find_difference(named: Sequence[tuple[str, Tensor]], collectives: Collectives) -> Difference | None:
-    """Return the first tensor whose bits are others on some rank than on the group's first; the same on every rank.
+    """Return the first tensor whose bits differ on some rank from the group's first; the same on every rank.
 
     Communicates what :func:`all_gather_object` does, and once more if there is a difference.
     """
@@ -86,11 +84,11 @@ def find_difference(named: Sequence[tuple[str, Tensor]], collectives: Collective
 
 
 NOTHING, PARAMETERS, PARAMETERS_AND_BUFFERS = 0, 1, 2
-"""What a rank's digest is of: nothing on a rank that has not looked."""
+"""The tensors in a rank's digest; nothing on a rank that has not read its values."""
 
 
 class ValueChecker:
-    """Looks at the values of one module."""
+    """Compares the values of one module between ranks."""
 
     def __init__(self, every: int) -> None:
         self.every = every
@@ -98,16 +96,16 @@ class ValueChecker:
         self._of_parameters: Digests | None = None
 
     def is_due(self, number: int) -> bool:
-        """Return True if values are compared in the round of that number."""
+        """Return True if values are compared in round ``number``."""
         return number % self.every == 0
 
     def digest_buffers(self, buffers: Sequence[Tensor | None]) -> None:
-        """Look at buffers that all ranks have alike, as they are before the forward passes of the round; once."""
+        """Read buffers that are equal on all ranks, once, before the forward passes of a round."""
         if self._of_buffers is None:
             self._of_buffers = Digests([torch.empty(0) if tensor is None else tensor for tensor in buffers])
 
     def digest(self, parameters: Sequence[Tensor], device: torch.device) -> tuple[int, Tensor]:
-        """Return what this rank tells the others: what its digest is of, and the digest, one number of eight bytes."""
+        """Return this rank's digest of eight bytes, and before it the kind of tensors that it is of."""
         self._of_parameters = Digests(parameters)
         digest = self._of_parameters.digest(device)
         if self._of_buffers is None:
@@ -115,7 +113,7 @@ class ValueChecker:
         return PARAMETERS_AND_BUFFERS, digest + 5 * self._of_buffers.digest(device)
 
     def forget(self) -> None:
-        """Note that the round is over."""
+        """Drop the digests: the round is over."""
         self._of_buffers = self._of_parameters = None
 
     def check(
@@ -125,10 +123,11 @@ class ValueChecker:
         buffers: Sequence[str],
         collectives: Collectives,
     ) -> None:
-        """Raise :class:`OutOfSyncError`, on every rank, if ranks have ``told`` different digests.
+        """Raise :class:`OutOfSyncError`, on every rank, if digests differ between ranks.
 
-        ``parameters`` and ``buffers`` are the names of what ranks look at, the same on all. Communicates what
-        :func:`all_gather_object` does, of a digest for each of them, only if digests differ.
+        ``told``: kind and digest of each rank; ``parameters`` and ``buffers``: names of the tensors read, the same on
+        all ranks. Communicates only if digests differ: what :func:`all_gather_object` does, for a digest of each
+        tensor.
         """
         kinds: dict[int, set[Hashable]] = {}
         for kind, digest in told:

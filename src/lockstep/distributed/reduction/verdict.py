@@ -1,10 +1,10 @@
-"""The verdict on a round: every rule about ranks that differ, and every message, in one file.
+"""The verdict on a round: every rule about differences between ranks, and every message, in one file.
 
-:func:`judge` is a pure function of the statuses of all ranks (``status.py``), so all come to the same verdict; only its
-message names the rank that reads it. All that is done then is a function of the verdict alone.
+:func:`judge` is a pure function of the statuses of all ranks (``status.py``), so all ranks get the same verdict; only
+the message differs, which names the rank that reads it. All further actions depend on the verdict alone.
 
-A new rule about ranks that differ is a function here that returns a message, and one line in :data:`_ALWAYS` or
-:data:`_COUNTING`, in the order in which rules are asked: the first that finds something speaks.
+To add a rule, write a function that returns a message, and add a line to :data:`_ALWAYS` or :data:`_COUNTING`. Rules
+are asked in order, and the first message is used.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,49 +19,51 @@ NOT_HANDED_OUT = "No gradient has been handed out; every rank can go on with the
 
 
 class Refusal(NamedTuple):
-    """The error that the round ends with on every rank."""
+    """The error with which the round ends on every rank."""
 
     kind: type[PeerError | OptionError]
     message: str
 
     def exception(self) -> PeerError | OptionError:
-        """Return the exception to raise; a verdict holds none, which would hold the frames that it went through."""
+        """Return the exception; a verdict does not hold one, as that would keep the frames of its traceback alive."""
         return self.kind(self.message)
 
 
 class Verdict(NamedTuple):
-    """Says how a round ends on every rank; by default as a usual one in which every parameter was used."""
+    """How a round ends on every rank; the default is a usual round in which every parameter was used."""
 
     error: Refusal | None = None
     failed: bool = False
-    """Backward has failed on some rank."""
+    """True if backward has failed on some rank."""
     skip: bool = False
-    """All ranks leave out the batch."""
+    """True if all ranks skip the batch."""
     factor: float = 1.0
-    """The mean is to be multiplied by it: for one over weights, or over the ranks that have batches."""
+    """Factor applied to the mean: for a weighted mean, or one over the ranks that have batches."""
     changed: bool = False
-    """Some rank's module is not what was agreed on: all agree anew."""
+    """True if a module differs from what was agreed on, on some rank: all ranks agree again."""
     drifted: bool = False
-    """Parameters were changed on some rank while a gradient was only its own: all compare them."""
+    """True if some rank suspects drift (``drift.py``): all ranks compare the parameters."""
     used: Sequence[bool] | None = None
-    """For each parameter, True if any rank has a gradient; None: all have."""
+    """For each parameter, True if any rank has a gradient; None if all parameters have one."""
     late: Sequence[int] = ()
-    """Parameters that some rank has a late gradient of: all reduce those again."""
+    """Parameters of which some rank has a late gradient, which all ranks reduce again."""
     digests: Sequence[bytes] = ()
-    """Each rank's digest of its values, where they differ."""
+    """Each rank's digest of its values, if they differ."""
     loop: LoopVerdict = LoopVerdict()
-    """For the loop (``decisions.py``)."""
+    """The part for loops (``decisions.py``)."""
     is_usual: bool = False
-    """All ranks say the same, and that has no consequences: gradients are the mean, and no more."""
+    """True if all ranks say the same without consequences: gradients are the mean, and nothing else is to be done."""
 
     def uses(self, index: int) -> bool:
-        """Return whether any rank has a gradient of a parameter."""
+        """Return True if any rank has a gradient of a parameter."""
         return self.used is None or self.used[index]
 
 
 def judge(report: Report, rank: int, ranks: Sequence[int], divisor: float) -> Verdict:
-    """Return the verdict on a report, as rank ``rank`` of the group reads it; messages name each rank by its number in
-    ``ranks``. The mean that the verdict's factor turns into another is one over ``divisor`` ranks.
+    """Return the verdict on a report.
+
+    ``rank``: the group rank that reads it; ``ranks``: the names of all ranks in messages; ``divisor``: the number of
+    ranks that the mean has been divided by so far.
     """
     if not report.statuses:
         return Verdict(used=report.used, is_usual=True)
@@ -83,7 +85,7 @@ def judge(report: Report, rank: int, ranks: Sequence[int], divisor: float) -> Ve
 
 
 def judge_loops(statuses: Sequence[Status]) -> LoopVerdict:
-    """Return the part of the verdict that loops are to know."""
+    """Return the part of the verdict that concerns loops."""
     all_of = _columns(statuses)
     padding = all_of.part.count(Part.PADDING)
     return LoopVerdict(
@@ -96,7 +98,7 @@ def judge_loops(statuses: Sequence[Status]) -> LoopVerdict:
 
 
 def _columns(statuses: Sequence[Status]) -> Any:
-    """Return a status whose fields have those of all ranks, as tuples, so that no Python runs for each rank."""
+    """Return a status whose fields are tuples with the values of all ranks, to avoid a Python loop over ranks."""
     return Status._make(zip(*statuses, strict=True))
 
 
@@ -110,15 +112,15 @@ def _factor(all_of: Any, divisor: float) -> float:
 
 
 class _Said(NamedTuple):
-    """All that a rule may look at."""
+    """The input of a rule."""
 
     all_of: Any
     """See :func:`_columns`."""
     own: Status
     me: int
-    """This rank's number in messages."""
+    """The number of this rank in messages."""
     ranks: Sequence[int]
-    """Each rank's."""
+    """The numbers of all ranks in messages."""
 
 
 def _find_error(said: _Said, rules: "Sequence[_Rule]") -> Refusal | None:
@@ -166,14 +168,14 @@ def _at_other_batches(said: _Said) -> str:
 
 
 def _first_other(numbers: Sequence[int], own: int) -> tuple[int, int]:
-    """Return the first rank that has another number than this one, and how far it is ahead; 0 if none has."""
+    """Return the first rank whose number differs from this one's, and the difference; 0, 0 if all are equal."""
     if numbers.count(own) == len(numbers):
         return 0, 0
     return next((rank, number - own) for rank, number in enumerate(numbers) if number != own)
 
 
 def _in_other_passes(said: _Said) -> str:
-    """Ranks that are in no pass of their own do not count; forwards do not where a rank may leave out a batch."""
+    """Compare the passes of ranks that ran one; compare forwards only if no rank may skip a batch."""
     passes = list(zip(said.all_of.called, said.all_of.through, said.all_of.unused_forwards, strict=True))
     compare_forwards = not any(said.all_of.weighted)
     kinds = [each for each in dict.fromkeys(passes) if each[0]]
@@ -192,7 +194,7 @@ def _in_other_passes(said: _Said) -> str:
 
 
 def _difference(a: tuple[int, int, int], b: tuple[int, int, int], compare_forwards: bool) -> str:
-    """Return what shows that the passes of two ranks are different ones, with a place for the number of each."""
+    """Return a description of the difference between the passes of two ranks, with placeholders for their numbers."""
     (called, through, unused_forwards), (other, other_through, other_unused) = a, b
     if not called & other and not (called | other) & Called.UNKNOWN.value:
         return f"on rank {{}} it went through {_describe(called)}, on rank {{}} through {_describe(other)}"

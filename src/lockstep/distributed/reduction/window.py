@@ -1,9 +1,9 @@
-"""The window of micro-batches that a round ends, and their weights.
+"""The window of weighted micro-batches that one round reduces.
 
-``accumulate(weight=...)`` opens a window with its first block, and the round ends it. Each block adds its weight once,
-whether or not a backward pass in it reaches the module. So that the sum of gradients and the sum of weights belong
-together, a window begins without gradients, and what accumulates in it stays as it is until the round. Whatever breaks
-that makes this rank's part in the round fail, and with it everybody's: :attr:`Window.problem`.
+The first block of ``accumulate(weight=...)`` opens a window, and the round closes it. Each block adds its weight once,
+even if no backward pass in it reaches the module. So that the sums of gradients and of weights match, a window begins
+without gradients, and nothing but backward may change them until the round. A violation makes this rank's part in the
+round fail, and thereby the round on all ranks: :attr:`Window.problem`.
 """
 
 import math
@@ -35,7 +35,7 @@ _INCOMPLETE = (
 
 
 class _Left(NamedTuple):
-    """The gradient of a parameter, as it was left."""
+    """A reference to the gradient of a parameter, to notice later changes."""
 
     member: ManagedParameter
     grad: weakref.ref[Tensor] | None
@@ -43,7 +43,7 @@ class _Left(NamedTuple):
 
     @classmethod
     def now(cls, member: ManagedParameter) -> "_Left":
-        """As it is now."""
+        """Return a record of the present gradient."""
         grad = member.parameter.grad
         return cls(member, None, 0) if grad is None else cls(member, weakref.ref(grad), grad._version)
 
@@ -61,25 +61,25 @@ class Window:
 
     def __init__(self) -> None:
         self.is_open = False
-        """True if they have weights."""
+        """True if the micro-batches have weights."""
         self.total = 0.0
         """The sum of the weights."""
         self.problem = ""
-        """Why this rank's part in the round that ends the window has to fail, if so."""
-        self._blocks = 0  # under way
+        """The reason why this rank's part in the next round has to fail, or an empty text."""
+        self._blocks = 0  # number of blocks under way
         self._passes = 0
         self._left: list[_Left] = []
 
     @property
     def is_unused(self) -> bool:
-        """True if no weights are given."""
+        """True if no weights have been given."""
         return not (self.is_open or self._blocks or self.problem)
 
     @contextmanager
     def block(self, weight: float, parameters: Sequence[ManagedParameter], synchronises: bool) -> Iterator[None]:
-        """A block with a weight, of a module that has these parameters; ``synchronises``: it is to have a round.
+        """Run a block with a weight, of a module with these parameters; ``synchronises``: a round is expected in it.
 
-        Where no rank comes to the module, as if all of it is frozen, it has none, and no window stays open.
+        If no rank reaches the module, as when all of it is frozen, there is no round, and the window is closed anyway.
         """
         was_open, before, passes = self.is_open, (self.total, self.problem), self._passes
         if was_open:
@@ -95,7 +95,7 @@ class Window:
         except BaseException:
             if self._passes > passes:
                 self.fail(_INCOMPLETE)
-            elif self.is_open and was_open:  # the round has not ended it: the block counts as none
+            elif self.is_open and was_open:  # no round has closed the window: the block does not count
                 self.total, self.problem = before
             elif self.is_open:
                 self.close()
@@ -124,18 +124,18 @@ class Window:
             self.fail(_AFTER_ROUND)
 
     def pass_ended(self) -> None:
-        """Note that it has ended, and the gradients are what is to be reduced."""
+        """Record the gradients after a backward pass."""
         self._left = [_Left.now(left.member) for left in self._left]
 
     def pass_failed(self) -> None:
-        """Note that a backward pass has reached the module, and failed on this rank, which the others have not been
-        told."""
+        """Note that a pass that has reached the module has failed on this rank, without the other ranks being told."""
         self._passes += 1
         if self.is_open:
             self.fail(_INCOMPLETE)
 
     def check_gradients(self) -> None:
-        """No backward pass is under way, or it has added to no gradient yet: see whether all are as they were left."""
+        """Fail if any gradient has been changed since the last pass; called outside of passes or at the begin of
+        one."""
         changed = next((left for left in self._left if not left.is_unchanged), None)
         if changed is not None:
             self.fail(
@@ -145,7 +145,7 @@ class Window:
             )
 
     def check_members(self, parameters: Sequence[ManagedParameter]) -> None:
-        """Note that the module has these parameters now."""
+        """Fail if the module has other parameters now than when the window was opened."""
         if self.is_open:
             self.fail_if_changed([left.member for left in self._left], parameters)
 
@@ -162,18 +162,18 @@ class Window:
             )
 
     def fail(self, problem: str) -> None:
-        """Let this rank's part in the round fail."""
+        """Let this rank's part in the round fail; the first problem counts."""
         self.problem = self.problem or problem
 
     def close(self) -> None:
-        """Note that the round has ended, or what has accumulated is given up on all ranks."""
+        """Forget the weights: the round has ended, or all ranks discard the accumulated gradients."""
         self.is_open, self.total, self.problem = False, 0.0, ""
         self._passes = 0
         self._left = []
 
 
 def are_zero(grads: Sequence[Tensor | None]) -> list[bool]:
-    """Return which of the gradients are None, or zero everywhere; waits for the device once."""
+    """Return, for each gradient, True if it is None or all zero; waits for the device once."""
     values = [None if grad is None else _values_of(grad) for grad in grads]
     some = [each for each in values if each is not None and each.numel()]
     if not some:

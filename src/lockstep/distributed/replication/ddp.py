@@ -1,4 +1,4 @@
-"""``DistributedDataParallel``: the wrapper, for programs that want one, on the machinery of ``replicate()``."""
+"""``DistributedDataParallel``: a wrapper with PyTorch's interface, implemented by ``replicate()``."""
 
 import copy
 import dataclasses
@@ -31,49 +31,50 @@ _PyTorchs: Any = TorchDistributedDataParallel  # for isinstance; its annotations
 
 @refusing(TorchDistributedDataParallel, INSTEAD)
 class DistributedDataParallel(CompatibleNames, _PyTorchs, Module, Joinable, Generic[M]):
-    """A module around ``module`` whose parameters' gradients become the mean over all ranks at the end of backward.
+    """A wrapper that averages the gradients of ``module``'s parameters over all ranks at the end of backward.
 
-    What :func:`lockstep.replicate` says of gradients, communication and errors holds here. The wrapper adds itself:
-    ``state_dict`` has the keys of the wrapped module behind ``module.``, as PyTorch's; ``load_state_dict`` takes either
-    form. Gradients are synchronised because parameters received them, also when ``module`` is called, not the wrapper.
-    It is an instance of PyTorch's class, so that programs that ask for one find it; nothing of that class runs, and
-    names of it that have no meaning here raise an AttributeError that says what to use instead.
+    Gradients, communication and errors are as for :func:`lockstep.replicate`. ``state_dict`` has the keys of the
+    wrapped module behind ``module.``, as PyTorch's; ``load_state_dict`` takes either form. Gradients are synchronised
+    because parameters received them, even if ``module`` is called instead of the wrapper. The wrapper is an instance of
+    PyTorch's class, so that programs that test for one find it; no code of that class runs, and its names that have no
+    meaning here raise an AttributeError that says what to use instead.
 
     Args:
-        module: The module. If it is replicated or wrapped already, or is itself a wrapper, the new wrapper replaces
-            what synchronised it before, and methods of the earlier one raise.
+        module: The module. If it is replicated or wrapped already, or is itself a wrapper, the new wrapper replaces the
+            earlier one, whose methods raise from then on.
         device_ids: None, or the one accelerator that inputs are moved to.
         output_device: Accepted; outputs stay where the module puts them.
         dim: Accepted; one process has one device.
-        broadcast_buffers: Deprecated: False is ``buffer_policy="local"``, and buffers are not made equal at the start.
-        init_sync: Whether rank 0's parameters and buffers are sent to all ranks now. If not, nothing is sent before the
-            first backward, which also compares what the ranks have.
+        broadcast_buffers: Deprecated: False means ``buffer_policy="local"``, and buffers are not sent at the start.
+        init_sync: If True, rank 0's parameters and buffers are sent to all ranks now. If False, nothing is sent before
+            the first backward, which also compares the modules of the ranks.
         process_group: The ranks; the default group if None.
-        bucket_cap_mb: Size of a bucket of gradients in MiB; 25 if None, and 1 for the first. Smaller ones leave
-            earlier, larger ones cost less each.
-        find_unused_parameters: Needless: parameters without a gradient are found without it.
+        bucket_cap_mb: Size of a bucket of gradients in MiB; 25 if None, and 1 for the first. Smaller buckets leave
+            earlier, larger ones have less overhead.
+        find_unused_parameters: Not needed: parameters without a gradient are found without it.
         check_reduction: Deprecated; does nothing.
-        gradient_as_bucket_view: Needless: gradients always live in the buckets.
-        static_graph: Needless: nothing is assumed of the graph.
+        gradient_as_bucket_view: Not needed: gradients always live in the buckets.
+        static_graph: Not needed: nothing is assumed of the graph.
         delay_all_reduce_named_params: Pairs of name and parameter whose gradients leave last.
-        param_to_hook_all_reduce: Must come with the former; they leave at the end of backward.
+        param_to_hook_all_reduce: Required with the former; those gradients leave at the end of backward.
         mixed_precision: A ``torch.nn.parallel.distributed._MixedPrecision``: forward runs with parameters, inputs and
             buffers in its dtypes, gradients travel in its reduce dtype; all of them stay in their own dtype.
-        device_mesh: One dimension of a ``DeviceMesh``, in place of ``process_group``.
-        skip_all_reduce_unused_params: Needless: parameters that no rank has ever used are not sent.
-        bucket_cap_mb_list: Sizes of successive buckets in MiB; the last one holds for all further ones.
-        batched_grad_copy: Needless: gradients are copied into a bucket together, and never out.
-        forward_sync_buffers: False is ``buffer_policy="local"``, but buffers are made equal at the start.
-        lazy_bucket_allocation: Needless: a bucket of large gradients keeps no memory after backward, they do.
+        device_mesh: One dimension of a ``DeviceMesh``, instead of ``process_group``.
+        skip_all_reduce_unused_params: Not needed: parameters that no rank has ever used are not sent.
+        bucket_cap_mb_list: Sizes of successive buckets in MiB; the last one holds for all further buckets.
+        batched_grad_copy: Not needed: gradients are copied into a bucket together, and never out.
+        forward_sync_buffers: False means ``buffer_policy="local"``, but buffers are sent at the start.
+        lazy_bucket_allocation: Not needed: on an accelerator a bucket of large gradients keeps no memory after
+            backward, they do; on the CPU buckets keep theirs.
         buffer_policy: ``"rank0"``: at the end of each synchronised backward every rank gets rank 0's buffers;
             ``"mean"``: floating ones become the mean over the ranks; ``"local"``: each rank keeps its own.
-        params_and_buffers_to_ignore: Names, within ``module``, of parameters and buffers that are left alone.
+        params_and_buffers_to_ignore: Names, within ``module``, of parameters and buffers that are not replicated.
 
     Raises:
         UnknownOptionError: An argument that does not exist (a ``TypeError``).
-        OptionError: Options that make no sense, or do not go with the module.
-        NotReplicableError: The module has no parameters, or some that are not initialised.
-        AgreementError: The ranks differ, on every rank.
+        OptionError: Invalid options, or options that do not fit the module.
+        NotReplicableError: The module has no parameters, or uninitialised ones.
+        AgreementError: The ranks differ; raised on every rank.
         CommunicationError: There is no process group, or a rank does not answer.
 
     Example:
@@ -123,7 +124,7 @@ class DistributedDataParallel(CompatibleNames, _PyTorchs, Module, Joinable, Gene
         )
         options.warn_deprecated(stacklevel=3)
         check_module(module, params_and_buffers_to_ignore)
-        Module.__init__(self)  # not that of PyTorch's wrapper
+        Module.__init__(self)  # not that of PyTorch's class
         Joinable.__init__(self)
         self.module = module
         self._options = options
@@ -137,7 +138,7 @@ class DistributedDataParallel(CompatibleNames, _PyTorchs, Module, Joinable, Gene
 
     @outside_compiler
     def _begin(self) -> None:
-        """Replicate; registers the wrapper, so that functions that take a replicated module take it."""
+        """Replicate the module, and register the wrapper, so that functions for replicated modules take it."""
         self._began = True
         replication = ReducerReplication(self.module, self._options, (), taking_over=True)
         register(self, replication)
@@ -151,11 +152,11 @@ class DistributedDataParallel(CompatibleNames, _PyTorchs, Module, Joinable, Gene
     @property
     def _replication(self) -> ReducerReplication:
         if not self._began:
-            self._begin()  # a copy, or one that was unpickled
-        return self._held  # not by way of the registry: the compiler would guard what else is in there
+            self._begin()  # the wrapper is a copy, or was unpickled
+        return self._held  # not from the registry: the compiler would put guards on its other entries
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Call the module. Communicates nothing, outside of :meth:`join`."""
+        """Call the module. Communicates nothing, except inside of :meth:`join`."""
         replication = self._replication
         if self._join_config.enable:
             enter_iteration(self, replication)
@@ -171,19 +172,18 @@ class DistributedDataParallel(CompatibleNames, _PyTorchs, Module, Joinable, Gene
     # ------------------------------------------------------------------------------ synchronising
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Return a context in which backward passes do not synchronise; only where backward runs matters, not
-        forward."""
+        """Return a context in which backward passes do not synchronise; it matters where backward runs, not forward."""
         return self._replication.no_sync()
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
-        """Return True if backward passes that begin from now on synchronise; if not, gradients pile up on this rank."""
+        """Let backward passes that begin from now on synchronise, or accumulate gradients on this rank if False."""
         if requires_gradient_sync and self._hooks_removed:
             raise OptionError("_remove_autograd_hooks() has ended synchronising for good; wrap wrapper.module anew")
         self._replication.set_requires_gradient_sync(requires_gradient_sync)
 
     @property
     def require_backward_grad_sync(self) -> bool:
-        """The same as an attribute, as programs set it between micro-batches."""
+        """True if backward passes synchronise; may be set between micro-batches."""
         return self._replication.requires_sync
 
     @require_backward_grad_sync.setter
@@ -191,7 +191,7 @@ class DistributedDataParallel(CompatibleNames, _PyTorchs, Module, Joinable, Gene
         self.set_requires_gradient_sync(required)
 
     def register_comm_hook(self, state: Any, hook: Any) -> None:
-        """Let ``hook(state, bucket)`` reduce each bucket; see
+        """Let ``hook(state, bucket)`` reduce each bucket: see
         :meth:`lockstep.distributed.Replicated.register_comm_hook`."""
         self._replication.register_comm_hook(state, hook)
 
@@ -200,17 +200,17 @@ class DistributedDataParallel(CompatibleNames, _PyTorchs, Module, Joinable, Gene
     def join(
         self, divide_by_initial_world_size: bool = True, enable: bool = True, throw_on_early_termination: bool = False
     ) -> Join:
-        """Return a context for ranks that have unequal numbers of batches: one that has run out takes part without
+        """Return a context for ranks with unequal numbers of batches: one that has run out takes part without
         gradients.
 
         Args:
             divide_by_initial_world_size: Divide sums by all ranks; if False, by those that still have batches.
-            enable: False for ranks that are known to have equally many.
+            enable: False if all ranks are known to have the same number.
             throw_on_early_termination: Raise on every rank as soon as one has run out.
 
-        Inside, one forward is one iteration; whether it synchronises is taken from where forward runs. Communicates two
-        all-reduces of a few bytes in each forward. At the end the parameters, and buffers but for policy ``"local"``,
-        of a rank that ended last are sent to all.
+        Inside, one forward is one iteration, and whether it synchronises is decided where forward runs. Communicates
+        two all-reduces of a few bytes in each forward. At the end all ranks get the parameters (and the buffers, except
+        with policy ``"local"``) of a rank that ended last.
 
         Stands for: ``DistributedDataParallel.join``.
         """
@@ -222,7 +222,8 @@ class DistributedDataParallel(CompatibleNames, _PyTorchs, Module, Joinable, Gene
         )
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """Return what a rank does that has run out of batches; called by ``torch.distributed.algorithms.join.Join``."""
+        """Return the hook for a rank that has run out of batches; called by
+        ``torch.distributed.algorithms.join.Join``."""
         if self._buffer_hook is not None:
             raise OptionError(
                 "join() and _register_buffer_comm_hook() do not go together: a rank that has run out of batches calls "
@@ -233,7 +234,7 @@ class DistributedDataParallel(CompatibleNames, _PyTorchs, Module, Joinable, Gene
 
     @property
     def join_device(self) -> torch.device:
-        """Where ``Join`` puts its own small tensors."""
+        """The device of ``Join``'s own small tensors."""
         return self._replication.started_reducer.collectives.device
 
     @property
@@ -244,13 +245,13 @@ class DistributedDataParallel(CompatibleNames, _PyTorchs, Module, Joinable, Gene
     # ------------------------------------------------------------------------ state, copies, pickles
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load keys with or without ``module.`` in front."""
+        """Load a state with or without ``module.`` in its keys."""
         own = functools.partial(Module.load_state_dict, self)
         target = self.module.load_state_dict if is_of_module(state_dict, self.module) else own
         return target(state_dict, strict=strict, assign=assign)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Everything but the group and the ranks' common state; a copy gets ready at its first forward."""
+        """Return the state without the group and what is common to all ranks; a copy is set up in its first forward."""
         state = {name: value for name, value in self.__dict__.items() if name not in ("_held", "_relied_on")}
         options = self._options
         if options.process_group is not None or options.device_mesh is not None:
@@ -294,7 +295,7 @@ class DistributedDataParallel(CompatibleNames, _PyTorchs, Module, Joinable, Gene
 
 
 def check_module(module: Any, ignored: Collection[str]) -> None:
-    """Raise :class:`NotReplicableError` for what has nothing to replicate yet."""
+    """Raise an error for an object that is not a module, or has no parameters, or uninitialised ones."""
     if not isinstance(module, Module):
         raise OptionError(f"expected a torch.nn.Module to replicate, got {type(module).__name__}")
     left_out = {*ignored, *getattr(module, "_ddp_params_and_buffers_to_ignore", ())}

@@ -1,14 +1,14 @@
-"""Names of PyTorch's DDP that programs read or call, though some are private.
+"""Names of PyTorch's DDP, some of them private, that programs read or call.
 
 Kept: attributes that say how the wrapper was made; ``_set_static_graph`` and
 ``_set_params_and_buffers_to_ignore_for_model`` (many training frameworks call them), ``_register_builtin_comm_hook``,
 ``_register_buffer_comm_hook``, ``_distributed_rank``, ``will_sync_module_buffers``, ``_remove_autograd_hooks``, and
 ``_get_ddp_logging_data`` with the entries that do not come from PyTorch's own reducer.
 
-``wrapper.reducer`` and ``wrapper.logger`` have the calls that frameworks make between forward and backward: they tell
-PyTorch's reducer that a backward is coming, that buckets may be rebuilt, that statistics are due. None of that has to
-be told here, so these calls do nothing; a call that would change what is reduced is refused by name, with what to use
-instead (:data:`INSTEAD`).
+``wrapper.reducer`` and ``wrapper.logger`` have the methods that frameworks call between forward and backward: these
+tell PyTorch's reducer that a backward is coming, that buckets may be rebuilt, or that statistics are due. None of that
+is needed here, so they do nothing; a method that would change what is reduced raises an error by name, which says what
+to use instead (:data:`INSTEAD`).
 """
 
 import warnings
@@ -50,7 +50,7 @@ _INSTEAD = {
 
 
 class Wrapper(Protocol):
-    """What is asked of the wrapper."""
+    """The interface of the wrapper that this file uses."""
 
     @property
     def _replication(self) -> ReducerReplication: ...
@@ -63,7 +63,7 @@ class Wrapper(Protocol):
 
 
 class _OfWrapper:
-    """What a wrapper gives out, and what does not keep the wrapper."""
+    """Base class of objects that refer to their wrapper weakly."""
 
     def __init__(self, wrapper: Wrapper) -> None:
         self._wrapper = weakref.ref(wrapper)
@@ -75,23 +75,23 @@ class _OfWrapper:
 
 
 class CompatibleReducer(_OfWrapper):
-    """The calls of PyTorch's reducer that are harmless."""
+    """The harmless methods of PyTorch's reducer."""
 
     def prepare_for_forward(self) -> None:
         """Do nothing: nothing has to be prepared."""
 
     def prepare_for_backward(self, outputs: Iterable[Tensor] = ()) -> None:
-        """Do nothing: nothing has to be prepared: whether a backward synchronises is decided when it begins."""
+        """Do nothing: a backward that begins decides itself whether it synchronises."""
 
     def _rebuild_buckets(self) -> bool:
-        """Return True if this call has rebuilt buckets: they are rebuilt at the end of the first backward."""
+        """Return False: buckets are rebuilt at the end of the first backward, never by this call."""
         return False
 
     def _push_all_rebuilt_params(self) -> None:
         """Do nothing: nothing has to be pushed."""
 
     def _check_reducer_finalized(self) -> None:
-        """Raise :class:`CommunicationError` inside a backward pass; when one has returned, it has ended."""
+        """Raise :class:`CommunicationError` inside a backward pass that is not over."""
         reducer = self._of()._replication.reducer
         if reducer is not None and reducer.in_backward:
             raise CommunicationError("the backward pass under way has not ended: its gradients are not reduced yet")
@@ -102,13 +102,13 @@ class CompatibleReducer(_OfWrapper):
         return reducer is None or reducer.rank_state.is_static
 
     def _set_static_graph(self) -> None:
-        """Do nothing: nothing is assumed of the graph either way."""
+        """Do nothing: the graph may change in either case."""
 
     def _set_optimizer_in_backward(self) -> None:
-        """Optimizers that run in backward wait for the reduced gradient by themselves."""
+        """Do nothing: optimizers that run in backward wait for the reduced gradient."""
 
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
-        """Statistics cover every backward."""
+        """Check the rate, and do nothing: statistics cover every backward."""
         if sample_rate < 1:
             raise OptionError(
                 f"DDP runtime logging sample rate should be equal or greater than 1, got {sample_rate}; it has no "
@@ -119,21 +119,21 @@ class CompatibleReducer(_OfWrapper):
         self._of()._remove_autograd_hooks()
 
     def set_logger(self, logger: object) -> None:
-        """Statistics need no logger."""
+        """Do nothing: statistics need no logger."""
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(message("reducer", name, _INSTEAD.get(name)), name=name, obj=self)
 
 
 class LoggingData(NamedTuple):
-    """What ``wrapper.logger._get_ddp_logging_data()`` returns."""
+    """The result of ``wrapper.logger._get_ddp_logging_data()``."""
 
     strs_map: dict[str, str]
     ints_map: dict[str, int]
 
 
 class CompatibleLogger(_OfWrapper):
-    """The calls of PyTorch's logger that are harmless."""
+    """The harmless methods of PyTorch's logger."""
 
     def _get_ddp_logging_data(self) -> LoggingData:
         data = self._of()._get_ddp_logging_data()
@@ -143,23 +143,23 @@ class CompatibleLogger(_OfWrapper):
         )
 
     def set_construction_data_and_log(self, *arguments: object) -> None:
-        """Note that the data are read when they are asked for."""
+        """Do nothing: the data are computed when they are read."""
 
     def set_runtime_stats_and_log(self) -> None:
-        """Note that the data are read when they are asked for."""
+        """Do nothing: the data are computed when they are read."""
 
     def set_error_and_log(self, error: str) -> None:
-        """Let the data say ``has_error``."""
+        """Set ``has_error`` in the data."""
         self._of()._note_error(error)
 
     def _set_comm_hook_name(self, name: str) -> None:
-        """Note that the names of hooks are read when they are asked for."""
+        """Do nothing: the names of hooks are looked up when they are read."""
 
     def _set_static_graph(self) -> None:
-        """Note that the options are read when they are asked for."""
+        """Do nothing: the options are looked up when they are read."""
 
     def _set_uneven_input_join(self) -> None:
-        """Return True if ranks join is read when it is asked for."""
+        """Do nothing: the data look up whether ranks join when they are read."""
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(message("logger", name, None), name=name, obj=self)
@@ -170,7 +170,7 @@ FutureKinds = (Future, torch._C.Future)
 
 
 class BufferHook(NamedTuple):
-    """What is called, with what, and when."""
+    """A communication hook for buffers: its state, the function, and when it is called."""
 
     state: Any
     call: Callable[[Any, Mapping[str, Tensor]], Any]
@@ -178,9 +178,9 @@ class BufferHook(NamedTuple):
 
     @torch.no_grad()
     def run(self, buffers: Sequence[Buffer]) -> None:
-        """Call the hook with copies, wait for the futures that it returns, and assign what it has written.
+        """Call the hook with copies, wait for the futures that it returns, and assign the results.
 
-        Copies, for a pending backward may have saved the buffers themselves.
+        The hook gets copies because a graph may have saved the buffers for backward.
         """
         found = ((buffer, buffer.current()) for buffer in buffers)
         copies = [(buffer, tensor.detach().clone()) for buffer, tensor in found if tensor is not None]
@@ -202,7 +202,7 @@ class BufferHook(NamedTuple):
 
 
 def check_buffer_hook(hook: Any, location: Any) -> None:
-    """Raise :class:`HookError` for what cannot be a hook, or a place for one."""
+    """Raise :class:`HookError` for an object that is not a valid hook, or for an invalid location."""
     if not callable(hook):
         raise HookError(f"a hook for buffers must be callable, got {type(hook).__name__}")
     if not isinstance(location, BufferHookLocation):
@@ -277,7 +277,7 @@ INSTEAD = {
 
 
 class _OptionNames:
-    """Read-only attributes that say how the wrapper was made."""
+    """Read-only attributes with the options of the wrapper."""
 
     module: Any
     _options: Options
@@ -285,12 +285,12 @@ class _OptionNames:
 
     @property
     def device_mesh(self) -> Any:
-        """The mesh dimension that was given, or None."""
+        """The mesh dimension passed to the wrapper, or None."""
         return self._options.device_mesh
 
     @property
     def device_ids(self) -> list[int] | None:
-        """The index of the accelerator that inputs are moved to, None if there is none."""
+        """The index of the accelerator that inputs are moved to, in a list; None if there is none."""
         return [
             torch.device(given).index if not isinstance(given, int) else given
             for given in self._options.device_ids or ()
@@ -313,7 +313,7 @@ class _OptionNames:
 
     @property
     def is_multi_device_module(self) -> bool:
-        """True if parameters lie on more than one device."""
+        """True if parameters are on more than one device."""
         return len({parameter.device for parameter in self.module.parameters()}) > 1
 
     @property
@@ -328,37 +328,37 @@ class _OptionNames:
 
     @property
     def find_unused_parameters(self) -> bool:
-        """As given; parameters without a gradient are found either way."""
+        """The option; parameters without a gradient are found in either case."""
         return self._options.find_unused_parameters
 
     @property
     def gradient_as_bucket_view(self) -> bool:
-        """As given; gradients are views of the buckets either way."""
+        """The option; gradients are views of the buckets in either case."""
         return self._options.gradient_as_bucket_view
 
     @property
     def batched_grad_copy(self) -> bool:
-        """As given; the gradients of a bucket are copied together either way."""
+        """The option; the gradients of a bucket are copied together in either case."""
         return self._options.batched_grad_copy
 
     @property
     def lazy_bucket_allocation(self) -> bool:
-        """As given; a bucket of large gradients has no memory of its own after backward either way."""
+        """The option; a bucket of large gradients has no memory of its own after backward in either case."""
         return self._options.lazy_bucket_allocation
 
     @property
     def skip_all_reduce_unused_params(self) -> bool:
-        """As given."""
+        """The option."""
         return self._options.skip_all_reduce_unused_params
 
     @property
     def static_graph(self) -> bool:
-        """As given, or set later; nothing is assumed of the graph."""
+        """The option, or True if set later; the graph may change in either case."""
         return self._options.static_graph or self._static_graph
 
     @property
     def mixed_precision(self) -> Any:
-        """As given."""
+        """The option."""
         return self._options.mixed_precision
 
     @property
@@ -368,7 +368,7 @@ class _OptionNames:
 
     @property
     def bucket_bytes_cap_list(self) -> list[int]:
-        """The sizes that ``bucket_cap_mb_list`` has set, in bytes."""
+        """The sizes in ``bucket_cap_mb_list``, in bytes."""
         return list(self._options.caps) if self._options.bucket_cap_mb_list else []
 
     @property
@@ -378,19 +378,19 @@ class _OptionNames:
 
     @property
     def parameters_to_ignore(self) -> set[str]:
-        """Names of parameters and buffers that are left alone."""
+        """Names of parameters and buffers that are not replicated."""
         marked = getattr(self.module, "_ddp_params_and_buffers_to_ignore", ())
         return {*self._options.params_and_buffers_to_ignore, *marked}
 
     @property
     def named_module_buffers(self) -> dict[str, Tensor]:
-        """The buffers that are not left alone, by name."""
+        """The replicated buffers, by name."""
         ignored = self.parameters_to_ignore
         return {name: buffer for name, buffer in self.module.named_buffers() if name not in ignored}
 
     @property
     def modules_buffers(self) -> list[Tensor]:
-        """The buffers that are not left alone."""
+        """The replicated buffers."""
         return list(self.named_module_buffers.values())
 
     @property
@@ -404,9 +404,9 @@ class _OptionNames:
 
 
 class CompatibleNames(_OptionNames):
-    """What programs ask of a wrapper in training, and the private methods that are in use."""
+    """Attributes and private methods of PyTorch's wrapper that programs use in training."""
 
-    _active_ddp_module = None  # the compiler reads it from PyTorch's class, for the backward that is PyTorch's
+    _active_ddp_module = None  # read by the compiler from PyTorch's class, for the backward of PyTorch's wrapper
     _buffer_hook: BufferHook | None = None
     _divide_by_initial_world_size = True
     _error = ""
@@ -430,16 +430,16 @@ class CompatibleNames(_OptionNames):
     @property
     @abstractmethod
     def _replication(self) -> ReducerReplication:
-        """The wrapper's."""
+        """The replication of the wrapper."""
 
     @property
     def reducer(self) -> CompatibleReducer:
-        """Takes the calls that programs make between forward and backward, and does nothing."""
+        """The object for calls that programs make between forward and backward, which do nothing."""
         return CompatibleReducer(self)
 
     @property
     def logger(self) -> CompatibleLogger:
-        """Has the data of :meth:`_get_ddp_logging_data`, and takes calls that ask to log."""
+        """The object with the data of :meth:`_get_ddp_logging_data`, and with logging calls, which do nothing."""
         return CompatibleLogger(self)
 
     @property
@@ -453,7 +453,7 @@ class CompatibleNames(_OptionNames):
 
     @property
     def _has_rebuilt_buckets(self) -> bool:
-        """True if buckets are as they will be. A hook that asks (ZeRO's) relies on that from then on."""
+        """True if buckets are final. A hook that reads this (ZeRO's) relies on the buckets from then on."""
         reducer = self._replication.reducer
         plan = None if reducer is None else reducer.common.plan.current
         if self._relied_on is not None and plan != self._relied_on:
@@ -470,7 +470,7 @@ class CompatibleNames(_OptionNames):
 
     @classmethod
     def _get_active_ddp_module(cls) -> None:
-        """Nothing: the compiler need not cut its graphs where PyTorch's buckets end."""
+        """Return None: the compiler does not have to split its graphs at the ends of PyTorch's buckets."""
 
     @staticmethod
     def _get_data_parallel_params(module: Module, named_params: bool = False) -> Iterator[Any]:
@@ -490,20 +490,20 @@ class CompatibleNames(_OptionNames):
         self.reducer._set_ddp_runtime_logging_sample_rate(sample_rate)
 
     def _set_ddp_sink_clone(self, val: bool) -> None:
-        """Do nothing: nothing to set: outputs are never cloned."""
+        """Do nothing: outputs are never cloned."""
 
     def _note_error(self, error: str) -> None:
         self._error = error
 
     def _remove_autograd_hooks(self) -> None:
-        """End synchronising for good: backward passes are this rank's alone from now on."""
+        """Stop synchronising for good: gradients stay local to each rank from now on."""
         self._replication.set_requires_gradient_sync(False)
         self._hooks_removed = True
 
     def _register_buffer_comm_hook(
         self, state: Any, hook: Any, comm_hook_location: Any = BufferHookLocation.POST_FORWARD
     ) -> None:
-        """Let ``hook(state, buffers)`` make buffers equal, before or after each forward, in place of the policy."""
+        """Let ``hook(state, buffers)`` make buffers equal, before or after each forward, instead of the policy."""
         check_buffer_hook(hook, comm_hook_location)
         reducer = self._replication.started_reducer
         self._buffer_hook = BufferHook(state, hook, comm_hook_location)

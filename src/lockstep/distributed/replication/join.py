@@ -1,10 +1,11 @@
-"""``Join``: how a rank that has run out of inputs takes part in the steps of the others.
+"""``Join``: lets a rank that has run out of inputs take part in the steps of the others.
 
-In each forward inside ``join()`` the ranks tell each other, in one all-reduce of a few numbers, who still has batches
-and whether this iteration synchronises. A rank that has run out then takes part in the round without gradients.
+In each forward inside ``join()``, the ranks exchange in one all-reduce of a few numbers which of them still have
+batches, and whether this iteration synchronises. A rank that has run out then takes part in the round without
+gradients.
 
 Several wrappers may be in one ``Join``. Each has one forward in an iteration, but their forwards and backwards may come
-in any order: what they send before a round has one form, and a rank that has run out does what it hears.
+in any order: all that is sent before a round has the same form, so a rank that has run out can follow the others.
 """
 
 import weakref
@@ -24,13 +25,13 @@ _contexts: "weakref.WeakKeyDictionary[ReducerReplication, weakref.ref[ShadowHook
 
 
 def enter_iteration(wrapper: Any, replication: ReducerReplication) -> None:
-    """Note that an active rank begins an iteration. Outside of a ``Join`` context, and after it, nothing is sent."""
+    """Note that an active rank begins an iteration. Sends nothing outside of a ``Join`` context and after it."""
     link = _contexts.get(replication)
-    hook = None if link is None else link()  # the context keeps it, for as long as it lasts
+    hook = None if link is None else link()  # the context keeps it alive as long as it lasts
     if hook is None or hook.ended:
         return
     work = Join.notify_join_context(wrapper)
-    if work is not None:  # the first of several wrappers tells that there is an iteration
+    if work is not None:  # only the first of several wrappers notifies the others of an iteration
         work.wait()
     synchronises = torch.is_grad_enabled() and replication.requires_sync
     reducer = hook.reducer
@@ -39,35 +40,35 @@ def enter_iteration(wrapper: Any, replication: ReducerReplication) -> None:
 
 
 class ShadowHook(JoinHook):
-    """A rank without batches."""
+    """The hook of a rank without batches."""
 
     def __init__(self, wrapper: Any, replication: ReducerReplication) -> None:
         self._wrapper, self._replication = wrapper, replication
         self._has_begun = self._awaits_round = False
         self.ended = False
-        """True if all ranks have run out, and the context is over."""
+        """True once all ranks have run out, and the context is over."""
         _contexts[replication] = weakref.ref(self)
 
     @property
     def reducer(self) -> Reducer:
-        """The wrapper's."""
+        """The reducer of the wrapper."""
         return self._replication.started_reducer
 
     def count_only_active(self, marks: list[int]) -> None:
-        """Divide by the ranks that have batches, if so wished; buffers are those of the first of them."""
+        """Use the buffers of the first rank that has batches, and divide by the number of such ranks if asked to."""
         active = [rank for rank, mark in enumerate(marks) if mark != _GONE]
         if active:
             divide_by = len(marks) if self._wrapper._divide_by_initial_world_size else len(active)
             self.reducer.common.set_participants(active, divide_by)
 
     def main_hook(self) -> None:
-        """Take part in what the others do until this wrapper has had its iteration."""
+        """Take part in the steps of the others until this wrapper has had its iteration."""
         while not self._has_begun or self._awaits_round:
             self._follow()
         self._has_begun = False
 
     def _follow(self) -> None:
-        """Do as the others do: begin an iteration of a wrapper, or reduce."""
+        """Follow the other ranks: begin an iteration of a wrapper, or reduce."""
         scheduler = self.reducer.scheduler
         hooks = {hook.reducer: hook for hook in _open_hooks() if hook.reducer.scheduler is scheduler}
         marks, members = scheduler.listen()
@@ -96,7 +97,7 @@ class ShadowHook(JoinHook):
         self.reducer.reduce_without_batch()
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """Take over the values of a rank that ended last."""
+        """Copy the values of a rank that ended last."""
         self.ended = True
         reducer = self.reducer
         collectives = reducer.collectives

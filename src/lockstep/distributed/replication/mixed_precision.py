@@ -1,12 +1,12 @@
 """``mixed_precision`` of the wrapper and of ``replicate()``: forward in a lower precision.
 
 While the module's forward runs, the slots of its modules hold copies of its parameters and buffers in lower precision.
-A copy of a parameter is the output of a cast that autograd knows, so the parameter's gradient arrives in its own dtype
-and is accumulated in it; what travels between the ranks is cast to the reduce dtype for the way (:class:`ReduceIn`).
-Parameters stay what they are: an optimizer, a checkpoint, and whatever looks at them outside of forward sees full
-precision. What forward writes to a buffer is written back.
+A copy of a parameter is the output of a cast recorded by autograd, so its gradient arrives and is accumulated in the
+parameter's own dtype; only the message between ranks is cast to the reduce dtype (:class:`ReduceIn`). Parameters do not
+change: an optimizer, a checkpoint, and all code outside of forward see full precision. Changes that forward makes to a
+buffer are written back.
 
-A module below that is called on its own, as activation checkpointing does inside of backward, is cast on its own.
+A submodule that is called on its own, as by activation checkpointing inside of backward, is cast on its own.
 """
 
 import threading
@@ -28,7 +28,7 @@ from lockstep.tree import tree_map
 
 
 def check_mixed_precision(config: Any) -> None:
-    """Raise :class:`OptionError` for what is no configuration."""
+    """Raise :class:`OptionError` for an object that is not a configuration."""
     if config is None:
         return
     if not isinstance(config, _MixedPrecision):
@@ -43,25 +43,25 @@ def check_mixed_precision(config: Any) -> None:
 
 
 def reduce_dtype(config: Any) -> torch.dtype | None:
-    """Return the dtype in which gradients travel; None for that of the parameters."""
+    """Return the dtype in which gradients are sent; None for that of the parameters."""
     chosen: torch.dtype | None = config.reduce_dtype or config.param_dtype
     return chosen
 
 
 class ReduceIn:
-    """A communication hook that casts a bucket for the way."""
+    """A communication hook that casts a bucket before it is sent."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
 
     def __call__(self, state: object, bucket: GradBucket) -> Tensor:
-        """The bucket's gradients in the reduce dtype."""
+        """Return the bucket's gradients in the reduce dtype."""
         buffer = bucket.buffer()
         return buffer.to(self._dtype) if buffer.is_floating_point() else buffer
 
 
 class _Slot(NamedTuple):
-    """A place whose tensor has been exchanged for a copy."""
+    """A slot whose tensor has been replaced by a copy."""
 
     place: dict[str, Any]
     key: str
@@ -70,13 +70,13 @@ class _Slot(NamedTuple):
 
 
 class Casts:
-    """Exchanges the parameters and buffers of one module tree while forward runs."""
+    """Replaces the parameters and buffers of one module tree while forward runs."""
 
     def __init__(self, module: Module, config: Any, left_alone: Iterable[Tensor]) -> None:
         self._param_dtype, self._buffer_dtype = config.param_dtype, config.buffer_dtype
         self._root = weakref.ref(module)
         self._left_alone = {id(tensor): weakref.ref(tensor) for tensor in left_alone}
-        self._inside: list[int] = []  # the modules whose forward runs, outermost first
+        self._inside: list[int] = []  # ids of the modules whose forward runs, outermost first
         self._thread = 0
         self._slots: list[_Slot] = []
         self._rnns: list[RNNBase] = []
@@ -85,18 +85,18 @@ class Casts:
             self._hook(each)
 
     def _hook(self, module: Module) -> None:
-        """Let forward of a module below run in lower precision also where it is called on its own.
+        """Let the forward of a submodule run in lower precision even if it is called on its own.
 
-        (A parametrization is called wherever its parameter is looked at.)
+        Parametrizations are left out, since they are called wherever their parameter is read.
         """
         if module not in self._hooked and not isinstance(module, ParametrizationList):
             self._hooked.add(module)
             link = weakref.ref(self)
             module.register_forward_pre_hook(_Enter(link))
-            module.register_forward_hook(_Leave(link), always_call=True, prepend=True)  # other hooks see what it was
+            module.register_forward_hook(_Leave(link), always_call=True, prepend=True)  # other hooks see the originals
 
     def inputs(self, value: Any) -> Any:
-        """Nested inputs with their floating tensors in the dtype of the parameters."""
+        """Return nested inputs with their floating tensors in the dtype of the parameters."""
         return value if self._param_dtype is None else tree_map(self._cast_input, value, "inputs")
 
     def _cast_input(self, leaf: Any) -> Any:
@@ -104,14 +104,14 @@ class Casts:
 
     @outside_compiler
     def enter(self, module: Module) -> None:
-        """Note that the forward of ``module`` begins."""
+        """Replace parameters and buffers as the outermost forward begins."""
         thread = threading.get_ident()
         if self._inside and thread != self._thread:
             raise OptionError(
                 "mixed_precision: forward was called while another thread is inside of it; parameters are exchanged "
                 "while forward runs, so one thread at a time can call it. Use torch.autocast instead"
             )
-        if self._inside and module is self._root():  # an interrupted forward has left it as it was
+        if self._inside and module is self._root():  # left over from an interrupted forward
             self._restore()
         if not self._inside:
             self._thread = thread
@@ -120,7 +120,7 @@ class Casts:
 
     @outside_compiler
     def leave(self, module: Module) -> None:
-        """Note that the forward of ``module`` has ended, well or not."""
+        """Restore parameters and buffers as the outermost forward ends, even by an error."""
         if self._inside and self._inside[-1] == id(module) and threading.get_ident() == self._thread:
             self._inside.pop()
             if not self._inside:
@@ -128,11 +128,11 @@ class Casts:
 
     def _exchange(self, module: Module) -> None:
         copies: dict[int, Tensor] = {}
-        # Part of forward may want gradients, though it is called without:
+        # Code inside of forward may need gradients even if forward is called without:
         # test_gradients_inside_of_a_forward_that_is_called_without.
         with torch.enable_grad():
             for owner in module.modules():
-                # It may be new: test_a_new_layer_that_is_checkpointed_is_cast_when_it_is_computed_again.
+                # The module may be new: test_a_new_layer_that_is_checkpointed_is_cast_when_it_is_computed_again.
                 self._hook(owner)
                 self._exchange_in(owner._parameters, self._param_dtype, copies)
                 self._exchange_in(owner._buffers, self._buffer_dtype, copies)
@@ -145,7 +145,7 @@ class Casts:
             if tensor is None or not tensor.is_floating_point() or tensor.dtype == dtype or self._is_left_alone(tensor):
                 continue
             cast = copies.get(id(tensor))
-            if cast is None:  # one for all places of a tensor that is tied
+            if cast is None:  # a tied tensor has one copy for all of its slots
                 cast = copies[id(tensor)] = tensor.to(dtype)
             self._slots.append(_Slot(place, key, tensor, cast))
             place[key] = cast
@@ -155,12 +155,12 @@ class Casts:
         return (link is not None and link() is tensor) or getattr(tensor, "_ddp_ignored", False)
 
     def _renew_rnns(self) -> None:
-        for rnn in self._rnns:  # they keep their weights in a list, too
+        for rnn in self._rnns:  # RNNs also keep their weights in a list
             rnn._flat_weights = [getattr(rnn, name, None) for name in rnn._flat_weights_names]
 
     @torch.no_grad()
     def _restore(self) -> None:
-        """Put back what was there, with what forward has written to buffers."""
+        """Restore the original tensors, with the changes that forward has made to buffers."""
         slots, self._slots = self._slots, []
         self._inside.clear()
         for place, key, original, cast in slots:
@@ -175,10 +175,10 @@ class Casts:
 
 
 def _written(original: Tensor, current: Tensor) -> Tensor:
-    """Return the buffer with the values that forward has left; another tensor if a graph may have saved the old values.
+    """Return a buffer with the values that forward has left; a new tensor if a graph may have saved the old one.
 
-    What forward has not changed keeps its precision. (Version counters do not tell: batch normalisation writes past
-    them.)
+    Values that forward has not changed keep their precision. (Version counters do not show changes: batch normalisation
+    writes without raising them.)
     """
     if current.shape != original.shape:
         return current.to(original.dtype)
@@ -187,7 +187,7 @@ def _written(original: Tensor, current: Tensor) -> Tensor:
 
 
 class _ForwardHook:
-    """A hook on a module; its copy, and what is unpickled, does nothing."""
+    """A hook on a module; copied or unpickled, it does nothing."""
 
     def __init__(self, link: Callable[[], Casts | None]) -> None:
         self._link = link

@@ -1,4 +1,4 @@
-"""The options of ``replicate`` and ``DistributedDataParallel``, checked; inputs moved to the device that they name."""
+"""The options of ``replicate`` and ``DistributedDataParallel`` with their checks; moves inputs to the device."""
 
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -22,10 +22,10 @@ from lockstep.wrapper import unknown_option
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """The options, by PyTorch's names.
+    """The options, with PyTorch's names.
 
-    Needless here, since gradients are reduced where they lie and unused parameters are found without a walk over the
-    graph; accepted, and what they promise holds: ``gradient_as_bucket_view``, ``batched_grad_copy``,
+    Some are accepted but not needed, since gradients live in the buckets and unused parameters are found without a
+    search of the graph; what they promise holds in any case: ``gradient_as_bucket_view``, ``batched_grad_copy``,
     ``lazy_bucket_allocation``, ``find_unused_parameters``, ``skip_all_reduce_unused_params``, ``static_graph``,
     ``check_reduction``, ``dim``.
     """
@@ -55,7 +55,7 @@ class Options:
     params_and_buffers_to_ignore: Collection[str] = ()
 
     def __post_init__(self) -> None:
-        """Raise :class:`OptionError` for values that make no sense, in the order in which PyTorch looks."""
+        """Raise :class:`OptionError` for invalid values, in the order of PyTorch's checks."""
         if (self.delay_all_reduce_named_params is None) != (self.param_to_hook_all_reduce is None):
             raise OptionError(
                 "delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the same time."
@@ -84,7 +84,7 @@ class Options:
         return [(f"bucket_cap_mb_list[{i}]", cap) for i, cap in enumerate(self.bucket_cap_mb_list or ())]
 
     def warn_deprecated(self, stacklevel: int) -> None:
-        """Warn of what PyTorch warns of."""
+        """Warn of deprecated options, as PyTorch does."""
         if self.broadcast_buffers is not None:
             warnings.warn(
                 "broadcast_buffers is deprecated; use forward_sync_buffers, or buffer_policy",
@@ -100,28 +100,28 @@ class Options:
 
     @property
     def group(self) -> Group | None:
-        """The group that was asked for, None for the default one."""
+        """The group given by the options; None for the default group."""
         return self.device_mesh.get_group(0) if self.device_mesh is not None else self.process_group
 
     @property
     def policy(self) -> Policy:
-        """What happens to buffers after each synchronised backward."""
+        """The policy for buffers after each synchronised backward."""
         return self.buffer_policy if self.syncs_buffers else "local"
 
     @property
     def syncs_buffers(self) -> bool:
-        """True if buffers are kept equal at all."""
+        """True if buffers are kept equal."""
         given = self.forward_sync_buffers if self.forward_sync_buffers is not None else self.broadcast_buffers
         return given is not False
 
     @property
     def syncs_buffers_at_start(self) -> bool:
-        """True if rank 0's buffers are sent at the beginning."""
+        """True if rank 0's buffers are sent at the start."""
         return self.init_sync and (self.forward_sync_buffers is not None or self.broadcast_buffers is not False)
 
     @property
     def caps(self) -> tuple[int, ...]:
-        """The sizes of the buckets in bytes; the last one holds for all further ones."""
+        """The sizes of the buckets in bytes; the last one holds for all further buckets."""
         if self.bucket_cap_mb_list:
             return tuple(max(1, int(cap * MIB)) for cap in self.bucket_cap_mb_list)
         if self.bucket_cap_mb is not None:
@@ -129,15 +129,15 @@ class Options:
         return FIRST_CAP_BYTES, DEFAULT_CAP_BYTES
 
     def caps_in_shared_memory(self) -> tuple[int, ...]:
-        """Return the same where ranks reduce in memory that they share, each with the processor that runs backward.
+        """Return :attr:`caps` for ranks that reduce in shared memory, on the processor cores that run backward.
 
-        A small first bucket keeps a network busy early on; here it would only interrupt backward
+        A small first bucket gives a network work early; here it would only interrupt backward
         (``benchmarks/bench_ddp_bounds.py``).
         """
         return self.caps if self.bucket_cap_mb or self.bucket_cap_mb_list else (DEFAULT_CAP_BYTES,)
 
     def agreed(self) -> list[tuple[str, str]]:
-        """Return what must be the same on all ranks."""
+        """Return the options that must be the same on all ranks."""
         return [
             ("option bucket_cap_mb", str(self.caps)),
             ("option buffer_policy", self.policy),
@@ -148,7 +148,7 @@ class Options:
 
 
 def read_options(given: Mapping[str, Any], caller: str) -> Options:
-    """Options given by name; raises :class:`lockstep.errors.UnknownOptionError` for one that does not exist."""
+    """Return the options given by name; raise :class:`lockstep.errors.UnknownOptionError` for an unknown one."""
     known = [field.name for field in fields(Options)]
     for name in given:
         if name not in known:
@@ -157,7 +157,7 @@ def read_options(given: Mapping[str, Any], caller: str) -> Options:
 
 
 def input_device(options: Options) -> torch.device | None:
-    """Return the accelerator that tensors among the inputs are moved to, None to leave them."""
+    """Return the accelerator that input tensors are moved to; None to leave them."""
     given = options.device_id if options.device_id is not None else next(iter(options.device_ids or ()), None)
     if given is None:
         return None
@@ -166,7 +166,7 @@ def input_device(options: Options) -> torch.device | None:
 
 
 def move_to(value: Any, device: torch.device) -> Any:
-    """Nested inputs with their tensors on ``device``; containers keep their types."""
+    """Return nested inputs with their tensors on ``device``; containers keep their types."""
 
     def on_device(leaf: Any) -> Any:
         return leaf.to(device) if isinstance(leaf, Tensor | PackedSequence) else leaf  # type: ignore[arg-type]
@@ -175,7 +175,7 @@ def move_to(value: Any, device: torch.device) -> Any:
 
 
 def outputs_in(value: Any) -> Iterator[Tensor]:
-    """Every tensor among nested outputs."""
+    """Yield every tensor in nested outputs."""
     for leaf in Tree(value, "outputs", whole=(PackedSequence,)).leaves:
         tensor = leaf.value.data if isinstance(leaf.value, PackedSequence) else leaf.value
         if isinstance(tensor, Tensor):

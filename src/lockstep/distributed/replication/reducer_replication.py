@@ -3,7 +3,7 @@
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.nn import Module
 
 from lockstep.compiler import is_in_compiled_backward, outside_compiler
-from lockstep.distributed.comm.agreement import Line
+from lockstep.distributed.comm.agreement import Line, check_same_on_all_ranks
 from lockstep.distributed.comm.collectives import Collectives, Group, resolve_group
-from lockstep.distributed.reduction.buffers import BufferSet, BufferSync, describe_buffer
+from lockstep.distributed.reduction.buffers import BufferSet, BufferSync
 from lockstep.distributed.reduction.comm_hooks import check_hook, hook_state, restore_hook_state
 from lockstep.distributed.reduction.common_state import CommonState
 from lockstep.distributed.reduction.engine import watch_engine
@@ -22,12 +22,12 @@ from lockstep.distributed.reduction.parameters import ParameterSet
 from lockstep.distributed.reduction.passes import ForwardMark, note_compiled
 from lockstep.distributed.reduction.reducer import Reducer
 from lockstep.distributed.reduction.scheduler import GroupScheduler, scheduler_of
-from lockstep.distributed.reduction.selection import Contents, Selection, describe_parameter
+from lockstep.distributed.reduction.selection import Contents, Selection
 from lockstep.distributed.replication.mixed_precision import Casts, ReduceIn, reduce_dtype
-from lockstep.distributed.replication.options import Options, input_device, move_to, outputs_in
-from lockstep.distributed.replication.replication import Replication
+from lockstep.distributed.replication.options import Options, outputs_in
+from lockstep.distributed.replication.replication import Replication, replication_of
 from lockstep.dtensors import is_dtensor
-from lockstep.errors import LockstepError, NotReplicableError
+from lockstep.errors import CommunicationError, NotReplicableError
 
 
 class _Numbering(NamedTuple):
@@ -45,10 +45,14 @@ class ReducerReplication(Replication):
 
     def __init__(self, module: Module, options: Options, ignored: Collection[Module], taking_over: bool) -> None:
         super().__init__(module, options, ignored, taking_over)
+        self.reducer: Reducer | None = None
+        """The reducer, once the module is ready."""
+        self.requires_sync = True
+        """True if backward passes that begin from now on synchronise."""
+        self._numbering: _Numbering | None = None
         self.hooks: list[tuple[Any, Any]] = []
         """Communication hooks, each with its state."""
         self._casts: Casts | None = None
-        self._moves_inputs = options.device_id is not None or bool(options.device_ids)
 
     # --------------------------------------------------------------------------------- getting ready
 
@@ -65,40 +69,30 @@ class ReducerReplication(Replication):
         assert self.reducer is not None
         return self.reducer
 
-    def _start(self, collectives: Collectives) -> Reducer:
+    def _group_to_start_with(self) -> Group:
+        group = resolve_group(self.options.group)
+        if group is None:
+            raise CommunicationError(
+                "a replicated module was used before there is a process group; call "
+                "torch.distributed.init_process_group() first, or pass process_group"
+            )
+        return group
+
+    def _agree(self, contents: Contents, collectives: Collectives, error: str) -> None:
+        """Compare with the other ranks, and find out how the module is numbered among those of the group."""
+        modules = scheduler_of(collectives.group).modules
+        lines = [*(Line(*pair) for pair in self.options.agreed()), *contents.describe()]
+        leaving = self._selection.superseded(contents)
+        numbers = [modules.next_id, modules.propose_order(), *modules.ids(leaving)]
+        rows = check_same_on_all_ranks(lines, collectives, numbers, error)
+        others = {number for row in rows for number in row[2:]}
+        self._numbering = _Numbering(max(row[0] for row in rows), others, max(row[1] for row in rows))
+
+    def _synchronise(self, contents: Contents, collectives: Collectives) -> None:
+        """Make the reducer."""
         if self.options.process_group is not None:
             _warn_of_one_rank(collectives, self._selection)
-        scheduler = scheduler_of(collectives.group)
-        contents, failure = self._contents()
-        numbering = self._agree(contents, failure, collectives, scheduler) if self.options.init_sync else None
-        if failure is not None:
-            raise failure
-        return self._build(contents, collectives, scheduler, numbering)
-
-    def _agree(
-        self, contents: Contents, failure: LockstepError | None, collectives: Collectives, scheduler: GroupScheduler
-    ) -> "_Numbering":
-        """Compare with the other ranks, and return how the module is numbered among those of the group."""
-        lines = [Line(*pair) for pair in self.options.agreed()]
-        lines += [describe_parameter(name, p, contents, trained=True) for name, p in contents.parameters]
-        lines += [describe_buffer(buffer) for buffer in contents.buffers]
-        leaving = self._selection.superseded(contents)
-        modules = scheduler.modules
-        numbers = [modules.next_id, modules.propose_order(), *modules.ids(leaving)]
-        rows = self._compare(lines, collectives, numbers, failure)
-        others = {number for row in rows for number in row[2:]}
-        return _Numbering(max(row[0] for row in rows), others, max(row[1] for row in rows))
-
-    def _build(
-        self,
-        contents: Contents,
-        collectives: Collectives,
-        scheduler: GroupScheduler,
-        numbering: "_Numbering | None",
-    ) -> Reducer:
-        options = self.options
-        if options.init_sync:
-            self._make_equal(contents, collectives)
+        options, scheduler = self.options, scheduler_of(collectives.group)
         delayed = [parameter for _, parameter in options.delay_all_reduce_named_params or ()]
         parameters = ParameterSet(self._selection, contents, delayed, values=options.init_sync)
         policy = BufferSync(self._scan(), options.policy, collectives)
@@ -106,8 +100,8 @@ class ReducerReplication(Replication):
         reducer = Reducer(CommonState(parameters, collectives, scheduler, policy, caps))
         for earlier in self._selection.superseded(contents):
             earlier.retire()
-        if numbering is not None:
-            scheduler.modules.register(reducer, *numbering)
+        if self._numbering is not None:
+            scheduler.modules.register(reducer, *self._numbering)
         else:  # nothing has been sent yet: the ranks agree when they first have to
             reducer.common.do_before_next_round(self._late_agreement(contents, collectives, scheduler, reducer))
         reducer.rank_state.set_requires_sync(self.requires_sync)
@@ -117,11 +111,8 @@ class ReducerReplication(Replication):
         self.reducer = reducer
         for state, hook in self.hooks:
             reducer.common.register_hook(state, hook)
-        if self._restored is not None:
-            self.restore(self._restored)
         if scheduler.decisions.is_padding:
             reducer.rank_state.begin_padding_batch()
-        return reducer
 
     def _start_casts(self, reducer: Reducer) -> None:
         config = self.options.mixed_precision
@@ -134,7 +125,9 @@ class ReducerReplication(Replication):
         self, contents: Contents, collectives: Collectives, scheduler: GroupScheduler, reducer: Reducer
     ) -> Callable[[], None]:
         def agree_late() -> None:
-            modules.register(reducer, *self._agree(contents, None, collectives, scheduler))
+            self._agree(contents, collectives, "")
+            assert self._numbering is not None
+            modules.register(reducer, *self._numbering)
 
         modules = scheduler.modules
         modules.register(reducer, modules.next_id, modules.ids(), modules.propose_order())
@@ -164,8 +157,8 @@ class ReducerReplication(Replication):
                 reducer.collectives.enter("forward")
                 reducer.forward_begins()
                 reducer.passes.enter_forward(self._counts())
-        if self._moves_inputs and (device := input_device(self.options)) is not None:
-            args, kwargs = move_to(args, device), move_to(kwargs, device)
+        if self._moves_inputs:
+            args, kwargs = self._moved(args, kwargs)
         if self._casts is not None:
             args, kwargs = self._casts.inputs(args), self._casts.inputs(kwargs)
         return args, kwargs
@@ -195,14 +188,15 @@ class ReducerReplication(Replication):
 
     # ------------------------------------------------------------------------------------- methods
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def check_rounds(self, what: str) -> None:
+        """Do nothing: there are rounds."""
+
+    def no_sync(self) -> AbstractContextManager[None]:
         """Let gradients of backward passes inside pile up on this rank."""
-        with self.synchronising(False):
-            yield
+        return self._synchronising(False)
 
     @contextmanager
-    def synchronising(self, required: bool) -> Iterator[None]:
+    def _synchronising(self, required: bool) -> Iterator[None]:
         """Let backward passes inside synchronise, or not."""
         before = self.requires_sync
         self.set_requires_gradient_sync(required)
@@ -216,19 +210,20 @@ class ReducerReplication(Replication):
             self.set_requires_gradient_sync(before)
 
     def set_requires_gradient_sync(self, required: bool) -> None:
-        """Return True if backward passes that begin from now on synchronise."""
+        """See :class:`Replication`."""
         self._check_in_charge("set_requires_gradient_sync() and no_sync()")
         self.requires_sync = bool(required)
         if self.reducer is not None:
             self.reducer.rank_state.set_requires_sync(self.requires_sync)
 
     @contextmanager
-    def weighing(self, weight: float | None) -> Iterator[None]:
-        """What the loss of the backward passes inside counts, of all together; None if they are not weighed."""
-        own = self.started_reducer.rank_state
-        self._check_in_charge("accumulate()")
-        with nullcontext() if weight is None else own.weighing(weight):
-            yield
+    def accumulating(self, last: bool, weight: float | None) -> Iterator[None]:
+        """See :func:`lockstep.loop.accumulate`."""
+        with self._synchronising(last and self.requires_sync):
+            own = self.started_reducer.rank_state
+            self._check_in_charge("accumulate()")
+            with nullcontext() if weight is None else own.weighing(weight):
+                yield
 
     def watch_values(self, every: int) -> None:
         """Compare values in every ``every``-th round from now on, or in none if it is 0; all ranks must."""
@@ -249,11 +244,6 @@ class ReducerReplication(Replication):
                 f"{what}: this module has been replicated or wrapped once more since, and what was made later "
                 "synchronises its gradients; use that"
             )
-
-    @property
-    def group(self) -> Group:
-        """The process group, None if there is none yet."""
-        return self.reducer.collectives.group if self.reducer is not None else resolve_group(self.options.group)
 
     # ----------------------------------------------------------------------------- training state
 
@@ -304,6 +294,15 @@ class _OutputHook:
 @outside_compiler
 def _expect_outside(reached: _OutputHook, grad: Tensor) -> None:
     reached(grad)
+
+
+def rounds_of(module: Module, caller: str, what: str) -> ReducerReplication:
+    """Return what :func:`replication_of` does; raises :class:`OptionError`, which names ``what``, if the module's
+    gradients are not synchronised in rounds."""
+    found = replication_of(module, caller)
+    found.check_rounds(what)
+    assert isinstance(found, ReducerReplication)
+    return found
 
 
 _warned_of_one_rank = False

@@ -15,22 +15,25 @@ from torch.nn import Module
 
 from lockstep.distributed.reduction.selection import sharded_children
 from lockstep.distributed.replication.options import Options, read_options
-from lockstep.distributed.replication.reducer_replication import ReducerReplication
+from lockstep.distributed.replication.reducer_replication import ReducerReplication, rounds_of
 from lockstep.distributed.replication.replication import Replication, find_replication, register, replication_of
 from lockstep.errors import AlreadyManagedError, OptionError
 
 M = TypeVar("M", bound=Module)
 Loss = Literal["sum", "mean"]
 """What the loss of a share is, over its rows."""
-_with_shares: list[Callable[[Module, Options, Collection[Module], int, Loss], Replication]] = []
+WithShares = Callable[[Module, Options, Collection[Module], int, Loss], Replication]
+"""Makes the replication of a module with shares, from the arguments of :func:`replicate`."""
+_with_shares: WithShares | None = None
 
 
-def replicate_shares_with(make: Callable[[Module, Options, Collection[Module], int, Loss], Replication]) -> None:
+def replicate_shares_with(make: WithShares) -> None:
     """Let ``make`` replicate the modules for which :func:`replicate` is given ``shares``.
 
     So that this package, on which shares rest, need not import them; importing ``lockstep`` does.
     """
-    _with_shares.append(make)
+    global _with_shares
+    _with_shares = make
 
 
 def replicate(
@@ -105,7 +108,8 @@ def replicate(
     if shares is None:
         replication = ReducerReplication(module, chosen, ignored, taking_over=False)
     else:
-        replication = _with_shares[-1](module, chosen, ignored, shares, loss)
+        assert _with_shares is not None
+        replication = _with_shares(module, chosen, ignored, shares, loss)
     replication.start_if_possible()
     _attach(module, replication)
     return module
@@ -128,7 +132,7 @@ class Replicated:
 
         Stands for: ``DistributedDataParallel.no_sync``.
         """
-        return _of(self).no_sync()
+        return _rounds_of(self, "no_sync()").no_sync()
 
     def register_comm_hook(self, state: Any, hook: Callable[[Any, Any], Any]) -> None:
         """Let ``hook(state, bucket)`` reduce each bucket; several hooks make a chain, in the order of registration.
@@ -141,7 +145,7 @@ class Replicated:
 
         Stands for: ``DistributedDataParallel.register_comm_hook``.
         """
-        _of(self).register_comm_hook(state, hook)
+        _rounds_of(self, "register_comm_hook()").register_comm_hook(state, hook)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _as_plain(super().__reduce_ex__(protocol), type(self))
@@ -149,6 +153,10 @@ class Replicated:
 
 def _of(module: Any) -> Replication:
     return replication_of(module, "replicate")
+
+
+def _rounds_of(module: Any, what: str) -> ReducerReplication:
+    return rounds_of(module, "replicate", what)
 
 
 def _as_plain(reduced: Any, kind: type) -> Any:
@@ -277,7 +285,8 @@ class State:
 
     @property
     def _param_names(self) -> list[str]:
-        reducer = self._replication.reducer
+        found = self._replication
+        reducer = found.reducer if isinstance(found, ReducerReplication) else None
         return [] if reducer is None else [member.name for member in reducer.parameters]
 
     def _ddp_weakref(self) -> "State":

@@ -11,7 +11,7 @@ Modules do not carry their replication, so that their copies and pickles are pla
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -21,13 +21,11 @@ from torch.nn import Module
 from torch.nn.parameter import is_lazy
 
 from lockstep.compiler import outside_compiler
-from lockstep.distributed.comm.agreement import Line, check_same_on_all_ranks
 from lockstep.distributed.comm.collectives import Collectives, Group, resolve_group
-from lockstep.distributed.reduction.reducer import Reducer
 from lockstep.distributed.reduction.selection import Contents, Selection, note_replicated
 from lockstep.distributed.reduction.values import broadcast_values
-from lockstep.distributed.replication.options import Options
-from lockstep.errors import CommunicationError, LockstepError, NotReplicableError
+from lockstep.distributed.replication.options import Options, input_device, move_to
+from lockstep.errors import LockstepError, NotReplicableError
 from lockstep.phases import Phases, Statistics
 
 
@@ -36,8 +34,6 @@ class Replication(ABC):
 
     training_is_common = False
     """True if :meth:`training_state` is the same on all ranks, and on any number of them."""
-    reducer: Reducer | None = None
-    """The reducer, once the module is ready; None for a module whose gradients are not synchronised in rounds."""
 
     def __init__(self, module: Module, options: Options, ignored: Collection[Module], taking_over: bool) -> None:
         self.options = options
@@ -50,8 +46,8 @@ class Replication(ABC):
             options.device_ids,
             options.output_device,
         )
-        self.requires_sync = True
-        """True if backward passes that begin from now on synchronise."""
+        self._moves_inputs = options.device_id is not None or bool(options.device_ids)
+        self._group: Group | None = None
         self._restored: dict[str, Any] | None = None
 
     # --------------------------------------------------------------------------------- getting ready
@@ -60,15 +56,6 @@ class Replication(ABC):
     @abstractmethod
     def ready(self) -> bool:
         """True if gradients are synchronised already."""
-
-    @abstractmethod
-    def _start(self, collectives: Collectives) -> Reducer | None:
-        """Compare modules, make values equal, and begin to synchronise gradients."""
-
-    @property
-    @abstractmethod
-    def started_reducer(self) -> Reducer:
-        """The reducer; gets ready first if necessary."""
 
     def start_if_possible(self) -> None:
         """Get ready now, unless the group or the parameters are not there yet."""
@@ -85,41 +72,45 @@ class Replication(ABC):
     # In inference mode memory would be made that cannot be written in training:
     # test_a_module_that_gets_ready_in_inference_mode_can_be_trained.
     @torch.inference_mode(False)
-    def start(self) -> Reducer | None:
+    def start(self) -> None:
         """Get ready: compare modules, make values equal, and begin to synchronise gradients."""
-        group = resolve_group(self.options.group)
-        if group is None:
-            raise CommunicationError(self._without_group())
-        return self._start(Collectives(group, self.phases))
-
-    def _without_group(self) -> str:
-        return (
-            "a replicated module was used before there is a process group; call "
-            "torch.distributed.init_process_group() first, or pass process_group"
-        )
-
-    def _contents(self) -> tuple[Contents, LockstepError | None]:
-        """Return what is to be replicated, and the error if it cannot be."""
+        group = self._group_to_start_with()
+        collectives = Collectives(group, self.phases)
+        contents = Contents([], [], frozenset())
+        failure: LockstepError | None = None
         try:
-            return self._selection.contents(), None
+            contents = self._selection.contents()
         except LockstepError as error:
-            return Contents([], [], frozenset()), error
+            failure = error
+        if self.options.init_sync:
+            try:
+                self._agree(contents, collectives, str(failure or ""))
+            except LockstepError as error:
+                if failure is not None:
+                    raise failure from error
+                raise
+        if failure is not None:
+            raise failure
+        if self.options.init_sync:
+            with self.phases.phase("make equal"):
+                buffers = contents.buffers if self.options.syncs_buffers_at_start else []
+                broadcast_values([parameter for _, parameter in contents.parameters], buffers, collectives)
+        self._synchronise(contents, collectives)
+        self._group = group
+        if self._restored is not None:
+            self.restore(self._restored)
 
-    def _compare(
-        self, lines: Sequence[Line], collectives: Collectives, numbers: Sequence[int], failure: LockstepError | None
-    ) -> list[list[int]]:
-        """Compare with the other ranks, and return everybody's numbers; a failure of this rank is theirs, too."""
-        try:
-            return check_same_on_all_ranks(lines, collectives, numbers, str(failure or ""))
-        except LockstepError as error:
-            if failure is not None:
-                raise failure from error
-            raise
+    @abstractmethod
+    def _group_to_start_with(self) -> Group:
+        """Return the process group; raise if there is none yet, or the module cannot be replicated over it."""
 
-    def _make_equal(self, contents: Contents, collectives: Collectives) -> None:
-        with self.phases.phase("make equal"):
-            buffers = contents.buffers if self.options.syncs_buffers_at_start else []
-            broadcast_values([parameter for _, parameter in contents.parameters], buffers, collectives)
+    @abstractmethod
+    def _agree(self, contents: Contents, collectives: Collectives, error: str) -> None:
+        """Compare with the other ranks; they raise the ``error`` of this one, if it has one, too."""
+
+    @abstractmethod
+    def _synchronise(self, contents: Contents, collectives: Collectives) -> None:
+        """Begin to synchronise gradients; parameters and buffers have the same values on all ranks."""
 
     # ------------------------------------------------------------------------------------- forward
 
@@ -131,36 +122,33 @@ class Replication(ABC):
     def after_forward(self, outputs: Any) -> None:
         """Note that the module's forward has returned these outputs."""
 
+    def _moved(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return inputs on the device of the options."""
+        device = input_device(self.options)
+        return (args, kwargs) if device is None else (move_to(args, device), move_to(kwargs, device))
+
     # ------------------------------------------------------------------------------------- methods
 
     @abstractmethod
-    def no_sync(self) -> AbstractContextManager[None]:
-        """Let gradients of backward passes inside accumulate on this rank."""
-
-    @abstractmethod
-    def synchronising(self, required: bool) -> AbstractContextManager[None]:
-        """Let backward passes inside synchronise, or not."""
+    def check_rounds(self, what: str) -> None:
+        """Raise :class:`OptionError`, which names ``what``, if gradients are not synchronised in rounds."""
 
     @abstractmethod
     def set_requires_gradient_sync(self, required: bool) -> None:
         """Choose whether backward passes that begin from now on synchronise."""
 
     @abstractmethod
-    def weighing(self, weight: float | None) -> AbstractContextManager[None]:
-        """Give the loss of the backward passes inside a weight, if it is not None."""
+    def accumulating(self, last: bool, weight: float | None) -> AbstractContextManager[None]:
+        """See :func:`lockstep.loop.accumulate`."""
 
     @abstractmethod
     def watch_values(self, every: int) -> None:
-        """Compare values in every ``every``-th round from now on, or in none if it is 0; all ranks must."""
-
-    @abstractmethod
-    def register_comm_hook(self, state: Any, hook: Callable[..., Any]) -> None:
-        """Add a communication hook."""
+        """Compare values in every ``every``-th round or step from now on, or in none if it is 0; all ranks must."""
 
     @property
     def group(self) -> Group:
         """The process group; None if there is none yet."""
-        return resolve_group(self.options.group)
+        return resolve_group(self.options.group) if self._group is None else self._group
 
     def statistics(self) -> Statistics:
         """Return calls and seconds of every phase so far."""

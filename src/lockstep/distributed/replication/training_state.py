@@ -1,4 +1,4 @@
-"""The training state of a replicated module, saved and loaded beside its ``state_dict``; entries of ranks alone."""
+"""Saves and loads the training state of a replicated module; names the entries that each rank has for itself."""
 
 from typing import Any
 
@@ -8,10 +8,9 @@ from lockstep.distributed.replication.replication import find_replication, repli
 
 
 def own_names(module: Module, inner: Module) -> set[str]:
-    """Names of parameters and buffers in ``inner`` - the module, or what is in that wrapper - that each rank has for
-    itself.
+    """Return the names of parameters and buffers in ``inner`` (the module, or the wrapped one) that are not replicated.
 
-    They are those that a replicated module at or below it leaves out (``ignored_modules``,
+    These are the ones that a replicated module at or below it leaves out (``ignored_modules``,
     ``params_and_buffers_to_ignore``), and its buffers under the policy ``"local"``.
     """
     own: set[int] = set()
@@ -27,16 +26,15 @@ def own_names(module: Module, inner: Module) -> set[str]:
 
 
 def training_state_dict(module: Module) -> dict[str, Any]:
-    """Return what training goes on from, beside the module's and the optimizer's ``state_dict``.
+    """Return the state that training resumes from, besides the ``state_dict`` of the module and the optimizer.
 
     Args:
         module: A module from :func:`lockstep.replicate`, or a :class:`lockstep.DistributedDataParallel`.
 
     Returns:
-        The round's number, the bucket plan as JSON, and for each communication hook the state it was registered with -
-        its ``state_dict()`` if it has one, else its attributes, process groups left out. Hook states may be this
-        rank's own (error feedback of PowerSGD), so save one for each rank. ``torch.save`` and distributed checkpoints
-        take it.
+            The round's number, the bucket plan as JSON, and the state of each communication hook: its ``state_dict()``
+            if it has one, else its attributes without process groups. Hook states may differ between ranks (error
+            feedback of PowerSGD), so save one for each rank. ``torch.save`` and distributed checkpoints can store it.
 
     Communicates nothing.
 
@@ -55,9 +53,9 @@ def training_state_dict(module: Module) -> dict[str, Any]:
 
 
 def load_training_state_dict(module: Module, state_dict: dict[str, Any]) -> None:
-    """Go on from what :func:`training_state_dict` returned, on every rank.
+    """Load a state returned by :func:`training_state_dict`, on every rank.
 
-    Register the same hooks in the same order before. A module that gets ready later takes it up then. Communicates
+    Register the same hooks in the same order before. A module that is not set up yet loads it then. Communicates
     nothing now; a plan that is new to the module is compared among the ranks, in one small all-gather, before it is
     used.
 

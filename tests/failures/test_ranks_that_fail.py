@@ -1,4 +1,7 @@
-"""Ranks that die, fail, fall behind or drift apart: every other rank raises, soon, and says which and why."""
+"""Ranks that die, fail, fall behind or drift apart: every other rank raises, soon, and says which and why.
+
+Ranks are threads where nothing but gradients and errors is looked at.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,7 @@ import lockstep
 from lockstep.errors import CommunicationError, PeerError
 from processes import RankEndedError, run_processes
 from small_modules import CallInBackward
+from threaded import run_ranks
 
 RAISED = "this rank's own error"
 
@@ -80,7 +84,7 @@ def error_of(call):
 
 def backward_fails(rank, failing, behind, options, first):
     """One rank's backward fails, in the first round or later; then training goes on."""
-    model = lockstep.replicate(rank.make(Net), **options)
+    model = lockstep.replicate(rank.make(Net), process_group=rank.group, **options)
     if not first:
         mean_gradients(rank, model, 1)
         model.zero_grad()
@@ -92,7 +96,7 @@ def backward_fails(rank, failing, behind, options, first):
 @pytest.mark.parametrize("options", [{}, {"bucket_cap_mb": 1e-5}])
 @pytest.mark.parametrize(("failing", "behind"), [(0, 1), (1, 2)])
 def test_the_others_are_told_and_training_goes_on(failing, behind, options, first):
-    for rank, (raised, went_on) in enumerate(run_processes(3, backward_fails, failing, behind, options, first)):
+    for rank, (raised, went_on) in enumerate(run_ranks(3, backward_fails, failing, behind, options, first)):
         if rank == failing:
             assert raised == (KeyError, repr(RAISED))
         else:
@@ -104,7 +108,7 @@ def test_the_others_are_told_and_training_goes_on(failing, behind, options, firs
 
 def backward_fails_with_buffers(rank, size, policy, dtype):
     """As above, with buffers that ride, or that take a collective of their own."""
-    model = lockstep.replicate(Net(size, dtype), buffer_policy=policy, bucket_cap_mb=1e-5)
+    model = lockstep.replicate(Net(size, dtype), process_group=rank.group, buffer_policy=policy, bucket_cap_mb=1e-5)
 
     def run(seed, call=None):
         model.zero_grad()
@@ -127,34 +131,34 @@ def backward_fails_with_buffers(rank, size, policy, dtype):
 @pytest.mark.parametrize(("policy", "value"), [("rank0", 1.0), ("mean", 1.5)])
 @pytest.mark.parametrize("size", [3, 100_000])
 def test_the_others_are_told_where_there_are_buffers(size, policy, value, dtype):
-    results = run_processes(2, backward_fails_with_buffers, size, policy, dtype)
+    results = run_ranks(2, backward_fails_with_buffers, size, policy, dtype)
     assert results == [(PeerError, 1.0, [value] * 2, True), (KeyError, 2.0, [value] * 2, True)]
 
 
 def all_fail(rank):
-    model = lockstep.replicate(rank.make(Net))
+    model = lockstep.replicate(rank.make(Net), process_group=rank.group)
     raised = error_of(lambda: model(inputs(rank), fail, 2).backward())[0]
     return raised, mean_gradients(rank, model, 1)
 
 
 def test_all_ranks_may_fail_at_once():
-    assert run_processes(2, all_fail) == [(KeyError, True)] * 2
+    assert run_ranks(2, all_fail) == [(KeyError, True)] * 2
 
 
 def fails_without_sync(rank):
     """A failure under no_sync is this rank's alone."""
-    model = lockstep.replicate(rank.make(Net))
+    model = lockstep.replicate(rank.make(Net), process_group=rank.group)
     with model.no_sync():
         raised = error_of(lambda: model(inputs(rank), fail if rank.rank else None).backward())[0]
     return raised, mean_gradients(rank, model, 1)
 
 
 def test_a_failure_that_nobody_waits_for_is_told_to_nobody():
-    assert run_processes(2, fails_without_sync) == [(None, True), (KeyError, True)]
+    assert run_ranks(2, fails_without_sync) == [(None, True), (KeyError, True)]
 
 
 def two_modules(rank):
-    one, other = (lockstep.replicate(rank.make(Net)) for _ in range(2))
+    one, other = (lockstep.replicate(rank.make(Net), process_group=rank.group) for _ in range(2))
 
     def run(call):
         (one(inputs(rank), call, 2) + other(inputs(rank))).backward()
@@ -164,7 +168,7 @@ def two_modules(rank):
 
 
 def test_the_others_are_told_where_there_are_several_modules():
-    (own, one), (told, other) = run_processes(2, two_modules)
+    (own, one), (told, other) = run_ranks(2, two_modules)
     assert own == (KeyError, repr(RAISED))
     assert told[0] is PeerError
     assert "the backward pass failed on another rank before its gradients were reduced" in told[1]
@@ -172,7 +176,7 @@ def test_the_others_are_told_where_there_are_several_modules():
 
 
 def hook_fails(rank):
-    model = lockstep.replicate(rank.make(Net))
+    model = lockstep.replicate(rank.make(Net), process_group=rank.group)
 
     def hook(state, bucket):
         if rank.rank == 1:
@@ -184,7 +188,7 @@ def hook_fails(rank):
 
 
 def test_hooks_that_go_on_failing_on_one_rank_end_in_a_timeout_on_the_others():
-    (told, message), own = run_processes(2, hook_fails, group_timeout=2.0)
+    (told, message), own = run_ranks(2, hook_fails, group_timeout=2.0)
     assert own == (KeyError, repr(RAISED))
     assert told is CommunicationError
     assert "rank 0 of 2: bucket 0 failed: " in message
@@ -236,22 +240,22 @@ def test_a_rank_that_ends_is_an_error_on_the_others(how, code):
 
 
 def one_less(rank):
-    model = lockstep.replicate(rank.make(Net))
+    model = lockstep.replicate(rank.make(Net), process_group=rank.group)
     for step in range(3 - rank.rank):
         model.zero_grad()
         model(inputs(rank, step)).backward()
 
 
 def test_a_rank_with_one_backward_less_is_an_error_on_the_others():
-    first, second = run_processes(2, one_less, errors=True, group_timeout=2.0)
-    assert second.error is None
-    assert type(first.error) is CommunicationError
-    assert "rank 0 of 2: bucket 1 of 1, round 3 failed" in str(first.error)
-    assert "one batch less" in str(first.error)
+    first, second = run_ranks(2, one_less, errors=True, group_timeout=2.0)
+    assert second is None
+    assert type(first) is CommunicationError
+    assert "rank 0 of 2: bucket 1 of 1, round 3 failed" in str(first)
+    assert "one batch less" in str(first)
 
 
 def another_round(rank, ahead):
-    model = lockstep.replicate(rank.make(Net))
+    model = lockstep.replicate(rank.make(Net), process_group=rank.group)
     mean_gradients(rank, model, 0)
     if rank.rank == 1:
         state = lockstep.distributed.training_state_dict(model)
@@ -262,7 +266,7 @@ def another_round(rank, ahead):
 @pytest.mark.parametrize("ahead", [1, 5, 15])
 def test_ranks_in_different_rounds_do_not_mix_their_gradients(ahead):
     words = f"{ahead} ahead", f"{ahead} behind"
-    for rank, (kind, message) in enumerate(run_processes(2, another_round, ahead)):
+    for rank, (kind, message) in enumerate(run_ranks(2, another_round, ahead)):
         assert kind is PeerError
         number = 2 if rank == 0 else 2 + ahead
         assert f"rank {rank} is in its synchronised backward number {number}" in message

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 import lockstep
+from lockstep.distributed.replication.replication import find_replication
 from threaded import count_collectives, run_ranks
 
 
@@ -329,6 +330,23 @@ def test_nothing_is_left_of_a_group():
     references = run_ranks(2, use_a_group)
     gc.collect()
     assert [reference() for pair in references for reference in pair] == [None] * 4
+
+
+def test_buckets_of_an_earlier_plan_are_gone_without_a_search_for_garbage():
+    def train(rank):
+        module = lockstep.replicate(Net(), process_group=rank.group)
+        common = find_replication(module).reducer.common
+        earlier = [weakref.ref(bucket) for bucket in common.buckets.in_order]
+        for _ in range(2):  # after the first step the plan is made anew
+            module.zero_grad()
+            module(torch.ones(2, 2)).sum().backward()
+        return len(earlier), [bucket() for bucket in earlier if bucket() is not None]
+
+    gc.disable()
+    try:
+        assert run_ranks(2, train) == [(1, [])] * 2
+    finally:
+        gc.enable()
 
 
 def test_memory_of_the_process_does_not_grow():

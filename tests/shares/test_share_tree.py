@@ -4,13 +4,13 @@ from math import log2
 
 import pytest
 
-from lockstep.shares.share_tree import Node, PartialSums, add_in_tree_order, nodes_of, plan_additions, shares_of
+from lockstep.shares.share_tree import PartialSums, ShareNode, add_in_tree_order, nodes_of, plan_additions, shares_of
 
 
 def added_by(world: int, shares: int) -> str:
     """What the ranks add, as a formula."""
     parts: list[str] = []
-    nodes: list[Node] = []
+    nodes: list[ShareNode] = []
     for rank in range(world):
         sums: PartialSums[str] = PartialSums(lambda _, left, __, right: f"({left}+{right})")
         for share in shares_of(rank, world, shares):

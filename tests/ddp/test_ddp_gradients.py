@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from ddp_reference import both, ddp_class, failure, gradients, scalars
 from processes import run_processes
 from small_modules import one_weight
+from threaded import run_ranks
 
 
 def own(rank, tensor):
@@ -242,12 +243,12 @@ class Checkpointed(nn.Module):
         return x
 
 
-def recompute(rank, implementation, cases):
+def recompute(rank, implementation, cases, threads=False):
     x = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
-    results = {}
+    results, group = {}, rank.group if threads else None
     for (reentrant, times, shared, whole), options in cases:
         local = rank.make(lambda r=reentrant, t=times, s=shared: Checkpointed(r, t, s))
-        ddp = ddp_class(implementation)(copy.deepcopy(local), bucket_cap_mb=1e-5, **options)
+        ddp = ddp_class(implementation)(copy.deepcopy(local), bucket_cap_mb=1e-5, process_group=group, **options)
         for _ in range(3):
             for module, part in ((local, x), (ddp, own(rank, x))):
                 module.zero_grad(set_to_none=False)
@@ -284,4 +285,4 @@ def test_checkpointing(implementation):
 def test_ours_checkpoints_without_a_flag():
     cases = [(case, {}) for case in itertools.product((False, True), (1, 2), (False, True), (False,))]
     cases += [((False, times, shared, True), {}) for times in (1, 2) for shared in (False, True)]
-    assert_parity(run_processes(2, recompute, "lockstep", cases))
+    assert_parity(run_ranks(2, recompute, "lockstep", cases, True))

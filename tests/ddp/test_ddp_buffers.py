@@ -10,6 +10,7 @@ import lockstep
 from ddp_reference import both_since_2_13, ddp_class, scalars
 from processes import run_processes
 from small_modules import one_weight
+from threaded import run_ranks
 
 
 class Buffered(nn.Module):
@@ -128,7 +129,7 @@ def test_ours_never_writes_into_what_backward_has_saved():
 
 
 def follow(rank, policy):
-    ddp = lockstep.DistributedDataParallel(Buffered(0.0), buffer_policy=policy)
+    ddp = lockstep.DistributedDataParallel(Buffered(0.0), process_group=rank.group, buffer_policy=policy)
     ddp.module.kept.fill_(float(rank.rank))
     step(ddp, rank)
     return ddp.module.kept.tolist()
@@ -136,4 +137,4 @@ def follow(rank, policy):
 
 @pytest.mark.parametrize(("policy", "wanted"), [("rank0", [0, 0]), ("mean", [0.5, 0.5]), ("local", [0, 1])])
 def test_ours_has_policies(policy, wanted):
-    assert run_processes(2, follow, policy) == [[value] * 2 for value in wanted]
+    assert run_ranks(2, follow, policy) == [[value] * 2 for value in wanted]

@@ -1,13 +1,14 @@
-"""The plan of an audit: which share is computed again, by which rank, and what it has to give."""
+"""One step of the whole world, and its audit: which share is computed again, by which rank, and what it has to give."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from lockstep.digests import Digests
-from lockstep.distributed.comm.agreement import objects_of
+from lockstep.distributed.comm.agreement import Line, objects_of
 from lockstep.distributed.comm.collectives import Collectives
 from lockstep.errors import AuditError
 from lockstep.seeds import derive_seed
@@ -32,6 +33,49 @@ def plan_audit(every: int | None, seed: int, epoch: int, batch: int, count: int,
     owner = next(rank for rank in range(world) if share in shares_of(rank, world, count))
     other = derive_seed(seed, "auditor", epoch, batch) % max(1, world - 1)
     return Audit(share, owner, (owner + 1 + other) % world)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of the whole world."""
+
+    seed: int
+    epoch: int
+    batch: int
+    rows: tuple[int, ...]
+    """Number of rows of each share; no share is empty."""
+    shares: int
+    """Number of shares of a step that has enough rows."""
+    next_count: int
+    """Number of shares of the next step, if batches are used in order."""
+    samples: int
+    """Number of samples of the data set."""
+    is_shuffled: bool
+    """True if each epoch has an order of its own."""
+    audit: Audit | None = None
+    """The share that is computed a second time, if any."""
+
+    @property
+    def count(self) -> int:
+        """The number of shares of this step."""
+        return len(self.rows)
+
+    def __str__(self) -> str:
+        return f"batch {self.batch} of epoch {self.epoch}"
+
+    def describe(self) -> list[Line]:
+        """Return the lines that must be the same on all ranks."""
+        return [
+            Line("epoch", str(self.epoch)),
+            Line("batch of the epoch", str(self.batch)),
+            Line("seed of the batches", str(self.seed)),
+            Line("length of the data set", str(self.samples)),
+            Line("order of the data set", "shuffled" if self.is_shuffled else "as it is"),
+            Line("shares of the batches", str(self.shares)),
+            Line("rows in each share", ", ".join(map(str, self.rows))),
+            Line("shares of the next batch", str(self.next_count)),
+            Line("audit", str(self.audit)),
+        ]
 
 
 class Evidence:

@@ -135,3 +135,14 @@ def test_a_failure_is_told_on_every_group():
     first, second = run_ranks(2, failing, dist.HashStore())
     assert first == [[1.5, 1.5], "PeerError", [1.5, 1.5]]
     assert second == [[1.5, 1.5], "ValueError", [1.5, 1.5]]
+
+
+@pytest.mark.parametrize("shares", [None, 2])
+def test_a_module_stays_with_the_default_group_over_which_it_was_replicated(shares):
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        group = dist.group.WORLD
+        model = lockstep.replicate(nn.Linear(1, 1), shares=shares)
+    finally:
+        dist.destroy_process_group()
+    assert lockstep.replicate.state(model).process_group is group
