@@ -40,7 +40,10 @@ NEEDED_NCCL = (2, 30)
 SEVERAL_RANKS = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_MAX_CTAS": "2"}
 PARTS = ("tests", "benchmarks", "shares", "kills")
 
-os.environ |= {**SEVERAL_RANKS, "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+os.environ |= {**SEVERAL_RANKS, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+SOURCE = str(ROOT / "src")  # a checkout is enough, with PyTorch and pytest
+sys.path.insert(0, SOURCE)
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [SOURCE, os.environ.get("PYTHONPATH")]))
 
 import gpu_ranks  # noqa: E402
 import torch  # noqa: E402
@@ -113,17 +116,17 @@ def run_program(kit: Kit, what: str, command: list[str], limit: float, **environ
 def run_tests(kit: Kit) -> None:
     dry = {} if kit.measures else {"LOCKSTEP_GPU_TESTS": "cpu", "CUDA_VISIBLE_DEVICES": ""}
     command = ["-m", "pytest", "-rs", "-p", "no:cacheprovider", "tests/gpu"]
-    run_program(kit, "tests/gpu", command, 150, **dry)
+    run_program(kit, "tests/gpu", command, 200, **dry)
 
 
 def run_benchmarks(kit: Kit, names: list[str], shared: bool) -> None:
     quick = ["--rounds", "5"] if kit.measures else ["--quick"]
     cpu = [] if kit.measures else ["--device", "cpu"]
-    run_program(kit, "benchmarks/bench_cuda.py", ["benchmarks/bench_cuda.py", *quick, *cpu], 100)
+    run_program(kit, "benchmarks/bench_cuda.py", ["benchmarks/bench_cuda.py", *quick, *cpu], 80)
     command = ["benchmarks/bench_ddp_cuda.py", *quick, "--models", "encoder", "encoder, bf16"]
     command += ["--nccl", *names] if names else []
     command += ["--share-gpu"] if shared and names else []
-    run_program(kit, "benchmarks/bench_ddp_cuda.py", command, 140)
+    run_program(kit, "benchmarks/bench_ddp_cuda.py", command, 120)
 
 
 # --------------------------------------------------------------------------------------------------- ranks

@@ -131,6 +131,7 @@ def network() -> nn.Sequential:
 
 def shares(device: str, backend: str) -> str:
     """The fingerprint after some steps with shares."""
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # before the first product of matrices
     torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
     torch.use_deterministic_algorithms(device.startswith("cuda"), warn_only=True)
     with lockstep.session(device=device, backend=backend, timeout=60) as run:

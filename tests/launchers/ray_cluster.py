@@ -32,13 +32,18 @@ class Cluster:
         self._nodes: list[subprocess.Popen[bytes]] = []
         with socket.create_server(("127.0.0.1", 0)) as server:
             self.address = f"127.0.0.1:{server.getsockname()[1]}"
-        port = self.address.partition(":")[2]
-        self._start("--head", f"--port={port}", f"--temp-dir={folder}", "--include-dashboard=false", "--num-cpus=1")
 
     @property
     def environment(self) -> dict[str, str]:
         """That of programs which use the cluster."""
-        return os.environ | ENVIRONMENT | {"RAY_ADDRESS": self.address}
+        return os.environ | ENVIRONMENT | {"RAY_TMPDIR": self._folder, "RAY_ADDRESS": self.address}
+
+    def start(self) -> None:
+        """Start the head."""
+        port = self.address.partition(":")[2]
+        self._start(
+            "--head", f"--port={port}", f"--temp-dir={self._folder}", "--include-dashboard=false", "--num-cpus=1"
+        )
 
     def add_node(self, slots: int) -> subprocess.Popen[bytes]:
         """Start a node, and wait until it is there."""
@@ -68,7 +73,7 @@ class Cluster:
                 [ray, "start", "--block", "--node-ip-address=127.0.0.1", *options],
                 stdout=output,
                 stderr=output,
-                env=os.environ | ENVIRONMENT,
+                env=self.environment,
                 start_new_session=True,
             )
         self._nodes.append(node)
@@ -86,6 +91,7 @@ def running() -> Iterator[Cluster]:
     with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder:  # paths of sockets are short
         cluster = Cluster(folder)
         try:
+            cluster.start()
             yield cluster
         finally:
             cluster.close()
