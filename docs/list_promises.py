@@ -1,7 +1,7 @@
 """Writes docs/promises.md: each promise of docs/distributed.md, and the tests that would fail if it were broken.
 
 A comment ``<!-- tests: gradients/test_x.py::test_y ... -->`` after a paragraph or a list item, or in a row of a table,
-names them; paths begin in the folder tests. ``make format`` runs this.
+names them; paths begin in the folder tests. ``<!-- no promise -->`` stands where none is. ``make format`` runs this.
 """
 
 import ast
@@ -38,8 +38,18 @@ def promises() -> Iterator[tuple[str, str, list[str]]]:
             while lines[first - 1].strip() and not lines[first].startswith("- "):
                 first -= 1
             whole = " ".join(each.strip() for each in lines[first:number])
-            text = re.split(r"(?<=[.:;])\s", whole.removeprefix("- "))[0]
+            text = re.split(r"(?<=.{40}\.)\s", whole.removeprefix("- "))[0]
         yield heading, text, found[1].split()
+
+
+def unmarked() -> list[str]:
+    """Return the paragraphs, items and rows that neither name tests nor say that there is no promise in them."""
+    text = re.sub(
+        r"^```.*?^```$|^<!-- python\n.*?^-->$|^\|[^\n]*\n\|---[^\n]*$", "", SOURCE.read_text(), flags=re.M | re.S
+    )
+    _, _, text = text.partition("\n## ")
+    blocks = [block.strip() for block in re.split(r"\n\s*\n|\n(?=- |\||#)", text.partition("\n")[2])]
+    return [block for block in blocks if block and block[0] != "#" and not re.search("<!-- (tests:|no promise)", block)]
 
 
 def missing() -> list[str]:

@@ -44,6 +44,7 @@ def test_the_chart_shows_what_was_measured():
 def test_each_promise_has_tests_that_exist_and_the_table_is_up_to_date():
     promises = load(DOCS / "list_promises.py")
     assert promises.missing() == []
+    assert promises.unmarked() == []
     assert all(tests for _, _, tests in promises.promises())
     assert len({heading for heading, _, _ in promises.promises()}) >= 10
     assert promises.PAGE.read_text() == promises.write(), "run python docs/list_promises.py, or make format"
