@@ -9,6 +9,8 @@ import contextlib
 import os
 import resource
 import signal
+import subprocess
+import sys
 import warnings
 from datetime import timedelta
 
@@ -421,3 +423,29 @@ def trains_in_a_child(rank):
 @pytest.mark.parametrize("backend", ["gloo", "shm"])
 def test_a_child_that_runs_backward_is_told_and_does_not_take_its_parents_place(backend):
     assert run_processes(2, trains_in_a_child, backend=backend) == [(3, [[3.0, 3.0, 3.0]])] * 2
+
+
+def test_a_forked_process_that_collects_garbage_at_once_destroys_no_group_of_its_parent():
+    """Its copies of groups have no threads; a function of another library may be the first that runs in it."""
+    program = """
+import gc, os, signal, sys
+gc.disable()
+os.register_at_fork(after_in_child=gc.collect)
+
+import torch, torch.distributed as dist, lockstep
+from lockstep.shm.gloo import make_gloo_group
+
+cycle = []
+cycle.append(cycle)
+cycle.append(lockstep.replicate(torch.nn.Linear(1, 1), process_group=dist.ProcessGroupGloo(dist.HashStore(), 0, 1)))
+cycle.append(make_gloo_group(dist.HashStore(), 0, 1, 5.0, "127.0.0.1"))
+del cycle
+child = os.fork()
+if not child:
+    os._exit(7)
+signal.signal(signal.SIGALRM, lambda *_: os.kill(child, signal.SIGKILL))
+signal.alarm(20)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=False)
+    assert (done.stdout, done.returncode) == ("7\n", 0), done.stderr

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from datetime import timedelta
 
 import pytest
@@ -146,3 +148,26 @@ def test_a_module_stays_with_the_default_group_over_which_it_was_replicated(shar
     finally:
         dist.destroy_process_group()
     assert lockstep.replicate.state(model).process_group is group
+
+
+def drops_the_other_module_in_a_pass(rank, store):
+    """What becomes of the group of a module that is dropped while a pass goes through another one."""
+    groups = groups_of(rank, store, [[0, 1], [0, 1]])
+    other, model = (lockstep.replicate(layers(), process_group=group) for group in groups)
+    group, owned, seen = weakref.ref(groups[0]), [groups.pop(0), other], []
+    del other
+
+    def drop(gradient):
+        owned.clear()
+        gc.collect()
+        seen.append(group() is None)
+
+    loss = model(torch.ones(1, 2)).sum()
+    loss.register_hook(drop)
+    loss.backward()
+    return seen
+
+
+def test_a_pass_keeps_no_group_that_it_does_not_go_through():
+    """Else the thread of the pass would destroy it, and wait for ranks that wait for this one."""
+    assert run_ranks(2, drops_the_other_module_in_a_pass, dist.HashStore()) == [[True]] * 2

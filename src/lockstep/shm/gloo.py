@@ -4,11 +4,8 @@ As elsewhere, ranks compare what they are about to run, and notice ranks that ha
 another are the exception: they are not ordered with the collectives.
 """
 
-import ctypes
-import os
 import threading
 import time
-import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,6 +18,7 @@ from torch import Tensor
 
 from lockstep.compiler import outside_compiler
 from lockstep.errors import CommunicationError
+from lockstep.forked_groups import keep_in_forks
 from lockstep.network import is_loopback
 from lockstep.shm.algorithm import Algorithm
 from lockstep.shm.arguments import check_numel, check_tensors, check_writable, flatten, unflatten, with_overloads
@@ -45,20 +43,8 @@ def make_gloo_group(store: Any, rank: int, size: int, timeout: float, address: s
         group = _Gloo(store, rank, size, options)
     else:
         group = _Gloo(store, rank, size, timedelta(seconds=timeout))
-    _groups.add(group)
+    keep_in_forks(group)
     return group
-
-
-_groups: "weakref.WeakSet[Any]" = weakref.WeakSet()
-
-
-def _keep_in_child() -> None:
-    """Keep a forked process's copies of groups: destroying one would wait for threads that only the parent has."""
-    for group in list(_groups):
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
-
-
-os.register_at_fork(after_in_child=_keep_in_child)
 
 
 def wait_for(work: Any, group: Any, algorithm: Algorithm) -> None:

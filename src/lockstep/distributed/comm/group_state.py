@@ -10,6 +10,7 @@ from typing import Any, Protocol, TypeVar
 import torch.distributed as dist
 
 from lockstep.errors import PeerFailure
+from lockstep.forked_groups import keep_in_forks
 
 Group = Any
 """A ``dist.ProcessGroup`` or a bare backend: both have ``rank()`` and ``size()``."""
@@ -63,7 +64,6 @@ class GroupState:
 
 _states: "weakref.WeakKeyDictionary[Group, GroupState]" = weakref.WeakKeyDictionary()
 _without_group = GroupState(os.getpid())
-_inherited: list[Group] = []  # kept alive: destroying a group would wait for threads of the parent process
 _lock = threading.RLock()
 watchers: list[Watcher] = []
 """The watchers of all groups. Empty in most programs: then a step looks at nothing else."""
@@ -77,6 +77,7 @@ def state_of(group: Group | None) -> GroupState:
         state = _states.get(group)
         if state is None:
             state = _states[group] = GroupState(os.getpid())
+            keep_in_forks(group)
         return state
 
 
@@ -118,7 +119,6 @@ def _forked() -> None:
     if dist.is_available():
         for group in dist.distributed_c10d._world.pg_map:
             _states.setdefault(group, GroupState(os.getppid()))
-    _inherited.extend(_states)
     for state in _states.values():
         state.is_inherited = True
         state.watcher = None

@@ -22,7 +22,7 @@ import sys
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -178,12 +178,32 @@ class PassObserver(ABC):
 _observers: list[weakref.ref[PassObserver]] = []
 
 
-def observers() -> list[PassObserver]:
-    """Return all observers, in the order that is the same on every rank."""
-    found = [observer for each in _observers if (observer := each()) is not None]
-    if len(found) > 1:
-        found.sort(key=lambda each: each.order)
-    return found
+def observers() -> Iterator[PassObserver]:
+    """Iterate over all observers, in the order that is the same on every rank.
+
+    Only the one that is being told is kept alive. A pass of one thread must not hold the group of another thread until
+    it ends: then it would destroy that group, and wait for its ranks.
+    """
+    found = _observers if len(_observers) == 1 else sorted(_observers, key=_order_of)
+    for link in found:
+        observer = link()
+        if observer is not None:
+            yield observer
+
+
+def _order_of(link: "weakref.ref[PassObserver]") -> int:
+    observer = link()
+    return 0 if observer is None else observer.order
+
+
+def _tell_of_begin(this: BackwardPass) -> None:
+    for observer in observers():
+        observer.pass_begins(this)
+
+
+def _tell_of_end(this: BackwardPass) -> None:
+    for observer in observers():
+        observer.pass_ended(this)
 
 
 def watch_engine() -> None:
@@ -204,9 +224,8 @@ class _EndOfForeignPass:
     @outside_compiler
     def __call__(self) -> None:
         this, self._pass = self._pass, None
-        for observer in observers():
-            if this is not None:
-                observer.pass_ended(this)
+        if this is not None:
+            _tell_of_end(this)
 
     @outside_compiler
     def __del__(self) -> None:
@@ -239,9 +258,8 @@ class _Engine(torch._C._ImperativeEngine):
         this = BackwardPass(outer, outer is not None and _is_in_function(), given)
         autograd_tls.put(_KEY, this)
         try:
-            observed = [] if this.is_step else observers()
-            for observer in observed:
-                observer.pass_begins(this)
+            if not this.is_step:
+                _tell_of_begin(this)
             joined = joined_behind(given) if given.get("inputs") else ()
             if joined:
                 given["inputs"] = (*given["inputs"], *joined)
@@ -249,8 +267,8 @@ class _Engine(torch._C._ImperativeEngine):
             result = self._run(*args, **kwargs)
             if joined and not given["accumulate_grad"]:
                 result = result[: -len(joined)]
-            for observer in observed:
-                observer.pass_ended(this)
+            if not this.is_step:
+                _tell_of_end(this)
         except BaseException:
             if outer is None:
                 self._wait_for_threads(devices_of_leaves(given))
