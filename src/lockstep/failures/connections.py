@@ -24,6 +24,7 @@ class Connections:
 
     def __init__(self) -> None:
         self._sockets: set[tuple[int, str]] = set()
+        self._kept: list[int] = []
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
@@ -53,16 +54,27 @@ class Connections:
         return bool(found)
 
     def shut_down(self, except_port: int = 0) -> None:
-        """Shut down those sockets that are connected and still the same; threads waiting for them raise.
+        """Let threads raise that wait for connections which are still the same; peers notice it after :meth:`close`.
 
-        The sockets stay their owner's to close. Those that others opened to ``except_port`` of this process are left
-        alone.
+        Those that others opened to ``except_port`` of this process are left alone.
+
+        If sending fails before Gloo has noticed the end of what it receives, Gloo forgets what it was about to send,
+        and the thread that waits for it waits until the time-out of the group. So only receiving is shut down here,
+        and the connection is kept open when Gloo has closed it, so that what peers send does not fail either.
         """
         for fd, _ in self._sockets & _sockets():
             with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as each:
                 each.getpeername()  # raises for one that listens, whose end would make Gloo end the process
                 if each.family == socket.AF_UNIX or each.getsockname()[1] != except_port:
-                    each.shutdown(socket.SHUT_RDWR)
+                    self._kept.append(os.dup(fd))
+                    each.shutdown(socket.SHUT_RD)
+
+    def close(self) -> None:
+        """Close the connections that were shut down, once every rank has had the time to do the same."""
+        while self._kept:
+            os.close(self._kept.pop())
+
+    __del__ = close
 
 
 def _sockets() -> set[tuple[int, str]]:

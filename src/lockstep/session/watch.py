@@ -142,11 +142,13 @@ class Watch:
             release()
             if not channel.wait_for_others(LEFT_SECONDS):
                 if not self._keeps_group or error is not None or channel.failure is not None:
-                    self._connections.shut_down()  # others may wait for this rank, which no longer takes part
+                    self._connections.shut_down()
+                    self._connections.close()  # others may wait for this rank, which no longer takes part
                 channel.wait_for_others(self._timeout)
         finally:
             forget_watcher(channel)
             channel.close()
+            self._connections.close()
         if told is None and channel.failure is not None and (error is None or peer_failure_in(error) is not None):
             told = channel.error()
         if told is not None:

@@ -1,0 +1,72 @@
+"""Connections of Gloo that are ended under it: whoever waits raises at once, and nothing waits for a time-out."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from datetime import timedelta
+from random import Random
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lockstep.failures.connections import Connections
+from lockstep.session.watch import _find_connections_of_gloo
+from processes import run_processes
+
+
+def raised_in_collectives(rank, numel, rounds):
+    """How collectives end in groups whose connections each rank ends at a moment of its own."""
+    numbers, raised = Random(rank.rank), []
+    for _ in range(rounds):
+        group, connections = dist.new_group(timeout=timedelta(seconds=10)), Connections()
+        _find_connections_of_gloo(group, connections)
+        end = threading.Timer(numbers.uniform(0.0, 0.001), connections.shut_down)
+        values = torch.ones(numel)
+        dist.barrier()
+        end.start()
+        try:
+            while True:
+                dist.all_reduce(values, group=group)
+        except RuntimeError as error:
+            raised.append(str(error))
+        end.join()
+        dist.barrier()
+        connections.close()
+        dist.destroy_process_group(group)
+    return raised
+
+
+@pytest.mark.parametrize(("numel", "rounds"), [(3, 40), (1_000_000, 10)])
+def test_no_send_is_lost_when_connections_end_while_collectives_run(numel, rounds):
+    """Gloo forgets a send that fails before it has noticed the end of the connection: it would wait for 10 s."""
+    for raised in run_processes(3, raised_in_collectives, numel, rounds):
+        assert len(raised) == rounds
+        assert [each for each in raised if "Timed out" in each] == []
+
+
+def peer_of_a_rank_that_closes(rank):
+    """What a rank that has not shut anything down hears of one that has, before and after that one has closed."""
+    group, connections, heard = dist.new_group(timeout=timedelta(seconds=2)), Connections(), []
+    _find_connections_of_gloo(group, connections)
+    dist.barrier()
+    if rank.rank == 0:
+        connections.shut_down()
+        with contextlib.suppress(RuntimeError):
+            dist.all_reduce(torch.ones(1), group=group)
+        dist.barrier()
+        connections.close()
+        dist.barrier()
+    else:
+        dist.barrier()
+        dist.barrier()
+        try:
+            dist.all_reduce(torch.ones(1), group=group)
+        except RuntimeError as error:
+            heard.append("Timed out" in str(error))
+    return heard
+
+
+def test_a_peer_notices_when_the_connections_are_closed():
+    assert run_processes(2, peer_of_a_rank_that_closes) == [[], [False]]
