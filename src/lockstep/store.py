@@ -101,8 +101,12 @@ class BoundedStore:
             return
 
         def look(store: Any) -> None:
-            if store.check([key]):
-                found(_text(store.get(key)))
+            try:
+                text = _text(store.get(key)) if store.check([key]) else None
+            except RuntimeError:  # lost: not left to the future, as its traceback refers to this object
+                return
+            if text is not None:
+                found(text)
 
         self._look = self._submit(look)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import faulthandler
+import gc
 import json
 import os
 import signal
@@ -12,6 +13,7 @@ import socket
 import sys
 import threading
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -272,6 +274,7 @@ def main(plan: Plan, rank: int, folder: Path, port: int) -> None:
     until = time.monotonic() + 5.0
     while (_threads() or _sockets().keys() - before) and time.monotonic() < until:  # some end by themselves
         time.sleep(0.05)
+        gc.collect()  # what a thread that has ended since had held
     told["threads"] = _threads()
     told["sockets"] = [text for link, text in _sockets().items() if link not in before]
     (folder / f"result of {rank}").write_text(json.dumps(told))
@@ -280,9 +283,6 @@ def main(plan: Plan, rank: int, folder: Path, port: int) -> None:
 
 def _drop(error: BaseException | None) -> None:
     """Let go of the frames that an error holds, and so of the model and the group."""
-    import gc
-    import traceback
-
     seen = error
     while seen is not None:
         traceback.clear_frames(seen.__traceback__)
