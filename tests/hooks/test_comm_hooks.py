@@ -25,8 +25,8 @@ from torch.futures import Future
 
 import lockstep
 from lockstep.distributed.reduction.comm_hooks import GradBucket
-from lockstep.errors import HookError
-from small_modules import x_of
+from lockstep.errors import HookError, PeerError
+from small_modules import fails_in_backward, x_of
 from threaded import count_collectives, run_ranks
 
 
@@ -748,3 +748,36 @@ def test_power_sgd_after_a_layer_was_replaced_by_one_of_another_shape():
 
     first, second = run_ranks(2, call)
     assert first == second
+
+
+def fails_in_a_round_that_fails(rank):
+    """Rank 1 fails in backward; while it sends the zeros that rank 0 waits for, its own hook fails, too."""
+    failing = [False]
+
+    def hook(state, bucket: GradBucket) -> Future:
+        future = dist.all_reduce(bucket.buffer(), group=state, async_op=True).get_future()
+        if failing[0]:
+            return future.then(lambda _: 1 / 0)
+        return future.then(lambda future: future.value()[0] / rank.world)
+
+    model = prepared(rank, (rank.group, hook), bucket_cap_mb=1e-5)
+    train(rank, model, 2)  # by now each layer has a bucket of its own
+    model.zero_grad()
+    failing[0] = rank.rank == 1
+    x = rows(rank, 2).requires_grad_()
+    raised = None
+    try:
+        model(fails_in_backward(x, rank.rank == 1)).sum().backward()
+    except (PeerError, ArithmeticError) as error:
+        raised = type(error)
+    left = [parameter.grad for parameter in model.parameters()]
+    failing[0] = False
+    return raised, left, train(rank, model, 1, first=3)
+
+
+def test_a_hook_that_fails_in_a_round_that_has_failed_hides_neither_error_nor_disturbs_the_next_round():
+    first, second = run_ranks(2, fails_in_a_round_that_fails)
+    assert (first[0], second[0]) == (PeerError, ArithmeticError)
+    assert first[1] == second[1] == [None] * 4
+    for mine, theirs in zip(first[2][0], second[2][0], strict=True):
+        assert torch.equal(mine, theirs)
