@@ -33,7 +33,7 @@ from lockstep.errors import CommunicationError, HookError, OptionError
 from lockstep.inherited import message, refusal
 
 _INSTEAD = {
-    "_autograd_hook": "gradients are noticed by hooks on the parameters",
+    "_autograd_hook": "gradients are noticed by comparing .grad before and after backward",
     "_delay_all_reduce": "call backward under no_sync(), and the last one outside of it",
     "_get_local_used_map": "which parameters were used is found and compared in every backward",
     "_get_zeros_like_grad_buckets": "use wrapper.join() for ranks that run out of batches",
@@ -220,6 +220,8 @@ _JOINED = "use wrapper.join()"
 _DELAYED = "delay_all_reduce_named_params are reduced at the end of backward, in buckets like all others"
 _IN_BACKWARD = "run the optimizer in register_post_accumulate_grad_hook, which waits for the reduced gradient"
 _MIXED = "mixed_precision casts in forward, and leaves the parameters as they are"
+_FINAL = "gradients are complete when backward returns, and nothing has to be finalized"
+_NOTICED = "gradients are noticed by comparing .grad before and after backward"
 
 INSTEAD = {
     "_assign_modules_buffers": "buffers are looked up in each backward",
@@ -248,7 +250,7 @@ INSTEAD = {
     "_passing_sync_batchnorm_handle": "SyncBatchNorm needs no handle",
     "_post_forward": "call the wrapper; gradients are synchronised whatever is called",
     "_pre_forward": "call the wrapper; gradients are synchronised whatever is called",
-    "_register_accum_grad_hook": "gradients are noticed by hooks on the parameters",
+    "_register_accum_grad_hook": _NOTICED,
     "_register_delay_all_reduce_hook": _DELAYED,
     "_register_fused_optim": _IN_BACKWARD,
     "_root_copy_hook": _MIXED,
@@ -259,11 +261,14 @@ INSTEAD = {
     "_sync_final_model": _JOINED,
     "_sync_module_buffers": _BUFFERS,
     "_update_process_group": "wrap wrapper.module anew, with process_group=",
+    "finalize_backward": _FINAL,
     "gather": _MOVED,
+    "require_manual_backward_finalization": _FINAL,
     "scatter": _MOVED,
+    "should_finalize_after_backward": _FINAL,
     "to_kwargs": _MOVED,
     # attributes that PyTorch's constructor sets
-    "_accum_grad_hooks": "gradients are noticed by hooks on the parameters",
+    "_accum_grad_hooks": _NOTICED,
     "_bucket_config": "bucket_bytes_cap and bucket_bytes_cap_list have the sizes",
     "_ddp_sink_clone": "outputs are never cloned",
     "_delay_all_reduce_all_params": _DELAYED,
@@ -271,6 +276,7 @@ INSTEAD = {
     "_delay_grad_views": _DELAYED,
     "_lazy_init_ran": "the wrapper is ready when it is made",
     "_mp_stream": _MIXED,
+    "_require_manual_backward_finalization": _FINAL,
     "_submodule_to_event": _MIXED,
     "buffer_hook": "_register_buffer_comm_hook() keeps the hook",
 }
