@@ -12,7 +12,8 @@ from lockstep.distributed.comm.agreement import Line, check_same_on_all_ranks, d
 from lockstep.distributed.comm.collectives import Collectives, Group, resolve_group
 from lockstep.distributed.reduction.engine import BackwardPass, current_pass
 from lockstep.distributed.reduction.graph import MEANS, MeanInPass, ReachableLeaves, mark_output, means_behind, reach_of
-from lockstep.distributed.reduction.scheduler import ScheduledModule, scheduler_of
+from lockstep.distributed.reduction.reducer import Reducer
+from lockstep.distributed.reduction.scheduler import scheduler_of
 from lockstep.dtensors import like_parameter, local_part
 from lockstep.errors import AgreementError, CommunicationError, PeerError
 from lockstep.phases import Phases
@@ -93,13 +94,13 @@ def _check_earlier_means(counts: Sequence[int], collectives: Collectives) -> Non
             )
 
 
-def _numbers_behind(tensors: Sequence[Tensor], modules: Mapping[int, ScheduledModule]) -> list[int]:
+def _numbers_behind(tensors: Sequence[Tensor], modules: Mapping[int, Reducer]) -> list[int]:
     """Return the numbers of the replicated modules whose parameters these tensors depend on."""
     reach = reach_of({"tensors": tensors, "accumulate_grad": True}) if modules else ReachableLeaves()
     return [number for number, module in modules.items() if module.is_within(reach, False)]
 
 
-def _lead_to(module: ScheduledModule, mean: Tensor) -> None:
+def _lead_to(module: Reducer, mean: Tensor) -> None:
     """Tell ``module`` of every pass through ``mean``, since it may reach its parameters on other ranks only."""
     reached = WeakMethod(module.on_output_grad)
 

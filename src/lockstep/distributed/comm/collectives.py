@@ -141,14 +141,20 @@ class Collectives:
 
     @property
     def is_alive(self) -> bool:
-        """True unless the group has been destroyed, or belongs to the process that this one was forked from."""
-        if self._state.is_inherited:
+        """True unless the group has been destroyed, belongs to the process that this one was forked from, or this rank
+        is lost."""
+        if self._state.is_inherited or self._state.lost:
             return False
         return not self._registered or self.group in dist.distributed_c10d._world.pg_group_ranks
 
     def check_alive(self) -> None:
         """Raise unless :attr:`is_alive`."""
         self._check_process()
+        if self._state.lost:
+            raise CommunicationError(
+                f"rank {self.global_rank} can no longer take part in what the other ranks of its process group do: "
+                f"{self._state.lost}. Destroy the group and make another, or start anew"
+            )
         if not self.is_alive:
             raise CommunicationError(
                 f"rank {self.global_rank}: the process group has been destroyed; gradients cannot be synchronised any "
@@ -168,10 +174,20 @@ class Collectives:
                     return None
         return total
 
-    def end(self, reason: str) -> None:
-        """Abort the group on all ranks, if its backend can."""
-        if self._abilities is not None:
-            self._abilities._abort(reason)
+    @property
+    def is_lost(self) -> bool:
+        """True if :meth:`lose` has been called for the group on this rank."""
+        return bool(self._state.lost)
+
+    def lose(self, reason: str) -> None:
+        """Send nothing more: others wait for what this rank cannot send, and would take anything else for it.
+
+        Aborts the group on all ranks, if its backend can.
+        """
+        if not self._state.lost:
+            self._state.lose(reason)
+            if self._abilities is not None:
+                self._abilities._abort(f"rank {self.global_rank} is lost: {reason}")
 
     def _check_process(self) -> None:
         if self._state.is_inherited:

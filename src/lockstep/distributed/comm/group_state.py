@@ -49,6 +49,8 @@ class GroupState:
         """True in a process forked from it, which must not communicate: its messages would be taken for the rank's."""
         self.watcher: Watcher | None = None
         """Tells of failures of the group's ranks, or None."""
+        self.lost = ""
+        """The reason why this rank cannot communicate over the group any more, or an empty text."""
         self.control_plane: Group | None = None
         """A group of the same ranks for tensors on the CPU, if the group itself cannot send them."""
         self.batch = 0
@@ -60,6 +62,10 @@ class GroupState:
         (test_shares.py, test_modules_are_numbered_alike_whatever_has_been_freed)."""
         self.shared: weakref.WeakValueDictionary[Callable[..., Any], Any] = weakref.WeakValueDictionary()
         """The objects of :func:`shared_object`, by their class."""
+
+    def lose(self, reason: str) -> None:
+        """Note that this rank cannot communicate over the group any more; the first reason counts."""
+        self.lost = self.lost or reason
 
 
 _states: "weakref.WeakKeyDictionary[Group, GroupState]" = weakref.WeakKeyDictionary()

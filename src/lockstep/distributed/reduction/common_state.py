@@ -6,6 +6,7 @@ compared what they have.
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,10 +16,11 @@ from lockstep.distributed.comm.collectives import Collectives, plain_memory
 from lockstep.distributed.reduction.buckets import BucketsInUse
 from lockstep.distributed.reduction.buffers import BufferSync
 from lockstep.distributed.reduction.comm_hooks import HookChain
+from lockstep.distributed.reduction.decisions import decisions_of
 from lockstep.distributed.reduction.parameters import ManagedParameter, ParameterSet
 from lockstep.distributed.reduction.plan import AdaptivePlan
+from lockstep.distributed.reduction.replicated_modules import ReplicatedModules
 from lockstep.distributed.reduction.report_transport import ReportTransport
-from lockstep.distributed.reduction.scheduler import GroupScheduler
 from lockstep.distributed.reduction.values import ValueChecker
 from lockstep.distributed.reduction.verdict import Verdict
 
@@ -30,11 +32,12 @@ class CommonState:
         self,
         members: ParameterSet,
         collectives: Collectives,
-        scheduler: GroupScheduler,
+        modules: ReplicatedModules[Any],
         buffers: BufferSync,
         caps: Sequence[int],
     ) -> None:
-        self.collectives, self.scheduler, self.buffers = collectives, scheduler, buffers
+        self.collectives, self.modules, self.buffers = collectives, modules, buffers
+        self.decisions = decisions_of(collectives.group)
         self.hooks = HookChain()
         self.members = members
         self.rounds = 0

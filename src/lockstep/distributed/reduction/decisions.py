@@ -11,7 +11,7 @@ from operator import attrgetter
 from typing import NamedTuple, Protocol
 
 from lockstep.distributed.comm.group_state import Group, shared_object, state_of
-from lockstep.errors import OptionError
+from lockstep.errors import OptionError, ShareError
 
 
 class LoopVerdict(NamedTuple):
@@ -239,6 +239,16 @@ class Decisions:
     def share(self) -> int | None:
         """The share that the loop is at; None outside of the shares of a batch."""
         return self._share
+
+    def check_outside_share(self, global_rank: int) -> None:
+        """Raise :class:`ShareError` inside of a share, of which another rank may have more or fewer."""
+        if self._share is not None:
+            raise ShareError(
+                f"rank {global_rank}: a backward pass in share {self._share} of a batch has "
+                "reached a module that is replicated without shares over the same process group, and would synchronise "
+                "it once for each share, of which ranks have different numbers; replicate it with as many shares, too, "
+                "run its backward after the loop over the batch's shares, or its forward under torch.no_grad()"
+            )
 
     @property
     def is_padding(self) -> bool:

@@ -148,6 +148,13 @@ def current_pass() -> BackwardPass | None:
     return found
 
 
+def note_failure(thing: object) -> None:
+    """Note that all ranks know that ``thing`` has failed in the pass under way: none has to be told."""
+    this = current_pass()
+    if this is not None:
+        this.note_failure(thing)
+
+
 class PassObserver(ABC):
     """Base class of objects that are told of every backward pass."""
 

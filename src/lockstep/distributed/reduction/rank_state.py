@@ -187,7 +187,7 @@ class RankState:
         self.is_static = True
         """True if all such rounds have used the same parameters on this rank."""
         self._common, self._members, self._lock = common, common.members, lock
-        self._decisions = common.scheduler.decisions
+        self._decisions = common.decisions
         self._in_round = False
         self._skips = False  # it leaves out its batch
 

@@ -46,6 +46,7 @@ from lockstep.distributed.reduction.engine import (
     current_pass,
     foreign_pass,
     is_autograd_compiled,
+    note_failure,
 )
 from lockstep.distributed.reduction.gradient_snapshot import GradientSnapshot
 from lockstep.distributed.reduction.graph import ReachableLeaves
@@ -80,9 +81,11 @@ class Reducer:
     this file lists as late, once, or large.
     """
 
-    def __init__(self, common: CommonState) -> None:
+    def __init__(self, common: CommonState, keeps: object) -> None:
+        """``keeps``: an object that is to live as long, the scheduler of the group."""
         self.common = common  # what all ranks have alike
-        self.collectives, self.scheduler, self.buffers = common.collectives, common.scheduler, common.buffers
+        self.collectives, self.decisions, self.buffers = common.collectives, common.decisions, common.buffers
+        self._keeps = keeps
         self._lock = threading.RLock()
         self.rank_state = RankState(common, self._lock)
         self.passes = self.rank_state.passes
@@ -239,9 +242,9 @@ class Reducer:
     def _check_alive(self) -> None:
         try:
             self.collectives.check_alive()
-            self.scheduler.check()
+            self.decisions.check_outside_share(self.collectives.global_rank)
         except (CommunicationError, ShareError):
-            self.scheduler.note_failure(self)
+            note_failure(self)
             raise
 
     def _open_round(self, expected: bool, passive: bool = False) -> None:
@@ -250,7 +253,7 @@ class Reducer:
         ``expected``: the pass was to go through the module; ``passive``: this rank takes part without one of its own.
         """
         self.finish_aborted()
-        self.common.set_buffer_source(self.scheduler.decisions.active)
+        self.common.set_buffer_source(self.decisions.active)
         self.rank_state.begin_round(expected)
         self._round = Round(self.common.rounds + 1, self.common, self.rank_state, passive)
 
@@ -341,7 +344,7 @@ class Reducer:
             return False
         if len(self._open_passes) > 1 or self._aborted is not None or this.over or this.creates_graph:
             return False
-        if self.scheduler.broken or not (self.rank_state.is_usual and self.scheduler.decisions.is_usual):
+        if not (self.rank_state.is_usual and self.decisions.is_usual):
             return False
         if self._ownership != (generation(), True):
             return False
@@ -392,7 +395,7 @@ class Reducer:
         own = self.rank_state
         something = own.contribution.is_something(self._members.added)
         try:
-            with nullcontext() if something else own.contributing_nothing(Part.PADDING, self._has_counted):
+            with nullcontext() if something else own.contributing_nothing(Part.PADDING, self.has_counted):
                 self._open_without_gradient()
                 return self._finish()
         finally:
@@ -435,22 +438,7 @@ class Reducer:
         """Run users' hooks of parameters whose gradients have been reduced."""
         run_held_hooks(parameters, self)
 
-    def reduce_without_batch(self) -> None:
-        """Take part in a round of the other ranks, outside of any backward and without gradients.
-
-        What this rank has - gradients, what has piled up, its weights - it has afterwards, too: see
-        tests/loops/test_join_gradients.py.
-        """
-        with self.rank_state.contributing_nothing(Part.JOINED, self._has_counted):
-            self.scheduler.reduce([self])
-
-    def skip_batch(self) -> None:
-        """Take part in the round that the other ranks are in, without a gradient, and have all leave the batch out."""
-        own = self.rank_state
-        with own.skipping(), own.contributing_nothing(Part.PADDING, self._has_counted):
-            self.scheduler.reduce([self])
-
-    def _has_counted(self) -> bool:
+    def has_counted(self) -> bool:
         """Return True if the last round has ended well."""
         return not self._has_failed
 
@@ -492,15 +480,15 @@ class Reducer:
         """Backward has failed on this rank: send what the others wait for, marked as failed, and do not wait."""
         number = self.rounds if self._round is None else self._round.number
         self.error = f"round {number}: the backward pass failed on this rank"
-        if self.scheduler.broken:
+        if self.collectives.is_lost:
             return
-        with self.rank_state.skipping(self.scheduler.decisions.skips_after(sys.exception())):
+        with self.rank_state.skipping(self.decisions.skips_after(sys.exception())):
             try:
                 self._abort_round()
             except (CommunicationError, AgreementError) as error:  # the group has ended, or all raise
                 logging.getLogger("lockstep").debug("the other ranks could not be told of a failure: %s", error)
             except Exception as error:
-                self.scheduler.mark_broken(f"it could not take its part in a round that had failed: {error!r}")
+                self.collectives.lose(f"it could not take its part in a round that had failed: {error!r}")
 
     def _abort_round(self) -> None:
         if self._round is None:
@@ -510,12 +498,12 @@ class Reducer:
         try:
             self.common.get_ready()
         except BaseException:
-            self.scheduler.note_failure(self)
+            note_failure(self)
             raise
         assert self._round is not None
         self._aborted = self._round
         self._aborted.abort()
-        self.scheduler.decisions.note_aborted(self)
+        self.decisions.note_aborted(self)
 
     def finish_aborted(self) -> None:
         """Return when all that an aborted round has sent has arrived, and what the ranks have decided in it is
@@ -545,7 +533,7 @@ class Reducer:
         """Stop synchronising: another replication has taken over all parameters."""
         self.retired = True
         self.rank_state.end_padding_batch()
-        self.scheduler.modules.unregister(self)
+        self.common.modules.unregister(self)
         self._remove_triggers()
 
     def __del__(self) -> None:

@@ -61,7 +61,7 @@ class Round:
         self._common, self._own, self._passive = common, own, passive
         self._used = own.contribution.used
         self._aborted_row: Tensor | None = None
-        self._decisions = common.scheduler.decisions
+        self._decisions = common.decisions
         self._loop = self._decisions.innermost  # which may end before the report of an aborted round is read
         self._batch = self._decisions.batch
         self._divide_factor = common.gradient_divide_factor
@@ -118,7 +118,7 @@ class Round:
     def _may_launch(self, bucket: GradientBucket) -> bool:
         """Return True if a bucket may leave while backward runs."""
         # Ranks that use different things come to a mean inside of the pass at different times.
-        if not self._common.is_ready or has_means() or not self._common.scheduler.modules.exclusive:
+        if not self._common.is_ready or has_means() or not self._common.modules.exclusive:
             return False
         return not self._common.hooks.hooks or self._may_call_hooks(bucket.members[0].spec.device)
 
@@ -373,9 +373,7 @@ class Round:
         except BaseException as error:
             if begun is None or collectives.begun() != begun:
                 gist = shortened(f"{type(error).__name__}: {error}", LONGEST_HEADLINE)
-                self._common.scheduler.mark_broken(
-                    f"a communication hook raised {gist}, after it had begun to communicate"
-                )
+                collectives.lose(f"a communication hook raised {gist}, after it had begun to communicate")
             raise
 
     def _call_hooks(self, bucket: GradientBucket, flat: Tensor) -> Waitable:

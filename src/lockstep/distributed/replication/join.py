@@ -17,6 +17,7 @@ from torch.distributed.algorithms.join import Join, JoinHook
 from lockstep.distributed.comm.agreement import all_gather_object
 from lockstep.distributed.comm.run_all import RunAll
 from lockstep.distributed.reduction.reducer import Reducer
+from lockstep.distributed.reduction.scheduler import GroupScheduler, scheduler_of
 from lockstep.distributed.reduction.values import broadcast_values
 from lockstep.distributed.replication.reducer_replication import ReducerReplication
 
@@ -34,8 +35,7 @@ def enter_iteration(wrapper: Any, replication: ReducerReplication) -> None:
     if work is not None:  # only the first of several wrappers notifies the others of an iteration
         work.wait()
     synchronises = torch.is_grad_enabled() and replication.requires_sync
-    reducer = hook.reducer
-    marks = reducer.scheduler.announce_forward(reducer, _SYNCHRONISES if synchronises else _LOCAL)
+    marks = hook.scheduler.announce_forward(hook.reducer, _SYNCHRONISES if synchronises else _LOCAL)
     hook.count_only_active(marks)
 
 
@@ -54,6 +54,11 @@ class ShadowHook(JoinHook):
         """The reducer of the wrapper."""
         return self._replication.started_reducer
 
+    @property
+    def scheduler(self) -> GroupScheduler:
+        """The scheduler of the wrapper's group."""
+        return scheduler_of(self.reducer.collectives.group)
+
     def count_only_active(self, marks: list[int]) -> None:
         """Use the buffers of the first rank that has batches, and divide by the number of such ranks if asked to."""
         active = [rank for rank, mark in enumerate(marks) if mark != _GONE]
@@ -69,8 +74,8 @@ class ShadowHook(JoinHook):
 
     def _follow(self) -> None:
         """Follow the other ranks: begin an iteration of a wrapper, or reduce."""
-        scheduler = self.reducer.scheduler
-        hooks = {hook.reducer: hook for hook in _open_hooks() if hook.reducer.scheduler is scheduler}
+        scheduler = self.scheduler
+        hooks = {hook.reducer: hook for hook in _open_hooks() if hook.scheduler is scheduler}
         marks, members = scheduler.listen()
         if any(marks):
             for hook in (hooks[member] for member in members if member in hooks):
@@ -89,12 +94,12 @@ class ShadowHook(JoinHook):
         self._has_begun = True
         self.count_only_active(marks)
         self._awaits_round = _SYNCHRONISES in marks
-        if self._awaits_round and self.reducer.scheduler.modules.exclusive:
+        if self._awaits_round and self.scheduler.modules.exclusive:
             self._reduce_without_batch()
 
     def _reduce_without_batch(self) -> None:
         self._awaits_round = False
-        self.reducer.reduce_without_batch()
+        self.scheduler.reduce_without_batch(self.reducer)
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Copy the values of a rank that ended last."""

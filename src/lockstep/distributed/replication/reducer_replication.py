@@ -21,7 +21,8 @@ from lockstep.distributed.reduction.graph import mark_output
 from lockstep.distributed.reduction.parameters import ParameterSet
 from lockstep.distributed.reduction.passes import ForwardMark, note_compiled
 from lockstep.distributed.reduction.reducer import Reducer
-from lockstep.distributed.reduction.scheduler import GroupScheduler, scheduler_of
+from lockstep.distributed.reduction.replicated_modules import ReplicatedModules
+from lockstep.distributed.reduction.scheduler import scheduler_of
 from lockstep.distributed.reduction.selection import Contents, Selection
 from lockstep.distributed.replication.mixed_precision import Casts, ReduceIn, reduce_dtype
 from lockstep.distributed.replication.options import Options, outputs_in
@@ -97,13 +98,13 @@ class ReducerReplication(Replication):
         parameters = ParameterSet(self._selection, contents, delayed, values=options.init_sync)
         policy = BufferSync(self._scan(), options.policy, collectives)
         caps = options.caps_in_shared_memory() if collectives.shares_memory else options.caps
-        reducer = Reducer(CommonState(parameters, collectives, scheduler, policy, caps))
+        reducer = Reducer(CommonState(parameters, collectives, scheduler.modules, policy, caps), keeps=scheduler)
         for earlier in self._selection.superseded(contents):
             earlier.retire()
         if self._numbering is not None:
             scheduler.modules.register(reducer, *self._numbering)
         else:  # nothing has been sent yet: the ranks agree when they first have to
-            reducer.common.do_before_next_round(self._late_agreement(contents, collectives, scheduler, reducer))
+            reducer.common.do_before_next_round(self._late_agreement(contents, collectives, scheduler.modules, reducer))
         reducer.rank_state.set_requires_sync(self.requires_sync)
         parameters.attach(reducer)
         if options.mixed_precision is not None:
@@ -122,14 +123,13 @@ class ReducerReplication(Replication):
             reducer.common.register_hook(None, ReduceIn(dtype))
 
     def _late_agreement(
-        self, contents: Contents, collectives: Collectives, scheduler: GroupScheduler, reducer: Reducer
+        self, contents: Contents, collectives: Collectives, modules: ReplicatedModules[Reducer], reducer: Reducer
     ) -> Callable[[], None]:
         def agree_late() -> None:
             self._agree(contents, collectives, "")
             assert self._numbering is not None
             modules.register(reducer, *self._numbering)
 
-        modules = scheduler.modules
         modules.register(reducer, modules.next_id, modules.ids(), modules.propose_order())
         return agree_late
 
@@ -204,7 +204,7 @@ class ReducerReplication(Replication):
             yield
         except BaseException:
             if self.reducer is not None and not self.requires_sync:
-                self.reducer.scheduler.decisions.note_local_failure()
+                self.reducer.decisions.note_local_failure()
             raise
         finally:
             self.set_requires_gradient_sync(before)

@@ -1,0 +1,110 @@
+"""The modules replicated over one group, and the exchange that tells which of them take part in a pass.
+
+Modules have numbers that are the same on all ranks. If a pass may go through several modules, the ranks exchange the
+modules that they have reached in one small collective: one number for each rank, and one for each module.
+"""
+
+import operator
+import threading
+import weakref
+from collections.abc import Collection, Iterator, Sequence
+from typing import Generic, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from lockstep.distributed.comm.collectives import Collectives, Pending
+
+M = TypeVar("M")
+"""A module as the one that keeps the list knows it: its reducer."""
+TAKES_PART, FAILED, SKIPPED = 1, 1 << 16, 1 << 32
+"""Values that a rank sends for a module: it takes part, its backward pass has failed, or it skips the batch."""
+_lock = threading.Lock()
+_orders = 0  # the highest order of a group in this process
+
+
+class PassAgreement(NamedTuple, Generic[M]):
+    """The answers of all ranks."""
+
+    marks: list[int]
+    """The number that each rank has sent for itself."""
+    modules: list[M]
+    """The modules that take part on any rank and still exist on this one, in the order of their creation."""
+    failed: bool
+    """True if the backward pass has failed on some rank."""
+    skipped: bool
+    """True if some rank leaves out the batch."""
+
+
+class ReplicatedModules(Generic[M]):
+    """The modules replicated over one group in this process."""
+
+    def __init__(self, collectives: Collectives) -> None:
+        self.exclusive = True
+        """True if there is at most one, on all ranks: agreed, see :meth:`register`."""
+        self.next_id = 0
+        """The number of the next module; ranks agree on the highest of their proposals."""
+        self.order = 0
+        """The group's number among those of this process, the same on all of its ranks."""
+        self._collectives = collectives
+        self._links: dict[int, weakref.ref[M]] = {}
+
+    def __iter__(self) -> Iterator[M]:
+        """Iterate over the modules in the order of their creation."""
+        return filter(None, map(operator.call, list(self._links.values())))
+
+    def numbered(self) -> dict[int, M]:
+        """Return the modules by number, in the order of their creation."""
+        return {number: module for number, link in list(self._links.items()) if (module := link()) is not None}
+
+    def propose_order(self) -> int:
+        """Return the number that this rank wants for the group; ranks take the highest of theirs."""
+        return self.order or _orders + 1
+
+    def ids(self, leaving: Collection[object] = ()) -> list[int]:
+        """Return the numbers of those that are still there on this rank, and not about to be replaced by another."""
+        return [n for n, module in self.numbered().items() if not any(module is each for each in leaving)]
+
+    def register(self, module: M, module_id: int, others: Collection[int], order: int) -> None:
+        """Add a module under a number on which all ranks agree.
+
+        ``others``: numbers of other modules on any rank; ``order``: the agreed place of the group.
+        """
+        global _orders
+        with _lock:
+            self.order, _orders = order, max(order, _orders)
+        self.unregister(module)
+        self._links = dict(sorted({**self._links, module_id: weakref.ref(module)}.items()))
+        self.next_id = module_id + 1
+        self.exclusive = not others
+
+    def unregister(self, module: M) -> None:
+        """Forget a module that is no longer reduced."""
+        self._links = {number: link for number, link in self._links.items() if link() not in (None, module)}
+
+    # --------------------------------------------------------------------- what ranks tell each other
+
+    def tell(self, modules: Sequence[M], mark: int, own: int = 0) -> tuple[Tensor, Pending]:
+        """Send ``mark`` for some modules, and ``own`` for this rank; return the row being summed, and its
+        collective."""
+        world = self._collectives.world
+        row = torch.zeros(world + self.next_id, dtype=torch.int64)
+        row[self._collectives.rank] = own
+        for number, module in self.numbered().items():
+            if any(module is each for each in modules):
+                row[world + number] = mark
+        row = row.to(self._collectives.device)
+        return row, self._collectives.all_reduce(row, "which modules take part")
+
+    def ask(self, modules: Sequence[M], own: int = 0) -> PassAgreement[M]:
+        """Tell the other ranks that these modules take part, and wait for their answers; ``own``: sent for this
+        rank."""
+        row, pending = self.tell(modules, TAKES_PART, own)
+        pending.wait()
+        marks, counts = row[: self._collectives.world].tolist(), row[self._collectives.world :].tolist()
+        return PassAgreement(
+            [int(each) for each in marks],
+            [module for number, module in self.numbered().items() if number < len(counts) and counts[number]],
+            any(count % SKIPPED >= FAILED for count in counts),
+            any(count >= SKIPPED for count in counts),
+        )
