@@ -26,26 +26,24 @@ class Refused:
 def refusing(base: type, instead: Mapping[str, str]) -> Callable[[C], C]:
     """Refuse, in a class, every name of ``base`` that neither it nor a class before ``base`` defines.
 
-    Names of ``Module`` that ``base`` overrides become ``Module``'s again. ``instead`` gives the advice for a name; its
-    other names, attributes that the constructor of ``base`` sets, are refused by :func:`refusal`.
+    Names of ``Module`` that ``base`` overrides become ``Module``'s again. ``instead`` gives the advice for a name; all
+    others have one message. Attributes that ``base`` sets in its methods are refused by :func:`refusal`.
     """
 
     def decorate(cls: C) -> C:
         order = cls.__mro__[: cls.__mro__.index(base)]
         ours = {name for kind in order for name in vars(kind)}
-        for name in vars(base).keys() - ours:
+        for name in (vars(base).keys() | instead.keys()) - ours:
             if not (name.startswith("__") and name.endswith("__")):
                 plain = getattr(Module, name, None)
                 setattr(cls, name, plain or Refused(message(cls.__name__, name, instead.get(name))))
-        cls._refused_attributes = {  # type: ignore[attr-defined]
-            name: message(cls.__name__, name, text) for name, text in instead.items() if name not in ours
-        }
+        cls._refused_base = base  # type: ignore[attr-defined]
         return cls
 
     return decorate
 
 
-def message(owner: str, name: str, instead: str | None) -> str:
+def message(owner: str, name: str, instead: str | None = None) -> str:
     """Return the message for a name that is refused."""
     text = (
         instead or "it belongs to PyTorch's own machinery, which does not run here; docs/distributed.md lists what does"
@@ -54,10 +52,12 @@ def message(owner: str, name: str, instead: str | None) -> str:
 
 
 def refusal(cls: type, name: str) -> str | None:
-    """Return the message for an attribute that does not exist; None if it is not one of those that are refused."""
+    """Return the message for an attribute that does not exist; None if PyTorch's class has no such attribute either."""
     for kind in cls.__mro__:
         held = vars(kind).get(name)
         if held is not None:
             return held.message if isinstance(held, Refused) else None
-    attributes: Mapping[str, str] = getattr(cls, "_refused_attributes", {})
-    return attributes.get(name)
+    base: type | None = getattr(cls, "_refused_base", None)
+    methods = vars(base).values() if base is not None else ()
+    used = any(name in method.__code__.co_names for method in methods if hasattr(method, "__code__"))
+    return message(cls.__name__, name) if used else None

@@ -8,7 +8,7 @@ Kept: attributes that say how the wrapper was made; ``_set_static_graph`` and
 ``wrapper.reducer`` and ``wrapper.logger`` have the methods that frameworks call between forward and backward: these
 tell PyTorch's reducer that a backward is coming, that buckets may be rebuilt, or that statistics are due. None of that
 is needed here, so they do nothing; a method that would change what is reduced raises an error by name, which says what
-to use instead (:data:`INSTEAD`).
+to use instead.
 """
 
 import warnings
@@ -31,22 +31,6 @@ from lockstep.distributed.replication.options import Options
 from lockstep.distributed.replication.reducer_replication import ReducerReplication
 from lockstep.errors import CommunicationError, HookError, OptionError
 from lockstep.inherited import message, refusal
-
-_INSTEAD = {
-    "_autograd_hook": "gradients are noticed by comparing .grad before and after backward",
-    "_delay_all_reduce": "call backward under no_sync(), and the last one outside of it",
-    "_get_local_used_map": "which parameters were used is found and compared in every backward",
-    "_get_zeros_like_grad_buckets": "use wrapper.join() for ranks that run out of batches",
-    "_install_post_backward_futures": "wait for it before optimizer.step(); gradients are complete after backward",
-    "_reset_state": "a failed backward leaves nothing behind that would have to be reset",
-    "_run_allreduce_hook": "a communication hook may return the transformed buffer, which is then averaged for it",
-    "_run_comm_hook": "use wrapper.join() for ranks that run out of batches",
-    "_set_forward_pass_work_handle": "use wrapper.join() for ranks that run out of batches",
-    "_set_mixed_precision_param_dtype": "pass mixed_precision to the wrapper",
-    "_set_sparse_metadata": "sparse gradients need none",
-    "_update_process_group": "wrap the module anew, with process_group=",
-    "get_backward_stats": "lockstep.loop.statistics(wrapper) has the seconds of every phase",
-}
 
 
 class Wrapper(Protocol):
@@ -122,7 +106,7 @@ class CompatibleReducer(_OfWrapper):
         """Do nothing: statistics need no logger."""
 
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError(message("reducer", name, _INSTEAD.get(name)), name=name, obj=self)
+        raise AttributeError(message("reducer", name), name=name, obj=self)
 
 
 class LoggingData(NamedTuple):
@@ -162,7 +146,7 @@ class CompatibleLogger(_OfWrapper):
         """Do nothing: the data look up whether ranks join when they are read."""
 
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError(message("logger", name, None), name=name, obj=self)
+        raise AttributeError(message("logger", name), name=name, obj=self)
 
 
 BufferHookLocation = _BufferCommHookLocation
@@ -215,51 +199,12 @@ _BUILTIN = {"ALLREDUCE": default_hooks.allreduce_hook, "FP16_COMPRESS": default_
 
 
 _MOVED = "forward moves its inputs itself (device_ids); lockstep.DataParallel and lockstep.local have several devices"
-_BUFFERS = "buffers are made equal at the end of each synchronised backward, by buffer_policy"
-_JOINED = "use wrapper.join()"
-_DELAYED = "delay_all_reduce_named_params are reduced at the end of backward, in buckets like all others"
-_IN_BACKWARD = "run the optimizer in register_post_accumulate_grad_hook, which waits for the reduced gradient"
-_MIXED = "mixed_precision casts in forward, and leaves the parameters as they are"
 _FINAL = "gradients are complete when backward returns, and nothing has to be finalized"
-_NOTICED = "gradients are noticed by comparing .grad before and after backward"
 
 INSTEAD = {
-    "_assign_modules_buffers": "buffers are looked up in each backward",
-    "_build_debug_param_to_name_mapping": "errors name parameters",
-    "_build_params_for_reducer": "lockstep.replicate() and the wrapper find the parameters",
-    "_check_and_sync_module_buffers": _BUFFERS,
-    "_check_comm_hook": "register_comm_hook() checks",
-    "_check_default_group": "pickling a wrapper on a group of its own is an error",
-    "_check_global_requires_backward_grad_sync": _JOINED,
-    "_check_sync_bufs_post_fwd": _BUFFERS,
-    "_check_sync_bufs_pre_fwd": _BUFFERS,
-    "_clear_grad_buffer": _DELAYED,
-    "_ddp_init_helper": "the wrapper is ready when it is made",
-    "_default_broadcast_coalesced": _BUFFERS,
-    "_delayed_all_reduce_hook": _DELAYED,
-    "_distributed_broadcast_coalesced": "use torch.distributed.broadcast",
-    "_find_common_rank": "use torch.distributed.all_reduce with ReduceOp.MAX",
-    "_fire_reducer_autograd_hook": _MIXED,
-    "_get_parameters": "use module.parameters()",
-    "_inside_ddp_forward": "call the wrapper",
-    "_lazy_init": "the wrapper is ready when it is made",
-    "_log_and_throw": "raise the error",
-    "_match_all_reduce_for_bwd_pass": _JOINED,
-    "_match_unused_params_allreduce": _JOINED,
-    "_module_wait_for_copy_hook": _MIXED,
-    "_passing_sync_batchnorm_handle": "SyncBatchNorm needs no handle",
-    "_post_forward": "call the wrapper; gradients are synchronised whatever is called",
-    "_pre_forward": "call the wrapper; gradients are synchronised whatever is called",
-    "_register_accum_grad_hook": _NOTICED,
-    "_register_delay_all_reduce_hook": _DELAYED,
-    "_register_fused_optim": _IN_BACKWARD,
-    "_root_copy_hook": _MIXED,
-    "_run_ddp_forward": "call the wrapper",
-    "_set_sparse_metadata": "sparse gradients need none",
-    "_setup_in_backward_optimizers": _IN_BACKWARD,
-    "_sync_buffers": _BUFFERS,
-    "_sync_final_model": _JOINED,
-    "_sync_module_buffers": _BUFFERS,
+    "_register_fused_optim": (
+        "run the optimizer in register_post_accumulate_grad_hook, which waits for the reduced gradient"
+    ),
     "_update_process_group": "wrap wrapper.module anew, with process_group=",
     "finalize_backward": _FINAL,
     "gather": _MOVED,
@@ -267,19 +212,8 @@ INSTEAD = {
     "scatter": _MOVED,
     "should_finalize_after_backward": _FINAL,
     "to_kwargs": _MOVED,
-    # attributes that PyTorch's constructor sets
-    "_accum_grad_hooks": _NOTICED,
-    "_bucket_config": "bucket_bytes_cap and bucket_bytes_cap_list have the sizes",
-    "_ddp_sink_clone": "outputs are never cloned",
-    "_delay_all_reduce_all_params": _DELAYED,
-    "_delay_grad_buffer": _DELAYED,
-    "_delay_grad_views": _DELAYED,
-    "_lazy_init_ran": "the wrapper is ready when it is made",
-    "_mp_stream": _MIXED,
-    "_require_manual_backward_finalization": _FINAL,
-    "_submodule_to_event": _MIXED,
-    "buffer_hook": "_register_buffer_comm_hook() keeps the hook",
 }
+"""What to use instead of a name of PyTorch's class, for names that programs call; its private ones have one text."""
 
 
 class _OptionNames:
