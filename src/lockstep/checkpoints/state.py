@@ -16,8 +16,7 @@ from torch.utils.data import DataLoader, Sampler
 
 from lockstep.checkpoints.sampler import ResumableSampler
 from lockstep.distributed.comm.run_all import RunAll
-from lockstep.distributed.replication.replication import Replication, find_replication
-from lockstep.distributed.replication.training_state import own_names
+from lockstep.distributed.replication.replication import Replication, find_replication, own_names
 from lockstep.errors import CheckpointError, OptionError
 from lockstep.tree import tree_map
 

@@ -11,8 +11,7 @@ from torch.optim import Optimizer
 from lockstep.distributed.comm.collectives import Collectives
 from lockstep.distributed.comm.group_state import state_of
 from lockstep.distributed.reduction.decisions import decisions_of
-from lockstep.distributed.reduction.parameters import SlotSnapshot
-from lockstep.distributed.reduction.selection import Selection
+from lockstep.distributed.reduction.parameters import Selection, SlotSnapshot
 from lockstep.distributed.replication.replicate import Loss
 from lockstep.errors import CommunicationError, NotReplicableError, OptionError, ShareError
 from lockstep.shares.early import EarlyBuckets

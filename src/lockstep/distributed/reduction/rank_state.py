@@ -23,10 +23,10 @@ from torch.utils.hooks import RemovableHandle
 
 from lockstep.distributed.reduction.buffers import KeptBuffers
 from lockstep.distributed.reduction.common_state import CommonState
-from lockstep.distributed.reduction.drift import DriftDetector
-from lockstep.distributed.reduction.parameters import ManagedParameter
+from lockstep.distributed.reduction.managed_parameters import ManagedParameter
 from lockstep.distributed.reduction.passes import PassLog
 from lockstep.distributed.reduction.status import Part, Status
+from lockstep.distributed.reduction.values import DriftDetector
 from lockstep.distributed.reduction.window import Window, are_zero
 from lockstep.errors import OptionError
 

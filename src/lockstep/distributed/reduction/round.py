@@ -20,13 +20,13 @@ from torch.nn import Parameter
 from lockstep.distributed.reduction.buckets import GradientBucket, ZeroBucket
 from lockstep.distributed.reduction.comm_hooks import Waitable
 from lockstep.distributed.reduction.common_state import CommonState
-from lockstep.distributed.reduction.drift import Drift, warn_of_drift
 from lockstep.distributed.reduction.gradient_snapshot import GradientSnapshot
 from lockstep.distributed.reduction.graph import has_means
 from lockstep.distributed.reduction.late import reduce_late
-from lockstep.distributed.reduction.parameters import ManagedParameter
+from lockstep.distributed.reduction.managed_parameters import ManagedParameter
 from lockstep.distributed.reduction.rank_state import RankState
 from lockstep.distributed.reduction.status import Status
+from lockstep.distributed.reduction.values import Drift, warn_of_drift
 from lockstep.distributed.reduction.verdict import Verdict, judge, judge_loops
 from lockstep.errors import AgreementError, CommunicationError, OptionError, PeerError
 from lockstep.texts import LONGEST_HEADLINE, shortened

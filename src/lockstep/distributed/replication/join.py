@@ -18,8 +18,8 @@ from lockstep.distributed.comm.agreement import all_gather_object
 from lockstep.distributed.comm.run_all import RunAll
 from lockstep.distributed.reduction.reducer import Reducer
 from lockstep.distributed.reduction.scheduler import GroupScheduler, scheduler_of
-from lockstep.distributed.reduction.values import broadcast_values
 from lockstep.distributed.replication.reducer_replication import ReducerReplication
+from lockstep.distributed.replication.replication import broadcast_values
 
 _GONE, _LOCAL, _SYNCHRONISES = 0, 1, 2
 _contexts: "weakref.WeakKeyDictionary[ReducerReplication, weakref.ref[ShadowHook]]" = weakref.WeakKeyDictionary()

@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeVar
 
 from torch.nn import Module
 
-from lockstep.distributed.reduction.selection import sharded_children
+from lockstep.distributed.reduction.parameters import sharded_children
 from lockstep.distributed.replication.options import Options, read_options
 from lockstep.distributed.replication.reducer_replication import ReducerReplication, rounds_of
 from lockstep.distributed.replication.replication import Replication, find_replication, register, replication_of
