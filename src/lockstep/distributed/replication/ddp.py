@@ -89,6 +89,7 @@ class DistributedDataParallel(CompatibleNames, _PyTorchs, Module, Joinable, Gene
     """
 
     module: M
+    _held: ReducerReplication | None = None
 
     @naming_options
     def __init__(
@@ -128,7 +129,6 @@ class DistributedDataParallel(CompatibleNames, _PyTorchs, Module, Joinable, Gene
         Joinable.__init__(self)
         self.module = module
         self._options = options
-        self._began = False
         if resolve_group(options.group) is None:
             raise CommunicationError(
                 "Default process group has not been initialized, please make sure to call init_process_group, or pass "
@@ -139,7 +139,6 @@ class DistributedDataParallel(CompatibleNames, _PyTorchs, Module, Joinable, Gene
     @outside_compiler
     def _begin(self) -> None:
         """Replicate the module, and register the wrapper, so that functions for replicated modules take it."""
-        self._began = True
         replication = ReducerReplication(self.module, self._options, (), taking_over=True)
         register(self, replication)
         self._held = replication
@@ -151,8 +150,9 @@ class DistributedDataParallel(CompatibleNames, _PyTorchs, Module, Joinable, Gene
 
     @property
     def _replication(self) -> ReducerReplication:
-        if not self._began:
+        if self._held is None:
             self._begin()  # the wrapper is a copy, or was unpickled
+        assert self._held is not None
         return self._held  # not from the registry: the compiler would put guards on its other entries
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -263,7 +263,6 @@ class DistributedDataParallel(CompatibleNames, _PyTorchs, Module, Joinable, Gene
             delay_all_reduce_named_params=None,
             param_to_hook_all_reduce=None,
         )
-        state["_began"] = False
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -280,7 +279,6 @@ class DistributedDataParallel(CompatibleNames, _PyTorchs, Module, Joinable, Gene
         memo[id(self)] = copied
         state = {
             **self.__dict__,
-            "_began": False,
             "_options": None,
             "_join_config": None,
             "_held": None,
