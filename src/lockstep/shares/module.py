@@ -318,7 +318,7 @@ class ShareModule:
             self._buffers.written,
             stops=loops.asks_to_stop,
             skips=loops.skips_next,
-            ends=loops.innermost.ends,
+            ends=loops.innermost.batch.ends,
             differs=self._exchange is None,
         )
 

@@ -295,7 +295,7 @@ class RankState:
             loops.batch,
             part,
             loops.asks_to_stop,
-            loops.innermost.ends,
+            loops.innermost.batch.ends,
             self.differs,
             own.drift.suspects,
             window.is_open,
