@@ -61,7 +61,7 @@ class ShareReplication(Replication):
         ]
         check_same_on_all_ranks(lines, collectives, error=error)
 
-    def _synchronise(self, contents: Contents, collectives: Collectives) -> None:
+    def _synchronise(self, contents: Contents, collectives: Collectives, agreed: None) -> None:
         module = ShareModule(self._selection, collectives, self._shares, self._loss, self.options.init_sync)
         self._world = world_of(collectives.group)
         self._module = module

@@ -9,6 +9,7 @@ changes them. With shares a round is a step: parameters are read at its end, buf
 import warnings
 from collections.abc import Hashable, Iterable, Sequence
 from ctypes import string_at
+from itertools import chain
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -174,6 +175,13 @@ class Drift(NamedTuple):
     """The group's first rank."""
 
 
+class _Seen(NamedTuple):
+    """The parameters as a backward pass that does not synchronise has found them."""
+
+    versions: list[int]
+    first_bytes: list[bytes]
+
+
 class DriftDetector:
     """Compares version counters when a backward pass begins; costs nothing while every pass synchronises.
 
@@ -187,10 +195,9 @@ class DriftDetector:
 
     def __init__(self, parameters: Sequence[ManagedParameter], global_rank: int) -> None:
         self._parameters, self._global_rank = parameters, global_rank
-        self._versions: list[int] | None = None
+        self._seen: _Seen | None = None  # while gradients are local to this rank
         plain = [member for member in parameters if not is_dtensor(member.parameter)]
         self._some = plain[:: max(1, -(-len(plain) // _PARAMETERS))]
-        self._first_bytes: list[bytes] = []
         self.suspects = False
         """True if parameters were changed while their gradients were local, and the ranks have not compared them
         since."""
@@ -198,18 +205,19 @@ class DriftDetector:
     @property
     def is_unused(self) -> bool:
         """True if no gradient is local to this rank, and no drift is suspected."""
-        return self._versions is None and not self.suspects
+        return self._seen is None and not self.suspects
 
     def check(self, synchronises: bool) -> None:
         """Look at the parameters as a backward pass begins; warn if they have changed twice since the last one that
         synchronised, and this one does not."""
-        before = self._versions
+        before = self._seen
         if before is None and synchronises:
             return
-        versions = list(map(_version_of, self._parameters))
-        first_bytes = _first_bytes([member.parameter for member in self._some])
-        changed = None if before is None else self._changed(before, versions, first_bytes)
-        self._versions, self._first_bytes = (None, []) if synchronises else (versions, first_bytes)
+        seen = _Seen(
+            list(map(_version_of, self._parameters)), _first_bytes([member.parameter for member in self._some])
+        )
+        changed = None if before is None else self._changed(before, seen)
+        self._seen = None if synchronises else seen
         if changed is not None:
             again, self.suspects = self.suspects, True
             if again and not synchronises:
@@ -224,18 +232,15 @@ class DriftDetector:
         found = find_difference([(each.name, each.parameter) for each in parameters], collectives)
         return None if found is None else Drift(found.name, found.rank, collectives.global_ranks[0])
 
-    def _changed(self, before: Sequence[int], versions: Sequence[int], first_bytes: Sequence[bytes]) -> str | None:
+    def _changed(self, before: _Seen, now: _Seen) -> str | None:
         """Return the name of the first parameter whose values have changed."""
-        if before != versions:
-            return next(m.name for m, old, new in zip(self._parameters, before, versions, strict=True) if old != new)
-        for member, was, now in zip(self._some, self._first_bytes, first_bytes, strict=True):
-            if was != now:
-                return member.name
-        return None
+        versions = zip(self._parameters, before.versions, now.versions, strict=True)
+        first_bytes = zip(self._some, before.first_bytes, now.first_bytes, strict=True)
+        return next((member.name for member, was, then in chain(versions, first_bytes) if was != then), None)
 
     def forget(self) -> None:
         """Note that gradients are the same on all ranks again; a suspicion stays until values are compared."""
-        self._versions, self._first_bytes = None, []
+        self._seen = None
 
 
 def _first_bytes(parameters: Sequence[Parameter]) -> list[bytes]:

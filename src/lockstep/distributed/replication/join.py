@@ -9,6 +9,7 @@ in any order: all that is sent before a round has the same form, so a rank that 
 """
 
 import weakref
+from enum import Enum, auto
 from typing import Any
 
 import torch
@@ -39,12 +40,21 @@ def enter_iteration(wrapper: Any, replication: ReducerReplication) -> None:
     hook.count_only_active(marks)
 
 
+class _Iteration(Enum):
+    """How far an iteration of the other ranks is."""
+
+    EXPECTED = auto()
+    BEGUN = auto()
+    """Its round is still to come."""
+    OVER = auto()
+
+
 class ShadowHook(JoinHook):
     """The hook of a rank without batches."""
 
     def __init__(self, wrapper: Any, replication: ReducerReplication) -> None:
         self._wrapper, self._replication = wrapper, replication
-        self._has_begun = self._awaits_round = False
+        self._iteration = _Iteration.EXPECTED
         self.ended = False
         """True once all ranks have run out, and the context is over."""
         _contexts[replication] = weakref.ref(self)
@@ -68,9 +78,9 @@ class ShadowHook(JoinHook):
 
     def main_hook(self) -> None:
         """Take part in the steps of the others until this wrapper has had its iteration."""
-        while not self._has_begun or self._awaits_round:
+        while self._iteration is not _Iteration.OVER:
             self._follow()
-        self._has_begun = False
+        self._iteration = _Iteration.EXPECTED
 
     def _follow(self) -> None:
         """Follow the other ranks: begin an iteration of a wrapper, or reduce."""
@@ -91,14 +101,15 @@ class ShadowHook(JoinHook):
         steps.end()
 
     def _begin(self, marks: list[int]) -> None:
-        self._has_begun = True
         self.count_only_active(marks)
-        self._awaits_round = _SYNCHRONISES in marks
-        if self._awaits_round and self.scheduler.modules.exclusive:
+        synchronises = _SYNCHRONISES in marks
+        self._iteration = _Iteration.BEGUN if synchronises else _Iteration.OVER
+        if synchronises and self.scheduler.modules.exclusive:
             self._reduce_without_batch()
 
     def _reduce_without_batch(self) -> None:
-        self._awaits_round = False
+        if self._iteration is _Iteration.BEGUN:
+            self._iteration = _Iteration.OVER
         self.scheduler.reduce_without_batch(self.reducer)
 
     def post_hook(self, is_last_joiner: bool) -> None:

@@ -161,7 +161,8 @@ class Casts:
     @torch.no_grad()
     def _restore(self) -> None:
         """Restore the original tensors, with the changes that forward has made to buffers."""
-        slots, self._slots = self._slots, []
+        slots = self._slots[:]
+        self._slots.clear()
         self._inside.clear()
         for place, key, original, cast in slots:
             current = place.get(key)

@@ -49,7 +49,6 @@ class ReducerReplication(Replication):
         """The reducer, once the module is ready."""
         self.requires_sync = True
         """True if backward passes that begin from now on synchronise."""
-        self._numbering: _Numbering | None = None
         self.hooks: list[tuple[Any, Any]] = []
         """Communication hooks, each with its state."""
         self._casts: Casts | None = None
@@ -78,7 +77,7 @@ class ReducerReplication(Replication):
             )
         return group
 
-    def _agree(self, contents: Contents, collectives: Collectives, error: str) -> None:
+    def _agree(self, contents: Contents, collectives: Collectives, error: str) -> _Numbering:
         """Compare with the other ranks, and find out how the module is numbered among those of the group."""
         modules = scheduler_of(collectives.group).modules
         lines = [*(Line(*pair) for pair in self.options.agreed()), *contents.describe()]
@@ -86,9 +85,9 @@ class ReducerReplication(Replication):
         numbers = [modules.next_id, modules.propose_order(), *modules.ids(leaving)]
         rows = check_same_on_all_ranks(lines, collectives, numbers, error)
         others = {number for row in rows for number in row[2:]}
-        self._numbering = _Numbering(max(row[0] for row in rows), others, max(row[1] for row in rows))
+        return _Numbering(max(row[0] for row in rows), others, max(row[1] for row in rows))
 
-    def _synchronise(self, contents: Contents, collectives: Collectives) -> None:
+    def _synchronise(self, contents: Contents, collectives: Collectives, agreed: _Numbering | None) -> None:
         """Make the reducer."""
         if self.options.process_group is not None:
             _warn_of_one_rank(collectives, self._selection)
@@ -100,8 +99,8 @@ class ReducerReplication(Replication):
         reducer = Reducer(CommonState(parameters, collectives, scheduler.modules, policy, caps), keeps=scheduler)
         for earlier in self._selection.superseded(contents):
             earlier.retire()
-        if self._numbering is not None:
-            scheduler.modules.register(reducer, *self._numbering)
+        if agreed is not None:
+            scheduler.modules.register(reducer, *agreed)
         else:  # nothing has been sent yet: the ranks agree when they first have to
             reducer.common.do_before_next_round(self._late_agreement(contents, collectives, scheduler.modules, reducer))
         reducer.rank_state.set_requires_sync(self.requires_sync)
@@ -125,9 +124,7 @@ class ReducerReplication(Replication):
         self, contents: Contents, collectives: Collectives, modules: ReplicatedModules[Reducer], reducer: Reducer
     ) -> Callable[[], None]:
         def agree_late() -> None:
-            self._agree(contents, collectives, "")
-            assert self._numbering is not None
-            modules.register(reducer, *self._numbering)
+            modules.register(reducer, *self._agree(contents, collectives, ""))
 
         modules.register(reducer, modules.next_id, modules.ids(), modules.propose_order())
         return agree_late

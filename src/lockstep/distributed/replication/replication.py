@@ -83,9 +83,10 @@ class Replication(ABC):
             contents = self._selection.contents()
         except LockstepError as error:
             failure = error
+        agreed: Any = None
         if self.options.init_sync:
             try:
-                self._agree(contents, collectives, str(failure or ""))
+                agreed = self._agree(contents, collectives, str(failure or ""))
             except LockstepError as error:
                 if failure is not None:
                     raise failure from error
@@ -96,7 +97,7 @@ class Replication(ABC):
             with self.phases.phase("make equal"):
                 buffers = contents.buffers if self.options.syncs_buffers_at_start else []
                 broadcast_values([parameter for _, parameter in contents.parameters], buffers, collectives)
-        self._synchronise(contents, collectives)
+        self._synchronise(contents, collectives, agreed)
         self._group = group
         if self._restored is not None:
             self.restore(self._restored)
@@ -106,12 +107,18 @@ class Replication(ABC):
         """Return the process group; raise if there is none yet, or the module cannot be replicated over it."""
 
     @abstractmethod
-    def _agree(self, contents: Contents, collectives: Collectives, error: str) -> None:
-        """Compare with the other ranks; they raise the ``error`` of this one, if it has one, too."""
+    def _agree(self, contents: Contents, collectives: Collectives, error: str) -> Any:
+        """Compare with the other ranks; they raise the ``error`` of this one, if it has one, too.
+
+        Returns what :meth:`_synchronise` gets as ``agreed``.
+        """
 
     @abstractmethod
-    def _synchronise(self, contents: Contents, collectives: Collectives) -> None:
-        """Begin to synchronise gradients; parameters and buffers have the same values on all ranks."""
+    def _synchronise(self, contents: Contents, collectives: Collectives, agreed: Any) -> None:
+        """Begin to synchronise gradients; parameters and buffers have the same values on all ranks.
+
+        ``agreed`` is None if the ranks have not compared yet.
+        """
 
     # ------------------------------------------------------------------------------------- forward
 
