@@ -273,6 +273,8 @@ class BufferSync:
         self._scan, self._collectives = scan, collectives
         self._set: BufferSet | None = None if policy == "local" else scan()
         self._packing = _Packing((), ())
+        self.has_large = False
+        """True if there are buffers that are not packed."""
         self._flats: list[tuple[Tensor, list[list[Buffer]]]] = []  # joined, but not sent yet
         self._sent: list[tuple[Pending, Tensor, list[list[Buffer]]]] = []
         self._left = False
@@ -283,11 +285,6 @@ class BufferSync:
     def source(self) -> int:
         """The rank that sends its values to the others: the first that has batches left."""
         return self._active[0]
-
-    @property
-    def has_large(self) -> bool:
-        """True if there are buffers that are not packed."""
-        return bool(self._packing.large)
 
     def set_active(self, ranks: Sequence[int] | None) -> None:
         """Use the values of the first of ``ranks``, or the mean over them, from now on; None or empty: all ranks."""
@@ -344,6 +341,7 @@ class BufferSync:
             packed.append(_Packed(BufferGroup(buffers), slice(start, end), as_bytes, averaged))
             start = end
         self._packing = _Packing(packed, large)
+        self.has_large = bool(large)
         return start
 
     @property

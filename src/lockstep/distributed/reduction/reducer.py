@@ -38,9 +38,11 @@ from typing import NamedTuple
 import torch
 from torch.nn import Parameter
 
+from lockstep.distributed.comm.group_state import watchers
 from lockstep.distributed.reduction.buckets import BucketsInUse
 from lockstep.distributed.reduction.common_state import CommonState
 from lockstep.distributed.reduction.engine import (
+    APPLIED_IN_BACKWARD,
     BackwardPass,
     check_optimizers,
     current_pass,
@@ -136,7 +138,8 @@ class Reducer:
         if own.contribution.window.is_open:
             own.contribution.window.check_gradients()
         parameters = self._members.tracked
-        check_optimizers(self._members.named)
+        if APPLIED_IN_BACKWARD in sys.modules:
+            check_optimizers(self._members.named)
         hold_all(parameters, self)
         if self._triggers.buckets is not self.common.buckets:
             self._place_triggers()
@@ -170,22 +173,23 @@ class Reducer:
     def on_output_grad(self, forward: ForwardMark | None = None) -> None:
         """Note that the backward pass has come to outputs of a forward; if it is None, to a mean over the ranks that
         leads to the module's parameters on some rank."""
-        self.collectives.enter("backward")
+        if watchers:
+            self.collectives.enter("backward")
         if self.retired:
             return
         with self._lock:
-            watched = self._watched_now()
+            watched = self._open_passes[-1] if self._open_passes else self._watch_foreign()
             watched.is_expected = True
             self.passes.note_reached(
                 forward, forward is None or self._members.is_own_parameter(forward.bound_parameter)
             )
 
-    def _watched_now(self) -> "_OpenPass":
-        """Return the pass under way, of which this is called."""
-        if not self._open_passes:
-            this = current_pass()
-            self._open_passes.append(self._watch(foreign_pass() if this is None else this.whole))
-        return self._open_passes[-1]
+    def _watch_foreign(self) -> "_OpenPass":
+        """Watch the pass under way, of whose begin the reducer was not told, and return it."""
+        this = current_pass()
+        watched = self._watch(foreign_pass() if this is None else this.whole)
+        self._open_passes.append(watched)
+        return watched
 
     # ------------------------------------------------------------------------------------ fill
 
@@ -216,7 +220,7 @@ class Reducer:
         with self._lock:
             if self.retired:
                 return
-            watched = self._watched_now()
+            watched = self._open_passes[-1] if self._open_passes else self._watch_foreign()
             if self.common.plan.observes:
                 self.common.plan.observe(index)
             elif watched.synchronises and self.rank_state.padding_batch is None:
@@ -410,24 +414,21 @@ class Reducer:
         self.rank_state.contribution.drift.check(True)
 
     def _finish(self) -> Sequence[Parameter]:
-        if self._round is None:
+        current = self._round
+        if current is None:
             return ()
         if not self.common.is_settled:
             self.common.get_ready()
-        with self.collectives.phases.phase("finish", f"round {self._round.number}"):
-            return self._finalize(self._round)
-
-    def _finalize(self, current: Round) -> Sequence[Parameter]:
-        own = self.rank_state.contribution
-        current.end_filling()
-        try:
-            own.check()
-            current.launch_rest()
-        except BaseException:  # of this rank alone: the others wait for what is not sent
-            self.abort()
-            raise
-        current.wait()
-        return current.conclude(lists_used=self._holds_hooks)
+        with self.collectives.phases.phase("finish", f"round {current.number}"):
+            current.end_filling()
+            try:
+                self.rank_state.contribution.check()
+                current.launch_rest()
+            except BaseException:  # of this rank alone: the others wait for what is not sent
+                self.abort()
+                raise
+            current.wait()
+            return current.conclude(lists_used=self._holds_hooks)
 
     def hold_hooks(self) -> None:
         """Note that some parameter has users' hooks, to be run when its gradient is reduced."""

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lockstep.distributed.reduction.buckets import GradientBucket, ZeroBucket
+from lockstep.distributed.reduction.buckets import NO_ROW, GradientBucket, ZeroBucket
 from lockstep.distributed.reduction.comm_hooks import Waitable
 from lockstep.distributed.reduction.common_state import CommonState
-from lockstep.distributed.reduction.gradient_snapshot import GradientSnapshot
+from lockstep.distributed.reduction.gradient_snapshot import GradientSnapshot, grad_of
 from lockstep.distributed.reduction.graph import has_means
 from lockstep.distributed.reduction.late import reduce_late
 from lockstep.distributed.reduction.managed_parameters import ManagedParameter
@@ -60,6 +60,7 @@ class Round:
         """True if the parameters have their gradients."""
         self._common, self._own, self._passive = common, own, passive
         self._used = own.contribution.used
+        self._behind = NO_ROW  # what rides behind the last bucket
         self._aborted_row: Tensor | None = None
         self._decisions = common.decisions
         self._loop = self._decisions.innermost  # which may end before the report of an aborted round is read
@@ -87,12 +88,11 @@ class Round:
         bucket, part = self.buckets.of[index], self.buckets.part_of[index]
         if bucket is None or part is None or part.is_complete or bucket.index < self.next_bucket:
             return  # it has come again
-        missing = snapshot.missing(part.indices)
+        grads = list(map(grad_of, part.parameters))
+        missing = snapshot.missing(part.indices, grads)
         if missing:
             self.moved_triggers[index] = missing[-1]  # in the order of the plan
-            return
-        part.is_complete = True
-        if bucket.part_is_complete(part):
+        elif bucket.part_is_complete(part, grads):
             self.launch_ready_buckets()
 
     def with_taken(self, came: Sequence[int]) -> Sequence[int]:
@@ -133,7 +133,7 @@ class Round:
             copied = bucket.copy_in(used)
             self._undefined += copied.undefined
             if bucket is self.buckets.report_bucket:
-                self._write_in_bucket(bucket.row)
+                self._write_behind(copied.row)
         what = self.buckets.labels[bucket.index]
         if common.hooks.hooks:
             self._send_through_hooks(bucket, copied.flat, what)
@@ -143,9 +143,10 @@ class Round:
 
     def _all_reduce(self, tensor: Tensor, what: str, factor: float = 1.0, blocking: bool = False) -> None:
         """Begin to sum a tensor, times ``factor``, over the ranks."""
-        begun, collectives = time.perf_counter(), self._common.collectives
+        if self._begun is None:
+            self._begun = time.perf_counter()
         what = f"{what}, round {self.number}"
-        self._note_sent(collectives.all_reduce(tensor, what, factor, blocking=blocking), begun)
+        self._pending.append(self._common.collectives.all_reduce(tensor, what, factor, blocking=blocking))
 
     # ------------------------------------------------------------- finalizing: backward has ended
 
@@ -166,15 +167,16 @@ class Round:
     def launch_rest(self) -> None:
         """Launch all that is left: buckets, buffers that do not ride in the report, and the report."""
         common, row = self._common, self._common.transport.own_row
-        if common.buffers.has_large:
+        has_large = common.buffers.has_large
+        if has_large:
             common.buffers.prepare_large()
         used = self._used if 0 in self._used else None
         for bucket in self.buckets.in_order[self.next_bucket :]:
-            is_last = bucket is self.buckets.report_bucket and not common.buffers.has_large and row is None
+            is_last = bucket is self.buckets.report_bucket and not has_large and row is None
             self._launch_bucket(bucket, used, blocking=is_last)
         if common.hooks.hooks:
             self._order_hooks(common.collectives.device)
-        if common.buffers.has_large:
+        if has_large:
             common.buffers.send_large()
         if row is not None:
             self._send_own(row, "report")
@@ -186,11 +188,13 @@ class Round:
         if transport.own_buffers is not None:
             transport.write_buffers(transport.own_buffers, status)
             self._all_reduce(transport.own_buffers, "small buffers")
-        begun = time.perf_counter()
-        self._note_sent(transport.send(row, what, blocking=not failed), begun)  # nobody waits for a failed one
+        if self._begun is None:
+            self._begun = time.perf_counter()
+        self._pending.append(transport.send(row, what, blocking=not failed))  # nobody waits for a failed one
 
-    def _write_in_bucket(self, row: Tensor, failed: bool = False) -> None:
+    def _write_behind(self, row: Tensor, failed: bool = False) -> None:
         """Write what rides behind the last bucket: the report, or small buffers alone."""
+        self._behind = row
         if self._common.transport.own_row is None:
             self._write_report(row, failed)
         else:
@@ -227,9 +231,7 @@ class Round:
         every rank if the ranks were not in the same round.
         """
         common, transport, own = self._common, self._common.transport, self._own
-        bucket = self.buckets.report_bucket
-        row = torch.empty(0) if bucket is None else bucket.row
-        report = transport.read(row if transport.own_row is None else transport.own_row)
+        report = transport.read(self._behind if transport.own_row is None else transport.own_row)
         ranks = common.collectives
         verdict = judge(report, ranks.rank, ranks.global_ranks, common.gradient_divide_factor)
         found = _USUAL if verdict.is_usual and self._decisions.is_default else self._find(verdict)
@@ -243,7 +245,8 @@ class Round:
             raise
         common.buffers.finish_large()
         if transport.has_buffers and not verdict.changed:  # those that go with the gradients
-            transport.take_buffers(row if transport.own_row is None or transport.splits else transport.own_row)
+            alone = None if transport.splits else transport.own_row
+            transport.take_buffers(self._behind if alone is None else alone)
         own.note_used()
         used = self._parameters_in_order(verdict, found.added) if lists_used else ()
         if found.renews:
@@ -335,7 +338,7 @@ class Round:
                 continue
             if bucket is self.buckets.report_bucket:
                 row = zeros[bucket.planned.layout.numel :]
-                self._write_in_bucket(row, failed=True)
+                self._write_behind(row, failed=True)
                 if common.transport.own_row is None:
                     self._aborted_row = row
             self._all_reduce(zeros, "aborted bucket")

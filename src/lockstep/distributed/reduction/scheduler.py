@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lockstep.distributed.comm.collectives import Collectives, Group, Pending
-from lockstep.distributed.comm.group_state import shared_object
+from lockstep.distributed.comm.group_state import shared_object, watchers
 from lockstep.distributed.comm.run_all import RunAll
 from lockstep.distributed.reduction.buffers import KeptBuffers
 from lockstep.distributed.reduction.decisions import decisions_of
@@ -61,7 +61,8 @@ class GroupScheduler(PassObserver):
         if self.modules.exclusive and len(watching) == 1:
             try:
                 if watching[0].reduce_settled():
-                    self._collectives.enter("training")
+                    if watchers:
+                        self._collectives.enter("training")
                     return
             except BaseException:
                 this.note_failure(watching[0])

@@ -13,6 +13,7 @@ from torch.nn import Module
 from lockstep.compiler import is_in_compiled_backward, outside_compiler
 from lockstep.distributed.comm.agreement import Line, check_same_on_all_ranks
 from lockstep.distributed.comm.collectives import Collectives, Group, resolve_group
+from lockstep.distributed.comm.group_state import watchers
 from lockstep.distributed.reduction.buffers import BufferSet, BufferSync
 from lockstep.distributed.reduction.comm_hooks import check_hook, hook_state, restore_hook_state
 from lockstep.distributed.reduction.common_state import CommonState
@@ -150,9 +151,10 @@ class ReducerReplication(Replication):
                 note_compiled(reducer.passes.name)
             else:
                 watch_engine()
-                reducer.collectives.enter("forward")
+                if watchers:
+                    reducer.collectives.enter("forward")
                 reducer.forward_begins()
-                reducer.passes.enter_forward(self._counts())
+                reducer.passes.enter_forward(self._counts(self._selection.module.training))
         if self._moves_inputs:
             args, kwargs = self._moved(args, kwargs)
         if self._casts is not None:
@@ -165,22 +167,22 @@ class ReducerReplication(Replication):
         reducer = self.reducer
         if reducer is None or not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return
-        found = (outputs,) if isinstance(outputs, Tensor) else outputs_in(outputs)
-        tensors = [tensor for tensor in found if tensor.requires_grad and not tensor.is_leaf]
+        if isinstance(outputs, Tensor):
+            tensors = [outputs] if outputs.requires_grad and not outputs.is_leaf else []
+        else:
+            tensors = [tensor for tensor in outputs_in(outputs) if tensor.requires_grad and not tensor.is_leaf]
         bound_parameter, training = reducer.common.members.bound_parameter(), self._selection.module.training
-        mark = reducer.passes.leave_forward(self._counts(), training, bool(tensors), bound_parameter)
+        mark = reducer.passes.leave_forward(self._counts(training), training, bool(tensors), bound_parameter)
         if mark is not None:
             reached = _OutputHook(reducer, mark)
             for tensor in tensors:
                 tensor.register_hook(reached)
                 mark_output(tensor, reducer, bound_parameter)
 
-    def _counts(self) -> bool:
+    def _counts(self, training: bool) -> bool:
         """Return True if a synchronising backward is to go through a forward that runs now."""
         in_backward = torch._C._current_graph_task_id() != -1
-        if in_backward or not (self.requires_sync and torch.is_grad_enabled()):
-            return False
-        return self._selection.module.training
+        return training and self.requires_sync and not in_backward and torch.is_grad_enabled()
 
     # ------------------------------------------------------------------------------------- methods
 
