@@ -204,11 +204,6 @@ class Decisions:
         finally:
             self._share = None
 
-    @property
-    def share(self) -> int | None:
-        """The share that the loop is at; None outside of the shares of a batch."""
-        return self._share
-
     def check_outside_share(self, global_rank: int) -> None:
         """Raise :class:`ShareError` inside of a share, of which another rank may have more or fewer."""
         if self._share is not None:
