@@ -127,24 +127,34 @@ class Selection:
 
     def owners(self) -> list[tuple[str, Module]]:
         """Return the modules whose own parameters and buffers are replicated, with their names."""
-        skipped, _ = _left_out(self.module, self._ignored, self._ignored_names)
+        skipped, _ = self._left_out()
         return [(prefix, owner) for prefix, owner in self.module.named_modules() if owner not in skipped]
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the parameters and buffers that are not left out, under all of their names."""
-        _, names = _left_out(self.module, self._ignored, self._ignored_names)
-        owners = self.owners()
-        slots: list[tuple[str, dict[str, Any]]] = [(prefix, owner._parameters) for prefix, owner in owners]
-        slots += [(prefix, owner._buffers) for prefix, owner in owners]
-        for prefix, tensors in slots:
-            for key, tensor in tensors.items():
+        for registry in ("_parameters", "_buffers"):
+            for name, _, tensor in self._in_slots(registry):
+                yield name, tensor
+
+    def _in_slots(self, registry: str) -> Iterator[tuple[str, Module, Any]]:
+        """Yield the parameters or buffers that are not left out, each with its name and the module that holds it."""
+        _, names = self._left_out()
+        for prefix, owner in self.owners():
+            for key, tensor in getattr(owner, registry).items():
                 name = f"{prefix}.{key}" if prefix else key
                 if tensor is not None and name not in names:
-                    yield name, tensor
+                    yield name, owner, tensor
+
+    def _left_out(self) -> tuple[set[Module], set[str]]:
+        """Return the modules, and the names of parameters and buffers, that are not replicated."""
+        module = self.module
+        roots = (*self._ignored, *sharded_children(module), *_replicated_children(module))
+        names = {*self._ignored_names, *getattr(module, "_ddp_params_and_buffers_to_ignore", ())}
+        return {each for root in roots for each in root.modules()}, names
 
     def left_alone(self) -> list[Tensor]:
         """Return the parameters and buffers inside the module that are not replicated."""
-        skipped, names = _left_out(self.module, self._ignored, self._ignored_names)
+        skipped, names = self._left_out()
         module = self.module
         named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
         below = [tensor for each in skipped for tensor in (*each.parameters(), *each.buffers())]
@@ -174,20 +184,15 @@ class Selection:
 
     def buffers(self) -> BufferSet:
         """Return the buffers, in an object that can detect changes of them."""
-        return BufferSet(self.module, *_left_out(self.module, self._ignored, self._ignored_names))
+        return BufferSet(self.module, *self._left_out())
 
     def _parameters(self, reducer: Owner | None) -> tuple[list[tuple[str, Parameter]], frozenset[int]]:
-        _, names = _left_out(self.module, self._ignored, self._ignored_names)
         found: dict[int, tuple[str, Parameter]] = {}
         sparse: set[int] = set()
-        for prefix, owner in self.owners():
-            for key, parameter in owner._parameters.items():
-                name = f"{prefix}.{key}" if prefix else key
-                if parameter is None or name in names:
-                    continue
-                found.setdefault(id(parameter), (name, parameter))
-                if isinstance(owner, Embedding | EmbeddingBag) and owner.sparse:
-                    sparse.add(id(parameter))
+        for name, owner, parameter in self._in_slots("_parameters"):
+            found.setdefault(id(parameter), (name, parameter))
+            if isinstance(owner, Embedding | EmbeddingBag) and owner.sparse:
+                sparse.add(id(parameter))
         return [pair for pair in found.values() if self._chooses(pair[1], found, reducer)], frozenset(sparse)
 
     def _chooses(self, parameter: Parameter, found: Collection[int], reducer: Owner | None) -> bool:
@@ -250,16 +255,6 @@ def sharded_children(module: Module) -> Iterator[Module]:
             "dimension of the mesh with fully_shard(mesh=) itself, or leave this module to one of the two"
         )
     return (child for child in module.modules() if isinstance(child, kinds))
-
-
-def _left_out(
-    module: Module, ignored: Iterable[Module], ignored_names: Collection[str]
-) -> tuple[set[Module], set[str]]:
-    """Return the modules, and the names of parameters and buffers, that are not replicated."""
-    roots = (*ignored, *sharded_children(module), *_replicated_children(module))
-    modules = {each for root in roots for each in root.modules()}
-    names = {*ignored_names, *getattr(module, "_ddp_params_and_buffers_to_ignore", ())}
-    return modules, names
 
 
 # ---------------------------------------------------------------------------------------- checks

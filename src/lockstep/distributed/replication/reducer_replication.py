@@ -22,7 +22,6 @@ from lockstep.distributed.reduction.graph import mark_output
 from lockstep.distributed.reduction.parameters import Contents, ParameterSet, Selection
 from lockstep.distributed.reduction.passes import ForwardMark, note_compiled
 from lockstep.distributed.reduction.reducer import Reducer
-from lockstep.distributed.reduction.replicated_modules import ReplicatedModules
 from lockstep.distributed.reduction.scheduler import scheduler_of
 from lockstep.distributed.replication.mixed_precision import Casts, ReduceIn, reduce_dtype
 from lockstep.distributed.replication.options import Options, outputs_in
@@ -100,10 +99,13 @@ class ReducerReplication(Replication):
         reducer = Reducer(CommonState(parameters, collectives, scheduler.modules, policy, caps), keeps=scheduler)
         for earlier in self._selection.superseded(contents):
             earlier.retire()
-        if agreed is not None:
-            scheduler.modules.register(reducer, *agreed)
-        else:  # nothing has been sent yet: the ranks agree when they first have to
-            reducer.common.do_before_next_round(self._late_agreement(contents, collectives, scheduler.modules, reducer))
+        modules = scheduler.modules
+        if agreed is None:  # nothing has been sent yet: the ranks agree when they first have to
+            agreed = _Numbering(modules.next_id, set(modules.ids()), modules.propose_order())
+            reducer.common.do_before_next_round(
+                lambda: modules.register(reducer, *self._agree(contents, collectives, ""))
+            )
+        modules.register(reducer, *agreed)
         reducer.rank_state.set_requires_sync(self.requires_sync)
         parameters.attach(reducer)
         if options.mixed_precision is not None:
@@ -120,15 +122,6 @@ class ReducerReplication(Replication):
         dtype = reduce_dtype(config)
         if dtype is not None:
             reducer.common.register_hook(None, ReduceIn(dtype))
-
-    def _late_agreement(
-        self, contents: Contents, collectives: Collectives, modules: ReplicatedModules[Reducer], reducer: Reducer
-    ) -> Callable[[], None]:
-        def agree_late() -> None:
-            modules.register(reducer, *self._agree(contents, collectives, ""))
-
-        modules.register(reducer, modules.next_id, modules.ids(), modules.propose_order())
-        return agree_late
 
     def _scan(self) -> Callable[[], BufferSet]:
         """Return what finds the module's buffers, again and again, without keeping the module."""
