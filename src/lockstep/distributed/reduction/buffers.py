@@ -293,6 +293,7 @@ class BufferSync:
     def leave(self) -> None:
         """Stop assigning buffers, since something else makes them equal; they are still sent."""
         self._left = True
+        self.are_equal = False
 
     @property
     def buffers(self) -> list[Buffer]:

@@ -11,7 +11,7 @@ dtypes, and the values of new parameters, since gradients at different values ha
 error by name, on every rank, in this backward and each later one until it is gone.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 from operator import attrgetter, call, is_
 from typing import Any, NamedTuple
@@ -91,7 +91,7 @@ def _describe(dtype: torch.dtype, shape: torch.Size, device: torch.device) -> st
     return f"{dtype}, shape {tuple(shape)}, on {device}"
 
 
-_END = object()
+_END = (object(),)
 """Follows the last entry, so that a list that has become longer or shorter differs there."""
 _SLOTS = attrgetter("_parameters", "_modules")
 
@@ -102,20 +102,18 @@ class SlotSnapshot:
     retired = False
     """Read by :func:`attach_to_module`: a module keeps its snapshot until another one replaces it."""
 
-    def __init__(self, modules: Iterable[Module]) -> None:
+    def __init__(self, modules: Sequence[Module]) -> None:
         self._modules = list(map(ref, modules))  # weak: a module keeps the reducer alive, and the reducer holds this
-        self._known = list(self._now())
+        dictionaries = [slots for module in modules for slots in _SLOTS(module)]
+        self._known = [*chain.from_iterable(map(dict.values, dictionaries)), *_END]
 
     def changed(self) -> bool:
         """Return True if any slot holds another object than at first."""
         try:
-            return not all(map(is_, self._now(), self._known))
+            dictionaries = chain.from_iterable(map(_SLOTS, map(call, self._modules)))
+            return not all(map(is_, chain(chain.from_iterable(map(dict.values, dictionaries)), _END), self._known))
         except AttributeError:  # a weak reference returned None: a module is gone
             return True
-
-    def _now(self) -> Iterable[Any]:
-        dictionaries = chain.from_iterable(map(_SLOTS, map(call, self._modules)))
-        return chain(chain.from_iterable(map(dict.values, dictionaries)), (_END,))
 
 
 class _Agreed(NamedTuple):
@@ -285,7 +283,7 @@ class ParameterSet:
 
     def look_for_changes(self) -> bool:
         """Look for parameters added or removed on this rank; return True if there are any."""
-        held = self._selection.hold()  # another thread may drop the module meanwhile
+        held = self._selection.module_or_none()  # another thread may drop the module meanwhile
         if held is None:
             self._track(self._orphans())
             return False

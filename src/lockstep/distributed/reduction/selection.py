@@ -74,7 +74,8 @@ class Selection:
         ``ignored`` modules, and parameters and buffers of ``ignored_names``, are left out. ``taking_over``: take
         parameters of other replicated modules. ``device_ids`` and ``output_device``: as for DDP, only checked.
         """
-        self._module = ref(module)
+        self.module_or_none = ref(module)
+        """Call it for the module, which a reference to the result keeps alive; None if the module no longer exists."""
         self._taking_over = taking_over
         self._ignored_names = frozenset(ignored_names)
         self._device_ids = device_ids
@@ -84,7 +85,7 @@ class Selection:
     @property
     def module(self) -> Module:
         """The module; others must hold a reference to it."""
-        module = self._module()
+        module = self.module_or_none()
         if module is None:
             raise NotReplicableError("the module that was replicated does not exist any more")
         return module
@@ -92,11 +93,7 @@ class Selection:
     @property
     def alive(self) -> bool:
         """True if the module still exists."""
-        return self._module() is not None
-
-    def hold(self) -> Module | None:
-        """Return the module, to keep it alive for a while; None if it no longer exists."""
-        return self._module()
+        return self.module_or_none() is not None
 
     def owners(self) -> list[tuple[str, Module]]:
         """Return the modules whose own parameters and buffers are replicated, with their names."""
