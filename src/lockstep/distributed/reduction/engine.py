@@ -193,7 +193,7 @@ def _in_order() -> Sequence["weakref.ref[PassObserver]"]:
     Only the observer that is being told is kept alive. A pass of one thread must not hold the group of another thread
     until it ends: then it would destroy that group, and wait for its ranks.
     """
-    return _observers if len(_observers) == 1 else sorted(_observers, key=_order_of)
+    return sorted(_observers, key=_order_of)
 
 
 def _order_of(link: "weakref.ref[PassObserver]") -> int:
@@ -202,14 +202,14 @@ def _order_of(link: "weakref.ref[PassObserver]") -> int:
 
 
 def _tell_of_begin(this: BackwardPass) -> None:
-    for link in _in_order():
+    for link in _observers if len(_observers) == 1 else _in_order():
         observer = link()
         if observer is not None:
             observer.pass_begins(this)
 
 
 def _tell_of_end(this: BackwardPass) -> None:
-    for link in _in_order():
+    for link in _observers if len(_observers) == 1 else _in_order():
         observer = link()
         if observer is not None:
             observer.pass_ended(this)

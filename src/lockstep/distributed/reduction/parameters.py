@@ -15,7 +15,7 @@ error by name, on every rank, in this backward and each later one until it is go
 """
 
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import chain
 from operator import attrgetter, call, is_
 from types import MappingProxyType
@@ -101,7 +101,8 @@ class Selection:
         ``ignored`` modules, and parameters and buffers of ``ignored_names``, are left out. ``taking_over``: take
         parameters of other replicated modules. ``device_ids`` and ``output_device``: as for DDP, only checked.
         """
-        self._module = ref(module)
+        self.module_or_none = ref(module)
+        """Call it for the module, which a reference to the result keeps alive; None if the module no longer exists."""
         self._taking_over = taking_over
         self._ignored_names = frozenset(ignored_names)
         self._device_ids = device_ids
@@ -111,7 +112,7 @@ class Selection:
     @property
     def module(self) -> Module:
         """The module; others must hold a reference to it."""
-        module = self._module()
+        module = self.module_or_none()
         if module is None:
             raise NotReplicableError("the module that was replicated does not exist any more")
         return module
@@ -119,11 +120,7 @@ class Selection:
     @property
     def alive(self) -> bool:
         """True if the module still exists."""
-        return self._module() is not None
-
-    def hold(self) -> Module | None:
-        """Return the module, to keep it alive for a while; None if it no longer exists."""
-        return self._module()
+        return self.module_or_none() is not None
 
     def owners(self) -> list[tuple[str, Module]]:
         """Return the modules whose own parameters and buffers are replicated, with their names."""
@@ -324,7 +321,7 @@ def _check_embeddings(named: Sequence[tuple[str, Module]]) -> None:
 # -------------------------------------------------------------------------- agreed parameters, and changes
 
 
-_END = object()
+_END = (object(),)
 """Follows the last entry, so that a list that has become longer or shorter differs there."""
 _SLOTS = attrgetter("_parameters", "_modules")
 
@@ -335,20 +332,18 @@ class SlotSnapshot:
     retired = False
     """Read by :func:`attach_to_module`: a module keeps its snapshot until another one replaces it."""
 
-    def __init__(self, modules: Iterable[Module]) -> None:
+    def __init__(self, modules: Sequence[Module]) -> None:
         self._modules = list(map(ref, modules))  # weak: a module keeps the reducer alive, and the reducer holds this
-        self._known = list(self._now())
+        dictionaries = [slots for module in modules for slots in _SLOTS(module)]
+        self._known = [*chain.from_iterable(map(dict.values, dictionaries)), *_END]
 
     def changed(self) -> bool:
         """Return True if any slot holds another object than at first."""
         try:
-            return not all(map(is_, self._now(), self._known))
+            dictionaries = chain.from_iterable(map(_SLOTS, map(call, self._modules)))
+            return not all(map(is_, chain(chain.from_iterable(map(dict.values, dictionaries)), _END), self._known))
         except AttributeError:  # a weak reference returned None: a module is gone
             return True
-
-    def _now(self) -> Iterable[Any]:
-        dictionaries = chain.from_iterable(map(_SLOTS, map(call, self._modules)))
-        return chain(chain.from_iterable(map(dict.values, dictionaries)), (_END,))
 
 
 class _Agreed(NamedTuple):
@@ -518,7 +513,7 @@ class ParameterSet:
 
     def look_for_changes(self) -> bool:
         """Look for parameters added or removed on this rank; return True if there are any."""
-        held = self._selection.hold()  # another thread may drop the module meanwhile
+        held = self._selection.module_or_none()  # another thread may drop the module meanwhile
         if held is None:
             self._track(self._orphans())
             return False

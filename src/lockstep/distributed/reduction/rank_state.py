@@ -28,7 +28,6 @@ from lockstep.distributed.reduction.passes import PassLog
 from lockstep.distributed.reduction.status import Part, Status
 from lockstep.distributed.reduction.values import DriftDetector
 from lockstep.distributed.reduction.window import Window, are_zero
-from lockstep.errors import OptionError
 
 
 class Contribution:
@@ -50,11 +49,6 @@ class Contribution:
         """A one for each parameter that has had a gradient since the last round."""
         self.window = window or Window()
         self.drift = DriftDetector(parameters, global_rank)
-
-    def check(self) -> None:
-        """Raise :class:`OptionError` if this rank's part in the round has to fail."""
-        if self.window.problem:
-            raise OptionError(self.window.problem)
 
     def is_something(self, added: Sequence[ManagedParameter]) -> bool:
         """Return True if there is anything to contribute: a weight, a failure, or a gradient that is not zero, also of

@@ -57,6 +57,7 @@ from lockstep.distributed.reduction.parameter_hooks import (
     Trigger,
     hold,
     hold_all,
+    hooks_of,
     note_outlived,
     remove_trigger,
     run_held_hooks,
@@ -140,7 +141,8 @@ class Reducer:
         parameters = self._members.tracked
         if APPLIED_IN_BACKWARD in sys.modules:
             check_optimizers(self._members.named)
-        hold_all(parameters, self)
+        if any(map(hooks_of, parameters)):
+            hold_all(parameters, self)
         if self._triggers.buckets is not self.common.buckets:
             self._place_triggers()
         if self.common.plan.observes:
@@ -356,7 +358,7 @@ class Reducer:
         came = watched.snapshot.changed()
         if self._round is not None:
             came = self._round.with_taken(came)
-        return len(came) == len(watched.snapshot.parameters) == len(self._members.parameters)
+        return len(came) == len(watched.snapshot.parameters) == len(common.buckets.all_used)
 
     def finalize_backward(self) -> Sequence[Parameter]:
         """Reduce what is left; returns the parameters whose hooks have waited for this.
@@ -422,7 +424,8 @@ class Reducer:
         with self.collectives.phases.phase("finish", f"round {current.number}"):
             current.end_filling()
             try:
-                self.rank_state.contribution.check()
+                if self.rank_state.contribution.window.problem:
+                    raise OptionError(self.rank_state.contribution.window.problem)
                 current.launch_rest()
             except BaseException:  # of this rank alone: the others wait for what is not sent
                 self.abort()
@@ -461,12 +464,13 @@ class Reducer:
                 outer.snapshot = GradientSnapshot(outer.snapshot.parameters)
 
     def _end_round(self, ended: Round) -> None:
+        common = self.common
         self._has_failed = not ended.is_copied_out
-        if self.common.watch is not None:
-            self.common.watch.forget()
+        if common.watch is not None:
+            common.watch.forget()
         # Else it may not have opened at all, for other ranks: test_a_failure_with_several_modules.
-        if ended.has_begun:
-            self.common.count_round(ended.number)
+        if ended.is_copied_out or ended.has_begun:
+            common.count_round(ended.number)
         for trigger, number in ended.moved_triggers.items():
             self._move_trigger(trigger, number)
 

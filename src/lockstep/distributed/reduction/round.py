@@ -243,7 +243,8 @@ class Round:
         except BaseException:  # of a late gradient, on every rank
             self._drop()
             raise
-        common.buffers.finish_large()
+        if common.buffers.has_large or not common.buffers.are_equal:
+            common.buffers.finish_large()
         if transport.has_buffers and not verdict.changed:  # those that go with the gradients
             alone = None if transport.splits else transport.own_row
             transport.take_buffers(self._behind if alone is None else alone)
