@@ -26,7 +26,7 @@ from lockstep.distributed.reduction.late import reduce_late
 from lockstep.distributed.reduction.managed_parameters import ManagedParameter
 from lockstep.distributed.reduction.rank_state import RankState
 from lockstep.distributed.reduction.status import Status
-from lockstep.distributed.reduction.values import Drift, warn_of_drift
+from lockstep.distributed.reduction.values import Difference, warn_of_drift
 from lockstep.distributed.reduction.verdict import Verdict, judge, judge_loops
 from lockstep.errors import AgreementError, CommunicationError, OptionError, PeerError
 from lockstep.texts import LONGEST_HEADLINE, shortened
@@ -255,7 +255,7 @@ class Round:
         elif verdict.late or common.plan.observes:
             common.adapt(verdict)
         if found.drift is not None:
-            warn_of_drift(found.drift, ranks.global_rank)
+            warn_of_drift(found.drift.name, ranks.global_rank, found.drift)
         return used
 
     def _find(self, verdict: Verdict) -> "_Findings | None":
@@ -280,7 +280,7 @@ class Round:
                 self._decisions.note_failure()
             raise
 
-    def _find_drift(self) -> Drift | None:
+    def _find_drift(self) -> Difference | None:
         """Compare the parameters, as they are now, with those of all other ranks, which do the same."""
         return self._own.contribution.drift.compare(self._common.members.current, self._common.collectives)
 
@@ -431,7 +431,7 @@ class _Findings(NamedTuple):
     """True if all ranks have agreed anew on what is replicated."""
     added: Sequence[ManagedParameter] = ()
     """Parameters that are new, and that some rank has a gradient of."""
-    drift: Drift | None = None
+    drift: Difference | None = None
 
 
 _USUAL = _Findings()

@@ -48,6 +48,8 @@ class Difference(NamedTuple):
     name: str
     rank: int
     """The rank that differs, as messages name it."""
+    first: int
+    """The group's first rank."""
     digests: tuple[str, str]
     """The digests of the values on the first rank and on the other one."""
 
@@ -68,7 +70,7 @@ def find_difference(named: Sequence[tuple[str, Tensor]], collectives: Collective
         for rank, row in zip(collectives.global_ranks, rows, strict=True):
             if row[number] != rows[0][number]:
                 first, other = (f"{each[number] % 2**64:016x}" for each in (rows[0], row))
-                return Difference(name, rank, (first, other))
+                return Difference(name, rank, collectives.global_ranks[0], (first, other))
     return None
 
 
@@ -164,17 +166,6 @@ _version_of = attrgetter("parameter._version")
 _PARAMETERS, _BYTES = 3, 64  # how many parameters are compared, and how many bytes of each
 
 
-class Drift(NamedTuple):
-    """A parameter whose values differ between ranks."""
-
-    name: str
-    """The first parameter that differs."""
-    other: int | None
-    """The rank whose values differ from those of the group's first; None if values have not been compared."""
-    first: int = 0
-    """The group's first rank."""
-
-
 class _Seen(NamedTuple):
     """The parameters as a backward pass that does not synchronise has found them."""
 
@@ -221,16 +212,15 @@ class DriftDetector:
         if changed is not None:
             again, self.suspects = self.suspects, True
             if again and not synchronises:
-                warn_of_drift(Drift(changed, None), self._global_rank)
+                warn_of_drift(changed, self._global_rank)
 
-    def compare(self, parameters: Sequence[ManagedParameter], collectives: Collectives) -> Drift | None:
+    def compare(self, parameters: Sequence[ManagedParameter], collectives: Collectives) -> Difference | None:
         """Compare values between all ranks, which all must call this; return the same difference on every rank.
 
         Communicates what :func:`find_difference` does.
         """
         self.suspects = False
-        found = find_difference([(each.name, each.parameter) for each in parameters], collectives)
-        return None if found is None else Drift(found.name, found.rank, collectives.global_ranks[0])
+        return find_difference([(each.name, each.parameter) for each in parameters], collectives)
 
     def _changed(self, before: _Seen, now: _Seen) -> str | None:
         """Return the name of the first parameter whose values have changed."""
@@ -251,12 +241,16 @@ def _first_bytes(parameters: Sequence[Parameter]) -> list[bytes]:
     ]
 
 
-def warn_of_drift(drift: Drift, rank: int) -> None:
-    """Warn that replicas have drifted apart because a synchronisation was left out."""
-    differs = f", and has other values on rank {drift.other} than on rank {drift.first}"
-    how = ", again and again" if drift.other is None else differs
+def warn_of_drift(name: str, rank: int, found: Difference | None = None) -> None:
+    """Warn that replicas have drifted apart because a synchronisation was left out.
+
+    ``name``: a parameter that has changed; ``found``: the difference, if values have been compared.
+    """
+    differs = (
+        "again and again" if found is None else f"and has other values on rank {found.rank} than on rank {found.first}"
+    )
     warnings.warn(
-        f"rank {rank}: parameter {drift.name} was changed while its gradient was only one rank's{how}: the replicas "
+        f"rank {rank}: parameter {name} was changed while its gradient was only one rank's, {differs}: the replicas "
         "have drifted apart. The last backward before optimizer.step() must not be under no_sync() or "
         "set_requires_gradient_sync(False)",
         stacklevel=3,
