@@ -78,6 +78,34 @@ def test_a_wrapper_that_does_not_synchronise_beside_one_that_does():
     ]
 
 
+def again_before_the_next_forward(rank):
+    """Run a second backward through the second wrapper's last forward, after the next one of the first wrapper."""
+    a, b = (lockstep.DistributedDataParallel(one_weight()) for _ in range(2))
+    seen, kept = [], []
+    with Join([a, b]):
+        for _ in range(1 + 2 * rank.rank):
+            a.zero_grad()
+            b.zero_grad()
+            x = torch.full((1, 1), rank.rank + 1.0)
+            first = a(x).sum()
+            for loss in kept:
+                loss.backward()
+                seen.append(b.module.weight.grad.item())
+                b.zero_grad()
+            first.backward()
+            kept = [b(x).sum()]
+            kept[0].backward(retain_graph=True)
+            seen.append([a.module.weight.grad.item(), b.module.weight.grad.item()])
+    return seen
+
+
+def test_a_round_between_two_iterations_of_a_wrapper_is_none_of_them():
+    assert run_processes(2, again_before_the_next_forward) == [
+        [[1.5, 1.5]],
+        [[1.5, 1.5], 1.0, [1.0, 1.0], 1.0, [1.0, 1.0]],
+    ]
+
+
 def after(rank, how):
     """Forwards of one rank alone when the context is over."""
     ddp = lockstep.DistributedDataParallel(one_weight())
