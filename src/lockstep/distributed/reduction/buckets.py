@@ -30,6 +30,7 @@ from lockstep.distributed.reduction.verdict import Verdict
 from lockstep.dtensors import is_dtensor, like_parameter, local_part
 
 _dtype_of, _device_of, _grad_of = attrgetter("dtype"), attrgetter("device"), attrgetter("grad")
+_is_copied = attrgetter("is_copied")
 
 
 NO_ROW = torch.empty(0, device="cpu")
@@ -376,7 +377,7 @@ class FlatBucket(GradientBucket):
 
     def _is_copied(self) -> bool:
         """Return True if all has been copied early."""
-        return all(part.is_copied for part in self.parts)
+        return all(map(_is_copied, self.parts))
 
     def _copy_rest(
         self, grads: Sequence[Tensor | None], inside: Sequence[bool], used: Sequence[int] | None

@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from enum import IntEnum, auto
+from operator import attrgetter
 from typing import NamedTuple
 
 import torch
@@ -30,6 +31,8 @@ from lockstep.distributed.reduction.status import Status
 from lockstep.distributed.reduction.verdict import Verdict, judge, judge_loops
 from lockstep.errors import AgreementError, CommunicationError, OptionError, PeerError
 from lockstep.texts import LONGEST_HEADLINE, shortened
+
+_missing_of = attrgetter("missing")
 
 
 class RoundState(IntEnum):
@@ -98,7 +101,7 @@ class Round:
     def with_taken(self, came: Sequence[int]) -> Sequence[int]:
         """Return the gradients that ``came``, and those that have been taken before the pass has ended."""
         count = len(self._used)
-        if not self.buckets.unbucketed and all(part.is_complete for part in self.buckets.parts):
+        if not self.buckets.unbucketed and not any(map(_missing_of, self.buckets.in_order)):
             return [*range(count), *(position for position in came if position >= count)]
         taken = {index for part in self.buckets.parts if part.is_complete for index in part.indices}
         return sorted(taken.union(came))
