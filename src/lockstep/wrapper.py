@@ -1,4 +1,4 @@
-"""Behaviour shared by wrapper modules: checkpoints with and without the prefix, misspelt options."""
+"""Behaviour shared by wrapped modules: hooks on one alone, checkpoints with and without the prefix, wrong options."""
 
 import difflib
 import inspect
@@ -11,6 +11,20 @@ from torch.nn import Module
 from lockstep.errors import UnknownOptionError
 
 Init = TypeVar("Init", bound=Callable[..., None])
+
+
+class ModuleHook:
+    """A hook on a module that acts on another object. It belongs to that module alone: a copy of it does nothing."""
+
+    def __init__(self, target: Any) -> None:
+        self._target = target
+        """None in a copy."""
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return type(self)(None)
+
+    def __reduce__(self) -> Any:
+        return type(self), (None,)
 
 
 def is_of_module(state_dict: Mapping[str, Any], module: Module) -> bool:

@@ -38,8 +38,8 @@ from lockstep.checkpoints.state import (
 )
 from lockstep.checkpoints.streams import Streams, read_streams, set_streams
 from lockstep.distributed.comm.collectives import Group
-from lockstep.distributed.comm.run_all import RunAll
 from lockstep.errors import CheckpointError
+from lockstep.run_all import RunAll
 
 _DIGESTS = 4
 """Number of threads that compute digests while files are loaded, from the same pages in memory."""

@@ -15,10 +15,9 @@ from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader, Sampler
 
 from lockstep.checkpoints.sampler import ResumableSampler
-from lockstep.distributed.comm.run_all import RunAll
-from lockstep.distributed.replication.replication import Replication, find_replication
-from lockstep.distributed.replication.training_state import own_names
+from lockstep.distributed.replication.replication import Replication, find_replication, own_names
 from lockstep.errors import CheckpointError, OptionError
+from lockstep.run_all import RunAll
 from lockstep.tree import tree_map
 
 MODULE, STATE_DICT, VALUE, GENERATOR = "module", "state_dict", "value", "generator"

@@ -66,7 +66,7 @@ def check_in_sync(module: Module, process_group: Group | None = None, *, every: 
     found = find_difference(values, collectives)
     if found is not None:
         raise OutOfSyncError(
-            f"{found.name} is out of sync: digest {found.digests[0]} on rank {collectives.global_ranks[0]}, "
+            f"{found.name} is out of sync: digest {found.digests[0]} on rank {found.first}, "
             f"{found.digests[1]} on rank {found.rank}; something changed it on one rank only, such as an optimizer "
             "step on gradients that were not synchronised, or a random number that differs by rank"
         )

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lockstep.distributed.reduction.gradient_memory import Empty, GradientMemory
-from lockstep.distributed.reduction.parameters import ManagedParameter
+from lockstep.distributed.reduction.managed_parameters import ManagedParameter
 from lockstep.distributed.reduction.plan import AdaptivePlan, Kind, PlannedBucket
 from lockstep.distributed.reduction.verdict import Verdict
 from lockstep.dtensors import is_dtensor, like_parameter, local_part

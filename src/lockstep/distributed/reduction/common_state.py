@@ -17,7 +17,8 @@ from lockstep.distributed.reduction.buckets import BucketsInUse
 from lockstep.distributed.reduction.buffers import BufferSync
 from lockstep.distributed.reduction.comm_hooks import HookChain
 from lockstep.distributed.reduction.decisions import decisions_of
-from lockstep.distributed.reduction.parameters import ManagedParameter, ParameterSet
+from lockstep.distributed.reduction.managed_parameters import ManagedParameter
+from lockstep.distributed.reduction.parameters import ParameterSet
 from lockstep.distributed.reduction.plan import AdaptivePlan
 from lockstep.distributed.reduction.replicated_modules import ReplicatedModules
 from lockstep.distributed.reduction.report_transport import ReportTransport

@@ -23,10 +23,10 @@ from torch.utils.hooks import RemovableHandle
 
 from lockstep.distributed.reduction.buffers import KeptBuffers
 from lockstep.distributed.reduction.common_state import CommonState
-from lockstep.distributed.reduction.drift import DriftDetector
-from lockstep.distributed.reduction.parameters import ManagedParameter
+from lockstep.distributed.reduction.managed_parameters import ManagedParameter
 from lockstep.distributed.reduction.passes import PassLog
 from lockstep.distributed.reduction.status import Part, Status
+from lockstep.distributed.reduction.values import DriftDetector
 from lockstep.distributed.reduction.window import Window, are_zero
 
 
@@ -289,7 +289,7 @@ class RankState:
             loops.batch,
             part,
             loops.asks_to_stop,
-            loops.innermost.ends,
+            loops.innermost.batch.ends,
             self.differs,
             own.drift.suspects,
             window.is_open,

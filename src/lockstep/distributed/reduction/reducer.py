@@ -20,7 +20,7 @@ What one backward pass of one replicated module sends is a *round* (``round.py``
 
 If backward fails, the round is aborted instead: the other ranks get what they wait for, and are told.
 
-Lifetimes: every module that holds a parameter keeps the reducer (``owners.py``). Gradients live in buckets
+Lifetimes: every module that holds a parameter keeps the reducer (``managed_parameters.py``). Gradients live in buckets
 (``buckets.py``). What a rank has accumulated since the last round, and what it counts, is its *contribution*
 (``rank_state.py``), and goes with the round that reduces it.
 """
@@ -53,7 +53,7 @@ from lockstep.distributed.reduction.engine import (
 )
 from lockstep.distributed.reduction.gradient_snapshot import GradientSnapshot
 from lockstep.distributed.reduction.graph import ReachableLeaves
-from lockstep.distributed.reduction.owners import generation, owner_of
+from lockstep.distributed.reduction.managed_parameters import ManagedParameter, generation, owner_of
 from lockstep.distributed.reduction.parameter_hooks import (
     HookDictionary,
     Trigger,
@@ -64,7 +64,6 @@ from lockstep.distributed.reduction.parameter_hooks import (
     remove_trigger,
     run_held_hooks,
 )
-from lockstep.distributed.reduction.parameters import ManagedParameter
 from lockstep.distributed.reduction.passes import ForwardMark
 from lockstep.distributed.reduction.rank_state import PaddingBatch, RankState
 from lockstep.distributed.reduction.round import Round

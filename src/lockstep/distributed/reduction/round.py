@@ -21,13 +21,13 @@ from torch.nn import Parameter
 from lockstep.distributed.reduction.buckets import NO_ROW, GradientBucket, ZeroBucket
 from lockstep.distributed.reduction.comm_hooks import Waitable
 from lockstep.distributed.reduction.common_state import CommonState
-from lockstep.distributed.reduction.drift import Drift, warn_of_drift
 from lockstep.distributed.reduction.gradient_snapshot import GradientSnapshot, grad_of
 from lockstep.distributed.reduction.graph import has_means
 from lockstep.distributed.reduction.late import reduce_late
-from lockstep.distributed.reduction.parameters import ManagedParameter
+from lockstep.distributed.reduction.managed_parameters import ManagedParameter
 from lockstep.distributed.reduction.rank_state import RankState
 from lockstep.distributed.reduction.status import Status
+from lockstep.distributed.reduction.values import Difference, warn_of_drift
 from lockstep.distributed.reduction.verdict import Verdict, judge, judge_loops
 from lockstep.errors import AgreementError, CommunicationError, OptionError, PeerError
 from lockstep.texts import LONGEST_HEADLINE, shortened
@@ -258,7 +258,7 @@ class Round:
         elif verdict.late or common.plan.observes:
             common.adapt(verdict)
         if found.drift is not None:
-            warn_of_drift(found.drift, ranks.global_rank)
+            warn_of_drift(found.drift.name, ranks.global_rank, found.drift)
         return used
 
     def _find(self, verdict: Verdict) -> "_Findings | None":
@@ -283,7 +283,7 @@ class Round:
                 self._decisions.note_failure()
             raise
 
-    def _find_drift(self) -> Drift | None:
+    def _find_drift(self) -> Difference | None:
         """Compare the parameters, as they are now, with those of all other ranks, which do the same."""
         return self._own.contribution.drift.compare(self._common.members.current, self._common.collectives)
 
@@ -434,7 +434,7 @@ class _Findings(NamedTuple):
     """True if all ranks have agreed anew on what is replicated."""
     added: Sequence[ManagedParameter] = ()
     """Parameters that are new, and that some rank has a gradient of."""
-    drift: Drift | None = None
+    drift: Difference | None = None
 
 
 _USUAL = _Findings()

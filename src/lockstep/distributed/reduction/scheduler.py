@@ -11,7 +11,6 @@ from torch.nn import Parameter
 
 from lockstep.distributed.comm.collectives import Collectives, Group, Pending
 from lockstep.distributed.comm.group_state import shared_object, watchers
-from lockstep.distributed.comm.run_all import RunAll
 from lockstep.distributed.reduction.buffers import KeptBuffers
 from lockstep.distributed.reduction.decisions import decisions_of
 from lockstep.distributed.reduction.engine import BackwardPass, PassObserver
@@ -21,6 +20,7 @@ from lockstep.distributed.reduction.replicated_modules import FAILED, SKIPPED, P
 from lockstep.distributed.reduction.status import Part
 from lockstep.errors import PeerError
 from lockstep.phases import Phases
+from lockstep.run_all import RunAll
 
 
 class GroupScheduler(PassObserver):

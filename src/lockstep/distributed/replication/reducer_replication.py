@@ -19,12 +19,10 @@ from lockstep.distributed.reduction.comm_hooks import check_hook, hook_state, re
 from lockstep.distributed.reduction.common_state import CommonState
 from lockstep.distributed.reduction.engine import watch_engine
 from lockstep.distributed.reduction.graph import mark_output
-from lockstep.distributed.reduction.parameters import ParameterSet
+from lockstep.distributed.reduction.parameters import Contents, ParameterSet, Selection
 from lockstep.distributed.reduction.passes import ForwardMark, note_compiled
 from lockstep.distributed.reduction.reducer import Reducer
-from lockstep.distributed.reduction.replicated_modules import ReplicatedModules
 from lockstep.distributed.reduction.scheduler import scheduler_of
-from lockstep.distributed.reduction.selection import Contents, Selection
 from lockstep.distributed.replication.mixed_precision import Casts, ReduceIn, reduce_dtype
 from lockstep.distributed.replication.options import Options, outputs_in
 from lockstep.distributed.replication.replication import Replication, replication_of
@@ -51,7 +49,6 @@ class ReducerReplication(Replication):
         """The reducer, once the module is ready."""
         self.requires_sync = True
         """True if backward passes that begin from now on synchronise."""
-        self._numbering: _Numbering | None = None
         self.hooks: list[tuple[Any, Any]] = []
         """Communication hooks, each with its state."""
         self._casts: Casts | None = None
@@ -80,7 +77,7 @@ class ReducerReplication(Replication):
             )
         return group
 
-    def _agree(self, contents: Contents, collectives: Collectives, error: str) -> None:
+    def _agree(self, contents: Contents, collectives: Collectives, error: str) -> _Numbering:
         """Compare with the other ranks, and find out how the module is numbered among those of the group."""
         modules = scheduler_of(collectives.group).modules
         lines = [*(Line(*pair) for pair in self.options.agreed()), *contents.describe()]
@@ -88,9 +85,9 @@ class ReducerReplication(Replication):
         numbers = [modules.next_id, modules.propose_order(), *modules.ids(leaving)]
         rows = check_same_on_all_ranks(lines, collectives, numbers, error)
         others = {number for row in rows for number in row[2:]}
-        self._numbering = _Numbering(max(row[0] for row in rows), others, max(row[1] for row in rows))
+        return _Numbering(max(row[0] for row in rows), others, max(row[1] for row in rows))
 
-    def _synchronise(self, contents: Contents, collectives: Collectives) -> None:
+    def _synchronise(self, contents: Contents, collectives: Collectives, agreed: _Numbering | None) -> None:
         """Make the reducer."""
         if self.options.process_group is not None:
             _warn_of_one_rank(collectives, self._selection)
@@ -102,10 +99,13 @@ class ReducerReplication(Replication):
         reducer = Reducer(CommonState(parameters, collectives, scheduler.modules, policy, caps), keeps=scheduler)
         for earlier in self._selection.superseded(contents):
             earlier.retire()
-        if self._numbering is not None:
-            scheduler.modules.register(reducer, *self._numbering)
-        else:  # nothing has been sent yet: the ranks agree when they first have to
-            reducer.common.do_before_next_round(self._late_agreement(contents, collectives, scheduler.modules, reducer))
+        modules = scheduler.modules
+        if agreed is None:  # nothing has been sent yet: the ranks agree when they first have to
+            agreed = _Numbering(modules.next_id, set(modules.ids()), modules.propose_order())
+            reducer.common.do_before_next_round(
+                lambda: modules.register(reducer, *self._agree(contents, collectives, ""))
+            )
+        modules.register(reducer, *agreed)
         reducer.rank_state.set_requires_sync(self.requires_sync)
         parameters.attach(reducer)
         if options.mixed_precision is not None:
@@ -122,17 +122,6 @@ class ReducerReplication(Replication):
         dtype = reduce_dtype(config)
         if dtype is not None:
             reducer.common.register_hook(None, ReduceIn(dtype))
-
-    def _late_agreement(
-        self, contents: Contents, collectives: Collectives, modules: ReplicatedModules[Reducer], reducer: Reducer
-    ) -> Callable[[], None]:
-        def agree_late() -> None:
-            self._agree(contents, collectives, "")
-            assert self._numbering is not None
-            modules.register(reducer, *self._numbering)
-
-        modules.register(reducer, modules.next_id, modules.ids(), modules.propose_order())
-        return agree_late
 
     def _scan(self) -> Callable[[], BufferSet]:
         """Return what finds the module's buffers, again and again, without keeping the module."""

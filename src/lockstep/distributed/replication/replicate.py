@@ -13,11 +13,12 @@ from typing import Any, Literal, TypeVar
 
 from torch.nn import Module
 
-from lockstep.distributed.reduction.selection import sharded_children
+from lockstep.distributed.reduction.parameters import sharded_children
 from lockstep.distributed.replication.options import Options, read_options
 from lockstep.distributed.replication.reducer_replication import ReducerReplication, rounds_of
 from lockstep.distributed.replication.replication import Replication, find_replication, register, replication_of
 from lockstep.errors import AlreadyManagedError, OptionError
+from lockstep.wrapper import ModuleHook
 
 M = TypeVar("M", bound=Module)
 Loss = Literal["sum", "mean"]
@@ -188,28 +189,15 @@ def _without_hooks(hooks: Any) -> Any:
     )
 
 
-class _ForwardHook:
-    """A hook on a module; keeps the module's replication. It belongs to that module alone: a copy does nothing."""
-
-    def __init__(self, replication: Replication | None) -> None:
-        self._replication = replication
-
-    def __deepcopy__(self, memo: Any) -> Any:
-        return type(self)(None)
-
-    def __reduce__(self) -> Any:
-        return type(self), (None,)
-
-
-class _BeforeForward(_ForwardHook):
+class _BeforeForward(ModuleHook):
     def __call__(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return None if self._replication is None else self._replication.before_forward(args, kwargs)
+        return None if self._target is None else self._target.before_forward(args, kwargs)
 
 
-class _AfterForward(_ForwardHook):
+class _AfterForward(ModuleHook):
     def __call__(self, module: Module, args: tuple[Any, ...], outputs: Any) -> None:
-        if self._replication is not None:
-            self._replication.after_forward(outputs)
+        if self._target is not None:
+            self._target.after_forward(outputs)
 
 
 def _attach(module: Module, replication: Replication) -> None:
