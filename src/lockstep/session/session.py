@@ -128,6 +128,9 @@ class Session:
         With ``modules``, over the groups that the modules are replicated over.
         Evaluation, under ``torch.no_grad()``, is neither padded nor counted. Raises
         :class:`~lockstep.errors.PeerFailure` if another rank has failed.
+
+        Type checkers give a batch the type that the loader's iterator gives it. PyTorch's ``DataLoader`` leaves that
+        open (``Any``): annotate it as ``Iterable[tuple[Tensor, Tensor]]``, for example, where a function takes it.
         """
         batches = loop.batches(loader, *modules, group=None if modules else self.group, padding=padding)
         return CountedBatches(batches, self.progress, self.check)
