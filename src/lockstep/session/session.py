@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,7 @@ from lockstep.seeds import derive_seed
 from lockstep.session.environment import Environment, read_environment
 from lockstep.session.start import SessionOptions, join, name_of_run, place_in_group
 from lockstep.session.stop_requests import STOP_SIGNALS, StopRequests, known_signals
-from lockstep.session.watch import check_link_timeout
+from lockstep.wrapper import naming_options
 
 T = TypeVar("T")
 
@@ -107,6 +107,9 @@ class Session:
         )
         self.progress.current_phase = Phase.TRAINING
         self._watch.end_with_the_program(self.end)
+
+    def __repr__(self) -> str:
+        return f"rank {self.rank} of {self.world_size} on {self.device}, {self.backend}"
 
     @property
     def is_main(self) -> bool:
@@ -264,6 +267,7 @@ class session:
     ``RANK`` and its like, and seeding.
     """
 
+    @naming_options
     def __init__(
         self,
         backend: str | None = None,
@@ -277,9 +281,6 @@ class session:
         alone: bool = False,
         stop_signals: Iterable[int] = STOP_SIGNALS,
     ) -> None:
-        if not timeout > 0:
-            raise OptionError(f"session(): timeout is {timeout!r}, expected a number of seconds above 0")
-        check_link_timeout(link_timeout, "session()")
         self._options = SessionOptions(
             backend,
             device,
@@ -299,6 +300,13 @@ class session:
             raise OptionError("this session has begun already: make another one")
         self._session = Session(self._options, self._place())
         return self._session
+
+    if not TYPE_CHECKING:  # type checkers know that the attributes of a run are not here
+
+        def __getattr__(self, name: str) -> NoReturn:
+            raise AttributeError(
+                f"session() has no attribute {name!r}: a run begins with `with lockstep.session() as run:`; ask `run`"
+            )
 
     def _place(self) -> Environment:
         if not (dist.is_available() and dist.is_initialized()):

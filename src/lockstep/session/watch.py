@@ -279,7 +279,7 @@ def make_channel(
 
 def check_link_timeout(seconds: float, caller: str) -> None:
     """Raise :class:`OptionError` for a limit that is not possible for a connection."""
-    if not seconds >= 1:
+    if not isinstance(seconds, int | float) or not seconds >= 1:
         raise OptionError(f"{caller}: link_timeout is {seconds!r}, expected a number of seconds of at least 1")
 
 
