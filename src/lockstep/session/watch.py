@@ -152,6 +152,8 @@ class Watch:
         if told is None and channel.failure is not None and (error is None or peer_failure_in(error) is not None):
             told = channel.error()
         if told is not None:
+            for note in getattr(error, "__notes__", ()):
+                told.add_note(note)
             (last_words or LastWords()).wait_for_launcher()
             # The point at which this rank waited for the other one is of no interest; it is the __context__.
             raise told from None
