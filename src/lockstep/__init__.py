@@ -53,5 +53,9 @@ __all__ = [
 _register_backend()
 
 
+def __dir__() -> list[str]:
+    return sorted([*__all__, "__version__", "distributed", "errors", "local", "loop", "shares"])
+
+
 def __getattr__(name: str) -> object:
     raise _where_it_is(__name__, name)

@@ -28,6 +28,8 @@ class Ranks:
         self.host = socket.gethostname()
         self.names = range(self.size) if self._collectives is None else self._collectives.global_ranks
         """The ranks as messages name them."""
+        self._met = False
+        """True once all ranks have taken a step: then all have made the same call."""
 
     def together(self, what: str, step: Callable[[], Any]) -> list[Any]:
         """Take a step on every rank; return its results on all, in rank order: values that JSON can represent.
@@ -46,7 +48,13 @@ class Ranks:
         except Exception as error:
             if problem is not None:
                 raise problem from error
+            if not self._met:
+                error.add_note(
+                    f"If only some ranks have called {what}: call {what} on every rank, not under `if run.is_main`. It "
+                    "lets one rank write what is the same on all."
+                )
             raise
+        self._met = True
         failed = [(name, each) for name, each in zip(self.names, answers, strict=True) if each["error"]]
         if problem is not None and not isinstance(problem, Exception):
             raise problem

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,7 @@ from lockstep.seeds import derive_seed
 from lockstep.session.environment import Environment, read_environment
 from lockstep.session.start import SessionOptions, join, name_of_run, place_in_group
 from lockstep.session.stop_requests import STOP_SIGNALS, StopRequests, known_signals
-from lockstep.session.watch import check_link_timeout
+from lockstep.wrapper import naming_options
 
 T = TypeVar("T")
 
@@ -108,6 +108,9 @@ class Session:
         self.progress.current_phase = Phase.TRAINING
         self._watch.end_with_the_program(self.end)
 
+    def __repr__(self) -> str:
+        return f"rank {self.rank} of {self.world_size} on {self.device}, {self.backend}"
+
     @property
     def is_main(self) -> bool:
         """True if this is rank 0, which prints and writes files for all."""
@@ -128,6 +131,9 @@ class Session:
         With ``modules``, over the groups that the modules are replicated over.
         Evaluation, under ``torch.no_grad()``, is neither padded nor counted. Raises
         :class:`~lockstep.errors.PeerFailure` if another rank has failed.
+
+        Type checkers give a batch the type that the loader's iterator gives it. PyTorch's ``DataLoader`` leaves that
+        open (``Any``): annotate it as ``Iterable[tuple[Tensor, Tensor]]``, for example, where a function takes it.
         """
         batches = loop.batches(loader, *modules, group=None if modules else self.group, padding=padding)
         return CountedBatches(batches, self.progress, self.check)
@@ -261,6 +267,7 @@ class session:
     ``RANK`` and its like, and seeding.
     """
 
+    @naming_options
     def __init__(
         self,
         backend: str | None = None,
@@ -274,9 +281,6 @@ class session:
         alone: bool = False,
         stop_signals: Iterable[int] = STOP_SIGNALS,
     ) -> None:
-        if not timeout > 0:
-            raise OptionError(f"session(): timeout is {timeout!r}, expected a number of seconds above 0")
-        check_link_timeout(link_timeout, "session()")
         self._options = SessionOptions(
             backend,
             device,
@@ -296,6 +300,13 @@ class session:
             raise OptionError("this session has begun already: make another one")
         self._session = Session(self._options, self._place())
         return self._session
+
+    if not TYPE_CHECKING:  # type checkers know that the attributes of a run are not here
+
+        def __getattr__(self, name: str) -> NoReturn:
+            raise AttributeError(
+                f"session() has no attribute {name!r}: a run begins with `with lockstep.session() as run:`; ask `run`"
+            )
 
     def _place(self) -> Environment:
         if not (dist.is_available() and dist.is_initialized()):
