@@ -18,7 +18,7 @@ Bytes are sent, not numbers: backends do not know every dtype.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -29,6 +29,8 @@ HALF_PRECISION = (torch.bfloat16, torch.float16)
 """The dtypes that can be asked for."""
 _BLOCK = 64 * 1024
 """Number of elements added at a time on the CPU: they stay in the cache."""
+_LARGE_BLOCK = 16 * 1024 * 1024
+"""The same on an accelerator, where what is not in float32 needs memory of this size to be added in."""
 
 
 def travels_in_half(dtype: torch.dtype, half: torch.dtype | None) -> bool:
@@ -44,6 +46,10 @@ class MeanInHalf(ABC):
         self._collectives, self._half = collectives, half
         self._tensor, self._what = tensor, what
         self._factor = factor
+        self._block = _BLOCK if tensor.is_cpu else _LARGE_BLOCK
+        self._scratch: Tensor | None = None  # made now: what fails later, fails on this rank alone
+        if tensor.dtype is not torch.float32:
+            self._scratch = torch.empty_like(tensor[: self._block], dtype=torch.float32)
 
     @abstractmethod
     def begin(self, blocking: bool) -> "MeanInHalf":
@@ -60,6 +66,17 @@ class MeanInHalf(ABC):
     @abstractmethod
     def gather(self) -> None:
         """Start to exchange means, if ranks have only slices of them. All ranks do it in the same order, or none."""
+
+    def _add(self, rows: Tensor, tensor: Tensor) -> None:
+        """Write the mean of the rows, one from each rank, to the first of them; overwrites ``tensor``, which has no
+        more elements than a row."""
+        for begin in range(0, len(tensor), self._block):
+            block = slice(begin, min(len(tensor), begin + self._block))
+            total = tensor[block] if self._scratch is None else self._scratch[: block.stop - begin]
+            total.copy_(rows[0][block])
+            for row in rows[1:]:
+                total.add_(row[block])
+            rows[0][block].copy_(total.div_(len(rows)))
 
     def finish(self) -> None:
         """Return when the tensor has the mean, times the factor."""
@@ -122,9 +139,8 @@ class _Whole(MeanInHalf):
 
     def wait(self) -> None:
         self._pending.wait()
-        for block in _blocks(self._tensor):
-            write_mean([row[block] for row in self._rows], self._tensor[block], self._rows[0][block])
-            self._tensor[block].copy_(self._rows[0][block])
+        self._add(self._rows, self._tensor)
+        self._tensor.copy_(self._rows[0])
         del self._rows
 
     def done(self) -> bool:
@@ -149,9 +165,7 @@ class _InSlices(MeanInHalf):
     def wait(self) -> None:
         self._pending.wait()
         begin = self._collectives.rank * self._slice
-        own = self._tensor[begin : begin + self._slice]  # less than a slice, or nothing, at the end
-        for block in _blocks(own):
-            write_mean([row[block] for row in self._rows], own[block], self._rows[0][block])
+        self._add(self._rows, self._tensor[begin : begin + self._slice])  # less than a slice, or nothing, at the end
 
     def done(self) -> bool:
         return self._pending.done()
@@ -165,27 +179,6 @@ class _InSlices(MeanInHalf):
         self._tensor.copy_(self._sent[: len(self._tensor)])
         del self._rows, self._sent
         super().finish()
-
-
-def write_mean(rows: Sequence[Tensor], total: Tensor, mean: Tensor) -> None:
-    """Write the mean of tensors in half precision, added in float32, to ``mean``, which may be one of them.
-
-    ``total``: memory of as many elements, which is overwritten; it is used if it is of float32.
-    """
-    if total.dtype is not torch.float32:
-        total = torch.empty_like(total, dtype=torch.float32)
-    total.copy_(rows[0])
-    for row in rows[1:]:
-        total.add_(row)
-    mean.copy_(total.div_(len(rows)))
-
-
-def _blocks(tensor: Tensor) -> Iterator[slice]:
-    """Yield the parts of a tensor that are added at a time."""
-    numel = len(tensor)
-    step = _BLOCK if tensor.is_cpu else max(1, numel)
-    for begin in range(0, numel, step):
-        yield slice(begin, min(numel, begin + step))
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
