@@ -35,7 +35,7 @@ PUBLIC = {
             .statistics()
             .step(loss_fn, *batch)
             .timeline()
-        class DistributedDataParallel(module, device_ids=None, output_device=None, dim=0, broadcast_buffers=None, init_sync=True, process_group=None, bucket_cap_mb=None, find_unused_parameters=False, check_reduction=False, gradient_as_bucket_view=False, static_graph=False, delay_all_reduce_named_params=None, param_to_hook_all_reduce=None, mixed_precision=None, device_mesh=None, skip_all_reduce_unused_params=False, bucket_cap_mb_list=None, batched_grad_copy=False, forward_sync_buffers=None, lazy_bucket_allocation=False, *, buffer_policy='rank0', params_and_buffers_to_ignore=())
+        class DistributedDataParallel(module, device_ids=None, output_device=None, dim=0, broadcast_buffers=None, init_sync=True, process_group=None, bucket_cap_mb=None, find_unused_parameters=False, check_reduction=False, gradient_as_bucket_view=False, static_graph=False, delay_all_reduce_named_params=None, param_to_hook_all_reduce=None, mixed_precision=None, device_mesh=None, skip_all_reduce_unused_params=False, bucket_cap_mb_list=None, batched_grad_copy=False, forward_sync_buffers=None, lazy_bucket_allocation=False, *, reduce_dtype=None, buffer_policy='rank0', params_and_buffers_to_ignore=())
             .forward(*inputs, **kwargs)
             .join(divide_by_initial_world_size=True, enable=True, throw_on_early_termination=False)
             .join_device
@@ -88,7 +88,7 @@ PUBLIC = {
         watch(group=None, store=None, *, stall_factor=20.0, stall_minimum=60.0, link_timeout=20.0)
     """,  # noqa: E501
     "lockstep.distributed": """
-        class DistributedDataParallel(module, device_ids=None, output_device=None, dim=0, broadcast_buffers=None, init_sync=True, process_group=None, bucket_cap_mb=None, find_unused_parameters=False, check_reduction=False, gradient_as_bucket_view=False, static_graph=False, delay_all_reduce_named_params=None, param_to_hook_all_reduce=None, mixed_precision=None, device_mesh=None, skip_all_reduce_unused_params=False, bucket_cap_mb_list=None, batched_grad_copy=False, forward_sync_buffers=None, lazy_bucket_allocation=False, *, buffer_policy='rank0', params_and_buffers_to_ignore=())
+        class DistributedDataParallel(module, device_ids=None, output_device=None, dim=0, broadcast_buffers=None, init_sync=True, process_group=None, bucket_cap_mb=None, find_unused_parameters=False, check_reduction=False, gradient_as_bucket_view=False, static_graph=False, delay_all_reduce_named_params=None, param_to_hook_all_reduce=None, mixed_precision=None, device_mesh=None, skip_all_reduce_unused_params=False, bucket_cap_mb_list=None, batched_grad_copy=False, forward_sync_buffers=None, lazy_bucket_allocation=False, *, reduce_dtype=None, buffer_policy='rank0', params_and_buffers_to_ignore=())
             .forward(*inputs, **kwargs)
             .join(divide_by_initial_world_size=True, enable=True, throw_on_early_termination=False)
             .join_device

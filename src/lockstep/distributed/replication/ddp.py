@@ -79,6 +79,9 @@ class DistributedDataParallel(CompatibleNames, _PyTorchs, Module, Joinable, Gene
         forward_sync_buffers: False means ``buffer_policy="local"``, but buffers are sent at the start.
         lazy_bucket_allocation: Not needed: on an accelerator a bucket of large gradients keeps no memory after
             backward, they do; on the CPU buckets keep theirs.
+        reduce_dtype: ``torch.bfloat16`` or ``torch.float16``: gradients in float32 travel in it, are added in float32,
+            and the mean is rounded to it, once, however many ranks there are; ``.grad`` stays in float32. None: they
+            travel in their own dtype.
         buffer_policy: ``"rank0"``: at the end of each synchronised backward every rank gets rank 0's buffers;
             ``"mean"``: floating ones become the mean over the ranks; ``"local"``: each rank keeps its own.
         params_and_buffers_to_ignore: Names, within ``module``, of parameters and buffers that are not replicated.
@@ -129,6 +132,7 @@ class DistributedDataParallel(CompatibleNames, _PyTorchs, Module, Joinable, Gene
         forward_sync_buffers: bool | None = None,
         lazy_bucket_allocation: bool = False,
         *,
+        reduce_dtype: torch.dtype | None = None,
         buffer_policy: Policy = "rank0",
         params_and_buffers_to_ignore: Collection[str] = (),
     ) -> None:

@@ -63,7 +63,7 @@ def replicate(
         loss: With ``shares``, what the loss of a share is: the ``"sum"`` over its rows, or their ``"mean"``.
         **options: Those of ``DistributedDataParallel``, by name; see :class:`lockstep.DistributedDataParallel`. Here,
             too: ``device_id`` (int or ``torch.device``): the accelerator to which tensors among the inputs of forward
-            are moved.
+            are moved. ``reduce_dtype``: the half precision in which gradients travel, and are not added.
 
     If the module is on the meta device or there is no process group yet, getting ready waits for the first forward.
 
