@@ -62,12 +62,13 @@ PUBLIC = {
             .is_main
             .phase(name)
             .resume(path, **state)
-            .save(path, *, keep=3, step=None, **state)
+            .save(path, *, keep=3, step=None, wait=True, **state)
             .shard(dataset)
             .should_stop
             .skip_batch(*modules)
             .skip_on(*errors)
             .skipped
+            .snapshot(path, *, every=None, at_most=0.02, step=None, **state)
             .step
         accumulate(module, last=True, weight=None)
         agree(flag, group=None)
