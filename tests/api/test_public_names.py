@@ -61,7 +61,7 @@ PUBLIC = {
             .end(error)
             .is_main
             .phase(name)
-            .resume(path, **state)
+            .resume(path, *, give_up_after=3, **state)
             .save(path, *, keep=3, step=None, wait=True, **state)
             .shard(dataset)
             .should_stop
@@ -226,6 +226,7 @@ PUBLIC = {
         AuditError(ShareError)
         CheckpointError(LockstepError, RuntimeError)
         CommunicationError(LockstepError, RuntimeError)
+        CrashLoopError(CheckpointError)
         DeviceError(LockstepError, RuntimeError)
         GradientError(LockstepError, NotImplementedError)
         HookError(LockstepError, RuntimeError, TypeError, ValueError)

@@ -276,3 +276,21 @@ def test_nothing_is_waited_for_in_memory(tmp_path):
         files.sync(file, tmp_path)
         file.close()
     assert (tmp_path / "new" / "file").read_bytes() == b"data"
+
+
+def test_snapshots_go_on_after_a_resume_from_the_disk(tmp_path, host_memory):
+    train(tmp_path / "run", 3, every=1)
+    for _ in range(2):
+        with pytest.raises(KeyError), lockstep.session() as run:
+            run.resume(tmp_path / "run")
+            run.save(tmp_path / "run", x=1)
+            raise KeyError
+    train_on = lockstep.session(time_limit=0.0)
+    with train_on as run:
+        assert not run.should_stop
+        run.resume(tmp_path / "run")
+        run.snapshot(tmp_path / "run", every=1, x=2)
+        run.save(tmp_path / "run", x=3)
+        assert run.agree(False) is False
+        assert run.should_stop
+    assert folders(host_memory) == []

@@ -54,6 +54,7 @@ class Snapshots:
             raise CheckpointError("run.snapshot() needs memory that outlives the ranks, /dev/shm: there is none here")
         self._path, self.memory, self._ranks = path, memory, ranks
         self._pace, self._lock = Pace(), contextlib.ExitStack()
+        self._locked = False
         self._last: int | None = None
 
     def take(
@@ -69,11 +70,11 @@ class Snapshots:
             return None
         begin = time.monotonic()
         step_seconds = self._pace.step_seconds(begin)
-        saving = _Snapshot(self._path, self.memory, self._ranks, above, self._last)
+        saving = _Snapshot(self._path, self.memory, self._ranks, above, self._last, first=not self._locked)
         saving.save(state, 1, step)
-        if self._last is None:
+        if not self._locked:
             self._lock.enter_context(self.memory.lock())
-        self._last = saving.number
+        self._locked, self._last = True, saving.number
         if every is None:
             told = self._ranks.tell([time.monotonic() - begin, step_seconds], "what a snapshot has cost")
             # Whoever has come last has waited least for others, which they would have done in the next step anyway.
@@ -82,8 +83,8 @@ class Snapshots:
         return saving.number
 
     def resumed(self, number: int) -> None:
-        """Note that this run goes on from a snapshot, so that those in memory are its own."""
-        self._last = number
+        """Note that this run goes on from state of that number, so that those in memory until then are its own."""
+        self._last = max([number, *(each.number for each in list_saved(self.memory.folder))])
 
     def close(self, *, remove: bool) -> None:
         """Release the memory; ``remove``: nobody needs it any more."""
@@ -95,14 +96,16 @@ class Snapshots:
 class _Snapshot(Saving):
     """One snapshot, on one rank: a checkpoint in memory, of the run whose checkpoints on the disk are at ``path``."""
 
-    def __init__(self, path: Path, memory: MemoryFolder, ranks: Ranks, above: int, last: int | None) -> None:
+    def __init__(
+        self, path: Path, memory: MemoryFolder, ranks: Ranks, above: int, last: int | None, *, first: bool = True
+    ) -> None:
         super().__init__(memory.folder, MemoryFiles(), ranks, above)
-        self._disk, self._memory, self._last = path, memory, last
+        self._disk, self._memory, self._last, self._first = path, memory, last, first
 
     def _prepare(self, state: Mapping[str, Any], copy: bool) -> dict[str, Any]:
         self._memory.make(self._disk)
         answer = super()._prepare(state, copy)
-        if self._last is None:
+        if self._first:
             size = sum(each.nbytes for parts in self._parts.values() for each in tensors_in([parts.shared, parts.own]))
             check_room(self._path, 2 * size - self._memory.size)
         return answer

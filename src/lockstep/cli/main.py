@@ -4,10 +4,10 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from lockstep.cli import bench, doctor, run, stacks, trace
+from lockstep.cli import bench, doctor, run, runs, stacks, trace
 from lockstep.errors import LockstepError
 
-SUBCOMMANDS = (run, doctor, bench, trace, stacks)
+SUBCOMMANDS = (run, doctor, bench, trace, stacks, runs)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -21,6 +21,7 @@ from lockstep.distributed.comm.collectives import Group
 from lockstep.distributed.reduction.decisions import Decisions
 from lockstep.errors import OptionError
 from lockstep.failures.channel import LINK_SECONDS
+from lockstep.failures.failure import peer_failure_in
 from lockstep.failures.progress import PHASES_OF_A_STEP, Phase, Progress
 from lockstep.failures.stacks import answering
 from lockstep.seeds import derive_seed
@@ -236,14 +237,18 @@ class Session:
         with self.phase(Phase.CHECKPOINT):
             return self._state.snapshot(Path(path), every, at_most, step, self._generators() | state)
 
-    def resume(self, path: "str | os.PathLike[str]", **state: Any) -> Resumed | None:
+    def resume(self, path: "str | os.PathLike[str]", *, give_up_after: int | None = 3, **state: Any) -> Resumed | None:
         """Restore the newest state that :meth:`save` or :meth:`snapshot` has kept; :attr:`step` continues, too.
 
         It is :func:`lockstep.resume`, which looks into the memory of all hosts, too: the newest state that is whole on
         some host's memory, or on the disk. Hosts that lack it get it from the others.
+
+        Raises :class:`~lockstep.errors.CrashLoopError` if the last ``give_up_after`` starts of a run with snapshots
+        have each failed at one and the same step; None for never. The message has the failures, and where the samplers
+        among the state are.
         """
         with self.phase(Phase.CHECKPOINT):
-            found = self._state.resume(Path(path), self._generators() | state)
+            found = self._state.resume(Path(path), self._generators() | state, give_up_after)
         if found is not None and found.step is not None:
             self.progress.step = found.step
         return found
@@ -269,10 +274,21 @@ class Session:
             hook.remove()
         try:
             self._watch.end(error, self._release)
-        except BaseException:
+        except BaseException as told:
+            self._note_failure(told)
             self._state.close(remove=False)
             raise
+        if error is not None:
+            self._note_failure(error)
         self._state.close(remove=error is None, unless_newer=stopped)
+
+    def _note_failure(self, error: BaseException) -> None:
+        """Write to the run's history which rank has failed first, as far as this one knows."""
+        peer = peer_failure_in(error)
+        if peer is not None:
+            self._state.note_failure(peer.rank, peer.step, peer.reason)
+        elif isinstance(error, Exception):
+            self._state.note_failure(self.rank, self.step, f"{type(error).__name__}: {error}".splitlines()[0])
 
     def _release(self) -> None:
         self._decisions = None
