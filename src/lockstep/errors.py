@@ -90,6 +90,10 @@ class CheckpointError(LockstepError, RuntimeError):
     """A checkpoint could not be written, or cannot be resumed from; raised on every rank, with rank and reason."""
 
 
+class CrashLoopError(CheckpointError):
+    """Ranks have failed at the same step each time that they were started; raised on every rank instead of a start."""
+
+
 class CommunicationError(LockstepError, RuntimeError):
     """A collective failed or timed out; ``__cause__`` is the error of the process group."""
 

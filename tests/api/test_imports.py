@@ -29,7 +29,7 @@ USES = {
         "lockstep.failures",
         "lockstep.loop",
     },
-    "lockstep.cli": {"lockstep.failures"},
+    "lockstep.cli": {"lockstep.checkpoints", "lockstep.failures"},
 }
 """The rooms, and which others the files of each import; all use the files beside them, which are the first room.
 

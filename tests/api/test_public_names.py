@@ -61,13 +61,14 @@ PUBLIC = {
             .end(error)
             .is_main
             .phase(name)
-            .resume(path, **state)
-            .save(path, *, keep=3, step=None, **state)
+            .resume(path, *, give_up_after=3, **state)
+            .save(path, *, keep=3, step=None, wait=True, **state)
             .shard(dataset)
             .should_stop
             .skip_batch(*modules)
             .skip_on(*errors)
             .skipped
+            .snapshot(path, *, every=None, at_most=0.02, step=None, **state)
             .step
         accumulate(module, last=True, weight=None)
         agree(flag, group=None)
@@ -225,6 +226,7 @@ PUBLIC = {
         AuditError(ShareError)
         CheckpointError(LockstepError, RuntimeError)
         CommunicationError(LockstepError, RuntimeError)
+        CrashLoopError(CheckpointError)
         DeviceError(LockstepError, RuntimeError)
         GradientError(LockstepError, NotImplementedError)
         HookError(LockstepError, RuntimeError, TypeError, ValueError)

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import torch
 
 import lockstep
-from lockstep.cli import bench, doctor, run, stacks, trace
+from lockstep.cli import bench, doctor, run, runs, stacks, trace
 from lockstep.cli.parser import Parser
 from lockstep.errors import LockstepError, OptionError
 
-SUBCOMMANDS = (run, doctor, bench, trace, stacks)
+SUBCOMMANDS = (run, doctor, bench, trace, stacks, runs)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -30,6 +30,7 @@ from lockstep.failures.connections import Connections
 from lockstep.failures.progress import Progress
 from lockstep.failures.stall import StallLimits
 from lockstep.session.environment import Environment, read_local_rank
+from lockstep.session.incarnation import part_of_incarnation
 from lockstep.session.meeting import meeting_place
 from lockstep.session.stop_requests import STOP_SIGNALS
 from lockstep.session.watch import (
@@ -189,6 +190,9 @@ def join(
             whole_store = until_all_have_met.enter_context(meeting_place(environment, options.timeout))
         port = environment.port or whole_store.port
         store = unused_part(whole_store, f"session {environment.run}", environment.rank)
+        if environment.launcher_has_store:
+            part = part_of_incarnation(store, environment.rank, environment.world_size, options.timeout)
+            store = until_all_have_met.enter_context(part)
         channel = make_channel(
             store,
             environment.rank,
