@@ -20,6 +20,7 @@ from lockstep.distributed.reduction.reducer import Reducer
 from lockstep.distributed.reduction.scheduler import GroupScheduler, scheduler_of
 from lockstep.distributed.reduction.values import broadcast_values
 from lockstep.distributed.replication.reducer_replication import ReducerReplication
+from lockstep.distributed.replication.replication import Replication
 
 _GONE, _LOCAL, _SYNCHRONISES = 0, 1, 2
 _contexts: "weakref.WeakKeyDictionary[ReducerReplication, weakref.ref[ShadowHook]]" = weakref.WeakKeyDictionary()
@@ -37,6 +38,13 @@ def enter_iteration(wrapper: Any, replication: ReducerReplication) -> None:
     synchronises = torch.is_grad_enabled() and replication.requires_sync
     marks = hook.scheduler.announce_forward(hook.reducer, _SYNCHRONISES if synchronises else _LOCAL)
     hook.count_only_active(marks)
+
+
+def is_in_join(replication: Replication) -> bool:
+    """Return True if a module is in a ``Join`` context that is not over."""
+    link = _contexts.get(replication)  # type: ignore[call-overload]
+    hook = None if link is None else link()
+    return hook is not None and not hook.ended
 
 
 class ShadowHook(JoinHook):
