@@ -171,6 +171,7 @@ PUBLIC = {
         class ShardedOptimizer(params, defaults)
             .add_param_group(param_group)
             .clip_grad_norm_(max_norm, norm_type=2.0, error_if_nonfinite=False, foreach=None)
+            .gathered_state_dict(keeps)
             .load_state_dict(state_dict)
             .state
             .state_dict()

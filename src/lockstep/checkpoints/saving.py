@@ -27,7 +27,7 @@ from lockstep.checkpoints.lineage import lineage_of, remember
 from lockstep.checkpoints.new_folder import NewFolder
 from lockstep.checkpoints.ranks import Ranks
 from lockstep.checkpoints.removal import remove_old
-from lockstep.checkpoints.state import OWN, Parts, entries_of, read
+from lockstep.checkpoints.state import OWN, Entry, Parts, entries_of, read
 from lockstep.checkpoints.streams import Streams, read_streams
 from lockstep.distributed.comm.collectives import Group
 from lockstep.errors import CheckpointError, OptionError
@@ -71,7 +71,8 @@ def save(
         CommunicationError: A rank does not answer. The others wait for those that write, so the group's time-out has
             to be longer than a save takes.
 
-    Communicates at most ten small all-gathers.
+    Communicates at most ten small all-gathers; for a sharded optimizer one more, and what
+    :func:`lockstep.sharding.full_state_dict` does.
 
     Example:
         >>> import tempfile, torch
@@ -92,6 +93,7 @@ class Saving:
         self._path, self._files, self._ranks = path, files, ranks
         self._parts: dict[str, Parts] = {}
         self._kinds: dict[str, str] = {}
+        self._gathered: list[Entry] = []
 
     def save(self, state: Mapping[str, Any], keep: int, step: int | None) -> Path:
         """See :func:`lockstep.save`."""
@@ -105,6 +107,8 @@ class Saving:
                 new = NewFolder(self._files, self._path / first["unfinished"])
             folder = self._path / folder_name(number, step)
             leaders = self._find_leaders(new.path)
+            if self._gathered:
+                ranks.together("save()", lambda: self._gather(leaders))
             written = ranks.together("save()", lambda: self._write(new, streams, leaders))
             ours = [
                 each if leader == leaders[ranks.rank] else {} for each, leader in zip(written, leaders, strict=True)
@@ -128,7 +132,8 @@ class Saving:
             raise OptionError(f"keep={keep} and step={step}: at least one checkpoint is kept, and steps count from 0")
         entries = entries_of(state)
         self._kinds = {entry.name: entry.kind for entry in entries}
-        self._parts = {entry.name: read(entry) for entry in entries}
+        self._parts = {entry.name: read(entry) for entry in entries if not entry.is_gathered}
+        self._gathered = [entry for entry in entries if entry.is_gathered]
         self._check_loadable()
         same = {"keep": keep, "step": step} | {f"what is saved as {name!r}": kind for name, kind in self._kinds.items()}
         answer = {"same": same, "host": self._ranks.host}
@@ -137,6 +142,13 @@ class Saving:
             answer |= {"run": lineage_of(self._path).run, "unfinished": new.path.name}
             self._files.make_folder(new.path)
         return answer | {"highest": max((each.number for each in list_saved(self._path)), default=0)}
+
+    def _gather(self, leaders: list[int]) -> None:
+        """Have the ranks put together the state of which each has a part, on those that write what all have alike."""
+        keeps = leaders[self._ranks.rank] == self._ranks.rank
+        for entry in self._gathered:
+            self._parts[entry.name] = Parts(entry.target.gathered_state_dict(keeps), {})
+        self._check_loadable()
 
     def _check_loadable(self) -> None:
         """Raise :class:`CheckpointError` for values that could be saved, but not loaded."""

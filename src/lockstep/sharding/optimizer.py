@@ -116,6 +116,20 @@ class ShardedOptimizer(Optimizer):
         """
         return super().state_dict()
 
+    def gathered_state_dict(self, keeps: bool) -> dict[str, Any]:
+        """Return the whole state dict if this rank ``keeps`` it, else an empty one; every rank has to call it.
+
+        Communicates what :func:`full_state_dict` does, which calls it, as :func:`lockstep.save` does.
+        """
+        state = state_dicts.full_state(self._sharding, keeps)
+        if not keeps:
+            return {}
+        vars(self)["state"] = defaultdict(dict, state)
+        try:
+            return super().state_dict()
+        finally:
+            del vars(self)["state"]
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict: a whole one, of a plain optimizer, of which each rank takes its pieces, or a sharded one.
 
@@ -332,19 +346,4 @@ def full_state_dict(optimizer: Optimizer, *, all_ranks: bool = False) -> dict[st
     """
     if not isinstance(optimizer, ShardedOptimizer):
         return optimizer.state_dict()
-    shards = optimizer._sharding
-    keeps = all_ranks or shards.rank == 0
-    return gathered_state_dict(optimizer, keeps)
-
-
-def gathered_state_dict(optimizer: ShardedOptimizer, keeps: bool) -> dict[str, Any]:
-    """Return the whole state dict if this rank ``keeps`` it, else an empty one; every rank has to call it."""
-    state = state_dicts.full_state(optimizer._sharding, keeps)
-    if not keeps:
-        return {}
-    found: defaultdict[Any, Any] = defaultdict(dict, state)
-    vars(optimizer)["state"] = found
-    try:
-        return Optimizer.state_dict(optimizer)
-    finally:
-        del vars(optimizer)["state"]
+    return optimizer.gathered_state_dict(all_ranks or optimizer._sharding.rank == 0)
