@@ -21,6 +21,7 @@ USES = {
     "lockstep.distributed": set(),
     "lockstep.loop": CORE,
     "lockstep.shares": {*CORE, "lockstep.local"},
+    "lockstep.sharding": {"lockstep.distributed.comm", "lockstep.distributed.replication"},
     "lockstep.checkpoints": {"lockstep.distributed.comm", "lockstep.distributed.replication"},
     "lockstep.session": {
         "lockstep.checkpoints",

@@ -84,6 +84,7 @@ PUBLIC = {
         resume(path, *, group=None, **state)
         save(path, *, keep=3, step=None, group=None, **state)
         class session(backend=None, device=None, timeout=600.0, seed=0, stall_factor=20.0, stall_minimum=60.0, time_limit=None, link_timeout=20.0, alone=False, stop_signals=(<Signals.SIGINT: 2>, <Signals.SIGTERM: 15>))
+        module sharding
         module shares
         should_stop(group=None)
         watch(group=None, store=None, *, stall_factor=20.0, stall_minimum=60.0, link_timeout=20.0)
@@ -167,6 +168,19 @@ PUBLIC = {
         audit(model, every=100)
         fingerprint(model, optimizer=None)
     """,  # noqa: E501
+    "lockstep.sharding": """
+        class ShardedOptimizer(params, defaults)
+            .add_param_group(param_group)
+            .clip_grad_norm_(max_norm, norm_type=2.0, error_if_nonfinite=False, foreach=None)
+            .gathered_state_dict(keeps)
+            .load_state_dict(state_dict)
+            .state
+            .state_dict()
+            .step(closure=None)
+        class StateSlice(local, start, shape, order)
+        full_state_dict(optimizer, *, all_ranks=False)
+        shard_optimizer(optimizer)
+    """,
     "lockstep.local": """
         Broadcast.apply(devices, *tensors)
         class DataParallel(module, device_ids=None, output_device=None, dim=0, *, split=None, gather_outputs=True)
@@ -240,6 +254,7 @@ PUBLIC = {
         PeerError(LockstepError, RuntimeError)
         PeerFailure(PeerError, CommunicationError)
         ReplicaError(LockstepError, RuntimeError)
+        ShardingError(LockstepError, RuntimeError, ValueError)
         ShareError(LockstepError, RuntimeError)
         StalledError(PeerFailure)
         StructureError(LockstepError, ValueError)
@@ -299,7 +314,14 @@ def test_the_public_names_and_signatures_are_those_of_the_table(module_name):
     assert surface(module_name) == inspect.cleandoc(PUBLIC[module_name])
 
 
-PACKAGES = ["lockstep", "lockstep.distributed", "lockstep.local", "lockstep.loop", "lockstep.shares"]
+PACKAGES = [
+    "lockstep",
+    "lockstep.distributed",
+    "lockstep.local",
+    "lockstep.loop",
+    "lockstep.shares",
+    "lockstep.sharding",
+]
 
 
 @pytest.mark.parametrize("module_name", PACKAGES)

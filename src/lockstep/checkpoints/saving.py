@@ -27,7 +27,7 @@ from lockstep.checkpoints.lineage import lineage_of, remember
 from lockstep.checkpoints.new_folder import NewFolder
 from lockstep.checkpoints.ranks import Ranks
 from lockstep.checkpoints.removal import remove_old
-from lockstep.checkpoints.state import OWN, Parts, copies_of, entries_of, read
+from lockstep.checkpoints.state import OWN, Entry, Parts, copies_of, entries_of, read
 from lockstep.checkpoints.streams import Streams, read_streams
 from lockstep.distributed.comm.collectives import Group
 from lockstep.errors import CheckpointError, OptionError
@@ -71,7 +71,8 @@ def save(
         CommunicationError: A rank does not answer. The others wait for those that write, so the group's time-out has
             to be longer than a save takes.
 
-    Communicates at most ten small all-gathers.
+    Communicates at most ten small all-gathers; for a sharded optimizer one more, and what
+    :func:`lockstep.sharding.full_state_dict` does.
 
     Example:
         >>> import tempfile, torch
@@ -95,6 +96,7 @@ class Saving:
         self._path, self._files, self._ranks, self._above = path, files, ranks, above
         self._parts: dict[str, Parts] = {}
         self._kinds: dict[str, str] = {}
+        self._gathered: list[Entry] = []
         self._streams: Streams = {}
         self._answers: list[dict[str, Any]] = []
         self._new = NewFolder(files, path / (UNFINISHED + secrets.token_hex(8)))
@@ -114,13 +116,17 @@ class Saving:
         try:
             answers = ranks.together("save()", lambda: self._prepare(state, copy))
             ranks.check_equal("save()", [answer["same"] for answer in answers])
+            if ranks.rank:
+                self._new = NewFolder(self._files, self._path / answers[0]["unfinished"])
+            if self._gathered:
+                leaders = self._find_leaders()
+                ranks.together("save()", lambda: self._gather(leaders, copy))
         except BaseException as error:
             self._give_up(error)
             raise
-        self._answers, self.number = answers, 1 + max(answer["highest"] for answer in answers)
-        if ranks.rank:
-            self._new = NewFolder(self._files, self._path / answers[0]["unfinished"])
-        else:
+        self._answers = answers
+        self.number = 1 + max(answer["highest"] for answer in answers)
+        if not ranks.rank:
             self._remember()  # now: when it is written, another thread may look before this one goes on
 
     def write(self, ranks: Ranks) -> Path:
@@ -188,7 +194,8 @@ class Saving:
             raise OptionError(f"keep={keep} and step={step}: at least one checkpoint is kept, and steps count from 0")
         entries = entries_of(state)
         self._kinds = {entry.name: entry.kind for entry in entries}
-        self._parts = {entry.name: read(entry) for entry in entries}
+        self._parts = {entry.name: read(entry) for entry in entries if not entry.is_gathered}
+        self._gathered = [entry for entry in entries if entry.is_gathered]
         self._check_loadable()
         if copy:
             self._parts = copies_of(self._parts)
@@ -200,6 +207,13 @@ class Saving:
             self._files.make_folder(self._new.path)
         saved = max((each.number for each in list_saved(self._path)), default=0)
         return answer | {"highest": max(self._above, saved)}
+
+    def _gather(self, leaders: list[int], copy: bool) -> None:
+        """Have the ranks put together the state of which each has a part, on those that write what all have alike."""
+        keeps = leaders[self._ranks.rank] == self._ranks.rank
+        gathered = {each.name: Parts(each.target.gathered_state_dict(keeps), {}) for each in self._gathered}
+        self._parts |= copies_of(gathered) if copy else gathered
+        self._check_loadable()
 
     def _check_loadable(self) -> None:
         """Raise :class:`CheckpointError` for values that could be saved, but not loaded."""

@@ -71,6 +71,11 @@ class Entry(NamedTuple):
         """True if each rank has its own."""
         return self.kind.endswith(OWN)
 
+    @property
+    def is_gathered(self) -> bool:
+        """True if the ranks have parts of it, and put the whole together, in collectives, when it is saved."""
+        return not self.is_own and callable(getattr(self.target, "gathered_state_dict", None))
+
 
 class Parts(NamedTuple):
     """The parts of an entry that are written: by the first rank, and by each rank."""

@@ -32,7 +32,7 @@ from lockstep.distributed.reduction.scheduler import GroupScheduler, scheduler_o
 from lockstep.distributed.replication.ddp_compat import INSTEAD, BufferHookLocation, CompatibleNames
 from lockstep.distributed.replication.options import Options
 from lockstep.distributed.replication.reducer_replication import ReducerReplication
-from lockstep.distributed.replication.replication import broadcast_values, register
+from lockstep.distributed.replication.replication import Replication, broadcast_values, register
 from lockstep.errors import CommunicationError, NotReplicableError, OptionError
 from lockstep.inherited import refusing
 from lockstep.run_all import RunAll
@@ -345,6 +345,13 @@ def enter_iteration(wrapper: Any, replication: ReducerReplication) -> None:
     synchronises = torch.is_grad_enabled() and replication.requires_sync
     marks = hook.scheduler.announce_forward(hook.reducer, _SYNCHRONISES if synchronises else _LOCAL)
     hook.count_only_active(marks)
+
+
+def is_in_join(replication: Replication) -> bool:
+    """Return True if a module is in a ``Join`` context that is not over."""
+    link = _contexts.get(replication)  # type: ignore[call-overload]
+    hook = None if link is None else link()
+    return hook is not None and not hook.ended
 
 
 class _Iteration(Enum):

@@ -242,6 +242,11 @@ class ReducerReplication(Replication):
                 "synchronises its gradients; use that"
             )
 
+    @property
+    def has_local_gradients(self) -> bool:
+        """See :class:`Replication`."""
+        return self.reducer is not None and self.reducer.rank_state.contribution.drift.has_local_gradients
+
     # ----------------------------------------------------------------------------- training state
 
     def training_state(self) -> dict[str, Any]:
