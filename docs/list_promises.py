@@ -1,12 +1,14 @@
 """Writes docs/promises.md: each promise of docs/distributed.md, and the tests that would fail if it were broken.
 
-A comment ``<!-- tests: gradients/test_x.py::test_y ... -->`` after a paragraph or a list item, or in a row of a table,
-names them; paths begin in the folder tests. ``<!-- no promise -->`` stands where none is. ``make format`` runs this.
+A comment ``<!-- tests: gradients/test_x.py::test_y ... -->`` after a paragraph or a list item names them; below a table
+there is one for each row, in order. Paths begin in the folder tests. ``<!-- no promise -->`` stands where none is.
+``make format`` runs this.
 """
 
 import ast
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 DOCS = Path(__file__).parent
@@ -17,39 +19,56 @@ HEAD = """# Promises and their tests
 
 Each promise of [Many processes](distributed.md), by its beginning, and the tests that fail where it is broken.
 """
-_COMMENT = re.compile(r"<!-- tests: (.*?) -->")
+_CODE = re.compile(r"^```.*?^```$|^\|[^\n]*\n\|---[^\n]*$", re.M | re.S)  # and heads of tables
+_PART = re.compile(r"^ *<!--.*?-->$|^#[^\n]*$|^\|[^\n]*$|^ *\S(?:[^\n]|\n(?!\n|- | *<!--|\|))*", re.M | re.S)
+
+
+@dataclass
+class Statement:
+    """A paragraph, an item or a row of a table; its tests are None until a comment names them or denies them."""
+
+    heading: str
+    text: str
+    tests: list[str] | None = None
+
+
+def statements(text: str) -> list[Statement]:
+    """Return the statements of a page, each with the tests that the comment after it names."""
+    found: list[Statement] = []
+    heading, waiting = "", list[Statement]()
+    for part in _PART.findall(_CODE.sub("", text)):
+        comment = re.match(r"\s*<!-- (?:tests:\s(?P<tests>.*)|no promise)\s-->$", part, re.S)
+        if comment:
+            if not waiting:
+                raise ValueError(f"no paragraph, item or row is left for the comment {part}")
+            waiting.pop(0).tests = (comment["tests"] or "").split()
+        elif part.startswith("#"):
+            heading, waiting = part.lstrip("# "), []
+        elif not part.strip().startswith("<!--"):
+            found.append(Statement(heading, part))
+            rows = bool(waiting) and part.startswith("|") and waiting[-1].text.startswith("|")
+            waiting = [*waiting, found[-1]] if rows else [found[-1]]
+    return found
 
 
 def promises() -> Iterator[tuple[str, str, list[str]]]:
     """Yield for each promise the heading above it, its beginning, and its tests."""
-    heading = ""
-    lines = SOURCE.read_text().splitlines()
-    for number, line in enumerate(lines):
-        if line.startswith("#"):
-            heading = line.lstrip("# ")
-        found = _COMMENT.search(line)
-        if found is None:
-            continue
-        if line.startswith("|"):
-            cells = [cell.strip() for cell in _COMMENT.sub("", line).strip("| ").split("|")]
-            text = " - ".join(cell for cell in cells if cell)
-        else:
-            first = number
-            while lines[first - 1].strip() and not lines[first].startswith("- "):
-                first -= 1
-            whole = " ".join(each.strip() for each in lines[first:number])
-            text = re.split(r"(?<=.{40}\.)\s", whole.removeprefix("- "))[0]
-        yield heading, text, found[1].split()
+    for statement in statements(SOURCE.read_text()):
+        if statement.tests:
+            yield statement.heading, _beginning(statement.text), statement.tests
+
+
+def _beginning(text: str) -> str:
+    if text.startswith("|"):
+        return " - ".join(cell for each in text.strip("| ").split("|") if (cell := each.strip()))
+    whole = " ".join(text.split()).removeprefix("- ")
+    return re.split(r"(?<=.{40}\.)\s", whole)[0]
 
 
 def unmarked() -> list[str]:
     """Return the paragraphs, items and rows that neither name tests nor say that there is no promise in them."""
-    text = re.sub(
-        r"^```.*?^```$|^<!-- python\n.*?^-->$|^\|[^\n]*\n\|---[^\n]*$", "", SOURCE.read_text(), flags=re.M | re.S
-    )
-    _, _, text = text.partition("\n## ")
-    blocks = [block.strip() for block in re.split(r"\n\s*\n|\n(?=- |\||#)", text.partition("\n")[2])]
-    return [block for block in blocks if block and block[0] != "#" and not re.search("<!-- (tests:|no promise)", block)]
+    _, _, text = SOURCE.read_text().partition("\n## ")
+    return [each.text for each in statements(text.partition("\n")[2]) if each.tests is None]
 
 
 def missing() -> list[str]:

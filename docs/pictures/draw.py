@@ -5,6 +5,7 @@ from pathlib import Path
 HERE = Path(__file__).parents[1]
 BLUE, ORANGE, GREEN, GREY, PALE = "#cfe3ff", "#ffe0c2", "#d8f0d2", "#dfe5ec", "#f4f6f9"
 INK, LINE = "#123", "#345"
+DEEP_BLUE, RED = "#2463b5", "#c8352b"
 
 
 class Picture:
@@ -43,9 +44,47 @@ class Picture:
             'marker-end="url(#a)"/>'
         )
 
+    def curve(self, points: list[tuple[float, float]], colour: str) -> None:
+        """A thick line through points, each of which is a dot."""
+        path = " ".join(f"{x},{y}" for x, y in points)
+        self._parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="4"/>')
+        self._parts += [f'<circle cx="{x}" cy="{y}" r="6" fill="{colour}"/>' for x, y in points]
+
     def svg(self) -> str:
         """The whole file."""
         return "\n".join([self._head, *self._parts, "</svg>\n"])
+
+
+def drift() -> str:
+    """Why replicas drift, and what lockstep does about it."""
+    p = Picture(960, 400, "Two replicas drift apart after a mistake on one rank; lockstep stops them with an error")
+    p.text(480, 30, "Every step averages the gradients. Nothing ever averages the weights.", 18, bold=True)
+    p.text(480, 54, "So a difference between two replicas never goes away.", 18)
+    for left, title, colour in ((20, "without a check", ORANGE), (500, "with lockstep", GREEN)):
+        p.box(left, 76, 440, 308, PALE)
+        p.box(left, 76, 440, 32, colour, title, 15)
+        p.text(left + 18, 150, "weights", 15, "start")
+        p.text(left + 422, 372, "steps", 15, "end")
+        p.arrow(left + 18, 352, left + 422, 352)
+        p.text(left + 215, 322, "one rank only: another checkpoint,", 15)
+        p.text(left + 215, 340, "a missed step, a bit that flips", 15)
+        p.arrow(left + 180, 306, left + 176, 266)
+    steps = [40, 85, 130, 175, 220, 265, 310, 355, 400]
+    up, down = (250, 242, 234, 226, 218, 210, 204, 198, 192), (258, 250, 242, 254, 260, 266, 274, 282, 290)
+    p.curve([(20 + x, y) for x, y in zip(steps, up, strict=True)], DEEP_BLUE)
+    p.curve([(20 + x, y) for x, y in zip(steps, down, strict=True)], RED)
+    p.text(440, 180, "rank 0", 15, "end", bold=True)
+    p.text(440, 312, "rank 1", 15, "end", bold=True)
+    p.text(240, 138, "The loss still falls. Nobody notices.", 15)
+    p.curve([(500 + x, y) for x, y in zip(steps[:5], up[:5], strict=True)], DEEP_BLUE)
+    p.curve([(500 + x, y) for x, y in zip(steps[:5], down[:5], strict=True)], RED)
+    p.box(734, 130, 24, 160, GREEN)
+    p.text(746, 124, "check_in_sync()", 15)
+    p.text(772, 196, "OutOfSyncError", 15, "start", bold=True)
+    p.text(772, 216, "on every rank:", 15, "start")
+    p.text(772, 236, "the tensor, the ranks,", 15, "start")
+    p.text(772, 254, "both digests", 15, "start")
+    return p.svg()
 
 
 def a_round() -> str:
@@ -96,6 +135,33 @@ def two_levels() -> str:
         p.text(left + 118, 264, "speaks for its host", 12, "start")
     p.arrow(431, 260, 529, 260, both=True)
     p.text(480, 248, "Gloo", 12)
+    return p.svg()
+
+
+def sharding() -> str:
+    """A step of a sharded optimizer on two ranks."""
+    p = Picture(
+        960, 330, "A sharded optimizer: each rank steps on its half of the weights, then all get the other half"
+    )
+    for rank, (top, own) in enumerate([(30, BLUE), (190, ORANGE)]):
+        p.text(16, top + 52, f"rank {rank}", 14, "start", bold=True)
+        for row, (name, w) in enumerate((("gradients: the mean, whole", 110), ("weights", 110))):
+            y = top + row * 46
+            p.text(90, y - 6, name, 11, "start")
+            p.box(90, y, w, 26, BLUE)
+            p.box(90 + w, y, w, 26, ORANGE)
+        p.text(90, top + 86, "state: two numbers for each weight of its half", 11, "start")
+        for row in range(2):
+            p.box(90 + rank * 110, top + 92 + row * 16, 110, 14, own)
+        p.arrow(322, top + 60, 388, top + 60)
+        p.text(355, top + 50, "step", 12)
+        p.box(390, top + 46, 110, 26, GREEN if rank == 0 else GREY, "new" if rank == 0 else "old")
+        p.box(500, top + 46, 110, 26, GREY if rank == 0 else GREEN, "old" if rank == 0 else "new")
+        p.arrow(612, top + 60, 718, top + 60)
+        p.box(720, top + 46, 110, 26, GREEN, "new")
+        p.box(830, top + 46, 110, 26, GREEN, "new")
+    p.arrow(664, 96, 664, 242, both=True)
+    p.text(676, 172, "all-gather: each sends its half", 12, "start")
     return p.svg()
 
 
@@ -166,6 +232,7 @@ def rooms() -> str:
         "failures": (20, 130, "failures/\nchannel, progress, stacks", ORANGE),
         "loop": (400, 186, "loop/\nbatches(), accumulate(), agree()", BLUE),
         "shares": (740, 210, "shares/\nthe same bits, GlobalBatches", BLUE),
+        "sharding": (740, 110, "sharding/\nshard_optimizer()", BLUE),
         "replication": (400, 262, "distributed/replication/\nreplicate(), DDP", BLUE),
         "local": (740, 320, "local/\none process, many devices", ORANGE),
         "reduction": (400, 338, "distributed/reduction/\none round of gradients", BLUE),
@@ -182,6 +249,7 @@ def rooms() -> str:
     p.arrow(399, 45, 221, 145)  # session to failures
     p.arrow(560, 61, 600, 99)  # session to checkpoints
     p.arrow(640, 147, 590, 261)  # checkpoints to replication
+    p.arrow(739, 146, 601, 266)  # sharding to replication
     p.arrow(739, 238, 601, 280)  # shares to replication
     p.arrow(739, 248, 601, 356)  # shares to reduction
     p.arrow(840, 257, 840, 319)  # shares to local
@@ -220,9 +288,11 @@ def phases() -> str:
 
 
 PICTURES = {
+    "drift.svg": drift,
     "round.svg": a_round,
     "two_levels.svg": two_levels,
     "replicas.svg": replicas,
+    "sharding.svg": sharding,
     "shares.svg": tree_of_shares,
     "rooms.svg": rooms,
     "phases.svg": phases,

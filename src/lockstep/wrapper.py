@@ -1,6 +1,5 @@
 """Behaviour shared by wrapped modules: hooks on one alone, checkpoints with and without the prefix, wrong options."""
 
-import difflib
 import inspect
 from collections.abc import Callable, Collection, Mapping
 from functools import wraps
@@ -8,6 +7,7 @@ from typing import Any, TypeVar, cast
 
 from torch.nn import Module
 
+from lockstep.arguments import did_you_mean
 from lockstep.errors import UnknownOptionError
 
 Init = TypeVar("Init", bound=Callable[..., None])
@@ -35,9 +35,7 @@ def is_of_module(state_dict: Mapping[str, Any], module: Module) -> bool:
 
 def unknown_option(caller: str, name: str, known: Collection[str]) -> UnknownOptionError:
     """Return the error for an option that does not exist; it names the nearest option that does, and all of them."""
-    near = difflib.get_close_matches(name, known, n=1)
-    hint = f"did you mean {near[0]}? There are " if near else "there are "
-    return UnknownOptionError(f"{caller}() got an unexpected keyword argument {name!r}; {hint}{', '.join(known)}")
+    return UnknownOptionError(f"{caller}() got an unexpected keyword argument {name!r}; {did_you_mean(name, known)}")
 
 
 def naming_options(init: Init) -> Init:

@@ -1,10 +1,10 @@
-"""Every Python block of README and the documentation runs, in order, in processes; of a diff both sides do.
+"""Every Python block of README and the documentation runs as printed, in processes; of a diff both sides do.
 
-A page is one namespace. What its readers do not need to see is in comments, ``<!-- python ... -->``, and
-``<!-- ranks: 4 -->`` says in how many ranks it runs. A block that makes the default process group gets a place of its
-own to meet, as torchrun would give it. Blocks that import what is not installed (accelerate, ...) are only compiled
-here; `make test-clients` has it. Where ``<!-- each block is a program -->`` stands, tests/clients or tests/launchers
-runs them.
+Each block is a program of its own. Only on a page that hides code, ``<!-- python ... -->``, blocks follow each other in
+one namespace. ``<!-- ranks: 4 -->`` says in how many ranks a page's blocks run. A block that makes the default process
+group gets a place of its own to meet, as torchrun would give it. Blocks that import what is not installed
+(accelerate, ...) are only compiled here; `make test-clients` has it. Where ``<!-- each block is a program -->`` stands,
+tests/clients or tests/launchers runs them.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ class Block:
 
     line: int
     code: str
+    hidden: bool = False
 
     @property
     def meets(self) -> bool:
@@ -61,7 +62,7 @@ def blocks_of(text: str) -> list[Block]:
         code = match["hidden"] or match["shown"]
         line = text.count("\n", 0, match.start()) + 2
         sides = [code] if match["kind"] != "diff" else [_side(code, sign) for sign in "-+"]
-        found += [Block(line, side) for side in sides]
+        found += [Block(line, side, match["hidden"] is not None) for side in sides]
     return found
 
 
@@ -104,11 +105,14 @@ def run_blocks(rank: Any, page: str, blocks: list[Block], ports: list[int], fold
     if accelerators:
         assert not isinstance(found := simulator.load(accelerators), str), found
     os.chdir(folder)
+    go_on = any(block.hidden for block in blocks)
     namespace: dict[str, Any] = {"__name__": "__main__"}
     for block, port in zip(blocks, ports, strict=True):
+        if not go_on:
+            namespace = {"__name__": "__main__"}
+        if dist.is_initialized() and (block.meets or not go_on):
+            dist.destroy_process_group()
         if block.meets:
-            if dist.is_initialized():
-                dist.destroy_process_group()
             be_launched(rank, port)
         source = "\n" * (block.line - 1) + block.code
         linecache.cache[page] = (len(source), None, source.splitlines(keepends=True), page)

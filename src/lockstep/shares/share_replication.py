@@ -161,6 +161,12 @@ _WITHOUT = {
 
 def _check_options(options: Options) -> None:
     """Raise :class:`OptionError` for options that have no meaning with shares."""
+    if options.reduce_dtype is not None:
+        raise OptionError(
+            f"replicate() got reduce_dtype={options.reduce_dtype} beside shares: sums of some shares travel, of others "
+            "on each number of ranks, so what is rounded would depend on that number, and the bits with it. Leave out "
+            "one of the two"
+        )
     for name, usual in _WITHOUT.items():
         if getattr(options, name) != usual:
             raise OptionError(

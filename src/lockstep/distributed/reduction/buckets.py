@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from lockstep.distributed.comm.half_precision import travels_in_half
 from lockstep.distributed.reduction.gradient_memory import Empty, GradientMemory
 from lockstep.distributed.reduction.managed_parameters import ManagedParameter
 from lockstep.distributed.reduction.plan import AdaptivePlan, Kind, PlannedBucket
@@ -30,6 +31,7 @@ from lockstep.distributed.reduction.verdict import Verdict
 from lockstep.dtensors import is_dtensor, like_parameter, local_part
 
 _dtype_of, _device_of, _grad_of = attrgetter("dtype"), attrgetter("device"), attrgetter("grad")
+_is_copied = attrgetter("is_copied")
 
 
 NO_ROW = torch.empty(0, device="cpu")
@@ -75,8 +77,17 @@ class BucketPart:
 class GradientBucket(ABC):
     """One bucket of the plan, in use; subclasses differ in where the gradients lie while they are sent."""
 
-    def __init__(self, index: int, planned: PlannedBucket, members: Sequence[ManagedParameter], waits: bool) -> None:
+    def __init__(
+        self,
+        index: int,
+        planned: PlannedBucket,
+        members: Sequence[ManagedParameter],
+        waits: bool,
+        half: torch.dtype | None = None,
+    ) -> None:
         self.index, self.planned = index, planned
+        self.half = half
+        """The half precision in which the gradients travel; None for their own dtype."""
         self.members = list(members)
         self.waits_for_end = waits
         """True if it waits for the end of backward."""
@@ -111,8 +122,9 @@ class GradientBucket(ABC):
         return [range(len(self.members))]
 
     def open(self, scale: float) -> None:
-        """Begin a round, in which gradients are multiplied by ``scale`` before they are summed."""
-        self._scale = scale
+        """Begin a round, in which gradients are multiplied by ``scale`` before they are summed, except those that
+        travel in half precision: they are divided after they have been summed (``comm/half_precision.py``)."""
+        self._scale = scale if self.half is None else 1.0
         self._unused.clear()
         self._copies_early = None if len(self.parts) > 1 else False
         if self.missing < len(self.parts):
@@ -299,10 +311,11 @@ class FlatBucket(GradientBucket):
         waits: bool,
         extra: int,
         empty: Empty,
+        half: torch.dtype | None,
     ) -> None:
         """``extra`` elements behind the gradients are for the report; ``empty`` gives the memory."""
         self._plain = not any(is_dtensor(member.parameter) for member in members)
-        super().__init__(index, planned, members, waits)
+        super().__init__(index, planned, members, waits, half)
         self._extra = extra
         self._indices = planned.indices
         self._memory = GradientMemory(planned.layout, self._parameters, extra, empty)
@@ -376,7 +389,7 @@ class FlatBucket(GradientBucket):
 
     def _is_copied(self) -> bool:
         """Return True if all has been copied early."""
-        return all(part.is_copied for part in self.parts)
+        return all(map(_is_copied, self.parts))
 
     def _copy_rest(
         self, grads: Sequence[Tensor | None], inside: Sequence[bool], used: Sequence[int] | None
@@ -463,11 +476,17 @@ class BucketsInUse:
     """The buckets of a plan, in launch order and by parameter."""
 
     def __init__(
-        self, plan: AdaptivePlan, parameters: Sequence[ManagedParameter], report_numel: int, empty: Empty
+        self,
+        plan: AdaptivePlan,
+        parameters: Sequence[ManagedParameter],
+        report_numel: int,
+        empty: Empty,
+        half: torch.dtype | None = None,
     ) -> None:
         """Make the buckets of ``plan``.
 
-        ``report_numel``: elements that the report takes behind the last bucket; 0 if it travels on its own.
+        ``report_numel``: elements that the report takes behind the last bucket; 0 if it travels on its own; ``half``:
+        the half precision in which gradients travel that can.
         """
         planned = plan.current.buckets
         self.in_order: list[GradientBucket] = []
@@ -480,7 +499,7 @@ class BucketsInUse:
             extra = report_numel if number == len(planned) - 1 else 0
             members = [parameters[index] for index in each.indices]
             waits = bool(extra) or plan.waits_for_end(each)
-            bucket = make_bucket(number, each, members, waits, extra, empty)
+            bucket = make_bucket(number, each, members, waits, extra, empty, half)
             self.in_order.append(bucket)
             for part in bucket.parts:
                 for index in part.indices:
@@ -503,14 +522,16 @@ def make_bucket(
     waits: bool,
     extra: int,
     empty: Empty,
+    half: torch.dtype | None = None,
 ) -> GradientBucket:
     """Return the bucket in use for a planned one.
 
     ``waits``: it is launched only after backward; ``extra``: elements behind the gradients that carry the report;
-    ``empty``: allocates the memory of a flat bucket.
+    ``empty``: allocates the memory of a flat bucket; ``half``: the half precision in which gradients travel that can.
     """
-    if planned.kind is Kind.SINGLE:
-        return SingleBucket(index, planned, members, waits)
     if planned.kind is Kind.SPARSE:
         return SparseBucket(index, planned, members, waits)
-    return FlatBucket(index, planned, members, waits, extra, empty)
+    half = half if travels_in_half(planned.layout.dtype, half) else None
+    if planned.kind is Kind.SINGLE:
+        return SingleBucket(index, planned, members, waits, half)
+    return FlatBucket(index, planned, members, waits, extra, empty, half)

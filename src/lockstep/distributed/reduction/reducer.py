@@ -33,6 +33,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from enum import Enum, auto
 from functools import cache
+from operator import is_
 from typing import NamedTuple
 
 import torch
@@ -54,6 +55,7 @@ from lockstep.distributed.reduction.gradient_snapshot import GradientSnapshot
 from lockstep.distributed.reduction.graph import ReachableLeaves
 from lockstep.distributed.reduction.managed_parameters import ManagedParameter, generation, owner_of
 from lockstep.distributed.reduction.parameter_hooks import (
+    HookDictionary,
     Trigger,
     hold,
     hold_all,
@@ -103,6 +105,7 @@ class Reducer:
         self._route = _Route.UNKNOWN
         self._ownership = -1, True  # with that generation of owners, this reducer synchronises all of the parameters
         self._triggers = _Triggers(None, {})
+        self._held: Sequence[HookDictionary] = ()  # the hooks of parameters, as they were when a pass began last
 
     @property
     def parameters(self) -> list[ManagedParameter]:
@@ -141,10 +144,12 @@ class Reducer:
         parameters = self._members.tracked
         if APPLIED_IN_BACKWARD in sys.modules:
             check_optimizers(self._members.named)
-        if any(map(hooks_of, parameters)):
-            hold_all(parameters, self)
         if self._triggers.buckets is not self.common.buckets:
             self._place_triggers()
+        hooks = list(filter(None, map(hooks_of, parameters)))
+        if len(hooks) != len(self._held) or not all(map(is_, hooks, self._held)):
+            hold_all(parameters, self)
+            self._held = list(filter(None, map(hooks_of, parameters)))
         if self.common.plan.observes:
             self.common.plan.begin_round()
         return _OpenPass(this, GradientSnapshot(parameters), own.requires_sync)
@@ -222,14 +227,14 @@ class Reducer:
         with self._lock:
             if self.retired:
                 return
-            watched = self._open_passes[-1] if self._open_passes else self._watch_foreign()
-            if self.common.plan.observes:
-                self.common.plan.observe(index)
-            elif watched.synchronises and self.rank_state.padding_batch is None:
-                if self._round is None:
+            if self._round is None:
+                watched = self._open_passes[-1] if self._open_passes else self._watch_foreign()
+                if self.common.plan.observes:
+                    self.common.plan.observe(index)
+                elif watched.synchronises and self.rank_state.padding_batch is None:
                     self._open(watched)
-                if self._round is not None:
-                    self._round.part_triggered(index, watched.snapshot)
+            if self._round is not None:
+                self._round.part_triggered(index, self._open_passes[-1].snapshot)
 
     def _open(self, watched: "_OpenPass") -> None:
         """Open the round of a pass that has come to the module."""

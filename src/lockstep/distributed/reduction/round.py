@@ -11,12 +11,14 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from enum import IntEnum, auto
+from operator import attrgetter
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from lockstep.distributed.comm.half_precision import MeanInHalf, begin_mean, gather_all
 from lockstep.distributed.reduction.buckets import NO_ROW, GradientBucket, ZeroBucket
 from lockstep.distributed.reduction.comm_hooks import Waitable
 from lockstep.distributed.reduction.common_state import CommonState
@@ -30,6 +32,8 @@ from lockstep.distributed.reduction.values import Difference, warn_of_drift
 from lockstep.distributed.reduction.verdict import Verdict, judge, judge_loops
 from lockstep.errors import AgreementError, CommunicationError, OptionError, PeerError
 from lockstep.texts import LONGEST_HEADLINE, shortened
+
+_missing_of = attrgetter("missing")
 
 
 class RoundState(IntEnum):
@@ -68,6 +72,7 @@ class Round:
         self._divide_factor = common.gradient_divide_factor
         self._undefined: list[int] = []
         self._pending: list[Waitable] = []
+        self._means: list[MeanInHalf] = []  # of buckets that travel in half precision
         self._begun: float | None = None  # when the first collective has begun
         scale = 1.0 if common.hooks.hooks else 1.0 / self._divide_factor
         for bucket in self.buckets.in_order:
@@ -98,7 +103,7 @@ class Round:
     def with_taken(self, came: Sequence[int]) -> Sequence[int]:
         """Return the gradients that ``came``, and those that have been taken before the pass has ended."""
         count = len(self._used)
-        if not self.buckets.unbucketed and all(part.is_complete for part in self.buckets.parts):
+        if not self.buckets.unbucketed and not any(map(_missing_of, self.buckets.in_order)):
             return [*range(count), *(position for position in came if position >= count)]
         taken = {index for part in self.buckets.parts if part.is_complete for index in part.indices}
         return sorted(taken.union(came))
@@ -138,8 +143,23 @@ class Round:
         if common.hooks.hooks:
             self._send_through_hooks(bucket, copied.flat, what)
         else:
-            self._all_reduce(copied.flat, what, copied.factor, blocking)
+            self._reduce(bucket, copied.flat, what, copied.factor, blocking)
         self.next_bucket += 1
+
+    def _reduce(
+        self, bucket: GradientBucket, flat: Tensor, what: str, factor: float = 1.0, blocking: bool = False
+    ) -> None:
+        """Begin to reduce a bucket, whose gradients are in ``flat``, in the dtype in which it travels."""
+        if bucket.half is None:
+            self._all_reduce(flat, what, factor, blocking)
+            return
+        if self._begun is None:
+            self._begun = time.perf_counter()
+        ranks = self._common.collectives
+        what, correction = f"{what}, round {self.number}", ranks.world / self._divide_factor
+        mean = begin_mean(ranks, bucket.half, flat, what, correction, blocking=blocking)
+        self._means.append(mean)
+        self._pending.append(mean)
 
     def _all_reduce(self, tensor: Tensor, what: str, factor: float = 1.0, blocking: bool = False) -> None:
         """Begin to sum a tensor, times ``factor``, over the ranks."""
@@ -300,6 +320,8 @@ class Round:
 
         The ranks have just agreed on ``added``, which have no bucket yet.
         """
+        if self._means:
+            self._gather_means()
         if verdict.is_usual:
             for bucket in self.buckets.in_order:
                 bucket.copy_out(verdict)
@@ -315,6 +337,13 @@ class Round:
         for each in late:
             each.copy_out(factor)
         self.is_copied_out = True
+
+    def _gather_means(self) -> None:
+        """Complete the buckets that travel in half precision: all ranks go on, so all do it."""
+        collectives = self._common.collectives
+        with collectives.phases.phase("wait"):
+            gather_all(self._means)
+        collectives.comm_stats.step_times.has_waited(time.perf_counter())
 
     def _parameters_in_order(self, verdict: Verdict, added: Sequence[ManagedParameter]) -> list[Parameter]:
         """Return the parameters that any rank has used, in an order that is the same on all ranks: the plan's."""
@@ -342,7 +371,7 @@ class Round:
                 self._write_behind(row, failed=True)
                 if common.transport.own_row is None:
                     self._aborted_row = row
-            self._all_reduce(zeros, "aborted bucket")
+            self._reduce(bucket, zeros, "aborted bucket")
         if common.hooks.hooks and not common.collectives.follows_stream(common.collectives.device):
             self._wait_aborted()
         common.buffers.send_large(failed=True)
@@ -360,12 +389,6 @@ class Round:
             self._decisions.update(judge_loops(report.statuses), self._batch, self._loop, aborted=True)
 
     # ----------------------------------------------------------------- what has been sent, and not waited for yet
-
-    def _note_sent(self, pending: Waitable, begun: float) -> None:
-        """Note that a collective is on its way, since ``begun`` of ``time.perf_counter()``."""
-        if self._begun is None:
-            self._begun = begun
-        self._pending.append(pending)
 
     def _send_through_hooks(self, bucket: GradientBucket, flat: Tensor, what: str) -> None:
         """Let communication hooks reduce a bucket, whose gradients are in ``flat``."""

@@ -198,6 +198,11 @@ class DriftDetector:
         """True if no gradient is local to this rank, and no drift is suspected."""
         return self._seen is None and not self.suspects
 
+    @property
+    def has_local_gradients(self) -> bool:
+        """True if some pass since the last round has not synchronised: gradients are this rank's only."""
+        return self._seen is not None
+
     def check(self, synchronises: bool) -> None:
         """Look at the parameters as a backward pass begins; warn if they have changed twice since the last one that
         synchronised, and this one does not."""

@@ -32,7 +32,7 @@ from lockstep.distributed.reduction.scheduler import GroupScheduler, scheduler_o
 from lockstep.distributed.replication.ddp_compat import INSTEAD, BufferHookLocation, CompatibleNames
 from lockstep.distributed.replication.options import Options
 from lockstep.distributed.replication.reducer_replication import ReducerReplication
-from lockstep.distributed.replication.replication import broadcast_values, register
+from lockstep.distributed.replication.replication import Replication, broadcast_values, register
 from lockstep.errors import CommunicationError, NotReplicableError, OptionError
 from lockstep.inherited import refusing
 from lockstep.run_all import RunAll
@@ -79,6 +79,9 @@ class DistributedDataParallel(CompatibleNames, _PyTorchs, Module, Joinable, Gene
         forward_sync_buffers: False means ``buffer_policy="local"``, but buffers are sent at the start.
         lazy_bucket_allocation: Not needed: on an accelerator a bucket of large gradients keeps no memory after
             backward, they do; on the CPU buckets keep theirs.
+        reduce_dtype: ``torch.bfloat16`` or ``torch.float16``: gradients in float32 travel in it, are added in float32,
+            and the mean is rounded to it, once, however many ranks there are; ``.grad`` stays in float32. None: they
+            travel in their own dtype.
         buffer_policy: ``"rank0"``: at the end of each synchronised backward every rank gets rank 0's buffers;
             ``"mean"``: floating ones become the mean over the ranks; ``"local"``: each rank keeps its own.
         params_and_buffers_to_ignore: Names, within ``module``, of parameters and buffers that are not replicated.
@@ -129,6 +132,7 @@ class DistributedDataParallel(CompatibleNames, _PyTorchs, Module, Joinable, Gene
         forward_sync_buffers: bool | None = None,
         lazy_bucket_allocation: bool = False,
         *,
+        reduce_dtype: torch.dtype | None = None,
         buffer_policy: Policy = "rank0",
         params_and_buffers_to_ignore: Collection[str] = (),
     ) -> None:
@@ -341,6 +345,13 @@ def enter_iteration(wrapper: Any, replication: ReducerReplication) -> None:
     synchronises = torch.is_grad_enabled() and replication.requires_sync
     marks = hook.scheduler.announce_forward(hook.reducer, _SYNCHRONISES if synchronises else _LOCAL)
     hook.count_only_active(marks)
+
+
+def is_in_join(replication: Replication) -> bool:
+    """Return True if a module is in a ``Join`` context that is not over."""
+    link = _contexts.get(replication)  # type: ignore[call-overload]
+    hook = None if link is None else link()
+    return hook is not None and not hook.ended
 
 
 class _Iteration(Enum):

@@ -27,7 +27,7 @@ from lockstep.distributed.replication.mixed_precision import Casts, ReduceIn, re
 from lockstep.distributed.replication.options import Options, outputs_in
 from lockstep.distributed.replication.replication import Replication, replication_of
 from lockstep.dtensors import is_dtensor
-from lockstep.errors import CommunicationError, NotReplicableError
+from lockstep.errors import CommunicationError, NotReplicableError, OptionError
 
 
 class _Numbering(NamedTuple):
@@ -96,7 +96,8 @@ class ReducerReplication(Replication):
         parameters = ParameterSet(self._selection, contents, delayed, values=options.init_sync)
         policy = BufferSync(self._scan(), options.policy, collectives)
         caps = options.caps_in_shared_memory() if collectives.shares_memory else options.caps
-        reducer = Reducer(CommonState(parameters, collectives, scheduler.modules, policy, caps), keeps=scheduler)
+        common = CommonState(parameters, collectives, scheduler.modules, policy, caps, options.reduce_dtype)
+        reducer = Reducer(common, keeps=scheduler)
         for earlier in self._selection.superseded(contents):
             earlier.retire()
         modules = scheduler.modules
@@ -120,7 +121,7 @@ class ReducerReplication(Replication):
         config = self.options.mixed_precision
         self._casts = Casts(self._selection.module, config, self._selection.left_alone())
         dtype = reduce_dtype(config)
-        if dtype is not None:
+        if dtype is not None and self.options.reduce_dtype is None:
             reducer.common.register_hook(None, ReduceIn(dtype))
 
     def _scan(self) -> Callable[[], BufferSet]:
@@ -225,6 +226,11 @@ class ReducerReplication(Replication):
         """Add a communication hook."""
         self._check_in_charge("register_comm_hook()")
         check_hook(hook)
+        if self.options.reduce_dtype is not None:
+            raise OptionError(
+                f"register_comm_hook(): this module's gradients travel in reduce_dtype={self.options.reduce_dtype}; a "
+                "communication hook decides itself what travels. Leave out one of the two"
+            )
         self.hooks.append((state, hook))
         if self.reducer is not None:
             self.reducer.common.register_hook(state, hook)
@@ -235,6 +241,11 @@ class ReducerReplication(Replication):
                 f"{what}: this module has been replicated or wrapped once more since, and what was made later "
                 "synchronises its gradients; use that"
             )
+
+    @property
+    def has_local_gradients(self) -> bool:
+        """See :class:`Replication`."""
+        return self.reducer is not None and self.reducer.rank_state.contribution.drift.has_local_gradients
 
     # ----------------------------------------------------------------------------- training state
 

@@ -9,7 +9,7 @@ import functools
 import weakref
 from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch.nn import Module
 
@@ -20,7 +20,6 @@ from lockstep.distributed.replication.replication import Replication, find_repli
 from lockstep.errors import AlreadyManagedError, OptionError
 from lockstep.wrapper import ModuleHook
 
-M = TypeVar("M", bound=Module)
 Loss = Literal["sum", "mean"]
 """What the loss of a share is, over its rows."""
 WithShares = Callable[[Module, Options, Collection[Module], int, Loss], Replication]
@@ -38,13 +37,13 @@ def replicate_shares_with(make: WithShares) -> None:
 
 
 def replicate(
-    module: M,
+    module: Module,
     ignored_modules: Iterable[Module] | None = None,
     *,
     shares: int | None = None,
     loss: Loss = "sum",
     **options: Any,
-) -> M:
+) -> "Replicated":
     """Replicate a module over a process group, in place: ``param.grad`` becomes the mean over all ranks.
 
     After every backward pass that synchronises, each rank's ``param.grad`` is the mean over the ranks of what they have
@@ -55,7 +54,8 @@ def replicate(
     Args:
         module: The module; the same object is returned. Its class is replaced by a subclass, so ``isinstance``,
             attributes and ``state_dict`` stay; ``copy.deepcopy`` and ``pickle`` give the plain module, not replicated.
-            It gains the methods of :class:`Replicated`.
+            It gains the methods of :class:`lockstep.distributed.Replicated`, which is the type of the returned module:
+            see there what type checkers know of it.
         ignored_modules: These, and all below them, are left alone.
         shares: The number of shares into which the batch of a step is cut, the same for the whole run. Then gradients
             have the same bits on any number of ranks up to that many: see docs/reproducibility.md. None: gradients are
@@ -63,7 +63,7 @@ def replicate(
         loss: With ``shares``, what the loss of a share is: the ``"sum"`` over its rows, or their ``"mean"``.
         **options: Those of ``DistributedDataParallel``, by name; see :class:`lockstep.DistributedDataParallel`. Here,
             too: ``device_id`` (int or ``torch.device``): the accelerator to which tensors among the inputs of forward
-            are moved.
+            are moved. ``reduce_dtype``: the half precision in which gradients travel, and are not added.
 
     If the module is on the meta device or there is no process group yet, getting ready waits for the first forward.
 
@@ -112,12 +112,26 @@ def replicate(
         assert _with_shares is not None
         replication = _with_shares(module, chosen, ignored, shares, loss)
     replication.start_if_possible()
-    _attach(module, replication)
-    return module
+    return _attach(module, replication)
 
 
-class Replicated:
-    """What a module gains from :func:`replicate`."""
+if TYPE_CHECKING:
+
+    class _TypedModule(Module, Any):
+        """The base of :class:`Replicated` for type checkers: they then take it for a module of any class."""
+
+        def __getattr__(self, name: str) -> Any: ...
+else:
+    _TypedModule = object  # in the class made at run time, the module's own class is the other base
+
+
+class Replicated(_TypedModule):
+    """What a module gains from :func:`replicate`, and the type that it has for mypy and pyright.
+
+    They know these methods and those of ``torch.nn.Module``; names of the module's own class have the type ``Any``. A
+    replicated module can be passed wherever its own class is expected. A name that was given to the module before
+    (``net = Net(); model = replicate(net)``) keeps its type.
+    """
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
         """Return True if backward passes that begin from now on synchronise; if not, gradients pile up on this rank.
@@ -200,12 +214,14 @@ class _AfterForward(ModuleHook):
             self._target.after_forward(outputs)
 
 
-def _attach(module: Module, replication: Replication) -> None:
+def _attach(module: Any, replication: Replication) -> Replicated:
     register(module, replication)
     if not isinstance(module, Replicated):  # as a copy is of a module that was parametrized after replicating
         module.__class__ = replicated_class(type(module))
     module.register_forward_pre_hook(_BeforeForward(replication), with_kwargs=True, prepend=True)
     module.register_forward_hook(_AfterForward(replication))
+    attached: Replicated = module
+    return attached
 
 
 _classes: "weakref.WeakValueDictionary[type[Module], type[Module]]" = weakref.WeakValueDictionary()

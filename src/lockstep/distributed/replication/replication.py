@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Module
+from torch.nn import Module, Parameter
 from torch.nn.parameter import is_lazy
 
 from lockstep.compiler import outside_compiler
@@ -172,6 +172,15 @@ class Replication(ABC):
         local = [tensor for tensor in replicated if id(tensor) in buffers]
         return [*self._selection.left_alone(), *local], [each for each in replicated if id(each) not in buffers]
 
+    def replicated_names(self) -> dict[int, str]:
+        """Return the names of the replicated parameters, by ``id``."""
+        return {id(each): name for name, each in self._selection.named_tensors() if isinstance(each, Parameter)}
+
+    @property
+    def has_local_gradients(self) -> bool:
+        """True if gradients have been accumulated that are this rank's only."""
+        return False
+
     # ----------------------------------------------------------------------------- training state
 
     @abstractmethod
@@ -216,6 +225,12 @@ def find_replication(module: Module) -> Replication | None:
     none."""
     link = _replications.get(module) or _replications.get(getattr(module, "_orig_mod", module))
     return None if link is None else link()
+
+
+def replications() -> list[Replication]:
+    """Return all replications of this process, in the order in which they were made."""
+    found = (link() for link in list(_replications.values()))
+    return list(dict.fromkeys(each for each in found if each is not None))
 
 
 def replication_of(module: Module, caller: str) -> Replication:
