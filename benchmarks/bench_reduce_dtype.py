@@ -10,15 +10,18 @@ Link: ranks are processes, each on a host of its own: a network namespace, which
 The model is the encoder of ``bench_ddp.py``, 19 MB of gradients, on a batch of 32 tokens. All ways live in the same
 processes, and take turns. "sent" is what leaves a rank's host in a step, of all kinds, by the counter of its link.
 
-Loopback: the same without a link, two ranks on Gloo and on ``shm``, where bytes cost processor time alone.
+Loopback: the same without a link, two ranks on Gloo and on ``shm``, where bytes cost processor time alone: that of both
+ranks, with all their threads, and what the clock says.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -43,6 +46,9 @@ from threaded import Rank, run_ranks
 CPU = torch.device("cpu")
 UNIT = 2.0**-9
 MEGABITS = 200
+MODELS = ("encoder", "many small")
+INNER = 3
+"""Steps in a turn."""
 Wrap = Callable[[nn.Module, Any], nn.Module]
 
 
@@ -173,26 +179,43 @@ def measure_link(quick: bool, rounds: int) -> None:
         ratio(f"{world} ranks over the link, bfloat16 / PyTorch's bf16_compress_hook", times["bfloat16"][1], hook)
 
 
-def on_loopback(rank: int, backend: str, quick: bool, rounds: int, inner: int) -> dict[str, dict[str, list[Turn]]]:
-    """On one rank: the turns of all ways, for each model."""
+def on_loopback(rank: int, backend: str, quick: bool, rounds: int) -> dict[str, dict[str, list[Turn]]]:
+    """On one rank, for each model: the seconds of all ways in each round, of the processor and of the clock."""
 
     def group() -> Any:
         return dist.new_group(backend=backend)
 
-    models = ["encoder", "many small"]
-    return {model: take_turns(steps_of(rank, group, tasks(quick)[model]), rounds, inner) for model in models}
+    return {model: in_turns(steps_of(rank, group, tasks(quick)[model]), rounds) for model in MODELS}
+
+
+def in_turns(steps: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[Turn]]:
+    """The seconds of each way in each round; the first one is not counted."""
+    turns: dict[str, list[Turn]] = {name: [] for name in steps}
+    for number in range(-1, rounds):
+        for name in list(steps) if number % 2 == 0 else list(steps)[::-1]:
+            gc.collect()
+            dist.barrier()
+            clock, processor = time.perf_counter(), time.process_time()
+            for _ in range(INNER):
+                steps[name]()
+            took = time.process_time() - processor, time.perf_counter() - clock
+            if number >= 0:
+                turns[name].append((took[0] / INNER, took[1] / INNER))
+    return turns
 
 
 def measure_loopback(quick: bool, rounds: int) -> None:
     """The tables of steps where bytes do not count."""
     for backend in ("gloo", "shm"):
-        of_ranks = launch(on_loopback, backend, quick, rounds, 1 if quick else 5)
-        for model in of_ranks[0]:
+        of_ranks = launch(on_loopback, backend, quick, rounds)
+        for model in MODELS:
             times = slowest([each[model] for each in of_ranks])
-            rows = [[name, ms(whole)] for name, (_, whole) in times.items()]
-            table(f"{model}, two ranks on loopback, {backend}", ["way", "ms"], rows)
-            ratio(f"{model} on {backend}, bfloat16 / float32", times["bfloat16"][1], times["float32"][1], 1.02)
-            ratio(f"{model} on {backend}, float16 / float32", times["float16"][1], times["float32"][1], 1.02)
+            rows = [[name, ms(processor), ms(clock)] for name, (processor, clock) in times.items()]
+            table(f"{model}, two ranks on loopback, {backend}", ["way", "processor ms", "clock ms"], rows)
+            for name in ("bfloat16", "float16"):
+                for place, what in enumerate(("processor", "clock")):
+                    label = f"{model} on {backend}, {name} / float32, {what}"
+                    ratio(label, times[name][place], times["float32"][place], 1.02)
 
 
 def main() -> None:

@@ -29,6 +29,7 @@ from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
+import torch._dynamo  # else the first checkpoint does, and ranks wait for it longer than GROUP_TIMEOUT
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Join

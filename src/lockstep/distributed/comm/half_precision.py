@@ -9,8 +9,8 @@ is rounded: what float16 can represent does not underflow, and neither a sum nor
 There are three ways to do it:
 
 - :class:`_InSharedMemory`: the ranks read each other's float32, and round it while they add. Nothing travels.
-- :class:`_Whole`, up to two ranks: each gets all that the other has, in one all-gather. These are no more bytes than
-  with slices, in one step instead of two.
+- :class:`_Whole`, up to two ranks: each gets all that the other has, in all-gathers. These are no more bytes than with
+  slices, in one step instead of two.
 - :class:`_InSlices`: rank ``r`` gets slice ``r`` of all ranks in an all-to-all, and adds it. The means are gathered
   in a second step, which has to be asked for (:meth:`MeanInHalf.gather`), on all ranks or on none.
 
@@ -18,17 +18,25 @@ Bytes are sent, not numbers: backends do not know every dtype.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from lockstep.distributed.comm.collectives import Collectives, plain_memory
+from lockstep.distributed.comm.collectives import Collectives, Pending, plain_memory
 
 HALF_PRECISION = (torch.bfloat16, torch.float16)
 """The dtypes that can be asked for."""
+_PIECE = 512 * 1024
+"""Number of elements that :class:`_Whole` sends at a time on the CPU.
+
+Before Gloo sends, it hears that the other side is ready, and over one connection it hears so only behind what that side
+sends itself: with large messages ranks take turns (``benchmarks/bench_reduce_dtype.py``).
+"""
 _BLOCK = 64 * 1024
 """Number of elements added at a time on the CPU: they stay in the cache."""
+_LARGE_BLOCK = 16 * 1024 * 1024
+"""The same on an accelerator, where what is not in float32 needs memory of this size to be added in."""
 
 
 def travels_in_half(dtype: torch.dtype, half: torch.dtype | None) -> bool:
@@ -44,6 +52,10 @@ class MeanInHalf(ABC):
         self._collectives, self._half = collectives, half
         self._tensor, self._what = tensor, what
         self._factor = factor
+        self._block = _BLOCK if tensor.is_cpu else _LARGE_BLOCK
+        self._scratch: Tensor | None = None  # made now: what fails later, fails on this rank alone
+        if tensor.dtype is not torch.float32:
+            self._scratch = torch.empty_like(tensor[: self._block], dtype=torch.float32)
 
     @abstractmethod
     def begin(self, blocking: bool) -> "MeanInHalf":
@@ -60,6 +72,17 @@ class MeanInHalf(ABC):
     @abstractmethod
     def gather(self) -> None:
         """Start to exchange means, if ranks have only slices of them. All ranks do it in the same order, or none."""
+
+    def _add(self, rows: Tensor, tensor: Tensor) -> None:
+        """Write the mean of the rows, one from each rank, to the first of them; overwrites ``tensor``, which has no
+        more elements than a row."""
+        for begin in range(0, len(tensor), self._block):
+            block = slice(begin, min(len(tensor), begin + self._block))
+            total = tensor[block] if self._scratch is None else self._scratch[: block.stop - begin]
+            total.copy_(rows[0][block])
+            for row in rows[1:]:
+                total.add_(row[block])
+            rows[0][block].copy_(total.div_(len(rows)))
 
     def finish(self) -> None:
         """Return when the tensor has the mean, times the factor."""
@@ -114,21 +137,28 @@ class _InSharedMemory(MeanInHalf):
 class _Whole(MeanInHalf):
     def begin(self, blocking: bool) -> MeanInHalf:
         ranks, tensor = self._collectives, self._tensor
-        self._rows = plain_memory(ranks.world * len(tensor), self._half, tensor.device).view(ranks.world, -1)
-        own = self._rows[ranks.rank].copy_(tensor)
-        ranks.comm_stats.reduces(own)
-        self._pending = ranks.all_gather_flat(_as_bytes(self._rows), _as_bytes(own), self._what)
+        memory = plain_memory(ranks.world * len(tensor), self._half, tensor.device)
+        step = _PIECE if tensor.is_cpu else max(1, len(tensor))
+        self._pieces = [slice(at, min(len(tensor), at + step)) for at in range(0, len(tensor), step)]
+        self._rows = [memory[ranks.world * p.start : ranks.world * p.stop].view(ranks.world, -1) for p in self._pieces]
+        self._pending = [self._send(*each) for each in zip(self._pieces, self._rows, strict=True)]
         return self
 
+    def _send(self, piece: slice, rows: Tensor) -> Pending:
+        ranks = self._collectives
+        own = rows[ranks.rank].copy_(self._tensor[piece])
+        ranks.comm_stats.reduces(own)
+        return ranks.all_gather_flat(_as_bytes(rows), _as_bytes(own), self._what)
+
     def wait(self) -> None:
-        self._pending.wait()
-        for block in _blocks(self._tensor):
-            write_mean([row[block] for row in self._rows], self._tensor[block], self._rows[0][block])
-            self._tensor[block].copy_(self._rows[0][block])
+        for piece, rows, pending in zip(self._pieces, self._rows, self._pending, strict=True):
+            pending.wait()
+            self._add(rows, self._tensor[piece])
+            self._tensor[piece].copy_(rows[0])
         del self._rows
 
     def done(self) -> bool:
-        return self._pending.done()
+        return all(pending.done() for pending in self._pending)
 
     def gather(self) -> None:
         pass  # every rank has all
@@ -149,9 +179,7 @@ class _InSlices(MeanInHalf):
     def wait(self) -> None:
         self._pending.wait()
         begin = self._collectives.rank * self._slice
-        own = self._tensor[begin : begin + self._slice]  # less than a slice, or nothing, at the end
-        for block in _blocks(own):
-            write_mean([row[block] for row in self._rows], own[block], self._rows[0][block])
+        self._add(self._rows, self._tensor[begin : begin + self._slice])  # less than a slice, or nothing, at the end
 
     def done(self) -> bool:
         return self._pending.done()
@@ -165,27 +193,6 @@ class _InSlices(MeanInHalf):
         self._tensor.copy_(self._sent[: len(self._tensor)])
         del self._rows, self._sent
         super().finish()
-
-
-def write_mean(rows: Sequence[Tensor], total: Tensor, mean: Tensor) -> None:
-    """Write the mean of tensors in half precision, added in float32, to ``mean``, which may be one of them.
-
-    ``total``: memory of as many elements, which is overwritten; it is used if it is of float32.
-    """
-    if total.dtype is not torch.float32:
-        total = torch.empty_like(total, dtype=torch.float32)
-    total.copy_(rows[0])
-    for row in rows[1:]:
-        total.add_(row)
-    mean.copy_(total.div_(len(rows)))
-
-
-def _blocks(tensor: Tensor) -> Iterator[slice]:
-    """Yield the parts of a tensor that are added at a time."""
-    numel = len(tensor)
-    step = _BLOCK if tensor.is_cpu else max(1, numel)
-    for begin in range(0, numel, step):
-        yield slice(begin, min(numel, begin + step))
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
