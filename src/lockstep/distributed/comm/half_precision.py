@@ -9,8 +9,8 @@ is rounded: what float16 can represent does not underflow, and neither a sum nor
 There are three ways to do it:
 
 - :class:`_InSharedMemory`: the ranks read each other's float32, and round it while they add. Nothing travels.
-- :class:`_Whole`, up to two ranks: each gets all that the other has, in one all-gather. These are no more bytes than
-  with slices, in one step instead of two.
+- :class:`_Whole`, up to two ranks: each gets all that the other has, in all-gathers. These are no more bytes than with
+  slices, in one step instead of two.
 - :class:`_InSlices`: rank ``r`` gets slice ``r`` of all ranks in an all-to-all, and adds it. The means are gathered
   in a second step, which has to be asked for (:meth:`MeanInHalf.gather`), on all ranks or on none.
 
@@ -23,10 +23,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lockstep.distributed.comm.collectives import Collectives, plain_memory
+from lockstep.distributed.comm.collectives import Collectives, Pending, plain_memory
 
 HALF_PRECISION = (torch.bfloat16, torch.float16)
 """The dtypes that can be asked for."""
+_PIECE = 512 * 1024
+"""Number of elements that :class:`_Whole` sends at a time on the CPU.
+
+Before Gloo sends, it hears that the other side is ready, and over one connection it hears so only behind what that side
+sends itself: with large messages ranks take turns (``benchmarks/bench_reduce_dtype.py``).
+"""
 _BLOCK = 64 * 1024
 """Number of elements added at a time on the CPU: they stay in the cache."""
 _LARGE_BLOCK = 16 * 1024 * 1024
@@ -131,20 +137,28 @@ class _InSharedMemory(MeanInHalf):
 class _Whole(MeanInHalf):
     def begin(self, blocking: bool) -> MeanInHalf:
         ranks, tensor = self._collectives, self._tensor
-        self._rows = plain_memory(ranks.world * len(tensor), self._half, tensor.device).view(ranks.world, -1)
-        own = self._rows[ranks.rank].copy_(tensor)
-        ranks.comm_stats.reduces(own)
-        self._pending = ranks.all_gather_flat(_as_bytes(self._rows), _as_bytes(own), self._what)
+        memory = plain_memory(ranks.world * len(tensor), self._half, tensor.device)
+        step = _PIECE if tensor.is_cpu else max(1, len(tensor))
+        self._pieces = [slice(at, min(len(tensor), at + step)) for at in range(0, len(tensor), step)]
+        self._rows = [memory[ranks.world * p.start : ranks.world * p.stop].view(ranks.world, -1) for p in self._pieces]
+        self._pending = [self._send(*each) for each in zip(self._pieces, self._rows, strict=True)]
         return self
 
+    def _send(self, piece: slice, rows: Tensor) -> Pending:
+        ranks = self._collectives
+        own = rows[ranks.rank].copy_(self._tensor[piece])
+        ranks.comm_stats.reduces(own)
+        return ranks.all_gather_flat(_as_bytes(rows), _as_bytes(own), self._what)
+
     def wait(self) -> None:
-        self._pending.wait()
-        self._add(self._rows, self._tensor)
-        self._tensor.copy_(self._rows[0])
+        for piece, rows, pending in zip(self._pieces, self._rows, self._pending, strict=True):
+            pending.wait()
+            self._add(rows, self._tensor[piece])
+            self._tensor[piece].copy_(rows[0])
         del self._rows
 
     def done(self) -> bool:
-        return self._pending.done()
+        return all(pending.done() for pending in self._pending)
 
     def gather(self) -> None:
         pass  # every rank has all
