@@ -24,9 +24,10 @@ html_theme_options = {
 
 myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 3
-nitpick_ignore = [("py:class", "BatchNorm"), ("py:attr", "uses")]  # in docstrings of PyTorch's, and in prose
+nitpick_ignore = [("py:class", "BatchNorm"), ("py:attr", "uses"), ("py:class", "dict[str")]  # PyTorch's, prose, Sphinx's
 
-autodoc_typehints = "none"  # the text says what arguments are; signatures stay short
+autodoc_typehints = "signature"
+autodoc_typehints_format = "short"
 autodoc_member_order = "bysource"
 autodoc_inherit_docstrings = False
 napoleon_google_docstring = True
