@@ -24,7 +24,8 @@ html_theme_options = {
 
 myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 3
-nitpick_ignore = [("py:class", "BatchNorm"), ("py:attr", "uses"), ("py:class", "dict[str")]  # PyTorch's, prose, Sphinx's
+# in docstrings of PyTorch's, in prose, and what Sphinx makes of an annotation
+nitpick_ignore = [("py:class", "BatchNorm"), ("py:attr", "uses"), ("py:class", "dict[str")]
 
 autodoc_typehints = "signature"
 autodoc_typehints_format = "short"

@@ -49,7 +49,7 @@ def address(name: str) -> str | None:
 def _exists(name: str) -> bool:
     module, _, attribute = name.rpartition(".")
     try:
-        return hasattr(importlib.import_module(module), attribute)
+        return bool(module) and hasattr(importlib.import_module(module), attribute)
     except ImportError:
         return False
 
