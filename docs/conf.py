@@ -29,6 +29,7 @@ nitpick_ignore = [("py:class", "BatchNorm"), ("py:attr", "uses"), ("py:class", "
 
 autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
+python_maximum_signature_line_length = 100
 autodoc_member_order = "bysource"
 autodoc_inherit_docstrings = False
 napoleon_google_docstring = True
