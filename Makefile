@@ -21,7 +21,8 @@ AROUND := tests/api tests/benchmarks tests/cli tests/clients tests/docs tests/ex
 .PHONY: train test test-around test-all test-matrix test-clients test-launchers test-hosts check format docs bench gpu soak dist clean
 
 train: $(READY)  ## the main job: a network on real handwritten digits; a process for each accelerator, or PROCESSES=2
-	$(BIN)/python examples/launch.py $(if $(PROCESSES),--processes $(PROCESSES)) examples/digits.py $(ARGS)
+	$(BIN)/python examples/launch.py $(if $(PROCESSES),--processes $(PROCESSES)) $(if $(MAX_RESTARTS),--max-restarts $(MAX_RESTARTS)) \
+		examples/digits.py $(ARGS)
 
 test: $(READY)  ## what the library does: under five minutes on two cores
 	$(BIN)/python $(PYTEST) $(AROUND:%=--ignore=%) $(ARGS)

@@ -4,7 +4,8 @@
     torchrun --standalone --nproc-per-node 2 examples/digits.py  # two; `make train` does this
 
 Ctrl-C stops the run after a step, saved, and `--resume` goes on with it, to the very weights that it would have reached
-unstopped. With `--shares 8` these do not depend on the number of processes, either.
+unstopped. With `--shares 8` these do not depend on the number of processes, either. With `make train MAX_RESTARTS=3`
+processes that were killed start again, from a snapshot in memory, and come to the same weights.
 """
 
 import sys
@@ -22,9 +23,10 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 import lockstep
 from handwriting import load_handwriting
 from lockstep.errors import CheckpointError, PeerFailure
-from options import STOPPED, BadOption, begin, check, check_same, command_to_resume, fail, set_aside, settings_of, tell
+from options import STOPPED, BadOption, begin, check, command_to_resume, fail, tell
 from progress import Progress, Status, printing
 from report import History, write_report
+from resuming import go_on, settings_of
 from timeline import StepTimes
 
 
@@ -85,12 +87,8 @@ def train(run: lockstep.Session, options: Namespace) -> bool:
     history, times = History(), StepTimes(model, run.rank)
     state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "order": order, "history": history}
     checkpoints, report = options.out / "checkpoints", options.out / "report.png"
-    if options.resume:
-        found = run.resume(checkpoints, **state)
-        check_same(checkpoints, found and found.values["settings"], settings_of(options))
+    if go_on(run, checkpoints, options, state):
         print(f"resuming after {len(history.losses)} of {options.epochs * steps} steps")
-    elif run.is_main:
-        set_aside(checkpoints)
     print(f"{len(training)} images to train on, {len(validation)} to validate on; processes: {run.world_size}")
 
     progress = Progress(sys.stdout, options.epochs, steps)
@@ -109,8 +107,10 @@ def train(run: lockstep.Session, options: Namespace) -> bool:
             loss = fmean(history.losses[-done:])  # of the epoch so far
             speed = (len(history.losses) - before) * options.batch_size / (time.perf_counter() - begin)
             progress.after_step(Status(epoch + 1, done, loss, speed, history.accuracy))
-            if run.should_stop and done < steps:
-                break
+            if done < steps:  # after the last one, the epoch is saved
+                run.snapshot(checkpoints, step=len(history.losses), settings=settings_of(options), **state)
+                if run.should_stop:
+                    break
         if done == steps:
             history.add_epoch(*evaluate(run, model, validation), times.median_step())
             progress.after_epoch(Status(epoch + 1, done, loss, speed, history.accuracy))

@@ -1,6 +1,6 @@
 """Start a program in several processes of this machine, by torchrun, which ends as quietly here as what it runs.
 
-    python examples/launch.py [--processes N] [--hosts N --meet HOST] PROGRAM [ARGUMENT ...]
+    python examples/launch.py [--processes N] [--max-restarts N] [--hosts N --meet HOST] PROGRAM [ARGUMENT ...]
 
 As many processes as the machine has accelerators, or two on the CPU where it has at most one. More processes than
 accelerators train on the CPU: the program is told by `--device cpu`, unless its arguments have a `--device`.
@@ -64,6 +64,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--processes", type=int, help="default: one for each accelerator; two on the CPU")
     parser.add_argument("--hosts", type=int, default=1, help="on how many machines this is typed")
     parser.add_argument("--meet", metavar="HOST", help="the name or address of one of them, the same on all")
+    parser.add_argument("--max-restarts", type=int, default=0, help="start all of them again so often when one fails")
     parser.add_argument("program")
     parser.add_argument("arguments", nargs=argparse.REMAINDER)
     options = parser.parse_args(arguments)
@@ -74,7 +75,8 @@ def main(arguments: Sequence[str]) -> int:
     logging.disable(logging.ERROR)  # of the launcher alone
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     try:
-        run.main([*place, "--nproc-per-node", str(processes), options.program, *options.arguments, *more])
+        restarts = ["--max-restarts", str(options.max_restarts), "--monitor-interval", "0.1"]
+        run.main([*place, "--nproc-per-node", str(processes), *restarts, options.program, *options.arguments, *more])
     except SignalException as stopped:
         return 128 + stopped.sigval
     except ChildFailedError as failed:

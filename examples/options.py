@@ -4,7 +4,6 @@ import argparse
 import math
 import os
 import shlex
-import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -109,32 +108,6 @@ def fail(problem: Exception, wanted: bool) -> int:
     return 2
 
 
-def settings_of(options: argparse.Namespace) -> dict[str, float | None]:
-    """What the final weights depend on; a run goes on only under the settings it began with."""
-    return {name: getattr(options, name) for name in ("epochs", "batch_size", "lr", "seed", "shares")}
-
-
-def check_same(folder: Path, there: dict | None, here: dict) -> None:
-    """Raise if there is nothing to resume, or a run of other settings."""
-    if there is None:
-        raise BadOption(f"there is no checkpoint in {folder} to resume from")
-    different = [
-        f"{name.replace('_', ' ')} {there[name]} there and {value} here"
-        for name, value in here.items()
-        if there[name] != value
-    ]
-    if different:
-        raise BadOption(f"{folder} is of a run with other settings: {', '.join(different)}")
-
-
-def set_aside(folder: Path) -> None:
-    """Begin without checkpoints; those of the run before stay, under another name, until the next run begins."""
-    before = folder.with_name(f"{folder.name}-before")
-    if folder.exists():
-        shutil.rmtree(before, ignore_errors=True)
-        folder.rename(before)
-
-
 def command_to_resume(arguments: Sequence[str], processes: int) -> str:
     """What goes on with this very run."""
     options = shlex.join([*(argument for argument in arguments if argument != "--resume"), "--resume"])
@@ -144,6 +117,8 @@ def command_to_resume(arguments: Sequence[str], processes: int) -> str:
 def tell(failure: PeerFailure, arguments: Sequence[str]) -> int:
     """The exit status. Every process has that failure but the one that failed: the first of those tells it."""
     if int(os.environ["RANK"]) == (1 if failure.rank == 0 else 0):
+        left = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) - int(os.environ["TORCHELASTIC_RESTART_COUNT"])
         command = command_to_resume(arguments, int(os.environ["WORLD_SIZE"]))
-        print(f"{failure}\n`{command}` goes on from the newest checkpoint", file=sys.stderr)
+        more = f"starting again, at most {left} times" if left else f"`{command}` goes on from the newest checkpoint"
+        print(f"{failure}\n{more}", file=sys.stderr)
     return 1

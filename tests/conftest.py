@@ -136,6 +136,17 @@ def _turn(folder: str | None, alone: bool) -> Iterator[None]:
 # ---------------------------------------------------------------------------------------- devices
 
 
+@pytest.fixture(scope="session", autouse=True)
+def memory_of_tests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Remove the snapshots that runs which were to fail have left, of the folders of these tests."""
+    yield
+    from lockstep.checkpoints.memory import all_folders
+
+    for memory in all_folders():
+        if memory.path.startswith(str(tmp_path_factory.getbasetemp())):
+            memory.remove()
+
+
 @pytest.fixture
 def sim(pytestconfig: pytest.Config) -> Iterator[ModuleType]:
     """The simulated accelerators, freshly reset; skips where there are none."""

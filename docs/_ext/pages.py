@@ -30,6 +30,7 @@ PUBLIC = [
     lockstep.distributed,
     lockstep.loop,
     lockstep.shares,
+    lockstep.sharding,
     lockstep.checkpoints,
     lockstep.shm,
     local,

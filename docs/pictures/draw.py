@@ -138,6 +138,33 @@ def two_levels() -> str:
     return p.svg()
 
 
+def sharding() -> str:
+    """A step of a sharded optimizer on two ranks."""
+    p = Picture(
+        960, 330, "A sharded optimizer: each rank steps on its half of the weights, then all get the other half"
+    )
+    for rank, (top, own) in enumerate([(30, BLUE), (190, ORANGE)]):
+        p.text(16, top + 52, f"rank {rank}", 14, "start", bold=True)
+        for row, (name, w) in enumerate((("gradients: the mean, whole", 110), ("weights", 110))):
+            y = top + row * 46
+            p.text(90, y - 6, name, 11, "start")
+            p.box(90, y, w, 26, BLUE)
+            p.box(90 + w, y, w, 26, ORANGE)
+        p.text(90, top + 86, "state: two numbers for each weight of its half", 11, "start")
+        for row in range(2):
+            p.box(90 + rank * 110, top + 92 + row * 16, 110, 14, own)
+        p.arrow(322, top + 60, 388, top + 60)
+        p.text(355, top + 50, "step", 12)
+        p.box(390, top + 46, 110, 26, GREEN if rank == 0 else GREY, "new" if rank == 0 else "old")
+        p.box(500, top + 46, 110, 26, GREY if rank == 0 else GREEN, "old" if rank == 0 else "new")
+        p.arrow(612, top + 60, 718, top + 60)
+        p.box(720, top + 46, 110, 26, GREEN, "new")
+        p.box(830, top + 46, 110, 26, GREEN, "new")
+    p.arrow(664, 96, 664, 242, both=True)
+    p.text(676, 172, "all-gather: each sends its half", 12, "start")
+    return p.svg()
+
+
 def replicas() -> str:
     """DataParallel.step with two devices."""
     p = Picture(
@@ -205,6 +232,7 @@ def rooms() -> str:
         "failures": (20, 130, "failures/\nchannel, progress, stacks", ORANGE),
         "loop": (400, 186, "loop/\nbatches(), accumulate(), agree()", BLUE),
         "shares": (740, 210, "shares/\nthe same bits, GlobalBatches", BLUE),
+        "sharding": (740, 110, "sharding/\nshard_optimizer()", BLUE),
         "replication": (400, 262, "distributed/replication/\nreplicate(), DDP", BLUE),
         "local": (740, 320, "local/\none process, many devices", ORANGE),
         "reduction": (400, 338, "distributed/reduction/\none round of gradients", BLUE),
@@ -221,6 +249,7 @@ def rooms() -> str:
     p.arrow(399, 45, 221, 145)  # session to failures
     p.arrow(560, 61, 600, 99)  # session to checkpoints
     p.arrow(640, 147, 590, 261)  # checkpoints to replication
+    p.arrow(739, 146, 601, 266)  # sharding to replication
     p.arrow(739, 238, 601, 280)  # shares to replication
     p.arrow(739, 248, 601, 356)  # shares to reduction
     p.arrow(840, 257, 840, 319)  # shares to local
@@ -263,6 +292,7 @@ PICTURES = {
     "round.svg": a_round,
     "two_levels.svg": two_levels,
     "replicas.svg": replicas,
+    "sharding.svg": sharding,
     "shares.svg": tree_of_shares,
     "rooms.svg": rooms,
     "phases.svg": phases,

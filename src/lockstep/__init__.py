@@ -2,13 +2,14 @@
 
 This module has the names of a first program. The other names are in ``lockstep.local`` (one process, many devices),
 ``lockstep.distributed`` (many processes), ``lockstep.loop`` (what a training loop calls), ``lockstep.shares`` (the same
-bits on any number of ranks) and ``lockstep.errors``.
+bits on any number of ranks), ``lockstep.sharding`` (optimizers that share out their state) and ``lockstep.errors``.
 """
 
 from lockstep import distributed as distributed
 from lockstep import errors as errors
 from lockstep import local as local
 from lockstep import loop as loop
+from lockstep import sharding as sharding
 from lockstep import shares as shares
 from lockstep.checkpoints import ResumableSampler as ResumableSampler
 from lockstep.checkpoints import per_rank as per_rank
@@ -51,6 +52,10 @@ __all__ = [
 ]
 
 _register_backend()
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "__version__", "distributed", "errors", "local", "loop", "shares"])
 
 
 def __getattr__(name: str) -> object:

@@ -17,11 +17,13 @@
     ├── AgreementError (RuntimeError, ValueError) ranks that differ in what must be the same on all
     │   └── OutOfSyncError                    parameters or buffers that have other values on other ranks
     ├── CheckpointError (RuntimeError)        a checkpoint that cannot be saved, or from which nothing can go on
+    │   └── CrashLoopError                    ranks have failed at the same step each time that they were started
     ├── CommunicationError (RuntimeError)     a collective failed or timed out
     ├── PeerError (RuntimeError)              another rank failed; this one is told
     │   └── PeerFailure                       the same, with that rank, its step and phase, and its own traceback
     │       └── StalledError                  the others have given this rank up
     ├── InspectionError (RuntimeError)        another process of this host cannot be asked what it is doing
+    ├── ShardingError (RuntimeError, ValueError) an optimizer that cannot be sharded, or a use that needs a whole one
     └── ShareError (RuntimeError)             shares of a step, or its end, out of their order
         └── AuditError                        a share that gives other bits when it is computed again
 
@@ -90,6 +92,10 @@ class CheckpointError(LockstepError, RuntimeError):
     """A checkpoint could not be written, or cannot be resumed from; raised on every rank, with rank and reason."""
 
 
+class CrashLoopError(CheckpointError):
+    """Ranks have failed at the same step each time that they were started; raised on every rank instead of a start."""
+
+
 class CommunicationError(LockstepError, RuntimeError):
     """A collective failed or timed out; ``__cause__`` is the error of the process group."""
 
@@ -128,6 +134,10 @@ class StalledError(PeerFailure):
 
 class InspectionError(LockstepError, RuntimeError):
     """A process of this host cannot be asked for its progress or its stacks; the message says why."""
+
+
+class ShardingError(LockstepError, RuntimeError, ValueError):
+    """An optimizer cannot be sharded, or something of a sharded one was used that only a whole one has."""
 
 
 class ShareError(LockstepError, RuntimeError):

@@ -23,6 +23,7 @@ _ROOMS = {
         "total",
     ),
     "errors": ("PeerFailure",),
+    "sharding": ("ShardedOptimizer", "full_state_dict", "shard_optimizer"),
     "shares": ("GlobalBatches", "audit", "fingerprint"),
 }
 _HOMES = {name: room for room, names in _ROOMS.items() for name in names}

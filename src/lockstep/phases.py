@@ -44,7 +44,11 @@ class Phases:
 
     def phase(self, name: str, detail: str = "", replica: int | None = None) -> "_Phase":
         """Return a context manager around one phase."""
-        return _Phase(self, name, detail, replica)
+        made = _Phase()
+        made.owner, made.name, made.replica = self, name, replica
+        # A label costs 5 us even if no profiler records it; the flag belongs to the whole process.
+        made.label = _label(name, detail, replica) if profiler._is_profiler_enabled else None
+        return made
 
     def statistics(self) -> Statistics:
         """Return a copy of the counts and times so far."""
@@ -75,31 +79,33 @@ class _Tally:
 
 
 class _Phase:
-    __slots__ = ("_label", "_name", "_owner", "_replica", "_start")
+    """One phase; :meth:`Phases.phase` fills it, since a call less counts in every step."""
 
-    def __init__(self, owner: Phases, name: str, detail: str, replica: int | None) -> None:
-        self._owner, self._name, self._replica = owner, name, replica
-        # A label costs 5 us even if no profiler records it; the flag belongs to the whole process.
-        self._label = _label(name, detail, replica) if profiler._is_profiler_enabled else None
+    __slots__ = ("label", "name", "owner", "replica", "start")
+    owner: Phases
+    name: str
+    replica: int | None
+    label: record_function | None
+    start: float
 
     def __enter__(self) -> None:
-        if self._label is not None:
-            self._label.__enter__()
-        self._start = perf_counter()
+        if self.label is not None:
+            self.label.__enter__()
+        self.start = perf_counter()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         end = perf_counter()
-        if self._label is not None:
-            self._label.__exit__(kind, error, trace)
-        owner = self._owner
+        if self.label is not None:
+            self.label.__exit__(kind, error, trace)
+        owner = self.owner
         with owner.lock:
-            tally = owner.tallies[self._name]
+            tally = owner.tallies[self.name]
             tally.calls += 1
-            tally.seconds += end - self._start
+            tally.seconds += end - self.start
             for events in owner.timelines:
-                events.append(Event(self._name, self._replica, self._start, end))
+                events.append(Event(self.name, self.replica, self.start, end))
 
 
 def _label(name: str, detail: str, replica: int | None) -> record_function:

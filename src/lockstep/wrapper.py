@@ -1,6 +1,5 @@
-"""Behaviour shared by wrapper modules: checkpoints with and without the prefix, misspelt options."""
+"""Behaviour shared by wrapped modules: hooks on one alone, checkpoints with and without the prefix, wrong options."""
 
-import difflib
 import inspect
 from collections.abc import Callable, Collection, Mapping
 from functools import wraps
@@ -8,9 +7,24 @@ from typing import Any, TypeVar, cast
 
 from torch.nn import Module
 
+from lockstep.arguments import did_you_mean
 from lockstep.errors import UnknownOptionError
 
 Init = TypeVar("Init", bound=Callable[..., None])
+
+
+class ModuleHook:
+    """A hook on a module that acts on another object. It belongs to that module alone: a copy of it does nothing."""
+
+    def __init__(self, target: Any) -> None:
+        self._target = target
+        """None in a copy."""
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return type(self)(None)
+
+    def __reduce__(self) -> Any:
+        return type(self), (None,)
 
 
 def is_of_module(state_dict: Mapping[str, Any], module: Module) -> bool:
@@ -21,9 +35,7 @@ def is_of_module(state_dict: Mapping[str, Any], module: Module) -> bool:
 
 def unknown_option(caller: str, name: str, known: Collection[str]) -> UnknownOptionError:
     """Return the error for an option that does not exist; it names the nearest option that does, and all of them."""
-    near = difflib.get_close_matches(name, known, n=1)
-    hint = f"did you mean {near[0]}? There are " if near else "there are "
-    return UnknownOptionError(f"{caller}() got an unexpected keyword argument {name!r}; {hint}{', '.join(known)}")
+    return UnknownOptionError(f"{caller}() got an unexpected keyword argument {name!r}; {did_you_mean(name, known)}")
 
 
 def naming_options(init: Init) -> Init:

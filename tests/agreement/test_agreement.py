@@ -62,22 +62,22 @@ DIFFERENCES = {
     "shape": (
         lambda: Net([A, ("b", zeros(5))]),
         lambda: Net([A, B]),
-        ["parameter b: float32 of shape (4,), trained on rank 0, float32 of shape (5,), trained on rank {}"],
+        ["parameter b: rank 0 has float32 of shape (4,), trained; rank {} has float32 of shape (5,), trained"],
     ),
     "transposed": (
         lambda: Net([("a", zeros(3, 2))]),
         lambda: Net([A]),
-        ["parameter a: float32 of shape (2, 3), trained on rank 0, float32 of shape (3, 2), trained on rank {}"],
+        ["parameter a: rank 0 has float32 of shape (2, 3), trained; rank {} has float32 of shape (3, 2), trained"],
     ),
     "dtype": (
         lambda: Net([A, ("b", zeros(4, dtype=torch.bfloat16))]),
         lambda: Net([A, B]),
-        ["parameter b: float32 of shape (4,), trained on rank 0, bfloat16 of shape (4,), trained on rank {}"],
+        ["parameter b: rank 0 has float32 of shape (4,), trained; rank {} has bfloat16 of shape (4,), trained"],
     ),
     "frozen": (
         lambda: frozen(Net([A, B])),
         lambda: Net([A, B]),
-        ["parameter b: float32 of shape (4,), trained on rank 0, float32 of shape (4,), frozen on rank {}"],
+        ["parameter b: rank 0 has float32 of shape (4,), trained; rank {} has float32 of shape (4,), frozen"],
     ),
     "one parameter more": (
         lambda: Net([A, B]),
@@ -107,12 +107,12 @@ DIFFERENCES = {
     "shape of a buffer": (
         lambda: Net([A], [("mean", zeros(5))]),
         lambda: Net([A], [MEAN]),
-        ["buffer mean: ", "of shape (4,) on rank 0", "of shape (5,) on rank {}"],
+        ["buffer mean: rank 0 has ", "of shape (4,); rank {} has", "of shape (5,)"],
     ),
     "dtype of a buffer": (
         lambda: Net([A], [("mean", zeros(4, dtype=torch.float64))]),
         lambda: Net([A], [MEAN]),
-        ["buffer mean: ", "float32 of shape (4,) on rank 0", "float64 of shape (4,) on rank {}"],
+        ["buffer mean: ", "rank 0 has float32 of shape (4,); rank {} has float64 of shape (4,)"],
     ),
     "one buffer less": (
         lambda: Net([A], [COUNT]),
@@ -136,17 +136,17 @@ OPTIONS = {
     "size of buckets": (
         {"bucket_cap_mb": 1},
         {},
-        "option bucket_cap_mb: (1048576, 26214400) on rank 0, (1048576,) on rank {}",
+        "option bucket_cap_mb: rank 0 has (1048576, 26214400); rank {} has (1048576,)",
     ),
     "policy": (
         {"buffer_policy": "mean"},
         {"buffer_policy": "rank0"},
-        "option buffer_policy: rank0 on rank 0, mean on rank {}",
+        "option buffer_policy: rank 0 has rank0; rank {} has mean",
     ),
     "flag of the policy": (
         {"forward_sync_buffers": False},
         {},
-        "option buffer_policy: rank0 on rank 0, local on rank {}",
+        "option buffer_policy: rank 0 has rank0; rank {} has local",
     ),
 }
 
@@ -265,7 +265,7 @@ def test_without_init_sync_ranks_compare_when_the_first_backward_begins():
         return str(caught.value), {each.name for each in sent}
 
     (first, sent), *others = run_ranks(2, call)
-    assert "ranks differ in parameter weight: float32 of shape (1, 1), trained on rank 0" in first
+    assert "ranks differ in parameter weight: rank 0 has float32 of shape (1, 1), trained; rank 1 has" in first
     assert sent == {"all_gather"}
     assert others == [(first, sent)]
 
@@ -288,7 +288,7 @@ def test_init_sync_itself_is_compared():
     def call(rank):
         module = nn.Linear(1, 1)
         with pytest.raises(
-            AgreementError, match="option init_sync: True, buffers True on rank 0, False, buffers False on"
+            AgreementError, match="option init_sync: rank 0 has True, buffers True; rank 1 has False, buffers False"
         ):
             lockstep.replicate(module, process_group=rank.group, init_sync=rank.rank == 0)
             module(torch.ones(1, 1)).sum().backward()
@@ -475,7 +475,7 @@ def test_check_in_sync_takes_any_module_with_a_group_and_says_if_modules_differ(
         with pytest.raises(OutOfSyncError, match=r"parameter weight is out of sync"):
             lockstep.check_in_sync(rank.make(lambda: nn.Linear(2, 2), seed=rank.rank), rank.group)
         with pytest.raises(
-            AgreementError, match=r"ranks differ in weight: float32 of shape \(2, 2\) on rank 0"
+            AgreementError, match=r"ranks differ in weight: rank 0 has float32 of shape \(2, 2\); rank 1 has"
         ) as caught:
             lockstep.check_in_sync(nn.Linear(2, 2 + rank.rank), process_group=rank.group)
         assert not isinstance(caught.value, OutOfSyncError)

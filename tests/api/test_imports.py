@@ -21,6 +21,7 @@ USES = {
     "lockstep.distributed": set(),
     "lockstep.loop": CORE,
     "lockstep.shares": {*CORE, "lockstep.local"},
+    "lockstep.sharding": {"lockstep.distributed.comm", "lockstep.distributed.replication"},
     "lockstep.checkpoints": {"lockstep.distributed.comm", "lockstep.distributed.replication"},
     "lockstep.session": {
         "lockstep.checkpoints",
@@ -29,7 +30,7 @@ USES = {
         "lockstep.failures",
         "lockstep.loop",
     },
-    "lockstep.cli": {"lockstep.failures"},
+    "lockstep.cli": {"lockstep.checkpoints", "lockstep.failures"},
 }
 """The rooms, and which others the files of each import; all use the files beside them, which are the first room.
 

@@ -35,7 +35,7 @@ PUBLIC = {
             .statistics()
             .step(loss_fn, *batch)
             .timeline()
-        class DistributedDataParallel(module, device_ids=None, output_device=None, dim=0, broadcast_buffers=None, init_sync=True, process_group=None, bucket_cap_mb=None, find_unused_parameters=False, check_reduction=False, gradient_as_bucket_view=False, static_graph=False, delay_all_reduce_named_params=None, param_to_hook_all_reduce=None, mixed_precision=None, device_mesh=None, skip_all_reduce_unused_params=False, bucket_cap_mb_list=None, batched_grad_copy=False, forward_sync_buffers=None, lazy_bucket_allocation=False, *, buffer_policy='rank0', params_and_buffers_to_ignore=())
+        class DistributedDataParallel(module, device_ids=None, output_device=None, dim=0, broadcast_buffers=None, init_sync=True, process_group=None, bucket_cap_mb=None, find_unused_parameters=False, check_reduction=False, gradient_as_bucket_view=False, static_graph=False, delay_all_reduce_named_params=None, param_to_hook_all_reduce=None, mixed_precision=None, device_mesh=None, skip_all_reduce_unused_params=False, bucket_cap_mb_list=None, batched_grad_copy=False, forward_sync_buffers=None, lazy_bucket_allocation=False, *, reduce_dtype=None, buffer_policy='rank0', params_and_buffers_to_ignore=())
             .forward(*inputs, **kwargs)
             .join(divide_by_initial_world_size=True, enable=True, throw_on_early_termination=False)
             .join_device
@@ -61,13 +61,14 @@ PUBLIC = {
             .end(error)
             .is_main
             .phase(name)
-            .resume(path, **state)
-            .save(path, *, keep=3, step=None, **state)
+            .resume(path, *, give_up_after=3, **state)
+            .save(path, *, keep=3, step=None, wait=True, **state)
             .shard(dataset)
             .should_stop
             .skip_batch(*modules)
             .skip_on(*errors)
             .skipped
+            .snapshot(path, *, every=None, at_most=0.02, step=None, **state)
             .step
         accumulate(module, last=True, weight=None)
         agree(flag, group=None)
@@ -83,12 +84,13 @@ PUBLIC = {
         resume(path, *, group=None, **state)
         save(path, *, keep=3, step=None, group=None, **state)
         class session(backend=None, device=None, timeout=600.0, seed=0, stall_factor=20.0, stall_minimum=60.0, time_limit=None, link_timeout=20.0, alone=False, stop_signals=(<Signals.SIGINT: 2>, <Signals.SIGTERM: 15>))
+        module sharding
         module shares
         should_stop(group=None)
         watch(group=None, store=None, *, stall_factor=20.0, stall_minimum=60.0, link_timeout=20.0)
     """,  # noqa: E501
     "lockstep.distributed": """
-        class DistributedDataParallel(module, device_ids=None, output_device=None, dim=0, broadcast_buffers=None, init_sync=True, process_group=None, bucket_cap_mb=None, find_unused_parameters=False, check_reduction=False, gradient_as_bucket_view=False, static_graph=False, delay_all_reduce_named_params=None, param_to_hook_all_reduce=None, mixed_precision=None, device_mesh=None, skip_all_reduce_unused_params=False, bucket_cap_mb_list=None, batched_grad_copy=False, forward_sync_buffers=None, lazy_bucket_allocation=False, *, buffer_policy='rank0', params_and_buffers_to_ignore=())
+        class DistributedDataParallel(module, device_ids=None, output_device=None, dim=0, broadcast_buffers=None, init_sync=True, process_group=None, bucket_cap_mb=None, find_unused_parameters=False, check_reduction=False, gradient_as_bucket_view=False, static_graph=False, delay_all_reduce_named_params=None, param_to_hook_all_reduce=None, mixed_precision=None, device_mesh=None, skip_all_reduce_unused_params=False, bucket_cap_mb_list=None, batched_grad_copy=False, forward_sync_buffers=None, lazy_bucket_allocation=False, *, reduce_dtype=None, buffer_policy='rank0', params_and_buffers_to_ignore=())
             .forward(*inputs, **kwargs)
             .join(divide_by_initial_world_size=True, enable=True, throw_on_early_termination=False)
             .join_device
@@ -166,6 +168,19 @@ PUBLIC = {
         audit(model, every=100)
         fingerprint(model, optimizer=None)
     """,  # noqa: E501
+    "lockstep.sharding": """
+        class ShardedOptimizer(params, defaults)
+            .add_param_group(param_group)
+            .clip_grad_norm_(max_norm, norm_type=2.0, error_if_nonfinite=False, foreach=None)
+            .gathered_state_dict(keeps)
+            .load_state_dict(state_dict)
+            .state
+            .state_dict()
+            .step(closure=None)
+        class StateSlice(local, start, shape, order)
+        full_state_dict(optimizer, *, all_ranks=False)
+        shard_optimizer(optimizer)
+    """,
     "lockstep.local": """
         Broadcast.apply(devices, *tensors)
         class DataParallel(module, device_ids=None, output_device=None, dim=0, *, split=None, gather_outputs=True)
@@ -225,6 +240,7 @@ PUBLIC = {
         AuditError(ShareError)
         CheckpointError(LockstepError, RuntimeError)
         CommunicationError(LockstepError, RuntimeError)
+        CrashLoopError(CheckpointError)
         DeviceError(LockstepError, RuntimeError)
         GradientError(LockstepError, NotImplementedError)
         HookError(LockstepError, RuntimeError, TypeError, ValueError)
@@ -238,6 +254,7 @@ PUBLIC = {
         PeerError(LockstepError, RuntimeError)
         PeerFailure(PeerError, CommunicationError)
         ReplicaError(LockstepError, RuntimeError)
+        ShardingError(LockstepError, RuntimeError, ValueError)
         ShareError(LockstepError, RuntimeError)
         StalledError(PeerFailure)
         StructureError(LockstepError, ValueError)
@@ -297,7 +314,14 @@ def test_the_public_names_and_signatures_are_those_of_the_table(module_name):
     assert surface(module_name) == inspect.cleandoc(PUBLIC[module_name])
 
 
-PACKAGES = ["lockstep", "lockstep.distributed", "lockstep.local", "lockstep.loop", "lockstep.shares"]
+PACKAGES = [
+    "lockstep",
+    "lockstep.distributed",
+    "lockstep.local",
+    "lockstep.loop",
+    "lockstep.shares",
+    "lockstep.sharding",
+]
 
 
 @pytest.mark.parametrize("module_name", PACKAGES)

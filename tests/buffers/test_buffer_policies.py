@@ -335,7 +335,7 @@ def test_another_shape_on_one_rank_is_an_error_on_all(size, last):
 
     results = run_ranks(3, call)
     mine, theirs = ((2,), (size,)) if last == 0 else ((size,), (2,))
-    words = f"buffer kept: float32 of shape {mine} on rank 0, float32 of shape {theirs} on rank {last or 1}"
+    words = f"buffer kept: rank 0 has float32 of shape {mine}; rank {last or 1} has float32 of shape {theirs}"
     assert len(set(results)) == 1
     assert words in results[0][0]
     assert results[0][1] == 1.0

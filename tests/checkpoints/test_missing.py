@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import lockstep
-from lockstep.checkpoints import missing, sending
+from lockstep.checkpoints import resuming, sending
 from lockstep.checkpoints.files import FileSystem, OpenFile
 from lockstep.checkpoints.missing import Holdings, what_is_here
 from lockstep.checkpoints.ranks import Ranks
@@ -279,7 +279,7 @@ class FullDisk(FileSystem):
 
 
 def test_a_new_host_whose_disk_is_full(tmp_path, monkeypatch):
-    monkeypatch.setattr(missing, "FileSystem", FullDisk)
+    monkeypatch.setattr(resuming, "FileSystem", FullDisk)
     for error in run_ranks(2, both, tmp_path, "ab", lambda folder: shutil.rmtree(folder / "b"), errors=True):
         assert type(error) is CheckpointError
         assert "resume() failed on rank 1 (host b): OSError: [Errno 28] No space left on device" in str(error)
@@ -300,7 +300,7 @@ class FlippingFiles(FileSystem):
 
 @pytest.mark.filterwarnings("ignore:.*skipped save-00000")
 def test_what_arrives_with_another_digest_does_not_count(tmp_path, monkeypatch):
-    monkeypatch.setattr(missing, "FileSystem", FlippingFiles)
+    monkeypatch.setattr(resuming, "FileSystem", FlippingFiles)
     for error in run_ranks(2, both, tmp_path, "ab", lambda folder: shutil.rmtree(folder / "b"), errors=True):
         assert type(error) is CheckpointError
         assert "none is whole on every rank" in str(error)

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lockstep.cli import bench
+from lockstep.cli import bench, printing
 from lockstep.cli.bench import find_builder
 from lockstep.cli.doctor import usable_backends
 from lockstep.cli.local_ranks import run_ranks
@@ -75,18 +75,66 @@ def test_replicas_in_one_process_are_compared_with_one_where_pytorch_has_none(mo
     assert "There is no row of torch.nn.DataParallel" in told
 
 
-@pytest.mark.parametrize(
-    ("arguments", "told"),
-    [
-        (["--ranks", "0"], "--ranks 0"),
-        (["--rounds", "0"], "--rounds 0"),
-    ],
-)
-def test_what_makes_no_sense_is_told_and_the_exit_code_is_1(arguments, told, capsys):
-    assert main(["bench", *arguments]) == 1
+WRONG_MODELS = """
+import torch
+
+def one(): return torch.nn.Linear(2, 2)
+def fails(): raise OSError("no data here")
+def three(): return torch.nn.Linear(2, 2), len, 3
+"""
+WRONG = {
+    "--ranks 0": "lockstep bench: argument --ranks: '0' is no number of at least 1; see lockstep bench --help",
+    "--rounds many": "argument --rounds: 'many' is no number of at least 1",
+    "--modle a:b": "there is no '--modle': did you mean --model?",
+    "--model no_such_module_here:build": "--model no_such_module_here:build: ModuleNotFoundError: No module named",
+    "--model wrong": "--model wrong: ValueError: there is no colon. Expected MODULE:FUNCTION",
+    "--model wrong:tree": "AttributeError: wrong has no tree; did you mean three?. Expected MODULE:FUNCTION",
+    "--model wrong:one": "--model wrong:one: called, it returned Linear. Expected MODULE:FUNCTION",
+    "--model wrong:three": "called, it returned Linear, builtin_function_or_method, int. Expected",
+    "--model wrong:fails": "called, it raised OSError: no data here. Expected",
+}
+
+
+@pytest.mark.parametrize(("arguments", "told"), WRONG.items())
+def test_a_wrong_argument_is_told_in_one_line_before_a_rank_is_started(arguments, told, tmp_path, monkeypatch, capsys):
+    (tmp_path / "wrong.py").write_text(WRONG_MODELS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    monkeypatch.setattr(bench, "run_ranks", None)
+    monkeypatch.delitem(sys.modules, "wrong", raising=False)
+    try:
+        code = main(["bench", *arguments.split()])
+    except SystemExit as end:
+        code = end.code
     captured = capsys.readouterr()
-    assert captured.out == ""
+    assert (code, captured.out) == (2, "")
+    assert len(captured.err.splitlines()) == 1
     assert told in captured.err
+
+
+def test_a_long_measurement_says_how_far_it_is(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(printing, "SOON", 0.0)
+    (tmp_path / "talks.py").write_text(
+        "import sys, time\nfrom lockstep.cli.local_ranks import as_rank, say\n"
+        "def measure(options):\n    say('round 3 of 4')\n    sys.stdin.read()\n    time.sleep(0.5)\n    return 1\n"
+        "as_rank(measure)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(printing, "_EVERY", 0.0)
+    assert run_ranks("talks", {}, 1, 100.0) == [1]
+    told = capsys.readouterr().err.splitlines()
+    assert told[0].startswith("lockstep: measuring in one process, starting (0 s)")
+    assert told[-1].startswith("lockstep: measuring in one process, round 3 of 4 (")
+
+
+def test_a_command_that_is_interrupted_says_so_and_nothing_else(monkeypatch, capsys):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bench, "run_ranks", interrupted)
+    assert main(["bench"]) == 130
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err) == ("", "lockstep: interrupted\n")
 
 
 @pytest.mark.parametrize("name", ["json:nothing", "no_such_module_here:build", "json"])

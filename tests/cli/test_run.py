@@ -6,6 +6,7 @@ import contextlib
 import io
 import os
 import re
+import signal
 import subprocess
 import sys
 import types
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 import lockstep
+from lockstep.cli import run
 from lockstep.cli.main import main
 from processes import run_processes
 
@@ -47,7 +49,7 @@ def test_a_program_gets_our_wrapper_and_the_group_that_was_asked_for_and_its_exi
     command = [sys.executable, "-m", "lockstep", "run", *options, program, "--its", "own", "7"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=250)
     assert done.returncode == 7, done.stderr
-    assert done.stdout.splitlines() == ["lockstep shm 1.5 --its own 7"]
+    assert done.stdout.splitlines() == ["[rank 0] lockstep shm 1.5 --its own 7"]
     assert re.fullmatch("lockstep: rank [01] failed with exit status 7", done.stderr.splitlines()[-1])
 
 
@@ -66,11 +68,48 @@ def test_without_patch_a_program_keeps_pytorch_s_wrapper_and_makes_its_own_group
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"), [(["nothing.py"], "no such file"), (["--ranks", "0", __file__], "--ranks 0")]
+    ("arguments", "told"),
+    [
+        (["nothing.py"], "nothing.py: there is no such file; expected a Python program"),
+        (["--ranks", "0", __file__], "lockstep run: argument --ranks: '0' is no number of at least 1"),
+        (["--backend", "shmm", __file__], "lockstep: --backend: there is no backend 'shmm'; did you mean shm?"),
+        (["--bakend", "shm", __file__], "lockstep run: there is no '--bakend': did you mean --backend?"),
+    ],
 )
-def test_what_cannot_be_run_is_told(arguments, told, capsys):
-    assert main(["run", *arguments]) == 1
-    assert told in capsys.readouterr().err
+def test_what_cannot_be_run_is_told_in_one_line_before_a_rank_is_started(arguments, told, capsys, monkeypatch):
+    monkeypatch.setattr(run, "_launch", None)
+    try:
+        code = main(["run", *arguments])
+    except SystemExit as end:
+        code = end.code
+    (line,) = capsys.readouterr().err.splitlines()
+    assert code == 2
+    assert told in line
+
+
+def test_a_program_that_fails_shows_its_own_frames_first(tmp_path, capsys, monkeypatch):
+    program = tmp_path / "fails.py"
+    program.write_text("def train():\n    raise ValueError('no data')\n\ntrain()\n")
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr(sys, "argv", sys.argv[:])
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    assert main(["run", str(program)]) == 1
+    told = capsys.readouterr().err.splitlines()
+    assert told[:2] == ["Traceback (most recent call last):", f'  File "{program}", line 4, in <module>']
+    assert told[-1] == "ValueError: no data"
+
+
+def test_a_run_that_is_interrupted_says_so_and_nothing_else(tmp_path):
+    program = tmp_path / "waits.py"
+    program.write_text("import time\nprint('here', flush=True)\ntime.sleep(250)\n")
+    command = [sys.executable, "-m", "lockstep", "run", "--ranks", "2", str(program)]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as running:
+        assert {running.stdout.readline(), running.stdout.readline()} == {"[rank 0] here\n", "[rank 1] here\n"}
+        os.killpg(running.pid, signal.SIGINT)  # as a terminal does
+        out, err = running.communicate(timeout=250)
+    assert (running.returncode, out, err) == (130, "", "lockstep: interrupted\n")
 
 
 @pytest.fixture

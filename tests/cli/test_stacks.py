@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import lockstep
 from lockstep.cli.main import main
 from lockstep.failures import proc
 from lockstep.failures.progress import Phase, Progress
@@ -48,6 +49,9 @@ def test_this_process_is_shown_with_rank_step_and_phase(capsys):
     assert f"run letters, rank 1 of 4, process {os.getpid()}\n  step 12, backward, for 0.0 s; running for" in out
     assert "waiting for all_reduce, bucket 3, for 0.0 s" in out
     assert "(rank 1 trains here), innermost frame last:" in out
+    marked = [line for line in out.splitlines() if line.startswith(">")]
+    assert len(marked) == 2  # one frame: where it is, and the line of code
+    assert "in shown" in marked[0]
     assert "in test_this_process_is_shown_with_rank_step_and_phase" in out
 
 
@@ -131,12 +135,20 @@ def test_without_a_target_the_runs_are_listed(capsys):
 
 def test_a_wrong_call_is_told_from_a_failure(capsys):
     with pytest.raises(SystemExit) as caught:
-        main(["no such command"])
+        main(["stack"])
     assert caught.value.code == 2
+    assert capsys.readouterr().err == "lockstep: there is no 'stack': did you mean stacks?; see lockstep --help\n"
     with pytest.raises(SystemExit) as caught:
         main([])
     assert caught.value.code == 2
     assert "COMMAND" in capsys.readouterr().err
+
+
+def test_its_version(capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["--version"])
+    assert caught.value.code == 0
+    assert capsys.readouterr().out == f"lockstep {lockstep.__version__}, PyTorch {torch.__version__}\n"
 
 
 def test_it_can_be_called_as_a_module_and_as_a_command(capsys, monkeypatch):

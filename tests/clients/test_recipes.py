@@ -50,7 +50,7 @@ def test_each_recipe_is_tested():
 def test_a_recipe_of_the_documentation(recipe, tmp_path):
     need(CLIENTS[recipe])
     output = output_of(PROGRAMS[recipe], tmp_path)
-    assert re.findall(r"^trained by ([\w.]+)$", output, re.M) == [
+    assert re.findall(r"^\[rank \d\] trained by ([\w.]+)$", output, re.M) == [
         "lockstep.distributed.replication.ddp"
     ]  # one rank prints
 

@@ -197,7 +197,7 @@ def test_what_cannot_be():
 
     for error in run_ranks(2, differs, errors=True):
         assert isinstance(error, AgreementError)
-        assert "ranks differ in check_in_sync(every=...): 2 on rank 0, 3 on rank 1" in str(error)
+        assert "ranks differ in check_in_sync(every=...): rank 0 has 2; rank 1 has 3" in str(error)
 
     def wrong(rank):
         model = lockstep.replicate(one_weight(), process_group=rank.group)

@@ -383,7 +383,7 @@ def test_a_training_state_that_only_one_rank_has_loaded_is_told():
 def test_numbers_that_differ_are_told():
     for error in run_ranks(2, lambda rank: train(rank, 1 + rank.rank), errors=True):
         assert isinstance(error, AgreementError)
-        assert "ranks differ in check_in_sync(every=...): 1 on rank 0, 2 on rank 1" in str(error)
+        assert "ranks differ in check_in_sync(every=...): rank 0 has 1; rank 1 has 2" in str(error)
 
 
 def test_what_makes_no_sense():

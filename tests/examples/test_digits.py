@@ -19,7 +19,7 @@ from example_programs import DIGITS, EXAMPLES, TORCHRUN, run, run_in_ranks, run_
 
 pytestmark = pytest.mark.timeout(300)  # a run of torchrun imports torch three times
 
-MODULES = ("digits", "handwriting", "options", "progress", "report", "timeline")
+MODULES = ("digits", "handwriting", "options", "progress", "report", "resuming", "timeline")
 LENGTH = ("--epochs", "3", "--batch-size", "32")
 IN_ONE, IN_TWO = (DIGITS, *LENGTH), (*TORCHRUN, DIGITS, *LENGTH)
 STEPS_PER_EPOCH = 1437 // 32
@@ -445,3 +445,29 @@ def test_with_shares_a_run_that_was_stopped_goes_on_in_another_number_of_process
     output, _ = run(DIGITS, *LENGTH, "--shares", "2", "--resume", "--out", str(tmp_path))
     assert "resuming after" in output
     assert load(tmp_path)["history"]["accuracies"][-1] > 0.97
+
+
+def kill(process, receivers, epoch):
+    """Kill some of its workers after an epoch."""
+    assert any(re.match(rf"epoch +{epoch}/", line) for line in process.stdout)
+    for worker in receivers(workers_of(process)):
+        os.kill(worker, signal.SIGKILL)
+
+
+def fingerprint_of(told):
+    return re.search(r"^fingerprint (\w{64})$", told, re.M)[1]
+
+
+def test_killed_processes_start_again_and_come_to_the_same_weights(tmp_path):
+    """`make train MAX_RESTARTS=3`: one of its processes is killed, then the other, then both, then the launcher."""
+    options = ("--epochs", "5", "--batch-size", "32", "--shares", "2")
+    undisturbed, _ = run(DIGITS, *options, "--out", str(tmp_path / "undisturbed"))
+    process = start(*TORCHRUN, "--max-restarts", "3", DIGITS, *options, "--out", str(tmp_path / "killed"))
+    kill(process, lambda workers: workers[:1], 1)
+    kill(process, lambda workers: workers[1:], 2)
+    kill(process, lambda workers: workers, 3)
+    assert any(re.match("epoch +4/", line) for line in process.stdout)
+    process.kill()  # the others train on to the end
+    assert fingerprint_of(process.stdout.read()) == fingerprint_of(undisturbed)
+    process.wait()
+    assert not list(Path("/dev/shm").glob("lockstep-*/checkpoints-*"))

@@ -72,6 +72,10 @@ def test_what_is_told_of_it():
         ({"answers": False, "stack": "  File x"}, "a call into C code holds its interpreter"),
         ({"answers": False, "pid": 0}, "Its process does not answer"),
         ({"waits_for": "barrier"}, "waits in another collective: barrier"),
+        (
+            {"waits_for": "save()"},
+            "in another collective: save(). Call save() on every rank, not under `if run.is_main`",
+        ),
     ],
 )
 def test_its_condition_is_told(changes, said):

@@ -1,7 +1,7 @@
-"""Hosts on one machine: Linux network namespaces, joined by a switch, whose links can fail. Needs root, `ip` and `nft`.
+"""Hosts on one machine: Linux network namespaces, joined by a switch, whose links can fail.
 
-Each host has an address of its own, 10.77.0.10 and up, a host name, `node0` and up, and an `/etc/hosts`. Nothing that
-is sent leaves these namespaces.
+Needs root, `ip` and `nft`, and `tc` to slow a link down. Each host has an address of its own, 10.77.0.10 and up, a host
+name, `node0` and up, and an `/etc/hosts`. Nothing that is sent leaves these namespaces.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ Where it is "ipv6", the hosts have no other addresses than those of IPv6.
 """
 
 
-def missing() -> str:
+def missing(commands: tuple[str, ...] = ("ip", "nft", "unshare")) -> str:
     """What this machine lacks for simulated hosts; empty if nothing."""
     if sys.platform != "linux" or os.geteuid() != 0:
         return "needs Linux and root: hosts are network namespaces"
-    lacks = [name for name in ("ip", "nft", "unshare") if shutil.which(name) is None]
+    lacks = [name for name in commands if shutil.which(name) is None]
     if lacks:
         return f"needs the commands {', '.join(lacks)} (Debian: iproute2, nftables, util-linux)"
     probe = f"lockstep-{os.getpid()}-probe"
@@ -114,6 +114,11 @@ class Hosts:
             }}
         """
         subprocess.run(["ip", "netns", "exec", self._space(host), "nft", "-f", "-"], input=rules.encode(), check=True)
+
+    def slow_down(self, host: int, megabits: int) -> None:
+        """Send so many megabits a second from a host, and no more."""
+        limit = ["rate", f"{megabits}mbit", "burst", "64kb", "latency", "200ms"]
+        _ip("netns", "exec", self._space(host), "tc", "qdisc", "replace", "dev", "eth0", "root", "tbf", *limit)
 
     # ------------------------------------------------------------------------------------- machinery
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep.local import tensor_state
+from lockstep import tensor_state
 from lockstep.local.changes import AttributeSnapshot, StructureSnapshot
 from lockstep.local.contents import differing_dicts, identical
-from lockstep.local.tensor_state import Change, TensorSnapshot
+from lockstep.tensor_state import Change, TensorSnapshot
 
 
 @pytest.fixture(params=["guarded", "gone through"], autouse=True)

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep.distributed.reduction.parameters import SlotSnapshot
-from lockstep.distributed.reduction.selection import Selection
+from lockstep.distributed.reduction.parameters import Selection, SlotSnapshot
 from lockstep.errors import NotReplicableError
 
 

@@ -41,16 +41,16 @@ DIFFERENT = {
     "shapes": (
         [torch.ones(2, 3)],
         [torch.ones(3, 2)],
-        "tensor 0 .* float32 of shape \\(2, 3\\) on rank 0, .*\\(3, 2\\)",
+        "tensor 0 .* rank 0 has float32 of shape \\(2, 3\\); .*\\(3, 2\\)",
     ),
     "sizes": ([torch.ones(2)], [torch.ones(3)], "tensor 0 given to mean_over_ranks"),
-    "dtypes": ([torch.ones(2)], [torch.ones(2).double()], "float32 of shape \\(2,\\) on rank 0, float64"),
+    "dtypes": ([torch.ones(2)], [torch.ones(2).double()], "rank 0 has float32 of shape \\(2,\\); rank 1 has float64"),
     "numbers": (
         [torch.ones(2)],
         [torch.ones(2)] * 2,
-        "the number of tensors given to mean_over_ranks\\(\\): 1 on rank 0, 2",
+        "the number of tensors given to mean_over_ranks\\(\\): rank 0 has 1; rank 1 has 2",
     ),
-    "kinds": ([torch.ones(2)], [1.0], "a float on rank 1"),
+    "kinds": ([torch.ones(2)], [1.0], "rank 1 has a float"),
 }
 
 

@@ -905,15 +905,15 @@ def test_a_batch_is_gone_through_once_and_one_at_a_time():
 
 
 OTHER_BATCHES = {
-    "another batch": (lambda rank: ({}, {"epoch": 0, "batch": rank}), "batch of the epoch: 0 on rank 0, 1 on rank 1"),
-    "another epoch": (lambda rank: ({}, {"epoch": rank, "batch": 0}), "epoch: 0 on rank 0, 1 on rank 1"),
-    "another seed": (lambda rank: ({"seed": rank}, {}), "seed of the batches: 0 on rank 0, 1 on rank 1"),
-    "another order": (lambda rank: ({"shuffle": rank == 1}, {}), "as it is on rank 0, shuffled on rank 1"),
+    "another batch": (lambda rank: ({}, {"epoch": 0, "batch": rank}), "batch of the epoch: rank 0 has 0; rank 1 has 1"),
+    "another epoch": (lambda rank: ({}, {"epoch": rank, "batch": 0}), "epoch: rank 0 has 0; rank 1 has 1"),
+    "another seed": (lambda rank: ({"seed": rank}, {}), "seed of the batches: rank 0 has 0; rank 1 has 1"),
+    "another order": (lambda rank: ({"shuffle": rank == 1}, {}), "rank 0 has as it is; rank 1 has shuffled"),
     "another data set": (
         lambda rank: ({"dataset": TensorDataset(torch.ones(16 + rank, 1))}, {}),
-        "length of the data set: 16 on rank 0, 17 on rank 1",
+        "length of the data set: rank 0 has 16; rank 1 has 17",
     ),
-    "larger batches": (lambda rank: ({"batch_size": 4 + 4 * rank}, {}), "1, 1, 1, 1 on rank 0, 2, 2, 2, 2 on rank 1"),
+    "larger batches": (lambda rank: ({"batch_size": 4 + 4 * rank}, {}), "rank 0 has 1, 1, 1, 1; rank 1 has 2, 2, 2, 2"),
 }
 
 

@@ -80,9 +80,13 @@ class OpenFile:
     def flush(self) -> None:
         """Do nothing: :meth:`sync` comes at the end. ``torch.save`` expects the method."""
 
+    def hand_over(self) -> None:
+        """Give what has been written to the system, where other processes see it."""
+        self._file.flush()
+
     def sync(self) -> None:
         """Return when all written data are on the disk."""
-        self._file.flush()
+        self.hand_over()
         _sync(self._file.fileno())
 
     def close(self) -> None:

@@ -94,11 +94,10 @@ class Holdings:
 class Receiving:
     """The sending and receiving of missing files; every rank takes part."""
 
-    def __init__(self, path: Path, name: str, holdings: Holdings, ranks: Ranks, *, own: bool) -> None:
-        self._path, self._name, self._holdings, self._ranks = path, name, holdings, ranks
+    def __init__(self, folder: Path, files: FileSystem, holdings: Holdings, ranks: Ranks, *, own: bool) -> None:
+        self._folder, self._files, self._holdings, self._ranks = folder, files, holdings, ranks
         self._wants_own = own and holdings.same_ranks
-        self._files = FileSystem()
-        self._new = NewFolder(self._files, path / (UNFINISHED + secrets.token_hex(8)))
+        self._new = NewFolder(files, folder.parent / (UNFINISHED + secrets.token_hex(8)))
         self._written: dict[str, OpenFile] = {}
         self._own_name, self._own = rank_file(ranks.rank), bytearray()
         self._writes = False
@@ -130,12 +129,13 @@ class Receiving:
         def begin() -> str:
             if ranks.rank not in first:
                 return ""
-            make_folders(self._files, self._path)
+            make_folders(self._files, self._folder.parent)
             self._files.make_folder(self._new.path)
             return self._new.path.name
 
         begun = ranks.together("resume()", begin)
-        seen = ranks.tell([bool(name) and (self._path / name).is_dir() for name in begun], "who sees which folder")
+        around = self._folder.parent
+        seen = ranks.tell([bool(name) and (around / name).is_dir() for name in begun], "who sees which folder")
         return sorted({next(other for other in first if seen[rank][other]) for rank in first})
 
     def _receive(self, writers: Sequence[int]) -> list[str]:
@@ -149,7 +149,7 @@ class Receiving:
             return reasons
         files = {name: holdings.files[name] for name in holdings.shared}
         manifest = replace(holdings.manifest, files=files).to_bytes()
-        folder, writes = self._path / self._name, self._writes
+        folder, writes = self._folder, self._writes
         ranks.together("resume()", lambda: self._new.sync(manifest) if writes else None)
         ranks.together("resume()", lambda: self._new.finish(folder, manifest) if writes else None)
         return reasons
@@ -159,7 +159,7 @@ class Receiving:
             return bytes(self._own[begin : begin + length])
         if begin == 0 and item in self._written:  # it was received here before
             self._written[item].sync()
-        folder = self._new.path if item in self._written else self._path / self._name
+        folder = self._new.path if item in self._written else self._folder
         with open(folder / item, "rb") as file:
             file.seek(begin)
             return file.read(length)

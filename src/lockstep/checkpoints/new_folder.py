@@ -33,6 +33,11 @@ class NewFolder:
         self._files.sync(*self._open, *folders)
         self.close()
 
+    def flush(self) -> None:
+        """Let other readers see what has been written."""
+        for file in self._open:
+            file.hand_over()
+
     def finish(self, folder: Path, manifest: bytes) -> None:
         """Make the complete checkpoint count, as ``folder``, or leave nothing."""
         try:

@@ -1,7 +1,9 @@
 """The ranks that save or resume together: all take each step, and a failure on one is an error on every one."""
 
 import contextlib
+import json
 import socket
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -9,12 +11,15 @@ import torch
 
 from lockstep.distributed.comm.agreement import all_gather_object
 from lockstep.distributed.comm.collectives import Collectives, Group, resolve_group
-from lockstep.errors import AgreementError, CheckpointError
+from lockstep.errors import AgreementError, CheckpointError, CommunicationError
 from lockstep.phases import Phases
+from lockstep.store import BoundedStore
 from lockstep.texts import shortened
 
 LONGEST_ERROR = 16 * 1024
 """Number of characters of an error's message that other ranks are told."""
+SHORTEST_WAIT, LONGEST_WAIT = 0.005, 0.2
+"""Seconds between two looks into a store for what other ranks say."""
 
 
 class Ranks:
@@ -28,6 +33,8 @@ class Ranks:
         self.host = socket.gethostname()
         self.names = range(self.size) if self._collectives is None else self._collectives.global_ranks
         """The ranks as messages name them."""
+        self._met = False
+        """True once all ranks have taken a step: then all have made the same call."""
 
     def together(self, what: str, step: Callable[[], Any]) -> list[Any]:
         """Take a step on every rank; return its results on all, in rank order: values that JSON can represent.
@@ -46,7 +53,13 @@ class Ranks:
         except Exception as error:
             if problem is not None:
                 raise problem from error
+            if not self._met:
+                error.add_note(
+                    f"If only some ranks have called {what}: call {what} on every rank, not under `if run.is_main`. It "
+                    "lets one rank write what is the same on all."
+                )
             raise
+        self._met = True
         failed = [(name, each) for name, each in zip(self.names, answers, strict=True) if each["error"]]
         if problem is not None and not isinstance(problem, Exception):
             raise problem
@@ -97,3 +110,37 @@ def _describe(error: BaseException) -> str:
     with contextlib.suppress(AttributeError):
         text = "\n".join([text, *error.__notes__])
     return shortened(text if isinstance(error, CheckpointError) else f"{type(error).__name__}: {text}", LONGEST_ERROR)
+
+
+class RanksByStore(Ranks):
+    """The same ranks, which tell each other by a store: for a thread beside the one that uses the group.
+
+    ``check`` raises if another rank has failed, or nobody waits any more; ``timeout``: seconds to wait for a rank.
+    """
+
+    def __init__(self, ranks: Ranks, store: BoundedStore, check: Callable[[], object], timeout: float) -> None:
+        self.rank, self.size, self.host, self.names = ranks.rank, ranks.size, ranks.host, ranks.names
+        self._collectives = None
+        self._store, self._check, self._timeout, self._round = store, check, timeout, 0
+
+    def tell(self, value: Any, what: str) -> list[Any]:
+        """Return the values of all ranks, in rank order."""
+        if self.size == 1:
+            return [value]
+        keys = [f"{self._round} of {rank}" for rank in range(self.size)]
+        self._store.set(keys[self.rank], json.dumps(value))
+        self._wait(keys, what)
+        self._round += 1
+        return [json.loads(self._store.get(key)) for key in keys]
+
+    def _wait(self, keys: list[str], what: str) -> None:
+        until, pause = time.monotonic() + self._timeout, SHORTEST_WAIT
+        while not self._store.check(keys):
+            self._check()
+            if time.monotonic() > until:
+                late = [str(name) for name, key in zip(self.names, keys, strict=True) if not self._store.check([key])]
+                raise CommunicationError(
+                    f"{what}, behind the training: rank {', '.join(late)} has not answered within {self._timeout:g} s"
+                )
+            time.sleep(pause)
+            pause = min(2 * pause, LONGEST_WAIT)

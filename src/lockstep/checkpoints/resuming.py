@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from lockstep.checkpoints.files import FileSystem
 from lockstep.checkpoints.layout import (
     Manifest,
     TornError,
@@ -21,8 +22,10 @@ from lockstep.checkpoints.layout import (
     read_manifest,
 )
 from lockstep.checkpoints.lineage import remember
+from lockstep.checkpoints.memory import MemoryFiles, run_of
 from lockstep.checkpoints.missing import Holdings, Receiving, what_is_here
 from lockstep.checkpoints.ranks import Ranks
+from lockstep.checkpoints.removal import discard
 from lockstep.checkpoints.state import (
     OWN,
     STATE_DICT,
@@ -38,9 +41,10 @@ from lockstep.checkpoints.state import (
 )
 from lockstep.checkpoints.streams import Streams, read_streams, set_streams
 from lockstep.distributed.comm.collectives import Group
-from lockstep.distributed.comm.run_all import RunAll
 from lockstep.errors import CheckpointError
+from lockstep.run_all import RunAll
 
+DISK, MEMORY = "disk", "memory"
 _DIGESTS = 4
 """Number of threads that compute digests while files are loaded, from the same pages in memory."""
 
@@ -111,10 +115,16 @@ def resume(path: str | os.PathLike[str], *, group: Group | None = None, **state:
 
 
 class Resuming:
-    """One resume, on one rank."""
+    """One resume, on one rank: from a folder of checkpoints, and from snapshots ``memory`` where that is given.
 
-    def __init__(self, path: Path, ranks: Ranks) -> None:
+    A checkpoint in either is called by its path in a folder that has both, such as ``disk/save-000001``. ``number``,
+    after it, is that of the checkpoint that was taken; 0 if there was none.
+    """
+
+    def __init__(self, path: Path, ranks: Ranks, memory: Path | None = None) -> None:
         self._path, self._ranks = path, ranks
+        self._roots = {DISK: path} if memory is None else {DISK: path, MEMORY: memory}
+        self.number, self.in_memory = 0, False
         self._whole: dict[str, Manifest] = {}
         self._entries: list[Entry] = []
         self._own: dict[str, Any] = {}
@@ -136,8 +146,9 @@ class Resuming:
         if found is not None:
             self._fill()
             manifest = self._whole[found.name]
+            self.number, self.in_memory = manifest.number, found.name.startswith(MEMORY)
             if ranks.rank == 0:
-                remember(self._path, manifest.run, max(each.number for each in list_saved(self._path)))
+                remember(self._path, manifest.run, max((each.number for each in list_saved(self._path)), default=0))
                 self._warn_of_own_parts(manifest, found)
         if ranks.rank == 0:
             for text in torn:
@@ -149,22 +160,34 @@ class Resuming:
     def _look(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return the checkpoints that this rank sees, with the manifests of those that are complete."""
         self._entries = entries_of(state)
-        saved, torn = list_saved(self._path), {}
-        for each in saved:
-            try:
-                self._whole[each.folder.name] = read_manifest(each.folder)
-            except TornError as error:
-                torn[each.folder.name] = str(error)
+        saved, torn = [], {}
+        for root, path in self._roots.items():
+            for each in list_saved(path):
+                name = f"{root}/{each.folder.name}"
+                try:
+                    self._whole[name] = read_manifest(each.folder)
+                except TornError as error:
+                    if root == MEMORY:  # a process was killed there; on another host it may be whole
+                        discard(MemoryFiles(), each.folder)
+                        continue
+                    torn[name] = str(error)
+                saved.append([each.number, name])
         return {
             "names": [entry.name for entry in self._entries],
             "host": self._ranks.host,
-            "place": [self._ranks.host, str(self._path.resolve())],
-            "saved": [[each.number, each.folder.name] for each in saved],
-            "finished": any(each.is_finished for each in saved),
+            "places": {root: [self._ranks.host, str(path.resolve())] for root, path in self._roots.items()},
+            "saved": saved,
+            "finished": any(each.is_finished for each in list_saved(self._path)),
             "ids": {name: manifest.id for name, manifest in self._whole.items()},
             "own": [name for name, manifest in self._whole.items() if self._own_file(manifest) is not None],
             "torn": torn,
+            "runs": {name: manifest.run for name, manifest in self._whole.items()},
+            "run": run_of(self._path),
         }
+
+    def _folder(self, name: str) -> Path:
+        root, _, folder = name.partition("/")
+        return self._roots[root] / folder
 
     def _choose(self, answers: Sequence[dict[str, Any]]) -> tuple["_Found | None", list[str]]:
         """Find and load the newest checkpoint that every rank has or receives; also return why newer ones are unusable.
@@ -172,7 +195,6 @@ class Resuming:
         If there is none, take the newest that lacks only some rank's own state.
         """
         hosts = [answer["host"] for answer in answers]
-        places = [answer["place"] for answer in answers]
         torn: list[str] = []
         without_own: list[tuple[_Found, int]] = []
         saved = {(number, name) for answer in answers for number, name in answer["saved"]}
@@ -181,20 +203,24 @@ class Resuming:
             if not any(reasons):
                 found = _Found(name, self._holdings(name, answers))
                 if not found.lost:
-                    reasons = self._get(found, places)
+                    reasons = self._get(found, _places(name, answers))
                     if not any(reasons):
                         return found, torn
                 else:
                     without_own.append((found, len(torn)))
                     reasons = [found.why_lost(self._ranks.names)] * len(answers)
-            torn.append(f"{name}: {self._explain(reasons, hosts)}")
+            torn.append(f"{name.removeprefix(DISK + '/')}: {self._explain(reasons, hosts)}")
         for found, newer in without_own:
-            if not any(self._get(found, places)):
+            if not any(self._get(found, _places(found.name, answers))):
                 return found, torn[:newer]
         return None, torn
 
     def _reasons(self, name: str, answers: Sequence[dict[str, Any]]) -> list[str]:
         """Return why a checkpoint cannot be used, for each rank with a reason; on some ranks it may be missing."""
+        if name.startswith(MEMORY):
+            run = next(answer["runs"][name] for answer in answers if name in answer["runs"])
+            if run not in [answer["run"] for answer in answers]:
+                return [f"it is a snapshot of run {run}, of which {self._path} knows nothing"] * len(answers)
         reasons = [answer["torn"].get(name, "") for answer in answers]
         ids = {answer["ids"][name] for answer in answers if name in answer["ids"]}
         if any(reasons) or len(ids) == 1:
@@ -207,7 +233,7 @@ class Resuming:
         lacking = [name not in answer["own"] for answer in answers]
         if not any(lacking):
             return None
-        places = [answer["place"] for answer in answers]
+        places = _places(name, answers)
         having = [None if missing else place for place, missing in zip(places, absent, strict=True)]
         own = self._ranks.rank
         speaks = not absent[own] and having.index(places[own]) == own
@@ -236,13 +262,15 @@ class Resuming:
         reasons = ranks.together("resume()", lambda: self._load(found.name, own, compares) if has_all else "")
         if any(reasons) or holdings is None:
             return reasons
-        receiving = Receiving(self._path, found.name, holdings, ranks, own=own)
+        folder = self._folder(found.name)
+        files = MemoryFiles() if found.name.startswith(MEMORY) else FileSystem()
+        receiving = Receiving(folder, files, holdings, ranks, own=own)
         reasons = receiving.receive()
         if any(reasons):
             return reasons
 
         def load() -> str:
-            self._whole[found.name] = read_manifest(self._path / found.name)
+            self._whole[found.name] = read_manifest(folder)
             return self._load(found.name, own, compares, receiving.own)
 
         return ranks.together("resume()", lambda: "" if has_all else load())
@@ -253,7 +281,7 @@ class Resuming:
         ``own``: also read this rank's own state, from ``given`` if others have sent it. Other threads compute digests
         meanwhile, so that nothing is read from the disk twice.
         """
-        folder, manifest = self._path / name, self._whole[name]
+        folder, manifest = self._folder(name), self._whole[name]
         self._check_entries(folder, manifest)
         files = {entry_file(each) for each in manifest.entries} & manifest.files.keys() if compares else set()
         own_file = self._own_file(manifest) if own else self._any_own_file(manifest)
@@ -358,14 +386,14 @@ class Resuming:
         manifest, given = self._whole[name], {entry.name for entry in self._entries}
         plain = {name: parts for name, parts in self._parts.items() if name not in given}
         values = {name: parts.own.get("state", parts.shared) for name, parts in plain.items()}
-        return Resumed(manifest.step, self._path / name, manifest.world_size, values)
+        return Resumed(manifest.step, self._folder(name), manifest.world_size, values)
 
     def _warn_of_own_parts(self, manifest: Manifest, found: "_Found") -> None:
         """Warn that each rank's own state is not loaded, and say why."""
         if manifest.world_size != self._ranks.size:
             why = f"saved by {manifest.world_size} rank(s) and resumed by {self._ranks.size}"
         elif found.lost:
-            why = f"{found.name}: {found.why_lost(self._ranks.names)}"
+            why = f"{found.name.removeprefix(DISK + '/')}: {found.why_lost(self._ranks.names)}"
         else:
             return
         names = ["", *(name for name, kind in manifest.entries.items() if kind.endswith(OWN))]
@@ -396,6 +424,11 @@ class _Found:
         hosts = ", ".join(sorted({self.holdings.manifest.hosts[rank] for rank in self.lost}))
         ranks = ", ".join(str(names[rank]) for rank in self.lost)
         return f"nobody has {files} of rank {ranks}, written on host {hosts}, to a disk of its own"
+
+
+def _places(name: str, answers: Sequence[dict[str, Any]]) -> list[list[str]]:
+    """Return, for each rank, the place where a checkpoint lies or would lie: ranks that see one file have it alike."""
+    return [answer["places"][name.partition("/")[0]] for answer in answers]
 
 
 def _is_there(parts: Parts) -> bool:

@@ -27,7 +27,7 @@ from lockstep.checkpoints.lineage import lineage_of, remember
 from lockstep.checkpoints.new_folder import NewFolder
 from lockstep.checkpoints.ranks import Ranks
 from lockstep.checkpoints.removal import remove_old
-from lockstep.checkpoints.state import OWN, Parts, entries_of, read
+from lockstep.checkpoints.state import OWN, Entry, Parts, copies_of, entries_of, read
 from lockstep.checkpoints.streams import Streams, read_streams
 from lockstep.distributed.comm.collectives import Group
 from lockstep.errors import CheckpointError, OptionError
@@ -71,7 +71,8 @@ def save(
         CommunicationError: A rank does not answer. The others wait for those that write, so the group's time-out has
             to be longer than a save takes.
 
-    Communicates at most ten small all-gathers.
+    Communicates at most ten small all-gathers; for a sharded optimizer one more, and what
+    :func:`lockstep.sharding.full_state_dict` does.
 
     Example:
         >>> import tempfile, torch
@@ -86,57 +87,133 @@ def save(
 
 
 class Saving:
-    """One save, on one rank."""
+    """One save, on one rank.
 
-    def __init__(self, path: Path, files: FileSystem, ranks: Ranks) -> None:
-        self._path, self._files, self._ranks = path, files, ranks
+    ``above``: a number that this save's is greater than, whatever is in the folder.
+    """
+
+    def __init__(self, path: Path, files: FileSystem, ranks: Ranks, above: int = 0) -> None:
+        self._path, self._files, self._ranks, self._above = path, files, ranks, above
         self._parts: dict[str, Parts] = {}
         self._kinds: dict[str, str] = {}
+        self._gathered: list[Entry] = []
+        self._streams: Streams = {}
+        self._answers: list[dict[str, Any]] = []
+        self._new = NewFolder(files, path / (UNFINISHED + secrets.token_hex(8)))
+        self._keep = 1
+        self._step: int | None = None
+        self.number = 0
+        """The number of this save, from :meth:`begin` on."""
 
     def save(self, state: Mapping[str, Any], keep: int, step: int | None) -> Path:
         """See :func:`lockstep.save`."""
-        ranks, streams, token = self._ranks, read_streams(), secrets.token_hex(8)
-        new = NewFolder(self._files, self._path / (UNFINISHED + token))
+        self.begin(state, keep, step)
+        return self.write(self._ranks)
+
+    def begin(self, state: Mapping[str, Any], keep: int, step: int | None, *, copy: bool = False) -> None:
+        """Take the state, of which a copy is made for :meth:`write` if the training goes on meanwhile."""
+        ranks, self._streams, self._keep, self._step = self._ranks, read_streams(), keep, step
         try:
-            answers = ranks.together("save()", lambda: self._prepare(state, keep, step, new))
+            answers = ranks.together("save()", lambda: self._prepare(state, copy))
             ranks.check_equal("save()", [answer["same"] for answer in answers])
-            first, number = answers[0], 1 + max(answer["highest"] for answer in answers)
             if ranks.rank:
-                new = NewFolder(self._files, self._path / first["unfinished"])
-            folder = self._path / folder_name(number, step)
-            leaders = self._find_leaders(new.path)
-            written = ranks.together("save()", lambda: self._write(new, streams, leaders))
-            ours = [
-                each if leader == leaders[ranks.rank] else {} for each, leader in zip(written, leaders, strict=True)
-            ]
-            manifest = self._describe(number, step, first, [answer["host"] for answer in answers], ours).to_bytes()
+                self._new = NewFolder(self._files, self._path / answers[0]["unfinished"])
+            if self._gathered:
+                leaders = self._find_leaders()
+                ranks.together("save()", lambda: self._gather(leaders, copy))
+        except BaseException as error:
+            self._give_up(error)
+            raise
+        self._answers = answers
+        self.number = 1 + max(answer["highest"] for answer in answers)
+        if not ranks.rank:
+            self._remember()  # now: when it is written, another thread may look before this one goes on
+
+    def write(self, ranks: Ranks) -> Path:
+        """Write what :meth:`begin` has taken, perhaps on another thread: then ``ranks`` do not use the group."""
+        self._ranks, new = ranks, self._new
+        folder = self.folder
+        try:
+            leaders = self._find_leaders()
+            written = ranks.together("save()", lambda: self._write(leaders))
             leads = leaders[ranks.rank] == ranks.rank
-            ranks.together("save()", lambda: new.sync(manifest if leads else None))
+            manifest = b""
+
+            def sync() -> None:
+                nonlocal manifest
+                manifest = self._describe(self._complete(written, leaders)).to_bytes() if leads else b""
+                new.sync(manifest or None)
+
+            ranks.together("save()", sync)
             ranks.together("save()", lambda: new.finish(folder, manifest) if leads else None)
         except BaseException as error:
-            self._give_up(new, error)
+            self._give_up(error)
             raise
-        if ranks.rank == 0:
-            remember(self._path, first["run"], number)
         if leads:
-            self._remove_old(first["run"], number, keep)
+            self._clear()
         return folder
 
-    def _prepare(self, state: Mapping[str, Any], keep: int, step: int | None, new: NewFolder) -> dict[str, Any]:
-        """Check what is to be saved; on the first rank, begin the folder."""
+    @property
+    def folder(self) -> Path:
+        """The folder of the checkpoint, when it is written."""
+        return self._path / folder_name(self.number, self._step)
+
+    @property
+    def run(self) -> str:
+        """The run that saves, as all ranks know it after :meth:`begin`."""
+        return str(self._answers[0]["run"])
+
+    # ------------------------------------------------------------- what is otherwise for a folder in memory
+
+    def _own_run(self) -> str:
+        """Return the run that writes to the folder; asked on the first rank."""
+        return lineage_of(self._path).run
+
+    def _remember(self) -> None:
+        remember(self._path, self.run, self.number)
+
+    def _complete(self, written: list[dict[str, Any]], leaders: list[int]) -> dict[str, StoredFile]:
+        """Return the files in the folder of this rank's file system, from what each rank has written."""
+        own = leaders[self._ranks.rank]
+        ours = [each for each, leader in zip(written, leaders, strict=True) if leader == own]
+        return {name: StoredFile(**fields) for each in ours for name, fields in each["files"].items()}
+
+    def _clear(self) -> None:
+        """Remove old checkpoints; this one is whole on every rank."""
+        try:
+            remove_old(self._files, self._path, self.run, self.number, self._keep)
+        except OSError as error:
+            warnings.warn(f"{self._path}: an old checkpoint could not be removed: {error}", stacklevel=5)
+
+    # --------------------------------------------------------------------------------------------- steps
+
+    def _prepare(self, state: Mapping[str, Any], copy: bool) -> dict[str, Any]:
+        """Check what is to be saved, and take it; on the first rank, begin the folder."""
+        keep, step = self._keep, self._step
         if operator.index(keep) < 1 or (step is not None and operator.index(step) < 0):
             raise OptionError(f"keep={keep} and step={step}: at least one checkpoint is kept, and steps count from 0")
         entries = entries_of(state)
         self._kinds = {entry.name: entry.kind for entry in entries}
-        self._parts = {entry.name: read(entry) for entry in entries}
+        self._parts = {entry.name: read(entry) for entry in entries if not entry.is_gathered}
+        self._gathered = [entry for entry in entries if entry.is_gathered]
         self._check_loadable()
+        if copy:
+            self._parts = copies_of(self._parts)
         same = {"keep": keep, "step": step} | {f"what is saved as {name!r}": kind for name, kind in self._kinds.items()}
         answer = {"same": same, "host": self._ranks.host}
         if not self._ranks.rank:
             make_folders(self._files, self._path)
-            answer |= {"run": lineage_of(self._path).run, "unfinished": new.path.name}
-            self._files.make_folder(new.path)
-        return answer | {"highest": max((each.number for each in list_saved(self._path)), default=0)}
+            answer |= {"run": self._own_run(), "unfinished": self._new.path.name}
+            self._files.make_folder(self._new.path)
+        saved = max((each.number for each in list_saved(self._path)), default=0)
+        return answer | {"highest": max(self._above, saved)}
+
+    def _gather(self, leaders: list[int], copy: bool) -> None:
+        """Have the ranks put together the state of which each has a part, on those that write what all have alike."""
+        keeps = leaders[self._ranks.rank] == self._ranks.rank
+        gathered = {each.name: Parts(each.target.gathered_state_dict(keeps), {}) for each in self._gathered}
+        self._parts |= copies_of(gathered) if copy else gathered
+        self._check_loadable()
 
     def _check_loadable(self) -> None:
         """Raise :class:`CheckpointError` for values that could be saved, but not loaded."""
@@ -154,65 +231,59 @@ class Saving:
                 "or allow a type by torch.serialization.add_safe_globals()"
             )
 
-    def _find_leaders(self, unfinished: Path) -> list[int]:
+    def _find_leaders(self) -> list[int]:
         """Return, for each rank, the rank that writes the common files on the file system that it sees.
 
         That is the first rank for all that see the folder that it began; else the first rank of the host.
         """
-        answers = self._ranks.tell([unfinished.is_dir(), self._ranks.host], "who sees the first rank's folder")
+        sees = self._new.path.is_dir()
+        answers = self._ranks.tell([sees, self._ranks.host], "who sees the first rank's folder")
         apart = [host for _, host in answers]
         first = {host: rank for rank, (sees, host) in reversed(list(enumerate(answers))) if not sees}
         return [0 if sees else first[host] for (sees, _), host in zip(answers, apart, strict=True)]
 
-    def _write(self, new: NewFolder, streams: Streams, leaders: list[int]) -> dict[str, Any]:
+    def _write(self, leaders: list[int]) -> dict[str, Any]:
         """Write this rank's files, which stay open; return their entries in the manifest."""
         rank = self._ranks.rank
         if leaders[rank] != 0:  # on another file system than the first rank's
-            make_folders(self._files, new.path)
+            make_folders(self._files, self._new.path)
         values: dict[str, Any] = {}
         if leaders[rank] == rank:
             shared = {name: kind for name, kind in self._kinds.items() if not kind.endswith(OWN)}
             values = {entry_file(name): self._parts[name].shared for name in shared}
         own = {name: parts.own for name, parts in self._parts.items() if parts.own}
-        values[rank_file(rank)] = {"rank": rank, "streams": streams, "own": own}
-        return {name: asdict(self._write_file(new, name, value)) for name, value in values.items()}
+        values[rank_file(rank)] = {"rank": rank, "streams": self._streams, "own": own}
+        return {"files": {name: asdict(self._write_file(name, value)) for name, value in values.items()}}
 
-    def _write_file(self, new: NewFolder, name: str, value: Any) -> StoredFile:
-        file: Any = new.create(name)
+    def _write_file(self, name: str, value: Any) -> StoredFile:
+        file: Any = self._new.create(name)
         try:
             torch.save(value, file)
         except RuntimeError as error:
             raise (file.error or error) from error
         return StoredFile(file.bytes, file.sha256, self._ranks.rank, self._ranks.host)
 
-    def _describe(
-        self, number: int, step: int | None, first: dict[str, Any], hosts: list[str], written: list[dict[str, Any]]
-    ) -> Manifest:
-        """Return the manifest of the files that the ranks have written on this rank's file system."""
+    def _describe(self, files: dict[str, StoredFile]) -> Manifest:
+        """Return the manifest of files that the ranks have written on this rank's file system."""
+        first = self._answers[0]
         return Manifest(
-            number=number,
-            step=step,
+            number=self.number,
+            step=self._step,
             id=first["unfinished"].removeprefix(UNFINISHED),
             run=first["run"],
             world_size=self._ranks.size,
-            hosts=hosts,
+            hosts=[answer["host"] for answer in self._answers],
             entries=self._kinds,
-            files={name: StoredFile(**fields) for each in written for name, fields in each.items()},
+            files=files,
             versions={"torch": torch.__version__},
             time=time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
         )
 
-    def _give_up(self, new: NewFolder, error: BaseException) -> None:
+    def _give_up(self, error: BaseException) -> None:
         """Remove whatever is not finished, and a finished folder if the save failed on some rank.
 
         If another rank does not answer any more, a folder that was finished here stays: it may be complete everywhere.
         """
-        new.close()
-        if not new.is_renamed or isinstance(error, CheckpointError):
-            new.discard()
-
-    def _remove_old(self, run: str, number: int, keep: int) -> None:
-        try:
-            remove_old(self._files, self._path, run, number, keep)
-        except OSError as error:
-            warnings.warn(f"{self._path}: an old checkpoint could not be removed: {error}", stacklevel=4)
+        self._new.close()
+        if not self._new.is_renamed or isinstance(error, CheckpointError):
+            self._new.discard()

@@ -15,10 +15,9 @@ from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader, Sampler
 
 from lockstep.checkpoints.sampler import ResumableSampler
-from lockstep.distributed.comm.run_all import RunAll
-from lockstep.distributed.replication.replication import Replication, find_replication
-from lockstep.distributed.replication.training_state import own_names
+from lockstep.distributed.replication.replication import Replication, find_replication, own_names
 from lockstep.errors import CheckpointError, OptionError
+from lockstep.run_all import RunAll
 from lockstep.tree import tree_map
 
 MODULE, STATE_DICT, VALUE, GENERATOR = "module", "state_dict", "value", "generator"
@@ -71,6 +70,11 @@ class Entry(NamedTuple):
     def is_own(self) -> bool:
         """True if each rank has its own."""
         return self.kind.endswith(OWN)
+
+    @property
+    def is_gathered(self) -> bool:
+        """True if the ranks have parts of it, and put the whole together, in collectives, when it is saved."""
+        return not self.is_own and callable(getattr(self.target, "gathered_state_dict", None))
 
 
 class Parts(NamedTuple):
@@ -233,6 +237,34 @@ def copy_of(entry: Entry) -> Parts:
     if hasattr(parts.shared, "_metadata"):
         shared._metadata = parts.shared._metadata
     return Parts(shared, own)
+
+
+def copies_of(parts: Mapping[str, Parts]) -> dict[str, Parts]:
+    """Return copies of what is to be saved, with tensors on the CPU, which no later step changes.
+
+    Tensors that share memory, as tied parameters do, share it in the copies, too.
+    """
+    seen: dict[Any, Tensor] = {}
+
+    def tensor_copy(tensor: Tensor) -> Tensor:
+        if type(tensor) is not Tensor or vars(tensor) or tensor.is_meta or tensor.layout is not torch.strided:
+            return copy.deepcopy(tensor)
+        place = tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tensor.size(), tensor.stride()
+        key = *place, tensor.dtype, tensor.requires_grad
+        if key not in seen or not tensor.numel():
+            seen[key] = tensor.detach().to("cpu", copy=True).requires_grad_(tensor.requires_grad)
+        return seen[key]
+
+    def leaf_copy(leaf: Any) -> Any:
+        return tensor_copy(leaf) if isinstance(leaf, Tensor) else copy.deepcopy(leaf)
+
+    def whole_copy(value: Any) -> Any:
+        made = tree_map(leaf_copy, value)
+        if hasattr(value, "_metadata"):
+            made._metadata = copy.deepcopy(value._metadata)
+        return made
+
+    return {name: Parts(whole_copy(each.shared), whole_copy(each.own)) for name, each in parts.items()}
 
 
 def _copied(value: Any, device: str | None) -> Any:

@@ -1,12 +1,14 @@
-"""``lockstep bench``: times a training step in PyTorch's way and in ours, on this host, with one's own model."""
+"""``lockstep bench``: times a training step in PyTorch's way and in lockstep's, on this host, with one's own model."""
 
 import argparse
 import contextlib
 import copy
+import difflib
 import gc
 import importlib
 import os
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -22,7 +24,8 @@ from torch.nn import Module
 import lockstep
 from lockstep.cli import printing
 from lockstep.cli.doctor import usable_backends
-from lockstep.cli.local_ranks import as_rank, run_ranks
+from lockstep.cli.local_ranks import as_rank, run_ranks, say
+from lockstep.cli.parser import positive
 from lockstep.devices import all_accelerators
 from lockstep.errors import OptionError
 
@@ -46,14 +49,16 @@ WARMUP = 2
 def add_to(subparsers: Any) -> None:
     """Add the subcommand to a parser's."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
-        "bench", help="what a step of a model takes: alone, with PyTorch's wrapper, with ours", description=DESCRIPTION
+        "bench",
+        help="what a step of a model takes: alone, with PyTorch's wrapper, with lockstep",
+        description=DESCRIPTION,
     )
     parser.add_argument("--model", default="", help=MODEL)
     parser.add_argument(
-        "--ranks", type=int, default=2, help="how many processes, or replicas of one (default: %(default)s)"
+        "--ranks", type=positive, default=2, help="how many processes, or replicas of one (default: %(default)s)"
     )
     parser.add_argument("--one-process", action="store_true", help="all replicas in one process, on threads")
-    parser.add_argument("--rounds", type=int, default=15, help="how many steps of each way (default: %(default)s)")
+    parser.add_argument("--rounds", type=positive, default=15, help="how many steps of each way (default: %(default)s)")
     parser.add_argument("--json", action="store_true", help="one JSON document, for machines")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds for all of it (default: %(default)s)")
     parser.set_defaults(call=run)
@@ -61,8 +66,8 @@ def add_to(subparsers: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Measure the ways of training, and print the results."""
-    if options.ranks < 1 or options.rounds < 1:
-        raise OptionError(f"--ranks {options.ranks} --rounds {options.rounds}: expected at least 1 of each")
+    if options.model:
+        check_model(options.model)
     wanted = {
         "model": options.model,
         "backends": usable_backends(),
@@ -104,9 +109,17 @@ def _show_ranks(ways: dict[str, dict[str, float]], ranks: int) -> None:
         for name, way in ways.items()
         if way is not alone
     ]
-    headers = ("way", "step", "exposed communication", "processor beyond alone", "memory", "step / DDP")
+    headers = (
+        "way",
+        "time of a step",
+        "communication not hidden",
+        "CPU time beyond alone",
+        "peak memory",
+        "step / DDP",
+    )
     printing.print_table(f"{ranks} ranks on this host; medians, of the slowest rank", headers, rows)
-    print("\nDDP is PyTorch's DistributedDataParallel. Times vary with whatever else this host does, so that a little")
+    print("\nStep / DDP below 1 is faster than DDP.")
+    print("DDP is PyTorch's DistributedDataParallel. Times vary with whatever else this host does, so that a little")
     print("communication may come out below zero: repeat them on a quiet host.")
 
 
@@ -122,7 +135,7 @@ def _show_replicas(ways: dict[str, dict[str, float]], devices: list[str]) -> Non
         )
         for name, way in ways.items()
     ]
-    headers = ("way", "step", "processor", "memory", f"step / {reference}")
+    headers = ("way", "time of a step", "CPU time", "peak memory", f"step / {reference}")
     printing.print_table(f"{len(devices)} replicas in one process, on {', '.join(devices)}; medians", headers, rows)
     print("\nAlone is the whole batch on the first device, with all of PyTorch's threads where that is the CPU.")
     if reference == "alone":
@@ -144,6 +157,7 @@ def measure(options: dict[str, Any]) -> dict[str, Any]:
     devices = _devices(device, replicas) if replicas else []
     ways = {name: _Way(*build(), wrap=wrap) for name, wrap in _wraps(device, devices, options["backends"]).items()}
     for number in range(-WARMUP, options["rounds"]):
+        say(f"round {max(number, 0) + 1} of {options['rounds']}")
         for way in list(ways.values())[:: 1 if number % 2 else -1]:
             dist.barrier()
             way.turn(counts=number >= 0)
@@ -161,13 +175,38 @@ def find_builder(name: str) -> Callable[[], tuple[Module, Step]]:
         return _build_encoder
     module, _, function = name.partition(":")
     try:
-        found = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise OptionError(
-            f"--model {name}: {error}. Expected MODULE:FUNCTION, a function without arguments that returns a module "
-            "and a function that gives the loss of one batch when it is called with that module"
-        ) from error
+        if not function:
+            raise ValueError("there is no colon")
+        imported = importlib.import_module(module)
+        if not hasattr(imported, function):
+            near = difflib.get_close_matches(function, dir(imported), n=1)
+            raise AttributeError(f"{module} has no {function}" + "".join(f"; did you mean {each}?" for each in near))
+        found = getattr(imported, function)
+    except Exception as error:  # whatever the import of the user's module raises
+        raise _wrong_model(name, f"{type(error).__name__}: {error}") from error
     return found  # type: ignore[no-any-return]
+
+
+def check_model(name: str) -> None:
+    """Raise :class:`OptionError` unless the user's function gives a module, and a function; calls it once."""
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # as in the ranks
+    build: Any = find_builder(name)
+    try:
+        found = build()
+    except Exception as error:
+        raise _wrong_model(name, f"called, it raised {type(error).__name__}: {error}") from error
+    if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], Module) and callable(found[1])):
+        kinds = ", ".join(type(each).__name__ for each in found) if isinstance(found, tuple) else type(found).__name__
+        raise _wrong_model(name, f"called, it returned {kinds}")
+
+
+def _wrong_model(name: str, reason: str) -> OptionError:
+    first_line = reason.partition("\n")[0]
+    return OptionError(
+        f"--model {name}: {first_line}. Expected MODULE:FUNCTION, a function without arguments that returns a module "
+        "and a function that gives the loss of one batch when it is called with that module"
+    )
 
 
 def _build_encoder() -> tuple[Module, Step]:

@@ -21,7 +21,8 @@ import torch.distributed as dist
 import lockstep
 from lockstep import network
 from lockstep.cli import printing
-from lockstep.cli.local_ranks import as_rank, run_ranks
+from lockstep.cli.local_ranks import as_rank, run_ranks, say
+from lockstep.cli.parser import positive
 from lockstep.errors import CommunicationError
 
 DESCRIPTION = """
@@ -55,8 +56,10 @@ def add_to(subparsers: Any) -> None:
         "doctor", help="what this host has for training, and how fast it communicates", description=DESCRIPTION
     )
     parser.add_argument("--json", action="store_true", help="one JSON document, for machines")
-    parser.add_argument("--ranks", type=int, default=2, help="between how many ranks to time (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=5, help="how often to time (default: %(default)s)")
+    parser.add_argument(
+        "--ranks", type=positive, default=2, help="between how many ranks to time (default: %(default)s)"
+    )
+    parser.add_argument("--rounds", type=positive, default=5, help="how often to time (default: %(default)s)")
     parser.add_argument("--no-timing", action="store_true", help="look only; start no processes")
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds for the timing (default: %(default)s)")
     parser.set_defaults(call=run)
@@ -103,12 +106,12 @@ def _show(findings: list[Finding], times: list[dict[str, Any]], ranks: int) -> N
             (
                 f"{printing.size(row['bytes'])}, {row['backend']}",
                 printing.seconds(row["seconds"]),
-                f"{row['bytes'] / row['seconds'] / 1e9:.3g} GB/s",
+                f"{row['bytes'] / row['seconds'] / 1e9:.3g} GB",
                 f"{row['copies']:.1f}",
             )
             for row in times
         ]
-        headers = ("size, backend", "time", "bandwidth", "times one copy")
+        headers = ("size, backend", "time", "reduced a second", "time / one copy")
         printing.print_table(f"all-reduce between {ranks} ranks on this host", headers, rows)
 
 
@@ -263,6 +266,7 @@ def _measure_size(groups: dict[str, Any], size: int, rounds: int) -> list[dict[s
     times: dict[str, list[float]] = {name: [] for name in calls}
     repeats = max(1, min(50, BYTES_A_TURN // size))
     for number in range(-1, rounds):
+        say(f"all-reduce of {printing.size(size)}, round {max(number, 0) + 1} of {rounds}")
         for name, call in calls.items():
             dist.barrier()
             begin = time.perf_counter()

@@ -13,9 +13,11 @@ from typing import Any
 
 from torch._C._distributed_c10d import TCPStore
 
+from lockstep.cli.printing import ProgressLine
 from lockstep.errors import CommunicationError
 
 _RESULT = "LOCKSTEP_RESULT_FILE"
+_PROGRESS = "progress"
 
 
 def run_ranks(module: str, options: dict[str, Any], ranks: int, timeout: float) -> list[Any]:
@@ -30,7 +32,8 @@ def run_ranks(module: str, options: dict[str, Any], ranks: int, timeout: float) 
             stack.enter_context(_started(module, options, rank, ranks, store.port, Path(folder)))
             for rank in range(ranks)
         ]
-        _wait(processes, Path(folder), time.monotonic() + timeout)
+        with ProgressLine(f"measuring between {ranks} ranks" if ranks > 1 else "measuring in one process") as line:
+            _wait(processes, Path(folder), time.monotonic() + timeout, line)
         return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(ranks)]
 
 
@@ -38,6 +41,12 @@ def as_rank(measure: Callable[[dict[str, Any]], Any]) -> None:
     """Call ``measure`` with the options, in a process of :func:`run_ranks`, and hand back its result."""
     result = measure(json.loads(sys.argv[1]))
     Path(os.environ[_RESULT]).write_text(json.dumps(result))
+
+
+def say(part: str) -> None:
+    """Say how far this rank is, for the progress that the command shows; rank 0 speaks for all."""
+    if os.environ["RANK"] == "0":
+        Path(os.environ[_RESULT]).with_name(_PROGRESS).write_text(part)
 
 
 @contextlib.contextmanager
@@ -68,10 +77,12 @@ def _started(
         process.wait()
 
 
-def _wait(processes: list[subprocess.Popen[bytes]], folder: Path, deadline: float) -> None:
+def _wait(processes: list[subprocess.Popen[bytes]], folder: Path, deadline: float, line: ProgressLine) -> None:
     """Wait until all processes have ended; raise as soon as one has failed, or at the deadline."""
     running = dict(enumerate(processes))
     while running:
+        progress = folder / _PROGRESS
+        line.show(progress.read_text() if progress.exists() else "starting")
         for rank, process in list(running.items()):
             with contextlib.suppress(subprocess.TimeoutExpired):
                 status = process.wait(0.05)

@@ -1,20 +1,27 @@
 """The command line: one file for each subcommand, which adds its arguments and names the function to call."""
 
-import argparse
+import signal
 import sys
 from collections.abc import Sequence
 
-from lockstep.cli import bench, doctor, run, stacks, trace
-from lockstep.errors import LockstepError
+import torch
 
-SUBCOMMANDS = (run, doctor, bench, trace, stacks)
+import lockstep
+from lockstep.cli import bench, doctor, run, runs, stacks, trace
+from lockstep.cli.parser import Parser
+from lockstep.errors import LockstepError, OptionError
+
+SUBCOMMANDS = (run, doctor, bench, trace, stacks, runs)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; return its exit code: 0, 1 if it could not do all of it, 2 if it was called wrongly."""
-    parser = argparse.ArgumentParser(
-        prog="lockstep", description="Training runs: start one, look at the host and at a run."
-    )
+    """Run the command; return its exit code: 0, 1 if it could not do all of it, 2 if it was called wrongly.
+
+    Interrupted by Ctrl-C it is 130, as of a program that SIGINT ends.
+    """
+    parser = Parser(prog="lockstep", description="Training runs: start one, look at the host and at a run.")
+    version = f"lockstep {lockstep.__version__}, PyTorch {torch.__version__}"
+    parser.add_argument("--version", action="version", version=version)
     subparsers = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for subcommand in SUBCOMMANDS:
         subcommand.add_to(subparsers)
@@ -23,6 +30,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return int(options.call(options))
     except LockstepError as error:
         print(f"lockstep: {error}", file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, OptionError) else 1
+    except KeyboardInterrupt:
+        print("lockstep: interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
     except BrokenPipeError:  # `| head` has read enough
         return 1

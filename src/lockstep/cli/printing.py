@@ -2,10 +2,44 @@
 
 import json
 import sys
+import time
 from collections.abc import Sequence
 from typing import Any
 
 _FACTORS = ((1e-6, "us", 1e6), (1e-3, "us", 1e6), (1.0, "ms", 1e3), (float("inf"), "s", 1.0))
+
+SOON = 2.0
+"""Seconds after which a command says what it is doing."""
+_EVERY = 15.0
+
+
+class ProgressLine:
+    """Says on stderr what a command is doing, once it takes long: a line that changes, or one now and then in a file.
+
+    A context manager; at its end the line that changes is erased.
+    """
+
+    def __init__(self, what: str) -> None:
+        self._what, self._began, self._next = what, time.monotonic(), SOON
+        self._changes = sys.stderr.isatty()
+
+    def show(self, part: str = "") -> None:
+        """Say how far it is, unless it has begun, or has said so, a short time ago."""
+        passed = time.monotonic() - self._began
+        if passed < self._next:
+            return
+        self._next = passed + (1.0 if self._changes else _EVERY)
+        text = f"lockstep: {self._what}{f', {part}' if part else ''} ({passed:.0f} s)"
+        print(
+            f"\r{text}\x1b[K" if self._changes else text, end="" if self._changes else "\n", file=sys.stderr, flush=True
+        )
+
+    def __enter__(self) -> "ProgressLine":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._changes and self._next > SOON:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
 
 def print_table(title: str, headers: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

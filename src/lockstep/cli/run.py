@@ -9,12 +9,16 @@ import runpy
 import signal
 import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import TracebackType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from lockstep.arguments import check_backend
 from lockstep.cli.doctor import usable_cores
+from lockstep.cli.parser import positive
 from lockstep.errors import OptionError
 
 DESCRIPTION = """
@@ -30,7 +34,9 @@ def add_to(subparsers: Any) -> None:
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "run", help="run a program in several processes on this host", description=DESCRIPTION
     )
-    parser.add_argument("--ranks", type=int, help="how many processes (default: one an accelerator, or one a core)")
+    parser.add_argument(
+        "--ranks", type=positive, help="how many processes (default: one an accelerator, or one a core)"
+    )
     parser.add_argument(
         "--patch",
         action="store_true",
@@ -49,8 +55,8 @@ def run(options: argparse.Namespace) -> int:
     """Run the program; return its exit status, that of the process that failed first if there are several."""
     if not Path(options.program).is_file():
         raise OptionError(f"{options.program}: there is no such file; expected a Python program")
-    if options.ranks is not None and options.ranks < 1:
-        raise OptionError(f"--ranks {options.ranks}: expected at least 1")
+    if options.backend:
+        check_backend(options.backend, "--backend")
     if "RANK" in os.environ:
         return _run_here(options)
     ranks = options.ranks or torch.accelerator.device_count() or usable_cores()
@@ -67,11 +73,25 @@ def _run_here(options: argparse.Namespace) -> int:
     sys.path.insert(0, str(Path(options.program).resolve().parent))
     try:
         runpy.run_path(options.program, run_name="__main__")
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT  # the process that started the ranks says it
+    except Exception as error:
+        error.__traceback__ = _of_the_program(error, options.program)
+        sys.excepthook(type(error), error, error.__traceback__)
+        return 1
     finally:
         if options.backend and dist.is_initialized():
             with contextlib.suppress(RuntimeError):  # the program has failed, and its error is on its way
                 dist.destroy_process_group()
     return 0
+
+
+def _of_the_program(error: BaseException, program: str) -> TracebackType | None:
+    """Return an error's traceback from the program's own frame on, if it has one: without those that have run it."""
+    traceback = error.__traceback__
+    while traceback is not None and traceback.tb_frame.f_code.co_filename != program:
+        traceback = traceback.tb_next
+    return traceback or error.__traceback__
 
 
 def _launch(options: argparse.Namespace, ranks: int) -> int:
@@ -85,9 +105,15 @@ def _launch(options: argparse.Namespace, ranks: int) -> int:
     chosen = ["--patch"] if options.patch else []
     chosen += ["--backend", options.backend] if options.backend else []
     command = ["-m", "lockstep", "run", *chosen, options.program, *options.arguments]
+    os.environ.setdefault("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "[rank ${rank}] ")
+    os.environ.setdefault("PYTHONUNBUFFERED", "1")  # what ranks print is read from files
     try:
-        launcher.main([*_HERE, "--nproc-per-node", str(ranks), *command])
+        with TemporaryDirectory(prefix="lockstep-") as logs:
+            tagged = ["--tee", "3", "--log-dir", logs] if ranks > 1 else []
+            launcher.main([*_HERE, *tagged, "--nproc-per-node", str(ranks), *command])
     except SignalException as stopped:
+        if stopped.sigval == signal.SIGINT:
+            raise KeyboardInterrupt from None
         return 128 + int(stopped.sigval)
     except ChildFailedError as failed:
         rank, failure = failed.get_first_failure()

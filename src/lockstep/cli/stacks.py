@@ -12,7 +12,8 @@ from typing import Any
 from lockstep.errors import InspectionError
 from lockstep.failures import proc
 from lockstep.failures.progress import Snapshot, pages_of
-from lockstep.failures.stacks import SECONDS, Stacks, ask
+from lockstep.failures.stacks import SECONDS, Stacks, Thread, ask
+from lockstep.failures.stall import program_frame
 
 DESCRIPTION = """
 Print how far ranks of a run have come, and the Python stacks of their processes, whatever these are doing: an endless
@@ -85,7 +86,16 @@ def _stacks(stacks: Stacks, training: dict[int, int]) -> Iterator[str]:
     for thread in sorted(stacks.threads, key=lambda thread: thread.ident not in training):
         what = f"rank {training[thread.ident]} trains here" if thread.ident in training else thread.name
         yield f"\n  thread {thread.ident:#x}{f' ({what})' if what else ''}, innermost frame last:"
-        yield "\n".join(f"  {line}" for line in thread.innermost(100).splitlines())
+        yield from _frames(thread)
+
+
+def _frames(thread: Thread) -> Iterator[str]:
+    """Yield the lines of a stack, with a mark at the innermost frame of the program's own code."""
+    own = program_frame(thread)
+    for frame in thread.frames:
+        yield from (f"{'>' if frame is own else ' '} {line}" for line in str(frame).splitlines())
+    if not thread.frames:
+        yield "    no Python frame"
 
 
 def _duration(seconds: float) -> str:

@@ -140,7 +140,12 @@ def _show(summary: Summary) -> None:
 def read_traces(folder: Path) -> list[Trace]:
     """Return all traces in a folder, by rank, on the clock of the lowest one."""
     files = sorted(each for each in folder.glob("*.json*") if each.suffix in (".json", ".gz"))
-    traces = sorted((trace for file in files if (trace := _read(file))), key=lambda trace: trace.rank)
+    with printing.ProgressLine("reading traces") as line:
+        read = []
+        for number, file in enumerate(files, 1):
+            line.show(f"file {number} of {len(files)}")
+            read.append(_read(file))
+    traces = sorted((trace for trace in read if trace), key=lambda trace: trace.rank)
     if not traces:
         raise InspectionError(
             f"{folder}: {len(files)} JSON files, and no trace of torch.profiler among them; have each rank write one "

@@ -4,8 +4,8 @@ from lockstep.distributed.reduction.comm_hooks import GradBucket as GradBucket
 from lockstep.distributed.replication.ddp import DistributedDataParallel as DistributedDataParallel
 from lockstep.distributed.replication.replicate import Replicated as Replicated
 from lockstep.distributed.replication.replicate import replicate as replicate
-from lockstep.distributed.replication.training_state import load_training_state_dict as load_training_state_dict
-from lockstep.distributed.replication.training_state import training_state_dict as training_state_dict
+from lockstep.distributed.replication.replication import load_training_state_dict as load_training_state_dict
+from lockstep.distributed.replication.replication import training_state_dict as training_state_dict
 from lockstep.moved import where_it_is
 from lockstep.shm import ProcessGroupShm as ProcessGroupShm
 from lockstep.shm import ShmOptions as ShmOptions

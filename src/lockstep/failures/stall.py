@@ -255,6 +255,10 @@ def _failure(found: Answer, answers: Sequence[Answer], what: str) -> Failure:
     stack = found.stack or "  no stack: " + ("it is stopped" if found.stopped else "it could not be asked")
     stacks = f"{stack}\n\nThe other ranks:\n{others}"
     kind = Kind.UNREACHABLE if found.silent_host else Kind.STALLED
+    calls = {each.waits_for for each in answers if each.waits_for.endswith("()")}  # such as save()
+    if calls and {each.waits_for for each in answers} != calls:
+        call = min(calls)
+        what += f". Call {call} on every rank, not under `if run.is_main`"
     return Failure(found.rank, kind, found.step, found.phase, what, stacks=stacks)
 
 

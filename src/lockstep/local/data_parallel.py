@@ -18,6 +18,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch.nn import Module
 
+from lockstep.arguments import check_module
 from lockstep.compiler import outside_compiler
 from lockstep.devices import (
     DeviceLike,
@@ -91,6 +92,7 @@ class DataParallel(_PyTorchs, Module, Generic[T]):
         split: Sequence[float] | None = None,
         gather_outputs: bool = True,
     ) -> None:
+        check_module(module, "DataParallel()")
         Module.__init__(self)  # not the constructor of PyTorch's wrapper
         self.module = module
         self.dim, self.gather_outputs = dim, gather_outputs

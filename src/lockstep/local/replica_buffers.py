@@ -18,7 +18,7 @@ from lockstep.local.comm import broadcast_coalesced
 from lockstep.local.contents import identical
 from lockstep.local.functions import link
 from lockstep.local.module_copy import ModuleCopy
-from lockstep.local.tensor_state import Layouts, addresses, layouts
+from lockstep.tensor_state import Layouts, addresses, layouts
 
 
 class ReplicaBuffers:

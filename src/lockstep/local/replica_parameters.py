@@ -17,7 +17,7 @@ from lockstep.local.functions import link
 from lockstep.local.gradient_sums import Gradients, summed
 from lockstep.local.module_copy import ModuleCopy
 from lockstep.local.parameters import ParameterValues
-from lockstep.local.tensor_state import Change, Layouts, TensorSnapshot, addresses
+from lockstep.tensor_state import Change, Layouts, TensorSnapshot, addresses
 
 
 class ReplicaParameters:

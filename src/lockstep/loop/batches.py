@@ -292,6 +292,13 @@ def shard(dataset: "Dataset[B]", group: Group | None = None) -> "Subset[B]":
     Stands for: ``DistributedSampler``, which pads, or drops with ``drop_last=True``.
     """
     ranks = known_group(group)
+    kind = type(dataset).__name__
+    if isinstance(dataset, DataLoader):
+        raise OptionError(
+            f"shard() got a {kind}: shard the data set that it loads, DataLoader(run.shard(dataset), ...)"
+        )
     if not isinstance(dataset, Sized):
-        raise OptionError(f"shard() got a {type(dataset).__name__} without a length; expected a map-style data set")
+        raise OptionError(f"shard() got a {kind} without a length; expected a map-style data set")
+    if not hasattr(dataset, "__getitem__") or type(dataset).__getitem__ is Dataset.__getitem__:
+        raise OptionError(f"shard() got a {kind}, whose samples have no indices; expected a map-style data set")
     return Subset(dataset, range(ranks.rank(), len(dataset), ranks.size()))

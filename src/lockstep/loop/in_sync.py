@@ -2,6 +2,7 @@
 
 from torch.nn import Module, Parameter
 
+from lockstep.arguments import check_module
 from lockstep.distributed.comm.agreement import Line, check_same_on_all_ranks, describe_tensor
 from lockstep.distributed.comm.collectives import Collectives, Group, resolve_group
 from lockstep.distributed.reduction.values import find_difference
@@ -31,7 +32,7 @@ def check_in_sync(module: Module, process_group: Group | None = None, *, every: 
     Raises:
         OutOfSyncError: A value differs; names the first tensor, the ranks and both digests.
         AgreementError: Parameters, buffers or ``every`` differ between ranks.
-        OptionError: ``every`` is negative, or comes with a group.
+        OptionError: ``module`` is not one; ``every`` is negative, or comes with a group.
         NotReplicableError: ``every`` comes with a module that is not replicated.
         CommunicationError: There is no group, or a rank does not answer.
 
@@ -45,6 +46,7 @@ def check_in_sync(module: Module, process_group: Group | None = None, *, every: 
 
     Stands for: nothing in PyTorch, where replicas drift unnoticed.
     """
+    check_module(module, "check_in_sync()")
     replication = find_replication(module)
     if every is not None:
         replication = replication_of(module, "check_in_sync")
@@ -66,7 +68,7 @@ def check_in_sync(module: Module, process_group: Group | None = None, *, every: 
     found = find_difference(values, collectives)
     if found is not None:
         raise OutOfSyncError(
-            f"{found.name} is out of sync: digest {found.digests[0]} on rank {collectives.global_ranks[0]}, "
+            f"{found.name} is out of sync: digest {found.digests[0]} on rank {found.first}, "
             f"{found.digests[1]} on rank {found.rank}; something changed it on one rank only, such as an optimizer "
             "step on gradients that were not synchronised, or a random number that differs by rank"
         )

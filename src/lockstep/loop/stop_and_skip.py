@@ -9,12 +9,12 @@ from torch._C._distributed_c10d import Backend
 from torch.nn import Module
 
 from lockstep.distributed.comm.collectives import Collectives, Group, resolve_group
-from lockstep.distributed.comm.run_all import RunAll
 from lockstep.distributed.reduction.decisions import Decisions, decisions_of
 from lockstep.distributed.reduction.scheduler import GroupScheduler, scheduler_of
 from lockstep.distributed.replication.reducer_replication import rounds_of
 from lockstep.errors import CommunicationError, OptionError
 from lockstep.phases import Phases
+from lockstep.run_all import RunAll
 
 Request = Callable[[], object]
 _BY_ROUNDS = "batches(), skip_batch(), skip_on() and other functions that go by a module's rounds of gradients"

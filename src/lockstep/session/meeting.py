@@ -6,7 +6,6 @@ import logging
 import os
 import re
 import socket
-import stat
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -23,6 +22,7 @@ from lockstep import network
 from lockstep.errors import CommunicationError
 from lockstep.session.environment import Environment
 from lockstep.store import StoreLostError, bounded
+from lockstep.user_folder import user_folder
 
 CONNECT_SECONDS = 0.1
 """Seconds between two attempts to reach the store."""
@@ -60,14 +60,14 @@ def meeting_place(environment: Environment, timeout: float) -> Iterator[Any]:
 
 def _folder() -> Path:
     """Return the folder in which rank 0 publishes its port: nobody but this user can write there."""
-    folder = Path(tempfile.gettempdir()) / f"lockstep-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+    root = Path(tempfile.gettempdir())
+    try:
+        return user_folder(root)
+    except PermissionError:
         raise CommunicationError(
-            f"the ranks cannot meet in {folder}: others can write there; remove it, or set MASTER_ADDR and MASTER_PORT"
-        )
-    return folder
+            f"the ranks cannot meet in {root / f'lockstep-{os.getuid()}'}: others can write there; remove it, or set "
+            "MASTER_ADDR and MASTER_PORT"
+        ) from None
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,18 +16,20 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.data import Dataset, Subset
 
 from lockstep import loop
-from lockstep.checkpoints import Resumed, resume, save
+from lockstep.checkpoints import Resumed
 from lockstep.distributed.comm.collectives import Group
 from lockstep.distributed.reduction.decisions import Decisions
 from lockstep.errors import OptionError
 from lockstep.failures.channel import LINK_SECONDS
+from lockstep.failures.failure import peer_failure_in
 from lockstep.failures.progress import PHASES_OF_A_STEP, Phase, Progress
 from lockstep.failures.stacks import answering
 from lockstep.seeds import derive_seed
 from lockstep.session.environment import Environment, read_environment
+from lockstep.session.run_state import RunState
 from lockstep.session.start import SessionOptions, join, name_of_run, place_in_group
 from lockstep.session.stop_requests import STOP_SIGNALS, StopRequests, known_signals
-from lockstep.session.watch import check_link_timeout
+from lockstep.wrapper import naming_options
 
 T = TypeVar("T")
 
@@ -100,6 +102,7 @@ class Session:
         """The process group, which is the default one."""
         self._requests = StopRequests(options.time_limit, f"rank {self.rank}", options.stop_signals)
         self._decisions: Decisions | None = None
+        self._state = RunState(self.group, self.check, options.timeout)
         enter = self._watch.enter
         self._hooks = (
             register_optimizer_step_pre_hook(lambda *_: enter(Phase.OPTIMIZER)),
@@ -107,6 +110,9 @@ class Session:
         )
         self.progress.current_phase = Phase.TRAINING
         self._watch.end_with_the_program(self.end)
+
+    def __repr__(self) -> str:
+        return f"rank {self.rank} of {self.world_size} on {self.device}, {self.backend}"
 
     @property
     def is_main(self) -> bool:
@@ -128,6 +134,9 @@ class Session:
         With ``modules``, the ranks are those over which the modules are replicated. An evaluation under
         ``torch.no_grad()`` is neither padded nor counted. Raises
         :class:`~lockstep.errors.PeerFailure` if another rank has failed.
+
+        Type checkers give a batch the type that the loader's iterator gives it. PyTorch's ``DataLoader`` leaves that
+        open (``Any``): annotate it as ``Iterable[tuple[Tensor, Tensor]]``, for example, where a function takes it.
         """
         batches = loop.batches(loader, *modules, group=None if modules else self.group, padding=padding)
         return CountedBatches(batches, self.progress, self.check)
@@ -173,31 +182,118 @@ class Session:
         with self.progress.phase(name):
             yield
 
-    def save(self, path: "str | os.PathLike[str]", *, keep: int = 3, step: int | None = None, **state: Any) -> Path:
-        """Call :func:`lockstep.save` with the session's group, its generators, and :attr:`step` if none is given."""
+    def save(
+        self, path: "str | os.PathLike[str]", *, keep: int = 3, step: int | None = None, wait: bool = True, **state: Any
+    ) -> Path:
+        """Call :func:`lockstep.save` with the session's group, its generators, and :attr:`step` if none is given.
+
+        With ``wait=False`` the training goes on as soon as the state is copied, into memory of the CPU; it is written
+        behind the training. Nothing else changes: the checkpoint counts once it is whole. One save is in flight at a
+        time: a second one waits. If it fails, the next :meth:`save` or :meth:`resume`, or the end of the session,
+        raises that on every rank. A session that ends without an error waits for it.
+
+        What is communicated behind the training are some small values for each rank, through the store at which the
+        ranks have met. Returns the folder, which need not be there yet.
+        """
         step = self.step if step is None else step
         with self.phase(Phase.CHECKPOINT):
-            return save(path, keep=keep, step=step, group=self.group, **self._generators(), **state)
+            return self._state.save(Path(path), keep, step, self._generators() | state, wait=wait)
 
-    def resume(self, path: "str | os.PathLike[str]", **state: Any) -> Resumed | None:
-        """Restore what :meth:`save` has saved, by :func:`lockstep.resume`; :attr:`step` continues from there, too."""
+    def snapshot(
+        self,
+        path: "str | os.PathLike[str]",
+        *,
+        every: int | None = None,
+        at_most: float = 0.02,
+        step: int | None = None,
+        **state: Any,
+    ) -> bool:
+        """Copy the state into memory of each host that outlives its ranks; :meth:`resume` goes on from there.
+
+        Call it on every rank after each step. When the engine (``torchrun --max-restarts``, Ray, SLURM, Kubernetes) has
+        started killed ranks again, they go on from the newest snapshot that is whole on some host, or from the newest
+        checkpoint on the disk if that is newer.
+
+        Args:
+            path: The folder that is given to :meth:`save` and :meth:`resume`.
+            every: Take one at each call of this number. If None, as often as ``at_most`` allows.
+            at_most: The share of the time that snapshots may take. After each one the ranks agree on the call at which
+                the next one is due.
+            step: The step of the run; :attr:`step` if None.
+            **state: As for :meth:`save`.
+
+        Returns:
+            True if this call has taken one.
+
+        A snapshot has the layout of a checkpoint, without the wait for a disk, in a folder of this user alone in
+        ``/dev/shm``. The newest is kept, and goes when the next one is whole on every host, so memory for two copies of
+        the state is taken on each host, outside of the ranks; the first snapshot fails if there is less. What each rank
+        has of its own, up to 1 MiB, is on every host. All of it is removed when the session ends without an error,
+        unless the run was asked to stop (:attr:`should_stop`) and has saved nothing since; ``lockstep runs`` lists what
+        is left.
+
+        Raises:
+            CheckpointError: It could not be taken on some rank. Or there is no ``/dev/shm``.
+            AgreementError: As :meth:`save`.
+
+        Communicates what :func:`lockstep.save` does, when one is taken, and nothing otherwise.
+        """
+        step = self.step if step is None else step
         with self.phase(Phase.CHECKPOINT):
-            found = resume(path, group=self.group, **self._generators(), **state)
+            return self._state.snapshot(Path(path), every, at_most, step, self._generators() | state)
+
+    def resume(self, path: "str | os.PathLike[str]", *, give_up_after: int | None = 3, **state: Any) -> Resumed | None:
+        """Restore the newest state that :meth:`save` or :meth:`snapshot` has kept; :attr:`step` continues, too.
+
+        It is :func:`lockstep.resume`, which looks into the memory of all hosts, too: the newest state that is whole on
+        some host's memory, or on the disk. Hosts that lack it get it from the others.
+
+        Raises :class:`~lockstep.errors.CrashLoopError` if the last ``give_up_after`` starts of a run with snapshots
+        have each failed at one and the same step; None for never. The message has the failures, and where the samplers
+        among the state are.
+        """
+        with self.phase(Phase.CHECKPOINT):
+            found = self._state.resume(Path(path), self._generators() | state, give_up_after)
         if found is not None and found.step is not None:
             self.progress.step = found.step
         return found
 
-    def _generators(self) -> dict[str, torch.Generator]:
+    def _generators(self) -> dict[str, Any]:
         return {"session_generator": self.generator, "session_shared_generator": self.shared_generator}
 
     def end(self, error: BaseException | None) -> None:
         """End the session: take everything down, in order."""
+        try:
+            self._state.end(error)
+        except Exception as problem:  # of a save behind the training: every rank has it
+            self._end(problem)
+            raise
+        self._end(error)
+
+    def _end(self, error: BaseException | None) -> None:
         if error is None:
             self.progress.current_phase = Phase.TEAR_DOWN
+        stopped = self._decisions is not None and self._decisions.should_stop
         self._requests.end()
         for hook in self._hooks:
             hook.remove()
-        self._watch.end(error, self._release)
+        try:
+            self._watch.end(error, self._release)
+        except BaseException as told:
+            self._note_failure(told)
+            self._state.close(remove=False)
+            raise
+        if error is not None:
+            self._note_failure(error)
+        self._state.close(remove=error is None, unless_newer=stopped)
+
+    def _note_failure(self, error: BaseException) -> None:
+        """Write to the run's history which rank has failed first, as far as this one knows."""
+        peer = peer_failure_in(error)
+        if peer is not None:
+            self._state.note_failure(peer.rank, peer.step, peer.reason)
+        elif isinstance(error, Exception):
+            self._state.note_failure(self.rank, self.step, f"{type(error).__name__}: {error}".splitlines()[0])
 
     def _release(self) -> None:
         self._decisions = None
@@ -259,6 +355,7 @@ class session:
     ``RANK`` and its like, and seeding.
     """
 
+    @naming_options
     def __init__(
         self,
         backend: str | None = None,
@@ -272,9 +369,6 @@ class session:
         alone: bool = False,
         stop_signals: Iterable[int] = STOP_SIGNALS,
     ) -> None:
-        if not timeout > 0:
-            raise OptionError(f"session(): timeout is {timeout!r}, expected a number of seconds above 0")
-        check_link_timeout(link_timeout, "session()")
         self._options = SessionOptions(
             backend,
             device,
@@ -294,6 +388,13 @@ class session:
             raise OptionError("this session has begun already: make another one")
         self._session = Session(self._options, self._place())
         return self._session
+
+    if not TYPE_CHECKING:  # type checkers know that the attributes of a run are not here
+
+        def __getattr__(self, name: str) -> NoReturn:
+            raise AttributeError(
+                f"session() has no attribute {name!r}: a run begins with `with lockstep.session() as run:`; ask `run`"
+            )
 
     def _place(self) -> Environment:
         if not (dist.is_available() and dist.is_initialized()):

@@ -21,6 +21,7 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed.distributed_c10d import PrefixStore
 
 from lockstep import network
+from lockstep.arguments import check_backend, check_number
 from lockstep.devices import accelerator, resolve_device
 from lockstep.distributed.comm.collectives import backends_of
 from lockstep.errors import AgreementError, CommunicationError, DeviceError, OptionError
@@ -29,9 +30,19 @@ from lockstep.failures.connections import Connections
 from lockstep.failures.progress import Progress
 from lockstep.failures.stall import StallLimits
 from lockstep.session.environment import Environment, read_local_rank
+from lockstep.session.incarnation import part_of_incarnation
 from lockstep.session.meeting import meeting_place
 from lockstep.session.stop_requests import STOP_SIGNALS
-from lockstep.session.watch import Watch, attach, make_channel, run_name, store_of, unused_part, watch_over
+from lockstep.session.watch import (
+    Watch,
+    attach,
+    check_link_timeout,
+    make_channel,
+    run_name,
+    store_of,
+    unused_part,
+    watch_over,
+)
 from lockstep.store import ANSWER_SECONDS, BoundedStore, port_of
 
 GIVE_UP_SECONDS = 1.0
@@ -55,6 +66,30 @@ class SessionOptions:
     time_limit: float | None = None
     link_timeout: float = LINK_SECONDS
     stop_signals: Sequence[Signals] = STOP_SIGNALS
+
+    def __post_init__(self) -> None:
+        """Raise an error that names the argument for a value that makes no sense."""
+        caller = "session()"
+        if self.backend is not None:
+            check_backend(self.backend, caller)
+        if self.device is not None:
+            _check_device(self.device, caller)
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
+            raise OptionError(f"{caller}: seed is {self.seed!r}, expected an int")
+        check_number(self.timeout, "timeout", caller, " of seconds")
+        if self.stall_factor is not None:
+            check_number(self.stall_factor, "stall_factor", caller)
+        check_number(self.stall_minimum, "stall_minimum", caller, " of seconds")
+        if not isinstance(self.time_limit, int | float | None):
+            raise OptionError(f"{caller}: time_limit is {self.time_limit!r}, expected a number of seconds, or None")
+        check_link_timeout(self.link_timeout, caller)
+
+
+def _check_device(device: Any, caller: str) -> None:
+    try:
+        torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise DeviceError(f"{caller}: expected a device such as 'cpu' or 'cuda:0', got {device!r}: {error}") from None
 
 
 # -------------------------------------------------------------------------------------------- its device, its backend
@@ -155,6 +190,9 @@ def join(
             whole_store = until_all_have_met.enter_context(meeting_place(environment, options.timeout))
         port = environment.port or whole_store.port
         store = unused_part(whole_store, f"session {environment.run}", environment.rank)
+        if environment.launcher_has_store:
+            part = part_of_incarnation(store, environment.rank, environment.world_size, options.timeout)
+            store = until_all_have_met.enter_context(part)
         channel = make_channel(
             store,
             environment.rank,

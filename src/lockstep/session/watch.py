@@ -152,6 +152,8 @@ class Watch:
         if told is None and channel.failure is not None and (error is None or peer_failure_in(error) is not None):
             told = channel.error()
         if told is not None:
+            for note in getattr(error, "__notes__", ()):
+                told.add_note(note)
             (last_words or LastWords()).wait_for_launcher()
             # The point at which this rank waited for the other one is of no interest; it is the __context__.
             raise told from None
@@ -279,7 +281,7 @@ def make_channel(
 
 def check_link_timeout(seconds: float, caller: str) -> None:
     """Raise :class:`OptionError` for a limit that is not possible for a connection."""
-    if not seconds >= 1:
+    if not isinstance(seconds, int | float) or not seconds >= 1:
         raise OptionError(f"{caller}: link_timeout is {seconds!r}, expected a number of seconds of at least 1")
 
 

@@ -11,8 +11,7 @@ from torch.optim import Optimizer
 from lockstep.distributed.comm.collectives import Collectives
 from lockstep.distributed.comm.group_state import state_of
 from lockstep.distributed.reduction.decisions import decisions_of
-from lockstep.distributed.reduction.parameters import SlotSnapshot
-from lockstep.distributed.reduction.selection import Selection
+from lockstep.distributed.reduction.parameters import Selection, SlotSnapshot
 from lockstep.distributed.replication.replicate import Loss
 from lockstep.errors import CommunicationError, NotReplicableError, OptionError, ShareError
 from lockstep.shares.early import EarlyBuckets
@@ -319,7 +318,7 @@ class ShareModule:
             self._buffers.written,
             stops=loops.asks_to_stop,
             skips=loops.skips_next,
-            ends=loops.innermost.ends,
+            ends=loops.innermost.batch.ends,
             differs=self._exchange is None,
         )
 

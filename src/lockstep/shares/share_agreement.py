@@ -19,7 +19,7 @@ from lockstep.buckets import TensorSpec, dense_stride
 from lockstep.distributed.comm.agreement import Line, check_new_everywhere, check_same_on_all_ranks
 from lockstep.distributed.comm.collectives import Collectives
 from lockstep.distributed.reduction.buffers import Buffer
-from lockstep.distributed.reduction.selection import Contents
+from lockstep.distributed.reduction.parameters import Contents
 from lockstep.distributed.reduction.values import PARAMETERS_AND_BUFFERS, ValueChecker, check_equal_values
 from lockstep.dtensors import local_part
 from lockstep.errors import AgreementError

@@ -9,7 +9,7 @@ from torch.nn import Module
 
 from lockstep.distributed.comm.agreement import Line, check_same_on_all_ranks
 from lockstep.distributed.comm.collectives import Collectives, Group, resolve_group
-from lockstep.distributed.reduction.selection import Contents
+from lockstep.distributed.reduction.parameters import Contents
 from lockstep.distributed.replication.options import Options
 from lockstep.distributed.replication.replicate import Loss, replicate_shares_with
 from lockstep.distributed.replication.replication import Replication
@@ -61,7 +61,7 @@ class ShareReplication(Replication):
         ]
         check_same_on_all_ranks(lines, collectives, error=error)
 
-    def _synchronise(self, contents: Contents, collectives: Collectives) -> None:
+    def _synchronise(self, contents: Contents, collectives: Collectives, agreed: None) -> None:
         module = ShareModule(self._selection, collectives, self._shares, self._loss, self.options.init_sync)
         self._world = world_of(collectives.group)
         self._module = module
@@ -161,6 +161,12 @@ _WITHOUT = {
 
 def _check_options(options: Options) -> None:
     """Raise :class:`OptionError` for options that have no meaning with shares."""
+    if options.reduce_dtype is not None:
+        raise OptionError(
+            f"replicate() got reduce_dtype={options.reduce_dtype} beside shares: sums of some shares travel, of others "
+            "on each number of ranks, so what is rounded would depend on that number, and the bits with it. Leave out "
+            "one of the two"
+        )
     for name, usual in _WITHOUT.items():
         if getattr(options, name) != usual:
             raise OptionError(

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from lockstep.abilities import Addition
@@ -25,8 +26,14 @@ class Algorithm(Protocol):
     def barrier(self) -> None:
         """Return when every rank has come."""
 
-    def all_reduce(self, x: Tensor, op: Op, tensors: int = 1, factor: float = 1.0) -> None:
-        """Reduce the tensors of all ranks in place, each multiplied by its rank's ``factor``."""
+    def all_reduce(
+        self, x: Tensor, op: Op, tensors: int = 1, factor: float = 1.0, rounded_to: torch.dtype | None = None
+    ) -> None:
+        """Reduce the tensors of all ranks in place, each multiplied by its rank's ``factor``.
+
+        ``rounded_to``: the dtype to which each rank's values, and the result, are rounded. Raises :class:`OptionError`
+        where that is impossible.
+        """
 
     def reduce(self, x: Tensor, op: Op, root: int) -> None:
         """Reduce the tensors of all ranks into that of ``root``; the tensors of other ranks stay as they are."""

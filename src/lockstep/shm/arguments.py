@@ -16,6 +16,8 @@ from lockstep.errors import DeviceError, LayoutError, UnknownOptionError
 
 _FIELDS = {"op": "reduceOp", "root": "rootRank", "timeout": "timeout"}
 """The name of each value in PyTorch's methods, and the name of its field in the options."""
+_OF_OUR_OWN = frozenset(("factor", "rounded_to"))
+"""Arguments that PyTorch's methods do not have, by name only."""
 
 
 def with_overloads(
@@ -47,7 +49,7 @@ def with_overloads(
                     raise TypeError(f"{method.__name__}() needs {' or '.join(known)}")
                 given_tensors.append(named.pop(name))
             given_values = given[len(names) :]
-            if named.keys() - {"factor"} or any(each is not None for each in given_values):
+            if named.keys() - _OF_OUR_OWN or any(each is not None for each in given_values):
                 opts = _options(method.__name__, given_values, named, options(), values)
             else:
                 opts = options()
@@ -63,13 +65,13 @@ def _options(what: str, given: Sequence[Any], named: dict[str, Any], opts: Any, 
     if "opts" in named:
         given = [named.pop("opts"), *given]
     if given and hasattr(given[0], "asyncOp"):
-        if len(given) > 1 or named.keys() - {"factor"}:
+        if len(given) > 1 or named.keys() - _OF_OUR_OWN:
             raise TypeError(f"{what}() takes options, or single values; it was given both")
         return given[0]
     if len(given) > len(values):
         raise TypeError(f"{what}() takes the tensors and {', '.join(values)}; it was given {len(given)} values")
     asked = dict(zip(values, given, strict=False))
-    for name in [each for each in named if each != "factor"]:
+    for name in [each for each in named if each not in _OF_OUR_OWN]:
         if name not in values:
             raise UnknownOptionError(
                 f"{what}() has no argument {name!r}; next to the tensors it takes {', '.join(values)}"

@@ -28,16 +28,21 @@ class Reduction:
     """Reduces tensors of one dtype, one per rank, to one tensor.
 
     Half precision is rounded once, at the end, for more than two ranks and for a mean. A mean of whole numbers is the
-    mean of their exact sum, with the fraction cut off.
+    mean of their exact sum, with the fraction cut off. ``rounded_to``: a dtype to which all sources are rounded before,
+    and the result after.
     """
 
-    def __init__(self, op: Op, dtype: torch.dtype) -> None:
+    def __init__(self, op: Op, dtype: torch.dtype, rounded_to: torch.dtype | None = None) -> None:
         check(op, dtype)
+        self._rounded_to = None if rounded_to == dtype else rounded_to
         self._function, self._mean = _FUNCTIONS[op], op is Op.AVG
         self._wide = _wide(op, dtype)
 
     def __call__(self, sources: Sequence[Tensor], out: Tensor) -> None:
         """Write the reduction of two or more sources to ``out``, which may be one of them."""
+        if self._rounded_to is not None:
+            self._reduce_rounded(sources, out, self._rounded_to)
+            return
         first, *others = sources
         into = out
         if self._wide is not None and (len(others) > 1 or self._mean):
@@ -51,6 +56,14 @@ class Reduction:
             divide(into, len(sources))
         if into is not out:
             out.copy_(into)
+
+    def _reduce_rounded(self, sources: Sequence[Tensor], out: Tensor, rounded_to: torch.dtype) -> None:
+        into = sources[0].to(rounded_to).to(out.dtype)
+        for other in sources[1:]:
+            self._function(into, other.to(rounded_to), out=into)
+        if self._mean:
+            divide(into, len(sources))
+        out.copy_(into.to(rounded_to))
 
 
 def divide(x: Tensor, count: int) -> None:

@@ -52,8 +52,12 @@ class ManyHosts(Algorithm):
         """See :class:`Algorithm`."""
         self.agree(Descriptor(Kind.BARRIER))
 
-    def all_reduce(self, x: Tensor, op: Op, tensors: int = 1, factor: float = 1.0) -> None:
-        """See :class:`Algorithm`; each host sends its sum once."""
+    def all_reduce(
+        self, x: Tensor, op: Op, tensors: int = 1, factor: float = 1.0, rounded_to: torch.dtype | None = None
+    ) -> None:
+        """See :class:`Algorithm`; each host sends its sum once, and rounds nothing."""
+        if rounded_to is not None:
+            raise OptionError("all_reduce: the ranks are on several hosts, which would round again; use all-to-all")
         self.agree(Descriptor(Kind.ALL_REDUCE, x.dtype, x.numel(), op, tensors=tensors))
         self._all_reduce(x, op, factor)
 

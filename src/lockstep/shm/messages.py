@@ -58,7 +58,7 @@ class Op(IntEnum):
     BXOR = 7
 
 
-_COMMON = struct.Struct("<cBBBiQI")
+_COMMON = struct.Struct("<cBBBBiQI")
 _PER_RANK = struct.Struct("<qQd")
 
 
@@ -73,18 +73,23 @@ class Descriptor:
     op: Op = Op.SUM
     root: int = 0
     tensors: int = 1
+    rounded_to: torch.dtype | None = None
+    """The dtype to which values are rounded, if it is another one."""
 
     def pack(self) -> bytes:
         """Return the descriptor as a message."""
+        dtype, rounded_to = _codes()[self.dtype], _codes()[self.rounded_to or self.dtype]
         return _COMMON.pack(
-            MessageKind.COLLECTIVE, self.kind, self.op, _codes()[self.dtype], self.root, self.numel, self.tensors
+            MessageKind.COLLECTIVE, self.kind, self.op, dtype, rounded_to, self.root, self.numel, self.tensors
         )
 
     @classmethod
     def unpack(cls, message: bytes) -> "Descriptor":
         """Rebuild a descriptor from the message that :meth:`pack` returned."""
-        _, kind, op, dtype, root, numel, tensors = _COMMON.unpack_from(message)
-        return cls(Kind(kind), list(_codes())[dtype], numel, Op(op), root, tensors)
+        _, kind, op, dtype, rounded_to, root, numel, tensors = _COMMON.unpack_from(message)
+        dtypes = list(_codes())
+        rounds = None if rounded_to == dtype else dtypes[rounded_to]
+        return cls(Kind(kind), dtypes[dtype], numel, Op(op), root, tensors, rounds)
 
     def __str__(self) -> str:
         name = self.kind.name.lower()
@@ -93,7 +98,7 @@ class Descriptor:
         if self.kind is Kind.ALL_TO_ALL:  # what goes where may differ
             return f"{name}({self.dtype})"
         several = f" in {self.tensors} tensors" if self.tensors != 1 else ""
-        details = []
+        details = [] if self.rounded_to is None else [f"rounded to {self.rounded_to}"]
         if self.kind in (Kind.ALL_REDUCE, Kind.REDUCE, Kind.REDUCE_SCATTER):
             details.append(self.op.name)
         if self.kind in (Kind.REDUCE, Kind.GATHER, Kind.BROADCAST, Kind.SCATTER):

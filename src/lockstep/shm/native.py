@@ -41,15 +41,19 @@ class NativeCollectives:
 
     @outside_compiler
     @with_overloads(dist.AllreduceOptions, ["tensors tensor"], ["op", "timeout"])
-    def allreduce(self, tensors: list[Tensor], opts: Any, *, factor: float = 1.0) -> Any:
+    def allreduce(
+        self, tensors: list[Tensor], opts: Any, *, factor: float = 1.0, rounded_to: torch.dtype | None = None
+    ) -> Any:
         """Reduce a tensor over all ranks, in place; it may be sparse.
 
         This rank's tensor is multiplied by ``factor`` during the reduction, without a further pass. Factors may differ.
+        ``rounded_to``: a dtype to which each rank's values are rounded before they are reduced, and the result after
+        it; the ranks have to share memory.
         """
         if tensors and tensors[0].layout != torch.strided:
             return self._all_reduce_sparse(tensors, opts)
         _check_single(tensors, "all_reduce")
-        return self._all_reduce(tensors, opts, factor)
+        return self._all_reduce(tensors, opts, factor, rounded_to)
 
     def _all_reduce_sparse(self, tensors: list[Tensor], opts: Any) -> ShmWork:
         check_sparse(tensors, _op(opts))
@@ -65,7 +69,9 @@ class NativeCollectives:
         """Reduce several tensors of one dtype over all ranks, in place, moved as one."""
         return self._all_reduce(tensors, opts)
 
-    def _all_reduce(self, tensors: list[Tensor], opts: Any, factor: float = 1.0) -> ShmWork:
+    def _all_reduce(
+        self, tensors: list[Tensor], opts: Any, factor: float = 1.0, rounded_to: torch.dtype | None = None
+    ) -> ShmWork:
         check_tensors(tensors, "all_reduce")
         check_writable(tensors, "all_reduce")
         if factor != 1 and not (tensors[0].is_floating_point() or tensors[0].is_complex()):
@@ -74,7 +80,7 @@ class NativeCollectives:
 
         def run(algorithm: Algorithm) -> None:
             x = flatten(tensors)
-            algorithm.all_reduce(x, op, len(tensors), factor)
+            algorithm.all_reduce(x, op, len(tensors), factor, rounded_to)
             unflatten(x, tensors)
 
         return self._begin("all_reduce", run, tensors, opts)

@@ -47,9 +47,11 @@ class OneHost(Algorithm):
 
     # -------------------------------------------------------------------------------- all ranks
 
-    def all_reduce(self, x: Tensor, op: Op, tensors: int = 1, factor: float = 1.0) -> None:
-        """See :class:`Algorithm`."""
-        descriptor = Descriptor(Kind.ALL_REDUCE, x.dtype, x.numel(), op, tensors=tensors)
+    def all_reduce(
+        self, x: Tensor, op: Op, tensors: int = 1, factor: float = 1.0, rounded_to: torch.dtype | None = None
+    ) -> None:
+        """See :class:`Algorithm`; values are rounded where they are read."""
+        descriptor = Descriptor(Kind.ALL_REDUCE, x.dtype, x.numel(), op, tensors=tensors, rounded_to=rounded_to)
         self._reduce(x, descriptor, range(self.size), factor)
 
     def reduce(self, x: Tensor, op: Op, root: int) -> None:
@@ -61,17 +63,19 @@ class OneHost(Algorithm):
         staging, receives, n = self.staging, self.rank in receivers, x.numel()
         if self.size == 1:
             staging.agree(descriptor, self.timeout)
-            Reduction(descriptor.op, x.dtype)  # raises the errors that any number of ranks would raise
+            reduction = Reduction(descriptor.op, x.dtype, descriptor.rounded_to)  # raises what it would on more ranks
             scale(x, factor)
+            if descriptor.rounded_to is not None:
+                reduction([x], x)
         elif x.nbytes <= ONE_EXCHANGE_BYTES:
             copy_scaled(staging.own_data(x.dtype)[:n], x, factor)
             half, _ = staging.agree(descriptor, self.timeout)
-            reduction = Reduction(descriptor.op, x.dtype)
+            reduction = Reduction(descriptor.op, x.dtype, descriptor.rounded_to)
             if receives and n:
                 reduction([staging.data(rank, half, x.dtype)[:n] for rank in range(self.size)], x)
         else:
             _, messages = staging.agree(descriptor, self.timeout, x, factor)
-            reduction = Reduction(descriptor.op, x.dtype)
+            reduction = Reduction(descriptor.op, x.dtype, descriptor.rounded_to)
             allocated = staging.allocated_tensors(messages, x)
             if allocated is not None:
                 self._reduce_in_place(allocated, reduction, receivers, [factor_of(message) for message in messages])

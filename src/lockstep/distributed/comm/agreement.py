@@ -163,7 +163,8 @@ def _difference(ranks: tuple[int, int], mine: Sequence[str], theirs: Sequence[st
     first, rank = ranks
     if mine[0] == theirs[0]:
         text = (
-            f"ranks differ in {mine[0]}: {mine[1]} on rank {first}, {theirs[1]} on rank {rank}; make it the same on all"
+            f"ranks differ in {mine[0]}: rank {first} has {mine[1]}; rank {rank} has {theirs[1]}; make it the same on "
+            "all ranks"
         )
         if "strides" in mine[1] + theirs[1]:
             text += f" ({mine[0]} of rank {rank} appears not to match strides of the same param in process {first})"

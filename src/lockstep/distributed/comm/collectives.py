@@ -233,6 +233,20 @@ class Collectives:
             # As in dist.all_reduce, without its checks, which take longer than the collective of a small tensor.
             return self._begin(what, self.group.allreduce, [real], options)
 
+    def mean_rounded_to(self, half: torch.dtype, tensor: Tensor, what: str, *, blocking: bool = False) -> Pending:
+        """Start to replace a tensor by the mean over ranks that share memory, added in float32, of what is rounded to
+        half precision, and rounded again: see :class:`~lockstep.abilities.Abilities`.
+
+        ``blocking``: as in :meth:`all_reduce`.
+        """
+        assert self._abilities is not None
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG)
+        options.asyncOp = not blocking
+        self.comm_stats.reduces(tensor)
+        with self.phases.phase("collective", f"all_reduce, {what}"):
+            return self._begin(what, self._abilities.allreduce, [tensor], options, rounded_to=half)
+
     def broadcast(self, tensor: Tensor, what: str, source: int = 0) -> Pending:
         """Start to broadcast a tensor from rank ``source``, in place."""
         with self.phases.phase("collective", f"broadcast, {what}"):

@@ -14,7 +14,7 @@ them.
 import operator
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import repeat
 from operator import attrgetter, is_not
 from typing import Any, NamedTuple, cast
@@ -23,13 +23,18 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from lockstep.distributed.comm.half_precision import travels_in_half
 from lockstep.distributed.reduction.gradient_memory import Empty, GradientMemory
-from lockstep.distributed.reduction.parameters import ManagedParameter
+from lockstep.distributed.reduction.managed_parameters import ManagedParameter
 from lockstep.distributed.reduction.plan import AdaptivePlan, Kind, PlannedBucket
 from lockstep.distributed.reduction.verdict import Verdict
 from lockstep.dtensors import is_dtensor, like_parameter, local_part
 
 _dtype_of, _device_of, _grad_of = attrgetter("dtype"), attrgetter("device"), attrgetter("grad")
+_is_copied = attrgetter("is_copied")
+
+
+NO_ROW = torch.empty(0, device="cpu")
 
 
 class CopiedIn(NamedTuple):
@@ -41,18 +46,24 @@ class CopiedIn(NamedTuple):
     """What it is to be multiplied by before that."""
     undefined: Sequence[int] = ()
     """Parameters, by number, that have no gradient, whether or not their hooks have run."""
+    row: Tensor = NO_ROW
+    """The report's place behind the gradients; empty unless there is one."""
 
 
 class BucketPart:
     """Gradients of a bucket that are copied together; it does not lead to the bucket, whose memory goes with the last
     reference to it."""
 
-    __slots__ = ("expected_last", "has_trigger", "indices", "is_complete", "is_copied", "positions")
+    __slots__ = ("expected_last", "has_trigger", "indices", "is_complete", "is_copied", "parameters", "positions")
 
-    def __init__(self, planned: PlannedBucket, positions: range, has_trigger: bool) -> None:
+    def __init__(
+        self, planned: PlannedBucket, parameters: Sequence[Parameter], positions: range, has_trigger: bool
+    ) -> None:
+        """``parameters``: of the bucket; ``positions``: of the part's parameters among them."""
         self.positions = positions
         self.indices = planned.indices[positions.start : positions.stop]
         """The parameters, by number."""
+        self.parameters = parameters[positions.start : positions.stop]
         self.has_trigger = has_trigger
         """True if anything is done when all have come, before the end of backward."""
         self.expected_last = self.indices[-1]
@@ -62,35 +73,41 @@ class BucketPart:
         self.is_copied = False
         """True if they are in the bucket's memory already, and not in the parameters' ``.grad``."""
 
-    def open(self) -> None:
-        """Begin a round."""
-        self.is_complete = False
-        self.is_copied = False
-
 
 class GradientBucket(ABC):
     """One bucket of the plan, in use; subclasses differ in where the gradients lie while they are sent."""
 
-    def __init__(self, index: int, planned: PlannedBucket, members: Sequence[ManagedParameter], waits: bool) -> None:
+    def __init__(
+        self,
+        index: int,
+        planned: PlannedBucket,
+        members: Sequence[ManagedParameter],
+        waits: bool,
+        half: torch.dtype | None = None,
+    ) -> None:
         self.index, self.planned = index, planned
+        self.half = half
+        """The half precision in which the gradients travel; None for their own dtype."""
         self.members = list(members)
         self.waits_for_end = waits
         """True if it waits for the end of backward."""
         self._parameters = [member.parameter for member in members]
         self._dtypes = [parameter.dtype for parameter in self._parameters]
-        self._devices = [parameter.device for parameter in self._parameters]
+        self._devices = [parameter.device for parameter in self._parameters] if torch.accelerator.is_available() else ()
         cut = self._cut()
-        self.parts = [BucketPart(planned, positions, len(cut) > 1 or not waits) for positions in cut]
+        self.parts = [BucketPart(planned, self._parameters, each, len(cut) > 1 or not waits) for each in cut]
         self.missing = len(self.parts)
         """How many parts are not complete."""
         self._scale = 1.0
+        self._copies_early: bool | None = False
+        """True if complete parts are copied while backward runs; None before the first one."""
         self._unused: list[tuple[ManagedParameter, Tensor, Tensor | None]] = []
 
     def _check_unchanged(self) -> None:
         """Raise :class:`LayoutError` if a parameter has been retyped or moved: only this rank would find out, when it
         is too late to tell the others, that it cannot have the gradient."""
         parameters = self._parameters
-        moved = torch.accelerator.is_available() and list(map(_device_of, parameters)) != self._devices
+        moved = self._devices and list(map(_device_of, parameters)) != self._devices
         if moved or list(map(_dtype_of, parameters)) != self._dtypes:
             for member in self.members:
                 member.check_parameter()
@@ -105,17 +122,21 @@ class GradientBucket(ABC):
         return [range(len(self.members))]
 
     def open(self, scale: float) -> None:
-        """Begin a round, in which gradients are multiplied by ``scale`` before they are summed."""
-        self._scale = scale
+        """Begin a round, in which gradients are multiplied by ``scale`` before they are summed, except those that
+        travel in half precision: they are divided after they have been summed (``comm/half_precision.py``)."""
+        self._scale = scale if self.half is None else 1.0
         self._unused.clear()
+        self._copies_early = None if len(self.parts) > 1 else False
         if self.missing < len(self.parts):
             self.missing = len(self.parts)
             for part in self.parts:
-                part.open()
+                part.is_complete = False
+                part.is_copied = False
 
-    def part_is_complete(self, part: BucketPart) -> bool:
-        """All gradients of a part have come; returns whether all of the bucket have."""
+    def part_is_complete(self, part: BucketPart, grads: list[Any]) -> bool:
+        """All gradients of a part have come, and are these; return True if all of the bucket have."""
         self.missing -= 1
+        part.is_complete = True
         return not self.missing
 
     @abstractmethod
@@ -156,11 +177,6 @@ class GradientBucket(ABC):
         # test_a_layer_that_changes_on_a_rank_that_does_not_use_it.
         member.check_parameter()
         self._unused.append((member, grad, local_part(grad).clone() if inside else None))
-
-    @property
-    def row(self) -> Tensor:
-        """The report's place; empty unless there is one."""
-        return torch.empty(0)
 
     def zeros(self) -> Tensor:
         """Return a tensor to send in place of what :meth:`copy_in` returns, without any gradient."""
@@ -277,11 +293,6 @@ def accept_into(gradients: Tensor, summed: Tensor) -> None:
         gradients.copy_(summed.view_as(gradients))
 
 
-def set_grads(parameters: Iterable[Parameter], grads: Iterable[Tensor | None]) -> None:
-    """Give parameters their gradients; without any Python for each."""
-    deque(map(setattr, parameters, repeat("grad"), grads), maxlen=0)
-
-
 PART_BYTES = 256 * 1024
 """So many bytes of gradients are copied into their bucket together, as they come: they are in the processor's cache
 then, and the memory that they leave is what backward makes the next ones in."""
@@ -300,11 +311,11 @@ class FlatBucket(GradientBucket):
         waits: bool,
         extra: int,
         empty: Empty,
+        half: torch.dtype | None,
     ) -> None:
         """``extra`` elements behind the gradients are for the report; ``empty`` gives the memory."""
         self._plain = not any(is_dtensor(member.parameter) for member in members)
-        self._copies_early: bool | None = False  # None: not known before the first part has come
-        super().__init__(index, planned, members, waits)
+        super().__init__(index, planned, members, waits, half)
         self._extra = extra
         self._indices = planned.indices
         self._memory = GradientMemory(planned.layout, self._parameters, extra, empty)
@@ -323,27 +334,20 @@ class FlatBucket(GradientBucket):
                 begin, nbytes = position + 1, 0
         return parts
 
-    def open(self, scale: float) -> None:
-        """See :meth:`GradientBucket.open`."""
-        super().open(scale)
-        self._copies_early = None if len(self.parts) > 1 else False
-
-    def part_is_complete(self, part: BucketPart) -> bool:
+    def part_is_complete(self, part: BucketPart, grads: list[Any]) -> bool:
         """See :meth:`GradientBucket.part_is_complete`; copies the part, unless it takes a closer look to do so."""
-        is_full = super().part_is_complete(part)
+        self.missing -= 1
+        part.is_complete = True
         if self._copies_early is not False and not torch.is_grad_enabled():  # copies would have a graph
             if self._copies_early is None:
                 self._copies_early = self._memory.claim_early(list(map(_grad_of, self._parameters)))
             if self._copies_early:
-                self._copy_part(part)
-        return is_full
+                self._copy_part(part, grads)
+        return not self.missing
 
-    def _copy_part(self, part: BucketPart) -> None:
+    def _copy_part(self, part: BucketPart, grads: list[Any]) -> None:
         begin, end = part.positions.start, part.positions.stop
-        parameters, views = self._parameters[begin:end], self._memory.now.views[begin:end]
-        grads: list[Any] = list(map(_grad_of, parameters))
-        if type(None) in map(type, grads):
-            return
+        views = self._memory.now.views[begin:end]
         try:
             if len(grads) == 1 and self._scale != 1:
                 torch.mul(grads[0], self._scale, out=views[0])
@@ -355,7 +359,7 @@ class FlatBucket(GradientBucket):
                     self._memory.now.gradients[slots[begin].offset : last].mul_(self._scale)
         except RuntimeError:  # a sparse gradient, or one of another shape: copy_in knows
             return
-        set_grads(parameters, repeat(None))
+        deque(map(setattr, part.parameters, repeat("grad"), repeat(None)), maxlen=0)
         part.is_copied = True
 
     def copy_in(self, used: Sequence[int] | None) -> CopiedIn:
@@ -365,13 +369,13 @@ class FlatBucket(GradientBucket):
         memory = self._memory
         if self._copies_early:
             if used is None and all(map(operator.is_, grads, repeat(None))) and self._is_copied():
-                return CopiedIn(memory.now.flat)
+                return CopiedIn(memory.now.flat, row=memory.now.row)
             if any(part.is_copied for part in self.parts):
                 return self._copy_rest(grads, memory.in_place(grads), used)
         inside = memory.in_place(grads) if self._copies_early else memory.claim(grads)
         if used is not None and not all(map(used.__getitem__, self._indices)):
             self._keep_all_unused(grads, inside, used)
-        set_grads(self._parameters, repeat(None))
+        deque(map(setattr, self._parameters, repeat("grad"), repeat(None)), maxlen=0)
         undefined: list[int] = []
         if True not in inside and type(None) not in map(type, grads):
             self._copy(memory.now.views, cast("list[Tensor]", grads), range(len(grads)))
@@ -381,11 +385,11 @@ class FlatBucket(GradientBucket):
         if self._extra and factor != 1:  # the report is not to be scaled
             memory.now.gradients.mul_(factor)
             factor = 1.0
-        return CopiedIn(memory.now.flat, factor, undefined)
+        return CopiedIn(memory.now.flat, factor, undefined, memory.now.row)
 
     def _is_copied(self) -> bool:
         """Return True if all has been copied early."""
-        return all(part.is_copied for part in self.parts)
+        return all(map(_is_copied, self.parts))
 
     def _copy_rest(
         self, grads: Sequence[Tensor | None], inside: Sequence[bool], used: Sequence[int] | None
@@ -395,7 +399,7 @@ class FlatBucket(GradientBucket):
         again = [i for part in self.parts if part.is_copied for i in part.positions if grads[i] is not None]
         if used is not None and not all(map(used.__getitem__, self._indices)):
             self._keep_all_unused(grads, inside, used)
-        set_grads(self._parameters, repeat(None))
+        deque(map(setattr, self._parameters, repeat("grad"), repeat(None)), maxlen=0)
         undefined = self._copy_some(grads, inside, rest)
         views = self._memory.now.views
         if rest and self._scale != 1:
@@ -403,7 +407,7 @@ class FlatBucket(GradientBucket):
         for i in again:
             taken = self.members[i].take(cast("Tensor", grads[i]))
             views[i].add_(taken.to_dense() if taken.is_sparse else taken, alpha=self._scale)
-        return CopiedIn(self._memory.now.flat, 1.0, undefined)
+        return CopiedIn(self._memory.now.flat, 1.0, undefined, self._memory.now.row)
 
     def _copy_some(self, grads: Sequence[Tensor | None], inside: Sequence[bool], positions: Sequence[int]) -> list[int]:
         """Copy what is at ``positions``, unless it is in place, or clear its place; returns the parameters, by number,
@@ -437,11 +441,6 @@ class FlatBucket(GradientBucket):
             if grad is not None and not used[member.index]:
                 self._keep_unused(member, grad, is_inside)
 
-    @property
-    def row(self) -> Tensor:
-        """The report's place, behind the gradients."""
-        return self._memory.now.row
-
     def zeros(self) -> Tensor:
         """See :meth:`GradientBucket.zeros`."""
         return self._memory.zeros()
@@ -460,13 +459,14 @@ class FlatBucket(GradientBucket):
             super().copy_out(verdict)
         else:
             try:
-                set_grads(self._parameters, self._memory.now.grads)
+                deque(map(setattr, self._parameters, repeat("grad"), self._memory.now.grads), maxlen=0)
             except RuntimeError:
                 for member in self.members:
                     member.check(member.parameter)
                 raise
             self._unused.clear()
-        self._memory.release()
+        if not self._memory.is_kept:
+            self._memory.release()
 
     def _gradient(self, position: int) -> Tensor:
         return self._memory.now.grads[position]
@@ -476,11 +476,17 @@ class BucketsInUse:
     """The buckets of a plan, in launch order and by parameter."""
 
     def __init__(
-        self, plan: AdaptivePlan, parameters: Sequence[ManagedParameter], report_numel: int, empty: Empty
+        self,
+        plan: AdaptivePlan,
+        parameters: Sequence[ManagedParameter],
+        report_numel: int,
+        empty: Empty,
+        half: torch.dtype | None = None,
     ) -> None:
         """Make the buckets of ``plan``.
 
-        ``report_numel``: elements that the report takes behind the last bucket; 0 if it travels on its own.
+        ``report_numel``: elements that the report takes behind the last bucket; 0 if it travels on its own; ``half``:
+        the half precision in which gradients travel that can.
         """
         planned = plan.current.buckets
         self.in_order: list[GradientBucket] = []
@@ -493,7 +499,7 @@ class BucketsInUse:
             extra = report_numel if number == len(planned) - 1 else 0
             members = [parameters[index] for index in each.indices]
             waits = bool(extra) or plan.waits_for_end(each)
-            bucket = make_bucket(number, each, members, waits, extra, empty)
+            bucket = make_bucket(number, each, members, waits, extra, empty, half)
             self.in_order.append(bucket)
             for part in bucket.parts:
                 for index in part.indices:
@@ -516,14 +522,16 @@ def make_bucket(
     waits: bool,
     extra: int,
     empty: Empty,
+    half: torch.dtype | None = None,
 ) -> GradientBucket:
     """Return the bucket in use for a planned one.
 
     ``waits``: it is launched only after backward; ``extra``: elements behind the gradients that carry the report;
-    ``empty``: allocates the memory of a flat bucket.
+    ``empty``: allocates the memory of a flat bucket; ``half``: the half precision in which gradients travel that can.
     """
-    if planned.kind is Kind.SINGLE:
-        return SingleBucket(index, planned, members, waits)
     if planned.kind is Kind.SPARSE:
         return SparseBucket(index, planned, members, waits)
-    return FlatBucket(index, planned, members, waits, extra, empty)
+    half = half if travels_in_half(planned.layout.dtype, half) else None
+    if planned.kind is Kind.SINGLE:
+        return SingleBucket(index, planned, members, waits, half)
+    return FlatBucket(index, planned, members, waits, extra, empty, half)

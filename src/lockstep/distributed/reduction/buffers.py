@@ -28,6 +28,7 @@ from torch.nn import Module
 
 from lockstep.distributed.comm.agreement import Line, check_same_on_all_ranks
 from lockstep.distributed.comm.collectives import Collectives, Pending
+from lockstep.tensor_state import Layouts
 
 Policy = Literal["rank0", "mean", "local"]
 POLICIES: tuple[Policy, ...] = ("rank0", "mean", "local")
@@ -125,21 +126,31 @@ class BufferGroup:
         """The dtype of all of them, if they are moved together."""
         self._is_flat = [len(shape) == 1 for shape in self._shapes]
         self._are_alike = len(set(self._shapes)) == 1  # then one operation moves all of them
+        self._known: list[Any] = []  # the tensors of the last look, of which nothing was missing
+        self._layouts: Layouts | None = None
 
     def current(self) -> Sequence[Tensor | None]:
         """Return :meth:`Buffer.current` of each."""
         return self._all_there() or [buffer.current() for buffer in self.buffers]
 
     def _all_there(self) -> list[Tensor] | None:
-        """Return the tensors registered now; None if one is missing, or has another shape, dtype or device."""
+        """Return the tensors registered now; None if one is missing, or has another shape, dtype or device.
+
+        The list is the same object as the last time if nothing has changed since.
+        """
         try:
             registries = map(_buffers_of, map(operator.call, self._owners))
             tensors: list[Any] = list(map(dict.get, registries, self._keys))
+            layouts = self._layouts
+            if layouts is not None and all(map(operator.is_, tensors, self._known)) and not layouts.changed():
+                return self._known
             alike = list(map(_shape_of, tensors)) == self._shapes and list(map(_dtype_of, tensors)) == self._dtypes
+            if not alike or list(map(_device_of, tensors)) != self._devices:
+                return None
         except AttributeError:  # None instead of a module or a tensor
             return None
-        if not alike or (torch.accelerator.is_available() and list(map(_device_of, tensors)) != self._devices):
-            return None
+        self._known = tensors
+        self._layouts = Layouts(tensors)
         return tensors
 
     def joined(self, zeros: bool = False) -> Tensor:
@@ -195,6 +206,7 @@ class BufferSet:
         self.buffers = [Buffer(name, slots, tensor) for name, tensor, slots in places.values()]
         self._group = BufferGroup(self.buffers)
         self._tied = [buffer for buffer in self.buffers if buffer.tied]
+        self._distinct: Sequence[Tensor | None] = ()  # tensors of which no two are the same
 
     def changed(self) -> bool:
         """Return True if buffers have been registered, removed, tied, untied, or changed in shape, dtype or device.
@@ -206,11 +218,12 @@ class BufferSet:
         if not (self.buffers or self._vacant):
             return False
         now = self._group.current()
-        return (
-            any(map(operator.is_, now, repeat(None)))
-            or len(set(map(id, now))) != len(now)
-            or any(registry.get(key) is not None for registry, key in self._vacant)
-            or any(buffer.is_split() for buffer in self._tied)
+        if now is not self._distinct:
+            if any(map(operator.is_, now, repeat(None))) or len(set(map(id, now))) != len(now):
+                return True
+            self._distinct = now
+        return any(registry.get(key) is not None for registry, key in self._vacant) or any(
+            buffer.is_split() for buffer in self._tied
         )
 
 
@@ -273,6 +286,8 @@ class BufferSync:
         self._scan, self._collectives = scan, collectives
         self._set: BufferSet | None = None if policy == "local" else scan()
         self._packing = _Packing((), ())
+        self.has_large = False
+        """True if there are buffers that are not packed."""
         self._flats: list[tuple[Tensor, list[list[Buffer]]]] = []  # joined, but not sent yet
         self._sent: list[tuple[Pending, Tensor, list[list[Buffer]]]] = []
         self._left = False
@@ -284,11 +299,6 @@ class BufferSync:
         """The rank that sends its values to the others: the first that has batches left."""
         return self._active[0]
 
-    @property
-    def has_large(self) -> bool:
-        """True if there are buffers that are not packed."""
-        return bool(self._packing.large)
-
     def set_active(self, ranks: Sequence[int] | None) -> None:
         """Use the values of the first of ``ranks``, or the mean over them, from now on; None or empty: all ranks."""
         self._active = ranks or range(self._collectives.world)
@@ -296,6 +306,7 @@ class BufferSync:
     def leave(self) -> None:
         """Stop assigning buffers, since something else makes them equal; they are still sent."""
         self._left = True
+        self.are_equal = False
 
     @property
     def buffers(self) -> list[Buffer]:
@@ -344,6 +355,7 @@ class BufferSync:
             packed.append(_Packed(BufferGroup(buffers), slice(start, end), as_bytes, averaged))
             start = end
         self._packing = _Packing(packed, large)
+        self.has_large = bool(large)
         return start
 
     @property

@@ -13,6 +13,7 @@ Several hooks form a chain: each gets the buffer that the previous one has left.
 import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 from weakref import ref
 
@@ -139,7 +140,9 @@ class HookChain:
         lines = [Line("number of communication hooks", str(len(chain)))]
         lines += [Line(f"communication hook {number}", name_of(hook.call)) for number, hook in enumerate(chain)]
         check_same_on_all_ranks(lines, collectives)
-        self.hooks, self._offered, self.are_agreed = chain, [], True
+        self.hooks.extend(self._offered)
+        self._offered.clear()
+        self.are_agreed = True
 
     def _number(self, bucket: GradientBucket) -> int:
         parameters = [member.parameter for member in bucket.members]
@@ -184,15 +187,21 @@ class HookChain:
             averaged = True
             if number == len(self.hooks) - 1:
                 self._waits = bool(self._waits)
-                return _Reduced(bucket, outcome, hook)
+                return _Reduction(bucket, partial(_result_of, outcome, hook), outcome.done)
             self._waits = True
-            seen.set_buffer(_value(outcome.wait(), hook))
+            seen.set_buffer(_result_of(outcome, hook))
         self._waits = bool(self._waits)
         if averaged:
-            return _Arrived(bucket, seen.buffer())
+            return _Reduction(bucket, seen.buffer, lambda: True)
         outgoing = seen.buffer().clone() if seen.buffer() is not buffer else buffer
         outgoing = outgoing.div_(divisor)
-        return _Averaged(bucket, outgoing, collectives.all_reduce(outgoing, f"bucket {bucket.index}"))
+        pending = collectives.all_reduce(outgoing, f"bucket {bucket.index}")
+
+        def average() -> Tensor:
+            pending.wait()
+            return outgoing
+
+        return _Reduction(bucket, average, pending.done)
 
 
 _References = Sequence["ref[Parameter]"]
@@ -209,48 +218,22 @@ def _are_to(references: _References, parameters: Sequence[Parameter]) -> bool:
     return same_length and all(link() is parameter for link, parameter in zip(references, parameters, strict=True))
 
 
-class _Reduced:
-    """A bucket whose last hook has returned a future."""
+class _Reduction(NamedTuple):
+    """A bucket whose hooks have been called."""
 
-    def __init__(self, bucket: GradientBucket, future: Any, hook: Hook) -> None:
-        self._bucket, self._future, self._hook = bucket, future, hook
-
-    def wait(self) -> None:
-        self._bucket.accept(_value(self._future.wait(), self._hook))
-
-    def done(self) -> bool:
-        return bool(self._future.done())
-
-
-class _Arrived:
-    """A bucket that has been reduced already."""
-
-    def __init__(self, bucket: GradientBucket, summed: Tensor) -> None:
-        self._bucket, self._summed = bucket, summed
+    bucket: GradientBucket
+    result: Callable[[], Tensor]
+    """Waits for the reduced buffer, and returns it."""
+    done: Callable[[], bool]
 
     def wait(self) -> None:
-        self._bucket.accept(self._summed)
-
-    def done(self) -> bool:
-        return True
+        """Give the bucket the result."""
+        self.bucket.accept(self.result())
 
 
-class _Averaged:
-    """A bucket to be averaged after its hooks have transformed it."""
-
-    def __init__(self, bucket: GradientBucket, outgoing: Tensor, pending: Waitable) -> None:
-        self._bucket, self._outgoing, self._pending = bucket, outgoing, pending
-
-    def wait(self) -> None:
-        self._pending.wait()
-        self._bucket.accept(self._outgoing)
-
-    def done(self) -> bool:
-        return self._pending.done()
-
-
-def _value(outcome: Any, hook: Hook) -> Tensor:
-    """Return the tensor that is the value of a future, alone or as the only entry of a list."""
+def _result_of(future: Any, hook: Hook) -> Tensor:
+    """Wait for a future; return the tensor that is its value, alone or as the only entry of a list."""
+    outcome = future.wait()
     if isinstance(outcome, Sequence) and len(outcome) == 1:
         outcome = outcome[0]
     if not isinstance(outcome, Tensor):

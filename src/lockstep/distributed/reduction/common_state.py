@@ -13,11 +13,13 @@ from torch import Tensor
 
 from lockstep.distributed.comm.agreement import Line, check_same_on_all_ranks
 from lockstep.distributed.comm.collectives import Collectives, plain_memory
+from lockstep.distributed.comm.half_precision import travels_in_half
 from lockstep.distributed.reduction.buckets import BucketsInUse
 from lockstep.distributed.reduction.buffers import BufferSync
 from lockstep.distributed.reduction.comm_hooks import HookChain
 from lockstep.distributed.reduction.decisions import decisions_of
-from lockstep.distributed.reduction.parameters import ManagedParameter, ParameterSet
+from lockstep.distributed.reduction.managed_parameters import ManagedParameter
+from lockstep.distributed.reduction.parameters import ParameterSet
 from lockstep.distributed.reduction.plan import AdaptivePlan
 from lockstep.distributed.reduction.replicated_modules import ReplicatedModules
 from lockstep.distributed.reduction.report_transport import ReportTransport
@@ -35,7 +37,9 @@ class CommonState:
         modules: ReplicatedModules[Any],
         buffers: BufferSync,
         caps: Sequence[int],
+        half: torch.dtype | None = None,
     ) -> None:
+        """``half``: the half precision in which gradients travel; None for their own dtype."""
         self.collectives, self.modules, self.buffers = collectives, modules, buffers
         self.decisions = decisions_of(collectives.group)
         self.hooks = HookChain()
@@ -45,6 +49,7 @@ class CommonState:
         self.gradient_divide_factor = float(collectives.world)
         """What sums are divided by: the world size, but where joined ranks do not count."""
         self._caps = tuple(caps)
+        self._half = half
         self.buffer_source_moved = False
         """True if buffers are those of another rank than the first, which had run out of batches."""
         self.watch: ValueChecker | None = None
@@ -87,13 +92,15 @@ class CommonState:
 
     def _make_buckets(self) -> None:
         planned, hooked = self.plan.current.buckets, bool(self.hooks.hooks)
-        # Hooks would change the report: test_hooks_run_once_for_each_bucket_and_the_report_goes_alone.
+        # Hooks would change the report: test_hooks_run_once_for_each_bucket_and_the_report_goes_alone. So would
+        # rounding: test_small_buffers_and_the_report_stay_exact.
         shares_bucket = bool(planned) and planned[-1].can_hold_report and not hooked
+        shares_bucket = shares_bucket and not travels_in_half(planned[-1].layout.dtype, self._half)
         device = self.parameters[0].spec.device if self.parameters else self.collectives.device
         behind = planned[-1].layout.dtype if shares_bucket else None
         self.transport = ReportTransport(len(self.parameters), self.collectives, self.buffers, behind, device)
         empty = plain_memory if hooked else self.collectives.empty  # some hooks resize what they are given
-        self.buckets = BucketsInUse(self.plan, self.parameters, self.transport.numel, empty)
+        self.buckets = BucketsInUse(self.plan, self.parameters, self.transport.numel, empty, self._half)
         self._settle()
 
     def adapt(self, verdict: Verdict) -> None:

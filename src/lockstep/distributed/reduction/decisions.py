@@ -51,94 +51,63 @@ class _Batch(NamedTuple):
     """True if the last failure was in a micro-batch that does not synchronise."""
 
 
+class _Active(NamedTuple):
+    """The ranks that have a batch; None: all, as far as known."""
+
+    now: Collection[int] | None
+    next: Collection[int] | None
+    """Those that have another one, if the loop looks ahead."""
+
+
 class Loop:
     """The state of one loop: its batch on this rank, and the reports of all ranks."""
 
     def __init__(self, looks_ahead: bool = False) -> None:
         """``looks_ahead``: some rank does not know its number of batches."""
         self.looks_ahead = looks_ahead
-        self._batch = _Batch()
-        self._said = LoopVerdict()  # of the last round
-        self._active: Collection[int] | None = None  # the ranks that have a batch; None: all, as far as known
-        self._active_next: Collection[int] | None = None  # if the loop looks ahead: the ranks that have another one
-        self._has_begun = False
+        self.batch = _Batch()
+        """The current batch."""
+        self.said = LoopVerdict()
+        """The report of the last round."""
+        self._active: _Active | None = None  # None before the first batch
 
     def next_batch(self, ends: bool, uneven: bool, active: Collection[int] | None) -> None:
         """Go to the next batch: see :meth:`Decisions.next_batch`."""
-        self._batch = _Batch(ends, uneven)
-        if self.looks_ahead and self._has_begun:
-            self._active = self._active_next
-        else:
-            self._active = self._active_next = active
-        self._has_begun = True
+        self.batch = _Batch(ends, uneven)
+        known = self._active if self.looks_ahead else None
+        self._active = _Active(active, active) if known is None else _Active(known.next, known.next)
 
     def update(self, said: LoopVerdict, aborted: bool, is_over: bool) -> None:
         """Take over a report: see :meth:`Decisions.update`; ``is_over``: the loop is at a later batch now."""
-        self._said = said
-        if self.looks_ahead:
-            self._active_next = said.going_on
-            if is_over:
-                self._active = said.going_on
+        self.said = said
+        if self.looks_ahead and self._active is not None:
+            self._active = _Active(said.going_on if is_over else self._active.now, said.going_on)
         if not aborted:
-            self._batch = self._batch._replace(skipped=said.skipped, failed=False)
+            self.note(skipped=said.skipped, failed=False)
 
-    def note_failure(self) -> None:
-        """Note that all ranks know that the round of this batch has failed."""
-        self._batch = self._batch._replace(failed=True)
-
-    def note_skipped(self) -> None:
-        """Note that this batch is skipped, as all ranks know."""
-        self._batch = self._batch._replace(skipped=True, failed=False)
-
-    def note_local_failure(self) -> None:
-        """Note that a micro-batch that does not synchronise has failed."""
-        self._batch = self._batch._replace(failed_locally=True)
-
-    def take_local_failure(self) -> bool:
-        """Return and clear the flag set by :meth:`note_local_failure`."""
-        found = self._batch.failed_locally
-        self._batch = self._batch._replace(failed_locally=False)
-        return found
+    def note(self, **changes: bool) -> None:
+        """Note something of the current batch."""
+        self.batch = self.batch._replace(**changes)
 
     def has_batch(self, rank: int) -> bool:
         """Return True if ``rank`` has a batch of its own, as far as all ranks know."""
-        return self._active is None or rank in self._active
-
-    @property
-    def ends(self) -> bool:
-        """True if this rank has no batch after this one."""
-        return self._batch.ends
-
-    @property
-    def skips(self) -> bool:
-        """True if all ranks skip this batch, or none has one."""
-        return self._batch.skipped
-
-    @property
-    def has_failed(self) -> bool:
-        """True if the round of this batch has failed, as all ranks know."""
-        return self._batch.failed
-
-    @property
-    def all_end(self) -> bool:
-        """True if no rank has a batch after the one of the last round."""
-        return self._said.all_end
+        return self._active is None or self._active.now is None or rank in self._active.now
 
     @property
     def may_be_padding(self) -> bool:
         """True if some rank may have run out of batches."""
-        return self._batch.uneven or self._said.some_end
+        return self.batch.uneven or self.said.some_end
 
     @property
     def is_default(self) -> bool:
         """True if a report without news would change nothing in this state."""
-        batch, said = self._batch, self._said
+        batch, said = self.batch, self.said
         return not (batch.skipped or batch.failed or said.some_end or said.all_end)
 
     @property
     def is_usual(self) -> bool:
         """True if nothing is unusual, and every rank has this batch and another one after it."""
-        return self._batch == _USUAL_BATCH and not (self._said.some_end or self._said.all_end)
+        return self.batch == _USUAL_BATCH and not (self.said.some_end or self.said.all_end)
 
 
 _USUAL_BATCH = _Batch()
@@ -201,7 +170,7 @@ class Decisions:
         try:
             yield loop
         finally:
-            self._loops = [each for each in self._loops if each is not loop]
+            self._loops.remove(loop)
             self.innermost = self._loops[-1]
             if len(self._loops) == 1:
                 self.skips_next = False
@@ -235,11 +204,6 @@ class Decisions:
         finally:
             self._share = None
 
-    @property
-    def share(self) -> int | None:
-        """The share that the loop is at; None outside of the shares of a batch."""
-        return self._share
-
     def check_outside_share(self, global_rank: int) -> None:
         """Raise :class:`ShareError` inside of a share, of which another rank may have more or fewer."""
         if self._share is not None:
@@ -261,11 +225,13 @@ class Decisions:
 
     def note_local_failure(self) -> None:
         """Note that a micro-batch that does not synchronise has failed."""
-        self.innermost.note_local_failure()
+        self.innermost.note(failed_locally=True)
 
     def take_local_failure(self) -> bool:
         """Return and clear the flag set by :meth:`note_local_failure`."""
-        return self.innermost.take_local_failure()
+        found = self.innermost.batch.failed_locally
+        self.innermost.note(failed_locally=False)
+        return found
 
     @contextmanager
     def skipping_on(self, errors: tuple[type[BaseException], ...]) -> Iterator[None]:
@@ -293,12 +259,12 @@ class Decisions:
 
     def note_failure(self, loop: Loop | None = None) -> None:
         """Note that the round of this batch has failed, as all ranks know; ``loop`` as in :meth:`update`."""
-        (loop or self.innermost).note_failure()
+        (loop or self.innermost).note(failed=True)
         self.skips_next = False
 
     def note_skipped(self) -> None:
         """Note that this batch is skipped, as all ranks know."""
-        self.innermost.note_skipped()
+        self.innermost.note(skipped=True, failed=False)
         self.skips_next = False
 
     def round_ended(self) -> None:
@@ -328,7 +294,7 @@ class Decisions:
     @property
     def has_failed(self) -> bool:
         """True if the round of this batch has failed, as all ranks know."""
-        return self.innermost.has_failed
+        return self.innermost.batch.failed
 
     @property
     def may_be_padding(self) -> bool:
@@ -356,13 +322,13 @@ class Decisions:
     def skipped(self) -> bool:
         """True if all ranks have skipped this batch, or none has one; waits as :attr:`should_stop` does."""
         self._finish_aborted()
-        return self.innermost.skips
+        return self.innermost.batch.skipped
 
     @property
     def all_have_ended(self) -> bool:
         """True if no rank has a batch after the one of the last round; waits as :attr:`should_stop` does."""
         self._finish_aborted()
-        return self.innermost.all_end
+        return self.innermost.said.all_end
 
 
 def decisions_of(group: Group) -> Decisions:

@@ -22,7 +22,7 @@ import sys
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -122,9 +122,11 @@ class BackwardPass:
     def fail(self, reach: ReachableLeaves) -> None:
         """Tell all observers that the pass has failed, even if one of them raises."""
         self.over = True
-        for observer in observers():
+        for link in _in_order():
+            observer = link()
             try:
-                observer.pass_failed(self, reach)
+                if observer is not None:
+                    observer.pass_failed(self, reach)
             except Exception:
                 logging.getLogger("lockstep").exception("what a failed backward pass owes could not be sent")
 
@@ -185,17 +187,13 @@ class PassObserver(ABC):
 _observers: list[weakref.ref[PassObserver]] = []
 
 
-def observers() -> Iterator[PassObserver]:
-    """Iterate over all observers, in the order that is the same on every rank.
+def _in_order() -> Sequence["weakref.ref[PassObserver]"]:
+    """Return references to all observers, in the order that is the same on every rank.
 
-    Only the one that is being told is kept alive. A pass of one thread must not hold the group of another thread until
-    it ends: then it would destroy that group, and wait for its ranks.
+    Only the observer that is being told is kept alive. A pass of one thread must not hold the group of another thread
+    until it ends: then it would destroy that group, and wait for its ranks.
     """
-    found = _observers if len(_observers) == 1 else sorted(_observers, key=_order_of)
-    for link in found:
-        observer = link()
-        if observer is not None:
-            yield observer
+    return sorted(_observers, key=_order_of)
 
 
 def _order_of(link: "weakref.ref[PassObserver]") -> int:
@@ -204,13 +202,17 @@ def _order_of(link: "weakref.ref[PassObserver]") -> int:
 
 
 def _tell_of_begin(this: BackwardPass) -> None:
-    for observer in observers():
-        observer.pass_begins(this)
+    for link in _observers if len(_observers) == 1 else _in_order():
+        observer = link()
+        if observer is not None:
+            observer.pass_begins(this)
 
 
 def _tell_of_end(this: BackwardPass) -> None:
-    for observer in observers():
-        observer.pass_ended(this)
+    for link in _observers if len(_observers) == 1 else _in_order():
+        observer = link()
+        if observer is not None:
+            observer.pass_ended(this)
 
 
 def watch_engine() -> None:
@@ -322,7 +324,8 @@ def _is_in_function() -> bool:
     return False
 
 
-_MODULE = "torch.distributed.optim.apply_optimizer_in_backward"
+APPLIED_IN_BACKWARD = "torch.distributed.optim.apply_optimizer_in_backward"
+"""The module of PyTorch whose optimizers step in backward."""
 
 
 def check_optimizers(named: Callable[[], Iterable[tuple[str, Parameter]]]) -> None:
@@ -330,7 +333,7 @@ def check_optimizers(named: Callable[[], Iterable[tuple[str, Parameter]]]) -> No
 
     ``named`` returns parameters with their names; it is called only if the process has used such optimizers at all.
     """
-    module = sys.modules.get(_MODULE)
+    module = sys.modules.get(APPLIED_IN_BACKWARD)
     if module is not None and getattr(module, "param_to_acc_grad_map", True):  # else it has not been called
         for name, parameter in named():
             if hasattr(parameter, "_in_backward_optimizers"):

@@ -67,7 +67,8 @@ class GradientMemory:
         self._parameters = parameters
         self._numel = layout.numel + extra
         self._empty = empty
-        self._kept = layout.device.type == "cpu" or layout.nbytes < KEPT_BELOW_BYTES * len(layout.slots)
+        self.is_kept = layout.device.type == "cpu" or layout.nbytes < KEPT_BELOW_BYTES * len(layout.slots)
+        """True if the memory stays from round to round."""
         self._has_dtensors = any(map(is_dtensor, parameters))
         self.now = _NO_MEMORY
         """The memory, from :meth:`claim` to :meth:`release`."""
@@ -107,7 +108,7 @@ class GradientMemory:
         return (
             True not in map(operator.is_, current, memory.grads)
             and storage_users(memory.flat) == memory.users
-            and references(memory.grads) == memory.counts
+            and list(map(sys.getrefcount, memory.grads)) == memory.counts
             and self._are_grads_in_place(memory)
         )
 
@@ -139,10 +140,9 @@ class GradientMemory:
             return self._in_place(dense, views)
 
     def release(self) -> None:
-        """Leave the memory to the parameters' gradients, unless it is kept."""
-        if not self._kept:
-            self._left = StorageWeakRef(self.now.flat.untyped_storage()), int(self.now.flat.storage_offset())
-            self.now = _NO_MEMORY
+        """Leave the memory to the parameters' gradients."""
+        self._left = StorageWeakRef(self.now.flat.untyped_storage()), int(self.now.flat.storage_offset())
+        self.now = _NO_MEMORY
 
     def zeros(self) -> Tensor:
         """Return other memory of the same size, all zero."""

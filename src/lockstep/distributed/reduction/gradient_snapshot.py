@@ -46,11 +46,10 @@ class GradientSnapshot:
         come = list(map(and_, changed, map(is_not, now, repeat(None))))  # a gradient that was given up has not come
         return range(len(now)) if False not in come else list(compress(range(len(now)), come))
 
-    def missing(self, positions: Sequence[int]) -> list[int]:
-        """Return those of these positions whose gradient has not been set or changed since."""
-        now: list[Any] = list(map(grad_of, map(self.parameters.__getitem__, positions)))
+    def missing(self, positions: Sequence[int], now: Sequence[Any]) -> Sequence[int]:
+        """Return those of these positions whose gradient, as it is ``now``, has not been set or changed since."""
         if self._versions is None:
-            return list(compress(positions, map(is_, now, repeat(None))))
+            return list(compress(positions, map(is_, now, repeat(None)))) if type(None) in map(type, now) else ()
         return [
             position
             for position, grad in zip(positions, now, strict=True)

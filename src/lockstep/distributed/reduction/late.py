@@ -7,7 +7,7 @@ from torch import Tensor
 
 from lockstep.buckets import plan_buckets
 from lockstep.distributed.comm.collectives import Collectives
-from lockstep.distributed.reduction.parameters import ManagedParameter
+from lockstep.distributed.reduction.managed_parameters import ManagedParameter
 from lockstep.dtensors import like_parameter
 from lockstep.errors import PeerError
 

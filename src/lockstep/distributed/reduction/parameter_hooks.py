@@ -22,7 +22,7 @@ from torch.compiler import is_compiling, is_dynamo_compiling
 from torch.nn import Parameter
 
 from lockstep.compiler import is_in_compiled_backward, outside_compiler
-from lockstep.distributed.reduction.owners import Owner
+from lockstep.distributed.reduction.managed_parameters import Owner
 from lockstep.errors import NotReplicableError
 
 TRIGGER_KEY = -1

@@ -115,7 +115,7 @@ def plan_reduction(
         raise LayoutError(f"expected bucket sizes of at least one byte, got {list(caps)}")
     placed: list[tuple[int, PlannedBucket]] = []
     tail: list[PlannedBucket] = []
-    filling: dict[tuple[torch.dtype, torch.device], _Filling] = {}
+    together: dict[tuple[torch.dtype, torch.device], list[tuple[int, int]]] = {}
     for position, index in enumerate(order):
         spec = specs[index]
         if index in sparse:
@@ -123,34 +123,29 @@ def plan_reduction(
         elif spec.nbytes >= single_bytes:
             placed.append((position, PlannedBucket(Kind.SINGLE, _pack(specs, [index]))))
         else:
-            group = filling.setdefault((spec.dtype, spec.device), _Filling(caps))
-            placed += [(at, _flat(specs, full)) for at, full in group.add(index, spec.nbytes, position)]
-    placed += [(group.position, _flat(specs, group.indices)) for group in filling.values() if group.indices]
+            together.setdefault((spec.dtype, spec.device), []).append((position, index))
+    for small in together.values():
+        placed += [(part[-1][0], _flat(specs, [index for _, index in part])) for part in _cut(specs, small, caps)]
     ordered = [bucket for _, bucket in sorted(placed, key=lambda entry: entry[0])]
     with_report = max((i for i, bucket in enumerate(ordered) if bucket.can_hold_report), default=None)
     last = [] if with_report is None else [ordered.pop(with_report)]
     return ReductionPlan(tuple(specs), (*ordered, *tail, *last))
 
 
-class _Filling:
-    """The bucket of one dtype and device that is being filled."""
-
-    def __init__(self, caps: Sequence[int]) -> None:
-        self._caps, self._bytes, self._number = caps, 0, 0
-        self.indices: list[int] = []
-        self.position = 0
-
-    def add(self, index: int, nbytes: int, position: int) -> list[tuple[int, list[int]]]:
-        """Add a gradient; return the bucket that it did not fit into, if any, with the position of that one's last
-        gradient."""
-        full = []
-        if self.indices and self._bytes + nbytes > self._caps[min(self._number, len(self._caps) - 1)]:
-            full.append((self.position, self.indices))
-            self.indices, self._bytes, self._number = [], 0, self._number + 1
-        self.indices.append(index)
-        self._bytes += nbytes
-        self.position = position
-        return full
+def _cut(
+    specs: Sequence[TensorSpec], small: Sequence[tuple[int, int]], caps: Sequence[int]
+) -> list[list[tuple[int, int]]]:
+    """Cut gradients of one dtype and device, pairs of position and index, into buckets of the sizes in ``caps``."""
+    parts: list[list[tuple[int, int]]] = [[]]
+    filled = 0
+    for position, index in small:
+        nbytes = specs[index].nbytes
+        if parts[-1] and filled + nbytes > caps[min(len(parts), len(caps)) - 1]:
+            parts.append([])
+            filled = 0
+        parts[-1].append((position, index))
+        filled += nbytes
+    return parts
 
 
 def _flat(specs: Sequence[TensorSpec], indices: Sequence[int]) -> PlannedBucket:
@@ -175,7 +170,7 @@ class AdaptivePlan:
     ) -> None:
         self._specs, self._caps = list(specs), tuple(caps)
         self._sparse, self._delayed = frozenset(sparse), frozenset(delayed)
-        self._waiting: frozenset[int] = frozenset()
+        self._waiting: set[int] = set()
         self._arrivals: dict[int, None] = {}
         self.observes = True
         """True until the plan has been made from the order observed in the first round."""
@@ -218,7 +213,7 @@ class AdaptivePlan:
         if not late:
             return False
         members, gone = self.current.members, set(late)
-        self._waiting |= gone & members
+        self._waiting.update(gone & members)
         kept = [i for bucket in self.current.buckets for i in bucket.indices if i not in gone]
         self.current = self._plan([*kept, *sorted(gone - members), *sorted(gone & members)])
         return True

@@ -23,12 +23,11 @@ from torch.utils.hooks import RemovableHandle
 
 from lockstep.distributed.reduction.buffers import KeptBuffers
 from lockstep.distributed.reduction.common_state import CommonState
-from lockstep.distributed.reduction.drift import DriftDetector
-from lockstep.distributed.reduction.parameters import ManagedParameter
+from lockstep.distributed.reduction.managed_parameters import ManagedParameter
 from lockstep.distributed.reduction.passes import PassLog
 from lockstep.distributed.reduction.status import Part, Status
+from lockstep.distributed.reduction.values import DriftDetector
 from lockstep.distributed.reduction.window import Window, are_zero
-from lockstep.errors import OptionError
 
 
 class Contribution:
@@ -50,11 +49,6 @@ class Contribution:
         """A one for each parameter that has had a gradient since the last round."""
         self.window = window or Window()
         self.drift = DriftDetector(parameters, global_rank)
-
-    def check(self) -> None:
-        """Raise :class:`OptionError` if this rank's part in the round has to fail."""
-        if self.window.problem:
-            raise OptionError(self.window.problem)
 
     def is_something(self, added: Sequence[ManagedParameter]) -> bool:
         """Return True if there is anything to contribute: a weight, a failure, or a gradient that is not zero, also of
@@ -295,7 +289,7 @@ class RankState:
             loops.batch,
             part,
             loops.asks_to_stop,
-            loops.innermost.ends,
+            loops.innermost.batch.ends,
             self.differs,
             own.drift.suspects,
             window.is_open,

@@ -20,7 +20,7 @@ What one backward pass of one replicated module sends is a *round* (``round.py``
 
 If backward fails, the round is aborted instead: the other ranks get what they wait for, and are told.
 
-Lifetimes: every module that holds a parameter keeps the reducer (``owners.py``). Gradients live in buckets
+Lifetimes: every module that holds a parameter keeps the reducer (``managed_parameters.py``). Gradients live in buckets
 (``buckets.py``). What a rank has accumulated since the last round, and what it counts, is its *contribution*
 (``rank_state.py``), and goes with the round that reduces it.
 """
@@ -33,14 +33,17 @@ from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from enum import Enum, auto
 from functools import cache
+from operator import is_
 from typing import NamedTuple
 
 import torch
 from torch.nn import Parameter
 
+from lockstep.distributed.comm.group_state import watchers
 from lockstep.distributed.reduction.buckets import BucketsInUse
 from lockstep.distributed.reduction.common_state import CommonState
 from lockstep.distributed.reduction.engine import (
+    APPLIED_IN_BACKWARD,
     BackwardPass,
     check_optimizers,
     current_pass,
@@ -50,16 +53,17 @@ from lockstep.distributed.reduction.engine import (
 )
 from lockstep.distributed.reduction.gradient_snapshot import GradientSnapshot
 from lockstep.distributed.reduction.graph import ReachableLeaves
-from lockstep.distributed.reduction.owners import generation, owner_of
+from lockstep.distributed.reduction.managed_parameters import ManagedParameter, generation, owner_of
 from lockstep.distributed.reduction.parameter_hooks import (
+    HookDictionary,
     Trigger,
     hold,
     hold_all,
+    hooks_of,
     note_outlived,
     remove_trigger,
     run_held_hooks,
 )
-from lockstep.distributed.reduction.parameters import ManagedParameter
 from lockstep.distributed.reduction.passes import ForwardMark
 from lockstep.distributed.reduction.rank_state import PaddingBatch, RankState
 from lockstep.distributed.reduction.round import Round
@@ -101,6 +105,7 @@ class Reducer:
         self._route = _Route.UNKNOWN
         self._ownership = -1, True  # with that generation of owners, this reducer synchronises all of the parameters
         self._triggers = _Triggers(None, {})
+        self._held: Sequence[HookDictionary] = ()  # the hooks of parameters, as they were when a pass began last
 
     @property
     def parameters(self) -> list[ManagedParameter]:
@@ -137,10 +142,14 @@ class Reducer:
         if own.contribution.window.is_open:
             own.contribution.window.check_gradients()
         parameters = self._members.tracked
-        check_optimizers(self._members.named)
-        hold_all(parameters, self)
+        if APPLIED_IN_BACKWARD in sys.modules:
+            check_optimizers(self._members.named)
         if self._triggers.buckets is not self.common.buckets:
             self._place_triggers()
+        hooks = list(filter(None, map(hooks_of, parameters)))
+        if len(hooks) != len(self._held) or not all(map(is_, hooks, self._held)):
+            hold_all(parameters, self)
+            self._held = list(filter(None, map(hooks_of, parameters)))
         if self.common.plan.observes:
             self.common.plan.begin_round()
         return _OpenPass(this, GradientSnapshot(parameters), own.requires_sync)
@@ -171,22 +180,23 @@ class Reducer:
     def on_output_grad(self, forward: ForwardMark | None = None) -> None:
         """Note that the backward pass has come to outputs of a forward; if it is None, to a mean over the ranks that
         leads to the module's parameters on some rank."""
-        self.collectives.enter("backward")
+        if watchers:
+            self.collectives.enter("backward")
         if self.retired:
             return
         with self._lock:
-            watched = self._watched_now()
+            watched = self._open_passes[-1] if self._open_passes else self._watch_foreign()
             watched.is_expected = True
             self.passes.note_reached(
                 forward, forward is None or self._members.is_own_parameter(forward.bound_parameter)
             )
 
-    def _watched_now(self) -> "_OpenPass":
-        """Return the pass under way, of which this is called."""
-        if not self._open_passes:
-            this = current_pass()
-            self._open_passes.append(self._watch(foreign_pass() if this is None else this.whole))
-        return self._open_passes[-1]
+    def _watch_foreign(self) -> "_OpenPass":
+        """Watch the pass under way, of whose begin the reducer was not told, and return it."""
+        this = current_pass()
+        watched = self._watch(foreign_pass() if this is None else this.whole)
+        self._open_passes.append(watched)
+        return watched
 
     # ------------------------------------------------------------------------------------ fill
 
@@ -217,14 +227,14 @@ class Reducer:
         with self._lock:
             if self.retired:
                 return
-            watched = self._watched_now()
-            if self.common.plan.observes:
-                self.common.plan.observe(index)
-            elif watched.synchronises and self.rank_state.padding_batch is None:
-                if self._round is None:
+            if self._round is None:
+                watched = self._open_passes[-1] if self._open_passes else self._watch_foreign()
+                if self.common.plan.observes:
+                    self.common.plan.observe(index)
+                elif watched.synchronises and self.rank_state.padding_batch is None:
                     self._open(watched)
-                if self._round is not None:
-                    self._round.part_triggered(index, watched.snapshot)
+            if self._round is not None:
+                self._round.part_triggered(index, self._open_passes[-1].snapshot)
 
     def _open(self, watched: "_OpenPass") -> None:
         """Open the round of a pass that has come to the module."""
@@ -353,7 +363,7 @@ class Reducer:
         came = watched.snapshot.changed()
         if self._round is not None:
             came = self._round.with_taken(came)
-        return len(came) == len(watched.snapshot.parameters) == len(self._members.parameters)
+        return len(came) == len(watched.snapshot.parameters) == len(common.buckets.all_used)
 
     def finalize_backward(self) -> Sequence[Parameter]:
         """Reduce what is left; returns the parameters whose hooks have waited for this.
@@ -411,24 +421,22 @@ class Reducer:
         self.rank_state.contribution.drift.check(True)
 
     def _finish(self) -> Sequence[Parameter]:
-        if self._round is None:
+        current = self._round
+        if current is None:
             return ()
         if not self.common.is_settled:
             self.common.get_ready()
-        with self.collectives.phases.phase("finish", f"round {self._round.number}"):
-            return self._finalize(self._round)
-
-    def _finalize(self, current: Round) -> Sequence[Parameter]:
-        own = self.rank_state.contribution
-        current.end_filling()
-        try:
-            own.check()
-            current.launch_rest()
-        except BaseException:  # of this rank alone: the others wait for what is not sent
-            self.abort()
-            raise
-        current.wait()
-        return current.conclude(lists_used=self._holds_hooks)
+        with self.collectives.phases.phase("finish", f"round {current.number}"):
+            current.end_filling()
+            try:
+                if self.rank_state.contribution.window.problem:
+                    raise OptionError(self.rank_state.contribution.window.problem)
+                current.launch_rest()
+            except BaseException:  # of this rank alone: the others wait for what is not sent
+                self.abort()
+                raise
+            current.wait()
+            return current.conclude(lists_used=self._holds_hooks)
 
     def hold_hooks(self) -> None:
         """Note that some parameter has users' hooks, to be run when its gradient is reduced."""
@@ -461,12 +469,13 @@ class Reducer:
                 outer.snapshot = GradientSnapshot(outer.snapshot.parameters)
 
     def _end_round(self, ended: Round) -> None:
+        common = self.common
         self._has_failed = not ended.is_copied_out
-        if self.common.watch is not None:
-            self.common.watch.forget()
+        if common.watch is not None:
+            common.watch.forget()
         # Else it may not have opened at all, for other ranks: test_a_failure_with_several_modules.
-        if ended.has_begun:
-            self.common.count_round(ended.number)
+        if ended.is_copied_out or ended.has_begun:
+            common.count_round(ended.number)
         for trigger, number in ended.moved_triggers.items():
             self._move_trigger(trigger, number)
 

@@ -11,25 +11,29 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from enum import IntEnum, auto
+from operator import attrgetter
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lockstep.distributed.reduction.buckets import GradientBucket, ZeroBucket
+from lockstep.distributed.comm.half_precision import MeanInHalf, begin_mean, gather_all
+from lockstep.distributed.reduction.buckets import NO_ROW, GradientBucket, ZeroBucket
 from lockstep.distributed.reduction.comm_hooks import Waitable
 from lockstep.distributed.reduction.common_state import CommonState
-from lockstep.distributed.reduction.drift import Drift, warn_of_drift
-from lockstep.distributed.reduction.gradient_snapshot import GradientSnapshot
+from lockstep.distributed.reduction.gradient_snapshot import GradientSnapshot, grad_of
 from lockstep.distributed.reduction.graph import has_means
 from lockstep.distributed.reduction.late import reduce_late
-from lockstep.distributed.reduction.parameters import ManagedParameter
+from lockstep.distributed.reduction.managed_parameters import ManagedParameter
 from lockstep.distributed.reduction.rank_state import RankState
 from lockstep.distributed.reduction.status import Status
+from lockstep.distributed.reduction.values import Difference, warn_of_drift
 from lockstep.distributed.reduction.verdict import Verdict, judge, judge_loops
 from lockstep.errors import AgreementError, CommunicationError, OptionError, PeerError
 from lockstep.texts import LONGEST_HEADLINE, shortened
+
+_missing_of = attrgetter("missing")
 
 
 class RoundState(IntEnum):
@@ -60,6 +64,7 @@ class Round:
         """True if the parameters have their gradients."""
         self._common, self._own, self._passive = common, own, passive
         self._used = own.contribution.used
+        self._behind = NO_ROW  # what rides behind the last bucket
         self._aborted_row: Tensor | None = None
         self._decisions = common.decisions
         self._loop = self._decisions.innermost  # which may end before the report of an aborted round is read
@@ -67,6 +72,7 @@ class Round:
         self._divide_factor = common.gradient_divide_factor
         self._undefined: list[int] = []
         self._pending: list[Waitable] = []
+        self._means: list[MeanInHalf] = []  # of buckets that travel in half precision
         self._begun: float | None = None  # when the first collective has begun
         scale = 1.0 if common.hooks.hooks else 1.0 / self._divide_factor
         for bucket in self.buckets.in_order:
@@ -87,18 +93,17 @@ class Round:
         bucket, part = self.buckets.of[index], self.buckets.part_of[index]
         if bucket is None or part is None or part.is_complete or bucket.index < self.next_bucket:
             return  # it has come again
-        missing = snapshot.missing(part.indices)
+        grads = list(map(grad_of, part.parameters))
+        missing = snapshot.missing(part.indices, grads)
         if missing:
             self.moved_triggers[index] = missing[-1]  # in the order of the plan
-            return
-        part.is_complete = True
-        if bucket.part_is_complete(part):
+        elif bucket.part_is_complete(part, grads):
             self.launch_ready_buckets()
 
     def with_taken(self, came: Sequence[int]) -> Sequence[int]:
         """Return the gradients that ``came``, and those that have been taken before the pass has ended."""
         count = len(self._used)
-        if not self.buckets.unbucketed and all(part.is_complete for part in self.buckets.parts):
+        if not self.buckets.unbucketed and not any(map(_missing_of, self.buckets.in_order)):
             return [*range(count), *(position for position in came if position >= count)]
         taken = {index for part in self.buckets.parts if part.is_complete for index in part.indices}
         return sorted(taken.union(came))
@@ -133,19 +138,35 @@ class Round:
             copied = bucket.copy_in(used)
             self._undefined += copied.undefined
             if bucket is self.buckets.report_bucket:
-                self._write_in_bucket(bucket.row)
+                self._write_behind(copied.row)
         what = self.buckets.labels[bucket.index]
         if common.hooks.hooks:
             self._send_through_hooks(bucket, copied.flat, what)
         else:
-            self._all_reduce(copied.flat, what, copied.factor, blocking)
+            self._reduce(bucket, copied.flat, what, copied.factor, blocking)
         self.next_bucket += 1
+
+    def _reduce(
+        self, bucket: GradientBucket, flat: Tensor, what: str, factor: float = 1.0, blocking: bool = False
+    ) -> None:
+        """Begin to reduce a bucket, whose gradients are in ``flat``, in the dtype in which it travels."""
+        if bucket.half is None:
+            self._all_reduce(flat, what, factor, blocking)
+            return
+        if self._begun is None:
+            self._begun = time.perf_counter()
+        ranks = self._common.collectives
+        what, correction = f"{what}, round {self.number}", ranks.world / self._divide_factor
+        mean = begin_mean(ranks, bucket.half, flat, what, correction, blocking=blocking)
+        self._means.append(mean)
+        self._pending.append(mean)
 
     def _all_reduce(self, tensor: Tensor, what: str, factor: float = 1.0, blocking: bool = False) -> None:
         """Begin to sum a tensor, times ``factor``, over the ranks."""
-        begun, collectives = time.perf_counter(), self._common.collectives
+        if self._begun is None:
+            self._begun = time.perf_counter()
         what = f"{what}, round {self.number}"
-        self._note_sent(collectives.all_reduce(tensor, what, factor, blocking=blocking), begun)
+        self._pending.append(self._common.collectives.all_reduce(tensor, what, factor, blocking=blocking))
 
     # ------------------------------------------------------------- finalizing: backward has ended
 
@@ -166,15 +187,16 @@ class Round:
     def launch_rest(self) -> None:
         """Launch all that is left: buckets, buffers that do not ride in the report, and the report."""
         common, row = self._common, self._common.transport.own_row
-        if common.buffers.has_large:
+        has_large = common.buffers.has_large
+        if has_large:
             common.buffers.prepare_large()
         used = self._used if 0 in self._used else None
         for bucket in self.buckets.in_order[self.next_bucket :]:
-            is_last = bucket is self.buckets.report_bucket and not common.buffers.has_large and row is None
+            is_last = bucket is self.buckets.report_bucket and not has_large and row is None
             self._launch_bucket(bucket, used, blocking=is_last)
         if common.hooks.hooks:
             self._order_hooks(common.collectives.device)
-        if common.buffers.has_large:
+        if has_large:
             common.buffers.send_large()
         if row is not None:
             self._send_own(row, "report")
@@ -186,11 +208,13 @@ class Round:
         if transport.own_buffers is not None:
             transport.write_buffers(transport.own_buffers, status)
             self._all_reduce(transport.own_buffers, "small buffers")
-        begun = time.perf_counter()
-        self._note_sent(transport.send(row, what, blocking=not failed), begun)  # nobody waits for a failed one
+        if self._begun is None:
+            self._begun = time.perf_counter()
+        self._pending.append(transport.send(row, what, blocking=not failed))  # nobody waits for a failed one
 
-    def _write_in_bucket(self, row: Tensor, failed: bool = False) -> None:
+    def _write_behind(self, row: Tensor, failed: bool = False) -> None:
         """Write what rides behind the last bucket: the report, or small buffers alone."""
+        self._behind = row
         if self._common.transport.own_row is None:
             self._write_report(row, failed)
         else:
@@ -227,9 +251,7 @@ class Round:
         every rank if the ranks were not in the same round.
         """
         common, transport, own = self._common, self._common.transport, self._own
-        bucket = self.buckets.report_bucket
-        row = torch.empty(0) if bucket is None else bucket.row
-        report = transport.read(row if transport.own_row is None else transport.own_row)
+        report = transport.read(self._behind if transport.own_row is None else transport.own_row)
         ranks = common.collectives
         verdict = judge(report, ranks.rank, ranks.global_ranks, common.gradient_divide_factor)
         found = _USUAL if verdict.is_usual and self._decisions.is_default else self._find(verdict)
@@ -241,9 +263,11 @@ class Round:
         except BaseException:  # of a late gradient, on every rank
             self._drop()
             raise
-        common.buffers.finish_large()
+        if common.buffers.has_large or not common.buffers.are_equal:
+            common.buffers.finish_large()
         if transport.has_buffers and not verdict.changed:  # those that go with the gradients
-            transport.take_buffers(row if transport.own_row is None or transport.splits else transport.own_row)
+            alone = None if transport.splits else transport.own_row
+            transport.take_buffers(self._behind if alone is None else alone)
         own.note_used()
         used = self._parameters_in_order(verdict, found.added) if lists_used else ()
         if found.renews:
@@ -251,7 +275,7 @@ class Round:
         elif verdict.late or common.plan.observes:
             common.adapt(verdict)
         if found.drift is not None:
-            warn_of_drift(found.drift, ranks.global_rank)
+            warn_of_drift(found.drift.name, ranks.global_rank, found.drift)
         return used
 
     def _find(self, verdict: Verdict) -> "_Findings | None":
@@ -276,7 +300,7 @@ class Round:
                 self._decisions.note_failure()
             raise
 
-    def _find_drift(self) -> Drift | None:
+    def _find_drift(self) -> Difference | None:
         """Compare the parameters, as they are now, with those of all other ranks, which do the same."""
         return self._own.contribution.drift.compare(self._common.members.current, self._common.collectives)
 
@@ -296,6 +320,8 @@ class Round:
 
         The ranks have just agreed on ``added``, which have no bucket yet.
         """
+        if self._means:
+            self._gather_means()
         if verdict.is_usual:
             for bucket in self.buckets.in_order:
                 bucket.copy_out(verdict)
@@ -311,6 +337,13 @@ class Round:
         for each in late:
             each.copy_out(factor)
         self.is_copied_out = True
+
+    def _gather_means(self) -> None:
+        """Complete the buckets that travel in half precision: all ranks go on, so all do it."""
+        collectives = self._common.collectives
+        with collectives.phases.phase("wait"):
+            gather_all(self._means)
+        collectives.comm_stats.step_times.has_waited(time.perf_counter())
 
     def _parameters_in_order(self, verdict: Verdict, added: Sequence[ManagedParameter]) -> list[Parameter]:
         """Return the parameters that any rank has used, in an order that is the same on all ranks: the plan's."""
@@ -335,10 +368,10 @@ class Round:
                 continue
             if bucket is self.buckets.report_bucket:
                 row = zeros[bucket.planned.layout.numel :]
-                self._write_in_bucket(row, failed=True)
+                self._write_behind(row, failed=True)
                 if common.transport.own_row is None:
                     self._aborted_row = row
-            self._all_reduce(zeros, "aborted bucket")
+            self._reduce(bucket, zeros, "aborted bucket")
         if common.hooks.hooks and not common.collectives.follows_stream(common.collectives.device):
             self._wait_aborted()
         common.buffers.send_large(failed=True)
@@ -356,12 +389,6 @@ class Round:
             self._decisions.update(judge_loops(report.statuses), self._batch, self._loop, aborted=True)
 
     # ----------------------------------------------------------------- what has been sent, and not waited for yet
-
-    def _note_sent(self, pending: Waitable, begun: float) -> None:
-        """Note that a collective is on its way, since ``begun`` of ``time.perf_counter()``."""
-        if self._begun is None:
-            self._begun = begun
-        self._pending.append(pending)
 
     def _send_through_hooks(self, bucket: GradientBucket, flat: Tensor, what: str) -> None:
         """Let communication hooks reduce a bucket, whose gradients are in ``flat``."""
@@ -427,7 +454,7 @@ class _Findings(NamedTuple):
     """True if all ranks have agreed anew on what is replicated."""
     added: Sequence[ManagedParameter] = ()
     """Parameters that are new, and that some rank has a gradient of."""
-    drift: Drift | None = None
+    drift: Difference | None = None
 
 
 _USUAL = _Findings()

@@ -10,8 +10,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lockstep.distributed.comm.collectives import Collectives, Group, Pending
-from lockstep.distributed.comm.group_state import shared_object
-from lockstep.distributed.comm.run_all import RunAll
+from lockstep.distributed.comm.group_state import shared_object, watchers
 from lockstep.distributed.reduction.buffers import KeptBuffers
 from lockstep.distributed.reduction.decisions import decisions_of
 from lockstep.distributed.reduction.engine import BackwardPass, PassObserver
@@ -21,6 +20,7 @@ from lockstep.distributed.reduction.replicated_modules import FAILED, SKIPPED, P
 from lockstep.distributed.reduction.status import Part
 from lockstep.errors import PeerError
 from lockstep.phases import Phases
+from lockstep.run_all import RunAll
 
 
 class GroupScheduler(PassObserver):
@@ -54,14 +54,18 @@ class GroupScheduler(PassObserver):
 
     def pass_ended(self, this: BackwardPass) -> None:
         """Reduce what is left when a backward pass has ended, and give the parameters their gradients."""
-        watching = [module for module in self.modules if module.watches(this)]
+        watching: list[Reducer] = []
+        for module in self.modules:
+            if module.watches(this):
+                watching.append(module)  # noqa: PERF401  # a comprehension is one call more
         if not watching:
             return
         this.told.add(self)
         if self.modules.exclusive and len(watching) == 1:
             try:
                 if watching[0].reduce_settled():
-                    self._collectives.enter("training")
+                    if watchers:
+                        self._collectives.enter("training")
                     return
             except BaseException:
                 this.note_failure(watching[0])

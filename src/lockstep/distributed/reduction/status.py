@@ -59,7 +59,7 @@ class Status(NamedTuple):
     changed: bool = False
     """True if its parameters, buffers or hooks differ from those agreed on."""
     drifted: bool = False
-    """True if its parameters were changed while a gradient had not been reduced (``drift.py``)."""
+    """True if its parameters were changed while a gradient had not been reduced (``values.py``)."""
     weighted: bool = False
     """True if its contribution has a weight."""
     called: int = 0

@@ -42,7 +42,7 @@ class Verdict(NamedTuple):
     changed: bool = False
     """True if a module differs from what was agreed on, on some rank: all ranks agree again."""
     drifted: bool = False
-    """True if some rank suspects drift (``drift.py``): all ranks compare the parameters."""
+    """True if some rank suspects drift (``values.py``): all ranks compare the parameters."""
     used: Sequence[bool] | None = None
     """For each parameter, True if any rank has a gradient; None if all parameters have one."""
     late: Sequence[int] = ()

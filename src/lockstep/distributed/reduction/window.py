@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lockstep.distributed.reduction.parameters import ManagedParameter
+from lockstep.distributed.reduction.managed_parameters import ManagedParameter
 from lockstep.dtensors import local_part
 
 _NO_WEIGHT = (

@@ -1,10 +1,20 @@
-"""``DistributedDataParallel``: a wrapper with PyTorch's interface, implemented by ``replicate()``."""
+"""``DistributedDataParallel``: a wrapper with PyTorch's interface, implemented by ``replicate()``.
+
+``join()`` lets a rank that has run out of inputs take part in the steps of the others. In each forward inside, the
+ranks exchange in one all-reduce of a few numbers which of them still have batches, and whether this iteration
+synchronises. A rank that has run out then takes part in the round without gradients.
+
+Several wrappers may be in one ``Join``. Each has one forward in an iteration, but their forwards and backwards may come
+in any order: all that is sent before a round has the same form, so a rank that has run out can follow the others.
+"""
 
 import copy
 import dataclasses
 import functools
+import weakref
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
+from enum import Enum, auto
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -14,15 +24,18 @@ from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataPar
 from torch.nn.parameter import is_lazy
 
 from lockstep.compiler import outside_compiler
+from lockstep.distributed.comm.agreement import all_gather_object
 from lockstep.distributed.comm.collectives import Group, resolve_group
 from lockstep.distributed.reduction.buffers import Policy
+from lockstep.distributed.reduction.reducer import Reducer
+from lockstep.distributed.reduction.scheduler import GroupScheduler, scheduler_of
 from lockstep.distributed.replication.ddp_compat import INSTEAD, BufferHookLocation, CompatibleNames
-from lockstep.distributed.replication.join import ShadowHook, enter_iteration
 from lockstep.distributed.replication.options import Options
 from lockstep.distributed.replication.reducer_replication import ReducerReplication
-from lockstep.distributed.replication.replication import register
+from lockstep.distributed.replication.replication import Replication, broadcast_values, register
 from lockstep.errors import CommunicationError, NotReplicableError, OptionError
 from lockstep.inherited import refusing
+from lockstep.run_all import RunAll
 from lockstep.wrapper import is_of_module, naming_options
 
 M = TypeVar("M", bound=Module)
@@ -66,6 +79,9 @@ class DistributedDataParallel(CompatibleNames, _PyTorchs, Module, Joinable, Gene
         forward_sync_buffers: False means ``buffer_policy="local"``, but buffers are sent at the start.
         lazy_bucket_allocation: Not needed: on an accelerator a bucket of large gradients keeps no memory after
             backward. On the CPU buckets keep their memory.
+        reduce_dtype: ``torch.bfloat16`` or ``torch.float16``: gradients in float32 travel in it, are added in float32,
+            and the mean is rounded to it, once, however many ranks there are; ``.grad`` stays in float32. None: they
+            travel in their own dtype.
         buffer_policy: ``"rank0"``: at the end of each synchronised backward every rank gets rank 0's buffers;
             ``"mean"``: floating ones become the mean over the ranks; ``"local"``: each rank keeps its own.
         params_and_buffers_to_ignore: Names, within ``module``, of parameters and buffers that are not replicated.
@@ -89,6 +105,7 @@ class DistributedDataParallel(CompatibleNames, _PyTorchs, Module, Joinable, Gene
     """
 
     module: M
+    _held: ReducerReplication | None = None
 
     @naming_options
     def __init__(
@@ -115,6 +132,7 @@ class DistributedDataParallel(CompatibleNames, _PyTorchs, Module, Joinable, Gene
         forward_sync_buffers: bool | None = None,
         lazy_bucket_allocation: bool = False,
         *,
+        reduce_dtype: torch.dtype | None = None,
         buffer_policy: Policy = "rank0",
         params_and_buffers_to_ignore: Collection[str] = (),
     ) -> None:
@@ -128,7 +146,6 @@ class DistributedDataParallel(CompatibleNames, _PyTorchs, Module, Joinable, Gene
         Joinable.__init__(self)
         self.module = module
         self._options = options
-        self._began = False
         if resolve_group(options.group) is None:
             raise CommunicationError(
                 "Default process group has not been initialized, please make sure to call init_process_group, or pass "
@@ -139,7 +156,6 @@ class DistributedDataParallel(CompatibleNames, _PyTorchs, Module, Joinable, Gene
     @outside_compiler
     def _begin(self) -> None:
         """Replicate the module, and register the wrapper, so that functions for replicated modules take it."""
-        self._began = True
         replication = ReducerReplication(self.module, self._options, (), taking_over=True)
         register(self, replication)
         self._held = replication
@@ -151,8 +167,9 @@ class DistributedDataParallel(CompatibleNames, _PyTorchs, Module, Joinable, Gene
 
     @property
     def _replication(self) -> ReducerReplication:
-        if not self._began:
+        if self._held is None:
             self._begin()  # the wrapper is a copy, or was unpickled
+        assert self._held is not None
         return self._held  # not from the registry: the compiler would put guards on its other entries
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -263,7 +280,6 @@ class DistributedDataParallel(CompatibleNames, _PyTorchs, Module, Joinable, Gene
             delay_all_reduce_named_params=None,
             param_to_hook_all_reduce=None,
         )
-        state["_began"] = False
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -280,7 +296,6 @@ class DistributedDataParallel(CompatibleNames, _PyTorchs, Module, Joinable, Gene
         memo[id(self)] = copied
         state = {
             **self.__dict__,
-            "_began": False,
             "_options": None,
             "_join_config": None,
             "_held": None,
@@ -309,3 +324,120 @@ def check_module(module: Any, ignored: Collection[str]) -> None:
         raise NotReplicableError(
             "DistributedDataParallel is not needed when a module doesn't have any parameter that requires a gradient."
         )
+
+
+# ------------------------------------------------------------------------------------------------ join
+
+
+_GONE, _LOCAL, _SYNCHRONISES = 0, 1, 2
+_contexts: "weakref.WeakKeyDictionary[ReducerReplication, weakref.ref[ShadowHook]]" = weakref.WeakKeyDictionary()
+
+
+def enter_iteration(wrapper: Any, replication: ReducerReplication) -> None:
+    """Note that an active rank begins an iteration. Sends nothing outside of a ``Join`` context and after it."""
+    link = _contexts.get(replication)
+    hook = None if link is None else link()  # the context keeps it alive as long as it lasts
+    if hook is None or hook.ended:
+        return
+    work = Join.notify_join_context(wrapper)
+    if work is not None:  # only the first of several wrappers notifies the others of an iteration
+        work.wait()
+    synchronises = torch.is_grad_enabled() and replication.requires_sync
+    marks = hook.scheduler.announce_forward(hook.reducer, _SYNCHRONISES if synchronises else _LOCAL)
+    hook.count_only_active(marks)
+
+
+def is_in_join(replication: Replication) -> bool:
+    """Return True if a module is in a ``Join`` context that is not over."""
+    link = _contexts.get(replication)  # type: ignore[call-overload]
+    hook = None if link is None else link()
+    return hook is not None and not hook.ended
+
+
+class _Iteration(Enum):
+    """How far an iteration of the other ranks is."""
+
+    EXPECTED = auto()
+    BEGUN = auto()
+    """Its round is still to come."""
+    OVER = auto()
+
+
+class ShadowHook(JoinHook):
+    """The hook of a rank without batches."""
+
+    def __init__(self, wrapper: Any, replication: ReducerReplication) -> None:
+        self._wrapper, self._replication = wrapper, replication
+        self._iteration = _Iteration.EXPECTED
+        self.ended = False
+        """True once all ranks have run out, and the context is over."""
+        _contexts[replication] = weakref.ref(self)
+
+    @property
+    def reducer(self) -> Reducer:
+        """The reducer of the wrapper."""
+        return self._replication.started_reducer
+
+    @property
+    def scheduler(self) -> GroupScheduler:
+        """The scheduler of the wrapper's group."""
+        return scheduler_of(self.reducer.collectives.group)
+
+    def count_only_active(self, marks: list[int]) -> None:
+        """Use the buffers of the first rank that has batches, and divide by the number of such ranks if asked to."""
+        active = [rank for rank, mark in enumerate(marks) if mark != _GONE]
+        if active:
+            divide_by = len(marks) if self._wrapper._divide_by_initial_world_size else len(active)
+            self.reducer.common.set_participants(active, divide_by)
+
+    def main_hook(self) -> None:
+        """Take part in the steps of the others until this wrapper has had its iteration."""
+        while self._iteration is not _Iteration.OVER:
+            self._follow()
+        self._iteration = _Iteration.EXPECTED
+
+    def _follow(self) -> None:
+        """Follow the other ranks: begin an iteration of a wrapper, or reduce."""
+        scheduler = self.scheduler
+        hooks = {hook.reducer: hook for hook in _open_hooks() if hook.scheduler is scheduler}
+        marks, members = scheduler.listen()
+        if any(marks):
+            for hook in (hooks[member] for member in members if member in hooks):
+                hook._begin(marks)
+            return
+        steps = RunAll()
+        for member in members:
+            with steps:
+                if member in hooks:
+                    hooks[member]._reduce_without_batch()
+                else:
+                    scheduler.reduce([member])
+        steps.end()
+
+    def _begin(self, marks: list[int]) -> None:
+        self.count_only_active(marks)
+        synchronises = _SYNCHRONISES in marks
+        self._iteration = _Iteration.BEGUN if synchronises else _Iteration.OVER
+        if synchronises and self.scheduler.modules.exclusive:
+            self._reduce_without_batch()
+
+    def _reduce_without_batch(self) -> None:
+        if self._iteration is _Iteration.BEGUN:
+            self._iteration = _Iteration.OVER
+        self.scheduler.reduce_without_batch(self.reducer)
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """Copy the values of a rank that ended last."""
+        self.ended = True
+        reducer = self.reducer
+        collectives = reducer.collectives
+        ended_last = all_gather_object(is_last_joiner, "who ended last", collectives)
+        source = max(rank for rank, last in enumerate(ended_last) if last)
+        self._wrapper._authoritative_rank = source
+        broadcast_values([m.parameter for m in reducer.parameters], reducer.buffers.buffers, collectives, source)
+        reducer.common.set_participants(range(collectives.world), collectives.world)
+
+
+def _open_hooks() -> list[ShadowHook]:
+    hooks = (link() for link in list(_contexts.values()))
+    return [hook for hook in hooks if hook is not None and not hook.ended]

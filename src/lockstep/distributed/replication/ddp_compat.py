@@ -15,7 +15,9 @@ import warnings
 import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from dataclasses import replace
+from operator import attrgetter
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,46 +35,36 @@ from lockstep.errors import CommunicationError, HookError, OptionError
 from lockstep.inherited import message, refusal
 
 
-class Wrapper(Protocol):
-    """The interface of the wrapper that this file uses."""
-
-    @property
-    def _replication(self) -> ReducerReplication: ...
-
-    def _get_ddp_logging_data(self) -> dict[str, Any]: ...
-
-    def _note_error(self, error: str) -> None: ...
-
-    def _remove_autograd_hooks(self) -> None: ...
-
-
 class _OfWrapper:
-    """Base class of objects that refer to their wrapper weakly."""
+    """Base class of objects that refer to their wrapper weakly, and refuse what they do not have by its name."""
 
-    def __init__(self, wrapper: Wrapper) -> None:
+    _kind: ClassVar[str]
+
+    def __init__(self, wrapper: "CompatibleNames") -> None:
         self._wrapper = weakref.ref(wrapper)
 
-    def _of(self) -> Wrapper:
+    def _of(self) -> "CompatibleNames":
         wrapper = self._wrapper()
         assert wrapper is not None
         return wrapper
+
+    def _nothing(self, *arguments: object) -> None:
+        """Do nothing: a round needs no such call, and data for the log are computed when they are read."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(message(self._kind, name), name=name, obj=self)
 
 
 class CompatibleReducer(_OfWrapper):
     """The harmless methods of PyTorch's reducer."""
 
-    def prepare_for_forward(self) -> None:
-        """Do nothing: nothing has to be prepared."""
-
-    def prepare_for_backward(self, outputs: Iterable[Tensor] = ()) -> None:
-        """Do nothing: a backward that begins decides itself whether it synchronises."""
+    _kind = "reducer"
+    prepare_for_forward = prepare_for_backward = _push_all_rebuilt_params = _OfWrapper._nothing
+    _set_static_graph = _set_optimizer_in_backward = set_logger = _OfWrapper._nothing
 
     def _rebuild_buckets(self) -> bool:
         """Return False: buckets are rebuilt at the end of the first backward, never by this call."""
         return False
-
-    def _push_all_rebuilt_params(self) -> None:
-        """Do nothing: nothing has to be pushed."""
 
     def _check_reducer_finalized(self) -> None:
         """Raise :class:`CommunicationError` inside a backward pass that is not over."""
@@ -85,12 +77,6 @@ class CompatibleReducer(_OfWrapper):
         reducer = self._of()._replication.reducer
         return reducer is None or reducer.rank_state.is_static
 
-    def _set_static_graph(self) -> None:
-        """Do nothing: the graph may change in either case."""
-
-    def _set_optimizer_in_backward(self) -> None:
-        """Do nothing: optimizers that run in backward wait for the reduced gradient."""
-
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
         """Check the rate, and do nothing: statistics cover every backward."""
         if sample_rate < 1:
@@ -101,12 +87,6 @@ class CompatibleReducer(_OfWrapper):
 
     def _remove_autograd_hooks(self) -> None:
         self._of()._remove_autograd_hooks()
-
-    def set_logger(self, logger: object) -> None:
-        """Do nothing: statistics need no logger."""
-
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(message("reducer", name), name=name, obj=self)
 
 
 class LoggingData(NamedTuple):
@@ -119,6 +99,10 @@ class LoggingData(NamedTuple):
 class CompatibleLogger(_OfWrapper):
     """The harmless methods of PyTorch's logger."""
 
+    _kind = "logger"
+    set_construction_data_and_log = set_runtime_stats_and_log = _OfWrapper._nothing
+    _set_comm_hook_name = _set_static_graph = _set_uneven_input_join = _OfWrapper._nothing
+
     def _get_ddp_logging_data(self) -> LoggingData:
         data = self._of()._get_ddp_logging_data()
         return LoggingData(
@@ -126,27 +110,9 @@ class CompatibleLogger(_OfWrapper):
             {name: value for name, value in data.items() if not isinstance(value, str)},
         )
 
-    def set_construction_data_and_log(self, *arguments: object) -> None:
-        """Do nothing: the data are computed when they are read."""
-
-    def set_runtime_stats_and_log(self) -> None:
-        """Do nothing: the data are computed when they are read."""
-
     def set_error_and_log(self, error: str) -> None:
         """Set ``has_error`` in the data."""
         self._of()._note_error(error)
-
-    def _set_comm_hook_name(self, name: str) -> None:
-        """Do nothing: the names of hooks are looked up when they are read."""
-
-    def _set_static_graph(self) -> None:
-        """Do nothing: the options are looked up when they are read."""
-
-    def _set_uneven_input_join(self) -> None:
-        """Do nothing: the data look up whether ranks join when they are read."""
-
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(message("logger", name), name=name, obj=self)
 
 
 BufferHookLocation = _BufferCommHookLocation
@@ -216,17 +182,46 @@ INSTEAD = {
 """What to use instead of a name of PyTorch's class, for names that programs call; its private ones have one text."""
 
 
-class _OptionNames:
-    """Read-only attributes with the options of the wrapper."""
+def _option(name: str) -> Any:
+    """Return a read-only attribute: an option of the wrapper."""
+    return property(attrgetter(f"_options.{name}"))
+
+
+class CompatibleNames:
+    """Attributes and private methods of PyTorch's wrapper that programs use in training."""
 
     module: Any
     _options: Options
-    _static_graph = False
+    device_mesh = _option("device_mesh")
+    find_unused_parameters = _option("find_unused_parameters")
+    gradient_as_bucket_view = _option("gradient_as_bucket_view")
+    batched_grad_copy = _option("batched_grad_copy")
+    lazy_bucket_allocation = _option("lazy_bucket_allocation")
+    skip_all_reduce_unused_params = _option("skip_all_reduce_unused_params")
+    static_graph = _option("static_graph")
+    mixed_precision = _option("mixed_precision")
+    forward_sync_buffers = broadcast_buffers = _option("syncs_buffers")
 
-    @property
-    def device_mesh(self) -> Any:
-        """The mesh dimension passed to the wrapper, or None."""
-        return self._options.device_mesh
+    _active_ddp_module = None  # read by the compiler from PyTorch's class, for the backward of PyTorch's wrapper
+    _buffer_hook: BufferHook | None = None
+    _divide_by_initial_world_size = True
+    _error = ""
+    _hooks_removed = False
+    _relied_on: ReductionPlan | None = None
+    _use_python_reducer = False
+    use_side_stream_for_tensor_copies = False
+    dim = 0
+    broadcast_bucket_size = 250 * MIB
+    require_forward_param_sync = True
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)  # type: ignore[misc]
+        except AttributeError:
+            refused = refusal(type(self), name)
+            if refused is None:
+                raise
+        raise AttributeError(refused, name=name, obj=self)
 
     @property
     def device_ids(self) -> list[int] | None:
@@ -255,51 +250,6 @@ class _OptionNames:
     def is_multi_device_module(self) -> bool:
         """True if parameters are on more than one device."""
         return len({parameter.device for parameter in self.module.parameters()}) > 1
-
-    @property
-    def forward_sync_buffers(self) -> bool:
-        """True if buffers are kept equal."""
-        return self._options.syncs_buffers
-
-    @property
-    def broadcast_buffers(self) -> bool:
-        """The deprecated name of :attr:`forward_sync_buffers`."""
-        return self.forward_sync_buffers
-
-    @property
-    def find_unused_parameters(self) -> bool:
-        """The option; parameters without a gradient are found in either case."""
-        return self._options.find_unused_parameters
-
-    @property
-    def gradient_as_bucket_view(self) -> bool:
-        """The option; gradients are views of the buckets in either case."""
-        return self._options.gradient_as_bucket_view
-
-    @property
-    def batched_grad_copy(self) -> bool:
-        """The option; the gradients of a bucket are copied together in either case."""
-        return self._options.batched_grad_copy
-
-    @property
-    def lazy_bucket_allocation(self) -> bool:
-        """The option; a bucket of large gradients has no memory of its own after backward in either case."""
-        return self._options.lazy_bucket_allocation
-
-    @property
-    def skip_all_reduce_unused_params(self) -> bool:
-        """The option."""
-        return self._options.skip_all_reduce_unused_params
-
-    @property
-    def static_graph(self) -> bool:
-        """The option, or True if set later; the graph may change in either case."""
-        return self._options.static_graph or self._static_graph
-
-    @property
-    def mixed_precision(self) -> Any:
-        """The option."""
-        return self._options.mixed_precision
 
     @property
     def bucket_bytes_cap(self) -> int:
@@ -341,31 +291,6 @@ class _OptionNames:
     @property
     def _delay_all_reduce_params(self) -> list[Parameter]:
         return [parameter for _, parameter in self._options.delay_all_reduce_named_params or ()]
-
-
-class CompatibleNames(_OptionNames):
-    """Attributes and private methods of PyTorch's wrapper that programs use in training."""
-
-    _active_ddp_module = None  # read by the compiler from PyTorch's class, for the backward of PyTorch's wrapper
-    _buffer_hook: BufferHook | None = None
-    _divide_by_initial_world_size = True
-    _error = ""
-    _hooks_removed = False
-    _relied_on: ReductionPlan | None = None
-    _use_python_reducer = False
-    use_side_stream_for_tensor_copies = False
-    dim = 0
-    broadcast_bucket_size = 250 * MIB
-    require_forward_param_sync = True
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)  # type: ignore[misc]
-        except AttributeError:
-            refused = refusal(type(self), name)
-            if refused is None:
-                raise
-        raise AttributeError(refused, name=name, obj=self)
 
     @property
     @abstractmethod
@@ -473,7 +398,7 @@ class CompatibleNames(_OptionNames):
                 "set_static_graph() should be called before training loop starts and after DistributedDataParallel is "
                 "constructed; it is not needed here"
             )
-        self._static_graph = True
+        self._options = replace(self._options, static_graph=True)
 
     @staticmethod
     def _set_params_and_buffers_to_ignore_for_model(

@@ -11,7 +11,7 @@ A submodule that is called on its own, as by activation checkpointing inside of 
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +25,7 @@ from lockstep.distributed.reduction.buffers import holders
 from lockstep.distributed.reduction.comm_hooks import GradBucket
 from lockstep.errors import OptionError
 from lockstep.tree import tree_map
+from lockstep.wrapper import ModuleHook
 
 
 def check_mixed_precision(config: Any) -> None:
@@ -161,7 +162,8 @@ class Casts:
     @torch.no_grad()
     def _restore(self) -> None:
         """Restore the original tensors, with the changes that forward has made to buffers."""
-        slots, self._slots = self._slots, []
+        slots = self._slots[:]
+        self._slots.clear()
         self._inside.clear()
         for place, key, original, cast in slots:
             current = place.get(key)
@@ -186,32 +188,15 @@ def _written(original: Tensor, current: Tensor) -> Tensor:
     return original.copy_(new) if not original.requires_grad and holders(original) <= 1 else new
 
 
-class _ForwardHook:
-    """A hook on a module; copied or unpickled, it does nothing."""
-
-    def __init__(self, link: Callable[[], Casts | None]) -> None:
-        self._link = link
-
-    def __deepcopy__(self, memo: Any) -> Any:
-        return type(self)(_nothing)
-
-    def __reduce__(self) -> Any:
-        return type(self), (_nothing,)
-
-
-def _nothing() -> None:
-    return None
-
-
-class _Enter(_ForwardHook):
+class _Enter(ModuleHook):
     def __call__(self, module: Module, args: Any) -> None:
-        casts = self._link()
+        casts: Casts | None = self._target and self._target()  # referred to weakly
         if casts is not None:
             casts.enter(module)
 
 
-class _Leave(_ForwardHook):
+class _Leave(ModuleHook):
     def __call__(self, module: Module, args: Any, outputs: Any) -> None:
-        casts = self._link()
+        casts: Casts | None = self._target and self._target()
         if casts is not None:
             casts.leave(module)

@@ -12,6 +12,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from lockstep.devices import resolve_device
 from lockstep.distributed.comm.collectives import Group
+from lockstep.distributed.comm.half_precision import HALF_PRECISION
 from lockstep.distributed.reduction.buffers import POLICIES, Policy
 from lockstep.distributed.reduction.plan import DEFAULT_CAP_BYTES, FIRST_CAP_BYTES, MIB
 from lockstep.distributed.replication.mixed_precision import check_mixed_precision
@@ -51,6 +52,7 @@ class Options:
     delay_all_reduce_named_params: Sequence[tuple[str, Parameter]] | None = None
     param_to_hook_all_reduce: Parameter | None = None
     mixed_precision: Any = None
+    reduce_dtype: torch.dtype | None = None
     buffer_policy: Policy = "rank0"
     params_and_buffers_to_ignore: Collection[str] = ()
 
@@ -72,6 +74,7 @@ class Options:
 
     def _check_values(self) -> None:
         check_mixed_precision(self.mixed_precision)
+        self._check_reduce_dtype()
         if self.buffer_policy not in POLICIES:
             raise OptionError(f"buffer_policy must be one of {', '.join(POLICIES)}, got {self.buffer_policy!r}")
         for name, value in (("bucket_cap_mb", self.bucket_cap_mb), *self._listed_caps()):
@@ -79,6 +82,19 @@ class Options:
                 raise OptionError(f"{name} must be over 0 MiB, got {value}")
         if self.device_id is not None and not isinstance(self.device_id, int | torch.device):
             raise OptionError(f"Expected device_id to be int or torch.device, but got {type(self.device_id)}")
+
+    def _check_reduce_dtype(self) -> None:
+        if self.reduce_dtype not in (None, *HALF_PRECISION):
+            raise OptionError(
+                f"reduce_dtype must be {' or '.join(map(str, HALF_PRECISION))}, or None for the parameters' own dtype; "
+                f"got {self.reduce_dtype!r}"
+            )
+        twice = getattr(self.mixed_precision, "reduce_dtype", None)
+        if self.reduce_dtype is not None and twice is not None:
+            raise OptionError(
+                f"reduce_dtype={self.reduce_dtype} was given, and mixed_precision has reduce_dtype={twice}, too; leave "
+                "out that of mixed_precision, whose sums are rounded more than once"
+            )
 
     def _listed_caps(self) -> list[tuple[str, float]]:
         return [(f"bucket_cap_mb_list[{i}]", cap) for i, cap in enumerate(self.bucket_cap_mb_list or ())]
@@ -142,6 +158,7 @@ class Options:
             ("option bucket_cap_mb", str(self.caps)),
             ("option buffer_policy", self.policy),
             ("option mixed_precision", str(self.mixed_precision)),
+            ("option reduce_dtype", str(self.reduce_dtype)),
             ("option init_sync", f"{self.init_sync}, buffers {self.syncs_buffers_at_start}"),
             ("option delay_all_reduce_named_params", str([n for n, _ in self.delay_all_reduce_named_params or ()])),
         ]

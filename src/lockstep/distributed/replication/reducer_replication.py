@@ -13,22 +13,21 @@ from torch.nn import Module
 from lockstep.compiler import is_in_compiled_backward, outside_compiler
 from lockstep.distributed.comm.agreement import Line, check_same_on_all_ranks
 from lockstep.distributed.comm.collectives import Collectives, Group, resolve_group
+from lockstep.distributed.comm.group_state import watchers
 from lockstep.distributed.reduction.buffers import BufferSet, BufferSync
 from lockstep.distributed.reduction.comm_hooks import check_hook, hook_state, restore_hook_state
 from lockstep.distributed.reduction.common_state import CommonState
 from lockstep.distributed.reduction.engine import watch_engine
 from lockstep.distributed.reduction.graph import mark_output
-from lockstep.distributed.reduction.parameters import ParameterSet
+from lockstep.distributed.reduction.parameters import Contents, ParameterSet, Selection
 from lockstep.distributed.reduction.passes import ForwardMark, note_compiled
 from lockstep.distributed.reduction.reducer import Reducer
-from lockstep.distributed.reduction.replicated_modules import ReplicatedModules
 from lockstep.distributed.reduction.scheduler import scheduler_of
-from lockstep.distributed.reduction.selection import Contents, Selection
 from lockstep.distributed.replication.mixed_precision import Casts, ReduceIn, reduce_dtype
 from lockstep.distributed.replication.options import Options, outputs_in
 from lockstep.distributed.replication.replication import Replication, replication_of
 from lockstep.dtensors import is_dtensor
-from lockstep.errors import CommunicationError, NotReplicableError
+from lockstep.errors import CommunicationError, NotReplicableError, OptionError
 
 
 class _Numbering(NamedTuple):
@@ -50,7 +49,6 @@ class ReducerReplication(Replication):
         """The reducer, once the module is ready."""
         self.requires_sync = True
         """True if backward passes that begin from now on synchronise."""
-        self._numbering: _Numbering | None = None
         self.hooks: list[tuple[Any, Any]] = []
         """Communication hooks, each with its state."""
         self._casts: Casts | None = None
@@ -79,7 +77,7 @@ class ReducerReplication(Replication):
             )
         return group
 
-    def _agree(self, contents: Contents, collectives: Collectives, error: str) -> None:
+    def _agree(self, contents: Contents, collectives: Collectives, error: str) -> _Numbering:
         """Compare with the other ranks, and find out how the module is numbered among those of the group."""
         modules = scheduler_of(collectives.group).modules
         lines = [*(Line(*pair) for pair in self.options.agreed()), *contents.describe()]
@@ -87,9 +85,9 @@ class ReducerReplication(Replication):
         numbers = [modules.next_id, modules.propose_order(), *modules.ids(leaving)]
         rows = check_same_on_all_ranks(lines, collectives, numbers, error)
         others = {number for row in rows for number in row[2:]}
-        self._numbering = _Numbering(max(row[0] for row in rows), others, max(row[1] for row in rows))
+        return _Numbering(max(row[0] for row in rows), others, max(row[1] for row in rows))
 
-    def _synchronise(self, contents: Contents, collectives: Collectives) -> None:
+    def _synchronise(self, contents: Contents, collectives: Collectives, agreed: _Numbering | None) -> None:
         """Make the reducer."""
         if self.options.process_group is not None:
             _warn_of_one_rank(collectives, self._selection)
@@ -98,13 +96,17 @@ class ReducerReplication(Replication):
         parameters = ParameterSet(self._selection, contents, delayed, values=options.init_sync)
         policy = BufferSync(self._scan(), options.policy, collectives)
         caps = options.caps_in_shared_memory() if collectives.shares_memory else options.caps
-        reducer = Reducer(CommonState(parameters, collectives, scheduler.modules, policy, caps), keeps=scheduler)
+        common = CommonState(parameters, collectives, scheduler.modules, policy, caps, options.reduce_dtype)
+        reducer = Reducer(common, keeps=scheduler)
         for earlier in self._selection.superseded(contents):
             earlier.retire()
-        if self._numbering is not None:
-            scheduler.modules.register(reducer, *self._numbering)
-        else:  # nothing has been sent yet: the ranks agree when they first have to
-            reducer.common.do_before_next_round(self._late_agreement(contents, collectives, scheduler.modules, reducer))
+        modules = scheduler.modules
+        if agreed is None:  # nothing has been sent yet: the ranks agree when they first have to
+            agreed = _Numbering(modules.next_id, set(modules.ids()), modules.propose_order())
+            reducer.common.do_before_next_round(
+                lambda: modules.register(reducer, *self._agree(contents, collectives, ""))
+            )
+        modules.register(reducer, *agreed)
         reducer.rank_state.set_requires_sync(self.requires_sync)
         parameters.attach(reducer)
         if options.mixed_precision is not None:
@@ -119,19 +121,8 @@ class ReducerReplication(Replication):
         config = self.options.mixed_precision
         self._casts = Casts(self._selection.module, config, self._selection.left_alone())
         dtype = reduce_dtype(config)
-        if dtype is not None:
+        if dtype is not None and self.options.reduce_dtype is None:
             reducer.common.register_hook(None, ReduceIn(dtype))
-
-    def _late_agreement(
-        self, contents: Contents, collectives: Collectives, modules: ReplicatedModules[Reducer], reducer: Reducer
-    ) -> Callable[[], None]:
-        def agree_late() -> None:
-            self._agree(contents, collectives, "")
-            assert self._numbering is not None
-            modules.register(reducer, *self._numbering)
-
-        modules.register(reducer, modules.next_id, modules.ids(), modules.propose_order())
-        return agree_late
 
     def _scan(self) -> Callable[[], BufferSet]:
         """Return what finds the module's buffers, again and again, without keeping the module."""
@@ -154,9 +145,10 @@ class ReducerReplication(Replication):
                 note_compiled(reducer.passes.name)
             else:
                 watch_engine()
-                reducer.collectives.enter("forward")
+                if watchers:
+                    reducer.collectives.enter("forward")
                 reducer.forward_begins()
-                reducer.passes.enter_forward(self._counts())
+                reducer.passes.enter_forward(self._counts(self._selection.module.training))
         if self._moves_inputs:
             args, kwargs = self._moved(args, kwargs)
         if self._casts is not None:
@@ -169,22 +161,22 @@ class ReducerReplication(Replication):
         reducer = self.reducer
         if reducer is None or not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return
-        found = (outputs,) if isinstance(outputs, Tensor) else outputs_in(outputs)
-        tensors = [tensor for tensor in found if tensor.requires_grad and not tensor.is_leaf]
+        if isinstance(outputs, Tensor):
+            tensors = [outputs] if outputs.requires_grad and not outputs.is_leaf else []
+        else:
+            tensors = [tensor for tensor in outputs_in(outputs) if tensor.requires_grad and not tensor.is_leaf]
         bound_parameter, training = reducer.common.members.bound_parameter(), self._selection.module.training
-        mark = reducer.passes.leave_forward(self._counts(), training, bool(tensors), bound_parameter)
+        mark = reducer.passes.leave_forward(self._counts(training), training, bool(tensors), bound_parameter)
         if mark is not None:
             reached = _OutputHook(reducer, mark)
             for tensor in tensors:
                 tensor.register_hook(reached)
                 mark_output(tensor, reducer, bound_parameter)
 
-    def _counts(self) -> bool:
+    def _counts(self, training: bool) -> bool:
         """Return True if a synchronising backward is to go through a forward that runs now."""
         in_backward = torch._C._current_graph_task_id() != -1
-        if in_backward or not (self.requires_sync and torch.is_grad_enabled()):
-            return False
-        return self._selection.module.training
+        return training and self.requires_sync and not in_backward and torch.is_grad_enabled()
 
     # ------------------------------------------------------------------------------------- methods
 
@@ -234,6 +226,11 @@ class ReducerReplication(Replication):
         """Add a communication hook."""
         self._check_in_charge("register_comm_hook()")
         check_hook(hook)
+        if self.options.reduce_dtype is not None:
+            raise OptionError(
+                f"register_comm_hook(): this module's gradients travel in reduce_dtype={self.options.reduce_dtype}; a "
+                "communication hook decides itself what travels. Leave out one of the two"
+            )
         self.hooks.append((state, hook))
         if self.reducer is not None:
             self.reducer.common.register_hook(state, hook)
@@ -244,6 +241,11 @@ class ReducerReplication(Replication):
                 f"{what}: this module has been replicated or wrapped once more since, and what was made later "
                 "synchronises its gradients; use that"
             )
+
+    @property
+    def has_local_gradients(self) -> bool:
+        """See :class:`Replication`."""
+        return self.reducer is not None and self.reducer.rank_state.contribution.drift.has_local_gradients
 
     # ----------------------------------------------------------------------------- training state
 

@@ -9,17 +9,17 @@ import functools
 import weakref
 from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch.nn import Module
 
-from lockstep.distributed.reduction.selection import sharded_children
+from lockstep.distributed.reduction.parameters import sharded_children
 from lockstep.distributed.replication.options import Options, read_options
 from lockstep.distributed.replication.reducer_replication import ReducerReplication, rounds_of
 from lockstep.distributed.replication.replication import Replication, find_replication, register, replication_of
 from lockstep.errors import AlreadyManagedError, OptionError
+from lockstep.wrapper import ModuleHook
 
-M = TypeVar("M", bound=Module)
 Loss = Literal["sum", "mean"]
 """What the loss of a share is, over its rows."""
 WithShares = Callable[[Module, Options, Collection[Module], int, Loss], Replication]
@@ -37,13 +37,13 @@ def replicate_shares_with(make: WithShares) -> None:
 
 
 def replicate(
-    module: M,
+    module: Module,
     ignored_modules: Iterable[Module] | None = None,
     *,
     shares: int | None = None,
     loss: Loss = "sum",
     **options: Any,
-) -> M:
+) -> "Replicated":
     """Replicate a module over a process group, in place: ``param.grad`` becomes the mean over all ranks.
 
     After every backward pass that synchronises, each rank's ``param.grad`` is the mean over the ranks of the gradients
@@ -54,14 +54,16 @@ def replicate(
     Args:
         module: The module; the same object is returned. Its class is replaced by a subclass, so ``isinstance``,
             attributes and ``state_dict`` stay; ``copy.deepcopy`` and ``pickle`` give the plain module, not replicated.
-            It gains the methods of :class:`Replicated`.
+            It gains the methods of :class:`lockstep.distributed.Replicated`, which is the type of the returned module:
+            see there what type checkers know of it.
         ignored_modules: Submodules that are not replicated, with everything below them.
         shares: The number of shares into which the batch of a step is cut, the same for the whole run. Then gradients
             have the same bits on any number of ranks up to that many: see docs/reproducibility.md. None: gradients are
             the mean over the ranks.
         loss: With ``shares``: ``"sum"`` if the loss of a share is a sum over its rows, or ``"mean"``.
         **options: The options of :class:`lockstep.DistributedDataParallel`, by name. Also ``device_id`` (int or
-            ``torch.device``): the accelerator to which tensors among the inputs of forward are moved.
+            ``torch.device``): the accelerator to which tensors among the inputs of forward are moved; ``reduce_dtype``:
+            the half precision in which gradients travel (they are added in float32).
 
     If the module is on the meta device, or there is no process group yet, the first forward begins the replication.
 
@@ -110,12 +112,26 @@ def replicate(
         assert _with_shares is not None
         replication = _with_shares(module, chosen, ignored, shares, loss)
     replication.start_if_possible()
-    _attach(module, replication)
-    return module
+    return _attach(module, replication)
 
 
-class Replicated:
-    """What a module gains from :func:`replicate`."""
+if TYPE_CHECKING:
+
+    class _TypedModule(Module, Any):
+        """The base of :class:`Replicated` for type checkers: they then take it for a module of any class."""
+
+        def __getattr__(self, name: str) -> Any: ...
+else:
+    _TypedModule = object  # in the class made at run time, the module's own class is the other base
+
+
+class Replicated(_TypedModule):
+    """What a module gains from :func:`replicate`, and the type that it has for mypy and pyright.
+
+    They know these methods and those of ``torch.nn.Module``; names of the module's own class have the type ``Any``. A
+    replicated module can be passed wherever its own class is expected. A name that was given to the module before
+    (``net = Net(); model = replicate(net)``) keeps its type.
+    """
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
         """Return True if backward passes that begin from now on synchronise; if not, gradients pile up on this rank.
@@ -187,36 +203,25 @@ def _without_hooks(hooks: Any) -> Any:
     )
 
 
-class _ForwardHook:
-    """A hook on a module; keeps the module's replication. It belongs to that module alone: a copy does nothing."""
-
-    def __init__(self, replication: Replication | None) -> None:
-        self._replication = replication
-
-    def __deepcopy__(self, memo: Any) -> Any:
-        return type(self)(None)
-
-    def __reduce__(self) -> Any:
-        return type(self), (None,)
-
-
-class _BeforeForward(_ForwardHook):
+class _BeforeForward(ModuleHook):
     def __call__(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return None if self._replication is None else self._replication.before_forward(args, kwargs)
+        return None if self._target is None else self._target.before_forward(args, kwargs)
 
 
-class _AfterForward(_ForwardHook):
+class _AfterForward(ModuleHook):
     def __call__(self, module: Module, args: tuple[Any, ...], outputs: Any) -> None:
-        if self._replication is not None:
-            self._replication.after_forward(outputs)
+        if self._target is not None:
+            self._target.after_forward(outputs)
 
 
-def _attach(module: Module, replication: Replication) -> None:
+def _attach(module: Any, replication: Replication) -> Replicated:
     register(module, replication)
     if not isinstance(module, Replicated):  # as a copy is of a module that was parametrized after replicating
         module.__class__ = replicated_class(type(module))
     module.register_forward_pre_hook(_BeforeForward(replication), with_kwargs=True, prepend=True)
     module.register_forward_hook(_AfterForward(replication))
+    attached: Replicated = module
+    return attached
 
 
 _classes: "weakref.WeakValueDictionary[type[Module], type[Module]]" = weakref.WeakValueDictionary()

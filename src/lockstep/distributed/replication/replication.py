@@ -1,4 +1,4 @@
-"""What a replicated module has, however its gradients are synchronised, and which module has which.
+"""What a replicated module has, however its gradients are synchronised, which module has which, and its training state.
 
 A :class:`Replication` is made by ``replicate()`` (then it belongs to the module itself) or by
 ``DistributedDataParallel`` (then to the wrapper). It becomes ready when the parameters are there and the group is: at
@@ -11,20 +11,21 @@ Modules do not carry their replication, so that their copies and pickles are pla
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Module
+from torch.nn import Module, Parameter
 from torch.nn.parameter import is_lazy
 
 from lockstep.compiler import outside_compiler
 from lockstep.distributed.comm.collectives import Collectives, Group, resolve_group
-from lockstep.distributed.reduction.selection import Contents, Selection, note_replicated
-from lockstep.distributed.reduction.values import broadcast_values
+from lockstep.distributed.reduction.buffers import Buffer
+from lockstep.distributed.reduction.parameters import Contents, Selection, note_replicated
 from lockstep.distributed.replication.options import Options, input_device, move_to
+from lockstep.dtensors import local_part
 from lockstep.errors import LockstepError, NotReplicableError
 from lockstep.phases import Phases, Statistics
 
@@ -82,9 +83,10 @@ class Replication(ABC):
             contents = self._selection.contents()
         except LockstepError as error:
             failure = error
+        agreed: Any = None
         if self.options.init_sync:
             try:
-                self._agree(contents, collectives, str(failure or ""))
+                agreed = self._agree(contents, collectives, str(failure or ""))
             except LockstepError as error:
                 if failure is not None:
                     raise failure from error
@@ -95,7 +97,7 @@ class Replication(ABC):
             with self.phases.phase("make equal"):
                 buffers = contents.buffers if self.options.syncs_buffers_at_start else []
                 broadcast_values([parameter for _, parameter in contents.parameters], buffers, collectives)
-        self._synchronise(contents, collectives)
+        self._synchronise(contents, collectives, agreed)
         self._group = group
         if self._restored is not None:
             self.restore(self._restored)
@@ -105,12 +107,18 @@ class Replication(ABC):
         """Return the process group; raise if there is none yet, or the module cannot be replicated over it."""
 
     @abstractmethod
-    def _agree(self, contents: Contents, collectives: Collectives, error: str) -> None:
-        """Compare with the other ranks; they raise the ``error`` of this one, if it has one, too."""
+    def _agree(self, contents: Contents, collectives: Collectives, error: str) -> Any:
+        """Compare with the other ranks; they raise the ``error`` of this one, if it has one, too.
+
+        Returns what :meth:`_synchronise` gets as ``agreed``.
+        """
 
     @abstractmethod
-    def _synchronise(self, contents: Contents, collectives: Collectives) -> None:
-        """Begin to synchronise gradients; parameters and buffers have the same values on all ranks."""
+    def _synchronise(self, contents: Contents, collectives: Collectives, agreed: Any) -> None:
+        """Begin to synchronise gradients; parameters and buffers have the same values on all ranks.
+
+        ``agreed`` is None if the ranks have not compared yet.
+        """
 
     # ------------------------------------------------------------------------------------- forward
 
@@ -164,6 +172,15 @@ class Replication(ABC):
         local = [tensor for tensor in replicated if id(tensor) in buffers]
         return [*self._selection.left_alone(), *local], [each for each in replicated if id(each) not in buffers]
 
+    def replicated_names(self) -> dict[int, str]:
+        """Return the names of the replicated parameters, by ``id``."""
+        return {id(each): name for name, each in self._selection.named_tensors() if isinstance(each, Parameter)}
+
+    @property
+    def has_local_gradients(self) -> bool:
+        """True if gradients have been accumulated that are this rank's only."""
+        return False
+
     # ----------------------------------------------------------------------------- training state
 
     @abstractmethod
@@ -173,6 +190,23 @@ class Replication(ABC):
     @abstractmethod
     def restore(self, state: dict[str, Any]) -> None:
         """See :func:`lockstep.distributed.load_training_state_dict`."""
+
+
+@torch.no_grad()
+def broadcast_values(
+    parameters: Sequence[Tensor], buffers: Sequence[Buffer], collectives: Collectives, source: int = 0
+) -> None:
+    """Broadcast the values of rank ``source`` in a few large tensors."""
+    present = [(buffer, tensor) for buffer in buffers if (tensor := buffer.current()) is not None]
+    targets = [local_part(parameter) for parameter in parameters]
+    tensors = [*targets, *(tensor for _, tensor in present)]
+    for number, value in collectives.broadcast_coalesced(tensors, "initial values", source):
+        if collectives.rank == source:
+            continue
+        if number < len(targets):
+            targets[number].copy_(value)
+        else:
+            present[number - len(targets)][0].assign(value)
 
 
 # ----------------------------------------------------------------------------- which module has which
@@ -193,6 +227,12 @@ def find_replication(module: Module) -> Replication | None:
     return None if link is None else link()
 
 
+def replications() -> list[Replication]:
+    """Return all replications of this process, in the order in which they were made."""
+    found = (link() for link in list(_replications.values()))
+    return list(dict.fromkeys(each for each in found if each is not None))
+
+
 def replication_of(module: Module, caller: str) -> Replication:
     """Return the replication of a module or a wrapper; raises :class:`NotReplicableError` if it has none."""
     found = find_replication(module)
@@ -202,3 +242,62 @@ def replication_of(module: Module, caller: str) -> Replication:
             "replicate(), or the DistributedDataParallel around it"
         )
     return found
+
+
+def own_names(module: Module, inner: Module) -> set[str]:
+    """Return the names of parameters and buffers in ``inner`` (the module, or the wrapped one) that are not replicated.
+
+    These are the ones that a replicated module at or below it leaves out (``ignored_modules``,
+    ``params_and_buffers_to_ignore``), and its buffers under the policy ``"local"``.
+    """
+    own: set[int] = set()
+    shared: set[int] = set()
+    for each in module.modules():
+        replication = find_replication(each)
+        if replication is not None:
+            kept, equal = replication.own_and_replicated()
+            own.update(map(id, kept))
+            shared.update(map(id, equal))
+    named = [*inner.named_parameters(remove_duplicate=False), *inner.named_buffers(remove_duplicate=False)]
+    return {name for name, tensor in named if id(tensor) in own - shared}
+
+
+def training_state_dict(module: Module) -> dict[str, Any]:
+    """Return the state that training resumes from, besides the ``state_dict`` of the module and the optimizer.
+
+    Args:
+        module: A module from :func:`lockstep.replicate`, or a :class:`lockstep.DistributedDataParallel`.
+
+    Returns:
+            The round's number, the bucket plan as JSON, and the state of each communication hook: its ``state_dict()``
+            if it has one, else its attributes without process groups. Hook states may differ between ranks (error
+            feedback of PowerSGD), so save one for each rank. ``torch.save`` and distributed checkpoints can store it.
+
+    Communicates nothing.
+
+    Raises :class:`NotReplicableError` for a module that is not replicated.
+
+    Example:
+        >>> import torch, torch.distributed as dist, lockstep
+        >>> group = dist.ProcessGroupGloo(dist.HashStore(), 0, 1)
+        >>> model = lockstep.replicate(torch.nn.Linear(2, 1), process_group=group)
+        >>> training_state_dict(model)["round"]
+        0
+
+    Stands for: pickling the state of a communication hook by hand, as PyTorch's documentation shows for PowerSGD.
+    """
+    return replication_of(module, "training_state_dict").training_state()
+
+
+def load_training_state_dict(module: Module, state_dict: dict[str, Any]) -> None:
+    """Load a state returned by :func:`training_state_dict`, on every rank.
+
+    Register the same hooks in the same order before. A module that is not set up yet loads it then. Communicates
+    nothing now; a plan that is new to the module is compared among the ranks, in one small all-gather, before it is
+    used.
+
+    Raises :class:`NotReplicableError` or :class:`LayoutError` if the state is of other hooks or of another module.
+
+    Stands for: the counterpart of :func:`training_state_dict`.
+    """
+    replication_of(module, "load_training_state_dict").restore(state_dict)

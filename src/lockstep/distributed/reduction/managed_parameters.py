@@ -1,4 +1,4 @@
-"""Knows which reducer synchronises the gradient of a parameter, and keeps that reducer alive.
+"""A parameter whose gradient is synchronised, and the reducer that synchronises it.
 
 The reducer that claimed a parameter last synchronises it, even after the wrapper or the whole network has been dropped.
 So each module holds the reducer of its parameters, which does not refer back to the module. An attribute of the module
@@ -12,7 +12,69 @@ from collections.abc import Iterable
 from typing import Any, Protocol
 from weakref import ref
 
+import torch
+from torch import Tensor
 from torch.nn import Module, Parameter
+
+from lockstep.buckets import TensorSpec
+from lockstep.dtensors import local_part, matching_gradient
+from lockstep.errors import LayoutError
+
+
+class ManagedParameter:
+    """A parameter whose gradient is synchronised, with its name and its index among those of the module."""
+
+    __slots__ = ("__weakref__", "_kind", "index", "name", "parameter", "sparse", "spec")
+
+    def __init__(self, index: int, name: str, parameter: Parameter, sparse: bool) -> None:
+        self.index, self.name, self.parameter, self.sparse = index, name, parameter, sparse
+        dtype = getattr(parameter, "grad_dtype", None) or parameter.dtype
+        spec = TensorSpec.of(local_part(parameter), name)
+        self.spec = TensorSpec(name, spec.shape, spec.stride, dtype, spec.device)
+        self._kind = _kind_of(parameter)
+
+    def take(self, grad: Tensor) -> Tensor:
+        """Return this rank's part of a gradient as a plain tensor; raise if its dtype or shape is not as planned."""
+        local = matching_gradient(grad.detach(), self.parameter)
+        self.check(local)
+        return local
+
+    def check(self, local: Tensor) -> None:
+        """Raise :class:`LayoutError` if a parameter or gradient is not of the planned dtype, shape and device."""
+        spec = self.spec
+        if local.shape != spec.shape or local.dtype != spec.dtype or local.device != spec.device:
+            raise LayoutError(
+                f"parameter {self.name} had gradients of {spec.dtype}, shape {spec.shape}, on {spec.device} when its "
+                f"module was replicated, and has one of {local.dtype}, shape {tuple(local.shape)}, on {local.device} "
+                "now; change shape, dtype and device of a module before replicating it"
+            )
+
+    def check_parameter(self) -> None:
+        """Raise :class:`LayoutError` if the dtype, shape or device of the parameter has changed."""
+        kind = _kind_of(self.parameter)
+        if kind != self._kind:
+            raise LayoutError(
+                f"parameter {self.name} was {_describe(*self._kind)} when its module was replicated, and is "
+                f"{_describe(*kind)} now; change shape, dtype and device of a module before replicating it"
+            )
+
+    def zeros(self) -> Tensor:
+        """Return zeros of the planned dtype and shape; if gradients are sparse, a tensor without entries."""
+        spec = self.spec
+        if self.sparse:
+            size = (1, 0), (0, *spec.shape[1:])
+            indices = torch.empty(size[0], dtype=torch.int64, device=spec.device)
+            values = torch.empty(size[1], dtype=spec.dtype, device=spec.device)
+            return torch.sparse_coo_tensor(indices, values, spec.shape, check_invariants=True).coalesce()
+        return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=spec.device).zero_()
+
+
+def _kind_of(parameter: Parameter) -> tuple[torch.dtype, torch.Size, torch.device]:
+    return parameter.dtype, parameter.shape, parameter.device
+
+
+def _describe(dtype: torch.dtype, shape: torch.Size, device: torch.device) -> str:
+    return f"{dtype}, shape {tuple(shape)}, on {device}"
 
 
 class Owner(Protocol):

@@ -32,7 +32,8 @@ class RunAll:
 
     def end(self) -> None:
         """Raise the first error, with the others as notes."""
-        errors, self._errors = self._errors, []
+        errors = self._errors[:]
+        self._errors.clear()
         for later in errors[1:]:
             errors[0].add_note(f"After it, {type(later).__name__}: {later}")
         if errors:

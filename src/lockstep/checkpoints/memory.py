@@ -1,0 +1,183 @@
+"""Folders in memory of the host, which outlives the ranks: where snapshots of a run lie, and what is left of others.
+
+::
+
+    /dev/shm/lockstep-UID/         of this user alone
+        NAME-DIGEST/               of one path: that of the checkpoints, by its name and a digest of all of it
+            save-.../              snapshots, with the layout of checkpoints
+            PATH                   the path
+            history.jsonl          when ranks began and failed
+            lock                   locked by each process that takes snapshots there
+
+A snapshot counts only beside the folder that it was made for: ``path/.run`` there holds the id of its run. So whoever
+removes a run's checkpoints, or moves them away, begins anew.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+from lockstep.checkpoints.files import FileSystem, OpenFile
+from lockstep.checkpoints.layout import MARKER, list_saved
+from lockstep.errors import CheckpointError
+from lockstep.user_folder import user_folder
+
+ROOT = Path("/dev/shm")
+"""The file system in memory that all processes of a host share."""
+PATH, LOCK, RUN = "PATH", "lock", ".run"
+
+
+class MemoryFolder:
+    """The folder in memory for one path of checkpoints; it need not exist."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    @classmethod
+    def of(cls, path: Path) -> "MemoryFolder | None":
+        """Return that for a path; None on a system without such memory.
+
+        Raises :class:`CheckpointError` if others can write there.
+        """
+        if not ROOT.is_dir():
+            return None
+        whole = str(path.resolve())
+        return cls(_of_user() / f"{path.resolve().name}-{hashlib.sha256(whole.encode()).hexdigest()[:12]}")
+
+    def make(self, path: Path) -> None:
+        """Make it, for checkpoints in ``path``."""
+        for _ in range(3):  # another run may have ended, and have removed the one that was empty
+            _of_user(make=True)
+            with contextlib.suppress(FileNotFoundError):
+                self.folder.mkdir(mode=0o700, exist_ok=True)
+                break
+        if not (self.folder / PATH).exists():
+            _write(self.folder / PATH, f"{path.resolve()}\n")
+
+    @property
+    def path(self) -> str:
+        """The path of the checkpoints; empty if nobody has noted it."""
+        with contextlib.suppress(OSError):
+            return (self.folder / PATH).read_text().rstrip("\n")
+        return ""
+
+    @property
+    def size(self) -> int:
+        """The memory that it takes, in bytes."""
+        with contextlib.suppress(OSError):
+            return sum(each.stat().st_blocks * 512 for each in self.folder.rglob("*"))
+        return 0
+
+    def lock(self) -> IO[bytes]:
+        """Lock it for as long as the returned file is open: not even a process that is killed leaves the lock."""
+        file = open(self.folder / LOCK, "ab+")  # noqa: SIM115  (closed by the caller)
+        fcntl.lockf(file, fcntl.LOCK_SH)  # of this process alone: those that it forks do not hold it
+        return file
+
+    @property
+    def is_used(self) -> bool:
+        """True if a process on this host takes snapshots there."""
+        try:
+            with open(self.folder / LOCK, "rb+") as file:
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except FileNotFoundError:
+            return False
+        except OSError:
+            return True
+        return False
+
+    def remove(self) -> None:
+        """Remove it, as far as it is there: whatever is left if this process ends meanwhile counts as torn."""
+        for each in list_saved(self.folder):
+            (each.folder / MARKER).unlink(missing_ok=True)
+        shutil.rmtree(self.folder, ignore_errors=True)
+        with contextlib.suppress(OSError):  # others are in use
+            self.folder.parent.rmdir()
+
+
+def all_folders() -> Iterator[MemoryFolder]:
+    """Yield those of this user on this host."""
+    if not ROOT.is_dir():
+        return
+    parent = _of_user()
+    if parent.is_dir():
+        yield from (MemoryFolder(each) for each in sorted(parent.iterdir()) if each.is_dir())
+
+
+def run_of(path: Path) -> str:
+    """Return the id of the run whose snapshots count beside the checkpoints in a folder; empty if there is none."""
+    with contextlib.suppress(OSError):
+        return (path / RUN).read_text().strip()
+    return ""
+
+
+def note_run(path: Path, run: str) -> None:
+    """Let the snapshots of a run count."""
+    if run_of(path) != run:
+        _write(path / RUN, f"{run}\n")
+
+
+def check_room(folder: Path, needed: int) -> None:
+    """Raise :class:`CheckpointError` if the memory of the host does not have so many bytes left for a folder."""
+    there = os.statvfs(folder)
+    free, what = there.f_bavail * there.f_frsize, f"{ROOT} has"
+    with contextlib.suppress(OSError, StopIteration, ValueError):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        left = 1024 * int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1])
+        free, what = min((free, what), (left, "this host has"))
+    with contextlib.suppress(OSError, ValueError):  # of a container
+        group = Path("/sys/fs/cgroup")
+        left = int((group / "memory.max").read_text()) - int((group / "memory.current").read_text())
+        free, what = min((free, what), (left, "the memory limit of this container leaves"))
+    if free < needed:
+        raise CheckpointError(
+            f"snapshots need {needed / 2**20:,.1f} MiB of memory, for two copies of the state, and {what} "
+            f"{free / 2**20:,.1f} MiB: give it more (`docker run --shm-size`, an emptyDir with medium: Memory), take "
+            "away what other runs have left (`lockstep runs --clean`), or save to the disk, by run.save(wait=False)"
+        )
+
+
+class MemoryFiles(FileSystem):
+    """Files that are as safe when they are written as they will ever be: there is nothing to wait for."""
+
+    def create(self, path: Path) -> OpenFile:
+        """Create a file; raise ``FileExistsError`` if there is one of that name."""
+        return _MemoryFile(path)
+
+    def make_folder(self, path: Path) -> None:
+        """Make a folder of this user alone in an existing one."""
+        os.mkdir(path, 0o700)
+
+    def sync_folder(self, path: Path) -> None:
+        """Do nothing."""
+
+    def sync(self, *what: OpenFile | Path) -> None:
+        """Return when all processes of the host see what these files hold."""
+        for each in what:
+            if isinstance(each, OpenFile):
+                each.sync()
+
+
+class _MemoryFile(OpenFile):
+    def sync(self) -> None:
+        self.hand_over()
+
+
+def _of_user(*, make: bool = False) -> Path:
+    try:
+        return user_folder(ROOT, make=make)
+    except PermissionError as error:
+        raise CheckpointError(f"snapshots are neither taken nor found: {error}; remove it") from None
+
+
+def _write(path: Path, text: str) -> None:
+    """Write a small file at once, whoever else does the same."""
+    new = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
+    new.write_text(text)
+    os.replace(new, path)

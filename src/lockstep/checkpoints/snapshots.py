@@ -1,0 +1,159 @@
+"""Snapshots: checkpoints in memory of the host, taken often, of which the newest one is kept."""
+
+import base64
+import contextlib
+import math
+import time
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lockstep.checkpoints.files import FileSystem, make_folders
+from lockstep.checkpoints.layout import UNFINISHED, StoredFile, list_saved, rank_file
+from lockstep.checkpoints.lineage import lineage_of
+from lockstep.checkpoints.memory import MemoryFiles, MemoryFolder, check_room, note_run
+from lockstep.checkpoints.ranks import Ranks
+from lockstep.checkpoints.removal import discard
+from lockstep.checkpoints.saving import Saving
+from lockstep.errors import CheckpointError, OptionError
+from lockstep.tree import tensors_in
+
+LARGEST_SENT = 1 << 20
+"""Bytes of a rank's own state up to which each host gets a copy: it may be the only one that is left."""
+
+
+class Pace:
+    """PURE: when the next snapshot is due, from what the last one has cost; the same on all ranks."""
+
+    def __init__(self) -> None:
+        self._calls, self._next = 0, 1
+        self._at, self._since = 0, 0.0
+
+    def is_due(self, every: int | None) -> bool:
+        """Count a call, and return True if it is to take a snapshot."""
+        self._calls += 1
+        return self._calls >= self._next if every is None else self._calls % every == 0
+
+    def step_seconds(self, now: float) -> float:
+        """Return the time of a step since the last snapshot; 0 if this is the first one."""
+        return (now - self._since) / (self._calls - self._at) if self._at else 0.0
+
+    def took(self, seconds: float, step_seconds: float, at_most: float, now: float) -> None:
+        """Note a snapshot that has taken ``seconds``, where a step takes ``step_seconds``: both as agreed on."""
+        steps = math.ceil(seconds / at_most / step_seconds) if step_seconds else 1
+        self._at, self._since, self._next = self._calls, now, self._calls + max(1, steps)
+
+
+class Snapshots:
+    """The snapshots of one run, on one rank."""
+
+    def __init__(self, path: Path, ranks: Ranks) -> None:
+        memory = MemoryFolder.of(path)
+        if memory is None:
+            raise CheckpointError("run.snapshot() needs memory that outlives the ranks, /dev/shm: there is none here")
+        self._path, self.memory, self._ranks = path, memory, ranks
+        self._pace, self._lock = Pace(), contextlib.ExitStack()
+        self._locked = False
+        self._last: int | None = None
+
+    def take(
+        self, state: Mapping[str, Any], every: int | None, at_most: float, step: int | None, above: int
+    ) -> int | None:
+        """Take a snapshot if one is due, and return its number; every rank calls it."""
+        if (every is not None and every < 1) or not 0 < at_most <= 1:
+            raise OptionError(
+                f"snapshot(every={every}, at_most={at_most}): every is a number of calls from 1 on, or None, and "
+                "at_most a share of the time, above 0 and at most 1"
+            )
+        if not self._pace.is_due(every):
+            return None
+        begin = time.monotonic()
+        step_seconds = self._pace.step_seconds(begin)
+        saving = _Snapshot(self._path, self.memory, self._ranks, above, self._last, first=not self._locked)
+        saving.save(state, 1, step)
+        if not self._locked:
+            self._lock.enter_context(self.memory.lock())
+        self._locked, self._last = True, saving.number
+        if every is None:
+            told = self._ranks.tell([time.monotonic() - begin, step_seconds], "what a snapshot has cost")
+            # Whoever has come last has waited least for others, which they would have done in the next step anyway.
+            seconds, of_step = (min(each) for each in zip(*told, strict=True))
+            self._pace.took(seconds, of_step, at_most, time.monotonic())
+        return saving.number
+
+    def resumed(self, number: int) -> None:
+        """Note that this run goes on from state of that number, so that those in memory until then are its own."""
+        self._last = max([number, *(each.number for each in list_saved(self.memory.folder))])
+
+    def close(self, *, remove: bool) -> None:
+        """Release the memory; ``remove``: nobody needs it any more."""
+        if remove and self._last is not None:
+            self.memory.remove()
+        self._lock.close()
+
+
+class _Snapshot(Saving):
+    """One snapshot, on one rank: a checkpoint in memory, of the run whose checkpoints on the disk are at ``path``."""
+
+    def __init__(
+        self, path: Path, memory: MemoryFolder, ranks: Ranks, above: int, last: int | None, *, first: bool = True
+    ) -> None:
+        super().__init__(memory.folder, MemoryFiles(), ranks, above)
+        self._disk, self._memory, self._last, self._first = path, memory, last, first
+
+    def _prepare(self, state: Mapping[str, Any], copy: bool) -> dict[str, Any]:
+        self._memory.make(self._disk)
+        answer = super()._prepare(state, copy)
+        if self._first:
+            size = sum(each.nbytes for parts in self._parts.values() for each in tensors_in([parts.shared, parts.own]))
+            check_room(self._path, 2 * size - self._memory.size)
+        return answer
+
+    def _own_run(self) -> str:
+        found = [each.number for each in list_saved(self._path) if each.is_finished]
+        newest = max(found, default=0)
+        if self._last is None and found:
+            warnings.warn(
+                f"the memory of this host holds a snapshot of an earlier run of {self._disk}, and this run has not "
+                "resumed from it: those of this run take its place",
+                stacklevel=6,
+            )
+        elif self._last is not None and newest > self._last:
+            raise CheckpointError(
+                f"another run takes snapshots for {self._disk}: {newest} is newer than all that this run has taken or "
+                "resumed from. End one of them, or give each a folder"
+            )
+        return lineage_of(self._disk).run
+
+    def _remember(self) -> None:
+        """Do nothing: the lineage is that of the checkpoints on the disk."""
+
+    def _write(self, leaders: list[int]) -> dict[str, Any]:
+        answer = super()._write(leaders)
+        name = rank_file(self._ranks.rank)
+        if len(set(leaders)) > 1 and answer["files"][name]["bytes"] <= LARGEST_SENT:
+            self._new.flush()
+            answer["own"] = base64.b64encode((self._new.path / name).read_bytes()).decode()
+        return answer
+
+    def _complete(self, written: list[dict[str, Any]], leaders: list[int]) -> dict[str, StoredFile]:
+        """Also write the own state of ranks on other hosts, which may be the only copy that is left."""
+        make_folders(FileSystem(), self._disk)
+        note_run(self._disk, self.run)
+        files = super()._complete(written, leaders)
+        for rank, each in enumerate(written):
+            name = rank_file(rank)
+            if name in files or "own" not in each:
+                continue
+            files[name] = StoredFile(**each["files"][name])
+            self._new.create(name).write(base64.b64decode(each["own"]))
+        return files
+
+    def _clear(self) -> None:
+        """Keep this one alone: it is whole on every rank."""
+        for each in list_saved(self._path):
+            if each.number != self.number:
+                discard(self._files, each.folder)
+        for folder in self._path.glob(UNFINISHED + "*"):
+            discard(self._files, folder)

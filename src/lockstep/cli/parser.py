@@ -1,0 +1,40 @@
+"""Reads the command line: what is wrong with it is told in one line, with the nearest name that there is."""
+
+import argparse
+import difflib
+import re
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser that ends the command with one line on stderr and exit code 2, without the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        """Say what is wrong, and end."""
+        if wrong := re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message):
+            message = f"there is no {wrong[1]!r}{_near(wrong[1], re.findall(r'[a-z]+', wrong[2]))}"
+        self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse; an unknown argument of a subcommand is an error of that subcommand, which knows its options."""
+        parsed, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"there is no {unknown[0]!r}{_near(unknown[0], list(self._option_string_actions))}")
+        return parsed, unknown
+
+
+def positive(text: str) -> int:
+    """Return the number that an argument gives: 1 or more."""
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of at least 1")
+    return number
+
+
+def _near(name: str, known: Sequence[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1)
+    return f": did you mean {near[0]}?" if near else f" among {', '.join(known)}"

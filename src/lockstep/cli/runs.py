@@ -1,0 +1,71 @@
+"""``lockstep runs``: lists the snapshots that runs have in the memory of this host, and removes what is left."""
+
+import argparse
+import json
+from typing import Any
+
+from lockstep.checkpoints import history
+from lockstep.checkpoints.layout import TornError, list_saved, read_manifest
+from lockstep.checkpoints.memory import MemoryFolder, all_folders
+
+DESCRIPTION = """
+List the snapshots that runs of this user have in the memory of this host (run.snapshot()): of runs that take them now,
+and of runs that have failed, which go on from there. With the history of each: when its ranks began, which failed.
+"""
+
+
+def add_to(subparsers: Any) -> None:
+    """Add the subcommand to a parser's."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "runs", help="snapshots in the memory of this host, and the history of their runs", description=DESCRIPTION
+    )
+    parser.add_argument("--clean", action="store_true", help="remove those of runs that have ended")
+    parser.add_argument("--forget", action="store_true", help="remove their histories alone: a run may start again")
+    parser.add_argument("--json", action="store_true", help="a JSON object for each run, one a line")
+    parser.set_defaults(call=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """List, and remove what is to be removed."""
+    found = list(all_folders())
+    if not found and not options.json:
+        print("no run has snapshots in the memory of this host")
+    for memory in found:
+        removed = options.clean and not memory.is_used
+        told = describe(memory) | {"removed": removed}
+        if removed:
+            memory.remove()
+        elif options.forget:
+            history.forget(memory.folder)
+        print(json.dumps(told) if options.json else as_text(told))
+    return 0
+
+
+def describe(memory: MemoryFolder) -> dict[str, Any]:
+    """Return what there is of a run."""
+    snapshot = None
+    for saved in list_saved(memory.folder):
+        try:
+            manifest = read_manifest(saved.folder)
+        except TornError:
+            continue
+        snapshot = {"step": manifest.step, "time": manifest.time, "ranks": manifest.world_size}
+    return {
+        "path": memory.path,
+        "folder": str(memory.folder),
+        "bytes": memory.size,
+        "runs": memory.is_used,
+        "snapshot": snapshot,
+        "history": [event.describe() for event in history.read(memory.folder)],
+    }
+
+
+def as_text(told: dict[str, Any]) -> str:
+    """Return some lines for people."""
+    state = "removed" if told["removed"] else "runs" if told["runs"] else "has ended"
+    snapshot, size = told["snapshot"], f"{told['bytes'] / 2**20:,.1f} MiB"
+    what = "no whole snapshot"
+    if snapshot is not None:
+        what = f"snapshot after step {snapshot['step']}, {snapshot['time']}, of {snapshot['ranks']} ranks"
+    lines = [f"{told['path'] or told['folder']}: {state}; {what}; {size} in {told['folder']}"]
+    return "\n".join([*lines, *(f"  {event}" for event in told["history"])])

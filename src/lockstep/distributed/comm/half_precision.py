@@ -1,0 +1,185 @@
+"""The mean of a tensor over the ranks that travels in half precision: summed in float32, and rounded once.
+
+A backend's own all-reduce adds half precision in half precision, in a ring: it rounds at every rank, so that the error
+grows with their number. Here every rank's values are rounded to half precision, added in float32 in the order of the
+ranks, divided by their number, and the mean is rounded to half precision. So the bits of the result are a function of
+what the ranks have: the same on every rank and every backend, however the tensor is cut. Nothing is divided before it
+is rounded: what float16 can represent does not underflow, and neither a sum nor a mean of it overflows.
+
+There are three ways to do it:
+
+- :class:`_InSharedMemory`: the ranks read each other's float32, and round it while they add. Nothing travels.
+- :class:`_Whole`, up to two ranks: each gets all that the other has, in one all-gather. These are no more bytes than
+  with slices, in one step instead of two.
+- :class:`_InSlices`: rank ``r`` gets slice ``r`` of all ranks in an all-to-all, and adds it. The means are gathered
+  in a second step, which has to be asked for (:meth:`MeanInHalf.gather`), on all ranks or on none.
+
+Bytes are sent, not numbers: backends do not know every dtype.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lockstep.distributed.comm.collectives import Collectives, plain_memory
+
+HALF_PRECISION = (torch.bfloat16, torch.float16)
+"""The dtypes that can be asked for."""
+_BLOCK = 64 * 1024
+"""Number of elements added at a time on the CPU: they stay in the cache."""
+_LARGE_BLOCK = 16 * 1024 * 1024
+"""The same on an accelerator, where what is not in float32 needs memory of this size to be added in."""
+
+
+def travels_in_half(dtype: torch.dtype, half: torch.dtype | None) -> bool:
+    """Return True if gradients of a dtype travel in the half precision asked for, if any: float32, and half precision
+    of the same kind, whose sums would be rounded more than once."""
+    return half is not None and dtype in (torch.float32, half)
+
+
+class MeanInHalf(ABC):
+    """The mean of one flat tensor over the ranks, under way: :meth:`wait`, :meth:`gather` and :meth:`finish` follow."""
+
+    def __init__(self, collectives: Collectives, half: torch.dtype, tensor: Tensor, what: str, factor: float) -> None:
+        self._collectives, self._half = collectives, half
+        self._tensor, self._what = tensor, what
+        self._factor = factor
+        self._block = _BLOCK if tensor.is_cpu else _LARGE_BLOCK
+        self._scratch: Tensor | None = None  # made now: what fails later, fails on this rank alone
+        if tensor.dtype is not torch.float32:
+            self._scratch = torch.empty_like(tensor[: self._block], dtype=torch.float32)
+
+    @abstractmethod
+    def begin(self, blocking: bool) -> "MeanInHalf":
+        """Begin the collective that brings together what is to be added; ``blocking``: the caller waits for it next."""
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Return when what the other ranks have sent is here, and added up."""
+
+    @abstractmethod
+    def done(self) -> bool:
+        """Return True if :meth:`wait` need not wait for another rank."""
+
+    @abstractmethod
+    def gather(self) -> None:
+        """Start to exchange means, if ranks have only slices of them. All ranks do it in the same order, or none."""
+
+    def _add(self, rows: Tensor, tensor: Tensor) -> None:
+        """Write the mean of the rows, one from each rank, to the first of them; overwrites ``tensor``, which has no
+        more elements than a row."""
+        for begin in range(0, len(tensor), self._block):
+            block = slice(begin, min(len(tensor), begin + self._block))
+            total = tensor[block] if self._scratch is None else self._scratch[: block.stop - begin]
+            total.copy_(rows[0][block])
+            for row in rows[1:]:
+                total.add_(row[block])
+            rows[0][block].copy_(total.div_(len(rows)))
+
+    def finish(self) -> None:
+        """Return when the tensor has the mean, times the factor."""
+        if self._factor != 1:
+            self._tensor.mul_(self._factor)
+
+
+def begin_mean(
+    collectives: Collectives,
+    half: torch.dtype,
+    tensor: Tensor,
+    what: str,
+    factor: float = 1.0,
+    *,
+    blocking: bool = False,
+) -> MeanInHalf:
+    """Start to replace the values of a flat tensor by the mean over the ranks, which travels in half precision.
+
+    ``factor``: the mean is multiplied by it at the end, in the dtype of the tensor; ``blocking``: the caller waits for
+    it next, so no other thread has to make it progress.
+    """
+    kind: type[MeanInHalf] = _Whole if collectives.world <= 2 else _InSlices
+    if tensor.is_cpu and collectives.shares_memory:
+        kind = _InSharedMemory
+    return kind(collectives, half, tensor, what, factor).begin(blocking)
+
+
+def gather_all(means: Sequence[MeanInHalf]) -> None:
+    """Complete several means, which all ranks have in the same order."""
+    for mean in means:
+        mean.gather()
+    for mean in means:
+        mean.finish()
+
+
+class _InSharedMemory(MeanInHalf):
+    def begin(self, blocking: bool) -> MeanInHalf:
+        ranks = self._collectives
+        self._pending = ranks.mean_rounded_to(self._half, self._tensor, self._what, blocking=blocking)
+        return self
+
+    def wait(self) -> None:
+        self._pending.wait()
+
+    def done(self) -> bool:
+        return self._pending.done()
+
+    def gather(self) -> None:
+        pass  # every rank has all
+
+
+class _Whole(MeanInHalf):
+    def begin(self, blocking: bool) -> MeanInHalf:
+        ranks, tensor = self._collectives, self._tensor
+        self._rows = plain_memory(ranks.world * len(tensor), self._half, tensor.device).view(ranks.world, -1)
+        own = self._rows[ranks.rank].copy_(tensor)
+        ranks.comm_stats.reduces(own)
+        self._pending = ranks.all_gather_flat(_as_bytes(self._rows), _as_bytes(own), self._what)
+        return self
+
+    def wait(self) -> None:
+        self._pending.wait()
+        self._add(self._rows, self._tensor)
+        self._tensor.copy_(self._rows[0])
+        del self._rows
+
+    def done(self) -> bool:
+        return self._pending.done()
+
+    def gather(self) -> None:
+        pass  # every rank has all
+
+
+class _InSlices(MeanInHalf):
+    def begin(self, blocking: bool) -> MeanInHalf:
+        ranks, tensor = self._collectives, self._tensor
+        self._slice = -(-len(tensor) // ranks.world)
+        memory = ranks.world * self._slice, self._half, tensor.device
+        self._sent, self._rows = plain_memory(*memory), plain_memory(*memory).view(ranks.world, -1)
+        self._sent[: len(tensor)].copy_(tensor)
+        ranks.comm_stats.reduces(self._sent)
+        sizes = [self._slice * self._half.itemsize] * ranks.world
+        self._pending = ranks.all_to_all(_as_bytes(self._rows), _as_bytes(self._sent), sizes, sizes, self._what)
+        return self
+
+    def wait(self) -> None:
+        self._pending.wait()
+        begin = self._collectives.rank * self._slice
+        self._add(self._rows, self._tensor[begin : begin + self._slice])  # less than a slice, or nothing, at the end
+
+    def done(self) -> bool:
+        return self._pending.done()
+
+    def gather(self) -> None:
+        means, whole = _as_bytes(self._rows[0]), _as_bytes(self._sent)  # where it was sent from
+        self._pending = self._collectives.all_gather_flat(whole, means, f"means, {self._what}")
+
+    def finish(self) -> None:
+        self._pending.wait()
+        self._tensor.copy_(self._sent[: len(self._tensor)])
+        del self._rows, self._sent
+        super().finish()
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    return tensor.view(-1).view(torch.uint8)

@@ -1,0 +1,169 @@
+"""What a session does with the state of its run: saves it, takes snapshots of it, and goes on from it."""
+
+import contextlib
+import os
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from lockstep.checkpoints import history
+from lockstep.checkpoints.behind import WriteBehind
+from lockstep.checkpoints.files import FileSystem
+from lockstep.checkpoints.memory import MemoryFolder
+from lockstep.checkpoints.ranks import Ranks, RanksByStore
+from lockstep.checkpoints.resuming import Resumed, Resuming
+from lockstep.checkpoints.saving import Saving
+from lockstep.checkpoints.snapshots import Snapshots
+from lockstep.distributed.comm.collectives import Group
+from lockstep.errors import CommunicationError, CrashLoopError
+from lockstep.session.watch import store_of, unused_part
+from lockstep.store import BoundedStore, own_connection
+
+
+class _OfPath:
+    """What a session knows of one path."""
+
+    def __init__(self) -> None:
+        self.newest = 0
+        """The highest number of a checkpoint or snapshot that this run has, or may have, anywhere."""
+        self.on_disk = 0
+        """That of its newest checkpoint on the disk."""
+        self.in_memory = 0
+        """That of its newest snapshot."""
+        self.snapshots: Snapshots | None = None
+        self.noted = False
+        """True if the history says that this start has begun."""
+
+
+class RunState:
+    """The checkpoints and snapshots of a session, on one rank.
+
+    ``check`` raises if another rank has failed; ``timeout``: seconds to wait for a rank behind the training.
+    """
+
+    def __init__(self, group: Group, check: Callable[[], object], timeout: float) -> None:
+        self._group, self._check, self._timeout = group, check, timeout
+        self._paths: dict[Path, _OfPath] = {}
+        self._behind, self._ended = WriteBehind(), False
+        self._start = ""
+        """The id of this start of the ranks, alike on all of them from the first snapshot or resume on."""
+        self._process = os.getpid()
+
+    def save(self, path: Path, keep: int, step: int, state: dict[str, Any], *, wait: bool) -> Path:
+        """See :meth:`Session.save`."""
+        self._behind.wait()
+        known, ranks = self._of(path), Ranks(self._group)
+        saving = Saving(path, FileSystem(), ranks, known.newest)
+        saving.begin(state, keep, step, copy=not wait)
+        if wait:
+            saving.write(ranks)
+        else:
+            self._behind.start(saving, self._ranks_behind(ranks))
+        known.newest = known.on_disk = saving.number
+        return saving.folder
+
+    def _ranks_behind(self, ranks: Ranks) -> Callable[[], Ranks]:
+        """Return what makes the ranks for a thread of its own; counts the saves, alike on all ranks."""
+        if ranks.size == 1:
+            return lambda: ranks
+        store = unused_part(store_of(self._group), "save", ranks.rank)
+        return lambda: RanksByStore(
+            ranks, BoundedStore(own_connection(store, self._timeout)), self._check_behind, self._timeout
+        )
+
+    def _check_behind(self) -> None:
+        if self._ended:
+            raise CommunicationError("the session has ended with an error")
+        self._check()
+
+    def snapshot(self, path: Path, every: int | None, at_most: float, step: int, state: dict[str, Any]) -> bool:
+        """See :meth:`Session.snapshot`."""
+        known = self._of(path)
+        snapshots = self._snapshots(path)
+        number = snapshots.take(state, every, at_most, step, known.newest)
+        if number is None:
+            return False
+        if not known.in_memory:
+            self._note_start(path, 0)
+        known.newest = known.in_memory = number
+        return True
+
+    def resume(self, path: Path, state: dict[str, Any], give_up_after: int | None = None) -> Resumed | None:
+        """See :meth:`Session.resume`."""
+        self._behind.wait()
+        memory = MemoryFolder.of(path)
+        resuming = Resuming(path, Ranks(self._group), None if memory is None else memory.folder)
+        found = resuming.resume(state)
+        if give_up_after is not None and memory is not None:
+            self._check_for_a_circle(memory.folder, give_up_after, state)
+        known = self._of(path)
+        # A host that was cut off may hold one more, with the next number.
+        known.newest = max(known.newest, resuming.number + 1) if found is not None else known.newest
+        if found is not None and memory is not None:
+            self._snapshots(path).resumed(known.newest)
+        if found is not None and memory is not None:
+            self._note_start(path, found.step)
+        if resuming.in_memory:
+            known.in_memory = resuming.number
+        else:
+            known.on_disk = resuming.number
+        return found
+
+    def _note_start(self, path: Path, step: int | None) -> None:
+        """Begin a line of the history on each host, unless this start has one."""
+        known, ranks = self._of(path), Ranks(self._group)
+        if not self._start:
+            self._start = ranks.tell(secrets.token_hex(4), "the id of this start")[0]
+        folder = self._snapshots(path).memory.folder
+        if not known.noted and folder.is_dir():
+            known.noted = True
+            history.note(folder, history.BEGAN, self._start, step, ranks.size)
+
+    def _check_for_a_circle(self, folder: Path, give_up_after: int, state: dict[str, Any]) -> None:
+        """Raise :class:`CrashLoopError` on every rank if the last starts have all failed at one step."""
+        failures = history.failures_in_a_row(history.read(folder))
+        of_all = Ranks(self._group).tell([each.describe() for each in failures], "how often a step has failed")
+        longest = max(of_all, key=len)
+        if len(longest) < give_up_after:
+            return
+        where = [f"{name} is at {each.state_dict()}" for name, each in state.items() if hasattr(each, "epoch")]
+        raise CrashLoopError(
+            f"the last {len(longest)} starts have failed at the same step: {'; '.join(longest)}. The run goes on "
+            f"before it, where {', '.join(where) or 'no sampler says which batch it is'}: look at the batches from "
+            "there on. When the cause is gone, `lockstep runs --forget` lets it start again, and so does "
+            "resume(give_up_after=None)"
+        )
+
+    def note_failure(self, rank: int, step: int | None, why: str) -> None:
+        """Write to the histories which rank has failed."""
+        for known in self._paths.values():
+            if known.noted and known.snapshots is not None:
+                folder = known.snapshots.memory.folder
+                with contextlib.suppress(OSError):
+                    history.note(folder, history.FAILED, self._start, step, self._group.size(), rank=rank, why=why)
+
+    def end(self, error: BaseException | None) -> None:
+        """Wait for a save in flight, and raise what it has failed with; after an error, give it up."""
+        self._ended = error is not None
+        if error is None:
+            self._behind.wait()
+
+    def close(self, *, remove: bool, unless_newer: bool = False) -> None:
+        """Release the memory of snapshots; ``unless_newer``: leave what is newer than all that is on the disk."""
+        if self._process != os.getpid():
+            return
+        paths, self._paths = self._paths, {}
+        for known in paths.values():
+            if known.snapshots is not None:
+                needed = unless_newer and known.in_memory > known.on_disk
+                known.snapshots.close(remove=remove and not needed)
+
+    def _of(self, path: Path) -> _OfPath:
+        return self._paths.setdefault(path.resolve(), _OfPath())
+
+    def _snapshots(self, path: Path) -> Snapshots:
+        known = self._of(path)
+        if known.snapshots is None:
+            known.snapshots = Snapshots(path, Ranks(self._group))
+        return known.snapshots

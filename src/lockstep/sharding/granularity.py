@@ -1,0 +1,157 @@
+"""Finds out what an optimizer has to see of its parameters, by trying: it steps on small tensors, whole and in slices.
+
+If slices that are stepped alone get the bits of the whole, the optimizer updates element by element. If not, but a
+tensor that is stepped alone gets the bits that it gets among others, the optimizer has to see parameters whole (Muon,
+LAMB, Adafactor). If neither holds, it has to see all parameters at once (or it draws random numbers), and is refused.
+
+The tensors have the shapes of the parameters, but at most ``LONGEST`` elements along each dimension. Nothing of the
+program is changed: neither parameters nor state nor random numbers.
+"""
+
+import math
+from collections.abc import Hashable, Sequence
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lockstep.errors import ShardingError
+from lockstep.sharding.partition import ALIGNED
+from lockstep.sharding.twin import copied_options, make_twin, step_of
+
+STEPS = 3
+LONGEST = 320
+MOST = 1 << 18
+"""Number of elements of a tensor to try with, at most."""
+
+
+class Granularity(Enum):
+    """What an optimizer has to see of a parameter at once."""
+
+    ELEMENT = "element"
+    PARAMETER = "parameter"
+
+
+class Trials:
+    """The trials of one optimizer; each is made once for tensors of one shape in groups with the same options."""
+
+    def __init__(self, optimizer: Optimizer, kind: type[Optimizer]) -> None:
+        self._optimizer, self._kind = optimizer, kind
+        self._known: dict[Hashable, Granularity] = {}
+
+    def granularity(self, group: dict[str, Any], parameter: Tensor) -> Granularity:
+        """Return what the optimizer has to see of a parameter in a group; raise :class:`ShardingError` if that is more
+        than the parameter."""
+        shape = small_shape(parameter.shape)
+        options = tuple(f"{name}={value}" for name, value in group.items() if name not in ("params", "param_names"))
+        key = shape, parameter.dtype, parameter.device, options
+        if key not in self._known:
+            trial = _Trial(self._optimizer, self._kind, group, parameter, shape)
+            with torch.random.fork_rng(devices=_devices(parameter)), torch.enable_grad():
+                self._known[key] = trial.run()
+        return self._known[key]
+
+
+def small_shape(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return a shape of as many dimensions, but at most ``LONGEST`` elements along each and ``MOST`` in all."""
+    small = [min(size, LONGEST) for size in shape]
+    while math.prod(small) > MOST:
+        longest = small.index(max(small))
+        small[longest] = -(-small[longest] // 2)
+    return tuple(small)
+
+
+def _devices(parameter: Tensor) -> list[int]:
+    return [] if parameter.device.type != "cuda" else [parameter.device.index or 0]
+
+
+class _Trial:
+    """One trial: the same values and gradients, stepped in several ways."""
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        kind: type[Optimizer],
+        group: dict[str, Any],
+        parameter: Tensor,
+        shape: tuple[int, ...],
+    ) -> None:
+        self._optimizer, self._kind, self._group, self._shape = optimizer, kind, group, shape
+        self._like = parameter
+        generator = torch.Generator().manual_seed(25)
+        numel = math.prod(shape)
+        rows = torch.randn((2 + STEPS, numel), generator=generator, dtype=torch.float32, device="cpu")
+        self._rows = rows.to(parameter.device, parameter.dtype)
+
+    def run(self) -> Granularity:
+        reference = self._reference()
+        if self._in_slices(reference):
+            return Granularity.ELEMENT
+        if not self._alone(reference):
+            raise ShardingError(
+                f"{self._kind.__name__} gives a parameter of shape {tuple(self._like.shape)} another update beside "
+                "others than alone: it works on all parameters at once, or draws random numbers, so its state cannot "
+                "be sharded; use it as it is"
+            )
+        return Granularity.PARAMETER
+
+    def _reference(self) -> Tensor:
+        """Step on the tensor beside another one in its group, and one in another group."""
+        whole = [self._tensor(row, None) for row in (0, 1, 1)]
+        try:
+            self._step([whole[:2], whole[2:]])
+        except Exception as error:
+            raise ShardingError(
+                f"{self._kind.__name__} cannot be sharded: its step was tried on a tensor of shape {self._shape}, "
+                f"without a closure, and raised {type(error).__name__}: {error}"
+            ) from error
+        return whole[0].detach().reshape(-1)
+
+    def _in_slices(self, reference: Tensor) -> bool:
+        numel = reference.numel()
+        half = -(-numel // (2 * ALIGNED)) * ALIGNED if numel > ALIGNED else numel
+        slices = [slice(0, half), slice(half, numel)] if half < numel else [slice(0, numel)]
+        tensors = [self._tensor(0, each) for each in slices]
+        try:
+            twins = [self._step([[tensor]], each) for tensor, each in zip(tensors, slices, strict=True)]
+        except Exception:  # it takes no flat tensors
+            return False
+        states = [twin.state.get(tensor, {}) for twin, tensor in zip(twins, tensors, strict=True)]
+        if not all(_is_sliced(state, tensor) for state, tensor in zip(states, tensors, strict=True)):
+            return False
+        return _equal(torch.cat([tensor.detach() for tensor in tensors]), reference)
+
+    def _alone(self, reference: Tensor) -> bool:
+        tensor = self._tensor(0, None)
+        self._step([[tensor]])
+        return _equal(tensor.detach().reshape(-1), reference)
+
+    def _tensor(self, row: int, part: slice | None) -> Tensor:
+        values = self._rows[row].view(self._shape) if part is None else self._rows[row][part]
+        return values.clone().requires_grad_()
+
+    def _step(self, groups: Sequence[Sequence[Tensor]], part: slice | None = None) -> Optimizer:
+        twin = make_twin(self._optimizer, self._kind, [[] for _ in self._optimizer.param_groups])
+        vars(twin)["param_groups"] = [{**copied_options(self._group), "params": list(each)} for each in groups]
+        step = step_of(self._kind)
+        for row in self._rows[2:]:
+            for group in groups:
+                for number, tensor in enumerate(group):
+                    given = row.view(self._shape) if part is None else row[part]
+                    tensor.grad = given * (1 + number)
+            with torch.no_grad():
+                step(twin)
+        return twin
+
+
+def _is_sliced(state: dict[str, Any], tensor: Tensor) -> bool:
+    """Return True if every tensor of the state of a flat tensor has one element for each of it, or one in all."""
+    tensors = [each for each in state.values() if isinstance(each, Tensor)]
+    others = [each for each in state.values() if not isinstance(each, Tensor | int | float | bool | type(None))]
+    return not others and all(each.shape in (tensor.shape, ()) for each in tensors)
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))

@@ -1,0 +1,347 @@
+"""What one rank does of the step of a sharded optimizer, and what the ranks tell each other in it.
+
+A step goes in this order, on every rank:
+
+1. *place* - parameters that have a gradient and no place yet (new groups, unfrozen layers) are cut and given out.
+2. *agree* - one small all-gather: all ranks take the same step, with the same options, over the same parameters. If
+   not, it is an error by name on every rank, and nothing has been changed.
+3. *step* - the rank's twin optimizer steps on the rank's pieces, which are views of the parameters. If that fails on
+   any rank, its mark in the first chunk of the weights says so, and every rank gets the old values of its pieces back
+   from another one, as nobody has taken new ones yet.
+4. *gather* - each rank sends its pieces, and all copy them into their parameters.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lockstep.digests import text_digest
+from lockstep.distributed.comm.agreement import all_gather_object, first_differing
+from lockstep.distributed.comm.collectives import Collectives
+from lockstep.dtensors import local_part
+from lockstep.errors import AgreementError, LayoutError, PeerError, ShardingError
+from lockstep.sharding.granularity import Granularity, Trials
+from lockstep.sharding.partition import Piece, cut_evenly, matrix_cost, share_out
+from lockstep.sharding.pieces import as_bytes, check_dense, flat, flat_gradient, gradient_of
+from lockstep.sharding.streams import Moves, Streams
+from lockstep.sharding.twin import make_twin, shared_attributes, step_of
+from lockstep.texts import LONGEST_HEADLINE, shortened
+
+
+class Placed(NamedTuple):
+    """A parameter whose elements have been given out."""
+
+    name: str
+    parameter: Tensor
+    is_whole: bool
+    """True if it has gone to one rank, in its shape."""
+    kind: tuple[torch.dtype, torch.Size, torch.device]
+
+
+class OwnPiece(NamedTuple):
+    """A piece that this rank steps."""
+
+    piece: Piece
+    tensor: Tensor
+    """A view of the parameter's memory: what the twin has in its groups."""
+
+
+class _Bound(NamedTuple):
+    """What depends on where the parameters lie in memory."""
+
+    addresses: list[int]
+    streams: Streams | None
+    """None if there is one rank."""
+    moves: list[Moves]
+    """The places of each rank's pieces in the parameters."""
+
+
+class Shards:
+    """The pieces of all ranks, and this rank's twin of the optimizer."""
+
+    def __init__(self, optimizer: Optimizer, kind: type[Optimizer], collectives: Collectives) -> None:
+        self.collectives = collectives
+        self.placed: list[Placed] = []
+        self.by_rank: list[list[Piece]] = [[] for _ in range(collectives.world)]
+        """The pieces of each rank."""
+        self.own: list[OwnPiece] = []
+        self.twin = make_twin(optimizer, kind, [[] for _ in optimizer.param_groups])
+        self.steps = 0
+        self._kind, self._step = kind, step_of(kind)
+        self._numbers: dict[int, int] = {}
+        self._tensors: dict[int, list[OwnPiece]] = {}
+        self._bound = _Bound([], None, [])
+        self._trials = Trials(self.twin, kind)
+        self._digest = ""  # of all that has been placed
+        self._broken = ""  # why the weights or the state are not whole
+
+    @property
+    def rank(self) -> int:
+        """The rank in its group."""
+        return self.collectives.rank
+
+    # ------------------------------------------------------------------------------------- placing
+
+    def number_of(self, parameter: Tensor) -> int | None:
+        """Return the number of a parameter that has been given out, or None."""
+        return self._numbers.get(id(parameter))
+
+    def place(self, groups: Sequence[dict[str, Any]], names: dict[int, str]) -> None:
+        """Cut and give out parameters that have no place yet; what has one keeps it."""
+        new = [
+            (group, parameter)
+            for group in groups
+            for parameter in group["params"]
+            if id(parameter) not in self._numbers and parameter.numel()
+        ]
+        if not new:
+            return
+        sizes = [self._granularity(group, parameter, names) for group, parameter in new]
+        first = len(self.placed)
+        for (_, parameter), size in zip(new, sizes, strict=True):
+            self._numbers[id(parameter)] = len(self.placed)
+            kind = parameter.dtype, parameter.shape, parameter.device
+            self.placed.append(Placed(names[id(parameter)], parameter, size is Granularity.PARAMETER, kind))
+        self._give_out(range(first, len(self.placed)))
+        self._digest = self._digest_places()
+        self._bind()
+
+    def _granularity(self, group: dict[str, Any], parameter: Tensor, names: dict[int, str]) -> Granularity:
+        check_dense(parameter, names[id(parameter)])
+        found = self._trials.granularity(group, local_part(parameter))
+        return found if parameter.dim() else Granularity.PARAMETER  # an element is as good as the whole
+
+    def _give_out(self, numbers: Sequence[int]) -> None:
+        world = self.collectives.world
+        whole = [number for number in numbers if self.placed[number].is_whole]
+        locals_ = {number: local_part(self.placed[number].parameter) for number in numbers}
+        for rank, share in enumerate(share_out([matrix_cost(locals_[number].shape) for number in whole], world)):
+            self.by_rank[rank] += [Piece(whole[each], 0, locals_[whole[each]].numel()) for each in share]
+        for dtype in dict.fromkeys(locals_[number].dtype for number in numbers):
+            cut = [n for n in numbers if not self.placed[n].is_whole and locals_[n].dtype == dtype]
+            for rank, pieces in enumerate(cut_evenly([locals_[number].numel() for number in cut], world)):
+                self.by_rank[rank] += [piece._replace(number=cut[piece.number]) for piece in pieces]
+
+    def _bind(self) -> None:
+        """Make the pieces anew, where the parameters lie now; state goes with them."""
+        state, former = self.twin.state, {own.piece: own.tensor for own in self.own}
+        self.own = [OwnPiece(piece, self._view(piece)) for piece in self.by_rank[self.rank]]
+        moved = {own.tensor: state.pop(former[own.piece]) for own in self.own if former.get(own.piece) in state}
+        state.update(moved)
+        self._tensors = {}
+        for own in self.own:
+            self._tensors.setdefault(id(self.placed[own.piece.number].parameter), []).append(own)
+        self._bound = _Bound(self._addresses(), *self._streams())
+
+    def _view(self, piece: Piece) -> Tensor:
+        placed = self.placed[piece.number]
+        local = local_part(placed.parameter.detach())
+        return local if placed.is_whole else flat(local)[piece.start : piece.stop]
+
+    def _streams(self) -> tuple[Streams | None, list[Moves]]:
+        if self.collectives.world == 1:
+            return None, []
+        places = [[as_bytes(self._flat(piece)) for piece in pieces] for pieces in self.by_rank]
+        lengths = [sum(place.numel() for place in each) for each in places]
+        streams = Streams(lengths, self.collectives, self.placed[0].parameter.device)
+        return streams, [streams.moves(each) for each in places]
+
+    def _flat(self, piece: Piece) -> Tensor:
+        return flat(local_part(self.placed[piece.number].parameter.detach()))[piece.start : piece.stop]
+
+    def _addresses(self) -> list[int]:
+        return [local_part(placed.parameter).data_ptr() for placed in self.placed]
+
+    # ------------------------------------------------------------------------------------- a step
+
+    def step(self, optimizer: Optimizer, names: dict[int, str], problem: str) -> None:
+        """Take one step; ``problem``: the reason why this rank cannot, or an empty text.
+
+        Raises on every rank if it fails on any.
+        """
+        self._check_whole()
+        groups = optimizer.param_groups
+        try:
+            if not problem:
+                self._get_ready(optimizer, names)
+        except Exception as error:
+            if self.collectives.world == 1:
+                raise
+            self._agree(groups, f"{type(error).__name__}: {error}", error)
+        self._agree(groups, problem)
+        self.steps += 1
+        failure = self._step_own(groups)
+        for group, own in zip(groups, self.twin.param_groups, strict=True):
+            group.update((name, value) for name, value in own.items() if name != "params")
+        self._finish(failure)
+
+    def _check_whole(self) -> None:
+        if self._broken:
+            raise ShardingError(
+                f"{self._broken}. Load a checkpoint: model.load_state_dict() and optimizer.load_state_dict()"
+            )
+
+    def _get_ready(self, optimizer: Optimizer, names: dict[int, str]) -> None:
+        groups = optimizer.param_groups
+        self.place([{**group, "params": [p for p in group["params"] if p.grad is not None]} for group in groups], names)
+        if self._addresses() != self._bound.addresses:
+            self._check_kinds()
+            self._bind()
+        vars(self.twin).update(shared_attributes(optimizer))
+        for name in vars(self.twin).keys() & {"grad_scale", "found_inf"} - vars(optimizer).keys():
+            delattr(self.twin, name)
+        self._set_groups(groups)
+        self._take_gradients()
+
+    def _set_groups(self, groups: Sequence[dict[str, Any]]) -> None:
+        """Give the twin the groups as they are now, over this rank's pieces."""
+        self.twin.param_groups[:] = [
+            {**group, "params": [own.tensor for own in chain.from_iterable(self._own_of(group))]} for group in groups
+        ]
+
+    def _own_of(self, group: dict[str, Any]) -> Iterator[list[OwnPiece]]:
+        return (self._tensors.get(id(parameter), []) for parameter in group["params"])
+
+    def _check_kinds(self) -> None:
+        for placed in self.placed:
+            kind = placed.parameter.dtype, placed.parameter.shape, placed.parameter.device
+            if kind != placed.kind:
+                raise LayoutError(
+                    f"parameter {placed.name} had dtype, shape and device {placed.kind} when its optimizer was "
+                    f"sharded, and has {kind} now; convert and move a module before shard_optimizer()"
+                )
+
+    def _take_gradients(self) -> None:
+        for placed_id, pieces in self._tensors.items():
+            placed = self.placed[self._numbers[placed_id]]
+            if placed.parameter.grad is None:
+                continue
+            if placed.is_whole:
+                pieces[0].tensor.grad = gradient_of(placed.parameter, placed.name)
+                continue
+            gradient = flat_gradient(placed.parameter, placed.name)
+            for own in pieces:
+                own.tensor.grad = gradient[own.piece.start : own.piece.stop]
+
+    def _drop_gradients(self) -> None:
+        for own in self.own:
+            own.tensor.grad = None  # else the gradient's memory could not be used again
+
+    def _step_own(self, groups: Sequence[dict[str, Any]]) -> Exception | None:
+        try:
+            self._step(self.twin)
+        except Exception as error:
+            return error
+        finally:
+            self._drop_gradients()
+        return None
+
+    def _finish(self, failure: Exception | None) -> None:
+        """Send what was stepped, and take what the others have; give all back if it has failed on any rank."""
+        streams, moves = self._bound.streams, self._bound.moves
+        if streams is None:
+            if failure is not None:
+                raise failure
+            return
+        self._broken = f"step {self.steps} of the optimizer was cut short, so the weights may be of two steps"
+        what = f"weights, step {self.steps}"
+        marks = streams.gather(moves[self.rank], self._of_others(moves), what, int(failure is not None))
+        if any(marks):
+            self._give_back(streams, moves)
+            self._broken = f"step {self.steps} of the optimizer has failed, after some ranks had changed their state"
+            self._raise(failure)
+        self._broken = ""
+
+    def _of_others(self, moves: Sequence[Moves]) -> list[Moves | None]:
+        return [None if rank == self.rank else each for rank, each in enumerate(moves)]
+
+    def _give_back(self, streams: Streams, moves: Sequence[Moves]) -> None:
+        """Give every rank the old values of its pieces: the rank before it has them. The streams are turned by one."""
+        world = self.collectives.world
+        targets: list[Moves | None] = [None] * world
+        targets[(self.rank - 1) % world] = moves[self.rank]
+        streams.gather(moves[(self.rank + 1) % world], targets, f"weights from before step {self.steps}")
+
+    def _raise(self, failure: Exception | None) -> NoReturn:
+        text = "" if failure is None else shortened(f"{type(failure).__name__}: {failure}", LONGEST_HEADLINE)
+        told = all_gather_object(text, "error of the optimizer's step", self.collectives)
+        if failure is not None:
+            raise failure
+        rank = next(rank for rank, each in zip(self.collectives.global_ranks, told, strict=True) if each)
+        raise PeerError(
+            f"rank {self.collectives.global_rank}: step {self.steps} of the optimizer has failed on rank {rank} "
+            f"({next(filter(None, told))}); every rank has the weights from before it"
+        )
+
+    # ----------------------------------------------------------------------------------- agreeing
+
+    def agree_on_places(self, optimizer: Optimizer, error: Exception | None) -> None:
+        """Compare with all ranks what has been placed; raise on every rank if ranks differ or one has an ``error``."""
+        self._agree(optimizer.param_groups, "" if error is None else f"{type(error).__name__}: {error}", error)
+
+    def _agree(self, groups: Sequence[dict[str, Any]], problem: str, cause: Exception | None = None) -> None:
+        """Raise, on every rank, unless all take the same step; a rank with a ``problem`` tells it."""
+        if problem:
+            self._drop_gradients()
+        if self.collectives.world == 1:
+            if problem:
+                raise cause or ShardingError(problem)
+            return
+        lines = self._describe(groups)
+        told = all_gather_object(
+            [problem, text_digest(json.dumps(lines))], f"step {self.steps + 1} of the optimizer", self.collectives
+        )
+        if first_differing(told) is None and not problem:
+            return
+        self._drop_gradients()
+        ranks = self.collectives.global_ranks
+        for rank, (theirs, _) in zip(ranks, told, strict=True):
+            if theirs and not problem:
+                raise PeerError(f"rank {rank} cannot take step {self.steps + 1} of its sharded optimizer: {theirs}")
+        if problem:
+            raise cause or ShardingError(problem)
+        self._raise_difference(lines)
+
+    def _describe(self, groups: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
+        """Return what has to be the same on all ranks."""
+        lines = [("the number of steps", str(self.steps))]
+        for number, group in enumerate(groups):
+            options = {n: v for n, v in group.items() if n != "params" and isinstance(v, int | float | str | tuple)}
+            lines += [(f"the options of parameter group {number}", str(options))]
+            have = bytes(p.grad is not None for p in group["params"])
+            lines += [(f"which parameters of group {number} have a gradient", have.hex())]
+        return [*lines, ("the parameters and their pieces", self._digest)]
+
+    def _digest_places(self) -> str:
+        placed = [(each.name, each.is_whole, str(each.kind[:2])) for each in self.placed]
+        return f"{len(placed)} parameters, digest {text_digest(str((placed, self.by_rank))):x}"
+
+    def _raise_difference(self, lines: list[tuple[str, str]]) -> NoReturn:
+        rows = all_gather_object(lines, "what ranks step with", self.collectives)
+        for rank, row in zip(self.collectives.global_ranks, rows, strict=True):
+            for mine, theirs in zip(rows[0], row, strict=False):
+                if mine != theirs:
+                    raise AgreementError(
+                        f"ranks differ in {mine[0]} of a sharded optimizer: {mine[1]} on rank "
+                        f"{self.collectives.global_ranks[0]}, {theirs[1]} on rank {rank}; no weight has been changed. "
+                        "Make it the same on all ranks"
+                    )
+        raise AgreementError("ranks differ in the number of parameter groups of a sharded optimizer")
+
+    def load(self, groups: Sequence[dict[str, Any]], values: dict[int, Any], others: dict[Any, Any]) -> None:
+        """Load the state of this rank's pieces, by their place in :attr:`own`, and what belongs to none.
+
+        A step that had failed before does not matter any more.
+        """
+        self._set_groups(groups)
+        numbers = {own.tensor: number for number, own in enumerate(self.own)}
+        numbered = [
+            {**group, "params": [numbers[tensor] for tensor in group["params"]]} for group in self.twin.param_groups
+        ]
+        self.twin.load_state_dict({"state": {**values, **others}, "param_groups": numbered})
+        self._broken = ""

@@ -1,0 +1,75 @@
+"""An optimizer of the same class and options as another one, over other tensors: it does a rank's part of the step."""
+
+import copy
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lockstep.errors import ShardingError
+
+_OWN = {"param_groups", "state", "step"}
+"""Attributes that an optimizer does not share with its twin; its hooks are not shared either."""
+
+
+def make_twin(optimizer: Optimizer, kind: type[Optimizer], groups: Sequence[Sequence[Tensor]]) -> Optimizer:
+    """Return an optimizer of class ``kind`` without state, with the options of each group of ``optimizer``."""
+    twin = kind.__new__(kind)
+    vars(twin).update(shared_attributes(optimizer), state=defaultdict(dict))
+    for name, value in vars(optimizer).items():
+        if name.startswith("_optimizer_"):
+            vars(twin)[name] = type(value)() if isinstance(value, OrderedDict) else value
+    vars(twin)["param_groups"] = [
+        {**group, "params": list(tensors)} for group, tensors in zip(optimizer.param_groups, groups, strict=True)
+    ]
+    return twin
+
+
+def shared_attributes(optimizer: Optimizer) -> dict[str, Any]:
+    """Return what an optimizer has besides parameters, state and hooks: defaults, GradScaler's factors, its own."""
+    return {
+        name: value
+        for name, value in vars(optimizer).items()
+        if name not in _OWN and not name.startswith(("_optimizer_", "_sharding"))
+    }
+
+
+def step_of(kind: type[Optimizer]) -> Callable[[Optimizer], object]:
+    """Return the step of an optimizer's class without the hooks around it, which run once for the whole."""
+    step: Callable[[Optimizer], object] = kind.step
+    return getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step
+
+
+def check_attributes(optimizer: Optimizer) -> None:
+    """Raise :class:`ShardingError` if an optimizer refers to its parameters other than by groups and state."""
+    own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    for name, value in shared_attributes(optimizer).items():
+        if any(id(each) in own for each in _leaves(value, 3)):
+            raise ShardingError(
+                f"{type(optimizer).__name__} keeps its parameters in its attribute {name!r}: it works on all of them "
+                "at once, so its state cannot be sharded; use it as it is"
+            )
+
+
+def _leaves(value: Any, depth: int) -> Iterator[Any]:
+    if isinstance(value, dict) and depth:
+        for each in (*value.keys(), *value.values()):
+            yield from _leaves(each, depth - 1)
+    elif isinstance(value, list | tuple | set) and depth:
+        for each in value:
+            yield from _leaves(each, depth - 1)
+    elif isinstance(value, Tensor):
+        yield value
+
+
+def copied_options(group: dict[str, Any]) -> dict[str, Any]:
+    """Return copies of the options of a group, without its parameters."""
+    names = (name for name in group if name not in ("params", "param_names"))
+    return {name: _copied(group[name]) for name in names}
+
+
+def _copied(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)

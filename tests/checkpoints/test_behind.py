@@ -1,0 +1,221 @@
+"""save(wait=False): the checkpoint has the state of its moment, counts when it is whole, and its failure is told."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import lockstep
+from lockstep.checkpoints import saving
+from lockstep.checkpoints.files import FileSystem
+from lockstep.checkpoints.layout import list_saved
+from lockstep.checkpoints.ranks import Ranks, RanksByStore
+from lockstep.checkpoints.state import copies_of, entries_of, read
+from lockstep.errors import CheckpointError, CommunicationError, PeerFailure
+from lockstep.session import run_state
+from lockstep.store import BoundedStore
+from processes import be_launched, run_processes
+from threaded import run_ranks
+
+
+class HeldFiles(FileSystem):
+    """A disk that creates no file before it may."""
+
+    may = threading.Event()
+
+    def create(self, path):
+        assert self.may.wait(60)
+        return super().create(path)
+
+
+class FullDisk(FileSystem):
+    def create(self, path):
+        raise OSError(28, "No space left on device")
+
+
+@pytest.fixture
+def held(monkeypatch):
+    monkeypatch.setattr(run_state, "FileSystem", HeldFiles)
+    HeldFiles.may.clear()
+    yield HeldFiles.may
+    HeldFiles.may.set()
+
+
+def test_the_state_is_that_of_the_call_and_counts_when_it_is_whole(held, tmp_path):
+    model, history, noise = nn.Linear(2, 2), [1], torch.Generator().manual_seed(3)
+    model.tied = model.weight
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    number = torch.rand(1, generator=noise.clone_state())
+    with lockstep.session() as run:
+        folder = run.save(tmp_path, wait=False, model=model, history=history, noise=noise)
+        with torch.no_grad():
+            model.weight.zero_()
+        history.append(2)
+        torch.rand(1, generator=noise)
+        assert not folder.exists()
+        held.set()
+    assert [each.folder for each in list_saved(tmp_path)] == [folder]
+    assert lockstep.resume(tmp_path, model=model, noise=noise).values["history"] == [1]
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert torch.equal(torch.rand(1, generator=noise), number)
+
+
+def test_a_second_save_waits_for_the_first(held, tmp_path):
+    order = []
+    with lockstep.session() as run:
+        run.save(tmp_path, wait=False, x=1)
+        threading.Timer(0.2, lambda: (order.append("may"), held.set())).start()
+        run.save(tmp_path, x=2)
+        order.append("saved")
+        assert order == ["may", "saved"]
+        assert [each.number for each in list_saved(tmp_path) if each.is_finished] == [1, 2]
+        assert run.resume(tmp_path).values == {"x": 2}
+
+
+def test_resume_waits_for_what_is_in_flight(held, tmp_path):
+    with lockstep.session() as run:
+        run.save(tmp_path, wait=False, x=1)
+        threading.Timer(0.2, held.set).start()
+        assert run.resume(tmp_path).values == {"x": 1}
+
+
+def test_it_is_older_than_a_snapshot_that_was_taken_meanwhile(held, tmp_path):
+    with lockstep.session() as run:
+        run.save(tmp_path, wait=False, x=1)
+        run.snapshot(tmp_path, every=1, x=2)
+        held.set()
+        assert run.resume(tmp_path).values == {"x": 2}
+
+
+@pytest.mark.parametrize("when", ["save", "end"])
+def test_a_failure_is_raised_once_at_the_next_save_or_at_the_end(when, tmp_path):
+    session = lockstep.session()
+    with pytest.raises(CheckpointError, match=r"save\(\) failed: OSError: .*No space left on device"), session as run:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(run_state, "FileSystem", FullDisk)
+            run.save(tmp_path / "run", wait=False, x=1)
+        if when == "save":
+            try:
+                run.save(tmp_path / "run", x=2)
+            except CheckpointError:
+                run.save(tmp_path / "run", x=3)
+                raise
+    assert [each.name for each in (tmp_path / "run").iterdir()] == ["save-000002-step-00000000"] * (when == "save")
+
+
+def test_what_cannot_be_saved_is_an_error_at_once(tmp_path):
+    with (
+        lockstep.session() as run,
+        pytest.raises(CheckpointError, match=r"x is a threading.Event, which cannot be pickled"),
+    ):
+        run.save(tmp_path, wait=False, x=threading.Event())
+
+
+def test_copies_share_the_memory_of_tied_parameters():
+    layer = nn.Linear(300, 300)
+    model = nn.Sequential(layer, nn.ReLU(), layer)
+    parts = copies_of({entry.name: read(entry) for entry in entries_of({"model": model})})["model"]
+    assert parts.shared["0.weight"] is parts.shared["2.weight"]
+    assert parts.shared["0.weight"] is not layer.weight
+    assert parts.shared._metadata == model.state_dict()._metadata
+
+
+# -------------------------------------------------------------------------------------- many ranks
+
+
+def by_store(rank, store, timeout=20.0, check=lambda: None):
+    return RanksByStore(Ranks(rank.group), BoundedStore(store), check, timeout)
+
+
+def save_behind(rank, store, folder):
+    made = saving.Saving(folder, FileSystem(), Ranks(rank.group))
+    made.begin({"x": 1, "own": lockstep.per_rank(rank.rank)}, 3, 7, copy=True)
+    errors = []
+
+    def write():
+        try:
+            made.write(by_store(rank, store))
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    sums = [rank.gather(torch.ones(1)) for _ in range(20)]  # the group is free for the training
+    thread.join()
+    rank.gather(torch.zeros(1))
+    found = lockstep.resume(folder, group=rank.group)
+    return len(sums), errors, found.step, found.values
+
+
+def test_ranks_write_behind_the_training_without_the_group(tmp_path):
+    results = run_ranks(3, save_behind, dist.HashStore(), tmp_path / "run")
+    assert results == [(20, [], 7, {"x": 1, "own": rank}) for rank in range(3)]
+
+
+def fail_behind(rank, store, folder):
+    files = FullDisk() if rank.rank == 1 else FileSystem()
+    made = saving.Saving(folder, files, Ranks(rank.group))
+    made.begin({"x": 1}, 3, 7, copy=True)
+    with pytest.raises(CheckpointError, match=r"save\(\) failed on rank 1 \(host .*\): OSError: .*No space left"):
+        made.write(by_store(rank, store))
+    rank.gather(torch.zeros(1))
+    return [each.name for each in folder.iterdir()]
+
+
+def test_a_failure_on_one_rank_is_one_on_all(tmp_path):
+    assert run_ranks(2, fail_behind, dist.HashStore(), tmp_path / "run") == [[]] * 2
+
+
+def test_a_rank_that_does_not_answer_behind_the_training():
+    def call(rank):
+        if rank.rank == 0:
+            with pytest.raises(CommunicationError, match=r"save\(\), behind the training: rank 1, 2 has not answered"):
+                by_store(rank, store, timeout=0.2).tell(1, "save()")
+        rank.gather(torch.zeros(1))
+
+    store = dist.HashStore()
+    run_ranks(3, call)
+
+
+def test_a_failed_rank_ends_the_wait():
+    def check():
+        raise PeerFailure("rank 1 has ended", rank=1, step=1, phase="", reason="", traceback=None, stacks=None)
+
+    def call(rank):
+        if rank.rank == 0:
+            with pytest.raises(PeerFailure):
+                by_store(rank, store, check=check).tell(1, "save()")
+        rank.gather(torch.zeros(1))
+
+    store = dist.HashStore()
+    run_ranks(2, call)
+
+
+def in_sessions(rank, port, folder):
+    """Saves in flight while the ranks train, of two sessions of the same processes."""
+    dist.destroy_process_group()
+    be_launched(rank, port)
+    for last in (False, True):
+        with lockstep.session() as run:
+            model = lockstep.replicate(nn.Linear(20, 20))
+            run.resume(folder, model=model)
+            for number in run.batches(range(6)):
+                model(torch.full((1, 20), float(number))).sum().backward()
+                run.save(folder, wait=False, model=model, own=lockstep.per_rank(number))
+            if last:
+                return run.resume(folder).values, [each.number for each in list_saved(folder)]
+    return None
+
+
+def test_sessions_save_behind_their_training(tmp_path):
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        results = run_processes(2, in_sessions, store.port, tmp_path / "run")
+    assert results == [({"own": 5}, [11, 12, 13])] * 2

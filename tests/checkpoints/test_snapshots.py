@@ -1,0 +1,296 @@
+"""Snapshots in memory: as whole as checkpoints, one at a time, found by all ranks, gone when they are not needed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+
+import pytest
+import torch
+
+import lockstep
+from lockstep.checkpoints import memory
+from lockstep.checkpoints.layout import MARKER, UNFINISHED, list_saved
+from lockstep.checkpoints.memory import MemoryFiles, MemoryFolder, check_room
+from lockstep.checkpoints.ranks import Ranks
+from lockstep.checkpoints.resuming import Resuming
+from lockstep.checkpoints.snapshots import Pace, _Snapshot
+from lockstep.errors import AgreementError, CheckpointError, OptionError
+from threaded import run_ranks
+
+
+@pytest.fixture(autouse=True)
+def host_memory(tmp_path, monkeypatch):
+    """A host of our own."""
+    monkeypatch.setattr(memory, "ROOT", tmp_path / "shm")
+    (tmp_path / "shm").mkdir()
+    return tmp_path / "shm"
+
+
+def folders(host_memory):
+    return sorted(host_memory.glob("*/*"))
+
+
+def train(folder, steps, **snapshot):
+    """A run that is killed after some steps, as far as this process can be: its session ends with an error."""
+    weight = torch.zeros(3)
+    with pytest.raises(KeyError), lockstep.session() as run:
+        run.resume(folder, weight=weight)
+        for _ in run.batches(range(steps)):
+            weight += 1
+            run.snapshot(folder, weight=weight, **snapshot)
+        raise KeyError("killed")
+    return weight
+
+
+def resumed(folder):
+    weight = torch.zeros(3)
+    with lockstep.session() as run:
+        found = run.resume(folder, weight=weight)
+        return found and (found.step, run.step, weight.unique().item())
+
+
+def test_a_run_goes_on_from_its_newest_snapshot(tmp_path, host_memory):
+    train(tmp_path / "run", 3, every=1)
+    (folder,) = folders(host_memory)
+    assert [each.folder.name for each in list_saved(folder)] == ["save-000003-step-00000003"]
+    assert stat.S_IMODE(folder.parent.stat().st_mode) == stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert folder.joinpath("PATH").read_text() == f"{(tmp_path / 'run').resolve()}\n"
+    train(tmp_path / "run", 2, every=2)
+    (saved,) = list_saved(folder)
+    assert saved.folder.name == "save-000005-step-00000005"  # the number after the third may be on a host that was lost
+    assert resumed(tmp_path / "run") == (5, 5, 5.0)
+
+
+def test_the_memory_is_free_when_the_run_ends_well(tmp_path, host_memory):
+    train(tmp_path / "run", 3, every=1)
+    with lockstep.session() as run:
+        run.resume(tmp_path / "run")
+        assert folders(host_memory)
+    assert list(host_memory.iterdir()) == []
+
+
+@pytest.mark.parametrize("saves", [True, False])
+def test_a_run_that_was_asked_to_stop_leaves_what_is_newer_than_the_disk(saves, tmp_path, host_memory):
+    with lockstep.session(time_limit=0.0) as run:
+        assert not run.should_stop
+        for _ in run.batches(range(2)):
+            run.snapshot(tmp_path / "run", every=1, x=1)
+        assert run.agree(False) is False
+        assert run.should_stop
+        if saves:
+            run.save(tmp_path / "run", x=1)
+    assert bool(folders(host_memory)) is not saves
+
+
+def test_the_newer_one_of_memory_and_disk_counts(tmp_path):
+    x = torch.zeros(())
+    for last in ("snapshot", "save"):
+        with pytest.raises(KeyError), lockstep.session() as run:
+            run.resume(tmp_path / "run", x=x)
+            for call in ("save", "snapshot") if last == "snapshot" else ("snapshot", "save"):
+                x += 1
+                more = {"every": 1} if call == "snapshot" else {}
+                getattr(run, call)(tmp_path / "run", x=x, step=9, **more)
+            raise KeyError
+        wanted, found = x.clone(), lockstep.session()
+        with pytest.raises(KeyError), found as run:
+            at = run.resume(tmp_path / "run", x=x.zero_())
+            assert torch.equal(x, wanted)
+            assert (at.folder.parent == tmp_path / "run") == (last == "save")
+            raise KeyError
+
+
+def test_a_snapshot_of_a_run_whose_checkpoints_were_moved_away_does_not_count(tmp_path):
+    train(tmp_path / "run", 3, every=1)
+    (tmp_path / "run").rename(tmp_path / "before")
+    with pytest.warns(UserWarning, match=r"skipped memory/save-000003.*a snapshot of run \w+, of which .* nothing"):
+        assert resumed(tmp_path / "run") is None
+    train_anew = pytest.warns(UserWarning, match="a snapshot of an earlier run of .* has not resumed from it")
+    with train_anew, pytest.raises(KeyError), lockstep.session() as run:
+        run.snapshot(tmp_path / "run", every=1, x=1)
+        raise KeyError
+    with lockstep.session() as run:
+        assert run.resume(tmp_path / "run").values == {"x": 1}
+
+
+def test_another_run_that_takes_snapshots_of_the_same_path(tmp_path, host_memory):
+    with lockstep.session() as run:
+        run.snapshot(tmp_path / "run", every=1, x=1)
+        (folder,) = folders(host_memory)
+        (saved,) = list_saved(folder)
+        shutil.copytree(saved.folder, folder / "save-000009-step-00000009")
+        with pytest.raises(CheckpointError, match=r"another run takes snapshots for .*: 9 is newer"):
+            run.snapshot(tmp_path / "run", every=1, x=1)
+
+
+def test_too_little_memory_is_an_error(tmp_path, monkeypatch):
+    with pytest.raises(CheckpointError, match=r"snapshots need 1,099,511,627,776.0 MiB .* for two copies .* has"):
+        check_room(tmp_path, 1 << 60)
+    check_room(tmp_path, 1 << 20)
+    monkeypatch.setattr(memory, "ROOT", tmp_path / "nowhere")
+    with lockstep.session() as run:
+        assert run.resume(tmp_path / "run") is None
+        with pytest.raises(CheckpointError, match=r"needs memory that outlives the ranks, /dev/shm"):
+            run.snapshot(tmp_path / "run", x=1)
+
+
+def test_a_folder_that_others_can_write_to_is_refused(tmp_path, host_memory):
+    folder = host_memory / f"lockstep-{os.getuid()}"
+    folder.mkdir()
+    folder.chmod(0o777)
+    with lockstep.session() as run:
+        for call in (run.snapshot, run.resume):
+            with pytest.raises(CheckpointError, match="others can write there"):
+                call(tmp_path / "run")
+
+
+@pytest.mark.parametrize("options", [{"every": 0}, {"at_most": 0.0}, {"at_most": 1.5}])
+def test_options_that_make_no_sense(options, tmp_path):
+    with lockstep.session() as run, pytest.raises(OptionError, match="every is a number of calls"):
+        run.snapshot(tmp_path / "run", **options)
+
+
+# ------------------------------------------------------------------------------------------- pace
+
+
+def test_snapshots_take_the_share_of_the_time_that_they_may():
+    pace, now, taken = Pace(), 0.0, []
+    for step in range(1, 1001):
+        now += 0.01  # a step
+        if pace.is_due(None):
+            taken.append(step)
+            seconds, of_step = 0.0029, pace.step_seconds(now)
+            now += seconds
+            pace.took(seconds, of_step, 0.02, now)
+    assert taken[:4] == [1, 2, 17, 32]  # the first two show what a step takes
+    assert 0.9 < 0.0029 * len(taken) / (0.02 * now) < 1.2
+
+
+def test_every_counts_calls():
+    pace = Pace()
+    assert [call for call in range(1, 10) if pace.is_due(3)] == [3, 6, 9]
+
+
+# ------------------------------------------------------------------------------------------ hosts
+
+
+def ranks_of(rank, hosts):
+    made = Ranks(rank.group)
+    made.host = hosts[rank.rank]
+    return made
+
+
+def snapshot(rank, folder, hosts, number):
+    """One snapshot of ranks on several hosts, which have one disk."""
+    made = MemoryFolder(folder / "hosts" / hosts[rank.rank])
+    made.folder.mkdir(parents=True, exist_ok=True)
+    state = {"x": torch.full((900,), float(number)), "own": lockstep.per_rank(rank.rank)}
+    taken = _Snapshot(folder / "disk", made, ranks_of(rank, hosts), 0, number - 1 or None)
+    taken._memory.make = lambda path: None
+    taken.save(state, 1, number)
+    rank.gather(torch.zeros(1))
+    return taken.number
+
+
+def resume(rank, folder, hosts):
+    x = torch.zeros(900)
+    resuming = Resuming(folder / "disk", ranks_of(rank, hosts), folder / "hosts" / hosts[rank.rank])
+    found = resuming.resume({"x": x})
+    return found and (found.step, x.unique().item(), found.values.get("own"), resuming.in_memory)
+
+
+def both(rank, folder, hosts, change, later):
+    for number in (1, 2):
+        assert snapshot(rank, folder, hosts, number) == number
+    if rank.rank == 0:
+        change(folder / "hosts")
+    rank.gather(torch.zeros(1))
+    return resume(rank, folder, later)
+
+
+@pytest.mark.parametrize("gone", ["a", "b", "c"])
+def test_a_host_that_has_lost_its_memory_gets_all_from_the_others(gone, tmp_path):
+    results = run_ranks(4, both, tmp_path, "abbc", lambda hosts: shutil.rmtree(hosts / gone), "abbc")
+    assert results == [(2, 2.0, rank, True) for rank in range(4)]  # what each rank had of its own, too
+    assert [each.number for each in list_saved(tmp_path / "hosts" / gone)] == [2]
+
+
+def tear(hosts):
+    """A process was killed between the name and the marker of a snapshot."""
+    next(hosts.glob(f"b/*/{MARKER}")).unlink()
+
+
+def test_a_snapshot_that_is_whole_on_one_host_alone_counts(tmp_path):
+    assert run_ranks(3, both, tmp_path, "abb", tear, "abb") == [(2, 2.0, rank, True) for rank in range(3)]
+
+
+def test_new_hosts_in_the_place_of_all_but_one(tmp_path):
+    assert run_ranks(3, both, tmp_path, "abc", lambda _: None, "bde") == [(2, 2.0, rank, True) for rank in range(3)]
+
+
+@pytest.mark.filterwarnings("ignore:.*saved by 4 rank.* so that what each rank had of its own is not loaded")
+def test_fewer_ranks_get_what_is_shared(tmp_path):
+    run_ranks(4, both, tmp_path, "abbc", lambda _: None, "abbc")
+    assert run_ranks(2, resume, tmp_path, "bb") == [(2, 2.0, None, True)] * 2
+
+
+def test_all_hosts_are_gone(tmp_path):
+    run_ranks(3, both, tmp_path, "abc", lambda _: None, "abc")
+    assert run_ranks(3, resume, tmp_path, "xyz") == [None] * 3
+
+
+def leave(rank, folder):
+    snapshot(rank, folder, "aa", 1)
+    if rank.rank == 0:
+        (folder / "hosts" / "a" / f"{UNFINISHED}killed").mkdir()
+    rank.gather(torch.zeros(1))
+    snapshot(rank, folder, "aa", 2)
+    return sorted(each.name for each in (folder / "hosts" / "a").iterdir())
+
+
+def test_what_killed_processes_have_not_finished_goes_with_the_next_snapshot(tmp_path):
+    assert run_ranks(2, leave, tmp_path)[0] == ["save-000002-step-00000002"]
+
+
+def differ(rank, folder):
+    made = MemoryFolder(folder / "memory")
+    taken = _Snapshot(folder / "disk", made, Ranks(rank.group), 0, None)
+    taken._memory.make = lambda path: made.folder.mkdir(exist_ok=True)
+    with pytest.raises(AgreementError, match="ranks differ in step: 1 on rank 0, 2 on rank 1"):
+        taken.save({}, 1, 1 + rank.rank)
+
+
+def test_ranks_that_take_snapshots_of_different_steps(tmp_path):
+    run_ranks(2, differ, tmp_path)
+
+
+def test_nothing_is_waited_for_in_memory(tmp_path):
+    files = MemoryFiles()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", None)
+        files.make_folder(tmp_path / "new")
+        file = files.create(tmp_path / "new" / "file")
+        file.write(b"data")
+        files.sync(file, tmp_path)
+        file.close()
+    assert (tmp_path / "new" / "file").read_bytes() == b"data"
+
+
+def test_snapshots_go_on_after_a_resume_from_the_disk(tmp_path, host_memory):
+    train(tmp_path / "run", 3, every=1)
+    for _ in range(2):
+        with pytest.raises(KeyError), lockstep.session() as run:
+            run.resume(tmp_path / "run")
+            run.save(tmp_path / "run", x=1)
+            raise KeyError
+    train_on = lockstep.session(time_limit=0.0)
+    with train_on as run:
+        assert not run.should_stop
+        run.resume(tmp_path / "run")
+        run.snapshot(tmp_path / "run", every=1, x=2)
+        run.save(tmp_path / "run", x=3)
+        assert run.agree(False) is False
+        assert run.should_stop
+    assert folders(host_memory) == []

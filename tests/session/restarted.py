@@ -1,0 +1,49 @@
+"""A training whose processes kill themselves, each time after another step; arguments: folder, steps, more.
+
+With "disk" there are no snapshots, but checkpoints of each fifth step.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import lockstep
+
+FOLDER, KILLS, MORE = Path(sys.argv[1]), [int(step) for step in sys.argv[2].split(",") if step], sys.argv[3:]
+RESTARTS = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+
+torch.set_num_threads(1)
+with lockstep.session() as run:
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Dropout(0.2), nn.Linear(64, 4))
+    model = lockstep.replicate(network, shares=4)
+    optimizer = torch.optim.Adam(model.parameters())
+    numbers = torch.Generator().manual_seed(1)
+    rows = torch.utils.data.TensorDataset(
+        torch.randn(160, 16, generator=numbers), torch.randint(4, (160,), generator=numbers)
+    )
+    batches = lockstep.shares.GlobalBatches(rows, batch_size=16, shares=4)
+    state = {"model": model, "optimizer": optimizer, "batches": batches}
+    run.resume(FOLDER, **state)
+    if run.is_main:
+        print(f"from step {run.step}", flush=True)
+    for _ in range(batches.epoch, 2):
+        for batch in run.batches(batches):
+            optimizer.zero_grad()
+            for x, y in batch:
+                nn.functional.cross_entropy(model(x), y, reduction="sum").backward()
+            optimizer.step()
+            if KILLS[RESTARTS : RESTARTS + 1] == [run.step] and run.rank == RESTARTS % run.world_size:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if "disk" not in MORE:
+                run.snapshot(FOLDER, every=1, **state)
+            if run.step % 5 == 0:
+                run.save(FOLDER, wait=False, **state)
+    if run.is_main:
+        print(f"fingerprint {lockstep.shares.fingerprint(model, optimizer)} after step {run.step}", flush=True)

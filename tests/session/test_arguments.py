@@ -1,0 +1,102 @@
+"""Wrong arguments are refused at the call, by name; what a run says of itself."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+import lockstep
+from lockstep.errors import DeviceError, LockstepError, OptionError, UnknownOptionError
+
+WRONG = {
+    "seed": ({"seed": "a"}, "seed is 'a', expected an int"),
+    "seed, a truth value": ({"seed": True}, "seed is True, expected an int"),
+    "backend": ({"backend": "shmm"}, "there is no backend 'shmm'; did you mean shm? There are gloo, "),
+    "one of several backends": ({"backend": "cpu:gloo,cuda:ncl"}, "there is no backend 'ncl'; did you mean nccl?"),
+    "backend, no name": ({"backend": 3}, 'backend is 3, expected a name such as "shm"'),
+    "device": ({"device": "cpuu"}, "expected a device such as 'cpu' or 'cuda:0', got 'cpuu'"),
+    "timeout": ({"timeout": "10"}, "timeout is '10', expected a number of seconds above 0"),
+    "no timeout": ({"timeout": None}, "timeout is None, expected a number of seconds above 0"),
+    "timeout, not a number": ({"timeout": math.nan}, "timeout is nan, expected a number of seconds above 0"),
+    "stall_factor": ({"stall_factor": 0}, "stall_factor is 0, expected a number above 0"),
+    "stall_minimum": ({"stall_minimum": -1.0}, "stall_minimum is -1.0, expected a number of seconds above 0"),
+    "time_limit": ({"time_limit": "1h"}, "time_limit is '1h', expected a number of seconds, or None"),
+    "link_timeout": ({"link_timeout": "5"}, "link_timeout is '5', expected a number of seconds of at least 1"),
+}
+
+
+@pytest.mark.parametrize(("given", "words"), WRONG.values(), ids=WRONG)
+def test_a_wrong_option_of_a_session_is_refused_before_it_begins(given, words):
+    with pytest.raises(LockstepError) as caught:
+        lockstep.session(**given)
+    assert type(caught.value) is (DeviceError if "device" in given else OptionError)
+    assert f"session(): {words}" in str(caught.value)
+
+
+def test_a_misspelt_option_of_a_session_is_told():
+    with pytest.raises(UnknownOptionError, match=r"session\(\) got .*'time_out'; did you mean timeout\? There are "):
+        lockstep.session(time_out=3)
+
+
+def test_a_backend_that_pytorch_is_built_without_is_told(monkeypatch):
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
+    with pytest.raises(OptionError, match=r"session\(\): PyTorch is built without the backend 'nccl' here"):
+        lockstep.session("nccl")
+
+
+@pytest.mark.parametrize("name", ["rank", "device", "save", "is_main"])
+def test_an_attribute_of_a_session_that_has_not_begun(name):
+    with pytest.raises(
+        AttributeError, match=rf"session\(\) has no attribute '{name}': .*`with lockstep.session\(\) as"
+    ):
+        getattr(lockstep.session(), name)
+
+
+def test_a_run_says_what_it_is():
+    with lockstep.session(alone=True, device="cpu", backend="gloo") as run:
+        assert repr(run) == "rank 0 of 1 on cpu, gloo"
+
+
+def test_the_names_that_the_package_shows():
+    rooms = {"distributed", "errors", "local", "loop", "shares"}
+    assert set(dir(lockstep)) == {*lockstep.__all__, *rooms, "__version__"}
+    assert all(hasattr(lockstep, name) for name in dir(lockstep))
+
+
+class Stream(IterableDataset):
+    def __len__(self) -> int:
+        return 3
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(3))
+
+
+NO_DATA_SETS = {
+    "loader": (DataLoader([1, 2]), "a DataLoader: shard the data set that it loads, DataLoader(run.shard(dataset)"),
+    "stream": (Stream(), "a Stream, whose samples have no indices"),
+    "set": ({1, 2}, "a set, whose samples have no indices"),
+}
+
+
+@pytest.mark.parametrize(("given", "words"), NO_DATA_SETS.values(), ids=NO_DATA_SETS)
+def test_what_cannot_be_cut_into_shards(given, words):
+    with lockstep.session(alone=True, device="cpu") as run, pytest.raises(OptionError) as caught:
+        run.shard(given)
+    assert f"shard() got {words}" in str(caught.value)
+
+
+def test_what_is_no_module():
+    net = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(net.parameters())
+    with pytest.raises(OptionError, match=r"check_in_sync\(\): expected a torch.nn.Module, got SGD"):
+        lockstep.check_in_sync(optimizer)
+    with pytest.raises(OptionError, match=r"DataParallel\(\): expected a torch.nn.Module, got list"):
+        lockstep.DataParallel([net], ["cpu", "cpu"])
+    with pytest.raises(OptionError, match=r"expected a torch.nn.Module to replicate, got list"):
+        lockstep.replicate([net])
+    with pytest.raises(OptionError, match=r"expected a torch.nn.Module to replicate, got list"):
+        lockstep.DistributedDataParallel([net])

@@ -1,0 +1,247 @@
+"""A sharded optimizer gives weights and state the bits that they have without sharding, on the same ranks."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import StepLR
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import TensorDataset
+
+import lockstep
+from lockstep.sharding import full_state_dict, shard_optimizer
+from sharded_runs import adamw, backward, equal, made, network, replicated, train, values
+from threaded import count_collectives, run_ranks
+
+OPTIMIZERS = {
+    "AdamW": adamw,
+    "AdamW, fused": lambda p: adamw(p, fused=True, amsgrad=True),
+    "AdamW, foreach": lambda p: adamw(p, foreach=True, maximize=True),
+    "AdamW, capturable": lambda p: adamw(p, lr=torch.tensor(0.01), foreach=False),
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.01),
+    "SGD, momentum": lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9, nesterov=True, weight_decay=0.1),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, centered=True),
+    "Adagrad": torch.optim.Adagrad,
+    "Adamax": torch.optim.Adamax,
+    "NAdam": torch.optim.NAdam,
+    "RAdam": torch.optim.RAdam,
+    "Rprop": torch.optim.Rprop,
+    "ASGD": torch.optim.ASGD,
+    "Adadelta": torch.optim.Adadelta,
+    "Adafactor": torch.optim.Adafactor,
+    "Muon": lambda p: torch.optim.Muon([each for each in p if each.dim() == 2], lr=0.01),
+}
+WHOLE = {"Adafactor", "Muon"}
+
+
+def trained(rank, make, sharded, steps=range(4)):
+    model = replicated(rank)
+    optimizer = made(make, model, sharded)
+    train(rank, model, optimizer, steps)
+    return values(model), full_state_dict(optimizer, all_ranks=True)
+
+
+@pytest.mark.parametrize("hosts", ["", "aaa"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_weights_and_state_have_the_bits_of_the_plain_optimizer(name, hosts):
+    plain = run_ranks(3, trained, OPTIMIZERS[name], False, hosts=hosts)
+    sharded = run_ranks(3, trained, OPTIMIZERS[name], True, hosts=hosts)
+    assert equal(plain, sharded)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_matrices_are_cut_unless_the_optimizer_needs_them_whole(name):
+    def pieces(rank):
+        optimizer = made(OPTIMIZERS[name], replicated(rank), True)
+        shards = optimizer._sharding
+        return [each.is_whole for each in shards.placed if each.parameter.dim() == 2], shards.by_rank
+
+    for whole, by_rank in run_ranks(2, pieces):
+        assert all(whole) if name in WHOLE else not any(whole)
+        numels = [sum(piece.stop - piece.start for piece in pieces) for pieces in by_rank]
+        if name not in WHOLE:
+            assert max(numels) - min(numels) < 2 * 128
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_it_takes_an_instance_that_has_trained_and_keeps_what_refers_to_it(world):
+    def continued(rank, sharded):
+        model = replicated(rank)
+        optimizer = adamw(model.parameters())
+        scheduler = StepLR(optimizer, 2, gamma=0.5)
+        train(rank, model, optimizer, range(2))
+        scheduler.step()
+        if sharded:
+            assert shard_optimizer(optimizer) is optimizer
+        later = StepLR(optimizer, 3, gamma=0.5)
+        for step in range(2, 6):
+            train(rank, model, optimizer, range(step, step + 1))
+            scheduler.step()
+            later.step()
+        assert isinstance(optimizer, torch.optim.AdamW)
+        assert type(optimizer).__name__ == "AdamW"
+        return values(model), full_state_dict(optimizer, all_ranks=True)
+
+    assert equal(run_ranks(world, continued, False), run_ranks(world, continued, True))
+
+
+def test_groups_that_are_added_layers_that_are_frozen_and_unfrozen():
+    def changing(rank, sharded):
+        model = replicated(rank)
+        model[4].requires_grad_(False)
+        groups = [{"params": list(model[0].parameters()) + list(model[4].parameters()), "lr": 0.02}]
+        optimizer = made(lambda _: adamw(groups), model, sharded)
+        train(rank, model, optimizer, range(2))
+        optimizer.add_param_group({"params": list(model[2].parameters()), "weight_decay": 0.3})
+        train(rank, model, optimizer, range(2, 4))
+        model[4].requires_grad_(True)
+        model[0].requires_grad_(False)
+        train(rank, model, optimizer, range(4, 6))
+        model[0].requires_grad_(True)
+        optimizer.param_groups[0]["lr"] = 0.001
+        train(rank, model, optimizer, range(6, 8))
+        return values(model), full_state_dict(optimizer, all_ranks=True)
+
+    assert equal(run_ranks(2, changing, False), run_ranks(2, changing, True))
+
+
+def test_accumulation_clipping_hooks_and_a_closure():
+    def trained_otherwise(rank, sharded):
+        model = replicated(rank)
+        optimizer = made(lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), model, sharded)
+        seen = []
+        optimizer.register_step_pre_hook(lambda given, args, kwargs: seen.append(given is optimizer))
+        optimizer.register_step_post_hook(lambda given, args, kwargs: seen.append(len(given.param_groups[0]["params"])))
+        norms = []
+        for step in range(3):
+            optimizer.zero_grad()
+            for micro in range(3):
+                with lockstep.accumulate(model, last=micro == 2):
+                    backward(rank, model, 10 * step + micro)
+            clip = optimizer.clip_grad_norm_ if sharded else lambda n: nn.utils.clip_grad_norm_(model.parameters(), n)
+            norms.append(clip(0.01))
+            optimizer.step()
+
+        def closure():
+            optimizer.zero_grad()
+            loss = model(torch.ones(4, 37)).square().mean()
+            loss.backward()
+            return loss
+
+        return values(model), norms, optimizer.step(closure).detach(), seen
+
+    plain, sharded = (run_ranks(2, trained_otherwise, each) for each in (False, True))
+    assert equal(plain, sharded)
+    assert plain[0][-1] == [True, 6] * 4
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_an_infinite_gradient_on_one_rank_skips_the_step_of_all(fused):
+    def scaled(rank, sharded):
+        model = replicated(rank)
+        optimizer = made(lambda p: adamw(p, fused=fused), model, sharded)
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        for step in range(4):
+            optimizer.zero_grad()
+            bad = float("inf") if step == 1 and rank.rank == 1 else 1.0
+            scaler.scale(model(torch.randn(4, 37, generator=rank.generator(step))).mean() * bad).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        return values(model), full_state_dict(optimizer, all_ranks=True), scaler.get_scale()
+
+    plain, sharded = (run_ranks(2, scaled, each) for each in (False, True))
+    assert equal(plain, sharded)
+    assert plain[0][2] == 4.0
+
+
+def test_several_modules_unused_parameters_other_layouts_and_dtypes():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = nn.Conv2d(3, 16, 3).to(memory_format=torch.channels_last)
+            self.low = nn.Linear(16, 33).to(torch.bfloat16)
+            self.unused = nn.Linear(5, 5)
+            self.scale = nn.Parameter(torch.tensor(1.5))
+            self.empty = nn.Parameter(torch.empty(0, 3))
+
+        def forward(self, x):
+            hidden = checkpoint(self.conv, x, use_reentrant=False).mean((2, 3))
+            return self.low(hidden.to(torch.bfloat16)) * self.scale
+
+    def both(rank, sharded):
+        one, two = replicated(rank, Net), replicated(rank, lambda: nn.Linear(33, 3))
+        optimizer = made(lambda _: adamw([*one.parameters(), *two.parameters()]), one, sharded)
+        for step in range(3):
+            optimizer.zero_grad()
+            images = torch.randn(2, 3, 8, 8, generator=rank.generator(step)).to(memory_format=torch.channels_last)
+            two(one(images).float()).square().mean().backward()
+            optimizer.step()
+        return values(one), values(two), full_state_dict(optimizer, all_ranks=True)
+
+    plain, sharded = (run_ranks(2, both, each) for each in (False, True))
+    assert equal(plain, sharded)
+
+
+def test_shares_give_the_same_bits_on_one_rank_and_on_two():
+    def shared(rank, sharded):
+        model = replicated(rank, shares=4, loss="sum")
+        optimizer = made(adamw, model, sharded)
+        numbers = torch.randn(24, 37, generator=torch.Generator().manual_seed(1))
+        batches = lockstep.shares.GlobalBatches(TensorDataset(numbers), 8, 4, process_group=rank.group)
+        for batch in batches:
+            optimizer.zero_grad()
+            for (rows,) in batch:
+                model(rows).square().sum().backward()
+            optimizer.step()
+        return values(model), full_state_dict(optimizer, all_ranks=True)
+
+    expected = run_ranks(1, shared, False)[0]
+    for world in (1, 2):
+        assert all(equal(each, expected) for each in run_ranks(world, shared, True))
+
+
+def test_a_step_costs_one_small_all_gather_and_the_weights():
+    def counted(rank):
+        model = replicated(rank)
+        optimizer = made(adamw, model, True)
+        train(rank, model, optimizer, range(1))
+        backward(rank, model, 1)
+        with count_collectives(rank) as seen:
+            optimizer.clip_grad_norm_(1.0)
+            optimizer.step()
+        weights = sum(each.numel() for each in model.parameters())
+        return [(each.name, each.numel) for each in seen], weights
+
+    for seen, weights in run_ranks(2, counted):
+        (first, head), (second, nbytes) = seen
+        assert (first, head, second) == ("all_gather", 128, "all_gather_single")
+        assert 2 * weights <= nbytes <= 2 * weights + 8 + 64 + 128 * 4
+
+
+def test_the_state_is_divided_by_the_number_of_ranks():
+    def held(rank):
+        model = replicated(rank)
+        optimizer = made(adamw, model, True)
+        train(rank, model, optimizer, range(2))
+        tensors = [each for state in optimizer._sharding.twin.state.values() for each in state.values()]
+        weights = sum(each.numel() for each in model.parameters())
+        return sum(each.nbytes for each in tensors if each.dim()) / weights
+
+    for world in (2, 4):
+        for nbytes in run_ranks(world, held):
+            assert abs(nbytes - 8 / world) < 0.02 * 8 / world
+
+
+def test_a_deep_copy_of_the_module_is_not_changed_by_steps():
+    def copied(rank):
+        model = replicated(rank)
+        before = copy.deepcopy(model)
+        optimizer = made(adamw, model, True)
+        train(rank, model, optimizer, range(1))
+        return values(before), values(rank.make(network))
+
+    for kept, expected in run_ranks(2, copied):
+        assert equal(kept, expected)

@@ -1,0 +1,265 @@
+"""State of sharded optimizers: whole and in slices, saved, and loaded on other numbers of ranks and into plain ones."""
+
+from __future__ import annotations
+
+import copy
+import io
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+
+import lockstep
+from lockstep.errors import LayoutError, ShardingError
+from lockstep.sharding import StateSlice, full_state_dict, shard_optimizer
+from lockstep.sharding.partition import blocks_of
+from processes import run_processes
+from sharded_runs import adamw, equal, made, network, replicated, train, values
+from threaded import run_ranks
+
+MAKE = {
+    "AdamW": adamw,
+    "Adafactor": torch.optim.Adafactor,
+    "Muon": lambda p: torch.optim.Muon([each for each in p if each.dim() == 2]),
+}
+
+
+def continued(rank, name, sharded, start):
+    """Three steps, from there on or from the beginning."""
+    model = replicated(rank)
+    optimizer = made(MAKE[name], model, sharded)
+    if start is not None:
+        weights, state = copy.deepcopy(start)
+        model.load_state_dict(weights)
+        optimizer.load_state_dict(state)
+    train(rank, model, optimizer, range(3))
+    return model.state_dict(), full_state_dict(optimizer, all_ranks=True)
+
+
+@pytest.mark.parametrize("name", MAKE)
+def test_a_full_state_dict_loads_into_plain_and_sharded_optimizers_on_any_number_of_ranks(name):
+    start = run_ranks(2, continued, name, True, None)[0]
+    expected = run_ranks(2, continued, name, False, start)
+    assert equal(expected, run_ranks(2, continued, name, True, start))
+    assert equal(run_ranks(3, continued, name, False, start), run_ranks(3, continued, name, True, start))
+
+
+def test_it_is_on_rank_0_unless_it_is_asked_for_and_can_be_saved():
+    def on_ranks(rank):
+        model = replicated(rank)
+        optimizer = made(adamw, model, True)
+        train(rank, model, optimizer, range(1))
+        return full_state_dict(optimizer), full_state_dict(optimizer, all_ranks=True)
+
+    (first, whole), (other, same) = run_ranks(2, on_ranks)
+    assert other == {}
+    assert equal(first, whole)
+    assert equal(whole, same)
+    file = io.BytesIO()
+    torch.save(first, file)
+    file.seek(0)
+    assert equal(torch.load(file, weights_only=True), first)
+
+
+def test_hooks_of_state_dicts_run():
+    def hooked(rank, sharded):
+        model = replicated(rank)
+        optimizer = made(adamw, model, sharded)
+        train(rank, model, optimizer, range(1))
+        seen = []
+        optimizer.register_state_dict_pre_hook(lambda given: seen.append("before state_dict"))
+        optimizer.register_state_dict_post_hook(lambda given, state: {**state, "more": len(state["state"])})
+        optimizer.register_load_state_dict_pre_hook(lambda given, state: seen.append(state.pop("more")))
+        optimizer.register_load_state_dict_post_hook(lambda given: seen.append("loaded"))
+        state = full_state_dict(optimizer, all_ranks=True)
+        optimizer.load_state_dict(state)
+        return seen, state["more"], full_state_dict(optimizer, all_ranks=True)
+
+    assert equal(run_ranks(2, hooked, False), run_ranks(2, hooked, True))
+
+
+def test_a_slice_can_be_copied_and_says_what_to_do_when_it_is_read():
+    def slices(rank):
+        model = replicated(rank)
+        optimizer = made(adamw, model, True)
+        train(rank, model, optimizer, range(1))
+        moment = optimizer.state_dict()["state"][2 * rank.rank]["exp_avg"]
+        assert isinstance(moment, StateSlice)
+        assert moment.shape == model[2 * rank.rank].weight.shape
+        assert moment is not optimizer.state[model[2 * rank.rank].weight]["exp_avg"]
+        copied = copy.deepcopy(moment)
+        assert torch.equal(copied.local, moment.local)
+        assert copied.local.data_ptr() != moment.local.data_ptr()
+        for use in (lambda: moment + 1, moment.sum, lambda: torch.save(moment, io.BytesIO())):
+            with pytest.raises(ShardingError, match=r"each rank has a slice .*full_state_dict"):
+                use()
+        assert repr(moment).startswith("StateSlice(0:1850 of shape (50, 37)" if not rank.rank else "StateSlice(")
+        for forbidden in (copy.deepcopy, lambda given: torch.save(given, io.BytesIO())):
+            with pytest.raises(ShardingError, match=r"full_state_dict\(optimizer\)"):
+                forbidden(optimizer)
+        return optimizer.state_dict()
+
+    given = run_ranks(2, slices)
+
+    def elsewhere(rank):
+        optimizer = made(adamw, replicated(rank), True)
+        with pytest.raises(LayoutError, match="was made by another number of ranks"):
+            optimizer.load_state_dict(given[0])
+
+    run_ranks(3, elsewhere)
+
+
+def test_a_sharded_state_dict_loads_into_the_same_number_of_ranks():
+    def reloaded(rank):
+        model = replicated(rank)
+        optimizer = made(adamw, model, True)
+        train(rank, model, optimizer, range(2))
+        kept, weights = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(model.state_dict())
+        train(rank, model, optimizer, range(2, 4))
+        after = values(model), full_state_dict(optimizer, all_ranks=True)
+        model.load_state_dict(weights)
+        optimizer.load_state_dict(kept)
+        train(rank, model, optimizer, range(2, 4))
+        return equal(after, (values(model), full_state_dict(optimizer, all_ranks=True)))
+
+    assert run_ranks(2, reloaded) == [True, True]
+
+
+# --------------------------------------------------------------------- torch.distributed.checkpoint
+
+
+def dcp_save(rank, folder, name):
+    model = replicated(rank)
+    optimizer = made(MAKE[name], model, True)
+    train(rank, model, optimizer, range(3))
+    dcp.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, checkpoint_id=folder)
+    return full_state_dict(optimizer, all_ranks=True)
+
+
+def dcp_load(rank, folder, name, sharded):
+    model = replicated(rank)
+    optimizer = made(MAKE[name], model, sharded)
+    train(rank, model, optimizer, range(1))
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    dcp.load(state, checkpoint_id=folder)
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    return full_state_dict(optimizer, all_ranks=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "saved", "loaded", "sharded"),
+    [("AdamW", 2, 3, True), ("AdamW", 3, 1, False), ("Muon", 1, 2, True), ("Adafactor", 3, 2, True)],
+)
+def test_distributed_checkpoints_are_saved_and_loaded_on_any_number_of_ranks(name, saved, loaded, sharded, tmp_path):
+    expected = run_processes(saved, dcp_save, tmp_path, name)[0]
+    assert all(equal(each, expected) for each in run_processes(loaded, dcp_load, tmp_path, name, sharded))
+
+
+def dcp_by_names(rank, folder):
+    """As PyTorch's guide does it: names instead of numbers, and state that is made when it is asked for."""
+    model = replicated(rank)
+    optimizer = made(adamw, model, True)
+    train(rank, model, optimizer, range(2))
+    dcp.save({"optimizer": get_optimizer_state_dict(model, optimizer)}, checkpoint_id=folder)
+    expected = full_state_dict(optimizer, all_ranks=True)
+    fresh = replicated(rank, network)
+    other = made(adamw, fresh, True)
+    state = {"optimizer": get_optimizer_state_dict(fresh, other)}
+    dcp.load(state, checkpoint_id=folder)
+    options = StateDictOptions(strict=False)  # a rank has no state of what others step alone
+    set_optimizer_state_dict(fresh, other, state["optimizer"], options=options)
+    found = full_state_dict(other, all_ranks=True)
+    return equal(expected["state"], found["state"])
+
+
+def test_distributed_checkpoints_by_names(tmp_path):
+    assert run_processes(2, dcp_by_names, tmp_path) == [True, True]
+
+
+@pytest.mark.parametrize("shape", [(), (7,), (3, 5), (2, 3, 4), (1, 4, 1, 3)])
+def test_blocks_are_the_elements_of_a_range_in_order(shape):
+    whole = torch.arange(torch.Size(shape).numel()).view(shape)
+    for start in range(whole.numel() + 1):
+        for stop in range(start, whole.numel() + 1):
+            blocks = blocks_of(shape, start, stop)
+            places = [tuple(slice(o, o + n) for o, n in zip(*block, strict=True)) for block in blocks]
+            found = [value for place in places for value in whole[place].reshape(-1).tolist()]
+            assert found == list(range(start, stop))
+            assert len(blocks) <= max(1, 2 * len(shape) - 1)
+
+
+# ----------------------------------------------------------------------------- save() and resume()
+
+
+def saving(rank, folder, sharded):
+    model = replicated(rank)
+    optimizer = made(adamw, model, sharded)
+    train(rank, model, optimizer, range(2))
+    lockstep.save(folder, model=model, optimizer=optimizer, group=rank.group)
+    return full_state_dict(optimizer, all_ranks=True)
+
+
+def resuming(rank, folder, sharded, trains_before):
+    model = replicated(rank)
+    optimizer = made(adamw, model, sharded)
+    if trains_before:
+        train(rank, model, optimizer, range(1))
+    assert lockstep.resume(folder, model=model, optimizer=optimizer, group=rank.group) is not None
+    state = copy.deepcopy(full_state_dict(optimizer, all_ranks=True))  # of a plain one it is its own
+    train(rank, model, optimizer, range(2, 4))
+    return state, values(model)
+
+
+@pytest.mark.filterwarnings("ignore:.*what each rank had of its own is not loaded")
+@pytest.mark.parametrize(("saved", "resumed"), [(2, 3), (3, 2), (1, 2), (2, 1)])
+def test_a_run_is_resumed_on_another_number_of_ranks_with_or_without_sharding(saved, resumed, tmp_path):
+    expected = run_ranks(saved, saving, tmp_path, True)[0]
+    sharded = run_ranks(resumed, resuming, tmp_path, True, True)
+    assert equal(sharded[0][0], expected)
+    assert equal(sharded, run_ranks(resumed, resuming, tmp_path, False, False))
+    assert equal(torch.load(next(tmp_path.glob("save-*/optimizer.pt")), weights_only=True), expected)
+
+
+def test_a_resume_that_fails_gives_back_the_slices(tmp_path):
+    def failing(rank):
+        saving(rank, tmp_path, True)
+        model = replicated(rank)
+        optimizer = made(adamw, model, True)
+        train(rank, model, optimizer, range(3))
+        before = full_state_dict(optimizer, all_ranks=True)
+        other = nn.Linear(2, 3)
+        with pytest.raises(lockstep.errors.CheckpointError):
+            lockstep.resume(tmp_path, optimizer=optimizer, model=other, group=rank.group)
+        return equal(before, full_state_dict(optimizer, all_ranks=True))
+
+    assert run_ranks(2, failing) == [True, True]
+
+
+def test_state_of_another_dtype_and_place_is_cast_as_pytorch_does():
+    def cast(rank, sharded):
+        model = replicated(rank)
+        optimizer = made(adamw, model, sharded)
+        train(rank, model, optimizer, range(1))
+        state = full_state_dict(optimizer, all_ranks=True)
+        for each in state["state"].values():
+            each["exp_avg"] = each["exp_avg"].double()
+        optimizer.load_state_dict(state)
+        train(rank, model, optimizer, range(1, 2))
+        return full_state_dict(optimizer, all_ranks=True)
+
+    assert equal(run_ranks(2, cast, False), run_ranks(2, cast, True))
+
+
+def test_an_unsharded_optimizer_gives_its_own_state_dict():
+    parameters = [nn.Parameter(torch.ones(3))]
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    assert full_state_dict(optimizer) == optimizer.state_dict()
+    with pytest.raises(lockstep.errors.NotReplicableError, match="no parameter of this optimizer"):
+        shard_optimizer(optimizer)
