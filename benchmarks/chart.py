@@ -60,9 +60,9 @@ def draw() -> str:
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 900 {bottom + 34}" font-size="13" fill="{INK}" '
-            'font-family="Helvetica, Arial, sans-serif" role="img" aria-label="Ratios of times: ours to PyTorch\'s">',
+            'font-family="Helvetica, Arial, sans-serif" role="img" aria-label="Ratios of times: lockstep to PyTorch">',
             f'<rect width="900" height="{bottom + 34}" fill="#fff"/>',
-            '<text x="20" y="28" font-size="16" font-weight="bold">Time, ours / PyTorch\'s (less is better)</text>',
+            '<text x="20" y="28" font-size="16" font-weight="bold">Time: lockstep / PyTorch (less is better)</text>',
             f'<line x1="{one}" y1="44" x2="{one}" y2="{bottom}" stroke="{LINE}" stroke-dasharray="5 4"/>',
             *_groups(),
             f'<text x="{one}" y="{bottom + 18}" text-anchor="middle">1: as long as PyTorch\'s</text>',

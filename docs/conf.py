@@ -24,9 +24,12 @@ html_theme_options = {
 
 myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 3
-nitpick_ignore = [("py:class", "BatchNorm"), ("py:attr", "uses")]  # in docstrings of PyTorch's, and in prose
+# in docstrings of PyTorch's, in prose, and what Sphinx makes of an annotation
+nitpick_ignore = [("py:class", "BatchNorm"), ("py:attr", "uses"), ("py:class", "dict[str")]
 
-autodoc_typehints = "none"  # the text says what arguments are; signatures stay short
+autodoc_typehints = "signature"
+autodoc_typehints_format = "short"
+python_maximum_signature_line_length = 100
 autodoc_member_order = "bysource"
 autodoc_inherit_docstrings = False
 napoleon_google_docstring = True

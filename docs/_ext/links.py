@@ -49,12 +49,12 @@ def address(name: str) -> str | None:
 def _exists(name: str) -> bool:
     module, _, attribute = name.rpartition(".")
     try:
-        return hasattr(importlib.import_module(module), attribute)
+        return bool(module) and hasattr(importlib.import_module(module), attribute)
     except ImportError:
         return False
 
 
-def _resolve(app: Sphinx, env: Any, node: Any, content: nodes.TextElement) -> nodes.reference | None:
+def _resolve(app: Sphinx, env: Any, node: Any, content: nodes.TextElement) -> nodes.Node | None:
     if node.get("refdomain") != "py":
         return None
     name = node["reftarget"]
@@ -62,7 +62,9 @@ def _resolve(app: Sphinx, env: Any, node: Any, content: nodes.TextElement) -> no
         domain = env.domains["py"]
         return domain.resolve_xref(env, node["refdoc"], app.builder, "obj", f"{package}.{name}", node, content)
     url = address(name) or address(f"torch.nn.{name}")
-    return None if url is None else nodes.reference("", "", content, refuri=url, internal=False)
+    if url is not None:
+        return nodes.reference("", "", content, refuri=url, internal=False)
+    return content if node["reftype"] == "class" and _exists(name) else None  # a type in a signature, without a page
 
 
 def _keep(app: Sphinx, what: str, name: str, value: Any, options: Any, lines: list[str]) -> None:

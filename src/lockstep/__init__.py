@@ -1,6 +1,6 @@
-"""lockstep: data-parallel training for PyTorch whose replicas stay in lockstep, or say at once why they cannot.
+"""lockstep: data-parallel training for PyTorch. Replicas stay equal, or every rank raises an error that says why not.
 
-Here are the names of a first program. All others are in ``lockstep.local`` (one process, many devices),
+This module has the names of a first program. The other names are in ``lockstep.local`` (one process, many devices),
 ``lockstep.distributed`` (many processes), ``lockstep.loop`` (what a training loop calls), ``lockstep.shares`` (the same
 bits on any number of ranks), ``lockstep.sharding`` (optimizers that share out their state) and ``lockstep.errors``.
 """

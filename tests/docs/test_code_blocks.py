@@ -98,7 +98,7 @@ def test_the_blocks_of_a_page_run(page, accelerators, tmp_path):
     ports = [store.port if store else 0 for store in stores]
     ranks = re.search(r"^<!-- ranks: (\d+) -->$", text, re.M)
     world = int(ranks[1]) if ranks else accelerators or 2
-    run_processes(world, run_blocks, page, blocks, ports, str(tmp_path), accelerators and world, timeout=200.0)
+    run_processes(world, run_blocks, page, blocks, ports, str(tmp_path), accelerators and world, timeout=280.0)
 
 
 def run_blocks(rank: Any, page: str, blocks: list[Block], ports: list[int], folder: str, accelerators: int = 0) -> None:

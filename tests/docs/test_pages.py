@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import lockstep
 from lockstep import errors
 from lockstep.cli import main
 
@@ -29,6 +30,55 @@ def test_every_class_of_errors_is_in_the_index():
     headings = re.findall(r"^## (\w+)$\n", (DOCS / "errors.md").read_text(), re.M)
     listed = re.findall(r"^<!-- messages: (\w+) -->$", (DOCS / "errors.md").read_text(), re.M)
     assert set(listed) == classes == set(headings)
+
+
+GENERATED_OR_PLAIN = {"architecture.md", "files.md", "promises.md"}  # the first is long lines by hand, the others lists
+PROSE = [page for page in PAGES if page.name not in GENERATED_OR_PLAIN]
+
+
+@pytest.mark.parametrize("page", PROSE, ids=lambda page: page.name)
+def test_a_page_is_easy_to_read_in_an_editor_and_for_a_stranger(page):
+    text = page.read_text()
+    lines = [line for line in text.splitlines() if len(line) > 120 and " " in line.strip() and line[0] != "|"]
+    assert lines == [], "lines have at most 120 characters, except for rows of tables"
+    words = r"\b(ours|theirs|that of DDP)\b"
+    if page.name != "performance.md":  # which explains them, for its tables
+        assert re.findall(words, re.sub(r"<!--.*?-->", "", text, flags=re.S)) == []
+
+
+def test_what_is_installed_comes_from_where_it_is():
+    """Until the package is on PyPI, pip gets it from git."""
+    assert [page.name for page in PROSE if re.search(r"pip install [\"']?torch-lockstep", page.read_text())] == []
+    assert 'pip install "git+https://github.com/torch-lockstep/lockstep"' in (DOCS / "start.md").read_text()
+
+
+def test_no_page_hides_code():
+    """Blocks run as printed, each as a program of its own."""
+    assert [page.name for page in PAGES if "<!-- python\n" in page.read_text()] == []
+
+
+def readme_links() -> list[str]:
+    return re.findall(r"^\[[^\]]+\]: (\S+)$", (ROOT / "README.md").read_text(), re.M)
+
+
+def test_links_and_the_picture_of_the_readme_are_absolute_and_lead_somewhere():
+    """README is also the page on PyPI."""
+    text = (ROOT / "README.md").read_text()
+    named = set(re.findall(r"^\[([^\]]+)\]: ", text, re.M))
+    used = {" ".join(name.split()) for name in re.findall(r"\]\[([^\]]+)\]", text)}
+    assert used == named
+    assert "](" not in text.replace("](https://", "")
+    for link in readme_links():
+        file, _, anchor = re.sub(r"^https://\S+?/lockstep/(blob/)?main/", "", link).partition("#")
+        assert (ROOT / file).is_file(), link
+        headings = re.findall(r"^#+ (.+)$", (ROOT / file).read_text(), re.M) if anchor else []
+        assert not anchor or anchor in {heading.lower().replace(" ", "-") for heading in headings}, link
+
+
+def test_the_readme_has_the_names_at_the_top():
+    names = re.findall(r"^\| `(\w+)", (ROOT / "README.md").read_text().partition("## What you get")[0], re.M)
+    assert len(names) == 16
+    assert sorted(names) == sorted(lockstep.__all__)
 
 
 def test_pictures_are_as_they_are_drawn():

@@ -40,9 +40,8 @@ def batches(
     without weight, until all have.
 
     So all ranks run the loop's body equally often. ``param.grad`` is the mean over the ranks that have batches left
-    (with :func:`lockstep.accumulate`, over what is counted). A padding batch leaves no trace in gradients or buffers;
-    :func:`lockstep.mean` gives it no weight. Code in the body that counts by itself (a sum of losses, rows seen) checks
-    ``is_padding``.
+    (with :func:`lockstep.accumulate`, over what they count). A padding batch changes no gradient and no buffer, and
+    :func:`lockstep.mean` gives it no weight. If the body sums losses or rows itself, it has to check ``is_padding``.
 
     Loops may be nested: a batch counts if its rank has one in all of them. A loop whose loader has no length on some
     rank must be the innermost.
@@ -51,7 +50,7 @@ def batches(
     drops a sample.
 
     Args:
-        loader: Any iterable of batches. Call this anew for each epoch.
+        loader: Any iterable of batches. Call ``batches`` again for each epoch.
         modules: The replicated modules that are trained, if they are on other groups.
         group: The ranks; the default group if None.
         padding: A batch for a rank that has none at all.

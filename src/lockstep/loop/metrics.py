@@ -72,11 +72,11 @@ def mean(values: T, weight: float | Tensor = 1.0, group: Group | None = None) ->
 
 
 def total(counts: T, group: Group | None = None) -> T:
-    """Return the sum over all ranks of each number in ``counts``: what all of them have in a step.
+    """Return the sum over all ranks of each number in ``counts``.
 
-    For several losses in one step, each with a denominator of its own. A denominator has to be known before the first
-    backward: if gradients accumulate over several micro-batches, give what this rank counts in all of them. What is
-    given at a batch that counts nothing (:func:`lockstep.batches`) counts nothing.
+    Use it for several losses in one step, each with its own denominator. A denominator is needed before the first
+    backward: if gradients accumulate over several micro-batches, pass the number that this rank counts in all of them.
+    Counts in a padding batch (:func:`lockstep.batches`) are ignored.
 
     Args:
         counts: A number, a tensor, or nested containers of them; of the same structure on every rank.

@@ -46,10 +46,10 @@ def known_group(group: Group | None) -> Group:
 
 
 def stop_when(request: Request, group: Group | None = None) -> Decisions:
-    """Let :func:`should_stop` be true on every rank as soon as ``request()`` is something on one: a reason, True.
+    """Make :func:`should_stop` true on every rank as soon as ``request()`` is true, or a reason, on any rank.
 
-    ``request`` is called in each synchronising backward, and in what else carries requests (:func:`should_stop`); it
-    has to be quick. Returns what :func:`should_stop` asks; keep it for as long as the request is to count.
+    ``request`` is called in each synchronising backward, and in the other functions that :func:`should_stop` lists, so
+    it has to be quick. Returns an object that holds the request; keep it as long as the request shall count.
     """
     decisions = decisions_of(known_group(group))
     decisions.stop_when(request)
@@ -59,10 +59,10 @@ def stop_when(request: Request, group: Group | None = None) -> Decisions:
 def should_stop(group: Group | None = None) -> bool:
     """Return True if any rank has asked to stop: the same on all ranks at the same step.
 
-    What ranks ask for travels with what they exchange over the group anyway: the report of each synchronising backward,
-    the lengths with which a loop over :func:`batches` begins, :func:`mean`, :func:`lockstep.loop.total` and
-    :func:`agree`. So it is heard in a warm-up and in an evaluation, too. Communicates nothing itself; waits for the
-    last report where that travels over an accelerator.
+    Requests travel with other messages over the group: the report of each synchronising backward, the lengths at the
+    beginning of a loop over :func:`batches`, :func:`mean`, :func:`lockstep.loop.total` and :func:`agree`. So they are
+    also heard in a warm-up and in an evaluation. Communicates nothing itself. On an accelerator, waits for the last
+    report.
     """
     return decisions_of(known_group(group)).should_stop
 

@@ -131,8 +131,8 @@ class Session:
     def batches(self, loader: Iterable[T], *modules: torch.nn.Module, padding: T | None = None) -> CountedBatches[T]:
         """Return :func:`lockstep.batches` over the session's group: equally many on all ranks, counted by :attr:`step`.
 
-        With ``modules``, over the groups that the modules are replicated over.
-        Evaluation, under ``torch.no_grad()``, is neither padded nor counted. Raises
+        With ``modules``, the ranks are those over which the modules are replicated. An evaluation under
+        ``torch.no_grad()`` is neither padded nor counted. Raises
         :class:`~lockstep.errors.PeerFailure` if another rank has failed.
 
         Type checkers give a batch the type that the loader's iterator gives it. PyTorch's ``DataLoader`` leaves that
@@ -153,11 +153,10 @@ class Session:
     def should_stop(self) -> bool:
         """True if any rank has been asked to stop, by SIGTERM, SIGINT or ``time_limit``; the same on all ranks.
 
-        Requests travel with what ranks exchange anyway: ``backward()``, the beginning of a loop over :meth:`batches`
-        (also of an evaluation), :func:`lockstep.mean`, :func:`lockstep.loop.total` and :meth:`agree`. When it is read
-        for the first time, the session takes over the signals; before, they do what they always do. A second SIGINT
-        raises
-        ``KeyboardInterrupt``.
+        Requests travel with other messages of the ranks: in ``backward()``, at the beginning of a loop over
+        :meth:`batches` (also of an evaluation), in :func:`lockstep.mean`, :func:`lockstep.loop.total` and
+        :meth:`agree`. The session handles the signals from the first time that a program reads ``should_stop``; before,
+        they have their usual effect. A second SIGINT raises ``KeyboardInterrupt``.
         """
         if self._decisions is None:
             self._requests.take_over()
@@ -174,7 +173,7 @@ class Session:
 
     @property
     def skipped(self) -> bool:
-        """True if any rank has left out this batch, so that all have: :func:`lockstep.loop.skipped`."""
+        """True if any rank has left out this batch; then all have: :func:`lockstep.loop.skipped`."""
         return loop.skipped(group=self.group)
 
     @contextlib.contextmanager
@@ -306,39 +305,38 @@ class Session:
 class session:
     """Start and end data-parallel training in this process: a context manager, whose value is a :class:`Session`.
 
-    Takes this process's place in the run from the environment that ``torchrun``, SLURM's ``srun`` or ``mpirun`` has
-    set, or runs alone: then with one rank, and without sockets. Makes the default process group, seeds the random
-    streams, and watches over the ranks: if one of them fails, all others raise
-    :class:`~lockstep.errors.PeerFailure`, which names that rank, its step and phase, and has its traceback. At the end,
-    also after an error, takes all of that down in order.
+    The session reads this process's rank from the environment that ``torchrun``, SLURM's ``srun`` or ``mpirun`` has
+    set. Without a launcher it trains with one rank, and opens no sockets. It makes the default process group, seeds the
+    random generators, and watches the ranks: if one of them fails, all others raise
+    :class:`~lockstep.errors.PeerFailure`, which has that rank, its step and phase, and its traceback. The end of the
+    block undoes all of this, also after an error.
 
-    If there is a default process group already, made by Ray, Lightning or the program, the session takes that one, and
-    leaves it as it is at its end. Another ``backend``, or ``device`` than the one it is bound to, is an error then, and
-    the group keeps its own time-out and interfaces; ``timeout`` is that of the start and the end of the session.
+    If there is a default process group already, made by Ray, Lightning or the program, the session uses it, and leaves
+    it as it is. Then a different ``backend``, or a ``device`` other than the group's, is an error. The group keeps its
+    time-out and interfaces; ``timeout`` holds for the start and the end of the session.
 
     Args:
-        backend: of the process group. If None: ``shm`` for ranks on the CPU (on Linux; with ``gloo`` between hosts),
-            ``nccl`` for CUDA (with ``gloo`` for tensors on the CPU), else ``gloo``.
-        device: of this rank. If None: the accelerator of this rank's number on its host, or the CPU if it has none.
-            More ranks than accelerators are an error on all ranks of the host; ``"cpu"`` trains without them.
-        timeout: seconds that ranks wait for each other at the start, in one collective, and at the end.
-        seed: of all random streams. PyTorch's own generators, Python's and NumPy's are seeded **otherwise on each
-            rank**, so that dropout and augmentation differ; use ``run.shared_generator`` for what has to be the same,
-            such as an order of samples that all ranks split. (Weights need not be equal before
+        backend: The backend of the process group. If None: ``shm`` for ranks on the CPU (on Linux; with ``gloo``
+            between hosts), ``nccl`` for CUDA (with ``gloo`` for tensors on the CPU), else ``gloo``.
+        device: The device of this rank. If None: the accelerator of this rank's number on its host, or the CPU if it
+            has none. More ranks than accelerators are an error on all ranks of the host; ``"cpu"`` trains without them.
+        timeout: Seconds that ranks wait for each other at the start, in one collective, and at the end.
+        seed: The seed of all random generators. Those of PyTorch, Python and NumPy are seeded **differently on each
+            rank**, so that dropout and augmentation differ. Use ``run.shared_generator`` for random numbers that are
+            the same on all ranks, such as an order of samples that the ranks split. (Weights may differ before
             :func:`lockstep.replicate`, which gives rank 0's to all.)
-        stall_factor: a rank that keeps another one waiting for this many times the median step makes no progress, and
-            is a failure, too: all ranks raise, and show where it is. None for no such limit. During the start, the
-            first steps and whatever ``run.phase()`` names, and while something is compiled, the limit is nine tenths of
-            ``timeout``; it never is more.
-        stall_minimum: seconds below which that limit never is.
-        time_limit: seconds from the start after which ``run.should_stop`` is true. None for no limit.
-        link_timeout: seconds for which nothing may come from another host, not even the answer to a probe of the
-            system; after that its ranks have failed. At least 1. A shorter pause of the network ends nothing.
-        alone: train in this process alone, whatever the environment says.
-        stop_signals: the signals that make ``run.should_stop`` true. Schedulers send SIGUSR1 or SIGUSR2 as a notice
-            some time before the end, if they are asked for it (``sbatch --signal=USR1@120``).
+        stall_factor: A rank fails if it keeps another rank waiting for this many times the median step. Then all ranks
+            raise, and show where it is. None: no such limit. During the start, the first steps, compilation and
+            ``run.phase()`` the limit is nine tenths of ``timeout``. It is never more than that.
+        stall_minimum: The smallest value of that limit, in seconds.
+        time_limit: Seconds from the start after which ``run.should_stop`` is true. None: no limit.
+        link_timeout: Seconds, at least 1. If nothing comes from another host for so long, not even its system's answer
+            to a probe, the ranks of that host have failed. After a shorter pause of the network training goes on.
+        alone: If True, train with one rank, whatever the environment says.
+        stop_signals: The signals that make ``run.should_stop`` true. Schedulers can send SIGUSR1 or SIGUSR2 some time
+            before the end of a job (``sbatch --signal=USR1@120``).
 
-    What is communicated: what making a process group takes, and what :func:`lockstep.watch` says.
+    Communicates what making a process group takes, and what :func:`lockstep.watch` says.
 
     Raises :class:`~lockstep.errors.OptionError` for an environment that makes no sense,
     :class:`~lockstep.errors.DeviceError` for a device that this host does not have,

@@ -46,11 +46,11 @@ _PyTorchs: Any = TorchDistributedDataParallel  # for isinstance; its annotations
 class DistributedDataParallel(CompatibleNames, _PyTorchs, Module, Joinable, Generic[M]):
     """A wrapper that averages the gradients of ``module``'s parameters over all ranks at the end of backward.
 
-    Gradients, communication and errors are as for :func:`lockstep.replicate`. ``state_dict`` has the keys of the
-    wrapped module behind ``module.``, as PyTorch's; ``load_state_dict`` takes either form. Gradients are synchronised
-    because parameters received them, even if ``module`` is called instead of the wrapper. The wrapper is an instance of
-    PyTorch's class, so that programs that test for one find it; no code of that class runs, and its names that have no
-    meaning here raise an AttributeError that says what to use instead.
+    Gradients, communication and errors are as for :func:`lockstep.replicate`. The keys of ``state_dict`` begin with
+    ``module.``, as in PyTorch; ``load_state_dict`` also takes keys without it. Gradients are synchronised because
+    parameters received them, even if ``module`` is called instead of the wrapper. The wrapper is an instance of
+    PyTorch's class, for programs that test for it. No code of that class runs. Its names that have no meaning here
+    raise an AttributeError that says what to use instead.
 
     Args:
         module: The module. If it is replicated or wrapped already, or is itself a wrapper, the new wrapper replaces the
@@ -64,7 +64,7 @@ class DistributedDataParallel(CompatibleNames, _PyTorchs, Module, Joinable, Gene
         process_group: The ranks; the default group if None.
         bucket_cap_mb: Size of a bucket of gradients in MiB; 25 if None, and 1 for the first. Smaller buckets leave
             earlier, larger ones have less overhead.
-        find_unused_parameters: Not needed: parameters without a gradient are found without it.
+        find_unused_parameters: Not needed: parameters without a gradient are always found.
         check_reduction: Deprecated; does nothing.
         gradient_as_bucket_view: Not needed: gradients always live in the buckets.
         static_graph: Not needed: nothing is assumed of the graph.
@@ -78,7 +78,7 @@ class DistributedDataParallel(CompatibleNames, _PyTorchs, Module, Joinable, Gene
         batched_grad_copy: Not needed: gradients are copied into a bucket together, and never out.
         forward_sync_buffers: False means ``buffer_policy="local"``, but buffers are sent at the start.
         lazy_bucket_allocation: Not needed: on an accelerator a bucket of large gradients keeps no memory after
-            backward, they do; on the CPU buckets keep theirs.
+            backward. On the CPU buckets keep their memory.
         reduce_dtype: ``torch.bfloat16`` or ``torch.float16``: gradients in float32 travel in it, are added in float32,
             and the mean is rounded to it, once, however many ranks there are; ``.grad`` stays in float32. None: they
             travel in their own dtype.

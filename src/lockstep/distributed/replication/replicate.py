@@ -46,32 +46,32 @@ def replicate(
 ) -> "Replicated":
     """Replicate a module over a process group, in place: ``param.grad`` becomes the mean over all ranks.
 
-    After every backward pass that synchronises, each rank's ``param.grad`` is the mean over the ranks of what they have
-    accumulated since the last one - whatever was called, if it is the same on all ranks: the module, a submodule,
-    another method; several forwards; any branch, also another one on each rank. A parameter that a rank did not use
-    counts as zero there; one that no rank used keeps its ``.grad``.
+    After every backward pass that synchronises, each rank's ``param.grad`` is the mean over the ranks of the gradients
+    that they have accumulated since the last such pass. The program may call the module, a submodule or another method,
+    if all ranks call the same. It may run several forwards, and branches that differ by rank. A parameter that a rank
+    did not use counts as zero there. A parameter that no rank used keeps its ``.grad``.
 
     Args:
         module: The module; the same object is returned. Its class is replaced by a subclass, so ``isinstance``,
             attributes and ``state_dict`` stay; ``copy.deepcopy`` and ``pickle`` give the plain module, not replicated.
             It gains the methods of :class:`lockstep.distributed.Replicated`, which is the type of the returned module:
             see there what type checkers know of it.
-        ignored_modules: These, and all below them, are left alone.
+        ignored_modules: Submodules that are not replicated, with everything below them.
         shares: The number of shares into which the batch of a step is cut, the same for the whole run. Then gradients
             have the same bits on any number of ranks up to that many: see docs/reproducibility.md. None: gradients are
             the mean over the ranks.
-        loss: With ``shares``, what the loss of a share is: the ``"sum"`` over its rows, or their ``"mean"``.
-        **options: Those of ``DistributedDataParallel``, by name; see :class:`lockstep.DistributedDataParallel`. Here,
-            too: ``device_id`` (int or ``torch.device``): the accelerator to which tensors among the inputs of forward
-            are moved. ``reduce_dtype``: the half precision in which gradients travel, and are not added.
+        loss: With ``shares``: ``"sum"`` if the loss of a share is a sum over its rows, or ``"mean"``.
+        **options: The options of :class:`lockstep.DistributedDataParallel`, by name. Also ``device_id`` (int or
+            ``torch.device``): the accelerator to which tensors among the inputs of forward are moved; ``reduce_dtype``:
+            the half precision in which gradients travel (they are added in float32).
 
-    If the module is on the meta device or there is no process group yet, getting ready waits for the first forward.
+    If the module is on the meta device, or there is no process group yet, the first forward begins the replication.
 
-    Communicates: when getting ready, one small all-gather, by which the ranks compare names, order, shapes, dtypes and
-    options, and broadcasts of rank 0's values in buckets of 10 MiB. In each backward one all-reduce for each bucket of
-    gradients (25 MiB, and 1 MiB the first one unless it goes through ``shm``; gradients from 4 MiB on alone), while
-    the rest of backward runs. Whatever else ranks have to tell each other rides in the last one: which parameters were
-    used, small buffers, failures.
+    Communicates: at the beginning, one small all-gather, in which the ranks compare names, order, shapes, dtypes and
+    options, and broadcasts of rank 0's values in buckets of 10 MiB. In each backward, one all-reduce for each bucket of
+    gradients, while the rest of backward runs. Buckets have 25 MiB, the first one 1 MiB unless it goes through ``shm``;
+    gradients of 4 MiB and more travel alone. The last all-reduce also has the parameters that were used, small buffers,
+    and failures.
 
     ``torch.autograd.grad`` gives this rank's gradients, and what ``backward(create_graph=True)`` leaves has no graph;
     see :func:`lockstep.loop.mean_over_ranks`.
