@@ -17,6 +17,7 @@
     ├── AgreementError (RuntimeError, ValueError) ranks that differ in what must be the same on all
     │   └── OutOfSyncError                    parameters or buffers that have other values on other ranks
     ├── CheckpointError (RuntimeError)        a checkpoint that cannot be saved, or from which nothing can go on
+    │   └── CrashLoopError                    ranks fail at the same step each time that they are started
     ├── CommunicationError (RuntimeError)     a collective failed or timed out
     ├── PeerError (RuntimeError)              another rank failed; this one is told
     │   └── PeerFailure                       the same, with that rank, its step and phase, and its own traceback
