@@ -1,6 +1,6 @@
 """A training whose processes kill themselves, each time after another step; arguments: folder, steps, more.
 
-With "disk" there are no snapshots, but checkpoints of each fifth step.
+With "host" the last rank ends its launcher, too, and that happens once.
 """
 
 from __future__ import annotations
@@ -17,6 +17,16 @@ import lockstep
 
 FOLDER, KILLS, MORE = Path(sys.argv[1]), [int(step) for step in sys.argv[2].split(",") if step], sys.argv[3:]
 RESTARTS = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+
+
+def mark_as_killed() -> bool:
+    """Whether this is the first time."""
+    try:
+        FOLDER.with_name("killed").touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
+
 
 torch.set_num_threads(1)
 with lockstep.session() as run:
@@ -39,11 +49,17 @@ with lockstep.session() as run:
             for x, y in batch:
                 nn.functional.cross_entropy(model(x), y, reduction="sum").backward()
             optimizer.step()
-            if KILLS[RESTARTS : RESTARTS + 1] == [run.step] and run.rank == RESTARTS % run.world_size:
+            if "host" in MORE and [run.step] == KILLS and run.rank == run.world_size - 1 and mark_as_killed():
+                os.kill(os.getppid(), signal.SIGKILL)
                 os.kill(os.getpid(), signal.SIGKILL)
-            if "disk" not in MORE:
-                run.snapshot(FOLDER, every=1, **state)
-            if run.step % 5 == 0:
+            if (
+                "host" not in MORE
+                and KILLS[RESTARTS : RESTARTS + 1] == [run.step]
+                and run.rank == RESTARTS % run.world_size
+            ):
+                os.kill(os.getpid(), signal.SIGKILL)
+            run.snapshot(FOLDER, every=1, **state)
+            if run.step % 5 == 0 and "host" not in MORE:
                 run.save(FOLDER, wait=False, **state)
     if run.is_main:
         print(f"fingerprint {lockstep.shares.fingerprint(model, optimizer)} after step {run.step}", flush=True)

@@ -97,6 +97,7 @@ class Saving:
         self._kinds: dict[str, str] = {}
         self._streams: Streams = {}
         self._answers: list[dict[str, Any]] = []
+        self._leaders: list[int] = []
         self._new = NewFolder(files, path / (UNFINISHED + secrets.token_hex(8)))
         self._keep = 1
         self._step: int | None = None
@@ -112,23 +113,36 @@ class Saving:
         """Take the state, of which a copy is made for :meth:`write` if the training goes on meanwhile."""
         ranks, self._streams, self._keep, self._step = self._ranks, read_streams(), keep, step
         try:
-            answers = ranks.together("save()", lambda: self._prepare(state, copy))
+            answers = ranks.together("save()", lambda: self._prepare(state))
             ranks.check_equal("save()", [answer["same"] for answer in answers])
+            self._take_over(answers)
+            self._leaders = self._find_leaders()
+            if copy:
+                ranks.together("save()", self._copy)
         except BaseException as error:
             self._give_up(error)
             raise
+
+    def _take_over(self, answers: list[dict[str, Any]]) -> None:
+        """Note what follows from what all ranks have prepared."""
         self._answers, self.number = answers, 1 + max(answer["highest"] for answer in answers)
-        if ranks.rank:
+        if self._ranks.rank:
             self._new = NewFolder(self._files, self._path / answers[0]["unfinished"])
         else:
             self._remember()  # now: when it is written, another thread may look before this one goes on
+
+    def _copy(self) -> None:
+        """Copy what this rank writes; what is the same on all ranks only if it writes that, too."""
+        if self._leaders[self._ranks.rank] != self._ranks.rank:
+            self._parts = {name: Parts(None, parts.own) for name, parts in self._parts.items()}
+        self._parts = copies_of(self._parts)
 
     def write(self, ranks: Ranks) -> Path:
         """Write what :meth:`begin` has taken, perhaps on another thread: then ``ranks`` do not use the group."""
         self._ranks, new = ranks, self._new
         folder = self.folder
         try:
-            leaders = self._find_leaders()
+            leaders = self._leaders
             written = ranks.together("save()", lambda: self._write(leaders))
             leads = leaders[ranks.rank] == ranks.rank
             manifest = b""
@@ -181,7 +195,7 @@ class Saving:
 
     # --------------------------------------------------------------------------------------------- steps
 
-    def _prepare(self, state: Mapping[str, Any], copy: bool) -> dict[str, Any]:
+    def _prepare(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Check what is to be saved, and take it; on the first rank, begin the folder."""
         keep, step = self._keep, self._step
         if operator.index(keep) < 1 or (step is not None and operator.index(step) < 0):
@@ -190,8 +204,6 @@ class Saving:
         self._kinds = {entry.name: entry.kind for entry in entries}
         self._parts = {entry.name: read(entry) for entry in entries}
         self._check_loadable()
-        if copy:
-            self._parts = copies_of(self._parts)
         same = {"keep": keep, "step": step} | {f"what is saved as {name!r}": kind for name, kind in self._kinds.items()}
         answer = {"same": same, "host": self._ranks.host}
         if not self._ranks.rank:
