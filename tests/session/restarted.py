@@ -1,5 +1,6 @@
 """A training whose processes kill themselves, each time after another step; arguments: folder, steps, more.
 
+With "marker" rank 0 is killed while the snapshot of that step gets its marker.
 With "host" the last rank ends its launcher, too, and that happens once.
 """
 
@@ -14,6 +15,9 @@ import torch
 from torch import nn
 
 import lockstep
+from lockstep.checkpoints.files import OpenFile
+from lockstep.checkpoints.layout import MARKER
+from lockstep.checkpoints.new_folder import NewFolder
 
 FOLDER, KILLS, MORE = Path(sys.argv[1]), [int(step) for step in sys.argv[2].split(",") if step], sys.argv[3:]
 RESTARTS = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
@@ -28,6 +32,20 @@ def mark_as_killed() -> bool:
     return True
 
 
+def die() -> None:
+    """Kill this process; with "marker" when it is about to write the marker of a snapshot."""
+    if "marker" not in MORE:
+        os.kill(os.getpid(), signal.SIGKILL)
+    create = NewFolder.create
+
+    def create_or_die(self: NewFolder, name: str) -> OpenFile:
+        if name == MARKER:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return create(self, name)
+
+    NewFolder.create = create_or_die
+
+
 torch.set_num_threads(1)
 with lockstep.session() as run:
     torch.manual_seed(0)
@@ -40,6 +58,7 @@ with lockstep.session() as run:
     )
     batches = lockstep.shares.GlobalBatches(rows, batch_size=16, shares=4)
     state = {"model": model, "optimizer": optimizer, "batches": batches}
+    victim = 0 if "marker" in MORE else RESTARTS % run.world_size
     run.resume(FOLDER, **state)
     if run.is_main:
         print(f"from step {run.step}", flush=True)
@@ -52,12 +71,8 @@ with lockstep.session() as run:
             if "host" in MORE and [run.step] == KILLS and run.rank == run.world_size - 1 and mark_as_killed():
                 os.kill(os.getppid(), signal.SIGKILL)
                 os.kill(os.getpid(), signal.SIGKILL)
-            if (
-                "host" not in MORE
-                and KILLS[RESTARTS : RESTARTS + 1] == [run.step]
-                and run.rank == RESTARTS % run.world_size
-            ):
-                os.kill(os.getpid(), signal.SIGKILL)
+            if "host" not in MORE and KILLS[RESTARTS : RESTARTS + 1] == [run.step] and run.rank == victim:
+                die()
             run.snapshot(FOLDER, every=1, **state)
             if run.step % 5 == 0 and "host" not in MORE:
                 run.save(FOLDER, wait=False, **state)
