@@ -462,12 +462,11 @@ def test_killed_processes_start_again_and_come_to_the_same_weights(tmp_path):
     """`make train MAX_RESTARTS=3`: one of its processes is killed, then the other, then both, then the launcher."""
     options = ("--epochs", "5", "--batch-size", "32", "--shares", "2")
     undisturbed, _ = run(DIGITS, *options, "--out", str(tmp_path / "undisturbed"))
-    process = start(*TORCHRUN, "--max-restarts", "3", DIGITS, *options, "--out", str(tmp_path / "killed"))
-    kill(process, lambda workers: workers[:1], 1)
-    kill(process, lambda workers: workers[1:], 2)
-    kill(process, lambda workers: workers, 3)
-    assert any(re.match("epoch +4/", line) for line in process.stdout)
-    process.kill()  # the others train on to the end
-    assert fingerprint_of(process.stdout.read()) == fingerprint_of(undisturbed)
-    process.wait()
+    with start(*TORCHRUN, "--max-restarts", "3", DIGITS, *options, "--out", str(tmp_path / "killed")) as process:
+        kill(process, lambda workers: workers[:1], 1)
+        kill(process, lambda workers: workers[1:], 2)
+        kill(process, lambda workers: workers, 3)
+        assert any(re.match("epoch +4/", line) for line in process.stdout)
+        process.kill()  # the others train on to the end
+        assert fingerprint_of(process.stdout.read()) == fingerprint_of(undisturbed)
     assert not list(Path("/dev/shm").glob("lockstep-*/checkpoints-*"))

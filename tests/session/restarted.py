@@ -1,6 +1,7 @@
 """A training whose processes kill themselves, each time after another step; arguments: folder, steps, more.
 
-With "disk" there are no snapshots, but checkpoints of each fifth step.
+With "marker" rank 0 is killed while the snapshot of that step gets its marker.
+With "host" the last rank ends its launcher, too, and that happens once.
 """
 
 from __future__ import annotations
@@ -14,9 +15,36 @@ import torch
 from torch import nn
 
 import lockstep
+from lockstep.checkpoints.files import OpenFile
+from lockstep.checkpoints.layout import MARKER
+from lockstep.checkpoints.new_folder import NewFolder
 
 FOLDER, KILLS, MORE = Path(sys.argv[1]), [int(step) for step in sys.argv[2].split(",") if step], sys.argv[3:]
 RESTARTS = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+
+
+def mark_as_killed() -> bool:
+    """Whether this is the first time."""
+    try:
+        FOLDER.with_name("killed").touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
+
+
+def die() -> None:
+    """Kill this process; with "marker" when it is about to write the marker of a snapshot."""
+    if "marker" not in MORE:
+        os.kill(os.getpid(), signal.SIGKILL)
+    create = NewFolder.create
+
+    def create_or_die(self: NewFolder, name: str) -> OpenFile:
+        if name == MARKER:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return create(self, name)
+
+    NewFolder.create = create_or_die
+
 
 torch.set_num_threads(1)
 with lockstep.session() as run:
@@ -30,6 +58,7 @@ with lockstep.session() as run:
     )
     batches = lockstep.shares.GlobalBatches(rows, batch_size=16, shares=4)
     state = {"model": model, "optimizer": optimizer, "batches": batches}
+    victim = 0 if "marker" in MORE else RESTARTS % run.world_size
     run.resume(FOLDER, **state)
     if run.is_main:
         print(f"from step {run.step}", flush=True)
@@ -39,11 +68,13 @@ with lockstep.session() as run:
             for x, y in batch:
                 nn.functional.cross_entropy(model(x), y, reduction="sum").backward()
             optimizer.step()
-            if KILLS[RESTARTS : RESTARTS + 1] == [run.step] and run.rank == RESTARTS % run.world_size:
+            if "host" in MORE and [run.step] == KILLS and run.rank == run.world_size - 1 and mark_as_killed():
+                os.kill(os.getppid(), signal.SIGKILL)
                 os.kill(os.getpid(), signal.SIGKILL)
-            if "disk" not in MORE:
-                run.snapshot(FOLDER, every=1, **state)
-            if run.step % 5 == 0:
+            if "host" not in MORE and KILLS[RESTARTS : RESTARTS + 1] == [run.step] and run.rank == victim:
+                die()
+            run.snapshot(FOLDER, every=1, **state)
+            if run.step % 5 == 0 and "host" not in MORE:
                 run.save(FOLDER, wait=False, **state)
     if run.is_main:
         print(f"fingerprint {lockstep.shares.fingerprint(model, optimizer)} after step {run.step}", flush=True)

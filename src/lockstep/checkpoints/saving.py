@@ -99,6 +99,7 @@ class Saving:
         self._gathered: list[Entry] = []
         self._streams: Streams = {}
         self._answers: list[dict[str, Any]] = []
+        self._leaders: list[int] = []
         self._new = NewFolder(files, path / (UNFINISHED + secrets.token_hex(8)))
         self._keep = 1
         self._step: int | None = None
@@ -114,27 +115,39 @@ class Saving:
         """Take the state, of which a copy is made for :meth:`write` if the training goes on meanwhile."""
         ranks, self._streams, self._keep, self._step = self._ranks, read_streams(), keep, step
         try:
-            answers = ranks.together("save()", lambda: self._prepare(state, copy))
+            answers = ranks.together("save()", lambda: self._prepare(state))
             ranks.check_equal("save()", [answer["same"] for answer in answers])
-            if ranks.rank:
-                self._new = NewFolder(self._files, self._path / answers[0]["unfinished"])
+            self._take_over(answers)
+            self._leaders = self._find_leaders()
             if self._gathered:
-                leaders = self._find_leaders()
-                ranks.together("save()", lambda: self._gather(leaders, copy))
+                ranks.together("save()", self._gather)
+            if copy:
+                ranks.together("save()", self._copy)
         except BaseException as error:
             self._give_up(error)
             raise
+
+    def _take_over(self, answers: list[dict[str, Any]]) -> None:
+        """Note what follows from what all ranks have prepared."""
         self._answers = answers
         self.number = 1 + max(answer["highest"] for answer in answers)
-        if not ranks.rank:
+        if self._ranks.rank:
+            self._new = NewFolder(self._files, self._path / answers[0]["unfinished"])
+        else:
             self._remember()  # now: when it is written, another thread may look before this one goes on
+
+    def _copy(self) -> None:
+        """Copy what this rank writes; what is the same on all ranks only if it writes that, too."""
+        if self._leaders[self._ranks.rank] != self._ranks.rank:
+            self._parts = {name: Parts(None, parts.own) for name, parts in self._parts.items()}
+        self._parts = copies_of(self._parts)
 
     def write(self, ranks: Ranks) -> Path:
         """Write what :meth:`begin` has taken, perhaps on another thread: then ``ranks`` do not use the group."""
         self._ranks, new = ranks, self._new
         folder = self.folder
         try:
-            leaders = self._find_leaders()
+            leaders = self._leaders
             written = ranks.together("save()", lambda: self._write(leaders))
             leads = leaders[ranks.rank] == ranks.rank
             manifest = b""
@@ -187,7 +200,7 @@ class Saving:
 
     # --------------------------------------------------------------------------------------------- steps
 
-    def _prepare(self, state: Mapping[str, Any], copy: bool) -> dict[str, Any]:
+    def _prepare(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Check what is to be saved, and take it; on the first rank, begin the folder."""
         keep, step = self._keep, self._step
         if operator.index(keep) < 1 or (step is not None and operator.index(step) < 0):
@@ -197,8 +210,6 @@ class Saving:
         self._parts = {entry.name: read(entry) for entry in entries if not entry.is_gathered}
         self._gathered = [entry for entry in entries if entry.is_gathered]
         self._check_loadable()
-        if copy:
-            self._parts = copies_of(self._parts)
         same = {"keep": keep, "step": step} | {f"what is saved as {name!r}": kind for name, kind in self._kinds.items()}
         answer = {"same": same, "host": self._ranks.host}
         if not self._ranks.rank:
@@ -208,11 +219,11 @@ class Saving:
         saved = max((each.number for each in list_saved(self._path)), default=0)
         return answer | {"highest": max(self._above, saved)}
 
-    def _gather(self, leaders: list[int], copy: bool) -> None:
+    def _gather(self) -> None:
         """Have the ranks put together the state of which each has a part, on those that write what all have alike."""
-        keeps = leaders[self._ranks.rank] == self._ranks.rank
-        gathered = {each.name: Parts(each.target.gathered_state_dict(keeps), {}) for each in self._gathered}
-        self._parts |= copies_of(gathered) if copy else gathered
+        keeps = self._leaders[self._ranks.rank] == self._ranks.rank
+        for entry in self._gathered:
+            self._parts[entry.name] = Parts(entry.target.gathered_state_dict(keeps), {})
         self._check_loadable()
 
     def _check_loadable(self) -> None:

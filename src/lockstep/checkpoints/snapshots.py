@@ -27,21 +27,23 @@ class Pace:
     """PURE: when the next snapshot is due, from what the last one has cost; the same on all ranks."""
 
     def __init__(self) -> None:
-        self._calls, self._next = 0, 1
-        self._at, self._since = 0, 0.0
+        self._calls, self._next = 0, 2  # between the first two calls is a step
+        self._at, self._since = 1, 0.0
 
-    def is_due(self, every: int | None) -> bool:
+    def is_due(self, every: int | None, now: float) -> bool:
         """Count a call, and return True if it is to take a snapshot."""
         self._calls += 1
+        if self._calls == 1:
+            self._since = now
         return self._calls >= self._next if every is None else self._calls % every == 0
 
     def step_seconds(self, now: float) -> float:
-        """Return the time of a step since the last snapshot; 0 if this is the first one."""
-        return (now - self._since) / (self._calls - self._at) if self._at else 0.0
+        """Return the time of a step since the last snapshot."""
+        return (now - self._since) / max(1, self._calls - self._at)
 
     def took(self, seconds: float, step_seconds: float, at_most: float, now: float) -> None:
         """Note a snapshot that has taken ``seconds``, where a step takes ``step_seconds``: both as agreed on."""
-        steps = math.ceil(seconds / at_most / step_seconds) if step_seconds else 1
+        steps = math.ceil(seconds / at_most / max(step_seconds, 1e-6))
         self._at, self._since, self._next = self._calls, now, self._calls + max(1, steps)
 
 
@@ -66,9 +68,9 @@ class Snapshots:
                 f"snapshot(every={every}, at_most={at_most}): every is a number of calls from 1 on, or None, and "
                 "at_most a share of the time, above 0 and at most 1"
             )
-        if not self._pace.is_due(every):
-            return None
         begin = time.monotonic()
+        if not self._pace.is_due(every, begin):
+            return None
         step_seconds = self._pace.step_seconds(begin)
         saving = _Snapshot(self._path, self.memory, self._ranks, above, self._last, first=not self._locked)
         saving.save(state, 1, step)
@@ -102,9 +104,9 @@ class _Snapshot(Saving):
         super().__init__(memory.folder, MemoryFiles(), ranks, above)
         self._disk, self._memory, self._last, self._first = path, memory, last, first
 
-    def _prepare(self, state: Mapping[str, Any], copy: bool) -> dict[str, Any]:
+    def _prepare(self, state: Mapping[str, Any]) -> dict[str, Any]:
         self._memory.make(self._disk)
-        answer = super()._prepare(state, copy)
+        answer = super()._prepare(state)
         if self._first:
             size = sum(each.nbytes for parts in self._parts.values() for each in tensors_in([parts.shared, parts.own]))
             check_room(self._path, 2 * size - self._memory.size)
