@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from lockstep.digests import text_digest
 from lockstep.distributed.comm.agreement import all_gather_object, first_differing
 from lockstep.distributed.comm.collectives import Collectives
-from lockstep.dtensors import local_part
+from lockstep.dtensors import is_dtensor, local_part
 from lockstep.errors import AgreementError, LayoutError, PeerError, ShardingError
 from lockstep.sharding.granularity import Granularity, Trials
 from lockstep.sharding.partition import Piece, cut_evenly, matrix_cost, share_out
@@ -77,6 +77,7 @@ class Shards:
         self._tensors: dict[int, list[OwnPiece]] = {}
         self._bound = _Bound([], None, [])
         self._trials = Trials(self.twin, kind)
+        self._has_dtensors = False
         self._digest = ""  # of all that has been placed
         self._broken = ""  # why the weights or the state are not whole
 
@@ -105,6 +106,7 @@ class Shards:
         first = len(self.placed)
         for (_, parameter), size in zip(new, sizes, strict=True):
             self._numbers[id(parameter)] = len(self.placed)
+            self._has_dtensors = self._has_dtensors or is_dtensor(parameter)
             kind = parameter.dtype, parameter.shape, parameter.device
             self.placed.append(Placed(names[id(parameter)], parameter, size is Granularity.PARAMETER, kind))
         self._give_out(range(first, len(self.placed)))
@@ -155,7 +157,9 @@ class Shards:
         return flat(local_part(self.placed[piece.number].parameter.detach()))[piece.start : piece.stop]
 
     def _addresses(self) -> list[int]:
-        return [local_part(placed.parameter).data_ptr() for placed in self.placed]
+        if self._has_dtensors:
+            return [local_part(placed.parameter).data_ptr() for placed in self.placed]
+        return [placed.parameter.data_ptr() for placed in self.placed]
 
     # ------------------------------------------------------------------------------------- a step
 
