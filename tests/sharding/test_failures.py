@@ -340,3 +340,18 @@ def test_parameters_whose_memory_has_moved_are_stepped_where_they_are():
         return values(model), full_state_dict(optimizer, all_ranks=True)
 
     assert equal(run_ranks(2, moved, False), run_ranks(2, moved, True))
+
+
+def test_parameters_that_share_memory_are_refused():
+    def refused(rank):
+        def tied():
+            net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+            net[1].weight = net[0].weight
+            nn.utils.parametrizations.weight_norm(net[1])
+            return net
+
+        model = replicated(rank, tied)
+        with pytest.raises(LayoutError, match=r"parameters .*weight.* share memory"):
+            shard_optimizer(adamw(model.parameters()))
+
+    run_ranks(2, refused)

@@ -13,7 +13,7 @@ A step goes in this order, on every rank:
 
 import json
 from collections.abc import Iterator, Sequence
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -131,6 +131,7 @@ class Shards:
 
     def _bind(self) -> None:
         """Make the pieces anew, where the parameters lie now; state goes with them."""
+        self._check_apart()
         state, former = self.twin.state, {own.piece: own.tensor for own in self.own}
         self.own = [OwnPiece(piece, self._view(piece)) for piece in self.by_rank[self.rank]]
         moved = {own.tensor: state.pop(former[own.piece]) for own in self.own if former.get(own.piece) in state}
@@ -139,6 +140,17 @@ class Shards:
         for own in self.own:
             self._tensors.setdefault(id(self.placed[own.piece.number].parameter), []).append(own)
         self._bound = _Bound(self._addresses(), *self._streams())
+
+    def _check_apart(self) -> None:
+        """Raise :class:`LayoutError` if parameters share memory: different ranks would step on the same elements."""
+        places = sorted((local_part(each.parameter).data_ptr(), number) for number, each in enumerate(self.placed))
+        for (address, number), (following, other) in pairwise(places):
+            mine, theirs = self.placed[number], self.placed[other]
+            if following < address + local_part(mine.parameter).nbytes and mine.kind[2] == theirs.kind[2]:
+                raise LayoutError(
+                    f"parameters {mine.name} and {theirs.name} share memory (weight_norm of a tied weight makes such): "
+                    "an optimizer steps on it twice, which cannot be sharded; give one of them memory of its own"
+                )
 
     def _view(self, piece: Piece) -> Tensor:
         placed = self.placed[piece.number]
