@@ -3,7 +3,8 @@ sharding on 2 ranks, at most 0.8 of it on 4 where the optimizer counts, and at m
 ``ZeroRedundancyOptimizer``; Muon's step takes at most 0.55 of the replicated one's on 2 ranks.
 
 Ranks are processes, each with one intra-op thread. All ways take turns in the same processes; printed are medians over
-the rounds of the slowest rank's turn: of whole training steps, and of ``optimizer.step()`` alone with what it gathers.
+the rounds of the slowest rank's turn: of whole training steps, of ``optimizer.step()`` alone with what it gathers, and
+of the processor time that this takes in a rank, of all its threads, which tells more where others use the machine, too.
 Memory is measured in processes of its own: the bytes of weights, gradients and state, counted, and the growth of the
 resident peak (``VmHWM``) from the built model to the end of the third step. Bytes sent are computed: an all-reduce of n
 bytes sends 2 n (W - 1) / W from each rank, an all-gather n (W - 1) / W. PyTorch's broadcasts in
@@ -82,14 +83,16 @@ class Training:
                 self.optimizer = shard_optimizer(self.optimizer)
         self.data = task.data(rank, CPU)
         self.seconds: list[float] = []
+        self.work: list[float] = []
 
     def step(self) -> None:
         """One step of training."""
         self.optimizer.zero_grad()
         self.model(self.data).square().mean().backward()
-        start = time.perf_counter()
+        start, work = time.perf_counter(), time.process_time()
         self.optimizer.step()
         self.seconds.append(time.perf_counter() - start)
+        self.work.append(time.process_time() - work)
 
     def bytes_held(self) -> dict[str, int]:
         """Bytes of weights, gradients and state on this rank."""
@@ -113,12 +116,14 @@ def make_groups() -> dict[str, Any]:
     return {backend: dist.new_group(backend=backend) for backend in ("gloo", "shm")}
 
 
-def timed(rank: int, name: str, quick: bool, rounds: int, inner: int) -> dict[str, tuple[list[Turn], float]]:
+def timed(rank: int, name: str, quick: bool, rounds: int, inner: int) -> dict[str, tuple[list[Turn], float, float]]:
     groups, task = make_groups(), models(quick)[name]
     trainings = {way: Training(name, task, way, rank, groups) for way in ways_of(name)}
     steps: dict[str, Callable[[], object]] = {way: each.step for way, each in trainings.items()}
     turns = take_turns(steps, rounds, inner)
-    return {way: (turns[way], statistics.median(trainings[way].seconds[inner + 1 :])) for way in trainings}
+    counted = slice(inner + 1, None)  # without the first round
+    medians = {way: [statistics.median(each[counted]) for each in (t.seconds, t.work)] for way, t in trainings.items()}
+    return {way: (turns[way], *medians[way]) for way in trainings}
 
 
 def held(rank: int, name: str, way: str, quick: bool) -> dict[str, int]:
@@ -139,7 +144,8 @@ def sent(way: str, found: dict[str, int], world: int) -> float:
 
 def compare(name: str, world: int, rounds: int, inner: int, quick: bool) -> None:
     told = launch(timed, name, quick, rounds, inner, world=world)
-    whole = slowest([{way: turns for way, (turns, _) in each.items()} for each in told])
+    whole = slowest([{way: turns for way, (turns, *_) in each.items()} for each in told])
+    work = {way: max(each[way][2] for each in told) for way in told[0]}
     alone = {way: max(each[way][1] for each in told) for way in told[0]}
     memory = {way: launch(held, name, way, quick, world=world) for way in told[0]}
     rows = []
@@ -147,8 +153,17 @@ def compare(name: str, world: int, rounds: int, inner: int, quick: bool) -> None
         each = max(memory[way], key=lambda found: found["state"])
         per_weight = (each["weights"] + each["gradients"] + each["state"]) / each["elements"]
         cells = [mib(each["state"]), f"{per_weight:.3f}", mib(max(found["grown"] for found in memory[way]))]
-        rows.append([way, ms(whole[way][1]), ms(alone[way]), *cells, mib(sent(way, each, world))])
-    headers = ("way", "step, ms", "optimizer, ms", "state, MiB", "bytes/weight", "peak growth, MiB", "sent, MiB")
+        rows.append([way, ms(whole[way][1]), ms(alone[way]), ms(work[way]), *cells, mib(sent(way, each, world))])
+    headers = (
+        "way",
+        "step, ms",
+        "optimizer, ms",
+        "its CPU, ms",
+        "state, MiB",
+        "bytes/weight",
+        "peak growth, MiB",
+        "sent, MiB",
+    )
     table(f"{name}, {world} ranks", headers, rows)
     print()
     title = f"{name}, {world} ranks"
@@ -159,6 +174,7 @@ def compare(name: str, world: int, rounds: int, inner: int, quick: bool) -> None
             )
         ratio(f"{title}: step, {sharded} / {plain}", whole[sharded][1], whole[plain][1], 1.0 if world == 2 else 0.8)
         ratio(f"{title}: optimizer, {sharded} / {plain}", alone[sharded], alone[plain])
+        ratio(f"{title}: optimizer's processor time, {sharded} / {plain}", work[sharded], work[plain])
     if ZERO in whole:
         ratio(f"{title}: step, {SHARDED} / {ZERO}", whole[SHARDED][1], whole[ZERO][1], 0.7)
         ratio(f"{title}: optimizer, {SHARDED} / {ZERO}", alone[SHARDED], alone[ZERO])
