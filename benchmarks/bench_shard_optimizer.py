@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import statistics
 import time
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -25,11 +26,14 @@ from ddp_models import Task, encoder, small_layers, wide_layers
 from harness import arguments, mib, ms, ratio, table
 from rank_processes import Turn, launch, slowest, take_turns
 from torch import nn
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import lockstep
 from lockstep.sharding import shard_optimizer
+
+with warnings.catch_warnings():  # PyTorch's package uses what PyTorch deprecates
+    warnings.simplefilter("ignore", DeprecationWarning)
+    from torch.distributed.optim import ZeroRedundancyOptimizer
 
 PLAIN, SHARDED = "ours", "ours, sharded"
 PLAIN_SHM, SHARDED_SHM = "ours on shm", "ours on shm, sharded"
