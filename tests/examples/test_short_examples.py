@@ -30,6 +30,7 @@ def test_examples_are_short():
     [
         ("experts.py", ["--epochs", "1"]),
         ("lora.py", ["--epochs", "1"]),
+        ("sharded.py", ["--epochs", "1", "--width", "32"]),
         ("characters.py", ["--steps", "2", "--batch-size", "8", "--length", "10"]),
         ("tensor_parallel.py", ["--epochs", "1", "--split", "1"]),
     ],

@@ -38,6 +38,7 @@ from torch.utils.checkpoint import checkpoint
 
 import lockstep
 from lockstep.errors import CommunicationError, LockstepError
+from lockstep.sharding import full_state_dict, shard_optimizer
 from processes import run_processes
 from threaded import new_gloo_group, run_ranks
 
@@ -786,6 +787,32 @@ class Use:
         for _, nets in self._all():
             _sgd(nets)
 
+    def sharded_step(self, calls: list[list[F]]) -> None:
+        """A step of an optimizer that is sharded for it, whose state is then the gradients. Only where ranks have the
+        same values: what a rank has trained by itself would be overwritten."""
+        self._begin(True)
+        self.backward(calls)
+        for number, net in enumerate(self.mine):
+            same = list(zip(*(refs[number].parameters() for refs in self.refs), strict=True))
+            if not all(
+                torch.equal(p, each[0]) and p.requires_grad == each[0].requires_grad for each in same for p in each
+            ):
+                continue
+            try:
+                optimizer = shard_optimizer(torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9))
+            except lockstep.errors.LayoutError:
+                places = [p.data_ptr() for p in net.parameters() if p.numel()]
+                if len(set(places)) < len(places):  # weight_norm of a tied weight: refused
+                    continue
+                raise
+            optimizer.step()
+            for refs in self.refs:
+                _sgd([refs[number]])
+            state = full_state_dict(optimizer, all_ranks=True)["state"]
+            for index, p in enumerate(self.refs[self.number][number].parameters()):
+                if p.grad is not None and p.numel():
+                    self._close(state[index]["momentum_buffer"], p.grad, "state of a sharded optimizer")
+
     def _each_layer(self, module: int, layer: int, ranks: list[int] | None = None) -> Iterator[tuple[Any, nn.Module]]:
         for r, nets in self._all():
             if ranks is None or r in ranks:
@@ -1211,6 +1238,7 @@ OPERATIONS: list[Draw] = [
     _one(lambda p: f"use.scale_in_backward({p.layer()}, {p.chance.choice([0.5, 2.0])})"),
     _one(lambda p: f"use.pile_up({p.some_ranks()}, {_text(p.calls())})"),
     _one(lambda p: f"use.zero({p.chance.random() < 0.5})"),
+    _one(lambda p: f"use.sharded_step({_text(p.calls())})"),
     Programs.left_out,
     Programs.differing,
     Programs.copied,

@@ -31,6 +31,9 @@ def _is_dense(tensor: Tensor) -> bool:
 
 def flat_gradient(parameter: Tensor, name: str) -> Tensor:
     """Return the gradient of a parameter in the memory order of the parameter; a view where that is possible."""
+    grad = parameter.grad
+    if type(grad) is Tensor and grad.layout is torch.strided and grad.is_contiguous() and parameter.is_contiguous():
+        return grad.detach().view(-1)  # nearly all are such, and this is done for each in each step
     local = gradient_of(parameter, name)
     own = local_part(parameter)
     if local.stride() != own.stride() and not (local.is_contiguous() and own.is_contiguous()):

@@ -13,7 +13,7 @@ A step goes in this order, on every rank:
 
 import json
 from collections.abc import Iterator, Sequence
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from lockstep.digests import text_digest
 from lockstep.distributed.comm.agreement import all_gather_object, first_differing
 from lockstep.distributed.comm.collectives import Collectives
-from lockstep.dtensors import local_part
+from lockstep.dtensors import is_dtensor, local_part
 from lockstep.errors import AgreementError, LayoutError, PeerError, ShardingError
 from lockstep.sharding.granularity import Granularity, Trials
 from lockstep.sharding.partition import Piece, cut_evenly, matrix_cost, share_out
@@ -77,6 +77,7 @@ class Shards:
         self._tensors: dict[int, list[OwnPiece]] = {}
         self._bound = _Bound([], None, [])
         self._trials = Trials(self.twin, kind)
+        self._has_dtensors = False
         self._digest = ""  # of all that has been placed
         self._broken = ""  # why the weights or the state are not whole
 
@@ -105,6 +106,7 @@ class Shards:
         first = len(self.placed)
         for (_, parameter), size in zip(new, sizes, strict=True):
             self._numbers[id(parameter)] = len(self.placed)
+            self._has_dtensors = self._has_dtensors or is_dtensor(parameter)
             kind = parameter.dtype, parameter.shape, parameter.device
             self.placed.append(Placed(names[id(parameter)], parameter, size is Granularity.PARAMETER, kind))
         self._give_out(range(first, len(self.placed)))
@@ -129,6 +131,7 @@ class Shards:
 
     def _bind(self) -> None:
         """Make the pieces anew, where the parameters lie now; state goes with them."""
+        self._check_apart()
         state, former = self.twin.state, {own.piece: own.tensor for own in self.own}
         self.own = [OwnPiece(piece, self._view(piece)) for piece in self.by_rank[self.rank]]
         moved = {own.tensor: state.pop(former[own.piece]) for own in self.own if former.get(own.piece) in state}
@@ -137,6 +140,17 @@ class Shards:
         for own in self.own:
             self._tensors.setdefault(id(self.placed[own.piece.number].parameter), []).append(own)
         self._bound = _Bound(self._addresses(), *self._streams())
+
+    def _check_apart(self) -> None:
+        """Raise :class:`LayoutError` if parameters share memory: different ranks would step on the same elements."""
+        places = sorted((local_part(each.parameter).data_ptr(), number) for number, each in enumerate(self.placed))
+        for (address, number), (following, other) in pairwise(places):
+            mine, theirs = self.placed[number], self.placed[other]
+            if following < address + local_part(mine.parameter).nbytes and mine.kind[2] == theirs.kind[2]:
+                raise LayoutError(
+                    f"parameters {mine.name} and {theirs.name} share memory (weight_norm of a tied weight makes such): "
+                    "an optimizer steps on it twice, which cannot be sharded; give one of them memory of its own"
+                )
 
     def _view(self, piece: Piece) -> Tensor:
         placed = self.placed[piece.number]
@@ -155,7 +169,9 @@ class Shards:
         return flat(local_part(self.placed[piece.number].parameter.detach()))[piece.start : piece.stop]
 
     def _addresses(self) -> list[int]:
-        return [local_part(placed.parameter).data_ptr() for placed in self.placed]
+        if self._has_dtensors:
+            return [local_part(placed.parameter).data_ptr() for placed in self.placed]
+        return [placed.parameter.data_ptr() for placed in self.placed]
 
     # ------------------------------------------------------------------------------------- a step
 

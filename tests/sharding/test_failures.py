@@ -1,0 +1,357 @@
+"""What goes wrong in a step, on one rank or on all: an error by name everywhere, and weights from before the step."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms.join import Join
+
+import lockstep
+from lockstep.errors import (
+    AgreementError,
+    AlreadyManagedError,
+    CommunicationError,
+    LayoutError,
+    LockstepError,
+    NotReplicableError,
+    OptionError,
+    PeerError,
+    ShardingError,
+)
+from lockstep.sharding import full_state_dict, shard_optimizer
+from processes import run_processes
+from sharded_runs import adamw, backward, equal, made, network, replicated, train, values
+from threaded import run_ranks
+
+
+class FailingSGD(torch.optim.SGD):
+    """Fails after it has changed some weights."""
+
+    fails = False
+
+    def step(self, closure=None):
+        super().step(closure)
+        if self.fails:
+            raise ValueError("on purpose")
+
+
+def failing_sgd(parameters):
+    return FailingSGD(parameters, lr=0.1, momentum=0.9)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_step_that_fails_on_one_rank_fails_on_all_and_weights_are_those_from_before(world):
+    def failing(rank):
+        model = replicated(rank)
+        optimizer = made(failing_sgd, model, True)
+        train(rank, model, optimizer, range(2))
+        before, state = values(model), full_state_dict(optimizer, all_ranks=True)
+        optimizer.fails = rank.rank == 1
+        optimizer.zero_grad()
+        backward(rank, model, 2)
+        expected = (ValueError, "on purpose") if optimizer.fails else (PeerError, "failed on rank 1 .*on purpose")
+        with pytest.raises(expected[0], match=expected[1]):
+            optimizer.step()
+        assert equal(values(model), before)
+        optimizer.fails = False
+        with pytest.raises(ShardingError, match=r"step 3 of the optimizer has failed.*Load a checkpoint"):
+            optimizer.step()
+        optimizer.load_state_dict(state)
+        optimizer.step()
+        return values(model)
+
+    def plain(rank):
+        model = replicated(rank)
+        train(rank, model, made(failing_sgd, model, False), range(3))
+        return values(model)
+
+    assert equal(run_ranks(world, failing), run_ranks(world, plain))
+
+
+def differ_in_rate(rank, model, optimizer):
+    optimizer.param_groups[0]["lr"] = 0.1 * (1 + rank.rank)
+    backward(rank, model, 1)
+
+
+def differ_in_gradients(rank, model, optimizer):
+    backward(rank, model, 1)
+    if rank.rank:
+        model[0].weight.grad = None
+
+
+def differ_in_groups(rank, model, optimizer):
+    backward(rank, model, 1)
+    if rank.rank:
+        optimizer.add_param_group({"params": list(model[4].parameters())})
+
+
+def differ_in_steps(rank, model, optimizer):
+    backward(rank, model, 1)
+    optimizer._sharding.steps += rank.rank
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (differ_in_rate, r"differ in the options of parameter group 0 .*'lr': 0.1,.* on rank 0, .*'lr': 0.2"),
+        (differ_in_gradients, "differ in which parameters of group 0 have a gradient"),
+        (differ_in_groups, "ranks differ in the (parameters and their pieces|number of parameter groups)"),
+        (differ_in_steps, "differ in the number of steps .*: 1 on rank 0, 2 on rank 1"),
+    ],
+)
+def test_ranks_that_differ_are_an_error_by_name_and_nothing_is_changed(change, words):
+    def differing(rank):
+        model = replicated(rank)
+        optimizer = made(lambda _: adamw(model[0].parameters()), model, True)
+        train(rank, model, optimizer, range(1))
+        before = values(model), full_state_dict(optimizer, all_ranks=True)["state"]
+        change(rank, model, optimizer)
+        with pytest.raises(AgreementError, match=words):
+            optimizer.step()
+        if change is differ_in_groups:
+            return equal(values(model), before[0])
+        return equal((values(model), full_state_dict(optimizer, all_ranks=True)["state"]), before)
+
+    assert run_ranks(2, differing) == [True, True]
+
+
+def test_gradients_of_one_rank_alone_are_an_error():
+    def local(rank):
+        model = replicated(rank)
+        optimizer = made(adamw, model, True)
+        with lockstep.accumulate(model, last=False):
+            backward(rank, model, 0)
+        with pytest.raises(ShardingError, match="gradients are those of one rank alone"):
+            optimizer.step()
+        backward(rank, model, 1)
+        optimizer.step()
+
+    run_ranks(2, local)
+
+
+def test_only_one_rank_has_local_gradients_and_all_raise():
+    def local(rank):
+        model = replicated(rank)
+        optimizer = made(adamw, model, True)
+        backward(rank, model, 0)
+        if rank.rank:
+            model.set_requires_gradient_sync(False)
+            backward(rank, model, 1)
+        kind, words = (ShardingError, "one rank alone") if rank.rank else (PeerError, "rank 1 cannot take step 1")
+        with pytest.raises(kind, match=words):
+            optimizer.step()
+
+    run_ranks(2, local)
+
+
+def join(rank):
+    model = lockstep.DistributedDataParallel(rank.make(network))
+    optimizer = made(adamw, model, True)
+    with Join([model]):
+        for step in range(2 - rank.rank):
+            backward(rank, model, step)
+            optimizer.step()
+
+
+def test_join_is_an_error():
+    outcomes = run_processes(2, join, errors=True, group_timeout=10)
+    assert all(isinstance(each.error, LockstepError | RuntimeError) for each in outcomes)
+    assert any("lockstep.batches()" in str(each.error) for each in outcomes)
+
+
+def killed(rank):
+    model = lockstep.replicate(rank.make(network))
+    optimizer = made(failing_sgd, model, True)
+    train(rank, model, optimizer, range(2))
+    backward(rank, model, 2)
+    if rank.rank:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(CommunicationError):
+        optimizer.step()
+    return True
+
+
+def test_a_rank_that_is_killed_before_its_step_is_an_error_on_the_others():
+    first, second = run_processes(2, killed, errors=True, group_timeout=10)
+    assert first.result
+    assert second.returncode == -signal.SIGKILL
+
+
+def step_and_die(optimizer):
+    torch.optim.SGD.step(optimizer)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def killed_in_step(rank):
+    model = lockstep.replicate(rank.make(network))
+    optimizer = made(lambda p: torch.optim.SGD(p, lr=0.1), model, True)
+    if rank.rank:
+        optimizer._sharding._step = step_and_die
+    backward(rank, model, 2)
+    with pytest.raises(CommunicationError):
+        optimizer.step()
+    with pytest.raises(
+        ShardingError, match="step 1 of the optimizer was cut short, so the weights may be of two steps"
+    ):
+        optimizer.step()
+    return True
+
+
+def test_a_rank_that_is_killed_in_its_step_leaves_an_optimizer_that_says_so():
+    first, _ = run_processes(2, killed_in_step, errors=True, group_timeout=10)
+    assert first.result, first
+
+
+# ------------------------------------------------------------------------------------- what is refused
+
+
+class Noisy(torch.optim.SGD):
+    """Adds random numbers."""
+
+    def step(self, closure=None):
+        super().step(closure)
+        for parameter in self.param_groups[0]["params"]:
+            parameter.add_(torch.randn_like(parameter))
+
+
+class GlobalNorm(torch.optim.SGD):
+    """Divides by the norm of all gradients."""
+
+    def step(self, closure=None):
+        grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.linalg.vector_norm(torch.stack([grad.norm() for grad in grads])) if grads else 1
+        for grad in grads:
+            grad.div_(norm)
+        super().step(closure)
+
+
+class Lamb(torch.optim.SGD):
+    """Needs the norm of each parameter."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.sub_(parameter.grad * (parameter.norm() / parameter.grad.norm()), alpha=0.01)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (torch.optim.LBFGS, "LBFGS keeps its parameters in its attribute '_params'"),
+        (lambda p: Noisy(p, lr=0.1), "works on all parameters at once, or draws random numbers"),
+        (lambda p: GlobalNorm(p, lr=0.1), "works on all parameters at once"),
+        (torch.optim.SparseAdam, "SparseAdam cannot be sharded: its step was tried"),
+    ],
+)
+def test_optimizers_that_need_more_than_a_parameter_are_refused(make, words):
+    def refused(rank):
+        model = replicated(rank)
+        before = values(model)
+        optimizer = make(list(model.parameters()))
+        with pytest.raises(ShardingError, match=words):
+            shard_optimizer(optimizer)
+        assert equal(values(model), before)
+
+    state = torch.get_rng_state()
+    run_ranks(1, refused)
+    assert torch.equal(torch.get_rng_state(), state)
+    run_ranks(2, refused)
+
+
+def test_an_optimizer_that_needs_each_parameter_whole_gets_it_whole():
+    def lamb(rank, sharded):
+        model = replicated(rank)
+        optimizer = made(lambda p: Lamb(p, lr=0.1), model, sharded)
+        if sharded:
+            assert optimizer._sharding.placed[2].is_whole
+        train(rank, model, optimizer, range(3))
+        return values(model)
+
+    assert equal(run_ranks(2, lamb, False), run_ranks(2, lamb, True))
+
+
+def test_an_optimizer_that_one_rank_alone_cannot_shard_is_an_error_on_all():
+    def refused(rank):
+        model = replicated(rank)
+        optimizer = adamw(model.parameters())
+        if rank.rank:
+            optimizer.step = lambda: None
+        kind, words = (ShardingError, "has been replaced") if rank.rank else (PeerError, "rank 1 cannot .*replaced")
+        with pytest.raises(kind, match=words):
+            shard_optimizer(optimizer)
+
+    run_ranks(2, refused)
+
+
+def test_uses_that_make_no_sense_are_refused():
+    def refused(rank):
+        model = replicated(rank)
+        optimizer = made(adamw, model, True)
+        with pytest.raises(AlreadyManagedError, match="has been sharded already"):
+            shard_optimizer(optimizer)
+        with pytest.raises(AlreadyManagedError, match=r"parameter 0\.weight has a sharded optimizer already"):
+            shard_optimizer(adamw(model[0].parameters()))
+        with pytest.raises(NotReplicableError, match="no parameter of this optimizer is in a replicated module"):
+            shard_optimizer(adamw(network().parameters()))
+        other = replicated(rank)
+        with pytest.raises(NotReplicableError, match=r"parameter 1 of group 0, of shape \(2,\), is in no replicated"):
+            shard_optimizer(adamw([other[0].weight, nn.Parameter(torch.zeros(2))]))
+        with pytest.raises(OptionError, match="differentiable=True"):
+            shard_optimizer(adamw(other.parameters(), differentiable=True))
+        with pytest.raises(NotReplicableError, match="is in no replicated module"):
+            optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+
+    run_ranks(2, refused)
+
+
+def test_sparse_gradients_and_parameters_that_are_retyped_are_refused():
+    def refused(rank):
+        sparse = replicated(rank, lambda: nn.Embedding(50, 8, sparse=True))
+        optimizer = made(lambda p: torch.optim.SGD(p, lr=0.1), sparse, True)
+        sparse(torch.tensor([1, 2 + rank.rank])).sum().backward()
+        with pytest.raises(ShardingError, match="parameter weight has a sparse gradient"):
+            optimizer.step()
+        dense = replicated(rank)
+        optimizer = made(adamw, dense, True)
+        train(rank, dense, optimizer, range(1))
+        for parameter in dense.parameters():
+            parameter.data = parameter.data.double()
+            parameter.grad = torch.zeros_like(parameter)
+        with pytest.raises(LayoutError, match=r"parameter 0\.weight had dtype, shape and device .*float32.*float64"):
+            optimizer.step()
+
+    run_ranks(2, refused)
+
+
+def test_parameters_whose_memory_has_moved_are_stepped_where_they_are():
+    def moved(rank, sharded):
+        model = replicated(rank)
+        optimizer = made(adamw, model, sharded)
+        train(rank, model, optimizer, range(2))
+        for parameter in model.parameters():
+            parameter.data = parameter.data.clone()
+        train(rank, model, optimizer, range(2, 4))
+        return values(model), full_state_dict(optimizer, all_ranks=True)
+
+    assert equal(run_ranks(2, moved, False), run_ranks(2, moved, True))
+
+
+def test_parameters_that_share_memory_are_refused():
+    def refused(rank):
+        def tied():
+            net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+            net[1].weight = net[0].weight
+            nn.utils.parametrizations.weight_norm(net[1])
+            return net
+
+        model = replicated(rank, tied)
+        with pytest.raises(LayoutError, match=r"parameters .*weight.* share memory"):
+            shard_optimizer(adamw(model.parameters()))
+
+    run_ranks(2, refused)
