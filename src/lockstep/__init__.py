@@ -12,14 +12,12 @@ from lockstep import loop as loop
 from lockstep import sharding as sharding
 from lockstep import shares as shares
 from lockstep.checkpoints import ResumableSampler as ResumableSampler
-from lockstep.checkpoints import per_rank as per_rank
 from lockstep.checkpoints import resume as resume
 from lockstep.checkpoints import save as save
 from lockstep.distributed import DistributedDataParallel as DistributedDataParallel
 from lockstep.distributed import replicate as replicate
 from lockstep.local import DataParallel as DataParallel
 from lockstep.loop import accumulate as accumulate
-from lockstep.loop import agree as agree
 from lockstep.loop import batches as batches
 from lockstep.loop import check_in_sync as check_in_sync
 from lockstep.loop import mean as mean
@@ -28,6 +26,8 @@ from lockstep.moved import where_it_is as _where_it_is
 from lockstep.session.session import Session as Session
 from lockstep.session.session import session as session
 from lockstep.session.watch import watch as watch
+from lockstep.sharding import full_state_dict as full_state_dict
+from lockstep.sharding import shard_optimizer as shard_optimizer
 from lockstep.shm import register as _register_backend
 
 __version__ = "0.1.0"
@@ -38,15 +38,15 @@ __all__ = [
     "ResumableSampler",
     "Session",
     "accumulate",
-    "agree",
     "batches",
     "check_in_sync",
+    "full_state_dict",
     "mean",
-    "per_rank",
     "replicate",
     "resume",
     "save",
     "session",
+    "shard_optimizer",
     "should_stop",
     "watch",
 ]

@@ -1,7 +1,7 @@
 """Names that users may look for where they were in earlier versions, or where they would expect them."""
 
 _ROOMS = {
-    "checkpoints": ("Resumed",),
+    "checkpoints": ("Resumed", "per_rank"),
     "distributed": ("load_training_state_dict", "training_state_dict"),
     "local": ("Event", "Statistics", "SyncBatchNorm", "data_parallel"),
     "loop": (

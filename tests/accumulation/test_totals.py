@@ -105,7 +105,7 @@ EXCHANGES = {
     "a stream": begins_a_stream,
     "mean": lambda rank: lockstep.mean(1.0, group=rank.group),
     "total": lambda rank: lockstep.loop.total(1.0, group=rank.group),
-    "agree": lambda rank: lockstep.agree(False, rank.group),
+    "agree": lambda rank: lockstep.loop.agree(False, rank.group),
 }
 
 

@@ -164,7 +164,7 @@ def forked(rank, group):
 
 
 CASES = {
-    other_shape: (AgreementError, ["(4, 4)", "on rank 1, ", "on rank 2; make it the same"]),
+    other_shape: (AgreementError, ["(4, 4)", "rank 1 has", "rank 2 has", "make it the same"]),
     other_strides: (AgreementError, ["of rank 2 appears not to match strides of the same param in process 1"]),
     other_names: (AgreementError, ["where rank 1 has parameter a.weight", "rank 2 has parameter b.weight"]),
     one_layer_less: (AgreementError, ["rank 1 has parameter 1.weight", "rank 2 has no such", "entries on rank 1, "]),

@@ -71,19 +71,19 @@ PUBLIC = {
             .snapshot(path, *, every=None, at_most=0.02, step=None, **state)
             .step
         accumulate(module, last=True, weight=None)
-        agree(flag, group=None)
         batches(loader, *modules, group=None, padding=None)
         check_in_sync(module, process_group=None, *, every=None)
         module distributed
         module errors
+        full_state_dict(optimizer, *, all_ranks=False)
         module local
         module loop
         mean(values, weight=1.0, group=None)
-        per_rank(value)
         replicate(module, ignored_modules=None, *, shares=None, loss='sum', **options)
         resume(path, *, group=None, **state)
         save(path, *, keep=3, step=None, group=None, **state)
         class session(backend=None, device=None, timeout=600.0, seed=0, stall_factor=20.0, stall_minimum=60.0, time_limit=None, link_timeout=20.0, alone=False, stop_signals=(<Signals.SIGINT: 2>, <Signals.SIGTERM: 15>))
+        shard_optimizer(optimizer)
         module sharding
         module shares
         should_stop(group=None)

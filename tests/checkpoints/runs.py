@@ -82,7 +82,7 @@ class Run:
             "scaler": self.scaler,
             "data": self.sampler,
             "generator": self.generator,
-            "losses": lockstep.per_rank(self.losses),
+            "losses": lockstep.checkpoints.per_rank(self.losses),
         }
 
     def train(self, *, save_to: Path | None = None, until: int = LAST) -> None:

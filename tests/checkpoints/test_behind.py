@@ -135,7 +135,7 @@ def by_store(rank, store, timeout=20.0, check=lambda: None):
 
 def save_behind(rank, store, folder):
     made = saving.Saving(folder, FileSystem(), Ranks(rank.group))
-    made.begin({"x": 1, "own": lockstep.per_rank(rank.rank)}, 3, 7, copy=True)
+    made.begin({"x": 1, "own": lockstep.checkpoints.per_rank(rank.rank)}, 3, 7, copy=True)
     errors = []
 
     def write():
@@ -207,7 +207,7 @@ def in_sessions(rank, port, folder):
             run.resume(folder, model=model)
             for number in run.batches(range(6)):
                 model(torch.full((1, 20), float(number))).sum().backward()
-                run.save(folder, wait=False, model=model, own=lockstep.per_rank(number))
+                run.save(folder, wait=False, model=model, own=lockstep.checkpoints.per_rank(number))
             if last:
                 return run.resume(folder).values, [each.number for each in list_saved(folder)]
     return None

@@ -30,7 +30,7 @@ def state_of(number, rank):
     return {
         "model": {"weight": torch.full((300,), float(number))},
         "number": number,
-        "own": lockstep.per_rank(torch.full((5,), 10.0 * number + rank.rank)),
+        "own": lockstep.checkpoints.per_rank(torch.full((5,), 10.0 * number + rank.rank)),
     }
 
 

@@ -73,7 +73,7 @@ LIMITS = [0, 1, 50, 700, 1500, 5000, 50_000]
 def fill_the_disk(rank, folder, failing):
     """A real limit, of one rank's process alone, which every write meets, and what was held back meets again at the
     file's end."""
-    own = lockstep.per_rank({"large": torch.zeros(100_000), "small": torch.zeros(10)})
+    own = lockstep.checkpoints.per_rank({"large": torch.zeros(100_000), "small": torch.zeros(10)})
     lockstep.save(folder, step=1, own=own)
     messages = []
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -126,7 +126,7 @@ class Huge:
 
 def raise_huge(rank, folder):
     with pytest.raises(CheckpointError, match=r"save\(\) failed on rank 1 .*: ValueError: no momentum x") as caught:
-        lockstep.save(folder, group=rank.group, part=Huge() if rank.rank else lockstep.per_rank({}))
+        lockstep.save(folder, group=rank.group, part=Huge() if rank.rank else lockstep.checkpoints.per_rank({}))
     return len(str(caught.value).encode())
 
 

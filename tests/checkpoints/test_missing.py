@@ -138,7 +138,7 @@ def ranks_of(rank, hosts):
 
 def save(rank, folder, hosts, steps=(1, 2)):
     for number in steps:
-        state = {"x": torch.full((900,), float(number)), "own": lockstep.per_rank(rank.rank)}
+        state = {"x": torch.full((900,), float(number)), "own": lockstep.checkpoints.per_rank(rank.rank)}
         Saving(folder / hosts[rank.rank], FileSystem(), ranks_of(rank, hosts)).save(state, 3, number)
     rank.gather(torch.zeros(1))
 
@@ -236,7 +236,7 @@ def test_an_older_one_that_has_all_is_preferred(tmp_path):
 def test_one_disk_for_all_sends_nothing(tmp_path):
     def call(rank):
         for number in (1, 2):
-            lockstep.save(tmp_path, step=number, group=rank.group, own=lockstep.per_rank(rank.rank))
+            lockstep.save(tmp_path, step=number, group=rank.group, own=lockstep.checkpoints.per_rank(rank.rank))
         made = ranks_of(rank, "ab")  # two hosts that see the same folder
         with count_collectives(rank) as seen:
             found = Resuming(tmp_path, made).resume({})

@@ -106,7 +106,7 @@ def keep_own(rank, folder):
     options = {"buffer_policy": "local", "params_and_buffers_to_ignore": ["own"], "process_group": rank.group}
     ddp = lockstep.DistributedDataParallel(model, **options)
     nn.init.constant_(model[1].running_mean, rank.rank)
-    given = {"model": ddp, "mine": lockstep.per_rank([rank.rank]), "generator": rank.generator()}
+    given = {"model": ddp, "mine": lockstep.checkpoints.per_rank([rank.rank]), "generator": rank.generator()}
     lockstep.save(folder, group=rank.group, **given)
 
     with torch.no_grad():
@@ -250,7 +250,7 @@ def on_own_disks(rank, folder, hosts, damaged):
         return made
 
     for number in (1, 2):
-        state = {"x": torch.full((9,), float(number)), "own": lockstep.per_rank(rank.rank)}
+        state = {"x": torch.full((9,), float(number)), "own": lockstep.checkpoints.per_rank(rank.rank)}
         Saving(path, lockstep.checkpoints.files.FileSystem(), ranks()).save(state, 3, number)
     files = {name: names_in(path / name) for name in names_in(path)}
     rank.gather(torch.zeros(1))

@@ -186,7 +186,7 @@ def snapshot(rank, folder, hosts, number):
     """One snapshot of ranks on several hosts, which have one disk."""
     made = MemoryFolder(folder / "hosts" / hosts[rank.rank])
     made.folder.mkdir(parents=True, exist_ok=True)
-    state = {"x": torch.full((900,), float(number)), "own": lockstep.per_rank(rank.rank)}
+    state = {"x": torch.full((900,), float(number)), "own": lockstep.checkpoints.per_rank(rank.rank)}
     taken = _Snapshot(folder / "disk", made, ranks_of(rank, hosts), 0, number - 1 or None)
     taken._memory.make = lambda path: None
     taken.save(state, 1, number)

@@ -665,7 +665,8 @@ def test_all_ranks_stop_at_the_same_step():
 
 def test_a_flag_that_any_rank_has():
     assert (
-        run_ranks(3, lambda rank: [lockstep.agree(rank.rank == n, rank.group) for n in (1, 5)]) == [[True, False]] * 3
+        run_ranks(3, lambda rank: [lockstep.loop.agree(rank.rank == n, rank.group) for n in (1, 5)])
+        == [[True, False]] * 3
     )
 
 

@@ -161,15 +161,15 @@ ALONE = [
     (append_a_layer, lambda model, kept: model.pop(3), ["rank {last} has parameter 3.weight"]),
     (remove_the_normalisation, put_the_normalisation_back, ["rank 0 has parameter 1.weight"]),
     (replace_a_layer, put_the_layer_back, ["parameter 2.weight is another object", "on rank {last}", "rank 0"]),
-    (freeze_a_layer, thaw_the_layer, ["parameter 0.weight", "trained on rank 0", "frozen on rank {last}"]),
+    (freeze_a_layer, thaw_the_layer, ["parameter 0.weight", "trained; rank {last} has", "frozen; make it the same"]),
     (
         exchange_layers,
         exchange_layers_again,
-        ["parameter 0.weight", "which was parameter 2.weight before, trained on rank {last}"],
+        ["parameter 0.weight", "rank {last} has", "which was parameter 2.weight before, trained; make it"],
     ),
     (register_a_buffer, delete_the_buffer, ["rank {last} has buffer 2.extra"]),
     (write_a_buffer, write_the_buffer_back, ["buffer 1.running_mean", "other values on rank {last} than on rank 0"]),
-    (make_it_double, make_it_single, ["parameter 0.weight", "float32", "on rank 0", "float64", "on rank {last}"]),
+    (make_it_double, make_it_single, ["parameter 0.weight", "rank 0 has float32", "rank {last} has float64"]),
 ]
 
 

@@ -121,24 +121,29 @@ class RanksByStore(Ranks):
     def __init__(self, ranks: Ranks, store: BoundedStore, check: Callable[[], object], timeout: float) -> None:
         self.rank, self.size, self.host, self.names = ranks.rank, ranks.size, ranks.host, ranks.names
         self._collectives = None
-        self._store, self._check, self._timeout, self._round = store, check, timeout, 0
+        self._met = True
+        self._bounded_store = store
+        self._check = check
+        self._timeout = timeout
+        self._round = 0
 
     def tell(self, value: Any, what: str) -> list[Any]:
         """Return the values of all ranks, in rank order."""
         if self.size == 1:
             return [value]
         keys = [f"{self._round} of {rank}" for rank in range(self.size)]
-        self._store.set(keys[self.rank], json.dumps(value))
+        self._bounded_store.set(keys[self.rank], json.dumps(value))
         self._wait(keys, what)
         self._round += 1
-        return [json.loads(self._store.get(key)) for key in keys]
+        return [json.loads(self._bounded_store.get(key)) for key in keys]
 
     def _wait(self, keys: list[str], what: str) -> None:
         until, pause = time.monotonic() + self._timeout, SHORTEST_WAIT
-        while not self._store.check(keys):
+        while not self._bounded_store.check(keys):
             self._check()
             if time.monotonic() > until:
-                late = [str(name) for name, key in zip(self.names, keys, strict=True) if not self._store.check([key])]
+                named = zip(self.names, keys, strict=True)
+                late = [str(name) for name, key in named if not self._bounded_store.check([key])]
                 raise CommunicationError(
                     f"{what}, behind the training: rank {', '.join(late)} has not answered within {self._timeout:g} s"
                 )

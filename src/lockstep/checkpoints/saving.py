@@ -41,8 +41,8 @@ def save(
     Replicas are equal, so the first rank writes the state that is the same on all, each name to a file of its own
     (``model.pt``, which plain ``torch.load`` reads). Each rank writes its own state beside it: that of its random
     numbers (Python's, NumPy's, PyTorch's on the CPU and the accelerators), random generators, loaders and samplers,
-    values marked by :func:`lockstep.per_rank`, local buffers and ignored parameters of a replicated module, and the
-    state of its communication hooks. Gradients are not saved: call it between steps.
+    values marked by :func:`lockstep.checkpoints.per_rank`, local buffers and ignored parameters of a replicated
+    module, and the state of its communication hooks. Gradients are not saved: call it between steps.
 
     Args:
         path: The folder for the checkpoints of this run; made if it does not exist.

@@ -64,8 +64,8 @@ def mean(values: T, weight: float | Tensor = 1.0, group: Group | None = None) ->
         raise OptionError(
             f"mean() of {found.tree.leaves[0].path}{others}: the weights of all {decisions.group.size()} ranks add up "
             f"to {found.weights:g}, so there is no mean. Call it where some rank has something to count: not for a "
-            "batch that was left out (lockstep.loop.skipped()); lockstep.agree(weight > 0) tells all ranks whether one "
-            "has"
+            "batch that was left out (lockstep.loop.skipped()); lockstep.loop.agree(weight > 0) tells all ranks "
+            "whether one has"
         )
     means: T = found.build(found.sums / found.weights)
     return means

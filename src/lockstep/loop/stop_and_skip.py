@@ -175,7 +175,7 @@ def agree(flag: object, group: Group | None = None) -> bool:
 
     Example:
         >>> import torch.distributed as dist, lockstep
-        >>> lockstep.agree(False, dist.ProcessGroupGloo(dist.HashStore(), 0, 1))
+        >>> lockstep.loop.agree(False, dist.ProcessGroupGloo(dist.HashStore(), 0, 1))
         False
 
     Stands for: ``all_reduce`` of a flag.

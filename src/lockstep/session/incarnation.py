@@ -45,24 +45,24 @@ def part_of_incarnation(store: Any, rank: int, world: int, timeout: float) -> It
         bounded.close()
 
 
-def _ask(store: BoundedStore, rank: int, world: int, timeout: float) -> str:
+def _ask(bounded_store: BoundedStore, rank: int, world: int, timeout: float) -> str:
     number = secrets.token_hex(8)
-    store.set(f"of rank {rank}", number)
-    if not store.wait([number], timeout):
+    bounded_store.set(f"of rank {rank}", number)
+    if not bounded_store.wait([number], timeout):
         raise CommunicationError(
             f"rank {rank}: rank 0 of {world} has not come within {timeout:g} s; look at the errors of that process"
         )
-    return store.get(number)
+    return bounded_store.get(number)
 
 
-def _serve(store: BoundedStore, world: int, token: str, met: threading.Event) -> None:
+def _serve(bounded_store: BoundedStore, world: int, token: str, met: threading.Event) -> None:
     """Give the token to whoever comes, until all have met: a number may be that of a process that was killed."""
     keys, served = [f"of rank {rank}" for rank in range(1, world)], set[str]()
     with contextlib.suppress(StoreLostError):  # whoever waits for it hears of that, too
         while True:
             for key in keys:
-                if store.check([key]) and (number := store.get(key)) not in served:
-                    store.set(number, token)
+                if bounded_store.check([key]) and (number := bounded_store.get(key)) not in served:
+                    bounded_store.set(number, token)
                     served.add(number)
             if met.wait(LOOK_SECONDS):
                 return

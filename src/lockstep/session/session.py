@@ -142,7 +142,7 @@ class Session:
         return CountedBatches(batches, self.progress, self.check)
 
     def agree(self, flag: object) -> bool:
-        """Return True if the flag is true on any rank: :func:`lockstep.agree` over the session's group."""
+        """Return True if the flag is true on any rank: :func:`lockstep.loop.agree` over the session's group."""
         return loop.agree(flag, self.group)
 
     def shard(self, dataset: "Dataset[T]") -> "Subset[T]":
