@@ -153,9 +153,10 @@ def _processes_of(folder: Path) -> list[int]:
 
 
 def _shared_memory() -> set[str]:
-    """Names of shared memory; semaphores of `multiprocessing` are other programs' that run here: ours have no name."""
+    """Names of shared memory, but for semaphores of `multiprocessing` and the folder of snapshots: other programs that
+    run here, tests among them, make these."""
     names = os.listdir("/dev/shm") if os.path.isdir("/dev/shm") else []
-    return {name for name in names if not name.startswith("sem.mp-")}
+    return {name for name in names if not name.startswith(("sem.mp-", "lockstep-"))}
 
 
 def _free_port() -> int:

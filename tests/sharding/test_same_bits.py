@@ -44,8 +44,12 @@ def trained(rank, make, sharded, steps=range(4)):
     return values(model), full_state_dict(optimizer, all_ranks=True)
 
 
-@pytest.mark.parametrize("hosts", ["", "aaa"])
-@pytest.mark.parametrize("name", OPTIMIZERS)
+IN_SHARED_MEMORY = ("AdamW", "SGD, momentum", "Adafactor", "Muon")
+
+
+@pytest.mark.parametrize(
+    ("name", "hosts"), [*((name, "") for name in OPTIMIZERS), *((name, "aaa") for name in IN_SHARED_MEMORY)]
+)
 def test_weights_and_state_have_the_bits_of_the_plain_optimizer(name, hosts):
     plain = run_ranks(3, trained, OPTIMIZERS[name], False, hosts=hosts)
     sharded = run_ranks(3, trained, OPTIMIZERS[name], True, hosts=hosts)

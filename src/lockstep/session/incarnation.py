@@ -28,7 +28,8 @@ def part_of_incarnation(store: Any, rank: int, world: int, timeout: float) -> It
     Communicates two values of each rank through the store. Raises :class:`CommunicationError` if rank 0 does not come
     within ``timeout`` seconds.
     """
-    bounded = BoundedStore(own_connection(store, timeout))
+    # Rank 0 answers the others while it uses the store itself.
+    bounded = BoundedStore(store if rank else own_connection(store, timeout))
     try:
         if rank:
             yield PrefixStore(_ask(bounded, rank, world, timeout), store)
@@ -58,11 +59,11 @@ def _ask(bounded_store: BoundedStore, rank: int, world: int, timeout: float) -> 
 def _serve(bounded_store: BoundedStore, world: int, token: str, met: threading.Event) -> None:
     """Give the token to whoever comes, until all have met: a number may be that of a process that was killed."""
     keys, served = [f"of rank {rank}" for rank in range(1, world)], set[str]()
-    with contextlib.suppress(StoreLostError):  # whoever waits for it hears of that, too
-        while True:
+    while True:
+        with contextlib.suppress(StoreLostError):  # it may answer again; whoever waits for it hears if it does not
             for key in keys:
                 if bounded_store.check([key]) and (number := bounded_store.get(key)) not in served:
                     bounded_store.set(number, token)
                     served.add(number)
-            if met.wait(LOOK_SECONDS):
-                return
+        if met.wait(LOOK_SECONDS):
+            return
