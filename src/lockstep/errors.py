@@ -124,8 +124,12 @@ class PeerFailure(PeerError, CommunicationError):
         stacks: str | None = None,
     ) -> None:
         super().__init__(message)
-        self.rank, self.step, self.phase = rank, step, phase
-        self.reason, self.traceback, self.stacks = reason, traceback, stacks
+        self.rank = rank
+        self.step = step
+        self.phase = phase
+        self.reason = reason
+        self.traceback = traceback
+        self.stacks = stacks
 
 
 class StalledError(PeerFailure):

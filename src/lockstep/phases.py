@@ -75,7 +75,8 @@ class _Tally:
     __slots__ = ("calls", "seconds")
 
     def __init__(self) -> None:
-        self.calls, self.seconds = 0, 0.0
+        self.calls = 0
+        self.seconds = 0.0
 
 
 class _Phase:

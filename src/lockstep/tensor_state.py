@@ -130,7 +130,8 @@ class TensorSnapshot:
         self.tensors = tensors
         self._versions = _versions(tensors)
         self._implementations = list(map(_implementation, tensors))
-        self._addresses, self._layouts = addresses(tensors), Layouts(tensors)
+        self._addresses = addresses(tensors)
+        self._layouts = Layouts(tensors)
 
     def change(self, *, gradients: bool = True) -> Change:
         """Return the kind of change since this object was made.

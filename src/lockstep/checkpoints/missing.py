@@ -95,11 +95,15 @@ class Receiving:
     """The sending and receiving of missing files; every rank takes part."""
 
     def __init__(self, folder: Path, files: FileSystem, holdings: Holdings, ranks: Ranks, *, own: bool) -> None:
-        self._folder, self._files, self._holdings, self._ranks = folder, files, holdings, ranks
+        self._folder = folder
+        self._files = files
+        self._holdings = holdings
+        self._ranks = ranks
         self._wants_own = own and holdings.same_ranks
         self._new = NewFolder(files, folder.parent / (UNFINISHED + secrets.token_hex(8)))
         self._written: dict[str, OpenFile] = {}
-        self._own_name, self._own = rank_file(ranks.rank), bytearray()
+        self._own_name = rank_file(ranks.rank)
+        self._own = bytearray()
         self._writes = False
 
     @property

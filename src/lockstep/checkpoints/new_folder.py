@@ -16,7 +16,8 @@ class NewFolder:
         """Its present path."""
         self.is_renamed = False
         """True if this rank has given it its final name."""
-        self._files, self._open = files, list[OpenFile]()
+        self._files = files
+        self._open = list[OpenFile]()
 
     def create(self, name: str) -> OpenFile:
         """Create a file in the folder; it stays open until it is on the disk."""
@@ -49,7 +50,8 @@ class NewFolder:
     def _commit(self, folder: Path, manifest: bytes) -> None:
         """Rename the folder, then write the marker, in any order on the disk: all else is there already."""
         self._files.rename(self.path, folder)
-        self.path, self.is_renamed = folder, True
+        self.path = folder
+        self.is_renamed = True
         marker = self.create(MARKER)
         marker.write(seal(manifest))
         path = folder.parent.absolute()

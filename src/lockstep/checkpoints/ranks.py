@@ -119,7 +119,10 @@ class RanksByStore(Ranks):
     """
 
     def __init__(self, ranks: Ranks, store: BoundedStore, check: Callable[[], object], timeout: float) -> None:
-        self.rank, self.size, self.host, self.names = ranks.rank, ranks.size, ranks.host, ranks.names
+        self.rank = ranks.rank
+        self.size = ranks.size
+        self.host = ranks.host
+        self.names = ranks.names
         self._collectives = None
         self._met = True
         self._bounded_store = store

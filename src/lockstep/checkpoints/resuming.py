@@ -122,9 +122,11 @@ class Resuming:
     """
 
     def __init__(self, path: Path, ranks: Ranks, memory: Path | None = None) -> None:
-        self._path, self._ranks = path, ranks
+        self._path = path
+        self._ranks = ranks
         self._roots = {DISK: path} if memory is None else {DISK: path, MEMORY: memory}
-        self.number, self.in_memory = 0, False
+        self.number = 0
+        self.in_memory = False
         self._whole: dict[str, Manifest] = {}
         self._entries: list[Entry] = []
         self._own: dict[str, Any] = {}
@@ -146,7 +148,8 @@ class Resuming:
         if found is not None:
             self._fill()
             manifest = self._whole[found.name]
-            self.number, self.in_memory = manifest.number, found.name.startswith(MEMORY)
+            self.number = manifest.number
+            self.in_memory = found.name.startswith(MEMORY)
             if ranks.rank == 0:
                 remember(self._path, manifest.run, max((each.number for each in list_saved(self._path)), default=0))
                 self._warn_of_own_parts(manifest, found)
@@ -314,7 +317,8 @@ class Resuming:
         if not own or manifest.world_size != self._ranks.size:
             loaded = {"own": {name: common_parts(parts) for name, parts in loaded["own"].items()}}
         given = {entry.name for entry in self._entries}
-        self._own, self._parts = loaded, {}
+        self._own = loaded
+        self._parts = {}
         for name, kind in manifest.entries.items():
             if name in given or kind.startswith(VALUE):
                 shared = None if kind.endswith(OWN) else _read(folder / entry_file(name))

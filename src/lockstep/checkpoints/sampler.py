@@ -55,7 +55,8 @@ class ResumableSampler(Sampler[Any]):
                 f"the {type(sampler).__name__} has a generator of its own, of which nothing tells where it was at the "
                 "start of the epoch; leave it out: ResumableSampler(seed=) decides on the order"
             )
-        self.sampler, self.seed = sampler, seed
+        self.sampler = sampler
+        self.seed = seed
         self.epoch = 0
         self.consumed = 0
         self._open = False
@@ -155,7 +156,8 @@ class EpochBatches:
     """The batches that :meth:`ResumableSampler.batches` returns."""
 
     def __init__(self, sampler: ResumableSampler, loader: DataLoader[Any]) -> None:
-        self._sampler, self._loader = sampler, loader
+        self._sampler = sampler
+        self._loader = loader
 
     def __iter__(self) -> Iterator[Any]:
         return self._sampler.go_through(self._loader)

@@ -93,7 +93,10 @@ class Saving:
     """
 
     def __init__(self, path: Path, files: FileSystem, ranks: Ranks, above: int = 0) -> None:
-        self._path, self._files, self._ranks, self._above = path, files, ranks, above
+        self._path = path
+        self._files = files
+        self._ranks = ranks
+        self._above = above
         self._parts: dict[str, Parts] = {}
         self._kinds: dict[str, str] = {}
         self._gathered: list[Entry] = []

@@ -28,7 +28,8 @@ class Pace:
 
     def __init__(self) -> None:
         self._calls, self._next = 0, 2  # between the first two calls is a step
-        self._at, self._since = 1, 0.0
+        self._at = 1
+        self._since = 0.0
 
     def is_due(self, every: int | None, now: float) -> bool:
         """Count a call, and return True if it is to take a snapshot."""
@@ -44,7 +45,9 @@ class Pace:
     def took(self, seconds: float, step_seconds: float, at_most: float, now: float) -> None:
         """Note a snapshot that has taken ``seconds``, where a step takes ``step_seconds``: both as agreed on."""
         steps = math.ceil(seconds / at_most / max(step_seconds, 1e-6))
-        self._at, self._since, self._next = self._calls, now, self._calls + max(1, steps)
+        self._at = self._calls
+        self._since = now
+        self._next = self._calls + max(1, steps)
 
 
 class Snapshots:
@@ -54,8 +57,11 @@ class Snapshots:
         memory = MemoryFolder.of(path)
         if memory is None:
             raise CheckpointError("run.snapshot() needs memory that outlives the ranks, /dev/shm: there is none here")
-        self._path, self.memory, self._ranks = path, memory, ranks
-        self._pace, self._lock = Pace(), contextlib.ExitStack()
+        self._path = path
+        self.memory = memory
+        self._ranks = ranks
+        self._pace = Pace()
+        self._lock = contextlib.ExitStack()
         self._locked = False
         self._last: int | None = None
 
@@ -76,7 +82,8 @@ class Snapshots:
         saving.save(state, 1, step)
         if not self._locked:
             self._lock.enter_context(self.memory.lock())
-        self._locked, self._last = True, saving.number
+        self._locked = True
+        self._last = saving.number
         if every is None:
             told = self._ranks.tell([time.monotonic() - begin, step_seconds], "what a snapshot has cost")
             # Whoever has come last has waited least for others, which they would have done in the next step anyway.
@@ -102,7 +109,10 @@ class _Snapshot(Saving):
         self, path: Path, memory: MemoryFolder, ranks: Ranks, above: int, last: int | None, *, first: bool = True
     ) -> None:
         super().__init__(memory.folder, MemoryFiles(), ranks, above)
-        self._disk, self._memory, self._last, self._first = path, memory, last, first
+        self._disk = path
+        self._memory = memory
+        self._last = last
+        self._first = first
 
     def _prepare(self, state: Mapping[str, Any]) -> dict[str, Any]:
         self._memory.make(self._disk)

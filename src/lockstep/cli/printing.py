@@ -20,7 +20,9 @@ class ProgressLine:
     """
 
     def __init__(self, what: str) -> None:
-        self._what, self._began, self._next = what, time.monotonic(), SOON
+        self._what = what
+        self._began = time.monotonic()
+        self._next = SOON
         self._changes = sys.stderr.isatty()
 
     def show(self, part: str = "") -> None:

@@ -69,7 +69,9 @@ class FailureChannel:
         timeout: float,
         link_timeout: float = LINK_SECONDS,
     ) -> None:
-        self.rank, self.global_ranks, self.progress = global_ranks[rank], list(global_ranks), progress
+        self.rank = global_ranks[rank]
+        self.global_ranks = list(global_ranks)
+        self.progress = progress
         self.link_timeout = link_timeout
         self.failure: Failure | None = None
         """The first failure, if it is another rank's; or this rank's, if the others have given it up."""
@@ -81,7 +83,8 @@ class FailureChannel:
         """The processes and addresses of the ranks."""
         self.pages: dict[int, Page] = {}
         """The pages of progress of the other ranks of this host."""
-        self._known, self._changed = threading.Event(), threading.Condition()
+        self._known = threading.Event()
+        self._changed = threading.Condition()
         self._callbacks: list[Callable[[Failure], object]] = []
         self._handlers: dict[str, Callable[[dict[str, Any]], object]] = {}
         self._left_at = 0.0

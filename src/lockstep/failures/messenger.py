@@ -42,8 +42,12 @@ class Messenger:
 
         ``rank`` must be unique in the ring. Other ranks connect to ``listener`` to find out if this host answers.
         """
-        self._rank, self._neighbours, self._listener = rank, neighbours, listener
-        self._hear, self._has_gone, self._look = hear, has_gone, look
+        self._rank = rank
+        self._neighbours = neighbours
+        self._listener = listener
+        self._hear = hear
+        self._has_gone = has_gone
+        self._look = look
         self._changed = threading.Condition()
         self._heard: set[tuple[int, int]] = set()
         self._said = 0

@@ -188,7 +188,8 @@ class _Waiting:
     __slots__ = ("_progress", "_what")
 
     def __init__(self, progress: Progress, what: str) -> None:
-        self._progress, self._what = progress, what
+        self._progress = progress
+        self._what = what
 
     def __enter__(self) -> None:
         self._progress._wait_begins(self._what)

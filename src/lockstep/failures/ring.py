@@ -70,7 +70,8 @@ class Connection:
         self.loss: OSError | None = None
         """The error that ended the link; None while it is intact, and if only the neighbour's process has ended."""
         self._socket = connected
-        self._incoming, self._outgoing = bytearray(), bytearray()
+        self._incoming = bytearray()
+        self._outgoing = bytearray()
         connected.setblocking(False)
         if connected.family != socket.AF_UNIX:
             connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -171,8 +172,11 @@ class Meeting:
     """
 
     def __init__(self, bounded_store: BoundedStore, rank: int, world: int, host: str, link_timeout: float) -> None:
-        self._bounded_store, self._rank, self._world = bounded_store, rank, world
-        self._next, self._previous = (rank + 1) % world, (rank - 1) % world
+        self._bounded_store = bounded_store
+        self._rank = rank
+        self._world = world
+        self._next = (rank + 1) % world
+        self._previous = (rank - 1) % world
         self._link_timeout = link_timeout
         self._listener: socket.socket | None = None
         self._secret = secrets.token_hex(16)

@@ -130,7 +130,8 @@ class _Answering:
         with _locked(self._fd, seconds=1.0):  # else a process that is asking now would end this one by its signal
             faulthandler.unregister(self._signal)
         os.close(self._fd)
-        self._signal, self._fd = 0, -1
+        self._signal = 0
+        self._fd = -1
 
     def _forked(self) -> None:
         """Stop answering in a forked process: it would write its stacks where its parent writes its own."""

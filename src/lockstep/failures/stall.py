@@ -85,7 +85,8 @@ class Deadline:
         if self._since is not None and count > self._count:
             self._lengths.append((now - self._since) / (count - self._count))
         if self._since is None or count != self._count:
-            self._since, self._count = now, count
+            self._since = now
+            self._count = count
 
     def seconds(self, phase: str) -> float:
         """Return how many seconds others may wait for a rank that is in a phase."""
@@ -290,7 +291,9 @@ class StallWatch:
     """
 
     def __init__(self, channel: FailureChannel, limits: StallLimits | None, begun: Callable[[], int | None]) -> None:
-        self._channel, self._progress, self._begun = channel, channel.progress, begun
+        self._channel = channel
+        self._progress = channel.progress
+        self._begun = begun
         self._limits = limits or StallLimits()
         self._deadline = Deadline(self._limits)
         self._answer_seconds = min(10.0, max(0.5, self._limits.minimum / 6))
@@ -437,7 +440,8 @@ class _Wait:
         thread = own_stack(seen.thread)
         where = (collective_of(thread) if thread is not None else "", begun, seen.step)
         if where != self._where:
-            self._where, self._since = where, now
+            self._where = where
+            self._since = now
         return now - self._since if where[0] else 0.0
 
 

@@ -79,7 +79,8 @@ class StructureSnapshot:
         self._owners = [(m, slot, vars(m)[slot]) for m in self._python for slot in SLOTS]
         self._fixed = Contents(d for _, slot, d in self._owners if slot != "_buffers")
         buffers = [d for _, slot, d in self._owners if slot == "_buffers"]
-        self._no_buffers, self._buffers = [d for d in buffers if not d], [d for d in buffers if d]
+        self._no_buffers = [d for d in buffers if not d]
+        self._buffers = [d for d in buffers if d]
         self._buffer_state = self._of_buffers()
         self._script_state = [_script_slots(m) for m in self._scripted]
 
@@ -190,7 +191,8 @@ class AttributeSnapshot:
         self._modules = modules
         self._known: set[int] | None = None
         self._seen = [_Seen(module) for module in modules]
-        self._dicts, self._own = list(map(vars, modules)), [seen.own for seen in self._seen]
+        self._dicts = list(map(vars, modules))
+        self._own = [seen.own for seen in self._seen]
         self._scripted = [(m, s) for m, s in zip(modules, self._seen, strict=True) if s.scripted]
         for module, seen in zip(modules, self._seen, strict=True):
             self._open(module, seen, attributes(module))

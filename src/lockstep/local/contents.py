@@ -87,7 +87,8 @@ class _Parts:
         self._dicts = [c for c in containers if type(c) is dict]
         self._mappings = [c for c in containers if isinstance(c, dict) and type(c) is not dict]
         self._sizes = list(map(len, containers))
-        self._members, self._items = list(_flatten(containers)), list(self._values())
+        self._members = list(_flatten(containers))
+        self._items = list(self._values())
         self._names_only = all(type(member) is str for member in self._members)
 
     def _values(self) -> Iterator[Any]:
@@ -113,13 +114,15 @@ class Inside:
     """
 
     def __init__(self, value: Any, known: Container[int]) -> None:
-        self.leads, self.tensors = False, set[int]()
+        self.leads = False
+        self.tensors = set[int]()
         containers, count = self._walk(value, known)
         brief = self.leads or count <= BRIEF
         self.containers = [c for c in containers if isinstance(c, _ITERABLE)] if brief else []
         others = [c for c in containers if not isinstance(c, _ITERABLE)] if brief else _sample(value)
         look: Callable[[Any], list[Any]] = _all_parts if brief else _ends
-        self._look, self.others = look, [(c, _size(c), look(c)) for c in others]
+        self._look = look
+        self.others = [(c, _size(c), look(c)) for c in others]
         self._contents = Contents(self.containers)
 
     def _walk(self, value: Any, known: Container[int]) -> tuple[list[Any], int]:

@@ -95,7 +95,8 @@ class DataParallel(_PyTorchs, Module, Generic[T]):
         check_module(module, "DataParallel()")
         Module.__init__(self)  # not the constructor of PyTorch's wrapper
         self.module = module
-        self.dim, self.gather_outputs = dim, gather_outputs
+        self.dim = dim
+        self.gather_outputs = gather_outputs
         self._devices = all_accelerators() if device_ids is None else resolve_devices(device_ids)
         self.device_ids = [_public(device) for device in self._devices]
         self._followed = list(self.device_ids)
@@ -191,7 +192,8 @@ class DataParallel(_PyTorchs, Module, Generic[T]):
             self.src_device_obj = devices[0]
             if "output_device" not in vars(self):  # the wrapper began without devices
                 self.output_device = _public(devices[0])
-        self._devices, self._followed = devices, list(ids or ())
+        self._devices = devices
+        self._followed = list(ids or ())
 
     def _resolved(self, device_ids: Sequence[DeviceLike]) -> list[torch.device]:
         """Return the devices meant by ``device_ids``; those of the wrapper itself are known already."""

@@ -235,7 +235,8 @@ class _ScriptSlots:
     """The slots of a scripted module, which are not Python dictionaries."""
 
     def __init__(self, module: torch.jit.ScriptModule, kind: str) -> None:
-        self._module, self._kind = module, kind
+        self._module = module
+        self._kind = kind
 
     def __getitem__(self, name: str) -> Any:
         return getattr(self._module, self._kind)[name]

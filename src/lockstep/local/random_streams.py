@@ -45,7 +45,9 @@ class RandomStream:
     """A generator that is made at its first use, from the state of another one."""
 
     def __init__(self, origin: torch.Tensor, number: int, depth: int) -> None:
-        self._origin, self._number, self._depth = origin, number, depth
+        self._origin = origin
+        self._number = number
+        self._depth = depth
         self._start: torch.Tensor | None = None
 
     @property
@@ -68,7 +70,8 @@ class _Fork:
     """The stream of a thread inside a backward pass, from setting a state until the former state is restored."""
 
     def __init__(self, generator: torch.Generator, before: torch.Tensor | None) -> None:
-        self.task, self.before = torch._C._current_graph_task_id(), before
+        self.task = torch._C._current_graph_task_id()
+        self.before = before
         self.generator = generator
 
     def has_ended(self) -> bool:
@@ -152,7 +155,8 @@ class _GivenStream(RandomStream):
     """A stream around a generator that the caller has made."""
 
     def __init__(self, generator: torch.Generator) -> None:
-        self._start, self._generator = generator.get_state(), generator
+        self._start = generator.get_state()
+        self._generator = generator
 
 
 @contextmanager

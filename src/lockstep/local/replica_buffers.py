@@ -40,8 +40,12 @@ class ReplicaBuffers:
         cap_bytes: int,
         check: Callable[[torch.device], None],
     ) -> None:
-        self._copies, self._devices, self._source, self._check = copies, devices, source, check
-        self._first_shares, self._cap_bytes = first_shares, cap_bytes
+        self._copies = copies
+        self._devices = devices
+        self._source = source
+        self._check = check
+        self._first_shares = first_shares
+        self._cap_bytes = cap_bytes
         modules = list(network.modules())
         buffers = [(index, name) for index, module in enumerate(modules) for name, _ in module._buffers.items()]
         self._slots = {"_buffers": (0, buffers), "_parameters": (len(buffers), others)}
@@ -89,7 +93,8 @@ class ReplicaBuffers:
 
     def _sort(self, found: list[Tensor | None]) -> None:
         """Record the tensors in the slots, each once, and the slots that each is in."""
-        self._found, self._sources = found, list({id(t): t for t in found if t is not None}.values())
+        self._found = found
+        self._sources = list({id(t): t for t in found if t is not None}.values())
         numbers = {id(t): i for i, t in enumerate(self._sources)}
         self._order = [None if t is None else numbers[id(t)] for t in found]
         if any(t.device != self._source for t in self._sources):
@@ -137,7 +142,8 @@ class ReplicaBuffers:
         theirs, ours = self._shared
         laid_out = layouts(tensors)
         if not identical(tensors, theirs) or addresses(ours) != addresses(theirs) or laid_out != self._laid_out:
-            self._shared, self._laid_out = (tensors, [t.detach() for t in tensors]), laid_out
+            self._shared = (tensors, [t.detach() for t in tensors])
+            self._laid_out = laid_out
         return list(self._shared[1])
 
 
@@ -159,7 +165,8 @@ class _Mirror:
     """The values of CPU tensors in flat memory, one piece for each dtype, ``count`` times; :attr:`rows` are views."""
 
     def __init__(self, tensors: list[Tensor], count: int) -> None:
-        self._tensors, self._sizes = tensors, list(map(Tensor.numel, tensors))
+        self._tensors = tensors
+        self._sizes = list(map(Tensor.numel, tensors))
         self._layouts = Layouts(tensors)
         self._groups: dict[tuple[torch.dtype, bool], list[int]] = {}
         for index, tensor in enumerate(tensors):

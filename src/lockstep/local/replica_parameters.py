@@ -36,7 +36,10 @@ class ReplicaParameters:
         detach: bool,
         cap_bytes: int,
     ) -> None:
-        self._copies, self._devices, self._detach, self._cap_bytes = copies, devices, detach, cap_bytes
+        self._copies = copies
+        self._devices = devices
+        self._detach = detach
+        self._cap_bytes = cap_bytes
         self._parameters: list[Tensor] = []
         self._owners: list[int] = []
         self._slots: dict[tuple[int, str], int | None] = {}
@@ -173,7 +176,8 @@ class _Rows:
     def __init__(self, rows: list[list[Tensor]]) -> None:
         self.rows = rows
         self._tensors = list(chain(*rows))
-        self._addresses, self._layouts = addresses(self._tensors), Layouts(self._tensors)
+        self._addresses = addresses(self._tensors)
+        self._layouts = Layouts(self._tensors)
 
     def strayed(self, *, thorough: bool) -> bool:
         """Return True if any parameter has other data now; unless ``thorough``, only other addresses count."""

@@ -125,10 +125,13 @@ class ReplicaSet:
         cap_bytes: int = DEFAULT_CAP_BYTES,
         phases: Phases | None = None,
     ) -> None:
-        self.network, self.devices = network, list(devices)
+        self.network = network
+        self.devices = list(devices)
         self.builds = 0
         self.uses = Uses()
-        self._detach, self._network_first, self._cap_bytes = detach, network_first, cap_bytes
+        self._detach = detach
+        self._network_first = network_first
+        self._cap_bytes = cap_bytes
         self._phases = phases or Phases()
         self._lock = threading.RLock()
         self._built: _Built | None = None
@@ -209,7 +212,8 @@ class _Built:
             check=partial(require_on, network),
         )
         self._buffers.refresh(grad=False, always=True)
-        self._attributes, self._structure = AttributeSnapshot(modules), StructureSnapshot(modules)
+        self._attributes = AttributeSnapshot(modules)
+        self._structure = StructureSnapshot(modules)
         leading = self._attributes.leading
         for copy in self.copies:
             copy.set_all_attributes(leading)

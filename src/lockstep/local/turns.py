@@ -42,7 +42,8 @@ class Turn:
     """The turn of one replica; if no other replica is on its accelerator, nothing waits."""
 
     def __init__(self, turns: Turns | None, replica: int) -> None:
-        self._turns, self._replica = turns, replica
+        self._turns = turns
+        self._replica = replica
 
     @contextmanager
     def taken(self) -> Iterator[None]:

@@ -194,9 +194,12 @@ class _Group:
     """The jobs of one call: their results, and a way to wait until the last job has ended."""
 
     def __init__(self, context: CallerContext, turns: Sequence[Turn]) -> None:
-        self.context, self.turns, self.exchange = context, turns, Exchange(len(turns), turns)
+        self.context = context
+        self.turns = turns
+        self.exchange = Exchange(len(turns), turns)
         self.results: list[Any] = [None] * len(turns)
-        self._running, self._lock = len(turns), threading.Lock()
+        self._running = len(turns)
+        self._lock = threading.Lock()
         self._ended: queue.SimpleQueue[None] = queue.SimpleQueue()
 
     def end(self, index: int, result: Any) -> None:
@@ -282,7 +285,8 @@ class _Pool:
     def take(self, count: int) -> list[_Worker]:
         with self._lock:
             if self._process != os.getpid():  # a forked process has none of its parent's threads
-                self._idle, self._process = [], os.getpid()
+                self._idle = []
+                self._process = os.getpid()
             taken, self._idle = self._idle[:count], self._idle[count:]
         return taken + [_Worker() for _ in range(count - len(taken))]
 

@@ -43,9 +43,12 @@ class RunState:
     """
 
     def __init__(self, group: Group, check: Callable[[], object], timeout: float) -> None:
-        self._group, self._check, self._timeout = group, check, timeout
+        self._group = group
+        self._check = check
+        self._timeout = timeout
         self._paths: dict[Path, _OfPath] = {}
-        self._behind, self._ended = WriteBehind(), False
+        self._behind = WriteBehind()
+        self._ended = False
         self._start = ""
         """The id of this start of the ranks, alike on all of them from the first snapshot or resume on."""
         self._process = os.getpid()

@@ -38,7 +38,9 @@ class CountedBatches(Generic[T]):
     """The iterable that ``run.batches()`` returns. Its length, if it has one, is the same on all ranks."""
 
     def __init__(self, batches: loop.Batches[T], progress: Progress, check: Callable[[], object]) -> None:
-        self._batches, self._progress, self._check = batches, progress, check
+        self._batches = batches
+        self._progress = progress
+        self._check = check
 
     def __len__(self) -> int:
         return len(self._batches)
@@ -97,7 +99,8 @@ class Session:
         """The device of this rank's model and batches."""
         self.backend: str = joined.backend
         """The name of the group's backend."""
-        self._watch, self._keeps_group = joined.watch, environment.group_exists
+        self._watch = joined.watch
+        self._keeps_group = environment.group_exists
         self.group: Group = dist.group.WORLD
         """The process group, which is the default one."""
         self._requests = StopRequests(options.time_limit, f"rank {self.rank}", options.stop_signals)

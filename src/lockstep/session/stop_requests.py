@@ -61,7 +61,8 @@ class StopRequests:
     ) -> None:
         self._limit = time_limit
         self._deadline = None if time_limit is None else time.monotonic() + time_limit
-        self._name, self._signals = name, signals
+        self._name = name
+        self._signals = signals
         self._reason: str | None = None
         self._taken: TakenSignals | None = None
         self._tried = False
@@ -159,7 +160,9 @@ class TakenSignals:
         heard: Callable[[int, int], object],
         raising: Callable[[int, int], object] = lambda number, times: None,
     ) -> None:
-        self._signals, self._heard, self._raising = tuple(signals), heard, raising
+        self._signals = tuple(signals)
+        self._heard = heard
+        self._raising = raising
         self._arrivals: list[tuple[int, float]] = []
         self._before: dict[int, Any] = {}
         self._wakeup_before = -1

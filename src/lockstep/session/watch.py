@@ -64,11 +64,14 @@ class Watch:
         ``resources`` are closed at the end. With ``keeps_group`` the group goes on after the watch, unless a rank
         fails.
         """
-        self.channel, self._timeout, self._keeps_group = channel, timeout, keeps_group
+        self.channel = channel
+        self._timeout = timeout
+        self._keeps_group = keeps_group
         self._resources = resources or contextlib.ExitStack()
         self._stalls: StallWatch | None = None
         self._connections = connections or Connections()
-        self._process, self._ended = os.getpid(), False
+        self._process = os.getpid()
+        self._ended = False
 
     def check(self) -> None:
         """Raise :class:`PeerFailure` if another rank has failed; reads an attribute, and sends nothing."""

@@ -38,7 +38,8 @@ class Trials:
     """The trials of one optimizer; each is made once for tensors of one shape in groups with the same options."""
 
     def __init__(self, optimizer: Optimizer, kind: type[Optimizer]) -> None:
-        self._optimizer, self._kind = optimizer, kind
+        self._optimizer = optimizer
+        self._kind = kind
         self._known: dict[Hashable, Granularity] = {}
 
     def granularity(self, group: dict[str, Any], parameter: Tensor) -> Granularity:
@@ -78,7 +79,10 @@ class _Trial:
         parameter: Tensor,
         shape: tuple[int, ...],
     ) -> None:
-        self._optimizer, self._kind, self._group, self._shape = optimizer, kind, group, shape
+        self._optimizer = optimizer
+        self._kind = kind
+        self._group = group
+        self._shape = shape
         self._like = parameter
         generator = torch.Generator().manual_seed(25)
         numel = math.prod(shape)

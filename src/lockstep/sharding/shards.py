@@ -72,7 +72,8 @@ class Shards:
         self.own: list[OwnPiece] = []
         self.twin = make_twin(optimizer, kind, [[] for _ in optimizer.param_groups])
         self.steps = 0
-        self._kind, self._step = kind, step_of(kind)
+        self._kind = kind
+        self._step = step_of(kind)
         self._numbers: dict[int, int] = {}
         self._tensors: dict[int, list[OwnPiece]] = {}
         self._bound = _Bound([], None, [])

@@ -177,7 +177,8 @@ class _Whole:
     """The whole state, while it is put together."""
 
     def __init__(self, shards: Shards, told: Sequence[_Described]) -> None:
-        self._shards, self._told = shards, told
+        self._shards = shards
+        self._told = told
         self._tensors: dict[tuple[int, str], Tensor] = {}
         self._rests: dict[int, Tensor] = {}
 

@@ -59,7 +59,8 @@ class Streams:
 
     def __init__(self, lengths: Sequence[int], collectives: Collectives, device: torch.device) -> None:
         """``lengths``: bytes of each rank's stream, without its head."""
-        self._collectives, self._device = collectives, device
+        self._collectives = collectives
+        self._device = device
         self.chunk = min(CHUNK_BYTES, _rounded(HEAD_BYTES + max(lengths)))
         """Number of bytes of a chunk."""
         self.count = -(-(HEAD_BYTES + max(lengths)) // self.chunk)

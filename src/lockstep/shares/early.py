@@ -17,7 +17,9 @@ class EarlyBuckets:
     def __init__(
         self, exchange: ShareExchange, gradients: ShareGradients, share: int, expected: Collection[int]
     ) -> None:
-        self._exchange, self._gradients, self._share = exchange, gradients, share
+        self._exchange = exchange
+        self._gradients = gradients
+        self._share = share
         last = len(gradients.parameters) - 1
         leaving = exchange.plan.buckets[: exchange.plan.leave_early]
         self._bucket_of = {last - slot.index: n for n, bucket in enumerate(leaving) for slot in bucket.slots}

@@ -45,7 +45,10 @@ class GlobalBatch:
     """
 
     def __init__(self, world: ShareWorld, step: Step, loaded: Iterator[Any], done: Callable[[], None]) -> None:
-        self._world, self._step, self._loaded, self._done = world, step, loaded, done
+        self._world = world
+        self._step = step
+        self._loaded = loaded
+        self._done = done
         self._own = shares_of(world.rank, world.size, step.count)
         audit = step.audit
         self._again = audit.share if audit is not None and audit.auditor == world.rank else None

@@ -79,8 +79,12 @@ class GlobalBatches:
         **loader_options: Any,
     ) -> None:
         _check(dataset, batch_size, shares, last, loader_options)
-        self.dataset, self.batch_size, self.shares, self.seed = dataset, batch_size, shares, seed
-        self.shuffle, self.last = shuffle, last
+        self.dataset = dataset
+        self.batch_size = batch_size
+        self.shares = shares
+        self.seed = seed
+        self.shuffle = shuffle
+        self.last = last
         self._group = process_group
         self._loader: DataLoader[Any] = DataLoader(
             SeededShares(dataset, collate_fn or default_collate),  # type: ignore[arg-type]
@@ -187,7 +191,8 @@ class GlobalBatches:
                     f"the state is of batches with {name}={state[name]!r}, these have {name}={value!r}, so its epoch "
                     f"and batch number other samples; make GlobalBatches with {name}={state[name]!r}"
                 )
-        self._epoch, self._batch = int(state["epoch"]), int(state["batch"])
+        self._epoch = int(state["epoch"])
+        self._batch = int(state["batch"])
 
     def _fixed(self) -> dict[str, Any]:
         return {

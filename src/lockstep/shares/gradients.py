@@ -104,7 +104,8 @@ class ShareGradients:
             terms = [[values[::-1]] for _, values in self.sums.sums]
         else:
             terms = self._terms_with(*self._last)
-        self.sums, self._last = self._new_sums(), None
+        self.sums = self._new_sums()
+        self._last = None
         return terms
 
     def terms_with(self, share: int) -> list[list[Values]]:
@@ -132,7 +133,8 @@ class ShareGradients:
 
     def drop_sums(self) -> None:
         """Drop the partial sums."""
-        self.sums, self._last = self._new_sums(), None
+        self.sums = self._new_sums()
+        self._last = None
 
     def _new_sums(self) -> PartialSums[Values]:
         return PartialSums(lambda _, left, __, right: add_values(left, right, self._spare))

@@ -83,7 +83,8 @@ class ShareModule:
         self._decisions = decisions_of(collectives.group)
         self.number = self._group_state.modules_with_shares
         """The number of the module among those of the group, the same on every rank."""
-        self.shares, self.loss = shares, loss
+        self.shares = shares
+        self.loss = loss
         self.steps = 0
         """Number of finished steps."""
         self._step: Step | None = None
@@ -136,18 +137,23 @@ class ShareModule:
 
     def open(self, step: Step, own: range) -> None:
         """Begin a step of which this rank computes the shares ``own``; raise if the module cannot take part."""
-        self._step, self._exchange, self._early = step, None, None
+        self._step = step
+        self._exchange = None
+        self._early = None
         self._is_finishing = self._has_reported = False
         if self._watch.changed():
             self._gradients.unhook()
             self._take(self._watch.look())
         self._check(step)
         self._gradients.check_hooks()
-        self._precisions, self._modes, self._weights = set(), 0, {}
+        self._precisions = set()
+        self._modes = 0
+        self._weights = {}
         self._last_share = own[-1] if own else None
         if self._collectives.world > 1 and self.agreement.covers(self._members, step.count):
             self._exchange = self.agreement.exchange(self._spare)
-        self._audit, self._evidence = step.audit, None
+        self._audit = step.audit
+        self._evidence = None
         if self._audit is not None:
             names = [f"the gradient of {name}" for name in self._gradients.names]
             self._evidence = Evidence([*names, *(f"buffer {buffer.name}" for buffer in self._members.buffers)])
@@ -368,7 +374,8 @@ class ShareModule:
 
     def expect(self, precision: str | None, steps: int) -> None:
         """Continue after ``steps`` steps, whose forwards ran in that precision."""
-        self._expected_precision, self.steps = precision, steps
+        self._expected_precision = precision
+        self.steps = steps
 
     def _arrived(self, number: int) -> None:
         if self._step is None or self._share is None:

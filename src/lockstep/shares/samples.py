@@ -31,7 +31,8 @@ class SeededShares:
     """
 
     def __init__(self, dataset: Any, collate: Callable[[Any], Any]) -> None:
-        self._dataset, self._collate = dataset, collate
+        self._dataset = dataset
+        self._collate = collate
         # Tensors are only indexed and stacked, which draws no numbers, and seeding takes longer than that.
         self._draws = type(dataset) is not TensorDataset or collate is not default_collate
 

@@ -85,7 +85,9 @@ class Agreement:
     """
 
     def __init__(self, members: Members, collectives: Collectives, compares_values: bool) -> None:
-        self._members, self._collectives, self._compares_values = members, collectives, compares_values
+        self._members = members
+        self._collectives = collectives
+        self._compares_values = compares_values
         self._agreed = _Agreed(0, TravellingBuffers(), ExchangePlan([], [], 1, collectives), HEAD_BYTES)
         self._watch: ValueChecker | None = None
 

@@ -65,7 +65,10 @@ class ShareBuffers:
     def open(self, count: int) -> None:
         """Begin a step of ``count`` shares: keep the values."""
         self._start = [None if (tensor := b.current()) is None else tensor.detach().clone() for b in self.buffers]
-        self._sums, self._kept, self._dirty, self._count = PartialSums(self._merge), {}, False, count
+        self._sums = PartialSums(self._merge)
+        self._kept = {}
+        self._dirty = False
+        self._count = count
         left, now = self._left, self._versions()
         is_left = len(left) == len(now) and all(a is b and v == w for (a, v), (b, w) in zip(left, now, strict=True))
         self.written = 0 if is_left else number_of(Digests([each for _, each in self.values()]).each())
@@ -197,7 +200,8 @@ class ShareBuffers:
             deciding.setdefault(first[1], []).append(number)
         for rank, numbers in deciding.items():
             self._take_over(numbers, rank, collectives, kept[rank])
-        self._start, self._left = [None] * len(self.buffers), self._versions()
+        self._start = [None] * len(self.buffers)
+        self._left = self._versions()
 
     def _add_up(self, numbers: Sequence[int], collectives: Collectives) -> list[Tensor]:
         """Return the sums over all shares of averaged buffers that have not travelled with the gradients."""

@@ -85,9 +85,11 @@ class ShareExchange:
     """
 
     def __init__(self, plan: ExchangePlan, row_bytes: int, collectives: Collectives, spare: SpareMemory) -> None:
-        self.plan, self.sent = plan, 0
+        self.plan = plan
+        self.sent = 0
         """``sent`` is the number of buckets that have been sent."""
-        self._collectives, self._spare = collectives, spare
+        self._collectives = collectives
+        self._spare = spare
         self._row_bytes = row_bytes + -row_bytes % _ALIGNMENT
         self.places = any(collectives.can_add_in_order(bucket.device) for bucket in plan.buckets)
         """True if :meth:`place` copies values."""

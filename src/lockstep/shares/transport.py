@@ -82,7 +82,9 @@ class SharedMemoryTransport:
     """A bucket whose ranks write their sums to each other."""
 
     def __init__(self, bucket: Bucket, layout: Layout, collectives: Collectives, row_bytes: int) -> None:
-        self._bucket, self._layout, self._collectives = bucket, layout, collectives
+        self._bucket = bucket
+        self._layout = layout
+        self._collectives = collectives
         self._parts = max(layout.counts)
         self._gathered = row_bytes // bucket.dtype.itemsize
         numel = self._parts * bucket.numel + collectives.world * self._gathered
@@ -137,7 +139,10 @@ class AllToAllTransport:
     def __init__(
         self, bucket: Bucket, layout: Layout, collectives: Collectives, row_bytes: int, spare: SpareMemory
     ) -> None:
-        self._bucket, self._layout, self._collectives, self._row_bytes = bucket, layout, collectives, row_bytes
+        self._bucket = bucket
+        self._layout = layout
+        self._collectives = collectives
+        self._row_bytes = row_bytes
         self._spare = spare
         self._slice = -(-bucket.numel // collectives.world)
         """Number of elements that a rank adds."""

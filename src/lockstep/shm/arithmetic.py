@@ -35,7 +35,8 @@ class Reduction:
     def __init__(self, op: Op, dtype: torch.dtype, rounded_to: torch.dtype | None = None) -> None:
         check(op, dtype)
         self._rounded_to = None if rounded_to == dtype else rounded_to
-        self._function, self._mean = _FUNCTIONS[op], op is Op.AVG
+        self._function = _FUNCTIONS[op]
+        self._mean = op is Op.AVG
         self._wide = _wide(op, dtype)
 
     def __call__(self, sources: Sequence[Tensor], out: Tensor) -> None:

@@ -25,7 +25,8 @@ class BackendShm(NativeCollectives, CollectivesOfGloo, _Backend):
 
     def __init__(self, group: ProcessGroupShm) -> None:
         _Backend.__init__(self, group.rank(), group.size())
-        self._group, self._global_ranks = group, group._global_ranks
+        self._group = group
+        self._global_ranks = group._global_ranks
 
     def getBackendName(self) -> str:
         """Return the name of the backend."""

@@ -72,7 +72,8 @@ class MessageWork(dist.Work):
 
     def __init__(self, begin: Callable[[], Any], tensors: list[Tensor], what: str) -> None:
         super().__init__()
-        self._tensors, self._what = tensors, what
+        self._tensors = tensors
+        self._what = what
         with self._errors():
             self._work = begin()
 

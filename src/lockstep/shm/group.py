@@ -42,7 +42,9 @@ class ProcessGroupShm(NativeCollectives, CollectivesOfGloo, _ProcessGroup):
         global_ranks: Sequence[int] = (),
     ) -> None:
         _ProcessGroup.__init__(self, rank, size)
-        self._store, self._timeout, self._options = store, timeout.total_seconds(), options or ShmOptions()
+        self._store = store
+        self._timeout = timeout.total_seconds()
+        self._options = options or ShmOptions()
         self._global_ranks = list(global_ranks) or list(range(size))
         self._global_rank = self._global_ranks[rank]
         self._queue = WorkQueue(f"shm rank {self._global_rank}")
@@ -50,7 +52,9 @@ class ProcessGroupShm(NativeCollectives, CollectivesOfGloo, _ProcessGroup):
             store, rank, self._global_ranks, self._timeout, self._options, self._queue.is_waited_for
         )
         self._begun = 0
-        self._splits, self._group_name, self._group_desc = 0, "", ""
+        self._splits = 0
+        self._group_name = ""
+        self._group_desc = ""
         gloo = dist.ProcessGroup.BackendType.GLOO  # code in C++ wants a backend for the CPU: since 2.15, at once
         self._register_backend(torch.device("cpu"), gloo, self._runtime.gloo)
         self._set_default_backend(gloo)

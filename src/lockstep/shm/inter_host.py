@@ -80,9 +80,12 @@ class InterHost:
         inter_host_group: Any,
         notice: FailureNotice,
     ) -> None:
-        self.hosts, self.global_ranks, self.rank = [list(host) for host in hosts], list(global_ranks), rank
+        self.hosts = [list(host) for host in hosts]
+        self.global_ranks = list(global_ranks)
+        self.rank = rank
         self.host = next(i for i, host in enumerate(self.hosts) if rank in host)
-        self._peers, self._notice = peers, notice
+        self._peers = peers
+        self._notice = notice
         self._group = inter_host_group  # None unless this rank leads
         self._unfinished = False
 

@@ -26,7 +26,9 @@ class ManyHosts(Algorithm):
     """Runs collectives over the ranks of several hosts; each exchange may take ``timeout`` seconds."""
 
     def __init__(self, staging: Staging, inter_host: InterHost, timeout: float) -> None:
-        self._staging, self._inter_host, self._timeout = staging, inter_host, timeout
+        self._staging = staging
+        self._inter_host = inter_host
+        self._timeout = timeout
         # The ranks of a host wait for their leader, which may have to wait in turn for other hosts, and for the reason
         # that the ranks there give.
         self._local = OneHost(staging, 2 * timeout + 2 * GRACE_SECONDS)

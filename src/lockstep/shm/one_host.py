@@ -30,8 +30,10 @@ class OneHost(Algorithm):
     """Runs collectives over :class:`~lockstep.shm.staging.Staging`; each exchange may take ``timeout`` seconds."""
 
     def __init__(self, staging: Staging, timeout: float) -> None:
-        self.staging, self.timeout = staging, timeout
-        self.rank, self.size = staging.local_rank, staging.size
+        self.staging = staging
+        self.timeout = timeout
+        self.rank = staging.local_rank
+        self.size = staging.size
 
     def barrier(self) -> None:
         """See :class:`Algorithm`."""

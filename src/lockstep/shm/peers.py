@@ -51,7 +51,8 @@ class Peers:
         program_waits: Callable[[], bool] = lambda: True,
         check_elsewhere: Callable[[], object] | None = None,
     ) -> None:
-        self.global_ranks, self.local_rank = list(global_ranks), local_rank
+        self.global_ranks = list(global_ranks)
+        self.local_rank = local_rank
         """The global ranks of this host, for use in messages, and the index of this rank among them."""
         self._sockets = sockets  # by local rank
         self._program_waits = program_waits  # for what is exchanged: then its core has nothing else to do

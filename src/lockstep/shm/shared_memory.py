@@ -121,7 +121,8 @@ class SharedMemory:
     """Memory that this rank made for the ranks of its host to map."""
 
     def __init__(self, number: int, size: int) -> None:
-        self.number, self.size = number, size
+        self.number = number
+        self.size = size
         """The number by which the ranks refer to it, and its size in bytes."""
         self.fd = os.memfd_create("lockstep", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         self._close = weakref.finalize(self, os.close, self.fd)

@@ -37,7 +37,8 @@ class Pool:
     """
 
     def __init__(self, peers: Peers, first_number: int) -> None:
-        self._peers, self._numbers = peers, itertools.count(first_number)
+        self._peers = peers
+        self._numbers = itertools.count(first_number)
         self._in_use: dict[int, SharedMemory] = {}  # by address
         self._free: dict[int, deque[SharedMemory]] = {}  # by size
         self._known_to_peers: set[int] = set()
@@ -117,7 +118,8 @@ class Staging:
 
     def __init__(self, peers: Peers, memory: SharedMemory) -> None:
         self.peers = peers
-        self.local_rank, self.size = peers.local_rank, peers.size
+        self.local_rank = peers.local_rank
+        self.size = peers.size
         self.pool = Pool(peers, first_number=STAGING + 1)
         self._own_bytes = torch.frombuffer(memory.bytes, dtype=torch.uint8)
         self._buffers: dict[tuple[int, int, torch.dtype], tuple[Tensor, Tensor]] = {}

@@ -37,7 +37,8 @@ class ShmWork(dist.Work):
         self, queue: "WorkQueue", run: Callable[[], object], outputs: list[Tensor], what: str = "collective"
     ) -> None:
         super().__init__()
-        self.run, self.outputs = run, outputs
+        self.run = run
+        self.outputs = outputs
         self.done = False
         self.error: BaseException | None = None
         self.trigger: torch.futures.Future[None] | None = None
@@ -48,7 +49,8 @@ class ShmWork(dist.Work):
 
     def end(self, error: BaseException | None) -> None:
         """Mark the collective as over."""
-        self.error, self.done = error, True
+        self.error = error
+        self.done = True
         if self._recorded is not None:
             _exit(self._recorded)
 

@@ -63,7 +63,9 @@ class Pending:
     """A collective under way."""
 
     def __init__(self, work: Any, what: str, owner: "Collectives") -> None:
-        self._work, self._what, self._owner = work, what, owner
+        self._work = work
+        self._what = what
+        self._owner = owner
 
     def wait(self) -> None:
         """Return when the tensor holds the result (for the current stream, on devices with streams)."""
@@ -90,7 +92,9 @@ class Collectives:
     ``wait``."""
 
     def __init__(self, group: Group, phases: Phases) -> None:
-        self.group, self.phases, self.comm_stats = group, phases, CommStats()
+        self.group = group
+        self.phases = phases
+        self.comm_stats = CommStats()
         self.rank: int = group.rank()
         self.world: int = group.size()
         self.global_ranks = global_ranks(group)
@@ -98,7 +102,8 @@ class Collectives:
         self._registered = _is_registered(group)
         self._state = state_of(group)
         self._abilities = abilities_of(group)
-        self._begin_only, self._waited_for = dist.AllreduceOptions(), dist.AllreduceOptions()
+        self._begin_only = dist.AllreduceOptions()
+        self._waited_for = dist.AllreduceOptions()
         self._begin_only.asyncOp, self._waited_for.asyncOp = True, False
         self._in_slices = {each.rpartition(":")[2] for each in backends_of(group).split(",")} == {"gloo"}
 

@@ -49,8 +49,10 @@ class MeanInHalf(ABC):
     """The mean of one flat tensor over the ranks, under way: :meth:`wait`, :meth:`gather` and :meth:`finish` follow."""
 
     def __init__(self, collectives: Collectives, half: torch.dtype, tensor: Tensor, what: str, factor: float) -> None:
-        self._collectives, self._half = collectives, half
-        self._tensor, self._what = tensor, what
+        self._collectives = collectives
+        self._half = half
+        self._tensor = tensor
+        self._what = what
         self._factor = factor
         self._block = _BLOCK if tensor.is_cpu else _LARGE_BLOCK
         self._scratch: Tensor | None = None  # made now: what fails later, fails on this rank alone
@@ -169,7 +171,8 @@ class _InSlices(MeanInHalf):
         ranks, tensor = self._collectives, self._tensor
         self._slice = -(-len(tensor) // ranks.world)
         memory = ranks.world * self._slice, self._half, tensor.device
-        self._sent, self._rows = plain_memory(*memory), plain_memory(*memory).view(ranks.world, -1)
+        self._sent = plain_memory(*memory)
+        self._rows = plain_memory(*memory).view(ranks.world, -1)
         self._sent[: len(tensor)].copy_(tensor)
         ranks.comm_stats.reduces(self._sent)
         sizes = [self._slice * self._half.itemsize] * ranks.world

@@ -85,7 +85,8 @@ class GradientBucket(ABC):
         waits: bool,
         half: torch.dtype | None = None,
     ) -> None:
-        self.index, self.planned = index, planned
+        self.index = index
+        self.planned = planned
         self.half = half
         """The half precision in which the gradients travel; None for their own dtype."""
         self.members = list(members)

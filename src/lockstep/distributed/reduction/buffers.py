@@ -49,8 +49,11 @@ class Buffer:
     """One buffer, perhaps registered in several places."""
 
     def __init__(self, name: str, slots: Sequence[Slot], tensor: Tensor) -> None:
-        self.name, self._slots = name, slots
-        self.shape, self.dtype, self.device = tensor.shape, tensor.dtype, tensor.device
+        self.name = name
+        self._slots = slots
+        self.shape = tensor.shape
+        self.dtype = tensor.dtype
+        self.device = tensor.device
         self.nbytes = tensor.numel() * tensor.dtype.itemsize
 
     @property
@@ -119,7 +122,8 @@ class BufferGroup:
         self.buffers = buffers
         self._owners = [buffer.slot.owner for buffer in buffers]
         self._keys = [buffer.slot.key for buffer in buffers]
-        self._shapes, self._dtypes = [b.shape for b in buffers], [b.dtype for b in buffers]
+        self._shapes = [b.shape for b in buffers]
+        self._dtypes = [b.dtype for b in buffers]
         self._devices = [b.device for b in buffers]
         self._numels = [shape.numel() for shape in self._shapes]
         self.dtype = self._dtypes[0] if buffers else torch.uint8
@@ -283,7 +287,8 @@ class BufferSync:
     def __init__(self, scan: Callable[[], BufferSet], policy: Policy, collectives: Collectives) -> None:
         self.policy = policy
         self._active: Sequence[int] = range(collectives.world)  # the ranks that have batches left
-        self._scan, self._collectives = scan, collectives
+        self._scan = scan
+        self._collectives = collectives
         self._set: BufferSet | None = None if policy == "local" else scan()
         self._packing = _Packing((), ())
         self.has_large = False

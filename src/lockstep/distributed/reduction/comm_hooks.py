@@ -46,7 +46,9 @@ class GradBucket:
     """
 
     def __init__(self, bucket: GradientBucket, buffer: Tensor, last: bool) -> None:
-        self._bucket, self._buffer, self._last = bucket, buffer, last
+        self._bucket = bucket
+        self._buffer = buffer
+        self._last = last
 
     def index(self) -> int:
         """Return the place of the bucket in the launch order, beginning at 0.

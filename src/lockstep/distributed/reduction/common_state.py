@@ -40,7 +40,9 @@ class CommonState:
         half: torch.dtype | None = None,
     ) -> None:
         """``half``: the half precision in which gradients travel; None for their own dtype."""
-        self.collectives, self.modules, self.buffers = collectives, modules, buffers
+        self.collectives = collectives
+        self.modules = modules
+        self.buffers = buffers
         self.decisions = decisions_of(collectives.group)
         self.hooks = HookChain()
         self.members = members

@@ -16,7 +16,8 @@ class LateGradient:
     """A reduced gradient, to be added to the one from the parameter's bucket, if it has one."""
 
     def __init__(self, member: ManagedParameter, value: Tensor) -> None:
-        self._member, self._value = member, value
+        self._member = member
+        self._value = value
 
     def copy_out(self, factor: float) -> None:
         """Add it, times ``factor``, to the parameter's ``.grad``."""

@@ -27,7 +27,10 @@ class ManagedParameter:
     __slots__ = ("__weakref__", "_kind", "index", "name", "parameter", "sparse", "spec")
 
     def __init__(self, index: int, name: str, parameter: Parameter, sparse: bool) -> None:
-        self.index, self.name, self.parameter, self.sparse = index, name, parameter, sparse
+        self.index = index
+        self.name = name
+        self.parameter = parameter
+        self.sparse = sparse
         dtype = getattr(parameter, "grad_dtype", None) or parameter.dtype
         spec = TensorSpec.of(local_part(parameter), name)
         self.spec = TensorSpec(name, spec.shape, spec.stride, dtype, spec.device)

@@ -37,7 +37,8 @@ class ForwardMark:
     __slots__ = ("bound_parameter", "called", "round")
 
     def __init__(self, called: int, round_: int | None, bound_parameter: object) -> None:
-        self.called, self.round = called, round_
+        self.called = called
+        self.round = round_
         self.bound_parameter = bound_parameter
         """Of the parameters that the forward ran on: see :meth:`ParameterSet.bound_parameter`."""
 
@@ -106,11 +107,13 @@ class PassLog:
 
     def end_pass(self) -> None:
         """Note that the backward pass is over."""
-        self._called, self._own = 0, False
+        self._called = 0
+        self._own = False
 
     def end_round(self) -> None:
         """Note that the backward pass is over and was a round: start to count forwards from zero."""
-        self._called, self._own = 0, False
+        self._called = 0
+        self._own = False
         self._round += 1
         self._through = self._unused_forwards = 0
 

@@ -168,8 +168,10 @@ class AdaptivePlan:
         delayed: Collection[int] = (),
         caps: Sequence[int] = (FIRST_CAP_BYTES, DEFAULT_CAP_BYTES),
     ) -> None:
-        self._specs, self._caps = list(specs), tuple(caps)
-        self._sparse, self._delayed = frozenset(sparse), frozenset(delayed)
+        self._specs = list(specs)
+        self._caps = tuple(caps)
+        self._sparse = frozenset(sparse)
+        self._delayed = frozenset(delayed)
         self._waiting: set[int] = set()
         self._arrivals: dict[int, None] = {}
         self.observes = True

@@ -137,7 +137,8 @@ class _ZeroGradHook:
     __slots__ = ("_batch", "_parameter")
 
     def __init__(self, batch: "weakref.ref[PaddingBatch]", parameter: Parameter) -> None:
-        self._batch, self._parameter = batch, weakref.ref(parameter)
+        self._batch = batch
+        self._parameter = weakref.ref(parameter)
 
     def __call__(self, grad: Tensor) -> Tensor:
         batch, parameter = self._batch(), self._parameter()
@@ -180,7 +181,9 @@ class RankState:
         """A one for each parameter that had a gradient in the last round that ended well."""
         self.is_static = True
         """True if all such rounds have used the same parameters on this rank."""
-        self._common, self._members, self._lock = common, common.members, lock
+        self._common = common
+        self._members = common.members
+        self._lock = lock
         self._decisions = common.decisions
         self._in_round = False
         self._skips = False  # it leaves out its batch

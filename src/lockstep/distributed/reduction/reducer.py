@@ -88,7 +88,9 @@ class Reducer:
     def __init__(self, common: CommonState, keeps: object) -> None:
         """``keeps``: an object that is to live as long, the scheduler of the group."""
         self.common = common  # what all ranks have alike
-        self.collectives, self.decisions, self.buffers = common.collectives, common.decisions, common.buffers
+        self.collectives = common.collectives
+        self.decisions = common.decisions
+        self.buffers = common.buffers
         self._keeps = keeps
         self._lock = threading.RLock()
         self.rank_state = RankState(common, self._lock)

@@ -54,7 +54,8 @@ class Round:
 
     def __init__(self, number: int, common: CommonState, own: RankState, passive: bool = False) -> None:
         """``own``: how this rank takes part; ``passive``: it does so without a backward pass of its own."""
-        self.number, self.phase = number, RoundState.FILLING
+        self.number = number
+        self.phase = RoundState.FILLING
         self.buckets = common.buckets
         self.next_bucket = 0
         """The first bucket that has not left."""
@@ -62,7 +63,9 @@ class Round:
         """Parameters whose gradient came after its bucket had left, or has no bucket."""
         self.is_copied_out = False
         """True if the parameters have their gradients."""
-        self._common, self._own, self._passive = common, own, passive
+        self._common = common
+        self._own = own
+        self._passive = passive
         self._used = own.contribution.used
         self._behind = NO_ROW  # what rides behind the last bucket
         self._aborted_row: Tensor | None = None

@@ -95,13 +95,16 @@ class ReportLayout:
 
     def __init__(self, parameters: int, rank: int, world: int, packed_buffers: int, dtype: torch.dtype) -> None:
         """``dtype``: of the row."""
-        self._parameters, self._rank, self._world = parameters, rank, world
+        self._parameters = parameters
+        self._rank = rank
+        self._world = world
         self._late = parameters
         self._status = 2 * parameters
         self._digest = self._status + _FORMAT.size * world
         start = self._digest + DIGEST_BYTES * world
         self.packed_buffers = slice(start, start + packed_buffers)
-        self.numel, self.has_buffers = self.packed_buffers.stop, packed_buffers > 0
+        self.numel = self.packed_buffers.stop
+        self.has_buffers = packed_buffers > 0
         self._said = Status()
         self._head = bytearray(self.packed_buffers.start)
         self._numbers = torch.frombuffer(self._head, dtype=torch.uint8)
@@ -186,7 +189,8 @@ class _UnanimousRow:
     def __init__(
         self, numbers: Tensor, dtype: torch.dtype, parameters: int, status: slice, rank: int, world: int
     ) -> None:
-        self._used_places, self._world = numbers[:parameters], world
+        self._used_places = numbers[:parameters]
+        self._world = world
         self._own = numbers[status][_FORMAT.size * rank : _FORMAT.size * (rank + 1)]
         with torch.inference_mode(False):
             self._sum = torch.zeros(numbers.numel(), dtype=dtype, device="cpu")

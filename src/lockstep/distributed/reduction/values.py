@@ -185,7 +185,8 @@ class DriftDetector:
     """
 
     def __init__(self, parameters: Sequence[ManagedParameter], global_rank: int) -> None:
-        self._parameters, self._global_rank = parameters, global_rank
+        self._parameters = parameters
+        self._global_rank = global_rank
         self._seen: _Seen | None = None  # while gradients are local to this rank
         plain = [member for member in parameters if not is_dtensor(member.parameter)]
         self._some = plain[:: max(1, -(-len(plain) // _PARAMETERS))]

@@ -167,7 +167,9 @@ class Window:
 
     def close(self) -> None:
         """Forget the weights: the round has ended, or all ranks discard the accumulated gradients."""
-        self.is_open, self.total, self.problem = False, 0.0, ""
+        self.is_open = False
+        self.total = 0.0
+        self.problem = ""
         self._passes = 0
         self._left = []
 

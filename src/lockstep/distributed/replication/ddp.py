@@ -367,7 +367,8 @@ class ShadowHook(JoinHook):
     """The hook of a rank without batches."""
 
     def __init__(self, wrapper: Any, replication: ReducerReplication) -> None:
-        self._wrapper, self._replication = wrapper, replication
+        self._wrapper = wrapper
+        self._replication = replication
         self._iteration = _Iteration.EXPECTED
         self.ended = False
         """True once all ranks have run out, and the context is over."""

@@ -74,7 +74,8 @@ class Casts:
     """Replaces the parameters and buffers of one module tree while forward runs."""
 
     def __init__(self, module: Module, config: Any, left_alone: Iterable[Tensor]) -> None:
-        self._param_dtype, self._buffer_dtype = config.param_dtype, config.buffer_dtype
+        self._param_dtype = config.param_dtype
+        self._buffer_dtype = config.buffer_dtype
         self._root = weakref.ref(module)
         self._left_alone = {id(tensor): weakref.ref(tensor) for tensor in left_alone}
         self._inside: list[int] = []  # ids of the modules whose forward runs, outermost first

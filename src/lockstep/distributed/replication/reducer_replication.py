@@ -281,7 +281,8 @@ class _OutputHook:
     __slots__ = ("_mark", "_reducer")
 
     def __init__(self, reducer: Reducer, mark: ForwardMark) -> None:
-        self._reducer, self._mark = weakref.ref(reducer), mark
+        self._reducer = weakref.ref(reducer)
+        self._mark = mark
 
     def __call__(self, grad: Tensor) -> None:
         if torch.compiler.is_compiling():
