@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from example_programs import DIGITS, EXAMPLES, TORCHRUN, run, run_in_ranks, run_with_rank_0_late, start, stop_in_ranks
+from lockstep.checkpoints.memory import MemoryFolder
 
 pytestmark = pytest.mark.timeout(300)  # a run of torchrun imports torch three times
 
@@ -469,4 +470,4 @@ def test_killed_processes_start_again_and_come_to_the_same_weights(tmp_path):
         assert any(re.match("epoch +4/", line) for line in process.stdout)
         process.kill()  # the others train on to the end
         assert fingerprint_of(process.stdout.read()) == fingerprint_of(undisturbed)
-    assert not list(Path("/dev/shm").glob("lockstep-*/checkpoints-*"))
+    assert not MemoryFolder.of(tmp_path / "killed" / "checkpoints").folder.exists()
