@@ -36,7 +36,7 @@ def launch(folder, processes, kills, *options):
     return starts, re.findall(r"fingerprint (\w+) after step (\d+)", done.stdout)
 
 
-@pytest.mark.soak  # half a minute; tests/examples/test_digits.py kills processes of the example in each run of the tests
+@pytest.mark.soak  # half a minute; tests/examples/test_digits.py kills processes of the example in each run
 def test_killed_ranks_go_on_where_they_were(tmp_path):
     _, wanted = launch(tmp_path / "undisturbed", 1, [])
     starts, found = launch(tmp_path / "killed", 2, [7, 11, 18])
