@@ -72,7 +72,7 @@ def save(
             to be longer than a save takes.
 
     Communicates at most ten small all-gathers; for a sharded optimizer one more, and what
-    :func:`lockstep.sharding.full_state_dict` does.
+    :func:`lockstep.full_state_dict` does.
 
     Example:
         >>> import tempfile, torch

@@ -60,9 +60,9 @@ def should_stop(group: Group | None = None) -> bool:
     """Return True if any rank has asked to stop: the same on all ranks at the same step.
 
     Requests travel with other messages over the group: the report of each synchronising backward, the lengths at the
-    beginning of a loop over :func:`batches`, :func:`mean`, :func:`lockstep.loop.total` and :func:`agree`. So they are
-    also heard in a warm-up and in an evaluation. Communicates nothing itself. On an accelerator, waits for the last
-    report.
+    beginning of a loop over :func:`batches`, :func:`mean`, :func:`lockstep.loop.total` and :func:`lockstep.loop.agree`.
+    So they are also heard in a warm-up and in an evaluation. Communicates nothing itself. On an accelerator, waits for
+    the last report.
     """
     return decisions_of(known_group(group)).should_stop
 
