@@ -29,7 +29,7 @@ def part_of_incarnation(store: Any, rank: int, world: int, timeout: float) -> It
     within ``timeout`` seconds.
     """
     # Rank 0 answers the others while it uses the store itself.
-    bounded = BoundedStore(store if rank else own_connection(store, timeout))
+    bounded = BoundedStore(store if rank else own_connection(store, timeout), timeout)
     try:
         if rank:
             yield PrefixStore(_ask(bounded, rank, world, timeout), store)
