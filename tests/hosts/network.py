@@ -21,7 +21,7 @@ Where it is "ipv6", the hosts have no other addresses than those of IPv6.
 """
 
 
-def missing(commands: tuple[str, ...] = ("ip", "nft", "unshare")) -> str:
+def missing(commands: tuple[str, ...] = ("ip", "unshare")) -> str:
     """What this machine lacks for simulated hosts; empty if nothing."""
     if sys.platform != "linux" or os.geteuid() != 0:
         return "needs Linux and root: hosts are network namespaces"
