@@ -1,7 +1,7 @@
-"""A training that is killed and started again: what each rank of a trial runs, and the failures that it causes itself.
+"""A training that is killed and started again: what each rank of a trial runs, and the failures that it causes.
 
-A failure strikes its victim inside a region of the program (start-up, resume, a step, a snapshot, a save), after a share
-of the calls of Python and C functions that the region takes undisturbed: so it may come between any two of them.
+A failure strikes its victim inside a region of the program (start-up, resume, a step, a snapshot, a save), after a
+share of the calls of Python and C functions that the region takes undisturbed: so it may come between any two of them.
 """
 
 from __future__ import annotations

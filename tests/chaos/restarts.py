@@ -21,7 +21,7 @@ from statistics import median
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from chaos.launcher import Host
-from chaos.restarted import BATCH, REGIONS, ROWS, SAVE_EVERY, STEPS, Failure, Job
+from chaos.restarted import BATCH, REGIONS, ROWS, STEPS, Failure, Job
 from hosts.network import Hosts
 
 LIMIT = 75.0
@@ -73,7 +73,7 @@ class Outcome:
     redone: int
     """Steps that were computed again."""
     hosts_left: int
-    """Hosts whose memory was not lost with it, or with one at the same time."""
+    """0 if the memory of all hosts was lost with it, or with others since the ranks last went on."""
     seconds: float | None
     """From the failure to the end of the first step after it; None if another failure came before."""
 
@@ -129,7 +129,11 @@ class Run:
             launcher = hosts[first].start_store(port, self._folder / "store.log")
         fields = [str(self._folder), str(self._path), attempt, self._plan.backend, self._calls, list(start.failures)]
         job = Job(*fields, launcher)  # type: ignore[arg-type]
-        variables = {"MASTER_ADDR": network.address(first), "MASTER_PORT": str(port), "WORLD_SIZE": str(sum(start.ranks))}
+        variables = {
+            "MASTER_ADDR": network.address(first),
+            "MASTER_PORT": str(port),
+            "WORLD_SIZE": str(sum(start.ranks)),
+        }
         variables["TORCHELASTIC_USE_AGENT_STORE"] = str(bool(launcher))
         ranks: dict[int, tuple[Host, int]] = {}
         for rank in range(sum(start.ranks)):
@@ -202,31 +206,43 @@ def judge(plan: Plan, events: list[dict], fingerprint: str) -> Told:
         problems.append("no rank has come to the end")
     problems += _samples(events)
     outcomes = []
+    base, base_attempt, holders, lost_all = 0, 0, set[int](), False
     for attempt, start in enumerate(plan.starts):
-        failed = [each for each in events if _is(each, "fails", attempt)]
+        events_here = [each for each in events if each["attempt"] == attempt]
+        failed = [each for each in events_here if each["what"] == "fails"]
         if not failed:
             continue
-        before = [each for each in events if each["attempt"] <= attempt]
-        after = [each for each in events if each["attempt"] > attempt]
-        lost = {start.host_of(each["victim"]) for each in failed if each["kind"] == "host"}
-        taking_part = {host for host, count in enumerate(start.ranks) if count}
-        left = len(taking_part - lost)
-        begun = [each["step"] for each in after if each["what"] == "from" and each["attempt"] == min(_attempts(after))]
-        done = max((each["step"] for each in before if each["what"] == "step"), default=0)
-        since = min(begun, default=done)
-        allowed = done - 1 if left else _on_disk(plan, before)
-        if since < allowed:
-            problems.append(f"start {attempt + 1} goes on after step {since}, {done} were done, {allowed} were kept")
-        if len(set(begun)) > 1:
-            problems.append(f"start {attempt + 1}: ranks go on after steps {sorted(set(begun))}")
+        if _has_memory(events_here):
+            holders = {host for host, count in enumerate(start.ranks) if count}
+        holders -= {start.host_of(each["victim"]) for each in failed if each["kind"] == "host"}
+        lost_all = lost_all or not holders
+        begun = {each["step"] for each in events if _is(each, "from", attempt + 1)}
+        steps = [
+            each["step"] for each in events if each["what"] == "step" and base_attempt <= each["attempt"] <= attempt
+        ]
+        done = max([base, *steps])
+        redone = 0
+        if begun:
+            redone = done - min(begun)
+            allowed = done - 1
+            if lost_all:
+                allowed = _on_disk(plan, [each for each in events if each["attempt"] <= attempt])
+            if min(begun) < allowed:
+                problems.append(f"start {attempt + 1} goes on after {sorted(begun)}, {done} done, {allowed} were kept")
+            if len(begun) > 1:
+                problems.append(f"start {attempt + 1}: ranks go on after steps {sorted(begun)}")
         for each in failed:
-            seconds = _recovery(each, after, attempt)
-            outcomes.append(Outcome(plan.backend, each["kind"], each["region"], done - since, left, seconds))
+            seconds = _recovery(each, events, attempt)
+            outcomes.append(Outcome(plan.backend, each["kind"], each["region"], redone, int(not lost_all), seconds))
+        if begun:
+            base, base_attempt, lost_all = min(begun), attempt + 1, False
     return Told(outcomes, problems)
 
 
-def _attempts(events: list[dict]) -> set[int]:
-    return {each["attempt"] for each in events if each["what"] == "from"} or {-1}
+def _has_memory(events: list[dict]) -> bool:
+    """True if each host that takes part holds a snapshot: the ranks go on from one, or have come past a first step."""
+    begun = max((each["step"] for each in events if each["what"] == "from"), default=0)
+    return begun > 0 or len({each["step"] for each in events if each["what"] == "step"}) > 1
 
 
 def _wrong_end(event: dict, fingerprint: str) -> bool:
@@ -241,8 +257,8 @@ def _on_disk(plan: Plan, before: list[dict]) -> int:
     return saved[-2] if len(saved) > 1 else 0
 
 
-def _recovery(failure: dict, after: list[dict], attempt: int) -> float | None:
-    steps = [each["at"] for each in after if each["what"] == "step" and each["attempt"] == attempt + 1]
+def _recovery(failure: dict, events: list[dict], attempt: int) -> float | None:
+    steps = [each["at"] for each in events if _is(each, "step", attempt + 1)]
     return min(steps) - failure["at"] if steps else None
 
 
@@ -338,7 +354,10 @@ def measure() -> tuple[dict[str, int], str]:
 
 def table(outcomes: list[Outcome]) -> str:
     """How many failures there were of each kind in each region, steps done twice, and seconds to the next step."""
-    lines = ["| what fails | where | failures | most steps redone | seconds, median | maximum |", "|---|---|---|---|---|---|"]
+    lines = [
+        "| what fails | where | failures | most steps redone | seconds, median | maximum |",
+        "|---|---|---|---|---|---|",
+    ]
     groups: dict[tuple[str, str], list[Outcome]] = {}
     for each in outcomes:
         kind = each.kind if each.hosts_left else "the last host"

@@ -1,6 +1,6 @@
 """Hosts on one machine: Linux network namespaces, joined by a switch, whose links can fail.
 
-Needs root, `ip` and `nft`, and `tc` to slow a link down. Each host has an address of its own, 10.77.0.10 and up, a host
+Needs root, `ip`, `nft` to drop packets, `tc` to slow a link down. Each host has an address of its own, 10.77.0.10 and up, a host
 name, `node0` and up, and an `/etc/hosts`. Nothing that is sent leaves these namespaces.
 """
 
