@@ -1,7 +1,7 @@
 """Hosts on one machine: Linux network namespaces, joined by a switch, whose links can fail.
 
-Needs root, `ip`, `nft` to drop packets, `tc` to slow a link down. Each host has an address of its own, 10.77.0.10 and up, a host
-name, `node0` and up, and an `/etc/hosts`. Nothing that is sent leaves these namespaces.
+Needs root, `ip`, `nft` to drop packets, and `tc` to slow a link down. Each host has an address of its own, 10.77.0.10
+and up, a host name, `node0` and up, and an `/etc/hosts`. Nothing that is sent leaves these namespaces.
 """
 
 from __future__ import annotations
