@@ -1,4 +1,4 @@
-"""How long a killed rank costs under torchrun: from the SIGKILL to the end of the next step, with two ranks on one host.
+"""How long a killed rank costs under torchrun: from SIGKILL to the end of the next step, with two ranks on one host.
 
 Here with run.snapshot() after each step; beside it PyTorch's DDP, which goes on from torch.save() every minute, so that
 the steps since then are lost, too: half a minute of training in the mean. Both import PyTorch anew, and torchrun looks
@@ -104,7 +104,10 @@ def measure(name: str) -> dict[str, float]:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
         command += ["--max-restarts", "1", "--monitor-interval", "0.1", __file__, "--rank", name, folder]
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        subprocess.run(command, check=True, env=environment, capture_output=True, timeout=120)
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+        if done.returncode:
+            print(f"{name}: this round is left out, it has not ended well: {done.stderr[-2000:]}")
+            return {}
         events = [json.loads(line) for line in (Path(folder) / "events").read_text().splitlines()]
     killed = next(at for what, _, _, at in events if what == "killed")
     after = [(what, number, at) for what, attempt, number, at in events if attempt == 1]
@@ -123,15 +126,16 @@ def main() -> None:
     found: dict[str, list[dict[str, float]]] = {"lockstep": [], "DDP": []}
     for _ in range(args.rounds):
         for name, measured in found.items():
-            measured.append(measure(name))
+            measured += filter(None, [measure(name)])
     rows = []
     for name, measured in found.items():
-        for key in measured[0]:
+        for key in measured[0] if measured else ():
             values = [each[key] for each in measured]
             rows.append((name, key, f"{median(values):.2f}", f"{max(values):.2f}"))
     table(f"seconds after the kill, {args.rounds} rounds", ["", "", "median", "maximum"], rows)
-    seconds = {name: median(each["first step"] for each in measured) for name, measured in found.items()}
-    ratio("lockstep / DDP, to the first step", seconds["lockstep"], seconds["DDP"])
+    if all(found.values()):
+        seconds = {name: median(each["first step"] for each in measured) for name, measured in found.items()}
+        ratio("lockstep / DDP, to the first step", seconds["lockstep"], seconds["DDP"])
 
 
 if __name__ == "__main__":
