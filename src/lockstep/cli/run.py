@@ -104,7 +104,7 @@ def _launch(options: argparse.Namespace, ranks: int) -> int:
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // ranks)))
     chosen = ["--patch"] if options.patch else []
     chosen += ["--backend", options.backend] if options.backend else []
-    command = ["-m", "lockstep", "run", *chosen, options.program, *options.arguments]
+    command = ["-m", "lockstep_command", "run", *chosen, options.program, *options.arguments]
     os.environ.setdefault("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "[rank ${rank}] ")
     os.environ.setdefault("PYTHONUNBUFFERED", "1")  # what ranks print is read from files
     try:
