@@ -46,7 +46,7 @@ def check_replicable(network: Module) -> None:
 
 
 class Translation:
-    """The map from a network's modules and tensors to those of one copy, which also rebuilds other values.
+    """Maps a network's modules and tensors to the modules and tensors of one copy; also rebuilds other values.
 
     :attr:`found_tensor` is True if the last call met one of the tensors.
     """
