@@ -19,12 +19,11 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lockstep.distributed.comm.half_precision import MeanInHalf, begin_mean, gather_all
-from lockstep.distributed.reduction.buckets import NO_ROW, GradientBucket, ZeroBucket
+from lockstep.distributed.reduction.buckets import NO_ROW, GradientBucket, ZeroBucket, reduce_late
 from lockstep.distributed.reduction.comm_hooks import Waitable
 from lockstep.distributed.reduction.common_state import CommonState
-from lockstep.distributed.reduction.gradient_snapshot import GradientSnapshot, grad_of
+from lockstep.distributed.reduction.gradients import GradientSnapshot, grad_of
 from lockstep.distributed.reduction.graph import has_means
-from lockstep.distributed.reduction.late import reduce_late
 from lockstep.distributed.reduction.managed_parameters import ManagedParameter
 from lockstep.distributed.reduction.rank_state import RankState
 from lockstep.distributed.reduction.status import Status
