@@ -80,7 +80,7 @@ class Bucket:
         return [flat.as_strided(slot.shape, slot.stride, start + slot.offset) for slot in self.slots]
 
     def take(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return those of the plan's tensors that lie in this bucket."""
+        """Return the tensors of the plan that lie in this bucket."""
         return [tensors[slot.index] for slot in self.slots]
 
 
@@ -130,7 +130,7 @@ def _padded(spec: TensorSpec, alignment: int = ALIGNMENT) -> int:
 
 
 def dense_stride(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
-    """Return ``stride`` if it lays ``shape`` out without gaps or overlaps, else that of a contiguous tensor."""
+    """Return ``stride`` if it lays ``shape`` out without gaps or overlaps, else the stride of a contiguous tensor."""
     expected = 1
     for step, size in sorted((st, sz) for st, sz in zip(stride, shape, strict=True) if sz != 1):
         if step != expected:

@@ -24,7 +24,7 @@ class Refused:
 
 
 def refusing(base: type, instead: Mapping[str, str]) -> Callable[[C], C]:
-    """Refuse, in a class, every name of ``base`` that neither it nor a class before ``base`` defines.
+    """Refuse every name of ``base`` in a subclass, unless the subclass or a class before ``base`` defines it.
 
     Names of ``Module`` that ``base`` overrides become ``Module``'s again. ``instead`` gives the advice for a name; all
     others have one message. Attributes that ``base`` sets in its methods are refused by :func:`refusal`.

@@ -119,7 +119,7 @@ def check_numel(tensors: Sequence[Tensor], numel: int, what: str) -> None:
 
 
 def check_writable(tensors: Sequence[Tensor], what: str) -> None:
-    """Raise if elements of an output tensor share memory, as those of an expanded one do."""
+    """Raise if elements of an output tensor share memory, as in an expanded tensor."""
     for tensor in tensors:
         if not tensor.is_contiguous() and any(
             n > 1 and not by for n, by in zip(tensor.shape, tensor.stride(), strict=True)
