@@ -1,4 +1,4 @@
-"""PURE: packs tensors into flat buckets, and makes views of those. Nothing is copied or sent here.
+"""PURE: packs tensors into flat buckets, and makes views of buckets. Nothing is copied or sent here.
 
 A plan puts tensors of one dtype and one device, in the order given, into flat buckets of at most ``cap_bytes``; a
 larger tensor travels alone. Inside a bucket each tensor keeps its strides (channels-last stays so) and starts at a

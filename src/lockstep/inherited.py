@@ -1,7 +1,7 @@
-"""Names that classes here inherit from PyTorch's, so that ``isinstance`` holds, without running its constructor.
+"""Refuses the names of PyTorch's classes that have no meaning in lockstep's subclasses.
 
 Such a name would rely on attributes that do not exist here. So each is overridden, or refused by name
-(``tests/api/test_inherited_names.py`` checks them all): :func:`refusing` handles those that nothing else handles, in
+(``tests/ddp/test_inherited_names.py`` checks them all): :func:`refusing` handles those that nothing else handles, in
 any release of PyTorch.
 """
 

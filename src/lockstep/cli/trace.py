@@ -1,4 +1,4 @@
-"""``lockstep trace``: merges the profiler's traces of several ranks, and shows who waited for whom."""
+"""``lockstep trace``: merges the profiler's traces of several ranks, and shows which rank waited for which."""
 
 import argparse
 import dataclasses

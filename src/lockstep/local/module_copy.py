@@ -1,4 +1,4 @@
-"""Whole copies of a module tree: own submodules, hooks and slots, and attributes that mean the copy's parts.
+"""Copies whole module trees: submodules, hooks, slots, and attributes that refer to parts of the tree.
 
 A copy shares every plain attribute with its original by reference, as PyTorch's replicas do. The exceptions are values
 that lead back into the tree: a list of layers, a bound method, a weak reference to a parent, a list of parameters. Such

@@ -1,4 +1,4 @@
-"""Run replicas side by side, each in a thread of its own that is kept for the next call.
+"""Runs replicas side by side, each in a thread that is kept for the next call.
 
 A call takes as many idle threads as it has replicas (and starts threads only if there are too few), hands each its job,
 and waits for all of them, whatever happens; only then is the first failure raised. Threads wait in the pool for the

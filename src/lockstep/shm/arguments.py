@@ -1,4 +1,4 @@
-"""The arguments of collectives: brought to one form, checked, flattened, and written to when it is over.
+"""Checks and flattens the arguments of collectives, and writes the results back.
 
 Each collective of PyTorch has one form with lists of tensors and an object of options, and one with single tensors and
 values: ``allreduce([x], options)`` and ``allreduce(x, op, timeout)``, by position or by name. Methods of the ``shm``
