@@ -86,7 +86,8 @@ def resume(path: str | os.PathLike[str], *, group: Group | None = None, **state:
     random numbers go on as they are, and local buffers get the first rank's values. A warning names the state that is
     not loaded. The same happens if some rank's own state is on no host that takes part.
 
-    It reads the disk alone: snapshots in the memory of hosts, which may be newer, are for ``run.resume()`` of a session.
+    It reads the disk alone: snapshots in the memory of hosts, which may be newer, are for a session's
+    ``run.resume()``.
 
     All files are read by ``torch.load(weights_only=True)``, so no code of a checkpoint is run.
 
