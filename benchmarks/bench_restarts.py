@@ -89,6 +89,7 @@ def with_ddp(network: Any, folder: Path) -> None:
         if dist.get_rank() == 0 and time.monotonic() - saved >= SAVE_SECONDS:
             saved = time.monotonic()
             torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": number}, file)
+    dist.barrier()  # a rank that ends while another one still reads from it makes Gloo abort
     dist.destroy_process_group()
 
 
