@@ -116,8 +116,7 @@ def statistics(module: Module, *, all_ranks: bool = False) -> TrainingStatistics
     found.unused = [each.name for each in reducer.parameters if each.index < len(used) and not used[each.index]]
     if all_ranks:
         collectives = reducer.collectives
-        step_times = collectives.comm_stats.step_times
-        own = found.exposed_seconds, step_times.recent, step_times.before
+        own = found.exposed_seconds, collectives.comm_stats.recent, collectives.comm_stats.before
         rows: list[Any] = all_gather_object(own, "waiting of the ranks", collectives)
         found.waited = [waited for waited, _, _ in rows]
         found.own_seconds = [own for _, own, _ in rows]

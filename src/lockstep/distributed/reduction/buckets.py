@@ -297,11 +297,10 @@ def accept_into(gradients: Tensor, summed: Tensor) -> None:
         gradients.copy_(summed.view_as(gradients))
 
 
-PART_BYTES = 256 * 1024
+PART_BYTES = 512 * 1024
 """So many bytes of gradients are copied into their bucket together, as they come: they are in the processor's cache
-then, and the memory that they leave is what backward makes the next ones in."""
-WHOLE_BYTES = 512 * 1024
-"""A bucket of no more is copied as a whole: it is in a cache all the same."""
+then, and the memory that they leave is what backward makes the next ones in. A bucket of no more is copied as a whole.
+"""
 
 
 class FlatBucket(GradientBucket):
@@ -327,7 +326,7 @@ class FlatBucket(GradientBucket):
     def _cut(self) -> list[range]:
         """Parts of ``PART_BYTES`` and little more. An accelerator works off what it is given: there one is best."""
         on_cpu = self.members[0].spec.device.type == "cpu"
-        if not (on_cpu and self._plain) or self.planned.layout.nbytes <= WHOLE_BYTES:
+        if not (on_cpu and self._plain) or self.planned.layout.nbytes <= PART_BYTES:
             return super()._cut()
         parts: list[range] = []
         begin = nbytes = 0

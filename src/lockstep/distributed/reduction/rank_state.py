@@ -226,6 +226,7 @@ class Contribution:
         """How the rank takes part with it, if nothing fails."""
         self.used = used or bytearray(len(parameters))
         """A one for each parameter that has had a gradient since the last round."""
+        self._none_used = bytes(len(parameters))
         self.window = window or Window()
         self.drift = DriftDetector(parameters, global_rank)
 
@@ -240,7 +241,7 @@ class Contribution:
     def forget(self) -> None:
         """Begin a new contribution: the last one has been reduced, or is gone after a failure, or where the batch is
         left out."""
-        self.used[:] = bytes(len(self.used))
+        self.used[:] = self._none_used
         self.drift.forget()
         self.window.close()
 
