@@ -12,7 +12,7 @@ A step goes in this order, on every rank:
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, pairwise
 from typing import Any, NamedTuple, NoReturn
 
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lockstep.compiler import calls_compiled, outside_compiler
 from lockstep.digests import text_digest
 from lockstep.distributed.comm.agreement import all_gather_object, first_differing
 from lockstep.distributed.comm.collectives import Collectives
@@ -176,13 +177,15 @@ class Shards:
 
     # ------------------------------------------------------------------------------------- a step
 
-    def step(self, optimizer: Optimizer, names: dict[int, str], problem: str) -> None:
-        """Take one step; ``problem``: the reason why this rank cannot, or an empty text.
+    @outside_compiler
+    def prepare(self, optimizer: Optimizer, names: dict[int, str], find_problem: Callable[[], str]) -> None:
+        """Get ready for one step, with all ranks; ``find_problem`` returns the reason why this rank cannot take it, or
+        an empty text.
 
-        Raises on every rank if it fails on any.
+        Raises on every rank if it fails on any. :meth:`step_own` and :meth:`finish` follow.
         """
         self._check_whole()
-        groups = optimizer.param_groups
+        groups, problem = optimizer.param_groups, find_problem()
         try:
             if not problem:
                 self._get_ready(optimizer, names)
@@ -192,8 +195,22 @@ class Shards:
             self._agree(groups, f"{type(error).__name__}: {error}", error)
         self._agree(groups, problem)
         self.steps += 1
-        failure = self._step_own(groups)
-        for group, own in zip(groups, self.twin.param_groups, strict=True):
+
+    @calls_compiled
+    def step_own(self) -> Exception | None:
+        """Step on this rank's pieces; return what it raises. If the program compiles its step, this part is
+        compiled."""
+        try:
+            self._step(self.twin)
+        except Exception as error:
+            return error
+        return None
+
+    @outside_compiler
+    def finish(self, optimizer: Optimizer, failure: Exception | None) -> None:
+        """Send what was stepped, and take what the others have; give all back if it has failed on any rank."""
+        self._drop_gradients()
+        for group, own in zip(optimizer.param_groups, self.twin.param_groups, strict=True):
             group.update((name, value) for name, value in own.items() if name != "params")
         self._finish(failure)
 
@@ -249,17 +266,7 @@ class Shards:
         for own in self.own:
             own.tensor.grad = None  # else the gradient's memory could not be used again
 
-    def _step_own(self, groups: Sequence[dict[str, Any]]) -> Exception | None:
-        try:
-            self._step(self.twin)
-        except Exception as error:
-            return error
-        finally:
-            self._drop_gradients()
-        return None
-
     def _finish(self, failure: Exception | None) -> None:
-        """Send what was stepped, and take what the others have; give all back if it has failed on any rank."""
         streams, moves = self._bound.streams, self._bound.moves
         if streams is None:
             if failure is not None:
@@ -328,7 +335,7 @@ class Shards:
         """Return what has to be the same on all ranks."""
         lines = [("the number of steps", str(self.steps))]
         for number, group in enumerate(groups):
-            options = {n: v for n, v in group.items() if n != "params" and isinstance(v, int | float | str | tuple)}
+            options = {name: _told(value) for name, value in group.items() if name != "params" and _can_be_told(value)}
             lines += [(f"the options of parameter group {number}", str(options))]
             have = bytes(p.grad is not None for p in group["params"])
             lines += [(f"which parameters of group {number} have a gradient", have.hex())]
@@ -362,3 +369,14 @@ class Shards:
         ]
         self.twin.load_state_dict({"state": {**values, **others}, "param_groups": numbered})
         self._broken = ""
+
+
+def _can_be_told(value: Any) -> bool:
+    """Return True if an option is compared; a tensor only if it is on the CPU, as a step does not wait for a device."""
+    return value.device.type == "cpu" if isinstance(value, Tensor) else isinstance(value, int | float | str | tuple)
+
+
+def _told(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(_told(each) for each in value if _can_be_told(each))
+    return value.tolist() if isinstance(value, Tensor) else value
