@@ -55,8 +55,8 @@ def inner(size: int) -> int:
 def report(world: int, size: int, turns: dict[str, Turn]) -> list[str]:
     """A row of the table."""
     seconds = {name: whole for name, (_, whole) in turns.items()}
-    speed = f"{seconds[GLOO] / seconds[SHM]:.1f}", f"{seconds[GLOO] / seconds[IN_PLACE]:.1f}"
-    return [label(size), *(ms(seconds[name]) for name in (GLOO, SHM, IN_PLACE, COPY)), *speed]
+    parts = f"{seconds[SHM] / seconds[GLOO]:.2f}", f"{seconds[IN_PLACE] / seconds[GLOO]:.2f}"
+    return [label(size), *(ms(seconds[name]) for name in (GLOO, SHM, IN_PLACE, COPY)), *parts]
 
 
 def label(size: int) -> str:
@@ -70,7 +70,7 @@ def main() -> None:
     for world in args.ranks[:1] if args.quick else args.ranks:
         results = launch(time_sizes, sizes, args.rounds, world=world)
         turns = {size: slowest([rank[size] for rank in results]) for size in sizes}
-        headers = ("size", "gloo ms", "shm ms", "in place ms", "copy ms", "gloo / shm", "gloo / in place")
+        headers = ("size", "gloo ms", "shm ms", "in place ms", "copy ms", "shm / gloo", "in place / gloo")
         table(f"all-reduce, {world} ranks", headers, [report(world, size, turns[size]) for size in sizes])
         print()
         if world == 2:

@@ -1,8 +1,9 @@
 """lockstep: data-parallel training for PyTorch. Replicas stay equal, or every rank raises an error that says why not.
 
-This module has the names of a first program. The other names are in ``lockstep.local`` (one process, many devices),
-``lockstep.distributed`` (many processes), ``lockstep.loop`` (what a training loop calls), ``lockstep.shares`` (the same
-bits on any number of ranks), ``lockstep.sharding`` (optimizers that share out their state) and ``lockstep.errors``.
+This module has the sixteen names that most programs need. Other names are in ``lockstep.local`` (one process, many
+devices), ``lockstep.distributed`` (many processes), ``lockstep.loop`` (functions for a training loop),
+``lockstep.shares`` (the same bits on any number of ranks), ``lockstep.sharding`` (optimizers whose state is divided
+between the ranks), ``lockstep.checkpoints`` (saving and resuming) and ``lockstep.errors``.
 """
 
 from lockstep import distributed as distributed

@@ -1,4 +1,4 @@
-"""Optional abilities of process groups, beyond PyTorch's: asked of the group itself, not of its class."""
+"""Optional abilities of process groups beyond PyTorch's, which the group itself provides."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol

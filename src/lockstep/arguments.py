@@ -1,4 +1,4 @@
-"""Checks of arguments that several functions take: errors name the argument, and say what is expected."""
+"""Checks arguments that several functions take: errors name the argument and the expected values."""
 
 import difflib
 from collections.abc import Collection
@@ -18,7 +18,7 @@ def did_you_mean(name: str, known: Collection[str]) -> str:
 
 
 def check_module(module: Any, caller: str) -> None:
-    """Raise :class:`OptionError` unless ``module`` is one."""
+    """Raise :class:`OptionError` unless ``module`` is a module."""
     if not isinstance(module, Module):
         raise OptionError(f"{caller}: expected a torch.nn.Module, got {type(module).__name__}; give the model itself")
 

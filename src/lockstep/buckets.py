@@ -1,4 +1,4 @@
-"""PURE: packs tensors into flat buckets, and makes views of those. Nothing is copied or sent here.
+"""PURE: packs tensors into flat buckets, and makes views of buckets. Nothing is copied or sent here.
 
 A plan puts tensors of one dtype and one device, in the order given, into flat buckets of at most ``cap_bytes``; a
 larger tensor travels alone. Inside a bucket each tensor keeps its strides (channels-last stays so) and starts at a
@@ -80,7 +80,7 @@ class Bucket:
         return [flat.as_strided(slot.shape, slot.stride, start + slot.offset) for slot in self.slots]
 
     def take(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return those of the plan's tensors that lie in this bucket."""
+        """Return the tensors of the plan that lie in this bucket."""
         return [tensors[slot.index] for slot in self.slots]
 
 
@@ -130,7 +130,7 @@ def _padded(spec: TensorSpec, alignment: int = ALIGNMENT) -> int:
 
 
 def dense_stride(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
-    """Return ``stride`` if it lays ``shape`` out without gaps or overlaps, else that of a contiguous tensor."""
+    """Return ``stride`` if it lays ``shape`` out without gaps or overlaps, else the stride of a contiguous tensor."""
     expected = 1
     for step, size in sorted((st, sz) for st, sz in zip(stride, shape, strict=True) if sz != 1):
         if step != expected:

@@ -30,7 +30,7 @@ def outside_compiler(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def calls_compiled(function: Callable[P, T]) -> Callable[P, T]:
-    """Make ``function`` itself run uncompiled inside code that ``torch.compile`` compiles, but compile what it calls."""
+    """Make ``function`` run uncompiled inside code that ``torch.compile`` compiles, but compile what it calls."""
     skipped = _disable_dynamo(function, recursive=False)
 
     @wraps(function)

@@ -1,4 +1,4 @@
-"""Device lists: their checks, balance and side streams, and a test that copies between two devices arrive."""
+"""Checks and resolves device lists, warns of unbalanced devices, and tests that copies between two devices work."""
 
 import threading
 import warnings

@@ -1,4 +1,4 @@
-"""The library's two digests: a fast one of tensors' bits, computed where they lie, and a strong one of texts.
+"""Two digests: a fast one of the bits of tensors, computed on their device, and a strong one of texts.
 
 The fast digest is a sum, modulo 2**64, over the tensors' bits, eight bytes at a time: each word times an odd number,
 plus its upper half times another one. These factors depend on the place and look random, so a single flipped bit always

@@ -1,4 +1,4 @@
-"""Keeps process groups alive in forked processes: to destroy one there would wait for threads that the parent has."""
+"""Keeps process groups alive in forked processes, where destroying one would wait for threads of the parent."""
 
 import ctypes
 import os

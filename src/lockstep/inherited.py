@@ -1,7 +1,7 @@
-"""Names that classes here inherit from PyTorch's, so that ``isinstance`` holds, without running its constructor.
+"""Refuses the names of PyTorch's classes that have no meaning in lockstep's subclasses.
 
 Such a name would rely on attributes that do not exist here. So each is overridden, or refused by name
-(``tests/api/test_inherited_names.py`` checks them all): :func:`refusing` handles those that nothing else handles, in
+(``tests/ddp/test_inherited_names.py`` checks them all): :func:`refusing` handles those that nothing else handles, in
 any release of PyTorch.
 """
 
@@ -24,7 +24,7 @@ class Refused:
 
 
 def refusing(base: type, instead: Mapping[str, str]) -> Callable[[C], C]:
-    """Refuse, in a class, every name of ``base`` that neither it nor a class before ``base`` defines.
+    """Refuse every name of ``base`` in a subclass, unless the subclass or a class before ``base`` defines it.
 
     Names of ``Module`` that ``base`` overrides become ``Module``'s again. ``instead`` gives the advice for a name; all
     others have one message. Attributes that ``base`` sets in its methods are refused by :func:`refusal`.

@@ -1,4 +1,4 @@
-"""Keeps a signal to all processes from ending the workers that load data before the training that they serve.
+"""Protects the workers of data loaders from signals that ask all processes to stop.
 
 A Ctrl-C, ``torchrun`` and most schedulers send their signal to every process of the program. A rank that is about to
 write a checkpoint would lose its loader's workers.

@@ -1,4 +1,4 @@
-"""Names that users may look for where they were in earlier versions, or where they would expect them."""
+"""Errors for names that have moved, or that users look for in another package."""
 
 _ROOMS = {
     "checkpoints": ("Resumed", "per_rank"),

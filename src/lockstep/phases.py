@@ -1,4 +1,4 @@
-"""Labels for the profiler, statistics, and the timeline of one step.
+"""Labels for the profiler, and statistics and timelines of phases.
 
 Every phase is a ``torch.profiler`` label ``lockstep::phase (detail)`` while a profiler runs, is counted and timed in
 public statistics, and is listed, with its replica, in timelines.

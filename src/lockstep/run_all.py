@@ -1,4 +1,4 @@
-"""Runs every one of several steps, even if one fails, since the other ranks run each of them as well."""
+"""Runs each of several steps, even if one fails, since the other ranks run all of them as well."""
 
 from types import TracebackType
 

@@ -1,4 +1,4 @@
-"""A store of ``torch.distributed`` whose calls all end: no other file calls a store.
+"""A store of ``torch.distributed`` whose calls all end; no other file calls a store.
 
 Most calls of PyTorch's ``TCPStore`` wait for its answer without a limit. If the store's host is cut off, they return
 when TCP gives up, after some 15 minutes; if its process is stopped, never. So each call runs on a thread of its own,

@@ -1,4 +1,4 @@
-"""The memory and layout of tensors, and whether they were written since the last look."""
+"""Tells if the memory, layout or values of tensors have changed since the last look."""
 
 import itertools
 from collections.abc import Callable, Iterable

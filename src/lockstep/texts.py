@@ -1,4 +1,4 @@
-"""PURE: shortens texts so that they fit into a message between ranks."""
+"""PURE: shortens texts to fit into a message between ranks."""
 
 LONGEST_HEADLINE = 4 * 1024
 """The number of characters of an exception's type and message that are sent to other ranks."""

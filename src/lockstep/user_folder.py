@@ -1,4 +1,4 @@
-"""A folder in which nobody but this user can write, whoever may write around it."""
+"""A folder in which only this user can write, inside a folder in which others can write, too."""
 
 import os
 import stat
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def user_folder(root: Path, *, make: bool = True) -> Path:
-    """Return the folder of this user in one that all users share, such as that for temporary files.
+    """Return this user's folder inside a folder that all users share, such as the folder for temporary files.
 
     Makes it if it does not exist, unless ``make`` is False. Raises ``PermissionError`` if others can write to it.
     """

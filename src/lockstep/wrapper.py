@@ -1,4 +1,4 @@
-"""Behaviour shared by wrapped modules: hooks on one alone, checkpoints with and without the prefix, wrong options."""
+"""Code that wrapped modules share: hooks on one module, checkpoints with and without a prefix, wrong options."""
 
 import inspect
 from collections.abc import Callable, Collection, Mapping

@@ -113,6 +113,17 @@ def test_a_run_that_is_interrupted_says_so_and_nothing_else(tmp_path):
     assert (running.returncode, out, err) == (130, "", "lockstep: interrupted\n")
 
 
+def test_ctrl_c_while_torch_is_imported_prints_one_line():
+    command = [sys.executable, "-X", "importtime", "-m", "lockstep_command", "--version"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
+        while not re.search(r" torch\.", running.stderr.readline()):  # torch's first modules; it has more than 1,000
+            assert running.poll() is None
+        running.send_signal(signal.SIGINT)
+        out, err = running.communicate(timeout=250)
+    told = [line for line in err.splitlines() if not line.startswith("import time:")]
+    assert (running.returncode, out, told) == (130, "", ["lockstep: interrupted"])
+
+
 @pytest.fixture
 def patch():
     from lockstep import patch

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import lockstep
+import lockstep_command
 from lockstep.cli.main import main
 from lockstep.failures import proc
 from lockstep.failures.progress import Phase, Progress
@@ -158,6 +159,6 @@ def test_it_can_be_called_as_a_module_and_as_a_command(capsys, monkeypatch):
     assert caught.value.code == 0
     assert "usage: lockstep stacks" in capsys.readouterr().out
     project = tomllib.loads(Path(__file__).parents[2].joinpath("pyproject.toml").read_text())["project"]
-    assert project["scripts"] == {"lockstep": "lockstep.cli.main:main"}
+    assert project["scripts"] == {"lockstep": "lockstep_command:main"}
     for installed in entry_points(group="console_scripts", name="lockstep"):
-        assert installed.load() is main
+        assert installed.load() is lockstep_command.main

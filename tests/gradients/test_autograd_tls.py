@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 
-from lockstep.distributed.reduction import autograd_tls
+from lockstep.distributed.reduction.engine import get_from_tls, put_in_tls, remove_from_tls
 
 
 class Value:
@@ -22,13 +22,13 @@ def key(request: pytest.FixtureRequest) -> str:
 def test_what_is_put_lives_until_it_is_removed(key: str) -> None:
     value = Value()
     alive = weakref.ref(value)
-    autograd_tls.put(key, value)
+    put_in_tls(key, value)
     del value
     assert alive() is not None
-    assert autograd_tls.get(key) is alive()
-    autograd_tls.remove(key)
+    assert get_from_tls(key) is alive()
+    remove_from_tls(key)
     assert alive() is None
-    assert autograd_tls.get(key) is None
+    assert get_from_tls(key) is None
 
 
 def test_what_is_put_in_place_of_another_leaves_as_many_references_as_there_were(key: str) -> None:
@@ -36,27 +36,27 @@ def test_what_is_put_in_place_of_another_leaves_as_many_references_as_there_were
     before = [sys.getrefcount(value) for value in values]
     for _ in range(10):
         for value in values:
-            autograd_tls.put(key, value)
+            put_in_tls(key, value)
     del value  # the loop's own reference
-    autograd_tls.remove(key)
+    remove_from_tls(key)
     assert [sys.getrefcount(value) for value in values] == before
 
 
 def test_removing_costs_none_no_references(key: str) -> None:
     before = sys.getrefcount(None)
     for _ in range(1000):
-        autograd_tls.put(key, None)
-        autograd_tls.remove(key)
+        put_in_tls(key, None)
+        remove_from_tls(key)
     assert abs(sys.getrefcount(None) - before) < 100  # not exact: others use it
 
 
 def test_a_thread_has_what_it_put_itself(key: str) -> None:
     value, seen = Value(), []
-    autograd_tls.put(key, value)
-    thread = threading.Thread(target=lambda: seen.append(autograd_tls.get(key)))
+    put_in_tls(key, value)
+    thread = threading.Thread(target=lambda: seen.append(get_from_tls(key)))
     thread.start()
     thread.join()
-    autograd_tls.remove(key)
+    remove_from_tls(key)
     assert seen == [None]
 
 

@@ -77,7 +77,6 @@ class Branches(nn.Module):
 
 
 def test_gradients_in_another_order_than_was_planned_are_copied_early_too(monkeypatch):
-    monkeypatch.setattr(flat_bucket, "WHOLE_BYTES", 0)
     monkeypatch.setattr(flat_bucket, "PART_BYTES", 2 * 30 * 4)  # two layers
     x, planned, plain = torch.ones(2, 5), (0, 1, 2, 3), Branches()
 
@@ -103,7 +102,6 @@ def test_gradients_in_another_order_than_was_planned_are_copied_early_too(monkey
 @pytest.mark.parametrize("world", [1, 3])
 def test_parts_of_any_size_give_the_same_means(monkeypatch, world, part_bytes):
     """Of layers that are not used on one rank, or on any; with gradients from before, in place or not."""
-    monkeypatch.setattr(flat_bucket, "WHOLE_BYTES", 0)
     monkeypatch.setattr(flat_bucket, "PART_BYTES", part_bytes)
     steps = [((), "none"), ((), "none"), ((1,), "keep"), ((), "keep"), ((), "none"), ((2,), "zero"), ((), "none")]
 

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from lockstep.distributed.comm.comm_stats import KEPT, RECENT, StepTimes
+from lockstep.distributed.comm.collectives import KEPT, RECENT, CommStats
 from lockstep.loop.statistics import TrainingStatistics
 
 
 def paced(*seconds, waits=5.0):
     """The pace of a rank that worked for so long in each round and then waited."""
-    pace, now = StepTimes(), 0.0
-    pace.waits(now)  # what was before the first round is not known
+    pace, now = CommStats(), 0.0
+    pace.waits(None, now)  # what was before the first round is not known
     for each in seconds:
         pace.has_waited(now)
         now += each
-        pace.waits(now)
+        pace.waits(None, now)
         now += waits
     return pace
 

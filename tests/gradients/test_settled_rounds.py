@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import lockstep
-from lockstep.distributed.reduction.parameter_hooks import Trigger
+from lockstep.distributed.reduction.managed_parameters import Trigger
 from threaded import run_ranks
 
 

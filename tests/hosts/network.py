@@ -1,7 +1,7 @@
 """Hosts on one machine: Linux network namespaces, joined by a switch, whose links can fail.
 
-Needs root, `ip` and `nft`, and `tc` to slow a link down. Each host has an address of its own, 10.77.0.10 and up, a host
-name, `node0` and up, and an `/etc/hosts`. Nothing that is sent leaves these namespaces.
+Needs root, `ip`, `nft` to drop packets, and `tc` to slow a link down. Each host has an address of its own, 10.77.0.10
+and up, a host name, `node0` and up, and an `/etc/hosts`. Nothing that is sent leaves these namespaces.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Where it is "ipv6", the hosts have no other addresses than those of IPv6.
 """
 
 
-def missing(commands: tuple[str, ...] = ("ip", "nft", "unshare")) -> str:
+def missing(commands: tuple[str, ...] = ("ip", "unshare")) -> str:
     """What this machine lacks for simulated hosts; empty if nothing."""
     if sys.platform != "linux" or os.geteuid() != 0:
         return "needs Linux and root: hosts are network namespaces"

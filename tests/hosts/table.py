@@ -89,7 +89,7 @@ def row(what: str, plan: Plan) -> str:
 
 
 if __name__ == "__main__":
-    if reason := missing():
+    if reason := missing(("ip", "nft", "unshare")):
         sys.exit(reason)
     heads = ["what happens", "backend, ranks of the hosts", "the others raise after (s)", "and name"]
     print(f"| {' | '.join([*heads, 'that host raises after (s)', 'and names'])} |")

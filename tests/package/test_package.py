@@ -73,7 +73,7 @@ def test_the_wheel_holds_the_library_and_nothing_else(wheel):
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
     source = {str(file.relative_to(ROOT / "src")) for file in (ROOT / "src" / "lockstep").rglob("*") if file.is_file()}
-    assert names == {name for name in source if "__pycache__" not in name}
+    assert names == {"lockstep_command.py", *(name for name in source if "__pycache__" not in name)}
     assert "lockstep/py.typed" in names
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import re
 import subprocess
 import sys
@@ -50,18 +49,6 @@ def test_a_rank_that_is_killed_while_a_snapshot_gets_its_marker(tmp_path):
     starts, found = launch(tmp_path / "killed", 2, [7, 11], "marker")
     assert starts == [0, 6, 10]
     assert found == wanted
-
-
-@pytest.mark.soak
-def test_ranks_that_are_killed_anywhere(tmp_path):
-    """Of 1 to 4 ranks, up to three times, in a step or while a snapshot gets its marker."""
-    numbers = random.Random(5)
-    _, wanted = launch(tmp_path / "undisturbed", 1, [])
-    for trial in range(30):
-        kills = sorted(numbers.sample(range(2, 20), numbers.randint(1, 3)))
-        options = numbers.choice([(), ("marker",)])
-        starts, found = launch(tmp_path / str(trial), numbers.randint(1, 4), kills, *options)
-        assert (starts, found) == ([0, *(step - 1 for step in kills)], wanted), (kills, options)
 
 
 def test_processes_that_were_started_again_do_not_meet_those_before_them():

@@ -73,6 +73,28 @@ def test_a_step_that_fails_on_one_rank_fails_on_all_and_weights_are_those_from_b
     assert equal(run_ranks(world, failing, hosts=hosts), run_ranks(world, plain, hosts=hosts))
 
 
+def test_a_step_that_is_interrupted_leaves_an_optimizer_that_says_so():
+    def interrupted(rank):
+        model = replicated(rank)
+        optimizer = made(failing_sgd, model, True)
+        backward(rank, model, 0)
+        optimizer._sharding._step = interrupt
+        with pytest.raises(Interrupt):
+            optimizer.step()
+        with pytest.raises(ShardingError, match="step 1 of the optimizer was cut short"):
+            optimizer.step()
+
+    run_ranks(2, interrupted)
+
+
+class Interrupt(BaseException):
+    """Is no Exception, as KeyboardInterrupt, which would end the tests."""
+
+
+def interrupt(optimizer):
+    raise Interrupt
+
+
 def differ_in_rate(rank, model, optimizer):
     optimizer.param_groups[0]["lr"] = 0.1 * (1 + rank.rank)
     backward(rank, model, 1)

@@ -1,4 +1,4 @@
-"""Checkpoints: a run goes on, bit for bit, from the newest one that was written completely."""
+"""Checkpoints: a run continues from the newest complete checkpoint, with the same bits."""
 
 from lockstep.checkpoints.resuming import Resumed as Resumed
 from lockstep.checkpoints.resuming import resume as resume

@@ -15,7 +15,7 @@ class WriteBehind:
         self._error: BaseException | None = None
 
     def start(self, saving: Saving, ranks: Callable[[], Ranks]) -> None:
-        """Write what a save has taken; ``ranks`` makes, on the thread, those that do not use the group."""
+        """Write what a save has taken; on the thread, ``ranks`` returns the ranks, which do not use the group."""
         self.wait()
 
         def write() -> None:
@@ -29,7 +29,7 @@ class WriteBehind:
         self._thread.start()
 
     def wait(self) -> None:
-        """Return when no save is in flight; raise what the last one has failed with, once."""
+        """Wait until no save is in flight; raise the error of the last one, if it has failed, once."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None

@@ -1,8 +1,9 @@
 """Every call that changes the file system: few enough that a test can stop after each.
 
-The only assumptions about it: bytes of a file are on the disk when :meth:`OpenFile.sync` has returned; names in a
-folder (of files that were made, renamed or removed) when :meth:`FileSystem.sync_folder` has; a rename happens
-completely or not at all. Everything else may be lost in a crash, or be there early, in any order.
+Checkpoints rely on three properties. The bytes of a file are on the disk when :meth:`OpenFile.sync` has returned. The
+names in a folder (of files that were made, renamed or removed) are on the disk when :meth:`FileSystem.sync_folder` has
+returned. A rename happens completely or not at all. Anything else may be lost in a crash, or get to the disk early, in
+any order.
 """
 
 import contextlib
@@ -44,7 +45,7 @@ class _Digest:
             self._sha256.update(piece)
 
     def end(self) -> str:
-        """End the thread, and return the digest of all data, or of those added so far if it has failed."""
+        """End the thread, and return the digest of all data, or of the data so far if it has failed."""
         if self._thread is not None:
             self._pieces.put(None)
             self._thread.join()
@@ -81,7 +82,7 @@ class OpenFile:
         """Do nothing: :meth:`sync` comes at the end. ``torch.save`` expects the method."""
 
     def hand_over(self) -> None:
-        """Give what has been written to the system, where other processes see it."""
+        """Hand the written bytes to the system, so that other processes see them."""
         self._file.flush()
 
     def sync(self) -> None:
@@ -90,7 +91,7 @@ class OpenFile:
         _sync(self._file.fileno())
 
     def close(self) -> None:
-        """Close the file; data that :meth:`sync` has not put on the disk are lost if they cannot be written now."""
+        """Close the file; data that were not synced are lost if they cannot be written now."""
         self._digest.end()
         with contextlib.suppress(OSError):  # closing flushes buffered data once more
             self._file.close()
@@ -125,7 +126,7 @@ class FileSystem:
     def sync(self, *what: OpenFile | Path) -> None:
         """Return when the bytes of these files and the names in these folders are on the disk.
 
-        All are asked for at once: a file system with a journal answers them together, as fast as one of them.
+        All are requested at once, because a file system with a journal syncs them together, as fast as one of them.
         """
         calls = [each.sync if isinstance(each, OpenFile) else partial(self.sync_folder, each) for each in what]
         with ThreadPoolExecutor(min(len(calls), 16)) as threads:

@@ -1,6 +1,6 @@
-"""The history of a run: when its ranks began, and which of them failed, where and why; and whether it runs in a circle.
+"""The history of a run: when its ranks began, and which of them failed, where and why; finds a crash loop.
 
-It lies beside the snapshots, in memory of each host, and has what the ranks of that host have heard.
+It lies beside the snapshots, in the memory of each host, and has what the ranks of that host have heard.
 """
 
 import json
@@ -66,9 +66,9 @@ def forget(folder: Path) -> None:
 
 
 def failures_in_a_row(events: Iterable[Event]) -> list[Event]:
-    """PURE: return the failures of the last starts, as far as all were at the same step, newest first.
+    """PURE: return the failures of the last starts, newest first, as long as all were at the same step.
 
-    A start that nobody has heard to fail ends the row: all of its ranks were killed at once, and none by its step.
+    A start without a recorded failure ends the row: all of its ranks were killed at once, so its step is not the cause.
     """
     starts: dict[str, Event | None] = {}
     for event in events:

@@ -1,4 +1,4 @@
-"""The layout of a checkpoint on the disk, and the check that one is whole.
+"""The layout of a checkpoint on the disk, and the check that it is whole.
 
 ::
 
@@ -10,8 +10,8 @@
             COMPLETE                   the SHA-256 of the manifest; written last
         .unfinished-...                what is being written, or was when the process ended
 
-If the hosts have disks of their own, each host has such a folder, with the files that are the same on all ranks and
-those of its own ranks; the checkpoints of one save have the same name and the same ``id``.
+If the hosts have disks of their own, each host has such a folder, with the files that are the same on all ranks and the
+files of its own ranks. The folders of one save have the same name and the same ``id``.
 """
 
 import hashlib
@@ -87,7 +87,7 @@ class Saved(NamedTuple):
 
     @property
     def is_finished(self) -> bool:
-        """True if writing it was finished; parts of it may be gone since."""
+        """True if the checkpoint was completely written; parts of it may have been removed since."""
         try:
             return _SEAL.fullmatch((self.folder / MARKER).read_bytes()) is not None
         except OSError:

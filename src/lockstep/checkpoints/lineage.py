@@ -1,4 +1,4 @@
-"""Tells this run's checkpoints in a folder from those of others, and notices a second writer."""
+"""Distinguishes this run's checkpoints in a folder from other runs' checkpoints, and notices a second writer."""
 
 import secrets
 import warnings
@@ -10,7 +10,7 @@ from lockstep.errors import CheckpointError
 
 
 class Lineage(NamedTuple):
-    """The knowledge of this process about a folder."""
+    """The state that this process remembers of a folder."""
 
     run: str
     """The run that writes there: a new one, or the one that this process continues."""

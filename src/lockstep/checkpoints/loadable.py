@@ -1,4 +1,4 @@
-"""Finds, before it is written, a value that ``torch.load(weights_only=True)`` would not read back."""
+"""Finds values that ``torch.load(weights_only=True)`` could not read back, before they are written."""
 
 import io
 import re
@@ -20,7 +20,7 @@ _AT_MOST = 3
 def problems(value: Any, name: str, *, whole: bool) -> list[str]:
     """Return the parts of a value that could not be read back, with place and type; only the first few.
 
-    ``whole``: the value has to be the same on all ranks, so that a part of a sharded tensor is a problem, too.
+    With ``whole``, the value has to be the same on all ranks; then a part of a sharded tensor is a problem, too.
     """
     found = _look(value, name, whole, set())
     return [text for text, _ in zip(found, range(_AT_MOST), strict=False)]

@@ -1,4 +1,4 @@
-"""Folders in memory of the host, which outlives the ranks: where snapshots of a run lie, and what is left of others.
+"""Folders in the host's memory, which outlives the ranks: the snapshots of runs.
 
 ::
 
@@ -9,8 +9,8 @@
             history.jsonl          when ranks began and failed
             lock                   locked by each process that takes snapshots there
 
-A snapshot counts only beside the folder that it was made for: ``path/.run`` there holds the id of its run. So whoever
-removes a run's checkpoints, or moves them away, begins anew.
+A snapshot counts only together with the folder of checkpoints that it was made for, in which ``.run`` holds the id of
+the run. If that folder is removed or moved, a new run begins.
 """
 
 import contextlib
@@ -34,16 +34,16 @@ PATH, LOCK, RUN = "PATH", "lock", ".run"
 
 
 class MemoryFolder:
-    """The folder in memory for one path of checkpoints; it need not exist."""
+    """The folder in memory for one path of checkpoints, which may not exist yet."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     @classmethod
     def of(cls, path: Path) -> "MemoryFolder | None":
-        """Return that for a path; None on a system without such memory.
+        """Return the folder for a path of checkpoints; None on a system without ``/dev/shm``.
 
-        Raises :class:`CheckpointError` if others can write there.
+        Raises :class:`CheckpointError` if other users can write there.
         """
         if not ROOT.is_dir():
             return None
@@ -51,7 +51,7 @@ class MemoryFolder:
         return cls(_of_user() / f"{path.resolve().name}-{hashlib.sha256(whole.encode()).hexdigest()[:12]}")
 
     def make(self, path: Path) -> None:
-        """Make it, for checkpoints in ``path``."""
+        """Make the folder, for checkpoints in ``path``."""
         for _ in range(3):  # another run may have ended, and have removed the one that was empty
             _of_user(make=True)
             with contextlib.suppress(FileNotFoundError):
@@ -62,27 +62,27 @@ class MemoryFolder:
 
     @property
     def path(self) -> str:
-        """The path of the checkpoints; empty if nobody has noted it."""
+        """The path of the checkpoints; empty if it was not recorded."""
         with contextlib.suppress(OSError):
             return (self.folder / PATH).read_text().rstrip("\n")
         return ""
 
     @property
     def size(self) -> int:
-        """The memory that it takes, in bytes."""
+        """The size of the folder in bytes."""
         with contextlib.suppress(OSError):
             return sum(each.stat().st_blocks * 512 for each in self.folder.rglob("*"))
         return 0
 
     def lock(self) -> IO[bytes]:
-        """Lock it for as long as the returned file is open: not even a process that is killed leaves the lock."""
+        """Lock the folder while the returned file is open; the lock also ends with a killed process."""
         file = open(self.folder / LOCK, "ab+")  # noqa: SIM115  (closed by the caller)
         fcntl.lockf(file, fcntl.LOCK_SH)  # of this process alone: those that it forks do not hold it
         return file
 
     @property
     def is_used(self) -> bool:
-        """True if a process on this host takes snapshots there."""
+        """True if a running process on this host takes snapshots in this folder."""
         try:
             with open(self.folder / LOCK, "rb+") as file:
                 fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -93,7 +93,7 @@ class MemoryFolder:
         return False
 
     def remove(self) -> None:
-        """Remove it, as far as it is there: whatever is left if this process ends meanwhile counts as torn."""
+        """Remove the folder, if it exists; if this process ends meanwhile, the rest counts as torn."""
         for each in list_saved(self.folder):
             (each.folder / MARKER).unlink(missing_ok=True)
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -102,7 +102,7 @@ class MemoryFolder:
 
 
 def all_folders() -> Iterator[MemoryFolder]:
-    """Yield those of this user on this host."""
+    """Yield the folders of this user on this host."""
     if not ROOT.is_dir():
         return
     parent = _of_user()
@@ -111,20 +111,20 @@ def all_folders() -> Iterator[MemoryFolder]:
 
 
 def run_of(path: Path) -> str:
-    """Return the id of the run whose snapshots count beside the checkpoints in a folder; empty if there is none."""
+    """Return the id of the run whose snapshots count for a folder of checkpoints; empty if there is none."""
     with contextlib.suppress(OSError):
         return (path / RUN).read_text().strip()
     return ""
 
 
 def note_run(path: Path, run: str) -> None:
-    """Let the snapshots of a run count."""
+    """Record the id of the run whose snapshots count for a folder of checkpoints."""
     if run_of(path) != run:
         _write(path / RUN, f"{run}\n")
 
 
 def check_room(folder: Path, needed: int) -> None:
-    """Raise :class:`CheckpointError` if the memory of the host does not have so many bytes left for a folder."""
+    """Raise :class:`CheckpointError` if the host has less free memory than a folder needs."""
     there = os.statvfs(folder)
     free, what = there.f_bavail * there.f_frsize, f"{ROOT} has"
     with contextlib.suppress(OSError, StopIteration, ValueError):
@@ -144,7 +144,7 @@ def check_room(folder: Path, needed: int) -> None:
 
 
 class MemoryFiles(FileSystem):
-    """Files that are as safe when they are written as they will ever be: there is nothing to wait for."""
+    """Files in memory: no later call makes a written file safer, so nothing is synced."""
 
     def create(self, path: Path) -> OpenFile:
         """Create a file; raise ``FileExistsError`` if there is one of that name."""
@@ -158,7 +158,7 @@ class MemoryFiles(FileSystem):
         """Do nothing."""
 
     def sync(self, *what: OpenFile | Path) -> None:
-        """Return when all processes of the host see what these files hold."""
+        """Wait until all processes of the host see the contents of these files."""
         for each in what:
             if isinstance(each, OpenFile):
                 each.sync()
@@ -177,7 +177,7 @@ def _of_user(*, make: bool = False) -> Path:
 
 
 def _write(path: Path, text: str) -> None:
-    """Write a small file at once, whoever else does the same."""
+    """Write a small file in one piece, also if other processes do the same at that moment."""
     new = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
     new.write_text(text)
     os.replace(new, path)

@@ -19,9 +19,9 @@ from lockstep.checkpoints.sending import move, plan_waves
 
 
 def what_is_here(manifest: Manifest, absent: Sequence[bool], lacking: Sequence[bool]) -> dict[str, Any]:
-    """Describe a checkpoint on the first rank of a host, for others: which of the missing files it has.
+    """Return, on the first rank of a host, which of the files that other ranks need are here.
 
-    ``absent`` and ``lacking``: by rank, True if it has no such checkpoint, or lacks its own part.
+    ``absent`` is True for ranks without this checkpoint, ``lacking`` for ranks without their own part.
     """
     wanted = {rank_file(rank) for rank, lacks in enumerate(lacking) if lacks}
     if any(absent):
@@ -39,7 +39,7 @@ class Holdings:
     files: dict[str, StoredFile]
     """Files that some rank has and another may need."""
     has: list[set[str]]
-    """The files that each rank has; only the first rank of each host lists those of the host."""
+    """The files that each rank has; only the first rank of each host lists the host's files."""
     lacking: list[bool]
     """True for each rank that cannot read all that it needs on its own host."""
     absent_first: list[int]
@@ -51,7 +51,8 @@ class Holdings:
     ) -> "Holdings":
         """Combine the results of :func:`what_is_here` on the first rank of each host; None for other ranks.
 
-        Values that are the same on all ranks may be stored in different bytes on each host: the lowest rank's are sent.
+        Values that are the same on all ranks may be stored in different bytes on each host. The lowest rank's file is
+        sent.
         """
         files: dict[str, StoredFile] = {}
         for each in filter(None, told):
@@ -65,25 +66,26 @@ class Holdings:
 
     @property
     def same_ranks(self) -> bool:
-        """True if equally many ranks have saved it, so that each can have its own part again."""
+        """True if the same number of ranks has saved the checkpoint, so that each can have its own part again."""
         return self.manifest.world_size == len(self.lacking)
 
     @property
     def lost(self) -> list[int]:
-        """The ranks whose own part no rank has."""
+        """The ranks whose own part is nowhere."""
         if not self.same_ranks:
             return []
         return [rank for rank, lacks in enumerate(self.lacking) if lacks and rank_file(rank) not in self.files]
 
     @property
     def shared(self) -> list[str]:
-        """The files that a host needs: those that are the same on all ranks, and one with some rank's own part."""
+        """The files that a host needs: the files that are the same on all ranks, and one with some rank's own part."""
         entries = [entry_file(name) for name in self.manifest.entries]
         own = sorted(self.files.keys() - set(entries))[:1]
         return [name for name in entries if name in self.files] + own
 
     def needs(self, writers: Sequence[int], *, own: bool) -> list[set[str]]:
-        """Return the files to send to each rank; each of ``writers`` writes for a host; ``own``: with own parts."""
+        """Return the files to send to each rank: to each of ``writers`` its host's files, with ``own`` also own
+        parts."""
         own = own and self.same_ranks
         needs = [{rank_file(rank)} if own and lacks else set[str]() for rank, lacks in enumerate(self.lacking)]
         for rank in writers:
@@ -112,7 +114,7 @@ class Receiving:
         return bytes(self._own) or None
 
     def receive(self) -> list[str]:
-        """Return why received files cannot be used, by rank, "" if they can; they must be what was written.
+        """Return for each rank why its received files cannot be used, "" if they can; their digests must be right.
 
         Raises :class:`CheckpointError` on every rank if one cannot read or write.
         """
@@ -127,7 +129,7 @@ class Receiving:
         return reasons
 
     def _begin(self) -> list[int]:
-        """Begin a folder on each host without one; return the ranks that write: one for each disk."""
+        """Begin a folder on each host without the checkpoint; return the ranks that write, one for each disk."""
         ranks, first = self._ranks, self._holdings.absent_first
 
         def begin() -> str:

@@ -26,7 +26,7 @@ class NewFolder:
         return file
 
     def sync(self, manifest: bytes | None) -> None:
-        """Put this rank's files on the disk; with a manifest, also that and the names of all ranks' files."""
+        """Sync this rank's files to the disk; with a manifest, also the manifest and the names of all ranks' files."""
         folders = []
         if manifest is not None:
             self.create(MANIFEST).write(manifest)
@@ -35,7 +35,7 @@ class NewFolder:
         self.close()
 
     def flush(self) -> None:
-        """Let other readers see what has been written."""
+        """Hand all written bytes to the system, so that other processes see them."""
         for file in self._open:
             file.hand_over()
 
@@ -48,7 +48,8 @@ class NewFolder:
             raise
 
     def _commit(self, folder: Path, manifest: bytes) -> None:
-        """Rename the folder, then write the marker, in any order on the disk: all else is there already."""
+        """Rename the folder, then write the marker. Both may reach the disk in any order: the files are there
+        already."""
         self._files.rename(self.path, folder)
         self.path = folder
         self.is_renamed = True

@@ -1,4 +1,4 @@
-"""The ranks that save or resume together: all take each step, and a failure on one is an error on every one."""
+"""The ranks that save or resume together: all take each step, and a failure on one raises on all."""
 
 import contextlib
 import json
@@ -80,7 +80,7 @@ class Ranks:
         return all_gather_object(value, what, self._collectives)
 
     def exchange(self, data: bytes, target: int, size: int, source: int, what: str) -> bytes:
-        """Send bytes to one rank, and receive ``size`` bytes from one; every rank takes part, even with none."""
+        """Send bytes to one rank, and receive ``size`` bytes from one; every rank takes part, even if it moves none."""
         assert self._collectives is not None
         device = self._collectives.device
         sent, taken = [0] * self.size, [0] * self.size
@@ -113,9 +113,10 @@ def _describe(error: BaseException) -> str:
 
 
 class RanksByStore(Ranks):
-    """The same ranks, which tell each other by a store: for a thread beside the one that uses the group.
+    """The ranks of a group, which communicate through a store: for a thread beside the thread that uses the group.
 
-    ``check`` raises if another rank has failed, or nobody waits any more; ``timeout``: seconds to wait for a rank.
+    ``check`` raises if another rank has failed, or the session has given up. ``timeout`` is the number of seconds to
+    wait for a rank.
     """
 
     def __init__(self, ranks: Ranks, store: BoundedStore, check: Callable[[], object], timeout: float) -> None:

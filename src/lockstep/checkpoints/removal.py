@@ -1,4 +1,4 @@
-"""Removes old and torn checkpoints, in an order in which what is left is whole or unmarked at each moment."""
+"""Removes old and torn checkpoints, in such an order that each one with a marker is whole at each moment."""
 
 import contextlib
 import time
@@ -30,7 +30,7 @@ def remove_old(files: FileSystem, path: Path, run: str, newest: int, keep: int) 
 
 
 def remove(files: FileSystem, folder: Path) -> None:
-    """Remove a checkpoint, its marker first: whatever is left if the process ends meanwhile counts as torn."""
+    """Remove a checkpoint, its marker first: if the process ends meanwhile, the rest counts as torn."""
     marker = folder / MARKER
     if marker.exists():
         files.remove(marker)

@@ -66,38 +66,41 @@ class Resumed:
 def resume(path: str | os.PathLike[str], *, group: Group | None = None, **state: Any) -> Resumed | None:
     """Continue the run that :func:`lockstep.save` has saved; call it on every rank, before the first step.
 
-    All ranks take the newest checkpoint that is complete on every one of them; for each newer one there is a warning
-    that says what it lacks. If a host or a rank lacks files, as a new host with an empty disk does, others send them.
-    Then every object is as it was, random numbers included, and all that the run computes from there has the bits of a
-    run that was never stopped.
+    All ranks take the newest checkpoint that is complete on every rank. A warning tells for each newer one what it
+    lacks. If a host or a rank lacks files, as a new host with an empty disk does, other ranks send them. Then every
+    object is as it was at the save, and so are the random numbers: from there the run computes the same bits as a run
+    that was never stopped.
 
     Args:
         path: The folder that was given to :func:`lockstep.save`.
         group: The ranks; the default group if None, this process alone if there is none.
-        **state: Objects to be filled, under the names under which they were saved: objects with ``load_state_dict()``,
+        **state: The objects to load into, with the names of :func:`lockstep.save`: objects with ``load_state_dict()``,
             generators, and dicts, lists and tensors, which are changed in place. Call :func:`lockstep.replicate` on
-            modules before. Names that are left out are not loaded, except for plain values: see
+            modules first. Other saved names are not loaded, except for plain values, which are in
             :attr:`lockstep.checkpoints.Resumed.values`.
 
     Returns:
-        The point from which the run continues, or None if nothing was saved there: a new run.
+        The point from which the run continues, or None for a new run: nothing was saved there.
 
-    On another number of ranks than has saved it, the state that is the same on all ranks is loaded, and each rank's own
-    state is not: random numbers go on as they are, local buffers have the first rank's values. A warning names what is
+    If the number of ranks has changed since the save, only the state that is the same on all ranks is loaded. Then
+    random numbers go on as they are, and local buffers get the first rank's values. A warning names the state that is
     not loaded. The same happens if some rank's own state is on no host that takes part.
 
-    Only files that ``torch.load(weights_only=True)`` reads are read, so no code of a checkpoint is run.
+    It reads the disk alone: snapshots in the memory of hosts, which may be newer, are for a session's
+    ``run.resume()``.
+
+    All files are read by ``torch.load(weights_only=True)``, so no code of a checkpoint is run.
 
     Raises:
-        CheckpointError: There are checkpoints and none can be used: they are torn on some rank, or hold other objects
-            than are to be filled, or some object does not accept its state. Then all objects are as they were, on every
-            rank, except for loaders that each rank has for itself.
-        AgreementError: Ranks are to fill different names.
+        CheckpointError: There are checkpoints, but none can be used: they are torn on some rank, or have other names or
+            kinds of objects, or some object does not accept its state. Then all objects are as they were, on every
+            rank, except for loaders, which each rank has for itself.
+        AgreementError: Ranks give different names.
         CommunicationError: A rank does not answer.
 
-    Communicates at most eight small all-gathers, and two for each checkpoint that turns out to be torn when it is read.
-    Sending missing files takes an all-to-all for each 4 MiB. Holds the loaded state, and a copy of the objects' former
-    state, in memory.
+    Communicates at most eight small all-gathers, two more for each checkpoint that turns out to be torn when it is
+    read, and an all-to-all for each 4 MiB of missing files. Needs memory for the loaded state and for a copy of the
+    objects' former state.
 
     Example:
         >>> import tempfile, torch, lockstep
@@ -109,16 +112,16 @@ def resume(path: str | os.PathLike[str], *, group: Group | None = None, **state:
         >>> found.step, found.values
         (120, {'history': [0.5]})
 
-    Stands for: ``torch.load`` and one ``load_state_dict`` after the other, of a file that may be half of one.
+    Stands for: ``torch.load`` and a ``load_state_dict`` for each object, from a file that may be incomplete.
     """
     return Resuming(Path(path), Ranks(group)).resume(state)
 
 
 class Resuming:
-    """One resume, on one rank: from a folder of checkpoints, and from snapshots ``memory`` where that is given.
+    """One resume, on one rank: from a folder of checkpoints, and from the snapshots in ``memory`` if it is given.
 
-    A checkpoint in either is called by its path in a folder that has both, such as ``disk/save-000001``. ``number``,
-    after it, is that of the checkpoint that was taken; 0 if there was none.
+    Checkpoints have names such as ``disk/save-000001`` or ``memory/save-000002``. Afterwards ``number`` is the number
+    of the checkpoint that was taken, 0 without one.
     """
 
     def __init__(self, path: Path, ranks: Ranks, memory: Path | None = None) -> None:
@@ -195,7 +198,7 @@ class Resuming:
     def _choose(self, answers: Sequence[dict[str, Any]]) -> tuple["_Found | None", list[str]]:
         """Find and load the newest checkpoint that every rank has or receives; also return why newer ones are unusable.
 
-        If there is none, take the newest that lacks only some rank's own state.
+        If there is none, take the newest checkpoint that lacks only some rank's own state.
         """
         hosts = [answer["host"] for answer in answers]
         torn: list[str] = []
@@ -231,7 +234,7 @@ class Resuming:
         return [f"it is the one with id {answer['ids'].get(name)}, others have another" for answer in answers]
 
     def _holdings(self, name: str, answers: Sequence[dict[str, Any]]) -> Holdings | None:
-        """Return which ranks have which files of a checkpoint, if files are missing on some; else None."""
+        """Return the files of a checkpoint that each rank has, if files are missing on some rank; else None."""
         absent = [name not in answer["ids"] for answer in answers]
         lacking = [name not in answer["own"] for answer in answers]
         if not any(lacking):
@@ -255,7 +258,8 @@ class Resuming:
     # -------------------------------------------------------------------------------------- loading
 
     def _get(self, found: "_Found", places: Sequence[object]) -> list[str]:
-        """Load a checkpoint; on ranks that lack files, after others have sent them. Return why that failed, by rank.
+        """Load a checkpoint, after other ranks have sent missing files. Return the reason of each rank where that
+        failed.
 
         The first rank of each place compares the digests of the files that are the same on all ranks.
         """
@@ -281,8 +285,8 @@ class Resuming:
     def _load(self, name: str, own: bool, compares: bool, given: bytes | None = None) -> str:
         """Read all files into memory; return why the checkpoint is not complete, "" if it is.
 
-        ``own``: also read this rank's own state, from ``given`` if others have sent it. Other threads compute digests
-        meanwhile, so that nothing is read from the disk twice.
+        With ``own``, also read this rank's own state, from ``given`` if others have sent it. Other threads compute
+        digests meanwhile, so that nothing is read from the disk twice.
         """
         folder, manifest = self._folder(name), self._whole[name]
         self._check_entries(folder, manifest)
@@ -310,7 +314,7 @@ class Resuming:
             check_target(entry, manifest.entries[entry.name])
 
     def _read_parts(self, folder: Path, manifest: Manifest, own: bool, own_part: bytes | str | None) -> None:
-        """Read the state under each name that is to be filled, and the plain values under other names."""
+        """Read the state of each object to load into, and the plain values under other names."""
         loaded: dict[str, Any] = {"own": {}}
         if own_part is not None:
             loaded = _read(io.BytesIO(own_part) if isinstance(own_part, bytes) else folder / own_part)
@@ -325,7 +329,7 @@ class Resuming:
                 self._parts[name] = Parts(shared, loaded["own"].get(name, {}))
 
     def _own_file(self, manifest: Manifest) -> str | None:
-        """Return this rank's own file, or any rank's if another number of ranks has saved; None if it is not here."""
+        """Return this rank's own file, or any rank's if the number of ranks has changed; None if it is not here."""
         if manifest.world_size != self._ranks.size:
             return self._any_own_file(manifest)
         own = rank_file(self._ranks.rank)
@@ -338,7 +342,7 @@ class Resuming:
     # -------------------------------------------------------------------------------------- filling
 
     def _fill(self) -> None:
-        """Fill the objects on every rank; if one cannot be filled on some rank, leave all as they are."""
+        """Load the state into the objects on every rank; if one fails on some rank, restore all."""
         begun = False
         try:
             self._ranks.together("resume()", self._put_back)
@@ -359,7 +363,7 @@ class Resuming:
             put_back(entry, self._parts[entry.name])
 
     def _restore_training(self) -> None:
-        """Restore all rounds and hooks, even if some fail: they may make the next round begin with an agreement."""
+        """Restore all rounds and hooks, even if some fail, since the next round may have to begin with an agreement."""
         steps = RunAll()
         for entry in self._entries:
             restore_training(entry, self._parts[entry.name], steps, ready=True)
@@ -369,7 +373,7 @@ class Resuming:
         steps.end()
 
     def _undo(self, error: BaseException, *, training: bool) -> None:
-        """Restore the objects' former state; ``training``: also rounds and hooks, which are unchanged otherwise."""
+        """Restore the objects' former state; with ``training`` also rounds and hooks, which are unchanged otherwise."""
         steps = RunAll()
         for entry, parts in self._before:
             with steps:
@@ -418,11 +422,11 @@ class _Found:
 
     @property
     def lost(self) -> Sequence[int]:
-        """The ranks, numbered in the group, whose own state no rank has."""
+        """The ranks, numbered in the group, whose own state is nowhere."""
         return () if self.holdings is None else self.holdings.lost
 
     def why_lost(self, names: Sequence[int]) -> str:
-        """Explain :attr:`lost` in words; ``names`` are the ranks' names in messages."""
+        """Describe :attr:`lost` in words; ``names`` are the ranks' names in messages."""
         assert self.holdings is not None
         files = ", ".join(map(rank_file, self.lost))
         hosts = ", ".join(sorted({self.holdings.manifest.hosts[rank] for rank in self.lost}))
@@ -431,7 +435,8 @@ class _Found:
 
 
 def _places(name: str, answers: Sequence[dict[str, Any]]) -> list[list[str]]:
-    """Return, for each rank, the place where a checkpoint lies or would lie: ranks that see one file have it alike."""
+    """Return, for each rank, the place where a checkpoint lies or would lie; it is equal for ranks that share a
+    disk."""
     return [answer["places"][name.partition("/")[0]] for answer in answers]
 
 

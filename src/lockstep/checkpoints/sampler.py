@@ -1,4 +1,4 @@
-"""``ResumableSampler``: the position in an epoch, as training has consumed it and not as a loader fetches ahead."""
+"""``ResumableSampler``: saves the position in an epoch: the batches that were trained on, not those fetched ahead."""
 
 import warnings
 from collections.abc import Generator, Iterator
@@ -15,24 +15,24 @@ from lockstep.seeds import derive_seed
 
 
 class ResumableSampler(Sampler[Any]):
-    """A sampler around another one that knows how far training has come, and continues from there.
+    """A sampler around another one that knows the position of the training in the data, and continues from there.
 
-    It counts the epochs itself (``set_epoch`` is called for you), and the samples of the batches that :meth:`batches`
-    has yielded, whatever the loader's workers have fetched ahead. The order of an epoch depends on ``seed`` and the
-    epoch alone, so a run that continues within an epoch gets the rest of it.
+    It counts the epochs itself, and calls ``set_epoch``. It counts the samples of the batches that :meth:`batches` has
+    yielded, but not those that the loader's workers have fetched ahead. The order of an epoch depends only on ``seed``
+    and the epoch, so a run that continues within an epoch gets the rest of it.
 
     Args:
-        sampler: ``DistributedSampler``, ``RandomSampler``, or any without a generator of its own. It is asked for its
-            order once an epoch, and draws it from PyTorch's random numbers, if at all.
-        seed: For the order, if the sampler draws it, and for the workers of the loader.
+        sampler: ``DistributedSampler``, ``RandomSampler``, or any sampler without a generator of its own. It is
+            iterated once in each epoch. If its order is random, it must draw it from PyTorch's random numbers.
+        seed: The seed of a random order, and of the loader's workers.
 
     Attributes:
         epoch: The present epoch, from 0; ``for epoch in range(sampler.epoch, epochs)`` continues in it.
-        consumed: Samples of this rank in the epoch's batches so far.
+        consumed: The number of samples in this rank's batches of the epoch so far.
 
-    Random numbers of a loader's *workers* start anew after a resume within an epoch; without workers they continue.
-    Resumed on another number of ranks, a ``DistributedSampler`` continues with samples that no rank has had; fewer
-    samples than there are ranks may come twice.
+    After a resume within an epoch, the random numbers of a loader's *workers* start anew; without workers they
+    continue. If the number of ranks has changed, a ``DistributedSampler`` continues with samples that no rank has had;
+    fewer samples than there are ranks may come twice.
 
     Example:
         >>> from torch.utils.data import DataLoader, SequentialSampler
@@ -84,9 +84,9 @@ class ResumableSampler(Sampler[Any]):
     def batches(self, loader: DataLoader[Any]) -> "EpochBatches":
         """Return the remaining batches of the epoch; after the last one, the next epoch follows.
 
-        A batch counts as consumed once it has been yielded: save at the end of the loop's body. A loop that is left by
-        ``break`` leaves the epoch where it is. The result has a length, so that ``run.batches`` need not fetch ahead,
-        which would count a batch that training has not had.
+        A batch counts as consumed once it has been yielded, so save at the end of the loop's body. After ``break`` the
+        next loop continues in the same epoch. The result has a length, so that ``run.batches`` does not read ahead,
+        which would count a batch that has not been trained on.
         """
         if loader.sampler is not self:
             raise OptionError("the loader has another sampler; pass DataLoader(..., sampler=) this one")
@@ -125,7 +125,7 @@ class ResumableSampler(Sampler[Any]):
         self.epoch, self.consumed = self.epoch + 1, 0
 
     def state_dict(self) -> dict[str, int]:
-        """Return the position, and the sizes and seed that it refers to."""
+        """Return the position, with the sizes and the seed that belong to it."""
         return {
             "epoch": self.epoch,
             "consumed": self.consumed,
@@ -135,7 +135,7 @@ class ResumableSampler(Sampler[Any]):
         }
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Continue from a position, perhaps of another number of ranks."""
+        """Continue from a position, which may have been saved by a different number of ranks."""
         ranks = getattr(self.sampler, "num_replicas", 1)
         if state["length"] != len(self) and state["ranks"] == ranks:
             raise CheckpointError(

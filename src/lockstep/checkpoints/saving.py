@@ -1,4 +1,4 @@
-"""``save()``: writes a checkpoint, which counts only once all of it is on the disk."""
+"""``save()``: writes a checkpoint, which counts only after all of it is on the disk."""
 
 import operator
 import os
@@ -36,43 +36,43 @@ from lockstep.errors import CheckpointError, OptionError
 def save(
     path: str | os.PathLike[str], *, keep: int = 3, step: int | None = None, group: Group | None = None, **state: Any
 ) -> Path:
-    """Save a training run, so that :func:`lockstep.resume` goes on with it bit for bit; call it on every rank.
+    """Save a training run, so that :func:`lockstep.resume` continues it with the same bits; call it on every rank.
 
-    Replicas are equal, so the first rank writes the state that is the same on all, each name to a file of its own
-    (``model.pt``, which plain ``torch.load`` reads). Each rank writes its own state beside it: that of its random
-    numbers (Python's, NumPy's, PyTorch's on the CPU and the accelerators), random generators, loaders and samplers,
-    values marked by :func:`lockstep.checkpoints.per_rank`, local buffers and ignored parameters of a replicated
-    module, and the state of its communication hooks. Gradients are not saved: call it between steps.
+    The first rank writes the state that is the same on all ranks, each name to a file of its own (such as ``model.pt``,
+    which ``torch.load`` reads). Each rank writes its own state to one more file: its random numbers (Python's, NumPy's,
+    PyTorch's on the CPU and the accelerators), random generators, loaders and samplers, values marked by
+    :func:`lockstep.checkpoints.per_rank`, local buffers and ignored parameters of a replicated module, and the state of
+    its communication hooks. Gradients are not saved: call it between steps.
 
     Args:
-        path: The folder for the checkpoints of this run; made if it does not exist.
-        keep: How many of the newest checkpoints of this run to keep. Those of other runs are left alone.
+        path: The folder for the checkpoints of this run. It is made if it does not exist.
+        keep: The number of checkpoints of this run to keep, the newest ones. Checkpoints of other runs stay.
         step: The step of the run; :func:`lockstep.resume` returns it.
         group: The ranks; the default group if None, this process alone if there is none.
         **state: Modules (wrapped, compiled or plain), optimizers, schedulers, scalers, samplers and other objects with
             ``state_dict()`` and ``load_state_dict()``; generators; tensors, numbers, strings, and dicts, lists and
-            tuples of these. The names are those of the files.
+            tuples of these. Each name is the name of a file, without ``.pt``.
 
     Returns:
         The folder of the new checkpoint.
 
-    A checkpoint is written under another name, all files are on the disk (``fsync``) before it is renamed, and a marker
-    with the digest of the digests of all files comes last. A save that fails on one rank (a full disk, no permission)
-    is an error on every rank, and older checkpoints stay whole, as they do if a process is killed or the machine
-    goes down at any moment.
+    A checkpoint is written under a temporary name. It is renamed after all files are on the disk (``fsync``), and a
+    marker with a digest of all files is written last. If a save fails on one rank (a full disk, no permission), every
+    rank raises an error. Older checkpoints stay whole then, and also if a process is killed or the machine goes down at
+    any moment.
 
-    If all ranks see one file system there is one folder; if hosts have disks of their own, each host has a folder with
-    the state that is the same on all ranks and with its ranks' own state.
+    If all ranks see one file system, there is one folder. If hosts have disks of their own, each host has a folder with
+    the state that is the same on all ranks, and with the own state of its ranks.
 
     Raises:
-        CheckpointError: It could not be written on some rank, or could not be read back: says where, and why. Or
-            another run has written to ``path`` meanwhile.
+        CheckpointError: The checkpoint could not be written on some rank, or could not be read back; the message has
+            the rank and the reason. Or another run has written to ``path`` meanwhile.
         AgreementError: Ranks save different names or kinds of objects, or at different steps.
-        CommunicationError: A rank does not answer. The others wait for those that write, so the group's time-out has
+        CommunicationError: A rank does not answer. All ranks wait for the ranks that write, so the group's time-out has
             to be longer than a save takes.
 
-    Communicates at most ten small all-gathers; for a sharded optimizer one more, and what
-    :func:`lockstep.full_state_dict` does.
+    Communicates at most ten small all-gathers. A sharded optimizer takes one more, and what
+    :func:`lockstep.full_state_dict` communicates.
 
     Example:
         >>> import tempfile, torch
@@ -81,7 +81,7 @@ def save(
         ...     save(folder, model=model, step=120).name
         'save-000001-step-00000120'
 
-    Stands for: ``if rank == 0: torch.save(...)``, and everything that this leaves to chance.
+    Stands for: ``if rank == 0: torch.save(...)``.
     """
     return Saving(Path(path), FileSystem(), Ranks(group)).save(state, keep, step)
 
@@ -89,7 +89,7 @@ def save(
 class Saving:
     """One save, on one rank.
 
-    ``above``: a number that this save's is greater than, whatever is in the folder.
+    The number of this save is greater than ``above``, and than all numbers in the folder.
     """
 
     def __init__(self, path: Path, files: FileSystem, ranks: Ranks, above: int = 0) -> None:
@@ -115,7 +115,7 @@ class Saving:
         return self.write(self._ranks)
 
     def begin(self, state: Mapping[str, Any], keep: int, step: int | None, *, copy: bool = False) -> None:
-        """Take the state, of which a copy is made for :meth:`write` if the training goes on meanwhile."""
+        """Take the state for :meth:`write`: a copy, if the training goes on meanwhile."""
         ranks, self._streams, self._keep, self._step = self._ranks, read_streams(), keep, step
         try:
             answers = ranks.together("save()", lambda: self._prepare(state))
@@ -131,7 +131,7 @@ class Saving:
             raise
 
     def _take_over(self, answers: list[dict[str, Any]]) -> None:
-        """Note what follows from what all ranks have prepared."""
+        """Store the results of the preparation on all ranks."""
         self._answers = answers
         self.number = 1 + max(answer["highest"] for answer in answers)
         if self._ranks.rank:
@@ -140,13 +140,13 @@ class Saving:
             self._remember()  # now: when it is written, another thread may look before this one goes on
 
     def _copy(self) -> None:
-        """Copy what this rank writes; what is the same on all ranks only if it writes that, too."""
+        """Copy the state that this rank writes; the state that is the same on all ranks only if this rank writes it."""
         if self._leaders[self._ranks.rank] != self._ranks.rank:
             self._parts = {name: Parts(None, parts.own) for name, parts in self._parts.items()}
         self._parts = copies_of(self._parts)
 
     def write(self, ranks: Ranks) -> Path:
-        """Write what :meth:`begin` has taken, perhaps on another thread: then ``ranks`` do not use the group."""
+        """Write the state that :meth:`begin` has taken; on another thread, with ``ranks`` that do not use the group."""
         self._ranks, new = ranks, self._new
         folder = self.folder
         try:
@@ -171,7 +171,7 @@ class Saving:
 
     @property
     def folder(self) -> Path:
-        """The folder of the checkpoint, when it is written."""
+        """The folder that the checkpoint has, or will have."""
         return self._path / folder_name(self.number, self._step)
 
     @property
@@ -182,7 +182,7 @@ class Saving:
     # ------------------------------------------------------------- what is otherwise for a folder in memory
 
     def _own_run(self) -> str:
-        """Return the run that writes to the folder; asked on the first rank."""
+        """Return the run that writes to the folder; called on the first rank only."""
         return lineage_of(self._path).run
 
     def _remember(self) -> None:
@@ -204,7 +204,7 @@ class Saving:
     # --------------------------------------------------------------------------------------------- steps
 
     def _prepare(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Check what is to be saved, and take it; on the first rank, begin the folder."""
+        """Check the state to save, and read it; on the first rank, begin the folder."""
         keep, step = self._keep, self._step
         if operator.index(keep) < 1 or (step is not None and operator.index(step) < 0):
             raise OptionError(f"keep={keep} and step={step}: at least one checkpoint is kept, and steps count from 0")
@@ -223,7 +223,7 @@ class Saving:
         return answer | {"highest": max(self._above, saved)}
 
     def _gather(self) -> None:
-        """Have the ranks put together the state of which each has a part, on those that write what all have alike."""
+        """Gather the state that the ranks have parts of, on the ranks that write the state that is the same on all."""
         keeps = self._leaders[self._ranks.rank] == self._ranks.rank
         for entry in self._gathered:
             self._parts[entry.name] = Parts(entry.target.gathered_state_dict(keeps), {})
@@ -246,9 +246,10 @@ class Saving:
             )
 
     def _find_leaders(self) -> list[int]:
-        """Return, for each rank, the rank that writes the common files on the file system that it sees.
+        """Return, for each rank, the rank that writes the common files on its file system.
 
-        That is the first rank for all that see the folder that it began; else the first rank of the host.
+        If a rank sees the folder that the first rank began, that is the first rank; else it is the first rank of its
+        host.
         """
         sees = self._new.path.is_dir()
         answers = self._ranks.tell([sees, self._ranks.host], "who sees the first rank's folder")
@@ -294,9 +295,9 @@ class Saving:
         )
 
     def _give_up(self, error: BaseException) -> None:
-        """Remove whatever is not finished, and a finished folder if the save failed on some rank.
+        """Remove an unfinished folder, and a finished one if the save failed on some rank.
 
-        If another rank does not answer any more, a folder that was finished here stays: it may be complete everywhere.
+        If another rank does not answer any more, a finished folder stays: the checkpoint may be complete everywhere.
         """
         self._new.close()
         if not self._new.is_renamed or isinstance(error, CheckpointError):

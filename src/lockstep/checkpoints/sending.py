@@ -1,4 +1,4 @@
-"""Sends what some ranks have to those that need it: the plan (PURE), and the transfer in pieces."""
+"""Sends items from ranks that have them to ranks that need them: the plan (PURE), and the transfer in pieces."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
@@ -19,7 +19,7 @@ class Transfer(NamedTuple):
 
 
 def plan_waves(has: Sequence[Collection[str]], needs: Sequence[Collection[str]]) -> list[list[Transfer]]:
-    """PURE: plan who sends what to whom until every rank has what it needs, from the items of each, in rank order.
+    """PURE: plan the transfers after which every rank has what it needs, from the items of each rank, in rank order.
 
     In one wave, a rank sends at most one item and receives at most one. It can send a received item in the next wave,
     so that an item of one rank reaches many others in few waves. Raises ``ValueError`` for an item that no rank has.
@@ -55,7 +55,7 @@ def move(
     read: Callable[[str, int, int], bytes],
     write: Callable[[str, bytes], object],
 ) -> None:
-    """Send as planned; every rank calls it, with the same ``waves`` and ``sizes`` in bytes.
+    """Carry out the plan; every rank calls this, with the same ``waves`` and ``sizes`` in bytes.
 
     ``read(item, begin, length)`` returns a piece of an item that this rank sends, and ``write`` gets the pieces of an
     item that it receives, in order. Holds two pieces in memory. If either raises on some rank, raises
@@ -76,7 +76,7 @@ def _move_wave(
     read: Callable[[str, int, int], bytes],
     write: Callable[[str, bytes], object],
 ) -> Exception | None:
-    """Return the error of this rank, if any: it takes part to the end, as the others wait for its pieces."""
+    """Return the error of this rank, if any. It takes part to the end, since the others wait for its pieces."""
     sent = next((each for each in wave if each.source == ranks.rank), None)
     taken = next((each for each in wave if each.target == ranks.rank), None)
     problem: Exception | None = None

@@ -1,4 +1,4 @@
-"""Snapshots: checkpoints in memory of the host, taken often, of which the newest one is kept."""
+"""Snapshots: checkpoints in the memory of each host, taken often; only the newest one is kept."""
 
 import base64
 import contextlib
@@ -24,7 +24,7 @@ LARGEST_SENT = 1 << 20
 
 
 class Pace:
-    """PURE: when the next snapshot is due, from what the last one has cost; the same on all ranks."""
+    """PURE: determines the call of the next snapshot from the time of the last one; the same on all ranks."""
 
     def __init__(self) -> None:
         self._calls, self._next = 0, 2  # between the first two calls is a step
@@ -43,7 +43,7 @@ class Pace:
         return (now - self._since) / max(1, self._calls - self._at)
 
     def took(self, seconds: float, step_seconds: float, at_most: float, now: float) -> None:
-        """Note a snapshot that has taken ``seconds``, where a step takes ``step_seconds``: both as agreed on."""
+        """Record that a snapshot took ``seconds`` and a step ``step_seconds``, on which the ranks have agreed."""
         steps = math.ceil(seconds / at_most / max(step_seconds, 1e-6))
         self._at = self._calls
         self._since = now
@@ -92,11 +92,12 @@ class Snapshots:
         return saving.number
 
     def resumed(self, number: int) -> None:
-        """Note that this run goes on from state of that number, so that those in memory until then are its own."""
+        """Record that this run continues from the state with this number, so that the snapshots up to it are its
+        own."""
         self._last = max([number, *(each.number for each in list_saved(self.memory.folder))])
 
     def close(self, *, remove: bool) -> None:
-        """Release the memory; ``remove``: nobody needs it any more."""
+        """Release the lock on the memory; with ``remove``, also remove the snapshots."""
         if remove and self._last is not None:
             self.memory.remove()
         self._lock.close()
@@ -150,7 +151,7 @@ class _Snapshot(Saving):
         return answer
 
     def _complete(self, written: list[dict[str, Any]], leaders: list[int]) -> dict[str, StoredFile]:
-        """Also write the own state of ranks on other hosts, which may be the only copy that is left."""
+        """Also write the own state of ranks on other hosts, since it may become the only copy."""
         make_folders(FileSystem(), self._disk)
         note_run(self._disk, self.run)
         files = super()._complete(written, leaders)
@@ -163,7 +164,7 @@ class _Snapshot(Saving):
         return files
 
     def _clear(self) -> None:
-        """Keep this one alone: it is whole on every rank."""
+        """Remove all other snapshots, since this one is whole on every rank."""
         for each in list_saved(self._path):
             if each.number != self.number:
                 discard(self._files, each.folder)

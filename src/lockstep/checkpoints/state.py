@@ -1,4 +1,4 @@
-"""The state that is saved under one name: how it is read out of an object, and put back into one.
+"""Reads the state of an object that is saved under one name, and puts it back.
 
 State that is the same on all ranks is written once. Each rank writes its own state: its random generators, samplers and
 loaders, values marked by :func:`per_rank`, local state of a replicated module, and its communication hooks' state.
@@ -35,11 +35,10 @@ class PerRank(NamedTuple):
 
 
 def per_rank(value: Any) -> PerRank:
-    """Mark a value that each rank has for itself, in the arguments of :func:`lockstep.save` and
-    :func:`lockstep.resume`.
+    """Mark a value that differs between ranks, in the arguments of :func:`lockstep.save` and :func:`lockstep.resume`.
 
-    Unmarked values are taken to be the same on all ranks, and the first rank's is saved. Random generators, loaders and
-    samplers need no mark.
+    Each rank saves its own. An unmarked value counts as the same on all ranks: the first rank's is saved. Random
+    generators, loaders and samplers need no mark.
 
     Args:
         value: Anything that :func:`lockstep.save` takes.
@@ -51,7 +50,7 @@ def per_rank(value: Any) -> PerRank:
         >>> per_rank({"seen": 3}).value
         {'seen': 3}
 
-    Stands for: a file name with the rank in it.
+    Stands for: one file for each rank.
     """
     return value if isinstance(value, PerRank) else PerRank(value)
 
@@ -73,7 +72,7 @@ class Entry(NamedTuple):
 
     @property
     def is_gathered(self) -> bool:
-        """True if the ranks have parts of it, and put the whole together, in collectives, when it is saved."""
+        """True if each rank has a part, so that a save gathers the whole, in collectives."""
         return not self.is_own and callable(getattr(self.target, "gathered_state_dict", None))
 
 
@@ -159,7 +158,7 @@ def read(entry: Entry) -> Parts:
 
 
 def common_parts(own: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those of a rank's own parts that all ranks have in common: they serve any number of ranks."""
+    """Return the parts of a rank's own state that are the same on all ranks; any number of ranks can use them."""
     return {name: parts for name, parts in own.items() if name == COMMON}
 
 
@@ -208,7 +207,8 @@ def put_back(entry: Entry, parts: Parts) -> None:
 
 
 def restore_training(entry: Entry, parts: Parts, steps: RunAll, *, ready: bool) -> None:
-    """Restore rounds and hooks of the replicated modules inside an object: of those that are ready, or of the others.
+    """Restore rounds and hooks of the replicated modules inside an object: of the modules that are ready, or of the
+    others.
 
     Continues with the others if one fails: a module's state may have to be agreed on in the next round.
     """
@@ -240,9 +240,9 @@ def copy_of(entry: Entry) -> Parts:
 
 
 def copies_of(parts: Mapping[str, Parts]) -> dict[str, Parts]:
-    """Return copies of what is to be saved, with tensors on the CPU, which no later step changes.
+    """Return copies of the values to save, with tensors on the CPU, so that no later step changes them.
 
-    Tensors that share memory, as tied parameters do, share it in the copies, too.
+    If tensors share memory, as tied parameters do, their copies share it, too.
     """
     seen: dict[Any, Tensor] = {}
 

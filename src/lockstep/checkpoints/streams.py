@@ -1,4 +1,4 @@
-"""Random number generators of the process: Python's, NumPy's, PyTorch's on the CPU and on accelerators."""
+"""Reads and sets the random generators of the process: Python's, NumPy's, PyTorch's on the CPU and accelerators."""
 
 import random
 import sys

@@ -1,4 +1,4 @@
-"""``lockstep bench``: times a training step in PyTorch's way and in lockstep's, on this host, with one's own model."""
+"""``lockstep bench``: times a training step of the user's model with PyTorch's wrapper and with lockstep's."""
 
 import argparse
 import contextlib
@@ -33,14 +33,14 @@ Step = Callable[[Module], Tensor]
 Wrap = Callable[[Module], Module]
 
 DESCRIPTION = """
-Train a model in several ways that take turns in one run: alone (every rank for itself), with PyTorch's
-DistributedDataParallel, and with lockstep, on each backend that suits the model's device. For each way: the time of a
-step, what of it is communication that nothing hides (beyond the step alone), what the processor does beyond that, and
-memory. With --one-process: alone, torch.nn.DataParallel (where there are accelerators) and lockstep.DataParallel.
+Time a training step in several ways, which take turns in one run: alone (no communication), with PyTorch's
+DistributedDataParallel, and with lockstep, on each backend for the model's device. Print for each way the time of a
+step, the time and the processor time that communication adds to the step alone, and the memory. --one-process compares
+alone, torch.nn.DataParallel (if there are accelerators) and lockstep.DataParallel.
 """
 MODEL = """
-your model, as MODULE:FUNCTION: a function without arguments that returns a module, and a function that gives the loss
-of one batch when it is called with that module (default: a small encoder)
+your model, as MODULE:FUNCTION. The function takes no arguments. It returns a module, and a function that takes the
+module and returns the loss of one batch (default: a small encoder)
 """
 WARMUP = 2
 """Number of turns that are not counted."""
@@ -50,17 +50,24 @@ def add_to(subparsers: Any) -> None:
     """Add the subcommand to a parser's."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "bench",
-        help="what a step of a model takes: alone, with PyTorch's wrapper, with lockstep",
+        help="time a training step: alone, with PyTorch's wrapper, with lockstep",
         description=DESCRIPTION,
     )
     parser.add_argument("--model", default="", help=MODEL)
     parser.add_argument(
-        "--ranks", type=positive, default=2, help="how many processes, or replicas of one (default: %(default)s)"
+        "--ranks",
+        type=positive,
+        default=2,
+        help="the number of processes; with --one-process, of replicas (default: %(default)s)",
     )
-    parser.add_argument("--one-process", action="store_true", help="all replicas in one process, on threads")
-    parser.add_argument("--rounds", type=positive, default=15, help="how many steps of each way (default: %(default)s)")
-    parser.add_argument("--json", action="store_true", help="one JSON document, for machines")
-    parser.add_argument("--timeout", type=float, default=600.0, help="seconds for all of it (default: %(default)s)")
+    parser.add_argument("--one-process", action="store_true", help="run all replicas in one process, on threads")
+    parser.add_argument(
+        "--rounds", type=positive, default=15, help="the steps to time of each way (default: %(default)s)"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+    parser.add_argument(
+        "--timeout", type=float, default=600.0, help="the limit in seconds for the whole command (default: %(default)s)"
+    )
     parser.set_defaults(call=run)
 
 
@@ -148,7 +155,7 @@ def _show_replicas(ways: dict[str, dict[str, float]], devices: list[str]) -> Non
 def measure(options: dict[str, Any]) -> dict[str, Any]:
     """Return, for each way of training, the median seconds and processor seconds of a step, and its bytes of memory.
 
-    ``devices`` are those of the replicas in one process; empty if each process has one replica.
+    ``devices`` has the device of each replica in one process; it is empty if each process has one replica.
     """
     dist.init_process_group("gloo", timeout=timedelta(seconds=options["timeout"]))
     build = find_builder(options["model"])
@@ -188,7 +195,7 @@ def find_builder(name: str) -> Callable[[], tuple[Module, Step]]:
 
 
 def check_model(name: str) -> None:
-    """Raise :class:`OptionError` unless the user's function gives a module, and a function; calls it once."""
+    """Call the user's function once; raise :class:`OptionError` unless it returns a module and a function."""
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # as in the ranks
     build: Any = find_builder(name)
@@ -231,7 +238,7 @@ def _devices(first: torch.device, count: int) -> list[torch.device]:
 
 
 def _wraps(device: torch.device, devices: list[torch.device], backends: Sequence[str]) -> dict[str, Wrap]:
-    """Return the ways of training: with all replicas in this process, on ``devices`` if there are any, or with one."""
+    """Return the ways of training: with a replica on each of ``devices``, or, without any, with one in this process."""
     ways: dict[str, Wrap] = {"alone": lambda module: module}
     if devices:
         if device.type != "cpu":  # on the CPU, PyTorch's wrapper only calls the module

@@ -26,9 +26,9 @@ from lockstep.cli.parser import positive
 from lockstep.errors import CommunicationError
 
 DESCRIPTION = """
-Look at versions, devices, backends, shared memory, limits and threads, and time an all-reduce between ranks on this
-host on each usable backend, beside one copy of as much memory. Each finding that wants something done says what. The
-exit code is 1 if something will not work. Reports of issues ask for the output of `lockstep doctor --json`.
+Check the versions, devices, backends, shared memory, limits and threads of this host. Time an all-reduce between ranks
+on each usable backend, and compare it with one copy of the same memory. A finding that needs action says which. The
+exit code is 1 if something will not work. Add the output of `lockstep doctor --json` to a report of a bug.
 """
 SIZES = (4 << 10, 1 << 20, 64 << 20)
 BYTES_A_TURN = 8 << 20
@@ -53,14 +53,14 @@ class Finding:
 def add_to(subparsers: Any) -> None:
     """Add the subcommand to a parser's."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
-        "doctor", help="what this host has for training, and how fast it communicates", description=DESCRIPTION
+        "doctor", help="check this host, and time its communication", description=DESCRIPTION
     )
-    parser.add_argument("--json", action="store_true", help="one JSON document, for machines")
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
     parser.add_argument(
-        "--ranks", type=positive, default=2, help="between how many ranks to time (default: %(default)s)"
+        "--ranks", type=positive, default=2, help="the number of ranks in the all-reduce (default: %(default)s)"
     )
-    parser.add_argument("--rounds", type=positive, default=5, help="how often to time (default: %(default)s)")
-    parser.add_argument("--no-timing", action="store_true", help="look only; start no processes")
+    parser.add_argument("--rounds", type=positive, default=5, help="the number of repetitions (default: %(default)s)")
+    parser.add_argument("--no-timing", action="store_true", help="time nothing, and start no processes")
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds for the timing (default: %(default)s)")
     parser.set_defaults(call=run)
 

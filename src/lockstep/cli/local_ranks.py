@@ -44,7 +44,7 @@ def as_rank(measure: Callable[[dict[str, Any]], Any]) -> None:
 
 
 def say(part: str) -> None:
-    """Say how far this rank is, for the progress that the command shows; rank 0 speaks for all."""
+    """Report the progress of the measurement to the command; only rank 0 does."""
     if os.environ["RANK"] == "0":
         Path(os.environ[_RESULT]).with_name(_PROGRESS).write_text(part)
 

@@ -15,11 +15,11 @@ SUBCOMMANDS = (run, doctor, bench, trace, stacks, runs)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; return its exit code: 0, 1 if it could not do all of it, 2 if it was called wrongly.
+    """Run the command and return its exit code.
 
-    Interrupted by Ctrl-C it is 130, as of a program that SIGINT ends.
+    The code is 0 for success, 1 if something does not work, 2 for a wrong argument, and 130 after Ctrl-C.
     """
-    parser = Parser(prog="lockstep", description="Training runs: start one, look at the host and at a run.")
+    parser = Parser(prog="lockstep", description="Start a training, check this host, and look into a running training.")
     version = f"lockstep {lockstep.__version__}, PyTorch {torch.__version__}"
     parser.add_argument("--version", action="version", version=version)
     subparsers = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")

@@ -1,4 +1,4 @@
-"""Reads the command line: what is wrong with it is told in one line, with the nearest name that there is."""
+"""Parses the command line; an error is one line, which suggests the nearest name that exists."""
 
 import argparse
 import difflib
@@ -11,13 +11,13 @@ class Parser(argparse.ArgumentParser):
     """A parser that ends the command with one line on stderr and exit code 2, without the usage."""
 
     def error(self, message: str) -> NoReturn:
-        """Say what is wrong, and end."""
+        """Print what is wrong, and end the process."""
         if wrong := re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message):
             message = f"there is no {wrong[1]!r}{_near(wrong[1], re.findall(r'[a-z]+', wrong[2]))}"
         self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse; an unknown argument of a subcommand is an error of that subcommand, which knows its options."""
+        """Parse the arguments; let the subcommand refuse an unknown one, since it knows its options."""
         parsed, unknown = super().parse_known_args(args, namespace)
         if unknown:
             self.error(f"there is no {unknown[0]!r}{_near(unknown[0], list(self._option_string_actions))}")
@@ -25,7 +25,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def positive(text: str) -> int:
-    """Return the number that an argument gives: 1 or more."""
+    """Convert the text of an argument to a number of at least 1."""
     try:
         number = int(text)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Prints tables and numbers: as plain text, by ``rich`` if that is installed and a person looks, or as JSON."""
+"""Prints tables and numbers: as plain text, with ``rich`` if it is installed (in a terminal), or as JSON."""
 
 import json
 import sys
@@ -14,9 +14,9 @@ _EVERY = 15.0
 
 
 class ProgressLine:
-    """Says on stderr what a command is doing, once it takes long: a line that changes, or one now and then in a file.
+    """Reports on stderr what a command is doing, once that takes long: one line that changes, or several in a file.
 
-    A context manager; at its end the line that changes is erased.
+    A context manager; it erases the line that changes at its end.
     """
 
     def __init__(self, what: str) -> None:
@@ -26,7 +26,7 @@ class ProgressLine:
         self._changes = sys.stderr.isatty()
 
     def show(self, part: str = "") -> None:
-        """Say how far it is, unless it has begun, or has said so, a short time ago."""
+        """Print the progress, unless the command began, or printed it, a short time ago."""
         passed = time.monotonic() - self._began
         if passed < self._next:
             return

@@ -1,4 +1,4 @@
-"""``lockstep run``: starts a program in several processes on this host, with our wrappers in place of PyTorch's."""
+"""``lockstep run``: starts a program in several processes on this host; ``--patch`` replaces PyTorch's wrappers."""
 
 import argparse
 import contextlib
@@ -22,8 +22,9 @@ from lockstep.cli.parser import positive
 from lockstep.errors import OptionError
 
 DESCRIPTION = """
-Run a program in several processes on this host, which find each other as under torchrun; under torchrun itself
-(torchrun ... -m lockstep run ...) run it in this process. Options of the program follow its name.
+Run a program in several processes on this host. The processes find each other as under torchrun. Under torchrun itself
+(torchrun ... -m lockstep run ...) the program runs in the process that torchrun has started. Options of the program
+follow its name.
 """
 _HERE = ["--nnodes", "1", "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1"]
 _TOLD = {2, 128 + signal.SIGINT, 128 + signal.SIGTERM}  # the program has given the reason: bad options, or stopped
@@ -35,24 +36,28 @@ def add_to(subparsers: Any) -> None:
         "run", help="run a program in several processes on this host", description=DESCRIPTION
     )
     parser.add_argument(
-        "--ranks", type=positive, help="how many processes (default: one an accelerator, or one a core)"
+        "--ranks",
+        type=positive,
+        help="the number of processes (default: one for each accelerator; without accelerators one for each core)",
     )
     parser.add_argument(
         "--patch",
         action="store_true",
-        help="for programs and frameworks that wrap with PyTorch's DistributedDataParallel or DataParallel: give them "
-        "ours (import lockstep.patch)",
+        help="replace PyTorch's DistributedDataParallel and DataParallel by lockstep's, for programs and frameworks "
+        "that wrap the model with PyTorch's (import lockstep.patch)",
     )
     parser.add_argument(
-        "--backend", help="make the default process group of this backend first, such as shm, for a framework to find"
+        "--backend",
+        help="make the default process group before the program starts, with this backend (such as shm); frameworks "
+        "then use it",
     )
     parser.add_argument("program", help="a Python file")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="what the program is given")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments for the program")
     parser.set_defaults(call=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the program; return its exit status, that of the process that failed first if there are several."""
+    """Run the program; return its exit status. If several processes run it, return that of the first one to fail."""
     if not Path(options.program).is_file():
         raise OptionError(f"{options.program}: there is no such file; expected a Python program")
     if options.backend:
@@ -87,7 +92,7 @@ def _run_here(options: argparse.Namespace) -> int:
 
 
 def _of_the_program(error: BaseException, program: str) -> TracebackType | None:
-    """Return an error's traceback from the program's own frame on, if it has one: without those that have run it."""
+    """Return the traceback of an error from the program's first frame on, without the frames that have started it."""
     traceback = error.__traceback__
     while traceback is not None and traceback.tb_frame.f_code.co_filename != program:
         traceback = traceback.tb_next
@@ -95,7 +100,7 @@ def _of_the_program(error: BaseException, program: str) -> TracebackType | None:
 
 
 def _launch(options: argparse.Namespace, ranks: int) -> int:
-    """Run PyTorch's launcher, which starts this command in each of its processes; it ends as quietly as the program."""
+    """Run PyTorch's launcher, which starts this command in each process; print nothing that the program has said."""
     from torch.distributed import run as launcher
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -104,7 +109,7 @@ def _launch(options: argparse.Namespace, ranks: int) -> int:
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // ranks)))
     chosen = ["--patch"] if options.patch else []
     chosen += ["--backend", options.backend] if options.backend else []
-    command = ["-m", "lockstep", "run", *chosen, options.program, *options.arguments]
+    command = ["-m", "lockstep_command", "run", *chosen, options.program, *options.arguments]
     os.environ.setdefault("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "[rank ${rank}] ")
     os.environ.setdefault("PYTHONUNBUFFERED", "1")  # what ranks print is read from files
     try:

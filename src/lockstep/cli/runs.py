@@ -1,4 +1,4 @@
-"""``lockstep runs``: lists the snapshots that runs have in the memory of this host, and removes what is left."""
+"""``lockstep runs``: lists the snapshots that runs have in the memory of this host, and removes them."""
 
 import argparse
 import json
@@ -9,24 +9,28 @@ from lockstep.checkpoints.layout import TornError, list_saved, read_manifest
 from lockstep.checkpoints.memory import MemoryFolder, all_folders
 
 DESCRIPTION = """
-List the snapshots that runs of this user have in the memory of this host (run.snapshot()): of runs that take them now,
-and of runs that have failed, which go on from there. With the history of each: when its ranks began, which failed.
+List the snapshots (run.snapshot()) that this user's runs have in the memory of this host, with the history of each run:
+when its ranks began, and which rank failed. A run that has failed continues from its snapshot when it starts again.
 """
 
 
 def add_to(subparsers: Any) -> None:
     """Add the subcommand to a parser's."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
-        "runs", help="snapshots in the memory of this host, and the history of their runs", description=DESCRIPTION
+        "runs", help="list the snapshots in the memory of this host, with their histories", description=DESCRIPTION
     )
-    parser.add_argument("--clean", action="store_true", help="remove those of runs that have ended")
-    parser.add_argument("--forget", action="store_true", help="remove their histories alone: a run may start again")
-    parser.add_argument("--json", action="store_true", help="a JSON object for each run, one a line")
+    parser.add_argument("--clean", action="store_true", help="remove the snapshots of runs that have ended")
+    parser.add_argument(
+        "--forget",
+        action="store_true",
+        help="remove the histories, but no snapshots: a run that a CrashLoopError has stopped may then start again",
+    )
+    parser.add_argument("--json", action="store_true", help="print a JSON object for each run, one on each line")
     parser.set_defaults(call=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """List, and remove what is to be removed."""
+    """Print the list, and remove what the options ask for."""
     found = list(all_folders())
     if not found and not options.json:
         print("no run has snapshots in the memory of this host")
@@ -42,7 +46,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def describe(memory: MemoryFolder) -> dict[str, Any]:
-    """Return what there is of a run."""
+    """Return a run's snapshot and history, for JSON."""
     snapshot = None
     for saved in list_saved(memory.folder):
         try:
@@ -61,7 +65,7 @@ def describe(memory: MemoryFolder) -> dict[str, Any]:
 
 
 def as_text(told: dict[str, Any]) -> str:
-    """Return some lines for people."""
+    """Return the description of a run as lines of text."""
     state = "removed" if told["removed"] else "runs" if told["runs"] else "has ended"
     snapshot, size = told["snapshot"], f"{told['bytes'] / 2**20:,.1f} MiB"
     what = "no whole snapshot"

@@ -1,4 +1,4 @@
-"""``lockstep stacks``: shows where the ranks of a run are that seems to hang."""
+"""``lockstep stacks``: shows what the ranks of a run are doing, if the run seems to hang."""
 
 import argparse
 import contextlib
@@ -16,9 +16,8 @@ from lockstep.failures.stacks import SECONDS, Stacks, Thread, ask
 from lockstep.failures.stall import program_frame
 
 DESCRIPTION = """
-Print how far ranks of a run have come, and the Python stacks of their processes, whatever these are doing: an endless
-loop, a deadlock, a collective, a call that never returns. They go on undisturbed. Without a target: which runs there
-are.
+Print the progress of each rank of a run, and the Python stacks of its process, even in an endless loop, a deadlock, a
+collective, or a call that never returns. The processes go on undisturbed. Without a target, list the runs on this host.
 """
 
 
@@ -34,11 +33,11 @@ class RunningRank:
 def add_to(subparsers: Any) -> None:
     """Add the subcommand to a parser's."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
-        "stacks", help="where the ranks of a run are that looks hung", description=DESCRIPTION
+        "stacks", help="show what each rank of a run is doing, if the run seems to hang", description=DESCRIPTION
     )
-    parser.add_argument("target", nargs="?", help="the number of a rank's process on this host, or the name of a run")
+    parser.add_argument("target", nargs="?", help="the process id of a rank on this host, or the name of a run")
     parser.add_argument(
-        "--seconds", type=float, default=SECONDS, help="how long to wait for each process (default: %(default)s)"
+        "--seconds", type=float, default=SECONDS, help="seconds to wait for each process (default: %(default)s)"
     )
     parser.set_defaults(call=run)
 

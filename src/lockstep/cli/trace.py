@@ -1,4 +1,4 @@
-"""``lockstep trace``: merges the profiler's traces of several ranks, and shows who waited for whom."""
+"""``lockstep trace``: merges the profiler's traces of several ranks, and shows which rank waited for which."""
 
 import argparse
 import dataclasses
@@ -17,9 +17,9 @@ from lockstep.cli import printing
 from lockstep.errors import InspectionError
 
 DESCRIPTION = """
-Read the traces that the ranks of a run have written with torch.profiler (export_chrome_trace, one file a rank) and say
-for how long communication was hidden by nothing, and for which rank the others waited. Writes one trace of all ranks,
-for https://ui.perfetto.dev, and one picture of the last step. Ranks of different hosts are put on one clock by the
+Read the traces that the ranks of a run have written with torch.profiler (export_chrome_trace, one file for each rank).
+Print how long each rank waited for communication, and for which rank the others waited. Write one trace of all ranks,
+for https://ui.perfetto.dev, and a picture of the last step. The clocks of different hosts are aligned by the
 ends of their collectives.
 """
 _ROUND = re.compile(r"lockstep::finish \(round (\d+)\)")
@@ -84,11 +84,11 @@ class Summary:
 def add_to(subparsers: Any) -> None:
     """Add the subcommand to a parser's."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
-        "trace", help="who waited for whom, from the profiler's traces of several ranks", description=DESCRIPTION
+        "trace", help="show which ranks waited for which, from the profiler's traces", description=DESCRIPTION
     )
-    parser.add_argument("folder", type=Path, metavar="DIR", help="where the traces are: *.json or *.json.gz")
-    parser.add_argument("--json", action="store_true", help="one JSON document, for machines")
-    parser.add_argument("--output", type=Path, help="where to write (default: lockstep/ in DIR)")
+    parser.add_argument("folder", type=Path, metavar="DIR", help="the folder with the traces: *.json or *.json.gz")
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+    parser.add_argument("--output", type=Path, help="the folder for the results (default: lockstep/ in DIR)")
     parser.set_defaults(call=run)
 
 

@@ -1,4 +1,4 @@
-"""Many processes: replication over a process group. What a training loop calls is in ``lockstep.loop``."""
+"""Many processes: replication over a process group. The functions for a training loop are in ``lockstep.loop``."""
 
 from lockstep.distributed.reduction.comm_hooks import GradBucket as GradBucket
 from lockstep.distributed.replication.ddp import DistributedDataParallel as DistributedDataParallel

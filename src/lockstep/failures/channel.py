@@ -1,4 +1,4 @@
-"""The failure channel of one rank: whatever happens to a rank is known on all ranks, at once and by name.
+"""The failure channel of one rank: makes its failure known on all ranks, at once and by name.
 
 Failures are written to the log, which decides which of them was the first, and are sent around the ring
 (``messenger.py``). Nothing is sent while nothing happens, except for one look into the log a second, in case the ring

@@ -1,4 +1,4 @@
-"""Finds the connections that Gloo has opened in C++, and ends them under it.
+"""Finds the connections that Gloo has opened in C++, and ends them.
 
 A thread that waits in Gloo for a rank that does not come cannot be interrupted: ``abort()`` returns, but the thread
 waits on (PyTorch 2.11 to 2.13). However, it notices the end of a connection at once, and raises.

@@ -1,4 +1,4 @@
-"""A failure as ranks tell each other of it, the log of failures, and the error that is raised on the others.
+"""A failure of a rank as a message, the log of failures, and the error that the other ranks raise.
 
 The log is in the store of a group: every rank reads the same entries in the same order. Each entry has a number, which
 ``compare_set`` claims; so of two ranks that fail at once one is the first, for all ranks that reach the store. A rank

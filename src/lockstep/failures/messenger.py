@@ -1,4 +1,4 @@
-"""Messages around the ring of ranks: each rank passes on what it hears, so that every rank hears it once.
+"""Sends messages around the ring of ranks: each rank passes them on, so that every rank gets them once.
 
 One thread per rank sleeps until a neighbour has sent something or is gone, or until there is something to send.
 """

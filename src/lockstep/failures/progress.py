@@ -1,4 +1,4 @@
-"""The progress of this rank, in a page of shared memory that others can read whatever this process does.
+"""The progress of this rank, in a page of shared memory that other processes can always read.
 
 The page is written by plain stores into memory. Any process of this user on this host can read it through ``/proc``,
 even while this process holds the interpreter in a long call, is stopped, or has deadlocked; and a process that has

@@ -1,4 +1,4 @@
-"""Connections to the next and the previous rank, whose end is the end of that rank's process or of the link.
+"""Connections to the next and the previous rank; a connection ends with that rank's process, or with the network.
 
 Every rank passes on what it hears to both neighbours, so that it reaches all, even past a rank that is gone. The ranks
 find each other through a store, and show a secret from it, so that strangers cannot join. There are two connections per

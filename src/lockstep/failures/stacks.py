@@ -1,4 +1,4 @@
-"""The Python stacks of a process, which it shows even while it cannot run any Python.
+"""Reads the Python stacks of a process, even while it cannot run any Python.
 
 A process that can be asked has a handler for a real-time signal (``faulthandler.register``). The handler writes the
 stacks of all threads into memory that the asking process reads through ``/proc``. It is C code that needs no

@@ -1,4 +1,4 @@
-"""Finds a rank that makes no progress, and names it on all ranks, with the place at which it is.
+"""Finds a rank that makes no progress; all ranks then raise an error with its name and its place in the code.
 
 A thread of each rank checks once a second whether the rank has waited for others longer than it should. If so, it asks
 all ranks where they are. A rank that cannot answer - it is stopped, or a call into C code holds its interpreter - is

@@ -1,4 +1,4 @@
-"""Notices what has changed on a network since the last look, in one pass over it.
+"""Finds out, in one pass over a network, what has changed since the last look.
 
 ====================================== ================================ ======================= =======================
 what changes                           how it is noticed                what it costs           the consequence

@@ -46,7 +46,7 @@ def pack(bucket: Bucket, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def unpack(bucket: Bucket, flat: torch.Tensor) -> list[torch.Tensor]:
-    """Return the tensors inside ``flat``, with version counters of their own: none seems to change another."""
+    """Return the tensors inside ``flat``, each with a version counter of its own."""
     return [view.data for view in bucket.views(flat)]
 
 
@@ -64,7 +64,7 @@ def broadcast(
         devices: where copies go. Exclusive with ``out``.
         out: tensors of the same shape and dtype that are filled and returned instead.
 
-    Communicates one copy for each device other than the tensor's. Raises :class:`LayoutError` for ``out`` tensors of
+    Communicates one copy for each device except the tensor's own. Raises :class:`LayoutError` for ``out`` tensors of
     another shape or dtype. Stands for ``torch.nn.parallel.comm.broadcast``.
 
     >>> import torch
@@ -96,9 +96,9 @@ def broadcast_coalesced(
     """Copy many tensors to each device in few flat buffers.
 
     Args:
-        tensors: on one device, of any shapes, dtypes, memory formats; sparse ones travel one by one.
+        tensors: on one device, of any shapes, dtypes, memory formats; sparse ones are copied one by one.
         devices: where copies go. On the tensors' own device they are the same storage.
-        buffer_size: bytes that travel together, at most (a larger tensor travels alone).
+        buffer_size: the largest number of bytes in one buffer (a larger tensor is copied alone).
 
     Returns a list for each device, with the tensors in the order given. Communicates one copy for each buffer and
     device. Stands for ``torch.nn.parallel.comm.broadcast_coalesced``.
@@ -161,9 +161,9 @@ def reduce_add_coalesced(
     """Sum many tensors from several devices, in few flat buffers.
 
     Args:
-        inputs: for each device the list of its tensors, all lists alike in length, shapes and dtypes.
+        inputs: for each device the list of its tensors. All lists have the same length, shapes and dtypes.
         destination: the device of the sums; None is the current one, ``-1`` and ``"cpu"`` the CPU.
-        buffer_size: bytes that travel together, at most.
+        buffer_size: the largest number of bytes in one buffer.
 
     Returns new tensors, with version counters of their own. Communicates one copy for each buffer and device.
 
@@ -335,8 +335,8 @@ def gather(
     """Concatenate tensors from several devices along ``dim`` onto one.
 
     Args:
-        tensors: of one dtype, alike in every size but that of ``dim``. Tensors without dimensions become a vector.
-        dim: the dimension along which they are put together; may be negative.
+        tensors: of one dtype and of the same sizes except along ``dim``. Tensors without dimensions become a vector.
+        dim: the dimension along which the tensors are concatenated; may be negative.
         destination: the device of the result; None is the current one, ``-1`` and ``"cpu"`` the CPU.
         out: a tensor that is filled and returned instead. Exclusive with ``destination``.
 

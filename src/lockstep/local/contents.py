@@ -1,4 +1,4 @@
-"""Which objects are inside of containers, and whether those are still the same: by identity, in order.
+"""Finds the objects inside of containers, and tells whether they are still the same: by identity, in order.
 
 :class:`Contents` compares any number of containers in one pass. :class:`Inside` describes an attribute's value: whether
 it leads into the module tree, which tensors are in it, and which containers have to be watched. A value that leads into
@@ -38,7 +38,7 @@ def identical(one: Iterable[Any], other: Iterable[Any]) -> bool:
 
 
 def differing_dicts(now: list[dict[Any, Any]], then: list[dict[Any, Any]]) -> list[int]:
-    """Return the numbers of the dictionaries whose names or values (by identity) differ from those of their copies."""
+    """Return the numbers of the dictionaries whose names or values (by identity) differ from their copies."""
     if _all_identical(now, then):
         return []
     return [i for i, (one, other) in enumerate(zip(now, then, strict=True)) if not _same_items(one, other)]

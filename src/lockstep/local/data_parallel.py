@@ -1,13 +1,13 @@
 """DataParallel: one process, one model, many devices.
 
-A batch goes through four phases, each a method that a subclass may override:
+    A batch goes through four phases. Each is a method that a subclass may override:
 
     scatter         rows of the inputs -> one share for each device
     replicate       the network -> up-to-date replicas (the first is the network itself)
     parallel_apply  each replica on its share, in a thread of its own
     gather          the replicas' outputs -> one output
 
-:meth:`DataParallel.step` leaves the last phase out: the replicas compute loss and backward as well.
+:meth:`DataParallel.step` has no last phase: the replicas also compute the loss and run backward.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -52,28 +52,30 @@ class DataParallel(_PyTorchs, Module, Generic[T]):
 
     Args:
         module: its parameters and buffers must be on the first device.
-        device_ids: the devices, each an index of the current accelerator type, a string or a ``torch.device``; a device
-            may stand there more than once (``["cpu", "cpu"]`` trains on two threads). None takes all accelerators; on a
-            machine that has none, the module then runs as it is. The attribute may be set, or changed in place, later.
-        output_device: where outputs are gathered; any device, ``-1`` or ``"cpu"``. None takes the first device.
-        dim: the dimension along which inputs are split and outputs put together. An input that is no rows of the batch
-            is passed as :func:`lockstep.local.shared`; one with a row for each device gives one to each.
-        split: weights, one for each device, for devices that differ in speed; ``[2, 1]`` gives the first two thirds
-            of the rows. None splits evenly: sizes differ by at most one.
-        gather_outputs: False leaves the outputs where they are; forward then returns a list, one entry for each
+        device_ids: the devices. Each is an index of the current accelerator type, a string or a ``torch.device``. The
+            same device may be listed more than once: ``["cpu", "cpu"]`` trains on two threads. None takes all
+            accelerators; on a machine without accelerators the module then runs as it is. The attribute may be set, or
+            changed in place, later.
+        output_device: the device on which outputs are gathered: any device, ``-1`` or ``"cpu"``. None takes the first
+            device.
+        dim: the dimension along which inputs are split and outputs are concatenated. Mark an input that does not
+            consist of rows of the batch with :func:`lockstep.local.shared`. If an input has one row for each device,
+            next to inputs with more rows, each replica gets one of its rows.
+        split: one weight for each device, for devices that differ in speed. ``[2, 1]`` gives two thirds of the rows to
+            the first device. None splits evenly: sizes differ by at most one.
+        gather_outputs: if False, each output stays on its device, and forward returns a list with one output for each
             replica.
 
     After ``backward`` the module's parameters have the gradients of the whole batch, as on one device. Replicas are
-    built once; whatever is set on the module reaches all of them at the next use. The first replica is the module
-    itself, so state that its forward sets stays. Attributes that the wrapper does not have are read from the module
-    and set on it: ``parallel.fc = Linear(parallel.fc.in_features, 10)`` puts a layer into the module. ``state_dict``
-    has the keys of ``torch.nn.DataParallel``'s, and ``load_state_dict`` also takes those of the plain module. It is an
-    instance of that class, for programs that ask for one; no code of that class runs.
+    built once. A change of the module reaches all replicas at the next use. The first replica is the module itself, so
+    state that its forward sets stays. If the wrapper does not have an attribute, it is read from the module and set on
+    the module: ``parallel.fc = Linear(parallel.fc.in_features, 10)`` puts a layer into the module. ``state_dict`` has
+    the same keys as with ``torch.nn.DataParallel``; ``load_state_dict`` also takes the keys of the plain module. The
+    wrapper is an instance of ``torch.nn.DataParallel``, for programs that check the type; no code of that class runs.
 
-    Communicates, for each forward, one copy of each input and output, one of each 10 MiB bucket of parameters to each
-    device other than the first, and the gradients of each bucket back. Raises
-    :class:`~lockstep.errors.DeviceError` for a parameter or buffer that is not on the first device, by name. Stands for
-    ``torch.nn.DataParallel``.
+    Each forward copies each input and output once, and each bucket of parameters (10 MiB) to each device except the
+    first; backward copies the gradients of each bucket back. Raises :class:`~lockstep.errors.DeviceError`, with the
+    name, for a parameter or buffer that is not on the first device. Stands for ``torch.nn.DataParallel``.
 
     >>> import torch
     >>> parallel = DataParallel(torch.nn.Linear(3, 2), device_ids=["cpu", "cpu"])
@@ -155,7 +157,8 @@ class DataParallel(_PyTorchs, Module, Generic[T]):
         return shares, keywords
 
     def replicate(self, module: T, device_ids: Sequence[DeviceLike]) -> list[Any]:
-        """Return replicas of ``module`` for ``device_ids``; those of the wrapped module are kept."""
+        """Return replicas of ``module`` for ``device_ids``; the replicas of the wrapped module are kept for the next
+        use."""
         self._follow_device_ids()
         devices = self._resolved(device_ids)
         if module is self.module and devices == self._devices[: len(devices)]:
@@ -174,16 +177,16 @@ class DataParallel(_PyTorchs, Module, Generic[T]):
         inputs: Sequence[Any],
         kwargs: Sequence[Mapping[str, Any]],
     ) -> list[Any]:
-        """Return each replica's output for its share."""
+        """Run each replica on its share of the inputs, and return the outputs."""
         timed = [partial(forward, self._phases, index, replica) for index, replica in enumerate(replicas)]
         return workers.parallel_apply(timed, inputs, kwargs, self._resolved(self.device_ids[: len(replicas)]))
 
     def gather(self, outputs: Sequence[Any], output_device: DeviceLike) -> Any:
-        """Put the replicas' outputs together into one."""
+        """Combine the outputs of the replicas into one output."""
         return scatter_gather.gather(outputs, output_device, self.dim)
 
     def _follow_device_ids(self) -> None:
-        """Follow changes of ``device_ids``, set or made in place; an empty list or None runs the module as it is."""
+        """Follow a change of ``device_ids``; with an empty list or None the module runs as it is."""
         ids = self.device_ids
         if isinstance(ids, list | tuple) and list(ids) == self._followed:
             return
@@ -196,7 +199,7 @@ class DataParallel(_PyTorchs, Module, Generic[T]):
         self._followed = list(ids or ())
 
     def _resolved(self, device_ids: Sequence[DeviceLike]) -> list[torch.device]:
-        """Return the devices meant by ``device_ids``; those of the wrapper itself are known already."""
+        """Return the devices meant by ``device_ids``; the wrapper's own list has been resolved already."""
         if isinstance(device_ids, list) and device_ids and device_ids == self._followed[: len(device_ids)]:
             return self._devices[: len(device_ids)]
         return resolve_devices(device_ids)
@@ -215,15 +218,16 @@ class DataParallel(_PyTorchs, Module, Generic[T]):
         """Run forward, loss and backward in each replica; leave the gradients of the mean loss on the module.
 
         Args:
-            loss_fn: ``loss_fn(output, target)``, a mean over its rows that counts all rows alike; a module may have
-                parameters and buffers of its own. (A loss that weighs rows, by class say, divides by weights that
-                differ among the replicas: let it sum, and divide by the weight of the whole batch.)
+            loss_fn: a function ``loss_fn(output, target)``, or a module, also one with parameters and buffers. It must
+                return the mean over the rows, with equal weights. (A loss with weights, by class for example, divides
+                by a different sum on each replica: let it sum, and divide by the weight of the whole batch.)
             batch: the module's inputs and, last, the target. With one entry, ``loss_fn(output)`` is called.
 
-        Returns the mean loss over all rows, detached, without dimensions, on the output device. Gradients are added to
-        ``.grad``, as ``backward`` does, and equal those of ``loss_fn(module(*inputs), target).backward()`` on one
-        device. No output is gathered, so the first device holds no more than the others. On CPU replicas, backward runs
-        on their threads, side by side. Communicates as forward does, except for the outputs.
+        Returns the mean loss over all rows: a detached tensor without dimensions on the output device. Gradients are
+        added to ``.grad``, as by ``backward``. They equal the gradients of ``loss_fn(module(*inputs),
+        target).backward()`` on one device. No output is gathered, so the first device needs no more memory than the
+        others. CPU replicas run backward on their threads, side by side. Communicates as forward does, without the
+        outputs.
 
         >>> import torch
         >>> parallel = DataParallel(torch.nn.Linear(3, 2), device_ids=["cpu", "cpu"])
@@ -326,19 +330,20 @@ def data_parallel(
     dim: int = 0,
     module_kwargs: Mapping[str, Any] | None = None,
 ) -> Any:
-    """Compute the output of ``module`` for ``inputs`` on several devices: :class:`DataParallel` as a function.
+    """Compute the output of ``module`` for ``inputs`` on several devices, as :class:`DataParallel` does.
 
     Args:
         module: its parameters and buffers must be on the first device.
-        inputs: a tuple of positional arguments, a single one, or None for no argument.
+        inputs: a tuple of positional arguments, a single argument, or None for no argument.
         device_ids: as in :class:`DataParallel`.
         output_device: as in :class:`DataParallel`.
         dim: as in :class:`DataParallel`.
         module_kwargs: keyword arguments.
 
-    A module that is on another device is an error even with a single device, as in PyTorch's Python function; the C++
-    function moves the module. The replicas are kept for the next call. Communicates and raises as :class:`DataParallel`
-    does. Stands for ``torch.nn.parallel.data_parallel`` and the C++ ``torch::nn::parallel::data_parallel``.
+    The module must be on the first device, even if there is only one, as with PyTorch's Python function. (PyTorch's C++
+    function moves the module.) The replicas are kept for the next call. Communicates and raises as
+    :class:`DataParallel` does. Stands for ``torch.nn.parallel.data_parallel`` and the C++
+    ``torch::nn::parallel::data_parallel``.
 
     >>> import torch
     >>> data_parallel(torch.nn.Linear(3, 2), torch.ones(5, 3), ["cpu", "cpu"]).shape

@@ -1,4 +1,4 @@
-"""``current_replica()`` and ``Exchange``: replicas that run side by side know each other, and exchange values.
+"""``current_replica()`` and ``Exchange``: lets replicas that run side by side exchange values.
 
 :func:`current_replica` tells code inside ``forward`` in which replica it runs. A replica's :class:`Exchange` is the
 meeting place of all replicas of one call: each gives a value and gets all values, in replica order. A replica that ends

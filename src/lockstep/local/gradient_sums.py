@@ -1,4 +1,4 @@
-"""Gradients of replicas: their sums, in replica order, and how the sums are added to the parameters."""
+"""Sums the gradients of replicas, in replica order, and adds the sums to the parameters."""
 
 from collections.abc import Sequence
 from typing import Any

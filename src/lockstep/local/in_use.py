@@ -1,4 +1,4 @@
-"""Keeps track of who uses a set of replicas: forwards that want gradients, or one training step.
+"""Tracks the users of a set of replicas: forwards that need gradients, or one training step.
 
 A step puts leaves of its own into the replicas' slots. A simultaneous forward that wants gradients would put other
 tensors there, or use the step's and lose its gradients. So a step's forward excludes those forwards, and steps run one

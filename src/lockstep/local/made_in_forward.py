@@ -1,4 +1,4 @@
-"""Refuses parameters that a forward makes, which only one replica would have.
+"""Refuses parameters that a forward makes, since only one replica would have them.
 
 A module may make a parameter at its first forward (``if self.weight is None: self.weight = Parameter(...)``). In
 replicas, each would get a parameter of its own with other values, and only the network's would ever be trained, with

@@ -1,4 +1,4 @@
-"""Whole copies of a module tree: own submodules, hooks and slots, and attributes that mean the copy's parts.
+"""Copies whole module trees: submodules, hooks, slots, and attributes that refer to parts of the tree.
 
 A copy shares every plain attribute with its original by reference, as PyTorch's replicas do. The exceptions are values
 that lead back into the tree: a list of layers, a bound method, a weak reference to a parent, a list of parameters. Such
@@ -46,7 +46,7 @@ def check_replicable(network: Module) -> None:
 
 
 class Translation:
-    """The map from a network's modules and tensors to those of one copy, which also rebuilds other values.
+    """Maps a network's modules and tensors to the modules and tensors of one copy; also rebuilds other values.
 
     :attr:`found_tensor` is True if the last call met one of the tensors.
     """

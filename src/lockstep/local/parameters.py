@@ -1,4 +1,4 @@
-"""The values of a network's parameters on other devices, brought up to date in a few flat transfers.
+"""Keeps copies of a network's parameters on other devices up to date, in a few flat transfers.
 
 On the network's own device a value is the parameter's storage itself, seen through a tensor that shares its version
 counter: nothing is ever copied, and autograd notices a write at the wrong moment just as on one device. On another

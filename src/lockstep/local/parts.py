@@ -1,4 +1,4 @@
-"""Opens a value that may lead into a module tree, and builds a like value of other parts.
+"""Opens values that may lead into a module tree, and builds equal values from other parts.
 
 Values that are opened: bound methods, partial functions, weak references, dictionaries, lists, tuples, sets, deques,
 dataclasses, and subclasses of these. Objects of other kinds, and the variables that a function closes over, are not.

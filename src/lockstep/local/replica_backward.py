@@ -1,4 +1,4 @@
-"""Backward of CPU replicas, each in its own thread, with the result of one backward pass over all of them.
+"""Runs backward of each CPU replica in its own thread, with the result of one backward pass over all.
 
 The engine has one thread for the CPU, so a pass over all losses would run the replicas one after the other. Here each
 replica runs a pass of its own, which ends in leaves that only this replica has (:meth:`ReplicaSet.refresh` with

@@ -1,4 +1,4 @@
-"""Slots for which replicas get new tensors: buffers, and parameters that are computed, sparse or of a subclass.
+"""Buffers of replicas, and their parameters that are computed, sparse or of a subclass: new tensors at each use.
 
 At each use every replica starts from the network's values. It gets new tensors, never a write into one that a live
 graph may have saved. Only if no gradient is wanted and everything is on the CPU may the tensors of the last use serve

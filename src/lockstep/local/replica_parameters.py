@@ -1,4 +1,4 @@
-"""The parameters in the slots of replicas, and the gradients that come back from them.
+"""The parameters in the slots of replicas, and their gradients.
 
 A copy's parameters are made once, around values that are kept up to date (:mod:`~lockstep.local.parameters`). There are
 two sets of them, one of which is bound to the slots: *linked* parameters, whose graph leads to the network's

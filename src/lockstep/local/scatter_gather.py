@@ -1,4 +1,4 @@
-"""Splits nested inputs over devices, and puts nested outputs together.
+"""Splits nested inputs over devices, and gathers nested outputs.
 
 All tensors of a call are split by one plan, so that row ``i`` of one leaf and row ``i`` of another go to the same
 replica. Two kinds of tensors are not rows of the batch: a tensor marked by :func:`shared` goes whole to every
@@ -29,10 +29,10 @@ def scatter(
 
     Args:
         inputs: tensors, tuples, named tuples, lists, dicts, dataclasses, types of the pytree registry, nested.
-        target_gpus: the devices, one entry for each replica; any, also CPUs, by PyTorch's name for them.
-        dim: the dimension that is split. Tensors without dimensions go whole to every replica, as those do that are
-            marked by :func:`shared`. Beside tensors with more rows, one with as many rows as there are devices gives
-            one row to each.
+        target_gpus: the devices, one for each replica. They may be CPUs; the name is PyTorch's.
+        dim: the dimension that is split. Tensors without dimensions, and tensors marked by :func:`shared`, go whole to
+            every replica. If a tensor has one row for each device, next to tensors with more rows, each replica gets
+            one of its rows.
         split: weights, one for each device; None splits evenly.
 
     Returns one nested value for each replica used: one for each device, or fewer if there are fewer rows. Communicates
@@ -60,11 +60,11 @@ def shared(value: Any) -> Any:
     """Mark tensors among the inputs of ``DataParallel`` that are not rows of the batch: each replica gets them whole.
 
     Args:
-        value: a tensor, such as an attention mask of (T, T) or class weights, or a nested value of them.
+        value: a tensor, such as an attention mask of shape (T, T) or class weights, or a nested value of tensors.
 
-    Returns a value to pass in place of ``value``, to a ``DataParallel`` or one of the calls of this module; the network
-    sees tensors. Communicates one copy for each tensor and device; on its own device all replicas see the same memory.
-    Gradients are summed over the replicas.
+    Returns a value to pass to ``DataParallel``, or to a function of this module, in place of ``value``. The network
+    gets tensors. Communicates one copy for each tensor and device; on the tensor's own device all replicas share its
+    memory. Gradients are summed over the replicas.
 
     >>> import torch
     >>> scatter((torch.arange(4), shared(torch.tensor([7, 8, 9]))), ["cpu", "cpu"])
@@ -89,7 +89,7 @@ def scatter_kwargs(
     *,
     split: Sequence[float] | None = None,
 ) -> tuple[tuple[tuple[Any, ...], ...], tuple[dict[str, Any], ...]]:
-    """Do :func:`scatter` for positional and keyword arguments, by one plan for both.
+    """Split positional and keyword arguments together, as :func:`scatter` does.
 
     Returns a tuple of positional and a tuple of keyword arguments for each replica used. Stands for
     ``torch.nn.parallel.scatter_gather.scatter_kwargs``.
@@ -273,7 +273,7 @@ def split_sizes(rows: int, parts: int, weights: Sequence[float] | None = None) -
 
 
 def gather(outputs: Sequence[Any], target_device: DeviceLike, dim: int = 0) -> Any:
-    """Put the nested outputs of the replicas together on one device.
+    """Gather the nested outputs of the replicas on one device.
 
     Args:
         outputs: one nested value for each replica, of one structure.

@@ -1,4 +1,4 @@
-"""Batch normalisation over the whole batch rather than each replica's rows of it."""
+"""Batch normalisation over the whole batch instead of each replica's rows."""
 
 import copy
 import itertools
@@ -28,7 +28,7 @@ _CHECKPOINTED = (
 class SyncBatchNorm(_BatchNorm):
     """Batch normalisation whose statistics, in training, are taken over the rows of all replicas together.
 
-    Arguments and buffers are those of ``torch.nn.BatchNorm1d``; inputs have shape (N, C) or (N, C, ...). Inside
+    Arguments and buffers are the same as in ``torch.nn.BatchNorm1d``; inputs have shape (N, C) or (N, C, ...). Inside
     :class:`~lockstep.DataParallel` every replica gets the same mean and variance as one device would with the whole
     batch, forward and backward, and the same running statistics. Outside, and in ``eval()``, it is plain batch
     normalisation. Communicates, in training, count, mean and variance (2 C + 1 numbers) from each replica to each
@@ -99,7 +99,7 @@ class SyncBatchNorm(_BatchNorm):
         self._met_without_graph = False
 
     def _over_all(self, replica: Replica, count: int, mean: Tensor, variance: Tensor) -> tuple[int, Tensor, Tensor]:
-        """Combine the statistics of the replicas into those of all rows; gradients flow to every replica's rows."""
+        """Compute the statistics of all rows from those of each replica; gradients flow to every replica's rows."""
         met = replica.all_gather(f"SyncBatchNorm {self._meeting}", (count, mean, variance))
         total = sum(n for n, _, _ in met)
         if total <= 1:

@@ -1,4 +1,4 @@
-"""One training step in replicas: forward, loss and backward in each, and the sums of their gradients.
+"""One training step in replicas: forward, loss, backward, and the sums of the gradients.
 
 The engine would run the backward of all CPU replicas one after the other in the calling thread. So there each replica
 runs its own backward: *apart*, into leaves of its own (:mod:`~lockstep.local.replica_backward`).

@@ -1,4 +1,4 @@
-"""Turns of replicas that share an accelerator: on the host, they run one after the other.
+"""Lets replicas that share an accelerator take turns: on the host, they run one after the other.
 
 An accelerator has one random generator. Code that reads the generator's state in forward and restores it in backward,
 such as activation checkpointing, gets the same numbers again only if no other replica draws between the reading and the

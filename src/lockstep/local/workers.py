@@ -1,4 +1,4 @@
-"""Run replicas side by side, each in a thread of its own that is kept for the next call.
+"""Runs replicas side by side, each in a thread that is kept for the next call.
 
 A call takes as many idle threads as it has replicas (and starts threads only if there are too few), hands each its job,
 and waits for all of them, whatever happens; only then is the first failure raised. Threads wait in the pool for the
@@ -41,19 +41,19 @@ def parallel_apply(
         modules: one for each replica.
         inputs: for each module a tuple or list of positional arguments, or anything else as the only argument.
         kwargs_tup: for each module its keyword arguments.
-        devices: for each module its device, which is current while it runs, and to which tensors of its output are
-            moved. None takes that of the module's first tensor input, and moves nothing, as PyTorch's Python
-            function; its C++ one moves outputs there.
+        devices: for each module its device. It is current while the module runs, and the tensors of the output are
+            moved to it. None takes the device of the module's first tensor input and moves nothing, as PyTorch's Python
+            function does. (PyTorch's C++ function moves the outputs there.)
 
     Returns the outputs in the order of the modules. Workers see the caller's grad mode, inference mode, autocast,
     current streams, default device, saved-tensor hooks and ``contextvars``, and share the caller's intra-op threads.
     Modules, and callables with tensors among their inputs, run one after the other where they are on one accelerator,
     as they share its random generator.
 
-    Raises :class:`~lockstep.errors.LengthError` if the lists differ in length. If modules fail, all others are waited
-    for first; then the first failure is raised as its own type, naming replica and device, with the original as its
-    cause and the other failures in its message. Communicates nothing except moved outputs. Stands for
-    ``torch.nn.parallel.parallel_apply``.
+    Raises :class:`~lockstep.errors.LengthError` if the lists differ in length. If a module fails, the call first waits
+    for all others. Then it raises the first failure with its original type, with the replica and the device in the
+    message, the original exception as the cause, and the other failures in the message. Communicates nothing except
+    moved outputs. Stands for ``torch.nn.parallel.parallel_apply``.
 
     >>> import torch
     >>> parallel_apply([torch.neg, torch.abs], [torch.ones(1), torch.ones(1)])

@@ -1,4 +1,4 @@
-"""The functions that a training loop calls: batches, accumulation, stops, skips, metrics, checks."""
+"""The functions that a training loop calls: batches, accumulation, stops, skipped batches, metrics, checks."""
 
 from lockstep.loop.accumulation import accumulate as accumulate
 from lockstep.loop.batches import Batches as Batches

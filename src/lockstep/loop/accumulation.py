@@ -12,33 +12,32 @@ from lockstep.errors import OptionError
 
 @contextmanager
 def accumulate(module: Module, last: bool = True, weight: float | torch.Tensor | None = None) -> Iterator[None]:
-    """Run one micro-batch: backward passes inside accumulate gradients, and only the ``last`` of a batch synchronises.
+    """Run forward and backward of one micro-batch inside: gradients accumulate, and only the ``last`` one synchronises.
 
-    With ``weight``, gradients become the mean over all that is counted, on all ranks and in all micro-batches together,
-    instead of the mean of the ranks' means, which differs as soon as ranks or micro-batches count differently. Let the
-    loss be a *sum* over tokens (or rows), and ``weight`` their number; then ``param.grad`` is the sum of all gradients
-    divided by the sum of all weights, as in one process with the whole batch.
+    With ``weight``, ``param.grad`` becomes the sum of all gradients divided by the sum of all weights, over all ranks
+    and all micro-batches: the gradient of one process with the whole batch. Let the loss be a *sum* over tokens (or
+    rows), and let ``weight`` be their number. (Without weights it is the mean of the ranks' means, which is different
+    if ranks or micro-batches have different numbers of tokens.)
 
     Args:
         module: A module from :func:`lockstep.replicate`, or a :class:`lockstep.DistributedDataParallel`.
         last: True if the backward pass inside synchronises.
-        weight: The number of tokens (or rows) in this rank's loss inside, of all backward passes together: a number or
-            a tensor with one element, 0 or more. Weights are summed in float64, over the ranks and from the first block
-            after a synchronisation to the one that synchronises. Give one on every rank and in every micro-batch, or on
-            none. It counts even if no backward inside reaches a trained parameter, except if an exception leaves the
-            block before that.
+        weight: The number of tokens (or rows) in this rank's loss inside the block, over all its backward passes: a
+            number or a tensor with one element, 0 or more. Weights are summed in float64, over the ranks and over all
+            blocks since the last synchronisation. Give a weight on every rank and in every micro-batch, or nowhere. It
+            counts even if no backward inside reaches a trained parameter, except if an exception leaves the block
+            before that.
 
-    With weights, call ``zero_grad()`` before the first block, and not again until the last one has ended: gradients
-    must be None or zero when the first block begins, and must not be changed between backward passes. The module must
-    not change meanwhile.
+    With weights, call ``zero_grad()`` before the first block and not again until the last block has ended. Gradients
+    must be None or zero when the first block begins. Do not change the gradients or the module between the blocks.
 
     Communicates nothing of its own: weights travel with the gradients.
 
     Raises:
-        OptionError: Immediately: a weight is negative or not finite. At the end of the backward that synchronises, on
-            the rank concerned, while other ranks raise ``PeerError``: a weight is missing in some micro-batch, there
-            were gradients when the first block began, they were changed since, or are not complete, or the module has
-            changed. On every rank: a weight is missing on some rank.
+        OptionError: A weight is negative or not finite (raised at once). A weight is missing on some rank (raised on
+            every rank). A weight is missing in some micro-batch, there were gradients when the first block began, they
+            were changed since or are not complete, or the module has changed (raised at the end of the backward that
+            synchronises, on that rank; other ranks raise ``PeerError``).
 
     Example:
         >>> import torch, torch.distributed as dist, lockstep

@@ -1,9 +1,9 @@
 """``batches()``, ``shard()``: the same number of iterations on ranks with unequal numbers of batches.
 
-A rank that has run out repeats its last batch until all have run out. Its program does all that the others' do:
-forward, backward, the steps of the optimizer and the scheduler, its own collectives. So replicas stay equal; an
-optimizer that missed a step, for example, would have other moments from then on, and replicas would drift apart an
-epoch later. Such a padding batch counts nothing: parameters get no gradient from it, buffers are restored
+A rank that has run out repeats its last batch until all ranks have run out. Its program does the same as the others:
+forward, backward, the steps of the optimizer and the scheduler, and collectives of its own. So replicas stay equal. (An
+optimizer that missed a step would have different moments from then on, and the replicas would drift apart.) The
+repeated batch, a *padding batch*, counts nothing: parameters get no gradient from it, buffers are restored
 (``reduction/rank_state.py``), and :func:`lockstep.mean` gives it no weight.
 
 The ranks exchange the lengths of their loaders before the first batch. A rank whose loader has no length looks one
@@ -36,35 +36,35 @@ _NO_ROUNDS = 1000
 def batches(
     loader: Iterable[B], *modules: Module, group: Group | None = None, padding: B | None = None
 ) -> "Batches[B]":
-    """Return the batches of a loader, the same number on every rank: one that has run out repeats its last batch,
-    without weight, until all have.
+    """Return the batches of a loader, the same number on every rank: a rank that has run out repeats its last batch.
 
-    So all ranks run the loop's body equally often. ``param.grad`` is the mean over the ranks that have batches left
-    (with :func:`lockstep.accumulate`, over what they count). A padding batch changes no gradient and no buffer, and
-    :func:`lockstep.mean` gives it no weight. If the body sums losses or rows itself, it has to check ``is_padding``.
+    All ranks run the loop's body equally often. A repeated batch is a *padding batch*: it changes no gradient and no
+    buffer, and :func:`lockstep.mean` gives it no weight. ``param.grad`` is the mean over the ranks that have batches
+    left; with :func:`lockstep.accumulate` it is weighted. If the body sums losses or rows itself, it has to check
+    ``is_padding``.
 
-    Loops may be nested: a batch counts if its rank has one in all of them. A loop whose loader has no length on some
-    rank must be the innermost.
+    Loops may be nested. A batch counts if its rank has a batch in each of the loops. If a loader has no length on some
+    rank, its loop must be the innermost.
 
-    For training only: under ``torch.no_grad()`` the loader is iterated as it is, so that evaluation neither pads nor
-    drops a sample.
+    Use it for training. Under ``torch.no_grad()`` it yields the loader's batches unchanged, so that evaluation neither
+    pads nor drops a sample.
 
     Args:
         loader: Any iterable of batches. Call ``batches`` again for each epoch.
-        modules: The replicated modules that are trained, if they are on other groups.
+        modules: The trained modules, if they are replicated over a group other than ``group``.
         group: The ranks; the default group if None.
-        padding: A batch for a rank that has none at all.
+        padding: A batch for a rank that has no batch at all.
 
-    Communicates one all-gather of a few bytes when called, and nothing later. If a loader on any rank has no length
-    (``IterableDataset``), such a rank looks one batch ahead, and another all-gather tells who has a first batch. The
-    loop must then synchronise in some backward pass.
+    Communicates one all-gather of a few bytes when called, and nothing later. A loader without a length
+    (``IterableDataset``) is read one batch ahead. If any rank has such a loader, another all-gather tells which ranks
+    have a first batch, and the loop must synchronise in some backward pass.
 
     Raises:
-        OptionError: A rank has no batch at all, while others have some, and no ``padding`` (on every rank); a loader
-            gives fewer or more batches than its length; a loop inside of one whose loader has no length on some rank
+        OptionError: A rank has no batch and no ``padding`` while others have batches (on every rank). A loader gives
+            fewer or more batches than its length. The loop is inside of a loop whose loader has no length on some rank
             (on every rank).
-        PeerError: A rank has skipped a batch by itself (``continue`` without :func:`lockstep.loop.skip_batch`), in the
-            next backward, on every rank.
+        PeerError: A rank has skipped a batch alone, by ``continue`` without :func:`lockstep.loop.skip_batch` (on every
+            rank, in the next backward).
         CommunicationError: There is no group, or a rank does not answer.
 
     Example:
@@ -104,7 +104,8 @@ class Batches(Generic[B]):
 
     @property
     def is_padding(self) -> bool:
-        """True if the current batch counts nothing: this rank has run out, in this loop or an outer one."""
+        """True if the current batch counts nothing, because this rank has run out of batches in this loop or an outer
+        one."""
         return self._is_padding
 
     @property
@@ -167,7 +168,7 @@ class Batches(Generic[B]):
             self._fail(f"the loader has a length of {self._own}, and has given {number} batches")
 
     def _looking_ahead(self) -> Iterator[tuple[B, bool, bool, bool]]:
-        """Yield the same if some rank does not know its number of batches."""
+        """Yield the same values as :meth:`_of_known_lengths`, if some rank does not know its number of batches."""
         iterator = self._start()
         batch: Any = self._padding
         first: Any = next(iterator, _NOTHING) if self._own < 0 else _NOTHING
@@ -186,8 +187,7 @@ class Batches(Generic[B]):
     def _counted(self, iterator: Iterator[B]) -> Iterator[tuple[B, bool]]:
         """Yield the batches of a loader with a length, and True for the last one.
 
-        Asks for no batch ahead of time, since a loader such as that of a ``ResumableSampler`` may count those it has
-        given.
+        Reads no batch ahead: the loader of a ``ResumableSampler``, for example, counts the batches that it has given.
         """
         for number in range(self._own):
             batch: Any = next(iterator, _NOTHING)
@@ -240,18 +240,18 @@ def _length(loader: object) -> int:
 
 
 def _repeat_last(loader: object) -> Any:
-    """Return the last batch of a loader that had none left on this rank when its run was stopped; None otherwise.
+    """Return the last batch of a resumed loader that had no batch left on this rank when the run stopped; else None.
 
-    Such a loader (``ResumableSampler.batches()``) can give it again, so that the run continues as it would have.
+    Such a loader (``ResumableSampler.batches()``) can give its last batch again, so that the run goes on unchanged.
     """
     repeat = getattr(loader, "repeat_last", None)
     return None if repeat is None else repeat()
 
 
 def _agree_on_lengths(own: int, has_padding: bool, decisions: Decisions) -> list[tuple[int, bool]]:
-    """Every rank's length, and whether it has a batch in case that it has none; requests to stop travel with them.
+    """Exchange the length of each rank's loader, and, for loaders without one, if there is a first batch.
 
-    Raises on every rank if one has nothing to go through.
+    Requests to stop travel with them. Raises on every rank if some rank has no batch to iterate over.
     """
     collectives = Collectives(decisions.group, Phases())
     told = all_gather_object([own, has_padding, decisions.asks_to_stop], "numbers of batches", collectives)
@@ -267,7 +267,7 @@ def _agree_on_lengths(own: int, has_padding: bool, decisions: Decisions) -> list
 
 
 def _copy(batch: B) -> B:
-    """Return the batch in new containers, since the loop may remove items from those that it gets."""
+    """Return the batch in new containers, since the loop may remove items from the containers that it gets."""
     try:
         copied: B = tree_map(lambda leaf: leaf, batch, "batch")
     except StructureError:

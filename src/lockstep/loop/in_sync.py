@@ -14,37 +14,37 @@ from lockstep.phases import Phases
 def check_in_sync(module: Module, process_group: Group | None = None, *, every: int | None = None) -> None:
     """Raise, on every rank, if a parameter or buffer of ``module`` differs between ranks.
 
-    Values are compared by a digest of their bits, computed on the device in one pass over the module's memory; run this
-    every few hundred steps, or before saving.
+    Values are compared by a digest of their bits. The digest takes one pass over the module's memory, on its device.
+    Call this function every few hundred steps, or before saving.
 
-    With ``every=100``, values are also compared from now on in every hundredth backward that synchronises: parameters
-    at that time, and buffers (unless each rank has its own) as they were before forward. The digest travels in the
-    report of the round; a single flipped bit is certain to change it. ``backward()`` raises on every rank. A module
+    With ``every=100``, every hundredth backward that synchronises compares the values, too: the parameters at that
+    time, and the buffers as they were before forward (unless each rank has its own). If they differ, ``backward()``
+    raises on every rank. The digest travels with the gradients; a single flipped bit always changes it. A module
     replicated with shares is compared at the end of every hundredth step, where the loop over the shares raises.
 
     Args:
-        module: A module with the same names, shapes and dtypes on every rank, replicated or not. Of a ``DTensor``, each
-            rank compares its local part.
+        module: A module with the same names, shapes and dtypes on every rank, replicated or not. If a parameter is a
+            ``DTensor``, its local part is compared.
         process_group: The ranks; if None, the group that the module is replicated over, or the default group.
-        every: Compare values in every N-th round of a replicated module, or step with shares, from now on; the same
-            number on all ranks; 0 ends it.
+        every: From now on also compare the values in every N-th round of a replicated module (or step with shares).
+            Give the same number on all ranks. 0 ends it.
 
     Raises:
         OutOfSyncError: A value differs; names the first tensor, the ranks and both digests.
         AgreementError: Parameters, buffers or ``every`` differ between ranks.
-        OptionError: ``module`` is not one; ``every`` is negative, or comes with a group.
-        NotReplicableError: ``every`` comes with a module that is not replicated.
+        OptionError: ``module`` is not a module; ``every`` is negative, or is given with a group.
+        NotReplicableError: ``every`` is given, and the module is not replicated.
         CommunicationError: There is no group, or a rank does not answer.
 
-    Communicates one all-gather of 128 bytes for names and layouts, another for values, and more only if there is a
-    difference. Later rounds communicate one all-gather if there is a difference, else nothing.
+    Communicates one all-gather of 128 bytes for names and layouts, another one for values, and more if there is a
+    difference. With ``every``, a round communicates one all-gather more if there is a difference.
 
     Example:
         >>> import torch, torch.distributed as dist
         >>> group = dist.ProcessGroupGloo(dist.HashStore(), 0, 1)
         >>> check_in_sync(torch.nn.Linear(3, 2), group)
 
-    Stands for: nothing in PyTorch, where replicas drift unnoticed.
+    PyTorch has no such function.
     """
     check_module(module, "check_in_sync()")
     replication = find_replication(module)

@@ -26,26 +26,26 @@ def mean_over_ranks(tensors: Sequence[Tensor], process_group: Group | None = Non
 def mean_over_ranks(tensors: Tensor | Sequence[Tensor], process_group: Group | None = None) -> Any:
     """Return the mean over the ranks of a tensor, or of each of several; differentiable any number of times.
 
-    ``torch.autograd.grad`` returns this rank's gradients, even of a replicated module. This function averages them, and
-    a loss built on the result has the right gradients: backward averages the incoming gradients over the ranks, so
-    that, if parameters' gradients are averaged as well, the result is the gradient of the mean of the ranks' losses.
+    ``torch.autograd.grad`` returns the gradients of this rank alone, even for a replicated module. This function
+    averages them over the ranks. A loss may be built on the result: its backward averages the incoming gradients, so
+    that a replicated module gets the gradient of the mean of the ranks' losses.
 
     Args:
-        tensors: A tensor, or a sequence of them: floating or complex, of the same shapes and dtypes on every rank.
+        tensors: A tensor, or a sequence of tensors: floating or complex, of the same shapes and dtypes on every rank.
         process_group: The ranks; the default group if None.
 
     Returns:
         New tensors, of the same shapes and dtypes, as a tuple if a sequence was given.
 
-    Communicates one small all-gather, which compares the shapes, and one all-reduce for each dtype and device; each
-    backward through it repeats the latter. Waits for them. Every rank must call it, and run backward through it,
-    equally often; ``torch.autograd.grad`` also goes through all means behind its outputs, even if they do not lead to
-    its inputs on this rank. Strides may differ. The means have a graph on every rank if a tensor of any rank has one,
-    so that ``backward()`` goes through them on all.
+    Communicates one small all-gather, which compares the shapes, and one all-reduce for each dtype and device, and
+    waits for them. Each backward through the means repeats the all-reduces. Every rank must call this function, and run
+    backward through the means, equally often. ``torch.autograd.grad`` goes through all means behind its outputs, even
+    if they do not lead to its inputs on this rank. Strides may differ. If a tensor has a graph on any rank, the means
+    have a graph on every rank, so that ``backward()`` goes through them everywhere.
 
     Raises:
-        AgreementError: Shapes, dtypes or numbers of tensors differ between ranks, or the tensors' graphs go through
-            earlier means on some ranks only; raised on every rank.
+        AgreementError: Shapes, dtypes or the number of tensors differ between ranks, or the tensors' graphs go through
+            earlier means on some ranks only. Raised on every rank.
         CommunicationError: There is no group, or a rank does not answer.
 
     Example:

@@ -29,8 +29,8 @@ def mean(values: T, weight: float | Tensor = 1.0, group: Group | None = None) ->
     (:func:`lockstep.batches`) has no weight here.
 
     Args:
-        values: A number, a tensor, or nested containers of them; of the same structure on every rank. They are ignored
-            if the weight is 0, even NaN.
+        values: A number, a tensor, or nested containers of numbers and tensors, with the same structure on every rank.
+            If the weight is 0, they are ignored, even NaN.
         weight: The weight of this rank's numbers: 0 or more.
         group: The ranks; the default group if None.
 
@@ -39,8 +39,8 @@ def mean(values: T, weight: float | Tensor = 1.0, group: Group | None = None) ->
             (of its dtype if that is floating, else float64). Sums are taken in float64, so means of whole numbers are
             exact if their sums, times the weights, stay below 2**53.
 
-    Communicates one all-reduce, of 66 numbers and one for each rank; a second one where there are more than 64. Waits
-    for it.
+    Communicates one all-reduce of 66 numbers and one more for each rank, and waits for it. More than 64 numbers take a
+    second all-reduce.
 
     Raises:
         AgreementError: Structures, shapes or names differ between ranks; raised on every rank.
@@ -74,18 +74,18 @@ def mean(values: T, weight: float | Tensor = 1.0, group: Group | None = None) ->
 def total(counts: T, group: Group | None = None) -> T:
     """Return the sum over all ranks of each number in ``counts``.
 
-    Use it for several losses in one step, each with its own denominator. A denominator is needed before the first
-    backward: if gradients accumulate over several micro-batches, pass the number that this rank counts in all of them.
-    Counts in a padding batch (:func:`lockstep.batches`) are ignored.
+    Use it if one step has several losses, each with its own denominator. The denominator is needed before the first
+    backward: if gradients accumulate over several micro-batches, pass the count of all micro-batches of this rank. In a
+    padding batch (:func:`lockstep.batches`) counts are ignored.
 
     Args:
-        counts: A number, a tensor, or nested containers of them; of the same structure on every rank.
+        counts: A number, a tensor, or nested containers of numbers and tensors, with the same structure on every rank.
         group: The ranks; the default group if None.
 
     Returns:
-        The same structure, the same on all ranks, as :func:`mean` does.
+        The same structure and values on all ranks, in the types that :func:`mean` returns.
 
-    Communicates what :func:`mean` does, and raises its errors.
+    Communicates and raises as :func:`mean` does.
 
     Example:
         >>> import torch, torch.distributed as dist, lockstep
@@ -107,7 +107,7 @@ def total(counts: T, group: Group | None = None) -> T:
 
 
 class _Sums(NamedTuple):
-    """What was given, and the sums over the ranks of its numbers and of their weights."""
+    """The values that were given, and the sums over the ranks of their numbers and of the weights."""
 
     tree: Tree
     parts: list["_Part"]
@@ -115,13 +115,13 @@ class _Sums(NamedTuple):
     weights: float
 
     def build(self, numbers: Tensor) -> Any:
-        """Return numbers in the form of what was given."""
+        """Return numbers in the structure of the values that were given."""
         pieces = numbers.split([part.values.numel() for part in self.parts])
         return self.tree.build([part.like(piece) for part, piece in zip(self.parts, pieces, strict=True)])
 
 
 def _sum(values: Any, own: float, caller: str, decisions: Decisions) -> _Sums:
-    """Add up what all ranks give, each times its ``own`` weight, for the function called ``caller``."""
+    """Sum the values of all ranks, each multiplied by its rank's ``own`` weight; errors name ``caller``."""
     collectives = Collectives(decisions.group, Phases())
     tree = Tree(values, "values" if caller == "mean" else "counts")
     parts = [_part(leaf, caller) for leaf in tree.leaves]
@@ -167,10 +167,10 @@ def _part(leaf: Leaf, caller: str) -> _Part:
 def _sums(
     flat: Tensor, weight: float, lines: Sequence[Line], caller: str, collectives: Collectives, decisions: Decisions
 ) -> tuple[Tensor, float]:
-    """The sums of all ranks' numbers, and of their weights.
+    """Return the sums of all ranks' numbers, and of their weights.
 
-    In front travels a digest of what each rank has given, in places of its own. If there are different ones, all ranks
-    know, and exchange what they have given. Requests to stop travel with them.
+    A digest of the structure of each rank's values travels in front, each in a place of its own. If digests differ, all
+    ranks know, and exchange descriptions of their values. Requests to stop travel with them.
     """
     world = collectives.world
     row = torch.zeros(world + 2 + _AT_ONCE, dtype=torch.float64, device=collectives.device)
@@ -192,7 +192,7 @@ def _sums(
 
 
 def _raise_difference(lines: Sequence[Line], other: int, caller: str, collectives: Collectives) -> NoReturn:
-    """Ranks have given different things, ``other`` something else than the first: raise on all, and name it."""
+    """Raise on all ranks, because rank ``other`` has given a different structure from the first rank; name both."""
     told = objects_of([0, other], [Line(f"{caller}()", ""), *lines], f"what was given to {caller}()", collectives)
     pairs = zip_longest(*told, fillvalue=Line("nothing", ""))
     mine, its = next((Line(*a), Line(*b)) for a, b in pairs if a != b)
@@ -208,7 +208,7 @@ def _text(line: Line) -> str:
 
 
 def _check(lines: Sequence[Line], parts: Sequence[_Part], caller: str) -> None:
-    """Raise for what is wrong on all ranks alike."""
+    """Raise for an error that is the same on all ranks."""
     if len(lines) > len(parts):
         raise OptionError(f"{caller}() got a weight of {lines[-1].value}")
     for line, part in zip(lines, parts, strict=True):

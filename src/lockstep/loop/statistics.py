@@ -44,13 +44,12 @@ class TrainingStatistics(Statistics):
 
     @property
     def late_rank(self) -> int | None:
-        """The rank that has waited least, so that the others have waited for it; None if ranks were not asked."""
+        """The rank that has waited least, for which the others have waited; None without ``all_ranks``."""
         return min(range(len(self.waited)), key=self.waited.__getitem__) if self.waited else None
 
     @property
     def slower_than_others(self) -> list[float | None]:
-        """By rank, ``own_seconds`` divided by the median of the other ranks'; 2.0 for a rank that takes twice as
-        long."""
+        """For each rank, ``own_seconds`` divided by the median of the other ranks; 2.0 means twice as long."""
         return [
             _ratio(own, [other for each, other in enumerate(self.own_seconds) if each != rank and other is not None])
             for rank, own in enumerate(self.own_seconds)
@@ -58,7 +57,7 @@ class TrainingStatistics(Statistics):
 
     @property
     def slower_than_before(self) -> list[float | None]:
-        """By rank, ``own_seconds`` divided by ``own_seconds_before``; 2.0 for a rank that now takes twice as long."""
+        """For each rank, ``own_seconds`` divided by ``own_seconds_before``; 2.0 means twice as long as before."""
         return [
             _ratio(own, [] if before is None else [before])
             for own, before in zip(self.own_seconds, self.own_seconds_before, strict=True)
@@ -80,13 +79,13 @@ class TrainingStatistics(Statistics):
 def statistics(module: Module, *, all_ranks: bool = False) -> TrainingStatistics:
     """Return counts and times of a replicated module on this rank: rounds, bytes, hidden and exposed communication.
 
-    Always on: they are plain numbers.
+    They are always recorded, as plain numbers.
 
     Args:
         module: A module from :func:`lockstep.replicate`, or a :class:`lockstep.DistributedDataParallel`.
-        all_ranks: If True, gather from all ranks how long they have waited, and how long their own work takes;
-            every rank must call this then. The rank that has waited least since the beginning is the one that the
-            others wait for; ``slower_than_others`` and ``slower_than_before`` are of the last 16 rounds.
+        all_ranks: If True, gather from all ranks how long they have waited, and how long their own work takes. Every
+            rank must then call this function. ``late_rank`` has waited least since the beginning;
+            ``slower_than_others`` and ``slower_than_before`` compare the last 16 rounds.
 
     Communicates nothing; with ``all_ranks`` one all-gather of 128 bytes.
 
@@ -117,8 +116,7 @@ def statistics(module: Module, *, all_ranks: bool = False) -> TrainingStatistics
     found.unused = [each.name for each in reducer.parameters if each.index < len(used) and not used[each.index]]
     if all_ranks:
         collectives = reducer.collectives
-        step_times = collectives.comm_stats.step_times
-        own = found.exposed_seconds, step_times.recent, step_times.before
+        own = found.exposed_seconds, collectives.comm_stats.recent, collectives.comm_stats.before
         rows: list[Any] = all_gather_object(own, "waiting of the ranks", collectives)
         found.waited = [waited for waited, _, _ in rows]
         found.own_seconds = [own for _, own, _ in rows]

@@ -1,4 +1,4 @@
-"""``skip_batch()``, ``skip_on()``, ``should_stop()``, ``agree()``: decisions of the loops of all ranks."""
+"""``skip_batch()``, ``skip_on()``, ``should_stop()``, ``agree()``: decisions that all ranks take together."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -48,8 +48,8 @@ def known_group(group: Group | None) -> Group:
 def stop_when(request: Request, group: Group | None = None) -> Decisions:
     """Make :func:`should_stop` true on every rank as soon as ``request()`` is true, or a reason, on any rank.
 
-    ``request`` is called in each synchronising backward, and in the other functions that :func:`should_stop` lists, so
-    it has to be quick. Returns an object that holds the request; keep it as long as the request shall count.
+    ``request`` has to be quick: it is called in each backward that synchronises, and in the other functions that
+    :func:`should_stop` lists. Returns an object that holds the request: the request ends with it.
     """
     decisions = decisions_of(known_group(group))
     decisions.stop_when(request)
@@ -57,12 +57,12 @@ def stop_when(request: Request, group: Group | None = None) -> Decisions:
 
 
 def should_stop(group: Group | None = None) -> bool:
-    """Return True if any rank has asked to stop: the same on all ranks at the same step.
+    """Return True if any rank has asked to stop. The result is the same on all ranks in the same step.
 
-    Requests travel with other messages over the group: the report of each synchronising backward, the lengths at the
-    beginning of a loop over :func:`batches`, :func:`mean`, :func:`lockstep.loop.total` and :func:`lockstep.loop.agree`.
-    So they are also heard in a warm-up and in an evaluation. Communicates nothing itself. On an accelerator, waits for
-    the last report.
+    Requests travel with other messages over the group: the report of each backward that synchronises, the lengths at
+    the beginning of a loop over :func:`batches`, and the messages of :func:`mean`, :func:`lockstep.loop.total` and
+    :func:`lockstep.loop.agree`. So a warm-up or an evaluation hears them, too. Communicates nothing itself. On an
+    accelerator, waits for the last report.
     """
     return decisions_of(known_group(group)).should_stop
 
@@ -70,23 +70,23 @@ def should_stop(group: Group | None = None) -> bool:
 def skip_batch(*modules: Module, group: Group | None = None) -> None:
     """Skip the current batch on all ranks: no rank steps on it.
 
-    Call it on the rank that cannot use its batch (bad data, out of memory), instead of the rest of the batch. All other
-    ranks finish their backward, and have no gradients; on every rank :func:`skipped` is True until the next batch, and
-    an optimizer's step changes nothing. Gradients of earlier micro-batches under ``no_sync()`` are dropped as well.
+    Call it on the rank that cannot use its batch (bad data, out of memory), instead of the rest of the batch. The other
+    ranks finish their backward, and get no gradients. On every rank :func:`skipped` is True until the next batch, and
+    the optimizer's step changes nothing. Gradients of earlier micro-batches under ``no_sync()`` are dropped, too.
 
-    If backward has begun and failed, the other ranks know, and raise :class:`PeerError`. So catch that on all ranks as
-    well, and call this; or use :func:`skip_on`, which needs neither.
+    If backward has begun and failed on this rank, the other ranks raise :class:`PeerError`. Catch that error on all
+    ranks and call this function; or use :func:`skip_on`, with which no rank raises.
 
     Args:
         modules: The replicated modules that the other ranks' backward goes through, if they are on other groups.
         group: The ranks; the default group if None.
 
-    Communicates as a backward without gradients does. Buffers (the statistics of batch normalisation) keep the values
-    of each rank's forward, and become equal in the next backward.
+    Communicates what a backward without gradients does. Buffers (the statistics of batch normalisation) keep the values
+    from each rank's forward, and become equal in the next backward.
 
     Raises:
         PeerError: Other ranks are at another batch.
-        OptionError: No module takes part in rounds of the group; modules with shares have none.
+        OptionError: No module is replicated over the group; modules with shares do not count.
         CommunicationError: There is no group, or a rank does not answer.
 
     Example:
@@ -120,7 +120,7 @@ def skip_batch(*modules: Module, group: Group | None = None) -> None:
 
 
 def skipped(*modules: Module, group: Group | None = None) -> bool:
-    """Return True if any rank has skipped this batch, and thereby all: see :func:`skip_batch`. Communicates nothing."""
+    """Return True if any rank has skipped this batch, by :func:`skip_batch`. Communicates nothing."""
     return any(decisions_of(each).skipped for each in groups_of(modules, group, "skipped"))
 
 
@@ -128,16 +128,16 @@ def skipped(*modules: Module, group: Group | None = None) -> bool:
 def skip_on(*errors: type[BaseException], modules: Sequence[Module] = (), group: Group | None = None) -> Iterator[None]:
     """Skip a batch whose forward or backward raises one of ``errors`` on this rank; see :func:`skip_batch`.
 
-    Run forward and backward of a batch inside, on every rank, and call :func:`skipped` after it. The exception is
-    suppressed, and the other ranks see none. Buffers of the modules are restored on all ranks.
+    Run forward and backward of a batch inside the block, on every rank, and call :func:`skipped` after it. The block
+    suppresses the exception, and the other ranks see none. Buffers of the modules are restored on all ranks.
 
     Args:
         errors: Types of exceptions; ``torch.OutOfMemoryError`` if none are given.
         modules: The replicated modules that backward goes through, if they are on other groups.
         group: The ranks; the default group if None.
 
-    Communicates what :func:`skip_batch` does, and only if a batch is skipped. Copies the buffers of all modules on the
-    group each time.
+    If a batch is skipped, communicates what :func:`skip_batch` does; otherwise nothing. Copies the buffers of all
+    modules on the group each time.
 
     Example:
         >>> import torch, torch.distributed as dist, lockstep
@@ -169,7 +169,7 @@ def skip_on(*errors: type[BaseException], modules: Sequence[Module] = (), group:
 
 
 def agree(flag: object, group: Group | None = None) -> bool:
-    """Return True if ``flag`` is true on any rank; every rank calls it, and gets the same result.
+    """Return True if ``flag`` is true on any rank. Every rank must call it; all get the same result.
 
     Communicates one all-reduce of two numbers, and waits for it.
 

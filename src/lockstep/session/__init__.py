@@ -1,1 +1,1 @@
-"""The session with which a training script starts, and the watch over a group that is there already."""
+"""``session()``, with which a training script starts, and ``watch()``, which watches the ranks of an existing group."""

@@ -1,4 +1,4 @@
-"""Finds the place of a process in its run, in the variables that its launcher has set."""
+"""Reads the place of a process in its run from the environment variables that its launcher has set."""
 
 import contextlib
 import logging
@@ -11,7 +11,7 @@ from pathlib import Path
 from lockstep.errors import OptionError
 
 DEFAULT_PORT = 29500
-"""The port at which ranks meet if nothing says another one: that of ``torchrun``."""
+"""The port at which ranks meet by default, the same as with ``torchrun``."""
 
 _log = logging.getLogger("lockstep")
 
@@ -58,7 +58,7 @@ class Launcher:
     local_world_size: str
 
     def place(self, variables: Mapping[str, str]) -> Environment | None:
-        """Return what this launcher says; None if it has not started this process."""
+        """Return the place that this launcher gives; None if it has not started this process."""
         if self.rank not in variables or self.world_size not in variables:
             return None
         rank, world = _rank_and_world_size(variables, self.rank, self.world_size)
@@ -71,7 +71,7 @@ class Launcher:
         )
 
     def says(self, place: Environment) -> str:
-        """Return what this launcher says, in words."""
+        """Return the variables of this launcher and their values, as text."""
         return f"{self.name} says rank {place.rank} of {place.world_size} ({self.rank}, {self.world_size})"
 
 
@@ -101,9 +101,9 @@ _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 def read_environment(variables: Mapping[str, str] = os.environ) -> Environment:
     """Return the place of this process, from the variables of the launcher that has started it.
 
-    Those of ``torchrun`` win. A process that no launcher has started is alone. Raises :class:`OptionError` for
-    variables that contradict each other, that are not numbers, or that show that there are other processes, but not
-    which one this is.
+    The variables of ``torchrun`` win. A process that no launcher has started is alone. Raises :class:`OptionError` if
+    variables contradict each other, are not numbers, or show that there are other processes without the rank of this
+    one.
     """
     if all(name in variables for name in _NEEDED):
         return _said_by_name(variables)
@@ -117,7 +117,7 @@ def read_environment(variables: Mapping[str, str] = os.environ) -> Environment:
 
 
 def _said_by_name(variables: Mapping[str, str]) -> Environment:
-    """Return the place that ``RANK``, ``WORLD_SIZE`` and their like say."""
+    """Return the place that ``RANK``, ``WORLD_SIZE`` and similar variables give."""
     rank, world = _rank_and_world_size(variables, "RANK", "WORLD_SIZE")
     return replace(
         read_local_rank(variables),
@@ -132,7 +132,7 @@ def _said_by_name(variables: Mapping[str, str]) -> Environment:
 
 
 def read_local_rank(variables: Mapping[str, str] = os.environ) -> Environment:
-    """Return a place of which no more is known than the number of this process on its host, if the variables say it."""
+    """Return a place that has only the number of this process on its host, if the variables give it."""
     local_rank = _number(variables, "LOCAL_RANK") if "LOCAL_RANK" in variables else None
     return Environment(local_rank=local_rank, local_world_size=_number(variables, "LOCAL_WORLD_SIZE", 0))
 
@@ -140,8 +140,8 @@ def read_local_rank(variables: Mapping[str, str] = os.environ) -> Environment:
 def _launchers(variables: Mapping[str, str]) -> list[tuple[Launcher, Environment]]:
     """Return the launchers that have started this process, and what each says.
 
-    ``mpirun`` starts one process of its own on each host by means of SLURM, and that one starts the ranks. So where
-    another launcher speaks, a step of SLURM with one task for each host says nothing.
+    ``mpirun`` may use SLURM to start one process on each host, which then starts the ranks. So a SLURM step with one
+    task for each host is ignored if another launcher gives a place.
     """
     found = [(launcher, place) for launcher in LAUNCHERS if (place := launcher.place(variables)) is not None]
     if found and found[0][0] is SLURM:
@@ -159,7 +159,7 @@ def _agree(found: list[tuple[Launcher, Environment]]) -> bool:
 
 
 def _compare(variables: Mapping[str, str], found: list[tuple[Launcher, Environment]]) -> None:
-    """Raise :class:`OptionError` if two launchers say different things, or one and ``RANK`` or ``WORLD_SIZE``."""
+    """Raise :class:`OptionError` if two launchers disagree, or a launcher and ``RANK`` or ``WORLD_SIZE``."""
     place = found[0][1]
     said = [launcher.says(place) for launcher, place in found]
     by_name = {"RANK": place.rank, "WORLD_SIZE": place.world_size}
@@ -172,7 +172,7 @@ def _compare(variables: Mapping[str, str], found: list[tuple[Launcher, Environme
 
 
 def _with_address(variables: Mapping[str, str], launcher: Launcher, place: Environment) -> Environment:
-    """Add where the ranks meet, if they are on several hosts or ``MASTER_ADDR`` says it."""
+    """Add the address at which the ranks meet, if they are on several hosts or ``MASTER_ADDR`` is set."""
     if "MASTER_ADDR" in variables:
         port = _number(variables, "MASTER_PORT", _port(place.run))
         return replace(place, address=variables["MASTER_ADDR"], port=port)
@@ -201,15 +201,15 @@ def tasks_of_hosts(text: str) -> list[int]:
 
 
 def _port(run: str) -> int:
-    """Return the port for a run that is called by numbers, such as 1234.0: another one for each of its neighbours."""
+    """Return the port for a run with a numeric name, such as 1234.0; runs with neighbouring numbers get other ports."""
     numbers = re.fullmatch(r"(\d+)\.(\d+)", run)
     return 12000 + (16 * int(numbers[1]) + int(numbers[2])) % 16384 if numbers else DEFAULT_PORT
 
 
 def _name_of_launcher(launcher: Launcher, variables: Mapping[str, str]) -> str:
-    """Return a name of the process that has started the ranks of this host: number and time of its start.
+    """Return a name of the process that has started the ranks of this host: its process id and start time.
 
-    It is the nearest ancestor that is not itself this rank, as a shell between the two would be.
+    It is the nearest ancestor that does not belong to this rank alone, as a shell in between does.
     """
     told = {f"{name}={variables[name]}".encode() for name in (launcher.rank, launcher.world_size)}
     process = os.getppid()
@@ -223,7 +223,7 @@ def _name_of_launcher(launcher: Launcher, variables: Mapping[str, str]) -> str:
 
 
 def _refuse_signs_of_others(variables: Mapping[str, str]) -> None:
-    """Raise :class:`OptionError` if there are other processes, but nothing says which one this is."""
+    """Raise :class:`OptionError` if there are other processes, but no variable gives the rank of this one."""
     if "RANK" in variables or "WORLD_SIZE" in variables:
         missing = [name for name in _NEEDED if name not in variables]
         raise OptionError(

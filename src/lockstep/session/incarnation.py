@@ -1,9 +1,9 @@
-"""A part of a store for the processes that have been started together, where others have used the store before.
+"""Gives the processes that were started together a part of the store that no earlier start has used.
 
-``torchrun`` hosts one store for all its restarts, so that what killed processes have written is still there, and tells
-nobody how often it has started which ranks: hosts count their restarts each for itself. So each process draws a number
-of its own, and rank 0 gives a token, the name of a new part of the store, to each number that it finds. A token that is
-given to a process that has ended is never read.
+``torchrun`` hosts one store for all its restarts, so the keys of killed processes are still there. It does not tell how
+often it has started the ranks: each host counts its own restarts. So each process draws a random number, and rank 0
+gives a token, the name of a new part of the store, to each number that it finds. A token for a process that has ended
+is never read.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ LOOK_SECONDS = 0.02
 
 @contextlib.contextmanager
 def part_of_incarnation(store: Any, rank: int, world: int, timeout: float) -> Iterator[Any]:
-    """Give the part of a store that the ranks of this start have to themselves; all have to meet inside the block.
+    """Yield a part of the store that only the ranks of this start use; all have to meet inside the block.
 
     Communicates two values of each rank through the store. Raises :class:`CommunicationError` if rank 0 does not come
     within ``timeout`` seconds.
@@ -57,7 +57,7 @@ def _ask(bounded_store: BoundedStore, rank: int, world: int, timeout: float) -> 
 
 
 def _serve(bounded_store: BoundedStore, world: int, token: str, met: threading.Event) -> None:
-    """Give the token to whoever comes, until all have met: a number may be that of a process that was killed."""
+    """Give the token to each number that appears, until all ranks have met; some numbers belong to killed processes."""
     keys, served = [f"of rank {rank}" for rank in range(1, world)], set[str]()
     while True:
         with contextlib.suppress(StoreLostError):  # it may answer again; whoever waits for it hears if it does not

@@ -1,4 +1,4 @@
-"""The store at which the ranks of a session meet: at an address, or on the host that they all are on."""
+"""The store at which the ranks of a session meet: at an address, or, if all are on one host, on that host."""
 
 import contextlib
 import fcntl
@@ -36,9 +36,9 @@ _log = logging.getLogger("lockstep")
 
 @contextlib.contextmanager
 def meeting_place(environment: Environment, timeout: float) -> Iterator[Any]:
-    """Give the store; unless a launcher has one, rank 0 makes it, without waiting for the others.
+    """Yield the store; unless a launcher has one, rank 0 makes it, without waiting for the others.
 
-    All of them have to meet inside the block. Without an address, a file says the port, which is there for so long.
+    All ranks have to meet inside the block. Without an address, a file has the port; it exists only inside the block.
     Raises :class:`CommunicationError` if the store cannot be reached within ``timeout`` seconds.
     """
     if environment.address:
@@ -72,9 +72,9 @@ def _folder() -> Path:
 
 @contextlib.contextmanager
 def _publishing(path: Path, timeout: float) -> Iterator[Callable[[int], None]]:
-    """Give a function that publishes a port; the file is locked while the port is valid, and then removed.
+    """Yield a function that publishes a port in a new file, which is locked while the port is valid, and then removed.
 
-    It is new each time: one that a process has left which was killed is never locked again.
+    The file that a killed process has left is never locked again.
     """
     deadline = time.monotonic() + timeout
     while _owner_lives(path):
@@ -103,7 +103,7 @@ def _owner_lives(path: Path) -> bool:
 
 
 def _published_port(path: Path, environment: Environment, timeout: float) -> int:
-    """Return the port that rank 0 has published, as soon as it has."""
+    """Wait until rank 0 has published its port, and return it."""
     begin, told = time.monotonic(), False
     while True:
         with contextlib.suppress(FileNotFoundError), open(path) as file:
@@ -189,7 +189,7 @@ def _connect(environment: Environment, timeout: timedelta) -> Any:
 
 
 def _wait_for_store(environment: Environment, timeout: float) -> None:
-    """Return when a process listens at the address of the store."""
+    """Wait until a process listens at the address of the store."""
     begin, where, told = time.monotonic(), (environment.address, environment.port), False
     while True:
         left = begin + timeout - time.monotonic()

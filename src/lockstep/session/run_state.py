@@ -1,4 +1,4 @@
-"""What a session does with the state of its run: saves it, takes snapshots of it, and goes on from it."""
+"""Saves the state of a session's run, takes snapshots of it, and resumes from it."""
 
 import contextlib
 import os
@@ -22,15 +22,15 @@ from lockstep.store import BoundedStore, own_connection
 
 
 class _OfPath:
-    """What a session knows of one path."""
+    """The checkpoints and snapshots that a session knows of one path."""
 
     def __init__(self) -> None:
         self.newest = 0
         """The highest number of a checkpoint or snapshot that this run has, or may have, anywhere."""
         self.on_disk = 0
-        """That of its newest checkpoint on the disk."""
+        """The number of the newest checkpoint on the disk."""
         self.in_memory = 0
-        """That of its newest snapshot."""
+        """The number of the newest snapshot."""
         self.snapshots: Snapshots | None = None
         self.noted = False
         """True if the history says that this start has begun."""
@@ -39,7 +39,8 @@ class _OfPath:
 class RunState:
     """The checkpoints and snapshots of a session, on one rank.
 
-    ``check`` raises if another rank has failed; ``timeout``: seconds to wait for a rank behind the training.
+    ``check`` raises if another rank has failed. ``timeout`` is the number of seconds to wait for a rank behind the
+    training.
     """
 
     def __init__(self, group: Group, check: Callable[[], object], timeout: float) -> None:
@@ -67,7 +68,7 @@ class RunState:
         return saving.folder
 
     def _ranks_behind(self, ranks: Ranks) -> Callable[[], Ranks]:
-        """Return what makes the ranks for a thread of its own; counts the saves, alike on all ranks."""
+        """Return a function that makes the ranks for a save on another thread; counts the saves, alike on all ranks."""
         if ranks.size == 1:
             return lambda: ranks
         store = unused_part(store_of(self._group), "save", ranks.rank)
@@ -124,7 +125,7 @@ class RunState:
             history.note(folder, history.BEGAN, self._start, step, ranks.size)
 
     def _check_for_a_circle(self, folder: Path, give_up_after: int, state: dict[str, Any]) -> None:
-        """Raise :class:`CrashLoopError` on every rank if the last starts have all failed at one step."""
+        """Raise :class:`CrashLoopError` on every rank if the last starts have all failed at the same step."""
         failures = history.failures_in_a_row(history.read(folder))
         of_all = Ranks(self._group).tell([each.describe() for each in failures], "how often a step has failed")
         longest = max(of_all, key=len)
@@ -147,13 +148,15 @@ class RunState:
                     history.note(folder, history.FAILED, self._start, step, self._group.size(), rank=rank, why=why)
 
     def end(self, error: BaseException | None) -> None:
-        """Wait for a save in flight, and raise what it has failed with; after an error, give it up."""
+        """Wait for a save in flight, and raise its error if it has failed; after an error of the session, give it
+        up."""
         self._ended = error is not None
         if error is None:
             self._behind.wait()
 
     def close(self, *, remove: bool, unless_newer: bool = False) -> None:
-        """Release the memory of snapshots; ``unless_newer``: leave what is newer than all that is on the disk."""
+        """Release the memory of snapshots; with ``unless_newer``, keep a snapshot that is newer than all
+        checkpoints."""
         if self._process != os.getpid():
             return
         paths, self._paths = self._paths, {}

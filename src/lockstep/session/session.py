@@ -1,4 +1,4 @@
-"""``session()``: what a training script starts with."""
+"""``session()``: starts and ends data-parallel training in this process."""
 
 import contextlib
 import gc
@@ -75,7 +75,7 @@ class CountedBatches(Generic[T]):
 
 
 class Session:
-    """The value of ``with`` :func:`session`: this rank's place, device and group, and functions for its training."""
+    """The value of ``with`` :func:`session`: the rank, device and group of this process, and functions for training."""
 
     def __init__(self, options: SessionOptions, environment: Environment) -> None:
         self.rank: int = environment.rank
@@ -119,7 +119,7 @@ class Session:
 
     @property
     def is_main(self) -> bool:
-        """True if this is rank 0, which prints and writes files for all."""
+        """True on rank 0, which prints, and writes files, for all ranks."""
         return self.rank == 0
 
     @property
@@ -134,12 +134,11 @@ class Session:
     def batches(self, loader: Iterable[T], *modules: torch.nn.Module, padding: T | None = None) -> CountedBatches[T]:
         """Return :func:`lockstep.batches` over the session's group: equally many on all ranks, counted by :attr:`step`.
 
-        With ``modules``, the ranks are those over which the modules are replicated. An evaluation under
-        ``torch.no_grad()`` is neither padded nor counted. Raises
-        :class:`~lockstep.errors.PeerFailure` if another rank has failed.
+        With ``modules``, the batches are over the group of these modules. An evaluation under ``torch.no_grad()`` is
+        neither padded nor counted. Raises :class:`~lockstep.errors.PeerFailure` if another rank has failed.
 
-        Type checkers give a batch the type that the loader's iterator gives it. PyTorch's ``DataLoader`` leaves that
-        open (``Any``): annotate it as ``Iterable[tuple[Tensor, Tensor]]``, for example, where a function takes it.
+        For type checkers a batch has the type that the loader's iterator yields. For PyTorch's ``DataLoader`` that is
+        ``Any``: annotate the loader as ``Iterable[tuple[Tensor, Tensor]]``, for example, to get a type.
         """
         batches = loop.batches(loader, *modules, group=None if modules else self.group, padding=padding)
         return CountedBatches(batches, self.progress, self.check)
@@ -156,10 +155,10 @@ class Session:
     def should_stop(self) -> bool:
         """True if any rank has been asked to stop, by SIGTERM, SIGINT or ``time_limit``; the same on all ranks.
 
-        Requests travel with other messages of the ranks: in ``backward()``, at the beginning of a loop over
-        :meth:`batches` (also of an evaluation), in :func:`lockstep.mean`, :func:`lockstep.loop.total` and
-        :meth:`agree`. The session handles the signals from the first time that a program reads ``should_stop``; before,
-        they have their usual effect. A second SIGINT raises ``KeyboardInterrupt``.
+        Requests travel with other messages between the ranks: in ``backward()``, at the beginning of a loop over
+        :meth:`batches` (also in an evaluation), in :func:`lockstep.mean`, :func:`lockstep.loop.total` and
+        :meth:`agree`. The session handles the signals once the program has read ``should_stop`` for the first time;
+        before that they have their usual effect. A second SIGINT raises ``KeyboardInterrupt``.
         """
         if self._decisions is None:
             self._requests.take_over()
@@ -167,21 +166,21 @@ class Session:
         return self._decisions.should_stop
 
     def skip_batch(self, *modules: torch.nn.Module) -> None:
-        """Leave out this batch, on all ranks: :func:`lockstep.loop.skip_batch` over the session's group."""
+        """Skip this batch on all ranks: :func:`lockstep.loop.skip_batch` over the session's group."""
         loop.skip_batch(*modules, group=self.group)
 
     def skip_on(self, *errors: type[BaseException]) -> contextlib.AbstractContextManager[None]:
-        """Leave out a batch that raises one of ``errors``: :func:`lockstep.loop.skip_on` over the session's group."""
+        """Skip a batch that raises one of ``errors``: :func:`lockstep.loop.skip_on` over the session's group."""
         return loop.skip_on(*errors, group=self.group)
 
     @property
     def skipped(self) -> bool:
-        """True if any rank has left out this batch; then all have: :func:`lockstep.loop.skipped`."""
+        """True if any rank has skipped this batch, so that all have: :func:`lockstep.loop.skipped`."""
         return loop.skipped(group=self.group)
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Give this rank's activity inside the block a name, such as ``evaluation``, for errors on other ranks."""
+        """Name this rank's activity inside the block, such as ``evaluation``; errors on other ranks show the name."""
         with self.progress.phase(name):
             yield
 
@@ -190,13 +189,13 @@ class Session:
     ) -> Path:
         """Call :func:`lockstep.save` with the session's group, its generators, and :attr:`step` if none is given.
 
-        With ``wait=False`` the training goes on as soon as the state is copied, into memory of the CPU; it is written
-        behind the training. Nothing else changes: the checkpoint counts once it is whole. One save is in flight at a
-        time: a second one waits. If it fails, the next :meth:`save` or :meth:`resume`, or the end of the session,
-        raises that on every rank. A session that ends without an error waits for it.
+        With ``wait=False`` the training goes on as soon as the state is copied to memory of the CPU, and a thread
+        writes the checkpoint behind the training. As always, the checkpoint counts once it is whole. One save is in
+        flight at a time: a second one waits for it. If the save fails, the next :meth:`save` or :meth:`resume`, or the
+        end of the session, raises its error on every rank. A session that ends without an error waits for the save.
 
-        What is communicated behind the training are some small values for each rank, through the store at which the
-        ranks have met. Returns the folder, which need not be there yet.
+        Behind the training, each rank communicates some small values through the store at which the ranks have met.
+        Returns the folder of the checkpoint, which may not exist yet.
         """
         step = self.step if step is None else step
         with self.phase(Phase.CHECKPOINT):
@@ -211,35 +210,35 @@ class Session:
         step: int | None = None,
         **state: Any,
     ) -> bool:
-        """Copy the state into memory of each host that outlives its ranks; :meth:`resume` goes on from there.
+        """Copy the state into each host's memory, where it outlives the ranks; :meth:`resume` continues from there.
 
-        Call it on every rank after each step. When the engine (``torchrun --max-restarts``, Ray, SLURM, Kubernetes) has
-        started killed ranks again, they go on from the newest snapshot that is whole on some host, or from the newest
+        Call it on every rank after each step. If the launcher (``torchrun --max-restarts``, Ray, SLURM, Kubernetes)
+        starts killed ranks again, they continue from the newest snapshot that is whole on some host, or from the newest
         checkpoint on the disk if that is newer.
 
         Args:
             path: The folder that is given to :meth:`save` and :meth:`resume`.
-            every: Take one at each call of this number. If None, as often as ``at_most`` allows.
-            at_most: The share of the time that snapshots may take. After each one the ranks agree on the call at which
-                the next one is due.
+            every: Take a snapshot at every N-th call. If None, take one as often as ``at_most`` allows.
+            at_most: The share of the time that snapshots may take: 0.02 means 2 %. After each snapshot the ranks agree
+                on the call at which the next one is due.
             step: The step of the run; :attr:`step` if None.
             **state: As for :meth:`save`.
 
         Returns:
-            True if this call has taken one.
+            True if this call has taken a snapshot.
 
-        A snapshot has the layout of a checkpoint, without the wait for a disk, in a folder of this user alone in
-        ``/dev/shm``. The newest is kept, and goes when the next one is whole on every host, so memory for two copies of
-        the state is taken on each host, outside of the ranks; the first snapshot fails if there is less. What each rank
-        has of its own, up to 1 MiB, is on every host. All of it is removed when the session ends without an error,
-        unless the run was asked to stop (:attr:`should_stop`) and has saved nothing since; ``lockstep runs`` lists what
-        is left.
+        A snapshot has the layout of a checkpoint. It lies in ``/dev/shm``, in a folder that only this user can read.
+        The last snapshot is removed when the next one is whole on every host, so each host needs memory for two copies
+        of the state, beside the memory of the ranks; the first snapshot fails if there is less. If a rank's own state
+        is at most 1 MiB, it is copied to every host. The snapshots are removed when the session ends without an error,
+        unless the run was asked to stop (:attr:`should_stop`) and has not saved since. ``lockstep runs`` lists the
+        snapshots that are left.
 
         Raises:
-            CheckpointError: It could not be taken on some rank. Or there is no ``/dev/shm``.
+            CheckpointError: The snapshot could not be taken on some rank, or there is no ``/dev/shm``.
             AgreementError: As :meth:`save`.
 
-        Communicates what :func:`lockstep.save` does, when one is taken, and nothing otherwise.
+        A call that takes a snapshot communicates what :func:`lockstep.save` does; other calls communicate nothing.
         """
         step = self.step if step is None else step
         with self.phase(Phase.CHECKPOINT):
@@ -248,12 +247,12 @@ class Session:
     def resume(self, path: "str | os.PathLike[str]", *, give_up_after: int | None = 3, **state: Any) -> Resumed | None:
         """Restore the newest state that :meth:`save` or :meth:`snapshot` has kept; :attr:`step` continues, too.
 
-        It is :func:`lockstep.resume`, which looks into the memory of all hosts, too: the newest state that is whole on
-        some host's memory, or on the disk. Hosts that lack it get it from the others.
+        This is :func:`lockstep.resume`, which here also looks into the memory of all hosts. It takes the newest state
+        that is whole in some host's memory, or on the disk. Hosts that lack it get it from the others.
 
         Raises :class:`~lockstep.errors.CrashLoopError` if the last ``give_up_after`` starts of a run with snapshots
-        have each failed at one and the same step; None for never. The message has the failures, and where the samplers
-        among the state are.
+        have all failed at the same step; with None, never. The message has the failures, and the positions of the
+        samplers in the state.
         """
         with self.phase(Phase.CHECKPOINT):
             found = self._state.resume(Path(path), self._generators() | state, give_up_after)
@@ -291,7 +290,7 @@ class Session:
         self._state.close(remove=error is None, unless_newer=stopped)
 
     def _note_failure(self, error: BaseException) -> None:
-        """Write to the run's history which rank has failed first, as far as this one knows."""
+        """Write to the run's history the rank that failed first, as far as this rank knows."""
         peer = peer_failure_in(error)
         if peer is not None:
             self._state.note_failure(peer.rank, peer.step, peer.reason)
@@ -314,37 +313,39 @@ class session:
     :class:`~lockstep.errors.PeerFailure`, which has that rank, its step and phase, and its traceback. The end of the
     block undoes all of this, also after an error.
 
-    If there is a default process group already, made by Ray, Lightning or the program, the session uses it, and leaves
-    it as it is. Then a different ``backend``, or a ``device`` other than the group's, is an error. The group keeps its
-    time-out and interfaces; ``timeout`` holds for the start and the end of the session.
+    If Ray, Lightning or the program has made the default process group already, the session uses it, and leaves it as
+    it is. Then a ``backend`` or a ``device`` that differs from the group's is an error. The group keeps its time-out
+    and interfaces; ``timeout`` is then the limit for the start and the end of the session only.
 
     Args:
         backend: The backend of the process group. If None: ``shm`` for ranks on the CPU (on Linux; with ``gloo``
             between hosts), ``nccl`` for CUDA (with ``gloo`` for tensors on the CPU), else ``gloo``.
-        device: The device of this rank. If None: the accelerator of this rank's number on its host, or the CPU if it
-            has none. More ranks than accelerators are an error on all ranks of the host; ``"cpu"`` trains without them.
+        device: The device of this rank. If None: the accelerator with this rank's number on its host, or the CPU on a
+            host without accelerators. More ranks than accelerators on a host are an error on all ranks of the host;
+            ``"cpu"`` trains on the CPU instead.
         timeout: Seconds that ranks wait for each other at the start, in one collective, and at the end.
-        seed: The seed of all random generators. Those of PyTorch, Python and NumPy are seeded **differently on each
-            rank**, so that dropout and augmentation differ. Use ``run.shared_generator`` for random numbers that are
-            the same on all ranks, such as an order of samples that the ranks split. (Weights may differ before
-            :func:`lockstep.replicate`, which gives rank 0's to all.)
+        seed: The seed of all random generators. The generators of PyTorch, Python and NumPy are seeded **differently on
+            each rank**, so that dropout and augmentation differ. Use ``run.shared_generator`` for random numbers that
+            are the same on all ranks, such as an order of samples that the ranks split. (The initial weights may
+            differ: :func:`lockstep.replicate` gives rank 0's weights to all ranks.)
         stall_factor: A rank fails if it keeps another rank waiting for this many times the median step. Then all ranks
-            raise, and show where it is. None: no such limit. During the start, the first steps, compilation and
-            ``run.phase()`` the limit is nine tenths of ``timeout``. It is never more than that.
+            raise an error that shows where the rank is. None: no such limit. During the start, the first steps,
+            compilation and ``run.phase()`` the limit is nine tenths of ``timeout``. It is never more than that.
         stall_minimum: The smallest value of that limit, in seconds.
         time_limit: Seconds from the start after which ``run.should_stop`` is true. None: no limit.
-        link_timeout: Seconds, at least 1. If nothing comes from another host for so long, not even its system's answer
-            to a probe, the ranks of that host have failed. After a shorter pause of the network training goes on.
-        alone: If True, train with one rank, whatever the environment says.
+        link_timeout: Seconds, at least 1. If nothing arrives from another host for this time, not even its system's
+            answer to a probe, the ranks of that host have failed. After a shorter pause of the network training goes
+            on.
+        alone: If True, train with one rank, and ignore the environment.
         stop_signals: The signals that make ``run.should_stop`` true. Schedulers can send SIGUSR1 or SIGUSR2 some time
             before the end of a job (``sbatch --signal=USR1@120``).
 
-    Communicates what making a process group takes, and what :func:`lockstep.watch` says.
+    Communicates what a new process group takes, and what :func:`lockstep.watch` lists.
 
-    Raises :class:`~lockstep.errors.OptionError` for an environment that makes no sense,
+    Raises :class:`~lockstep.errors.OptionError` for an environment that contradicts itself,
     :class:`~lockstep.errors.DeviceError` for a device that this host does not have,
-    :class:`~lockstep.errors.CommunicationError` if a rank has not come within the time-out, and
-    :class:`~lockstep.errors.PeerFailure` if one has come and failed.
+    :class:`~lockstep.errors.CommunicationError` if a rank does not join within the time-out, and
+    :class:`~lockstep.errors.PeerFailure` if a rank joins and fails.
 
     Example:
         >>> import lockstep
@@ -427,5 +428,5 @@ def seed_this_rank(seed: int, rank: int) -> None:
 
 
 def generator(seed: int, stream: str) -> torch.Generator:
-    """Return a generator on the CPU at the beginning of a stream."""
+    """Return a new random generator on the CPU, seeded for its purpose."""
     return torch.Generator().manual_seed(derive_seed("session", seed, stream))

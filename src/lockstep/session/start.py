@@ -68,7 +68,7 @@ class SessionOptions:
     stop_signals: Sequence[Signals] = STOP_SIGNALS
 
     def __post_init__(self) -> None:
-        """Raise an error that names the argument for a value that makes no sense."""
+        """Raise an error that names the argument if a value makes no sense."""
         caller = "session()"
         if self.backend is not None:
             check_backend(self.backend, caller)
@@ -96,7 +96,7 @@ def _check_device(device: Any, caller: str) -> None:
 
 
 def choose_device(asked: str | torch.device | None, environment: Environment) -> torch.device:
-    """Return the device, made current so that nothing is put on another one of its kind by mistake."""
+    """Return the device, and make it current, so that no tensor gets to another accelerator by mistake."""
     found = accelerator()
     if asked is None and found is None:
         return torch.device("cpu")
@@ -127,9 +127,9 @@ def choose_backend(device: torch.device) -> str:
 
 
 def check_same_options(options: Mapping[str, Any], rank: int, store: Any) -> None:
-    """Raise :class:`AgreementError` on a rank that was called with other options than rank 0.
+    """Raise :class:`AgreementError` if this rank has other options than rank 0.
 
-    That is then this rank's failure, and all others hear of it. Communicates one value through the store.
+    This rank has then failed, and all others hear of it. Communicates one value through the store.
     """
     own = json.loads(json.dumps({k: v for k, v in options.items() if k not in OF_EACH_RANK}, default=repr))
     store, key, timeout = PrefixStore("options", store), "of rank 0", options["timeout"]
@@ -161,7 +161,7 @@ _HINTS = {
 
 @dataclass(frozen=True)
 class Joined:
-    """What a rank has when it has come together with the others."""
+    """The watch, place, device and backend of a rank that has joined the others."""
 
     watch: Watch
     local_rank: int
@@ -246,7 +246,7 @@ def place_in_group() -> Environment:
 def _adopt(
     options: SessionOptions, environment: Environment, progress: Progress, resources: contextlib.ExitStack
 ) -> Joined:
-    """Watch over the default group, which stays as it is, and find the place of this rank on its host."""
+    """Watch over the existing default group, which stays as it is, and find the place of this rank on its host."""
     group: Any = dist.group.WORLD
     backend = dist.get_backend()
     names = {backend, dist.get_backend_config()}
@@ -285,7 +285,7 @@ def _adopt(
 
 
 def _ask_for_hosts(environment: Environment, channel: FailureChannel) -> Environment:
-    """Add what the launcher has not said: the number of this process on its host, and how many are there."""
+    """Find by communication what the launcher has not set: the number of this process on its host, of how many."""
     on_host = channel.ranks_with(channel.rank)
     return replace(
         environment,
@@ -323,7 +323,7 @@ def _while_nobody_fails(
     """Make the group on another thread, since that waits for other ranks in C++; raise if one of them fails meanwhile,
     or after ``timeout`` seconds, which the group's own calls to the store do not observe.
 
-    Then ``give_up`` ends the wait, and ``undo`` is called after what is made nevertheless.
+    Then ``give_up`` ends the wait, and ``undo`` is called if the group is made nevertheless.
     """
     made: Future[None] = Future()
     lock, given_up = threading.Lock(), False

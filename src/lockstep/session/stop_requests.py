@@ -1,10 +1,10 @@
 """Requests to stop training: SIGINT, SIGTERM or other signals, or the end of the time that the process was given.
 
-This module knows only the requests to this rank; other modules decide what all ranks do about them.
+This module has only the requests to this rank; other modules make them known to all ranks.
 
-Signals are noticed at once, even while the main thread waits in C. Python runs a handler when the main thread is next
-in Python, which a thread that waits in a collective is not. But Python's C handler writes the signal's number to a
-descriptor at once (``signal.set_wakeup_fd``), and a thread reads that.
+Signals are noticed at once, even while the main thread waits in a collective. Python runs a handler only when the main
+thread executes Python code. But Python's C handler writes the signal's number to a descriptor at once
+(``signal.set_wakeup_fd``), and a thread reads it.
 """
 
 import contextlib
@@ -33,14 +33,14 @@ _AT_ONCE = 0.5
 class StopRequests:
     """The requests to this process to stop; ``requested`` is None, or the reason.
 
-    Until :meth:`take_over`, signals do what they always do. From then on the first one is a request. A second SIGINT
-    raises ``KeyboardInterrupt`` in the main thread, a third one ends the process; so does a second SIGTERM. Other
+    Until :meth:`take_over`, signals have their usual effect. From then on the first signal is a request. A second
+    SIGINT raises ``KeyboardInterrupt`` in the main thread; a third SIGINT, or a second SIGTERM, ends the process. Other
     signals, which schedulers send as a notice, stay requests. :meth:`end` restores everything.
 
     Args:
-        time_limit: seconds from now; then the end of this time is a request. None for no limit.
-        name: the name of this process in what it writes to stderr when a signal arrives.
-        signals: those that are requests.
+        time_limit: seconds from now after which there is a request. None for no limit.
+        name: the name of this process in the line that it writes to stderr when a signal arrives.
+        signals: the signals that are requests.
 
     Example::
 
@@ -82,7 +82,7 @@ class StopRequests:
     def take_over(self) -> None:
         """Turn the signals into requests from now on; only the first call has an effect.
 
-        Python allows that only in the main thread: another thread gets a warning, and signals keep their effect.
+        Python allows this only in the main thread. In another thread there is a warning, and signals keep their effect.
         """
         if self._tried:
             return
@@ -100,7 +100,7 @@ class StopRequests:
         self._taken.take()
 
     def end(self) -> None:
-        """Give signals their former effect."""
+        """Restore the former effect of the signals."""
         self._tried = True
         if self._taken is not None:
             self._taken.give_back()

@@ -1,4 +1,4 @@
-"""``watch()``: the failure channel of a group that is there already."""
+"""``watch()``: makes failures known among the ranks of an existing process group."""
 
 import contextlib
 import logging
@@ -59,7 +59,7 @@ class Watch:
         *,
         keeps_group: bool = False,
     ) -> None:
-        """Watch over a channel; None for a single rank. ``connections`` are those of Gloo, if they are known.
+        """Watch over a channel; None for a single rank. ``connections`` are Gloo's connections, if they are known.
 
         ``resources`` are closed at the end. With ``keeps_group`` the group goes on after the watch, unless a rank
         fails.
@@ -74,19 +74,20 @@ class Watch:
         self._ended = False
 
     def check(self) -> None:
-        """Raise :class:`PeerFailure` if another rank has failed; reads an attribute, and sends nothing."""
+        """Raise :class:`PeerFailure` if another rank has failed; reads one attribute, and communicates nothing."""
         if self.channel is not None:
             self.channel.check()
 
     def enter(self, phase: str) -> None:
-        """Record the phase of the step that this rank enters; others name it if this rank fails."""
+        """Record the phase of the step that this rank enters; if this rank fails, errors on other ranks show the
+        phase."""
         if self.channel is not None:
             self.channel.enter(phase)
 
     def look_for_stalls(self, group: Callable[[], Group | None], limits: StallLimits | None) -> None:
-        """Find ranks of the group that make no progress, from now on; every rank has to call it.
+        """From now on find ranks of the group that make no progress; every rank has to call it.
 
-        Without limits no rank looks for one, but a rank that others have waited for in vain is named all the same.
+        Without limits no rank looks for one; but after a time-out the rank that the others waited for is named.
         """
         assert self.channel is not None
         self._stalls = StallWatch(self.channel, limits, lambda: _begun(group()))
@@ -162,7 +163,7 @@ class Watch:
             raise told from None
 
     def _tell(self, channel: FailureChannel, error: BaseException | None) -> PeerFailure | None:
-        """Report an error of this rank. If it follows from another rank's failure, return that instead."""
+        """Report an error of this rank. If it follows from another rank's failure, return that failure instead."""
         if error is None or peer_failure_in(error) is not None:
             return None
         if _is_orderly(error) and channel.progress.current_phase != Phase.START_UP:  # at start-up, all need this rank
@@ -196,28 +197,29 @@ def watch(
     stall_minimum: float = 60.0,
     link_timeout: float = LINK_SECONDS,
 ) -> Watch:
-    """Make every failure of a rank of a group known on all its ranks, at once and by name.
+    """Make every failure of a rank known on all other ranks of its group, at once and by name.
 
-    Every rank of the group has to call it at the same time. From then on, when one of them raises, is killed, or
-    leaves while others wait for it, all others raise :class:`~lockstep.errors.PeerFailure` from whatever collective of
-    lockstep they wait in. :func:`lockstep.session` does this by itself.
+    Every rank of the group has to call it at the same time. From then on, if a rank raises, is killed, or leaves while
+    others wait for it, all others raise :class:`~lockstep.errors.PeerFailure` in the collective of lockstep in which
+    they wait. :func:`lockstep.session` includes this.
 
     Args:
         group: the process group; the default group if None.
-        store: the store at which the ranks meet; the group's own if None. A bare backend has none.
-        stall_factor: a rank that keeps another one waiting for this many times the median step makes no progress, and
-            is a failure, too; None for no such limit. During the first steps and while something is compiled the limit
-            is nine minutes; it never is more.
-        stall_minimum: seconds below which the limit never is, also where that is more.
-        link_timeout: seconds for which nothing may come from another host, not even the answer to a probe; after that
-            its ranks have failed. At least 1. A shorter pause of the network ends nothing.
+        store: the store at which the ranks meet; the group's own if None. A bare backend has no store.
+        stall_factor: a rank fails if it keeps another rank waiting for this many times the median step. None: no such
+            limit. During the first steps and compilation the limit is nine minutes. It is never more than that, unless
+            ``stall_minimum`` is.
+        stall_minimum: the smallest value of that limit, in seconds.
+        link_timeout: seconds, at least 1. If nothing arrives from another host for this time, not even its system's
+            answer to a probe, the ranks of that host have failed. After a shorter pause of the network training goes
+            on.
 
     Use it as a context manager around the training: an exception that passes through it is sent to the others, with
     its traceback. Otherwise an exception is sent when it ends the program.
 
-    What is communicated: a few keys in the store, and one connection to each of two neighbours, on the loopback
-    interface or on the one that leads to the store; over Gloo, twice 64 KiB from each rank to each other one, at the
-    start. Nothing while nothing happens, apart from one look into the store a second.
+    Communicates, at the start, a few keys in the store, one connection to each of two neighbours (on the loopback
+    interface, or on the interface that leads to the store), and over Gloo twice 64 KiB from each rank to each other
+    rank. After that each rank reads one key of the store in every second, and sends nothing until a rank fails.
 
     Raises :class:`~lockstep.errors.PeerFailure` if another rank fails before all have met, and
     :class:`~lockstep.errors.OptionError` if there is no group, or no store.
@@ -226,7 +228,7 @@ def watch(
         >>> with lockstep.watch(group):  # doctest: +SKIP
         ...     train(model)
 
-    PyTorch has nothing like it: its ``monitored_barrier`` names ranks that are late, at the price of a barrier.
+    PyTorch has no such function; its ``monitored_barrier`` names late ranks, but costs a barrier.
     """
     check_link_timeout(link_timeout, "watch()")
     group = resolve_group(group)
@@ -259,7 +261,7 @@ def watch_over(
     limits: StallLimits | None,
     resources: contextlib.ExitStack,
 ) -> Watch:
-    """Return the watch over a group of several ranks that exists already, which has taken over the ``resources``."""
+    """Return the watch over an existing group of several ranks; the watch takes over the ``resources``."""
     connections = Connections()
     channel = make_channel(store, group.rank(), global_ranks(group), progress, timeout, link_timeout)
     attach(channel, group, connections)
@@ -304,7 +306,7 @@ def _begun(group: Group | None) -> int | None:
 def attach(channel: FailureChannel, group: Group, connections: Connections | None = None) -> None:
     """Make waits for a group's collectives hear of failures, and end the group at the first one, so that they raise.
 
-    ``connections`` are those of the group, if it is Gloo's.
+    ``connections`` are the group's, if its backend is Gloo.
     """
     watch_group(group, channel)
     abilities = abilities_of(group)
@@ -351,7 +353,7 @@ def _name_of(group: Group) -> str:
 
 
 def store_of(group: Group) -> Any:
-    """Return the store at which the ranks of a group have met."""
+    """Return the store at which the ranks of a group met."""
     try:
         return dist.distributed_c10d._world.pg_map[group][1]
     except (KeyError, TypeError):
@@ -367,7 +369,8 @@ def _is_orderly(error: BaseException) -> bool:
 
 
 def has_launcher() -> bool:
-    """Return True if a launcher has started this process: it ends all processes when it notices a failed one."""
+    """Return True if a launcher has started this process; a launcher ends all processes when it notices a failed
+    one."""
     return "TORCHELASTIC_RUN_ID" in os.environ or any(each.rank in os.environ for each in LAUNCHERS)
 
 
@@ -378,7 +381,7 @@ def say_at_once(failure: Failure, here: int) -> None:
 
 
 class LastWords:
-    """Holds back a launcher's SIGTERM for some seconds from now, so that this process ends with its own error.
+    """Delays a launcher's SIGTERM for some seconds from now, so that this process ends with its own error.
 
     Does nothing without a launcher, or if the program handles SIGTERM itself.
     """

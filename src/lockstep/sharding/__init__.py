@@ -1,4 +1,4 @@
-"""Optimizers that share out their state, and the work of their step, over the ranks."""
+"""Optimizers whose state, and the work of whose step, is divided between the ranks."""
 
 from lockstep.moved import where_it_is as _where_it_is
 from lockstep.sharding.optimizer import ShardedOptimizer as ShardedOptimizer

@@ -1,11 +1,12 @@
-"""Finds out what an optimizer has to see of its parameters, by trying: it steps on small tensors, whole and in slices.
+"""Finds out by trials on small tensors if an optimizer updates single elements, or needs whole parameters.
 
-If slices that are stepped alone get the bits of the whole, the optimizer updates element by element. If not, but a
-tensor that is stepped alone gets the bits that it gets among others, the optimizer has to see parameters whole (Muon,
-LAMB, Adafactor). If neither holds, it has to see all parameters at once (or it draws random numbers), and is refused.
+An optimizer updates element by element if a slice that is stepped alone gets the same bits as within the whole tensor.
+Otherwise, if a tensor that is stepped alone gets the same bits as among other tensors, the optimizer needs whole
+parameters (Muon, LAMB, Adafactor). If neither holds, it needs all parameters at once, or draws random numbers; then it
+is refused.
 
-The tensors have the shapes of the parameters, but at most ``LONGEST`` elements along each dimension. Nothing of the
-program is changed: neither parameters nor state nor random numbers.
+The tensors have the shapes of the parameters, but at most ``LONGEST`` elements along each dimension. The trials change
+nothing of the program: neither parameters nor state nor random numbers.
 """
 
 import math
@@ -28,7 +29,7 @@ MOST = 1 << 18
 
 
 class Granularity(Enum):
-    """What an optimizer has to see of a parameter at once."""
+    """The part of a parameter that an optimizer needs at once."""
 
     ELEMENT = "element"
     PARAMETER = "parameter"
@@ -43,8 +44,8 @@ class Trials:
         self._known: dict[Hashable, Granularity] = {}
 
     def granularity(self, group: dict[str, Any], parameter: Tensor) -> Granularity:
-        """Return what the optimizer has to see of a parameter in a group; raise :class:`ShardingError` if that is more
-        than the parameter."""
+        """Return the part of a parameter that the optimizer needs at once; raise :class:`ShardingError` if it needs
+        other parameters, too."""
         shape = small_shape(parameter.shape)
         options = tuple(f"{name}={value}" for name, value in group.items() if name not in ("params", "param_names"))
         key = shape, parameter.dtype, parameter.device, options

@@ -1,7 +1,7 @@
 """``shard_optimizer()``: each rank keeps a slice of the optimizer's state and steps on it; then weights are gathered.
 
-Gradients are reduced as before, and every rank has them whole: whatever reads them works. What is sharded is the state
-(two more numbers for each weight, for Adam) and the work of the step.
+Gradients are reduced as before, and every rank has whole gradients, so code that reads them works. The state (two
+numbers for each weight, for Adam) and the work of the step are sharded.
 """
 
 import functools
@@ -29,14 +29,14 @@ AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
 
 
 class ShardedOptimizer(Optimizer):
-    """What :func:`shard_optimizer` makes of an optimizer, besides its own class."""
+    """The class that :func:`shard_optimizer` adds to an optimizer's own class."""
 
     _sharding: Shards
     _sharding_replications: list[Replication]
 
     @property
     def state(self) -> defaultdict[Any, Any]:
-        """The state of each parameter of which this rank has a piece; its tensors are
+        """The state of each parameter that this rank has a piece of; its tensors are
         :class:`~lockstep.sharding.StateSlice`."""
         loading = vars(self).get("state")
         return state_dicts.sharded_state(self._sharding) if loading is None else loading
@@ -58,9 +58,9 @@ class ShardedOptimizer(Optimizer):
             What the closure returns.
 
         Raises:
-            AgreementError: Ranks differ in options, in which parameters have a gradient, or in the number of steps.
-            PeerError: The step has failed on another rank; the weights are those from before it.
-            ShardingError: The gradients are not those of all ranks, or an earlier step was cut short.
+            AgreementError: Ranks differ in options, in the parameters that have a gradient, or in the number of steps.
+            PeerError: The step has failed on another rank; all weights are as they were before it.
+            ShardingError: The gradients are not the mean over all ranks, or an earlier step was cut short.
         """
         loss = None
         if closure is not None:
@@ -101,27 +101,27 @@ class ShardedOptimizer(Optimizer):
         error_if_nonfinite: bool = False,
         foreach: bool | None = None,
     ) -> Tensor:
-        """Clip the norm of all gradients together; the same as ``torch.nn.utils.clip_grad_norm_``, bit for bit.
+        """Clip the norm of all gradients together, with the same bits as ``torch.nn.utils.clip_grad_norm_``.
 
-        Communicates nothing: gradients are whole on every rank.
+        Communicates nothing, since every rank has whole gradients.
 
         Returns:
-            The norm from before.
+            The norm before clipping.
         """
         return clip_grad_norm_(list(parameters_of(self)), max_norm, norm_type, error_if_nonfinite, foreach)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state dict of this rank: tensors are :class:`~lockstep.sharding.StateSlice`, which
+        """Return the state dict of this rank. Its tensors are :class:`~lockstep.sharding.StateSlice`, which
         ``torch.distributed.checkpoint`` saves and loads on any number of ranks.
 
-        For whole tensors see :func:`full_state_dict`. Communicates nothing.
+        :func:`full_state_dict` returns whole tensors. Communicates nothing.
         """
         return super().state_dict()
 
     def gathered_state_dict(self, keeps: bool) -> dict[str, Any]:
-        """Return the whole state dict if this rank ``keeps`` it, else an empty one; every rank has to call it.
+        """Return the whole state dict if ``keeps`` is True on this rank, else an empty one; every rank has to call it.
 
-        Communicates what :func:`full_state_dict` does, which calls it, as :func:`lockstep.save` does.
+        :func:`full_state_dict` and :func:`lockstep.save` call this. Communicates what :func:`full_state_dict` does.
         """
         state = state_dicts.full_state(self._sharding, keeps)
         if not keeps:
@@ -133,7 +133,7 @@ class ShardedOptimizer(Optimizer):
             del vars(self)["state"]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict: a whole one, of a plain optimizer, of which each rank takes its pieces, or a sharded one.
+        """Load the state dict of a sharded optimizer, or of a plain one, from which each rank takes its pieces.
 
         Communicates nothing.
         """
@@ -142,7 +142,7 @@ class ShardedOptimizer(Optimizer):
         state_dicts.take(self._sharding, vars(self).pop("state"), self.param_groups)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group; its parameters are given out to the ranks when they first have a gradient."""
+        """Add a group; its parameters are assigned to ranks in the first step in which they have a gradient."""
         super().add_param_group(param_group)
         if "_sharding" in vars(self):
             names, _ = names_of(self)
@@ -156,7 +156,7 @@ class ShardedOptimizer(Optimizer):
 
 
 class _NamesOfNew(dict[int, str]):
-    """The names of parameters, looked up when they are asked for: a step without new ones needs none."""
+    """The names of parameters, which are looked up only for steps with new parameters."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         super().__init__()
@@ -170,20 +170,20 @@ class _NamesOfNew(dict[int, str]):
 
 
 def shard_optimizer(optimizer: AnyOptimizer) -> AnyOptimizer:
-    """Shard the state of an optimizer over the ranks, and the work of its step (ZeRO-1); call it on every rank.
+    """Divide the state of an optimizer, and the work of its step, between the ranks (ZeRO-1); call it on every rank.
 
     The parameters have to be in modules that :func:`lockstep.replicate` or :class:`lockstep.DistributedDataParallel`
-    has replicated. Each rank then steps on its part of them, and gets the others' new values: float32 AdamW needs
-    8 + 8/W bytes for each weight instead of 16 (weights, gradients, state; on W ranks), and the time of the step is
-    divided by W. All else is as before: groups, schedulers, hooks, GradScaler, ``foreach`` and ``fused``, gradients,
-    which are whole on every rank. Weights have the bits that they have without sharding.
+    has replicated. Each rank steps on its part of the parameters, and gets the new values of the other parts. On W
+    ranks, float32 AdamW needs 8 + 8/W bytes for each weight instead of 16 (weight, gradient and state), and the work of
+    the step is divided by W. Groups, schedulers, hooks, GradScaler, ``foreach`` and ``fused`` work as before. Gradients
+    stay whole on every rank. The weights have the same bits as without sharding.
 
-    Optimizers that update element by element (SGD, Adam, AdamW, RMSprop, ...) get equal ranges of the parameters, laid
-    end to end. Those that have to see a parameter whole (Muon, Adafactor, LAMB) get whole ones, shared out by the cost
-    of their update. Which it is, is found by trying, on small tensors.
+    If an optimizer updates element by element (SGD, Adam, AdamW, RMSprop, ...), each rank gets an equal range of all
+    elements. If it needs whole parameters (Muon, Adafactor, LAMB), each rank gets whole parameters, so that the cost of
+    the updates is balanced. Trials on small tensors tell which kind an optimizer is.
 
     Args:
-        optimizer: An instance, before or after training has begun; state that it has is sharded, too.
+        optimizer: An optimizer, before or after training has begun. Existing state is sharded, too.
 
     Returns:
         The same object; its class is now one derived from its former class and from
@@ -193,7 +193,8 @@ def shard_optimizer(optimizer: AnyOptimizer) -> AnyOptimizer:
         ShardingError: The optimizer needs all parameters at once (LBFGS), needs a closure, draws random numbers, or its
             ``step`` has been replaced on the instance.
         NotReplicableError: A parameter is in no replicated module, or the modules are replicated over several groups.
-        AlreadyManagedError: The optimizer has been sharded already, or another sharded one has one of its parameters.
+        AlreadyManagedError: The optimizer has been sharded already, or shares a parameter with another sharded
+            optimizer.
         AgreementError: Ranks have different parameters or options.
 
     Communicates one all-gather of 128 bytes from each rank.
@@ -232,7 +233,7 @@ def shard_optimizer(optimizer: AnyOptimizer) -> AnyOptimizer:
 
 
 def _attach(optimizer: Optimizer, kind: type[Optimizer], shards: Shards, found: list[Replication]) -> None:
-    """Make the optimizer a sharded one, and slice the state that it has."""
+    """Make the optimizer a sharded one, and slice its existing state."""
     state = optimizer.state_dict()["state"]
     own = vars(optimizer)
     del own["state"]
@@ -326,19 +327,20 @@ _sharded_by: "weakref.WeakValueDictionary[int, ShardedOptimizer]" = weakref.Weak
 
 
 def full_state_dict(optimizer: Optimizer, *, all_ranks: bool = False) -> dict[str, Any]:
-    """Return the state dict that the optimizer would have if it were not sharded; call it on every rank.
+    """Return the state dict of a sharded optimizer as of a plain one, with whole tensors; call it on every rank.
 
-    It loads into a plain optimizer of the same class, and into a sharded one on any number of ranks.
+    It can be loaded into a plain optimizer of the same class, and into a sharded one on any number of ranks.
 
     Args:
-        optimizer: A sharded optimizer; of another one, the ``state_dict()``.
-        all_ranks: Return it on every rank; otherwise on the group's first, and an empty one on all others.
+        optimizer: A sharded optimizer. For a plain optimizer the result is its ``state_dict()``.
+        all_ranks: If True, every rank gets the state dict; otherwise the group's first rank, and all others get an
+            empty one.
 
     Returns:
         The state dict; its tensors are copies, on the devices of the parameters.
 
-    Communicates all state in all-gathers of 2 MiB from each rank, and its description. Ranks that get nothing need no
-    more memory than that.
+    Communicates the whole state, in all-gathers of 2 MiB from each rank, and its description. Ranks that get an empty
+    state dict need memory for one such all-gather only.
 
     Example:
         >>> full_state_dict(torch.optim.SGD([torch.ones(2)], lr=0.1))["state"]

@@ -1,8 +1,8 @@
-"""PURE: which rank steps which elements of which parameter. No tensor is touched in this file.
+"""PURE: assigns the elements of parameters to the ranks that step on them. No tensor is touched in this file.
 
-Parameters that an optimizer updates element by element are laid end to end and cut into equal ranges, one for each
-rank. Parameters that it has to see whole are given out one by one, the most costly first, each to the rank with the
-least to do.
+If an optimizer updates element by element, its parameters are laid end to end and cut into equal ranges, one for each
+rank. If it needs whole parameters, they are assigned one by one, the most costly first, each to the rank with the least
+work so far.
 """
 
 import math
@@ -39,7 +39,7 @@ def cut_evenly(numels: Sequence[int], world: int) -> list[list[Piece]]:
 
 
 def _aligned(begins: Sequence[int], cut: int) -> int:
-    """Move a cut to the nearest multiple of ``ALIGNED`` elements within its parameter, or to the end of that."""
+    """Move a cut to the nearest multiple of ``ALIGNED`` elements within its parameter, or to the parameter's end."""
     for begin, end in pairwise(begins):
         if cut < end:
             return min(end, begin + round((cut - begin) / ALIGNED) * ALIGNED)
@@ -64,8 +64,8 @@ def share_out(costs: Sequence[float], world: int) -> list[list[int]]:
 
 
 def matrix_cost(shape: Sequence[int]) -> float:
-    """Return what the update of a matrix costs that is multiplied by itself, as in Newton-Schulz iterations; of a
-    vector, its length."""
+    """Return the cost of an update that multiplies a matrix by itself, as Newton-Schulz iterations do; for a vector,
+    its length."""
     numel = math.prod(shape)
     if len(shape) < 2 or not numel:
         return float(numel)

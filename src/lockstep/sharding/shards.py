@@ -1,14 +1,14 @@
-"""What one rank does of the step of a sharded optimizer, and what the ranks tell each other in it.
+"""The step of a sharded optimizer on one rank, and its messages to the other ranks.
 
 A step goes in this order, on every rank:
 
-1. *place* - parameters that have a gradient and no place yet (new groups, unfrozen layers) are cut and given out.
-2. *agree* - one small all-gather: all ranks take the same step, with the same options, over the same parameters. If
-   not, it is an error by name on every rank, and nothing has been changed.
+1. *place* - parameters that have a gradient and no place yet (new groups, unfrozen layers) are cut and assigned.
+2. *agree* - one small all-gather checks that all ranks take the same step, with the same options, over the same
+   parameters. If not, every rank raises an error by name, and nothing has been changed.
 3. *step* - the rank's twin optimizer steps on the rank's pieces, which are views of the parameters. If that fails on
-   any rank, its mark in the first chunk of the weights says so, and every rank gets the old values of its pieces back
-   from another one, as nobody has taken new ones yet.
-4. *gather* - each rank sends its pieces, and all copy them into their parameters.
+   any rank, a mark in the first chunk of its weights says so. Then every rank gets the old values of its pieces from
+   another rank, since no rank has copied new values yet.
+4. *gather* - each rank sends its pieces, and all ranks copy them into their parameters.
 """
 
 import json
@@ -35,7 +35,7 @@ from lockstep.texts import LONGEST_HEADLINE, shortened
 
 
 class Placed(NamedTuple):
-    """A parameter whose elements have been given out."""
+    """A parameter whose elements have been assigned to ranks."""
 
     name: str
     parameter: Tensor
@@ -45,7 +45,7 @@ class Placed(NamedTuple):
 
 
 class OwnPiece(NamedTuple):
-    """A piece that this rank steps."""
+    """A piece that this rank steps on."""
 
     piece: Piece
     tensor: Tensor
@@ -53,7 +53,7 @@ class OwnPiece(NamedTuple):
 
 
 class _Bound(NamedTuple):
-    """What depends on where the parameters lie in memory."""
+    """The objects that depend on the addresses of the parameters."""
 
     addresses: list[int]
     streams: Streams | None
@@ -91,11 +91,11 @@ class Shards:
     # ------------------------------------------------------------------------------------- placing
 
     def number_of(self, parameter: Tensor) -> int | None:
-        """Return the number of a parameter that has been given out, or None."""
+        """Return the number of a parameter that has been assigned, or None."""
         return self._numbers.get(id(parameter))
 
     def place(self, groups: Sequence[dict[str, Any]], names: dict[int, str]) -> None:
-        """Cut and give out parameters that have no place yet; what has one keeps it."""
+        """Cut and assign the parameters that have no place yet; the others keep their places."""
         new = [
             (group, parameter)
             for group in groups
@@ -132,7 +132,7 @@ class Shards:
                 self.by_rank[rank] += [piece._replace(number=cut[piece.number]) for piece in pieces]
 
     def _bind(self) -> None:
-        """Make the pieces anew, where the parameters lie now; state goes with them."""
+        """Make the pieces anew at the parameters' present addresses; their state is kept."""
         self._check_apart()
         state, former = self.twin.state, {own.piece: own.tensor for own in self.own}
         self.own = [OwnPiece(piece, self._view(piece)) for piece in self.by_rank[self.rank]]
@@ -182,7 +182,7 @@ class Shards:
         """Get ready for one step, with all ranks; ``find_problem`` returns the reason why this rank cannot take it, or
         an empty text.
 
-        Raises on every rank if it fails on any. :meth:`step_own` and :meth:`finish` follow.
+        If this fails on any rank, raises on every rank. :meth:`step_own` and :meth:`finish` follow.
         """
         self._check_whole()
         groups, problem = optimizer.param_groups, find_problem()
@@ -195,6 +195,8 @@ class Shards:
             self._agree(groups, f"{type(error).__name__}: {error}", error)
         self._agree(groups, problem)
         self.steps += 1
+        if self._bound.streams is not None:  # until finish() has ended
+            self._broken = f"step {self.steps} of the optimizer was cut short, so the weights may be of two steps"
 
     @calls_compiled
     def step_own(self) -> Exception | None:
@@ -208,11 +210,23 @@ class Shards:
 
     @outside_compiler
     def finish(self, optimizer: Optimizer, failure: Exception | None) -> None:
-        """Send what was stepped, and take what the others have; give all back if it has failed on any rank."""
+        """Send this rank's new values and copy those of the others; if the step failed on any rank, restore the old
+        ones."""
         self._drop_gradients()
         for group, own in zip(optimizer.param_groups, self.twin.param_groups, strict=True):
             group.update((name, value) for name, value in own.items() if name != "params")
-        self._finish(failure)
+        streams, moves = self._bound.streams, self._bound.moves
+        if streams is None:
+            if failure is not None:
+                raise failure
+            return
+        what = f"weights, step {self.steps}"
+        marks = streams.gather(moves[self.rank], self._of_others(moves), what, int(failure is not None))
+        if any(marks):
+            self._give_back(streams, moves)
+            self._broken = f"step {self.steps} of the optimizer has failed, after some ranks had changed their state"
+            self._raise(failure)
+        self._broken = ""
 
     def _check_whole(self) -> None:
         if self._broken:
@@ -266,26 +280,11 @@ class Shards:
         for own in self.own:
             own.tensor.grad = None  # else the gradient's memory could not be used again
 
-    def _finish(self, failure: Exception | None) -> None:
-        streams, moves = self._bound.streams, self._bound.moves
-        if streams is None:
-            if failure is not None:
-                raise failure
-            return
-        self._broken = f"step {self.steps} of the optimizer was cut short, so the weights may be of two steps"
-        what = f"weights, step {self.steps}"
-        marks = streams.gather(moves[self.rank], self._of_others(moves), what, int(failure is not None))
-        if any(marks):
-            self._give_back(streams, moves)
-            self._broken = f"step {self.steps} of the optimizer has failed, after some ranks had changed their state"
-            self._raise(failure)
-        self._broken = ""
-
     def _of_others(self, moves: Sequence[Moves]) -> list[Moves | None]:
         return [None if rank == self.rank else each for rank, each in enumerate(moves)]
 
     def _give_back(self, streams: Streams, moves: Sequence[Moves]) -> None:
-        """Give every rank the old values of its pieces: the rank before it has them. The streams are turned by one."""
+        """Restore the old values of every rank's pieces: each rank sends those of the next rank, which it still has."""
         world = self.collectives.world
         targets: list[Moves | None] = [None] * world
         targets[(self.rank - 1) % world] = moves[self.rank]
@@ -305,11 +304,11 @@ class Shards:
     # ----------------------------------------------------------------------------------- agreeing
 
     def agree_on_places(self, optimizer: Optimizer, error: Exception | None) -> None:
-        """Compare with all ranks what has been placed; raise on every rank if ranks differ or one has an ``error``."""
+        """Compare the places with all ranks; raise on every rank if ranks differ or one has an ``error``."""
         self._agree(optimizer.param_groups, "" if error is None else f"{type(error).__name__}: {error}", error)
 
     def _agree(self, groups: Sequence[dict[str, Any]], problem: str, cause: Exception | None = None) -> None:
-        """Raise, on every rank, unless all take the same step; a rank with a ``problem`` tells it."""
+        """Raise on every rank unless all take the same step; a rank with a ``problem`` reports it to all."""
         if problem:
             self._drop_gradients()
         if self.collectives.world == 1:
@@ -332,7 +331,7 @@ class Shards:
         self._raise_difference(lines)
 
     def _describe(self, groups: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
-        """Return what has to be the same on all ranks."""
+        """Return the values that have to be the same on all ranks."""
         lines = [("the number of steps", str(self.steps))]
         for number, group in enumerate(groups):
             options = {name: _told(value) for name, value in group.items() if name != "params" and _can_be_told(value)}
@@ -358,9 +357,9 @@ class Shards:
         raise AgreementError("ranks differ in the number of parameter groups of a sharded optimizer")
 
     def load(self, groups: Sequence[dict[str, Any]], values: dict[int, Any], others: dict[Any, Any]) -> None:
-        """Load the state of this rank's pieces, by their place in :attr:`own`, and what belongs to none.
+        """Load the state of this rank's pieces, by place in :attr:`own`, and the state that belongs to no parameter.
 
-        A step that had failed before does not matter any more.
+        This ends the error state after a step that was cut short.
         """
         self._set_groups(groups)
         numbers = {own.tensor: number for number, own in enumerate(self.own)}

@@ -1,4 +1,4 @@
-"""State of a sharded optimizer: as slices, as whole tensors, and back."""
+"""Converts the state of a sharded optimizer to slices or whole tensors, and back."""
 
 import io
 from collections import defaultdict
@@ -51,9 +51,9 @@ def _is_flat(value: Tensor, own: OwnPiece) -> bool:
 
 
 def sliced(shards: Shards, state_dict: Mapping[str, Any], parameters: Sequence[Tensor]) -> dict[str, Any]:
-    """Return a state dict with this rank's pieces of the tensors of a whole one; ``parameters`` by number.
+    """Return this rank's part of a whole state dict; ``parameters`` are by number.
 
-    What it has of parameters that have been given out to other ranks alone is left out.
+    State of parameters that other ranks step on alone is left out.
     """
     state: State = {}
     for key, values in state_dict["state"].items():
@@ -85,7 +85,7 @@ def _slice_of(value: Any, own: OwnPiece, parameter: Tensor, name: str) -> Any:
 
 
 def take(shards: Shards, state: Mapping[Any, Any], groups: Sequence[dict[str, Any]]) -> None:
-    """Put loaded state into the twin, which moves and casts it as PyTorch's optimizers do."""
+    """Load state into the twin, which moves and casts it as PyTorch's optimizers do."""
     values = {
         number: {name: _local(value, own) for name, value in found.items()}
         for number, own in enumerate(shards.own)
@@ -104,7 +104,7 @@ def _local(value: Any, own: OwnPiece) -> Any:
 
 
 class _Described(NamedTuple):
-    """What one rank has of the state."""
+    """The description of one rank's part of the state."""
 
     names: list[list[list[str]]]
     """For each piece the names of its values, with the dtype of a tensor that has an element for each of the piece's,
@@ -114,7 +114,7 @@ class _Described(NamedTuple):
 
 
 def full_state(shards: Shards, keeps: bool) -> State:
-    """Return whole tensors, and all else, by parameter, if this rank ``keeps`` them; every rank has to call it."""
+    """Return the whole state by parameter if ``keeps`` is True on this rank; every rank has to call it."""
     rest = _packed(shards)
     own = _Described(_names(shards), len(rest))
     told = [_Described(*each) for each in all_gather_object(own, "what ranks have of the state", shards.collectives)]
@@ -144,7 +144,7 @@ def _names(shards: Shards) -> list[list[list[str]]]:
 
 
 def _packed(shards: Shards) -> bytes:
-    """Return what is no tensor of elements, by the number of the piece, as bytes."""
+    """Return, as bytes, the state that is not a tensor with an element for each weight, by the number of the piece."""
     found = {}
     for number, own in enumerate(shards.own):
         state = shards.twin.state.get(own.tensor, {})
@@ -174,7 +174,7 @@ def _device_of(shards: Shards) -> torch.device:
 
 
 class _Whole:
-    """The whole state, while it is put together."""
+    """The whole state, while it is assembled."""
 
     def __init__(self, shards: Shards, told: Sequence[_Described]) -> None:
         self._shards = shards
@@ -195,7 +195,7 @@ class _Whole:
                     yield piece, name, getattr(torch, dtype)
 
     def places(self, rank: int) -> list[Tensor]:
-        """Return where the stream of a rank goes: parts of the whole tensors, and memory for all else."""
+        """Return the targets of a rank's stream: parts of the whole tensors, and memory for other state."""
         rest = torch.empty(self._told[rank].rest, dtype=torch.uint8, device=_device_of(self._shards))
         self._rests[rank] = rest
         return [as_bytes(self._part(*each)) for each in self._of_elements(rank)] + [rest]
@@ -208,7 +208,7 @@ class _Whole:
         return flat(self._tensors[key])[piece.start : piece.stop]
 
     def state(self) -> State:
-        """Return the state by parameter, when all has come."""
+        """Return the state by parameter, after all streams have arrived."""
         found: dict[int, State] = {}
         for rank, told in enumerate(self._told):
             rest = torch.load(io.BytesIO(bytes(self._rests[rank].tolist())), weights_only=True)

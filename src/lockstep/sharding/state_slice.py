@@ -1,8 +1,8 @@
-"""Stands for a tensor of an optimizer's state of which this rank has a slice: it can be saved and loaded, and no more.
+"""``StateSlice``: this rank's slice of a tensor of an optimizer's state, which can be saved and loaded, and no more.
 
-It has shape, dtype and device of the whole, and speaks the protocol of ``torch.distributed.checkpoint``: a checkpoint
-holds the rectangular blocks that the ranks' slices consist of, so it can be loaded on any number of ranks, and into
-the state of a plain optimizer.
+It has the shape, dtype and device of the whole tensor, and implements the protocol of ``torch.distributed.checkpoint``.
+A checkpoint holds rectangular blocks, into which the ranks' slices are cut, so it can be loaded on any number of ranks,
+and into the state of a plain optimizer.
 """
 
 from collections.abc import Sequence
@@ -21,8 +21,8 @@ _KEEPS = {torch.ops.aten.detach.default, torch.ops.aten.clone.default, torch.ops
 class StateSlice(Tensor):
     """A rank's slice of a tensor that belongs to a parameter, as ``optimizer.state_dict()`` returns it.
 
-    ``local`` has the elements ``start`` and up, in one dimension; ``order`` lists the dimensions of the whole in the
-    order in which memory goes through them.
+    ``local`` has the elements from ``start`` on, in one dimension. ``order`` lists the dimensions of the whole tensor
+    in the order in which they lie in memory, the slowest first.
     """
 
     local: Tensor
@@ -31,14 +31,14 @@ class StateSlice(Tensor):
 
     @staticmethod
     def __new__(cls: Any, local: Tensor, start: int, shape: Sequence[int], order: list[int]) -> "StateSlice":
-        """Wrap a slice of a tensor of that shape, whose memory goes through its dimensions in that order."""
+        """Wrap a slice of a tensor of this shape, whose dimensions lie in memory in this order."""
         made: StateSlice = Tensor._make_wrapper_subclass(cls, shape, dtype=local.dtype, device=local.device)
         made.local, made.start, made.order = local, start, order
         return made
 
     @classmethod
     def of(cls, local: Tensor, start: int, like: Tensor) -> "StateSlice":
-        """Return the slice of a tensor that is laid out as ``like``."""
+        """Return the slice of a tensor that has the layout of ``like``."""
         return cls(local, start, like.shape, memory_order(like))
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -66,7 +66,7 @@ class StateSlice(Tensor):
         return [Block(*(in_former_order(each, self.order) for each in block)) for block in found]
 
     def __create_write_items__(self, fqn: str, _: object) -> list[Any]:
-        """Return what a checkpoint writes of this rank: one item for each block."""
+        """Return the items that a checkpoint writes for this rank, one for each block."""
         from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
         from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
@@ -81,7 +81,7 @@ class StateSlice(Tensor):
         ]
 
     def __create_chunk_list__(self) -> list[Any]:
-        """Return where the blocks of this rank lie in the whole tensor."""
+        """Return the places of this rank's blocks in the whole tensor."""
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
         return [

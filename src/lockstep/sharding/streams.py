@@ -1,7 +1,7 @@
-"""Moves pieces of tensors between ranks: each rank sends its pieces end to end, and all take what they need.
+"""Moves pieces of tensors between ranks: each rank sends its pieces end to end, and every rank copies what it needs.
 
-One all-gather moves a chunk of each rank's stream. The next one is under way while the last one's data are copied to
-their places, so memory is bounded by two chunks of every rank.
+One all-gather moves a chunk of each rank's stream. The next all-gather is under way while the data of the last one are
+copied to their places, so memory is bounded by two chunks of every rank.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,7 +21,7 @@ class Moves:
     """The copies between places in tensors and one stream, chunk by chunk."""
 
     def __init__(self, places: Sequence[Tensor], chunk: int, offset: int = 0) -> None:
-        """``places``: flat tensors of bytes, which follow each other in the stream from byte ``offset`` on."""
+        """``places`` are flat tensors of bytes, which follow each other in the stream from byte ``offset`` on."""
         self.chunks: dict[int, tuple[list[Tensor], list[slice]]] = {}
         for place in places:
             for number, here, there in _parts(offset, place.numel(), chunk):
@@ -58,7 +58,7 @@ class Streams:
     """A stream of each rank, gathered by all."""
 
     def __init__(self, lengths: Sequence[int], collectives: Collectives, device: torch.device) -> None:
-        """``lengths``: bytes of each rank's stream, without its head."""
+        """``lengths`` are the numbers of bytes of each rank's stream, without its head."""
         self._collectives = collectives
         self._device = device
         self.chunk = min(CHUNK_BYTES, _rounded(HEAD_BYTES + max(lengths)))
@@ -71,10 +71,9 @@ class Streams:
         return Moves(places, self.chunk, HEAD_BYTES)
 
     def gather(self, own: Moves, targets: Sequence[Moves | None], what: str, mark: int = 0) -> list[int]:
-        """Send this rank's stream, and copy those of all ranks to ``targets``, by rank; return every rank's mark.
+        """Send this rank's stream, copy the streams of all ranks to ``targets``, by rank, and return every rank's mark.
 
-        If any mark is not zero, that is all that is done: nothing is copied. Communicates one all-gather for each
-        chunk.
+        If any mark is not zero, nothing is copied. Communicates one all-gather for each chunk.
         """
         buffers = [self._buffers(), self._buffers() if self.count > 1 else None]
         pending: tuple[int, Pending] | None = None

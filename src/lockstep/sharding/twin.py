@@ -1,4 +1,4 @@
-"""An optimizer of the same class and options as another one, over other tensors: it does a rank's part of the step."""
+"""The twin of a sharded optimizer: an optimizer of the same class and options, over the pieces of one rank."""
 
 import copy
 from collections import OrderedDict, defaultdict
@@ -29,7 +29,8 @@ def make_twin(optimizer: Optimizer, kind: type[Optimizer], groups: Sequence[Sequ
 
 
 def shared_attributes(optimizer: Optimizer) -> dict[str, Any]:
-    """Return what an optimizer has besides parameters, state and hooks: defaults, GradScaler's factors, its own."""
+    """Return the attributes of an optimizer without parameters, state and hooks: defaults, GradScaler's factors,
+    others."""
     return {
         name: value
         for name, value in vars(optimizer).items()
@@ -38,13 +39,13 @@ def shared_attributes(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def step_of(kind: type[Optimizer]) -> Callable[[Optimizer], object]:
-    """Return the step of an optimizer's class without the hooks around it, which run once for the whole."""
+    """Return the step of an optimizer's class without its hooks, which the sharded optimizer runs."""
     step: Callable[[Optimizer], object] = kind.step
     return getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step
 
 
 def check_attributes(optimizer: Optimizer) -> None:
-    """Raise :class:`ShardingError` if an optimizer refers to its parameters other than by groups and state."""
+    """Raise :class:`ShardingError` if an optimizer holds its parameters in other places than its groups and state."""
     own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     for name, value in shared_attributes(optimizer).items():
         if any(id(each) in own for each in _leaves(value, 3)):

@@ -1,4 +1,4 @@
-"""Shares: the global batch of a step is cut into a fixed number of them, and added in a fixed order.
+"""Shares: the batch of a step is cut into a fixed number of parts, whose gradients are added in a fixed order.
 
 So gradients have the same bits on any number of ranks.
 """

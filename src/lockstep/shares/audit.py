@@ -8,25 +8,25 @@ from lockstep.shares.share_replication import ShareReplication
 
 
 def audit(model: Module, every: int | None = 100) -> None:
-    """Have a random share computed again, in one of ``every`` steps, from the next iteration over batches on.
+    """From the next iteration over batches on, let another rank compute a random share again in one of ``every`` steps.
 
-    Another rank computes it, and its gradients and buffers are compared bit by bit with the first results. That finds
-    silent corruption of data, a processor that computes wrongly, and kernels that are not deterministic during
-    training. With one rank, that rank computes the share again, which finds kernels that are not deterministic.
+    Gradients and buffers are compared bit by bit with the first results. That finds silent corruption of data, a
+    processor that computes wrongly, and kernels that are not deterministic. A single rank computes the share again
+    itself, which finds kernels that are not deterministic.
 
-    On the rank that computes a share again, the loop over the batch's shares runs once more, with that share's rows:
-    whatever the loop counts itself, such as losses, counts twice there, unless the loop checks ``batch.is_auditing``.
-    The seed of the batches decides which steps, shares and ranks these are. It costs one share's time in such a step.
+    On the rank that computes a share again, the loop over the batch's shares runs once more, with that share's rows. If
+    the loop sums losses, for example, it has to check ``batch.is_auditing``, or they count twice. The seed of the
+    batches determines the steps, shares and ranks. An audited step takes the time of one share more.
 
     Args:
         model: A module from ``lockstep.replicate(model, shares=...)``; all modules of a step are audited together.
-        every: The average number of steps for one audited step; None: no more audits. The same on every rank.
+        every: One of ``every`` steps is audited, on average. None ends the audits. Give the same on every rank.
 
     Communicates, in such a step, an all-gather of 128 bytes, and others of about 25 bytes for each parameter and
     buffer.
 
     Raises:
-        OptionError: ``every`` is no whole number above 0, or the module is replicated without shares.
+        OptionError: ``every`` is not a whole number above 0, or the module is replicated without shares.
         AuditError: At the end of a loop over shares, on every rank: bits differ. Names the ranks, the share, and the
             first parameter or buffer.
 
@@ -40,7 +40,7 @@ def audit(model: Module, every: int | None = 100) -> None:
         >>> [batch.is_auditing for (x,) in batch if model(x).sum().backward() is None]
         [False, False, True]
 
-    Stands for: nothing in PyTorch.
+    PyTorch has no such function.
     """
     if every is not None and (not isinstance(every, int) or isinstance(every, bool) or every < 1):
         raise OptionError(f"audit(): every is a whole number above 0, or None, got {every!r}")

@@ -1,4 +1,4 @@
-"""``fingerprint()``: one line that is the same for two runs if, and only if, they have come to the same bits."""
+"""``fingerprint()``: one line that is the same for two runs if, and only if, their models have the same bits."""
 
 import ctypes
 import hashlib
@@ -16,9 +16,9 @@ from lockstep.dtensors import local_part
 def fingerprint(model: Module, optimizer: Optimizer | None = None) -> str:
     """Return the SHA-256 of a model's parameters and buffers, and an optimizer's state, as 64 hexadecimal digits.
 
-    Two runs that print the same line have the same bits: in each parameter and each buffer that a ``state_dict`` holds,
-    by name, dtype and shape, and in the optimizer's state of each parameter. Hyperparameters, such as the learning
-    rate, are no part of it, nor is the device: values are copied to the CPU first.
+    Two runs that print the same line have the same bits in each parameter and in each buffer of the ``state_dict``,
+    with the same names, dtypes and shapes, and in the optimizer's state of each parameter. Hyperparameters, such as the
+    learning rate, and devices do not count. Values are copied to the CPU first.
 
     Args:
         model: A module, replicated or not; for a ``DistributedDataParallel`` or a compiled module, the one inside.
@@ -33,7 +33,7 @@ def fingerprint(model: Module, optimizer: Optimizer | None = None) -> str:
         >>> fingerprint(model)[:16]
         '2648152e3fcf9f0c'
 
-    Stands for: nothing in PyTorch.
+    PyTorch has no such function.
     """
     plain = _unwrapped(model)
     digest = hashlib.sha256()

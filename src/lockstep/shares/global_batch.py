@@ -1,4 +1,4 @@
-"""One global batch and its shares, and which samples each batch of an epoch has."""
+"""One global batch and its shares, and the samples of each batch of an epoch."""
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
@@ -104,7 +104,7 @@ class GlobalBatch:
         return next(self._loaded)
 
     def skip(self) -> None:
-        """Consume the shares that nothing has asked for."""
+        """Consume the shares that were not requested."""
         self._is_begun = True
         while self._left:
             self._load()

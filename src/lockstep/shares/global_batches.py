@@ -1,4 +1,4 @@
-"""``GlobalBatches``: the batches of all ranks together, of which each rank loads its shares."""
+"""``GlobalBatches``: the batches of all ranks together; each rank loads its shares."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -21,33 +21,34 @@ _DECIDED = ("batch_sampler", "sampler", "drop_last", "generator")
 
 
 class GlobalBatches:
-    """The global batches of a run, cut into shares, of which each rank computes its own.
+    """The global batches of a run, cut into shares; each rank computes some of the shares.
 
-    Iterate over it for the batches of one epoch, and over a batch for this rank's shares of it, loaded and collated as
-    by ``DataLoader``. Forward and backward of a share belong inside that loop; when it has ended, gradients are
-    complete on every rank.
+    Iterate over this object to get the batches of one epoch. Iterate over a batch to get this rank's shares of it,
+    loaded and collated as by ``DataLoader``. Run forward and backward of a share inside that loop; when the loop has
+    ended, gradients are complete on every rank.
 
-    The samples of a batch, their order and their random numbers depend on ``seed`` and the epoch alone: not on the
-    number of ranks or workers, or on where the run was resumed. Each new iteration is the next epoch; one that was left
-    before its end is continued.
+    The samples of a batch, their order and their random numbers depend only on ``seed`` and the epoch, not on the
+    number of ranks or workers, and not on a resume. Each new iteration is the next epoch; after ``break`` the next
+    iteration continues the same epoch.
 
     Args:
         dataset: A map-style data set: ``len(dataset)`` and ``dataset[number]``, the same on every rank.
-        batch_size: Rows of the whole world in one step.
-        shares: As in ``replicate(model, shares=...)``: at least as many as the run will ever have ranks.
-        seed: For the order, for random numbers of samples, and for random numbers in the model (dropout).
-        shuffle: True: each epoch has an order of its own; False: all have the order of the data set.
-        last: What happens to rows that do not fill a last batch: ``"drop"``, or ``"smaller"`` shares, whose sizes
+        batch_size: The number of rows in one step, over all ranks.
+        shares: The same number as in ``replicate(model, shares=...)``: at least the largest number of ranks that the
+            run will ever have.
+        seed: The seed of the order, of the samples' random numbers, and of random numbers in the model (dropout).
+        shuffle: If True, each epoch has a different order; if False, all epochs have the order of the data set.
+        last: The treatment of rows that do not fill a last batch: ``"drop"``, or ``"smaller"`` shares, whose sizes
             differ by at most one.
         process_group: The ranks; the default group if None, or one rank if there is none.
-        **loader_options: Those of ``torch.utils.data.DataLoader``: ``num_workers``, ``collate_fn``, ``pin_memory`` and
-            so on.
+        **loader_options: Options of ``torch.utils.data.DataLoader``: ``num_workers``, ``collate_fn``, ``pin_memory``
+            and so on.
 
     Communicates nothing while loading. When the loop over a batch's shares ends, gradients are exchanged: see
     :func:`lockstep.replicate`.
 
     Raises:
-        OptionError: Options that make no sense, or an ``IterableDataset``.
+        OptionError: Invalid options, or an ``IterableDataset``.
 
     Example:
         >>> import torch, torch.distributed as dist, lockstep
@@ -160,7 +161,7 @@ class GlobalBatches:
             self._epoch, self._batch = (epoch + 1, 0) if is_last else (epoch, number + 1)
 
     def _keys(self) -> Iterator[list[ShareKey]]:
-        """Yield what this rank loads from the next batch to the end of its epoch, share by share."""
+        """Yield the keys of the shares that this rank loads, from the next batch to the end of its epoch."""
         world, epoch, first = self._world(), self._epoch, self._batch
         parts_of = enumerate(self._parts(epoch))
         for step, (_, parts) in zip(self._steps(epoch, first), islice(parts_of, first, None), strict=True):
@@ -173,10 +174,10 @@ class GlobalBatches:
     # ------------------------------------------------------------------------------------ progress
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position of the next batch: ``epoch`` and ``batch``, and the arguments that they refer to.
+        """Return the position of the next batch: ``epoch`` and ``batch``, and the arguments that belong to it.
 
         It is the same on every rank, and may be loaded on any number of ranks. A batch counts once the loop over its
-        shares has ended, or the next batch is asked for; batches that workers have loaded ahead do not count.
+        shares has ended, or the next batch is requested; batches that workers have loaded ahead do not count.
         """
         return {"epoch": self._epoch, "batch": self._batch, **self._fixed()}
 

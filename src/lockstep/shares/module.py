@@ -1,4 +1,4 @@
-"""One module that is replicated with shares: its gradients and buffers in the phases of a step."""
+"""A module that is replicated with shares: its gradients and buffers in the phases of a step."""
 
 import logging
 from collections.abc import Sequence
@@ -53,7 +53,7 @@ class _Watch:
         return members
 
     def changed(self) -> bool:
-        """Return True if they may have changed since the last look."""
+        """Return True if parameters or buffers may have changed since the last look."""
         return self._slots.changed() or self._buffers.changed() or self._kinds_now() != self._kinds
 
     def new_parameters(self) -> list[str]:

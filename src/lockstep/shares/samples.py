@@ -1,4 +1,4 @@
-"""Samples and their random numbers, which depend on the sample and the epoch, and not on who loads it."""
+"""Samples and their random numbers, which depend only on the sample and the epoch, not on the rank or worker."""
 
 import random
 import sys
@@ -25,9 +25,9 @@ class ShareKey(NamedTuple):
 class SeededShares:
     """A data set whose items are whole shares, loaded and collated; a request is a list with one :class:`ShareKey`.
 
-    Before each sample, all generators that programs use without naming one - PyTorch's of the CPU, Python's, NumPy's -
-    are seeded by the run's seed, the epoch and the sample's number, and before collating by the share. A data set that
-    loads many samples at a time (``__getitems__``) is seeded once for all samples of a share.
+    Before each sample, the default random generators (PyTorch's of the CPU, Python's, NumPy's) are seeded by the run's
+    seed, the epoch and the sample's number, and before collating by the share. A data set that loads many samples at a
+    time (``__getitems__``) is seeded once for all samples of a share.
     """
 
     def __init__(self, dataset: Any, collate: Callable[[Any], Any]) -> None:

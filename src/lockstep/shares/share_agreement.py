@@ -1,4 +1,4 @@
-"""The exchange that the ranks have agreed on for a step, and how they agree on another.
+"""The agreement of the ranks on the exchange in a step, and on a new exchange when something has changed.
 
 The sizes of all messages follow from the module (which parameters are trained, which buffers there are), from what the
 last step has changed, and from the number of shares. All of that is agreed on before a step begins. If it no longer

@@ -1,4 +1,4 @@
-"""Exchanges the partial sums of a step: each rank adds its slice in the tree's order, and all get the result.
+"""Exchanges the partial sums of a step: each rank adds its slice in the tree's order, and all ranks get the result.
 
 Tensors are laid out in flat buckets (:mod:`lockstep.buckets`): the gradients, in the order in which backward computes
 them, and the averaged buffers. A rank has one flat part of each bucket for each of its partial sums;

@@ -1,4 +1,4 @@
-"""A module that is replicated with shares, as the public functions use it."""
+"""A module that is replicated with shares, with the methods that the public functions call."""
 
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager

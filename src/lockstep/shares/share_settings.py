@@ -1,4 +1,4 @@
-"""The settings on which bits depend: compared among ranks, and when a run goes on."""
+"""The settings that the bits depend on: compared between ranks, and with a checkpoint when a run is resumed."""
 
 import os
 from collections.abc import Iterable, Mapping

@@ -1,4 +1,4 @@
-"""One step of the whole world, and its audit: which share is computed again, by which rank, and what it has to give."""
+"""One step over all ranks, and its audit: the share that is computed again, the rank that does it, the result."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

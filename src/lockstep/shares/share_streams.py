@@ -1,4 +1,4 @@
-"""Random streams of shares: the numbers that a share draws depend on its seed, and not on where it is computed.
+"""Random streams of shares: a share's random numbers depend on its seed, not on the rank that computes it.
 
 At the start of a share, all generators that programs use without naming one are seeded: PyTorch's of the CPU and of the
 module's accelerators, Python's and NumPy's. After the step all have their former states.

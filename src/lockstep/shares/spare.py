@@ -1,4 +1,4 @@
-"""Memory of gradients that nobody needs any more, used again for the gradients of the next share.
+"""Keeps the memory of old gradients for the gradients of the next share.
 
 Partial sums are dropped many at a time. The C library returns such blocks to the system, which clears their pages when
 the next share takes them again: for large parameters that takes longer than adding them. So each block is kept until

@@ -36,7 +36,7 @@ class Algorithm(Protocol):
         """
 
     def reduce(self, x: Tensor, op: Op, root: int) -> None:
-        """Reduce the tensors of all ranks into that of ``root``; the tensors of other ranks stay as they are."""
+        """Reduce the tensors of all ranks into the tensor of ``root``; the tensors of other ranks stay as they are."""
 
     def broadcast(self, x: Tensor, root: int, tensors: int = 1) -> None:
         """Give every rank the values of ``root``, in place."""

@@ -1,4 +1,4 @@
-"""The arguments of collectives: brought to one form, checked, flattened, and written to when it is over.
+"""Checks and flattens the arguments of collectives, and writes the results back.
 
 Each collective of PyTorch has one form with lists of tensors and an object of options, and one with single tensors and
 values: ``allreduce([x], options)`` and ``allreduce(x, op, timeout)``, by position or by name. Methods of the ``shm``
@@ -119,7 +119,7 @@ def check_numel(tensors: Sequence[Tensor], numel: int, what: str) -> None:
 
 
 def check_writable(tensors: Sequence[Tensor], what: str) -> None:
-    """Raise if elements of an output tensor share memory, as those of an expanded one do."""
+    """Raise if elements of an output tensor share memory, as in an expanded tensor."""
     for tensor in tensors:
         if not tensor.is_contiguous() and any(
             n > 1 and not by for n, by in zip(tensor.shape, tensor.stride(), strict=True)

@@ -250,7 +250,7 @@ def _bytes_of_each(tensors: list[Tensor]) -> list[Tensor]:
 
 
 def _nested(flat: list[Tensor], like: list[list[Tensor]]) -> list[list[Tensor]]:
-    """Group tensors in lists that are as long as those of ``like``."""
+    """Group tensors in lists that are as long as the lists of ``like``."""
     following = iter(flat)
     return [[next(following) for _ in given] for given in like]
 

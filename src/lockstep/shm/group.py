@@ -28,8 +28,8 @@ _ProcessGroup: Any = dist.ProcessGroup  # its type has overloads that no method 
 class ProcessGroupShm(NativeCollectives, CollectivesOfGloo, _ProcessGroup):
     """The group that ``init_process_group("shm")`` and ``new_group(backend="shm")`` make.
 
-    Its collectives are those of ``torch.distributed``; only :meth:`allocate` is a method that other groups do not have.
-    Ranks in messages are those of the default group.
+    It has the collectives of ``torch.distributed``, and one more method, :meth:`allocate`. Error messages give ranks of
+    the default group.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class ProcessGroupShm(NativeCollectives, CollectivesOfGloo, _ProcessGroup):
         """Return a tensor of one dimension, uninitialised, in memory that every rank of the host can see.
 
         Collectives on it, and on views of it without gaps, need no copy if every rank's tensor lies in such memory.
-        Nothing is communicated. The memory is free again when the tensor and its views are gone.
+        Communicates nothing. The memory is freed with the tensor and its views.
 
         Example:
             >>> group = ProcessGroupShm(dist.HashStore(), 0, 1)

@@ -1,4 +1,4 @@
-"""The other ranks of a host, and Unix sockets to them, one per pair of ranks.
+"""The other ranks of a host, with a Unix socket to each of them.
 
 A signal is a short message (``messages.py`` has its kinds). Waiting for one blocks, so it costs nothing where ranks
 outnumber cores. Everything written to shared memory before a message was sent is visible to its receiver, on every

@@ -1,4 +1,4 @@
-"""The rendezvous of a group's ranks: the hosts they are on, and a connection to each rank of this host.
+"""Lets the ranks of a group meet: finds the host of each rank, and connects to each rank of this host.
 
 Every rank opens a Unix socket without a name in any file system, and writes its address and its host to the group's
 store. A connection counts only if it comes from the same user and brings the listener's secret.

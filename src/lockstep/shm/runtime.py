@@ -1,4 +1,4 @@
-"""Builds from a store what a group needs to run collectives: connections, shared memory, a Gloo group."""
+"""Builds what a group needs to run collectives: connections, shared memory, a Gloo group."""
 
 import threading
 import time

@@ -1,4 +1,4 @@
-"""Shared memory without a name, mapped into this process; a forked process gets memory of its own in its place.
+"""Shared memory without a name, mapped into this process; a forked process gets separate memory instead.
 
 One rank makes it (``memfd_create``: no entry in ``/dev/shm``, and none of its limits; only processes that were handed
 the descriptor can map it). So nothing can be left behind: the memory is freed with the last process that maps it. Its

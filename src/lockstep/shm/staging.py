@@ -1,4 +1,4 @@
-"""The memory in which a host's ranks move tensors: memory from ``group.allocate``, and staging memory for the rest.
+"""The memory through which a host's ranks move tensors: ``group.allocate``, and staging memory for other tensors.
 
 Each rank has two buffers for data and two for results, one of each in either half of its staging memory. The halves are
 used in turn: every exchange of messages switches to the other half. A buffer is written again two exchanges later, and

@@ -1,4 +1,4 @@
-"""Collectives that have been begun: run in order, by whoever waits for one, or by a thread of their own.
+"""Collectives that have been begun: run in order, by the thread that waits for one, or by a separate thread.
 
 A rank that waits runs the collectives that are due itself, so that no thread has to wake up for them. A worker thread
 runs the others in the background. Futures, whose callbacks may begin and wait for further collectives, are completed by
@@ -31,7 +31,7 @@ CLOSE_SECONDS = 5.0
 
 
 class ShmWork(dist.Work):
-    """A collective under way; the methods are those of ``torch.distributed.Work``."""
+    """A collective under way, with the methods of ``torch.distributed.Work``."""
 
     def __init__(
         self, queue: "WorkQueue", run: Callable[[], object], outputs: list[Tensor], what: str = "collective"

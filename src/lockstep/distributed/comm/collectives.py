@@ -8,8 +8,11 @@ group, even in a smaller group: see :func:`global_ranks`.
 import atexit
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from itertools import islice
+from statistics import median
 from typing import Any
 
 import torch
@@ -19,7 +22,6 @@ from torch._C._distributed_c10d import AllgatherOptions
 
 from lockstep.abilities import Addition, abilities_of
 from lockstep.buckets import TensorSpec, plan_buckets
-from lockstep.distributed.comm.comm_stats import CommStats
 from lockstep.distributed.comm.group_state import Group as Group
 from lockstep.distributed.comm.group_state import Watcher, state_of, watchers
 from lockstep.errors import AgreementError, CommunicationError, OptionError, PeerFailure
@@ -475,3 +477,57 @@ def _registered_ranks(group: Group) -> list[int] | None:
         return dist.get_process_group_ranks(group)
     except (RuntimeError, ValueError, KeyError, AttributeError, TypeError):
         return None
+
+
+# ---------------------------------------------------------------------------------- statistics
+
+
+RECENT = 16
+"""Number of rounds in the present median of step times."""
+KEPT = 256
+"""Number of rounds whose step times are remembered, including the recent ones."""
+
+
+class CommStats:
+    """Counts the collectives of one module, and records this rank's step times.
+
+    A step time is the time from the end of one wait to the start of the next: the rank's own work, which is data,
+    forward, backward and optimizer. It tells a slow rank from those that wait for it. Medians exclude an occasional
+    validation or checkpoint.
+    """
+
+    __slots__ = ("_ended", "_step_times", "bytes_reduced", "hidden_seconds")
+
+    def __init__(self) -> None:
+        self.bytes_reduced = 0
+        """Bytes of this rank's tensors that were all-reduced."""
+        self.hidden_seconds = 0.0
+        """Seconds from the first collective of each round to the end of backward: communication that backward hid."""
+        self._step_times: deque[float] = deque(maxlen=KEPT)
+        self._ended: float | None = None
+
+    def reduces(self, tensor: Tensor) -> None:
+        """Count a tensor that is all-reduced; of a sparse one, its values (test_a_sparse_bucket)."""
+        self.bytes_reduced += tensor._values().nbytes if tensor.is_sparse else tensor.nbytes
+
+    def waits(self, begun: float | None, now: float) -> None:
+        """Note that this rank waits for a round from ``now`` on; ``begun``: when its first collective began, if any."""
+        if self._ended is not None:
+            self._step_times.append(now - self._ended)
+        if begun is not None:
+            self.hidden_seconds += now - begun
+
+    def has_waited(self, now: float) -> None:
+        """Note that the round is over."""
+        self._ended = now
+
+    @property
+    def recent(self) -> float | None:
+        """Seconds per step, the median of the last 16; None before the second round."""
+        return median(islice(reversed(self._step_times), RECENT)) if self._step_times else None
+
+    @property
+    def before(self) -> float | None:
+        """Seconds per step, the median of those before the last 16; None if there are none."""
+        count = len(self._step_times) - RECENT
+        return median(islice(self._step_times, count)) if count > 0 else None

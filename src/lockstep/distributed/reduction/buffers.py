@@ -195,11 +195,12 @@ class BufferSet:
     def __init__(self, module: Module, skipped: Collection[Module], ignored: Collection[str]) -> None:
         places: dict[int, tuple[str, Tensor, list[Slot]]] = {}
         self._registries: list[dict[str, Any]] = []
+        self._empty: list[dict[str, Any]] = []
         self._vacant: list[tuple[dict[str, Any], str]] = []
         for prefix, owner in module.named_modules():
             if owner in skipped:
                 continue
-            self._registries.append(owner._buffers)
+            (self._registries if owner._buffers else self._empty).append(owner._buffers)
             for key, tensor in owner._buffers.items():
                 name = f"{prefix}.{key}" if prefix else key
                 if tensor is None:
@@ -217,7 +218,7 @@ class BufferSet:
 
         Submodules are compared by :class:`lockstep.distributed.reduction.parameters.SlotSnapshot`.
         """
-        if list(map(len, self._registries)) != self._sizes:
+        if any(self._empty) or list(map(len, self._registries)) != self._sizes:
             return True
         if not (self.buffers or self._vacant):
             return False

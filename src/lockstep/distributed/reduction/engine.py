@@ -3,7 +3,7 @@
 Every pass that Python begins (``backward()``, ``torch.autograd.grad``, checkpointing) goes through
 ``Variable._execution_engine``. The first replicated module replaces it by an instance of a subclass, which tells the
 schedulers of all groups when a pass begins, ends or fails; it is the only part of PyTorch that is replaced. Gradients
-are noted when the outermost pass begins, and compared when it has ended (``gradient_snapshot.py``).
+are noted when the outermost pass begins, and compared when it has ended (``gradients.py``).
 
 A pass that C++ begins does not come here. One that goes through outputs of a replicated module is noticed by a callback
 queued in it, which the engine drops without calling if the pass fails; the callback's finalizer then reports the
@@ -16,6 +16,8 @@ Passes may be nested. A pass begun by a function's backward, as in reentrant che
 it and ends with it. A pass begun by a hook is a pass of its own for all modules that the outer pass has not reached.
 """
 
+import ctypes
+import functools
 import inspect
 import logging
 import sys
@@ -31,7 +33,6 @@ from torch.autograd.function import BackwardCFunction
 from torch.nn import Parameter
 
 from lockstep.compiler import outside_compiler
-from lockstep.distributed.reduction import autograd_tls
 from lockstep.distributed.reduction.graph import (
     ReachableLeaves,
     devices_of_leaves,
@@ -146,7 +147,7 @@ class BackwardPass:
 
 def current_pass() -> BackwardPass | None:
     """Return the innermost pass that this thread runs; None outside of passes, and in one that C++ has begun."""
-    found: BackwardPass | None = autograd_tls.get(_KEY)
+    found: BackwardPass | None = get_from_tls(_KEY)
     return found
 
 
@@ -262,10 +263,10 @@ class _Engine(torch._C._ImperativeEngine):
     @outside_compiler
     def run_backward(self, *args: Any, **kwargs: Any) -> Any:
         """Run a backward pass, and tell the observers of its begin and its end."""
-        outer = autograd_tls.get(_KEY)
+        outer = get_from_tls(_KEY)
         given = named(args, kwargs)
         this = BackwardPass(outer, outer is not None and _is_in_function(), given)
-        autograd_tls.put(_KEY, this)
+        put_in_tls(_KEY, this)
         try:
             if not this.is_step:
                 _tell_of_begin(this)
@@ -289,9 +290,9 @@ class _Engine(torch._C._ImperativeEngine):
         finally:
             this.close()
             if outer is not None:
-                autograd_tls.put(_KEY, outer)
+                put_in_tls(_KEY, outer)
             else:
-                autograd_tls.remove(_KEY)
+                remove_from_tls(_KEY)
 
     def _wait_for_threads(self, devices: set[torch.device]) -> None:
         """Wait until no engine thread runs a node of a failed pass, such as one that sets a gradient.
@@ -342,3 +343,56 @@ def check_optimizers(named: Callable[[], Iterable[tuple[str, Parameter]]]) -> No
                     "gradients are reduced; step in a hook of your own (parameter.register_post_accumulate_grad_hook), "
                     "which waits for the reduced gradient, or after backward"
                 )
+
+
+# ------------------------------------------------------- thread-local objects of the engine's threads
+#
+# The engine runs the backward of accelerators in threads of its own, and gives them the thread-local state of the
+# thread that began the pass. A `threading.local` is not part of that state.
+
+
+def put_in_tls(key: str, value: object) -> None:
+    """Store ``value`` under ``key``, replacing an earlier value."""
+    if not _is_reference_taken():
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
+    torch._C._stash_obj_in_tls(key, value)
+
+
+def get_from_tls(key: str) -> Any:
+    """Return the value stored under ``key`` by this thread or by the one that began the pass; None if there is none."""
+    return torch._C._get_obj_in_tls(key) if torch._C._is_key_in_tls(key) else None
+
+
+def remove_from_tls(key: str) -> None:
+    """Remove the value stored under ``key``.
+
+    A thread that ends with an object stored, even None, may deadlock: PyTorch takes the interpreter's lock to release
+    the object. PyTorch versions that cannot remove an entry keep None.
+    """
+    take_out = getattr(torch._C, "_remove_obj_from_tls", None)
+    if take_out is not None:
+        take_out(key)
+    else:
+        put_in_tls(key, None)
+
+
+@functools.cache
+def _is_reference_taken() -> bool:
+    """Return True if PyTorch takes a reference to a stored object.
+
+    Some versions (such as 2.11) only release one when the object is replaced, so a stored object is freed while in use,
+    and the process crashes: ``test_what_is_put_lives_until_it_is_removed``.
+    """
+    key, probe = "lockstep.probe", object()
+    before = sys.getrefcount(probe)
+    torch._C._stash_obj_in_tls(key, probe)
+    taken = sys.getrefcount(probe) > before
+    if not taken:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(probe))  # PyTorch releases a reference that it has not taken
+    if hasattr(torch._C, "_remove_obj_from_tls"):
+        torch._C._remove_obj_from_tls(key)
+    else:
+        if not taken:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(None))
+        torch._C._stash_obj_in_tls(key, None)
+    return taken

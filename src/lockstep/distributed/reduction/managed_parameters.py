@@ -1,24 +1,39 @@
-"""A parameter whose gradient is synchronised, and the reducer that synchronises it.
+"""A parameter whose gradient is synchronised, the reducer that synchronises it, and the hooks on it.
 
 The reducer that claimed a parameter last synchronises it, even after the wrapper or the whole network has been dropped.
 So each module holds the reducer of its parameters, which does not refer back to the module. An attribute of the module
 would be visible and copied. Instead, one of the dictionaries that every module has (empty for most) is replaced by a
 subclass that carries the reducer; it is copied and pickled as the plain dictionary.
+
+Autograd runs a parameter's post-accumulate hooks before its gradient is reduced. An optimizer step in such a hook would
+use the local gradient, so hooks that users register, before or after replicating, are held back. At the end of a
+backward that synchronises, each runs once for every parameter that any rank has used since the last one, on all ranks
+(even where the parameter was not used), so that replicas stay equal. Copies and pickles of a parameter have no hooks.
+
+The reducer finds gradients without hooks when a pass is over (``engine.py``). A *trigger* lets it look earlier: in each
+part of a bucket, the parameter whose gradient came last in an earlier backward has one.
+
+Hooks refer to their reducer weakly, since the garbage collector does not see references held by hooks.
 """
 
 import threading
+import weakref
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import compress
+from operator import attrgetter
 from typing import Any, Protocol
 from weakref import ref
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling, is_dynamo_compiling
 from torch.nn import Module, Parameter
 
 from lockstep.buckets import TensorSpec
+from lockstep.compiler import is_in_compiled_backward, outside_compiler
 from lockstep.dtensors import local_part, matching_gradient
-from lockstep.errors import LayoutError
+from lockstep.errors import LayoutError, NotReplicableError
 
 
 class ManagedParameter:
@@ -161,3 +176,180 @@ def attach_to_module(module: Module, thing: Any, instead_of: Any = None) -> None
         vars(module)[_ATTRIBUTE] = hooks
     hooks.kept = [each for each in hooks.kept if each not in (thing, instead_of) and not each.retired]
     hooks.kept.append(thing)
+
+
+TRIGGER_KEY = -1
+"""The key of a trigger among a parameter's hooks; keys of PyTorch begin at 0."""
+hooks_of = attrgetter("_post_accumulate_grad_hooks")
+
+
+class Trigger:
+    """Lets the reducer look at gradients while backward runs."""
+
+    __slots__ = ("_index", "_reducer")
+
+    def __init__(self, index: int, reducer: Owner) -> None:
+        self._index = index
+        self._reducer = weakref.ref(reducer)
+
+    def __call__(self, parameter: Parameter) -> None:
+        """Tell the reducer that autograd has accumulated the gradient of ``parameter``."""
+        if is_dynamo_compiling():  # compiled autograd traces the whole pass; the end of the pass is enough
+            return
+        reducer = self._reducer()
+        if reducer is not None:
+            reducer.gradient_triggered(self._index)
+
+
+class OutlivedHook:
+    """Hook on a parameter that has outlived every module that it was replicated with."""
+
+    __slots__ = ("_name",)
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __call__(self, parameter: Parameter) -> None:
+        """Raise :class:`NotReplicableError`."""
+        raise NotReplicableError(
+            f"parameter {self._name} got a gradient, but no module is left of those that it was replicated with, so "
+            "nothing synchronises it any more; keep the module, or replicate the one that holds the parameter now, or "
+            "train a copy: torch.nn.Parameter(parameter.detach())"
+        )
+
+
+def note_outlived(parameter: Parameter, name: str) -> None:
+    """Let the next gradient of a parameter whose reducer is gone raise an error."""
+    earlier: Mapping[int, Any] | None = hooks_of(parameter)
+    hooks: OrderedDict[int, Any] = OrderedDict(earlier or {})
+    hooks[TRIGGER_KEY] = OutlivedHook(name)
+    parameter._post_accumulate_grad_hooks = hooks
+
+
+class HeldHook:
+    """A user's hook, held back until the gradient is reduced."""
+
+    __slots__ = ("_earlier", "_key", "_reducer", "hook")
+
+    def __init__(
+        self,
+        hook: Callable[[Parameter], None],
+        reducer: Callable[[], Owner | None],
+        key: int = -1,
+        earlier: Mapping[int, Any] | None = None,
+    ) -> None:
+        self.hook = hook
+        self._reducer = reducer
+        self._key = key
+        self._earlier = earlier
+
+    def __call__(self, parameter: Parameter) -> None:
+        """Do nothing, since the gradient may not be reduced yet; without a reducer, call the user's hook at once."""
+        if is_compiling() and not is_in_compiled_backward():
+            _run_outside(self, parameter)
+        elif self._reducer() is None:
+            self.run(parameter)
+
+    def run(self, parameter: Parameter) -> None:
+        """Call the user's hook, unless its handle has removed it."""
+        if self._earlier is None or self._key in self._earlier:
+            self.hook(parameter)
+
+    def moved_to(self, reducer: Callable[[], Owner | None], key: int, earlier: Mapping[int, Any]) -> "HeldHook":
+        """Return the same hook for another reducer; the user's handle still removes it from the dictionary in which it
+        was registered."""
+        return HeldHook(self.hook, reducer, key, earlier if self._earlier is None else self._earlier)
+
+
+@outside_compiler
+def _run_outside(hook: HeldHook, parameter: Parameter) -> None:
+    hook(parameter)
+
+
+class HookDictionary(OrderedDict[int, Any]):
+    """A parameter's post-accumulate hooks: a trigger, if it has one, and held users' hooks."""
+
+    def __init__(self, reducer: Owner) -> None:
+        super().__init__()
+        self._reducer = weakref.ref(reducer)
+
+    def __setitem__(self, key: int, hook: Any) -> None:
+        super().__setitem__(key, HeldHook(hook, self._reducer))
+        self._tell()
+
+    def set_trigger(self, trigger: Callable[[Parameter], object]) -> None:
+        """Call ``trigger`` when autograd has accumulated a gradient."""
+        super().__setitem__(TRIGGER_KEY, trigger)
+
+    def take_over(self, earlier: Mapping[int, Any]) -> None:
+        """Hold the users' hooks of an earlier dictionary; their handles still work."""
+        for key, hook in earlier.items():
+            if key != TRIGGER_KEY:
+                held = hook if isinstance(hook, HeldHook) else HeldHook(hook, self._reducer)
+                super().__setitem__(key, held.moved_to(self._reducer, key, earlier))
+                self._tell()
+
+    def held(self, reducer: Owner) -> list[HeldHook]:
+        """Return the users' hooks that are held for a reducer."""
+        return [hook for hook in self.values() if isinstance(hook, HeldHook)] if self.belongs_to(reducer) else []
+
+    def belongs_to(self, reducer: Owner) -> bool:
+        """Return True if the hooks are held for this reducer."""
+        return self._reducer() is reducer
+
+    def _tell(self) -> None:
+        reducer = self._reducer()
+        if reducer is not None:
+            reducer.hold_hooks()
+
+
+def hold(parameter: Parameter, reducer: Owner) -> HookDictionary:
+    """Hold the hooks of a parameter, also ones registered later; take over those held for an earlier reducer."""
+    earlier = parameter._post_accumulate_grad_hooks
+    if isinstance(earlier, HookDictionary) and earlier.belongs_to(reducer):
+        return earlier
+    hooks = HookDictionary(reducer)
+    parameter._post_accumulate_grad_hooks = hooks
+    if earlier:
+        hooks.take_over(earlier)
+    return hooks
+
+
+def hold_all(parameters: Sequence[Parameter], reducer: Owner) -> None:
+    """Hold the hooks of those parameters that have any."""
+    for parameter in compress(parameters, map(hooks_of, parameters)):
+        hold(parameter, reducer)
+
+
+def remove_trigger(parameter: Parameter) -> None:
+    """Remove the trigger of a parameter; autograd calls nothing for a parameter without hooks."""
+    hooks = hooks_of(parameter)
+    if isinstance(hooks, HookDictionary):
+        hooks.pop(TRIGGER_KEY, None)
+        if not hooks:
+            parameter._post_accumulate_grad_hooks = None  # type: ignore[assignment]  # None: no hooks
+
+
+def release(parameter: Parameter, reducer: Owner) -> None:
+    """Stop holding the hooks of a parameter that ``reducer`` no longer synchronises; users' hooks stay on it."""
+    hooks = parameter._post_accumulate_grad_hooks
+    if isinstance(hooks, HookDictionary) and hooks.belongs_to(reducer):
+        held = [(key, hook) for key, hook in hooks.items() if key != TRIGGER_KEY]
+        parameter._post_accumulate_grad_hooks = OrderedDict((k, h.moved_to(_nobody, k, hooks)) for k, h in held)
+
+
+def _nobody() -> None:
+    """Stand in for a reference to a reducer that is gone."""
+
+
+def run_held_hooks(parameters: Iterable[Parameter], reducer: Owner) -> None:
+    """Run users' hooks of parameters whose gradients ``reducer`` has reduced."""
+    for parameter in parameters:
+        hooks = parameter._post_accumulate_grad_hooks
+        for hook in hooks.held(reducer) if isinstance(hooks, HookDictionary) else ():
+            hook.run(parameter)
+
+
+def can_have_gradient(tensor: Parameter) -> bool:
+    """Return True if a parameter's dtype can have gradients; integers cannot."""
+    return tensor.is_floating_point() or tensor.is_complex()

@@ -37,10 +37,11 @@ from lockstep.distributed.reduction.managed_parameters import (
     ManagedParameter,
     Owner,
     attach_to_module,
+    can_have_gradient,
     claim,
     owner_of,
+    release,
 )
-from lockstep.distributed.reduction.parameter_hooks import can_have_gradient, release
 from lockstep.distributed.reduction.values import check_equal_values
 from lockstep.dtensors import local_part
 from lockstep.errors import AlreadyManagedError, LockstepError, NotReplicableError, OptionError

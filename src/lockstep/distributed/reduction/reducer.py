@@ -2,11 +2,11 @@
 
 What one backward pass of one replicated module sends is a *round* (``round.py``). Its life, in the order of this file:
 
-1. *note* - a backward pass begins: gradients are noted as they are (``gradient_snapshot.py``), and parameters that are
+1. *note* - a backward pass begins: gradients are noted as they are (``gradients.py``), and parameters that are
    new in the module. It is decided whether this backward synchronises.
-2. *fill* - while backward runs, triggers (``parameter_hooks.py``) look whether all gradients of a part of a bucket have
-   come. A full bucket is launched at once if all before it have been: every rank sends the same buckets in the same
-   order, whatever order its gradients come in. The first trigger opens the round.
+2. *fill* - while backward runs, triggers (``managed_parameters.py``) look whether all gradients of a part of a bucket
+   have come. A full bucket is launched at once if all before it have been: every rank sends the same buckets in the
+   same order, whatever order its gradients come in. The first trigger opens the round.
 3. *look* - the pass has ended: what has changed has come. If the pass does not synchronise, that is all.
 4. *finalize* - the buckets are launched that never filled up: parameters without a gradient count as zero, or as what
    they had accumulated. The last bucket leaves now, and the report with it: who used which parameter, the round's
@@ -51,16 +51,18 @@ from lockstep.distributed.reduction.engine import (
     is_autograd_compiled,
     note_failure,
 )
-from lockstep.distributed.reduction.gradient_snapshot import GradientSnapshot
+from lockstep.distributed.reduction.gradients import GradientSnapshot
 from lockstep.distributed.reduction.graph import ReachableLeaves
-from lockstep.distributed.reduction.managed_parameters import ManagedParameter, generation, owner_of
-from lockstep.distributed.reduction.parameter_hooks import (
+from lockstep.distributed.reduction.managed_parameters import (
     HookDictionary,
+    ManagedParameter,
     Trigger,
+    generation,
     hold,
     hold_all,
     hooks_of,
     note_outlived,
+    owner_of,
     remove_trigger,
     run_held_hooks,
 )

@@ -19,12 +19,11 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lockstep.distributed.comm.half_precision import MeanInHalf, begin_mean, gather_all
-from lockstep.distributed.reduction.buckets import NO_ROW, GradientBucket, ZeroBucket
+from lockstep.distributed.reduction.buckets import NO_ROW, GradientBucket, ZeroBucket, reduce_late
 from lockstep.distributed.reduction.comm_hooks import Waitable
 from lockstep.distributed.reduction.common_state import CommonState
-from lockstep.distributed.reduction.gradient_snapshot import GradientSnapshot, grad_of
+from lockstep.distributed.reduction.gradients import GradientSnapshot, grad_of
 from lockstep.distributed.reduction.graph import has_means
-from lockstep.distributed.reduction.late import reduce_late
 from lockstep.distributed.reduction.managed_parameters import ManagedParameter
 from lockstep.distributed.reduction.rank_state import RankState
 from lockstep.distributed.reduction.status import Status
@@ -145,22 +144,19 @@ class Round:
         what = self.buckets.labels[bucket.index]
         if common.hooks.hooks:
             self._send_through_hooks(bucket, copied.flat, what)
+        elif bucket.half is None:
+            self._all_reduce(copied.flat, what, copied.factor, blocking)
         else:
-            self._reduce(bucket, copied.flat, what, copied.factor, blocking)
+            self._begin_mean(bucket.half, copied.flat, what, blocking)
         self.next_bucket += 1
 
-    def _reduce(
-        self, bucket: GradientBucket, flat: Tensor, what: str, factor: float = 1.0, blocking: bool = False
-    ) -> None:
-        """Begin to reduce a bucket, whose gradients are in ``flat``, in the dtype in which it travels."""
-        if bucket.half is None:
-            self._all_reduce(flat, what, factor, blocking)
-            return
+    def _begin_mean(self, half: torch.dtype, flat: Tensor, what: str, blocking: bool = False) -> None:
+        """Begin to reduce a bucket that travels in half precision, whose gradients are in ``flat``."""
         if self._begun is None:
             self._begun = time.perf_counter()
         ranks = self._common.collectives
         what, correction = f"{what}, round {self.number}", ranks.world / self._divide_factor
-        mean = begin_mean(ranks, bucket.half, flat, what, correction, blocking=blocking)
+        mean = begin_mean(ranks, half, flat, what, correction, blocking=blocking)
         self._means.append(mean)
         self._pending.append(mean)
 
@@ -241,7 +237,7 @@ class Round:
         with self._common.collectives.phases.phase("wait"):
             for pending in self._pending:
                 pending.wait()
-        comm_stats.step_times.has_waited(time.perf_counter())
+        comm_stats.has_waited(time.perf_counter())
         assert self.phase is RoundState.FINALIZING
         self.phase = RoundState.REDUCED
 
@@ -346,7 +342,7 @@ class Round:
         collectives = self._common.collectives
         with collectives.phases.phase("wait"):
             gather_all(self._means)
-        collectives.comm_stats.step_times.has_waited(time.perf_counter())
+        collectives.comm_stats.has_waited(time.perf_counter())
 
     def _parameters_in_order(self, verdict: Verdict, added: Sequence[ManagedParameter]) -> list[Parameter]:
         """Return the parameters that any rank has used, in an order that is the same on all ranks: the plan's."""
@@ -374,7 +370,10 @@ class Round:
                 self._write_behind(row, failed=True)
                 if common.transport.own_row is None:
                     self._aborted_row = row
-            self._reduce(bucket, zeros, "aborted bucket")
+            if bucket.half is None:
+                self._all_reduce(zeros, "aborted bucket")
+            else:
+                self._begin_mean(bucket.half, zeros, "aborted bucket")
         if common.hooks.hooks and not common.collectives.follows_stream(common.collectives.device):
             self._wait_aborted()
         common.buffers.send_large(failed=True)

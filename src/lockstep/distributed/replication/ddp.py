@@ -1,11 +1,11 @@
 """``DistributedDataParallel``: a wrapper with PyTorch's interface, implemented by ``replicate()``.
 
-``join()`` lets a rank that has run out of inputs take part in the steps of the others. In each forward inside, the
-ranks exchange in one all-reduce of a few numbers which of them still have batches, and whether this iteration
-synchronises. A rank that has run out then takes part in the round without gradients.
+``join()`` lets a rank that has run out of inputs take part in the steps of the others. In each forward inside of it,
+one all-reduce of a few numbers tells which ranks still have batches, and if this iteration synchronises. A rank that
+has run out then takes part in the round without gradients.
 
 Several wrappers may be in one ``Join``. Each has one forward in an iteration, but their forwards and backwards may come
-in any order: all that is sent before a round has the same form, so a rank that has run out can follow the others.
+in any order: all messages before a round have the same form, so a rank that has run out can follow the others.
 """
 
 import copy
@@ -49,8 +49,8 @@ class DistributedDataParallel(CompatibleNames, _PyTorchs, Module, Joinable, Gene
     Gradients, communication and errors are as for :func:`lockstep.replicate`. The keys of ``state_dict`` begin with
     ``module.``, as in PyTorch; ``load_state_dict`` also takes keys without it. Gradients are synchronised because
     parameters received them, even if ``module`` is called instead of the wrapper. The wrapper is an instance of
-    PyTorch's class, for programs that test for it. No code of that class runs. Its names that have no meaning here
-    raise an AttributeError that says what to use instead.
+    PyTorch's class, for programs that check the type. No code of that class runs. If a name of that class has no
+    meaning here, it raises an AttributeError that says what to use instead.
 
     Args:
         module: The module. If it is replicated or wrapped already, or is itself a wrapper, the new wrapper replaces the
@@ -67,11 +67,13 @@ class DistributedDataParallel(CompatibleNames, _PyTorchs, Module, Joinable, Gene
         find_unused_parameters: Not needed: parameters without a gradient are always found.
         check_reduction: Deprecated; does nothing.
         gradient_as_bucket_view: Not needed: gradients always live in the buckets.
-        static_graph: Not needed: nothing is assumed of the graph.
-        delay_all_reduce_named_params: Pairs of name and parameter whose gradients leave last.
-        param_to_hook_all_reduce: Required with the former; those gradients leave at the end of backward.
-        mixed_precision: A ``torch.nn.parallel.distributed._MixedPrecision``: forward runs with parameters, inputs and
-            buffers in its dtypes, gradients travel in its reduce dtype; all of them stay in their own dtype.
+        static_graph: Not needed: the graph may change in every step.
+        delay_all_reduce_named_params: Pairs of name and parameter; their gradients are sent last.
+        param_to_hook_all_reduce: Required with ``delay_all_reduce_named_params``. The delayed gradients are sent at the
+            end of backward.
+        mixed_precision: A ``torch.nn.parallel.distributed._MixedPrecision``. Forward runs with copies of parameters,
+            inputs and buffers in its dtypes, and gradients are sent in its reduce dtype. Parameters, buffers and
+            ``.grad`` keep their dtypes.
         device_mesh: One dimension of a ``DeviceMesh``, instead of ``process_group``.
         skip_all_reduce_unused_params: Not needed: parameters that no rank has ever used are not sent.
         bucket_cap_mb_list: Sizes of successive buckets in MiB; the last one holds for all further buckets.
@@ -79,11 +81,11 @@ class DistributedDataParallel(CompatibleNames, _PyTorchs, Module, Joinable, Gene
         forward_sync_buffers: False means ``buffer_policy="local"``, but buffers are sent at the start.
         lazy_bucket_allocation: Not needed: on an accelerator a bucket of large gradients keeps no memory after
             backward. On the CPU buckets keep their memory.
-        reduce_dtype: ``torch.bfloat16`` or ``torch.float16``: gradients in float32 travel in it, are added in float32,
-            and the mean is rounded to it, once, however many ranks there are; ``.grad`` stays in float32. None: they
-            travel in their own dtype.
-        buffer_policy: ``"rank0"``: at the end of each synchronised backward every rank gets rank 0's buffers;
-            ``"mean"``: floating ones become the mean over the ranks; ``"local"``: each rank keeps its own.
+        reduce_dtype: ``torch.bfloat16`` or ``torch.float16``: float32 gradients are sent in this dtype and added in
+            float32. The mean is rounded to this dtype once, for any number of ranks; ``.grad`` stays in float32. None:
+            gradients are sent in their own dtype.
+        buffer_policy: ``"rank0"``: at the end of each backward that synchronises every rank gets rank 0's buffers.
+            ``"mean"``: floating-point buffers become the mean over the ranks. ``"local"``: each rank keeps its own.
         params_and_buffers_to_ignore: Names, within ``module``, of parameters and buffers that are not replicated.
 
     Raises:
@@ -189,7 +191,7 @@ class DistributedDataParallel(CompatibleNames, _PyTorchs, Module, Joinable, Gene
     # ------------------------------------------------------------------------------ synchronising
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Return a context in which backward passes do not synchronise; it matters where backward runs, not forward."""
+        """Return a context in which backward passes do not synchronise; forward may run inside or outside of it."""
         return self._replication.no_sync()
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
@@ -217,16 +219,17 @@ class DistributedDataParallel(CompatibleNames, _PyTorchs, Module, Joinable, Gene
     def join(
         self, divide_by_initial_world_size: bool = True, enable: bool = True, throw_on_early_termination: bool = False
     ) -> Join:
-        """Return a context for ranks with unequal numbers of batches: one that has run out takes part without
+        """Return a context for ranks with unequal numbers of batches: a rank that has run out takes part without
         gradients.
 
         Args:
-            divide_by_initial_world_size: Divide sums by all ranks; if False, by those that still have batches.
-            enable: False if all ranks are known to have the same number.
+            divide_by_initial_world_size: If True, divide sums by the number of all ranks; if False, by the number of
+                ranks that still have batches.
+            enable: False if all ranks are known to have the same number of batches.
             throw_on_early_termination: Raise on every rank as soon as one has run out.
 
-        Inside, one forward is one iteration, and whether it synchronises is decided where forward runs. Communicates
-        two all-reduces of a few bytes in each forward. At the end all ranks get the parameters (and the buffers, except
+        Inside, each forward is one iteration. ``no_sync()`` around forward decides if it synchronises. Communicates two
+        all-reduces of a few bytes in each forward. At the end all ranks get the parameters (and the buffers, except
         with policy ``"local"``) of a rank that ended last.
 
         Stands for: ``DistributedDataParallel.join``.
@@ -268,7 +271,8 @@ class DistributedDataParallel(CompatibleNames, _PyTorchs, Module, Joinable, Gene
         return target(state_dict, strict=strict, assign=assign)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state without the group and what is common to all ranks; a copy is set up in its first forward."""
+        """Return the state without the group and without the state common to all ranks; the first forward sets a copy
+        up."""
         state = {name: value for name, value in self.__dict__.items() if name not in ("_held", "_relied_on")}
         options = self._options
         if options.process_group is not None or options.device_mesh is not None:
@@ -355,7 +359,7 @@ def is_in_join(replication: Replication) -> bool:
 
 
 class _Iteration(Enum):
-    """How far an iteration of the other ranks is."""
+    """The progress of an iteration of the other ranks."""
 
     EXPECTED = auto()
     BEGUN = auto()

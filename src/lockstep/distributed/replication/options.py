@@ -25,10 +25,9 @@ from lockstep.wrapper import unknown_option
 class Options:
     """The options, with PyTorch's names.
 
-    Some are accepted but not needed, since gradients live in the buckets and unused parameters are found without a
-    search of the graph; what they promise holds in any case: ``gradient_as_bucket_view``, ``batched_grad_copy``,
-    ``lazy_bucket_allocation``, ``find_unused_parameters``, ``skip_all_reduce_unused_params``, ``static_graph``,
-    ``check_reduction``, ``dim``.
+    Some options are accepted but have no effect, since gradients live in the buckets and unused parameters are found
+    without a search of the graph: ``gradient_as_bucket_view``, ``batched_grad_copy``, ``lazy_bucket_allocation``,
+    ``find_unused_parameters``, ``skip_all_reduce_unused_params``, ``static_graph``, ``check_reduction``, ``dim``.
     """
 
     process_group: Group | None = None

@@ -1,7 +1,7 @@
-"""``replicate()``: a module that stays what it is, and whose gradients are the mean over all ranks.
+"""``replicate()``: the gradients of a module become the mean over all ranks; the module itself stays what it is.
 
-The module's class becomes a subclass made at run time, which adds a few methods and is otherwise the same; its copies
-and pickles are of the plain class, and not replicated. Nothing else is visible on the module.
+The module's class is replaced by a subclass made at run time, which adds a few methods. Copies and pickles have the
+plain class, and are not replicated. Nothing else is visible on the module.
 """
 
 import copyreg
@@ -30,7 +30,7 @@ _with_shares: WithShares | None = None
 def replicate_shares_with(make: WithShares) -> None:
     """Let ``make`` replicate the modules for which :func:`replicate` is given ``shares``.
 
-    So that this package, on which shares rest, need not import them; importing ``lockstep`` does.
+    ``import lockstep`` calls it. This package cannot import ``lockstep.shares``, which imports this package.
     """
     global _with_shares
     _with_shares = make
@@ -46,35 +46,35 @@ def replicate(
 ) -> "Replicated":
     """Replicate a module over a process group, in place: ``param.grad`` becomes the mean over all ranks.
 
-    After every backward pass that synchronises, each rank's ``param.grad`` is the mean over the ranks of the gradients
-    that they have accumulated since the last such pass. The program may call the module, a submodule or another method,
-    if all ranks call the same. It may run several forwards, and branches that differ by rank. A parameter that a rank
-    did not use counts as zero there. A parameter that no rank used keeps its ``.grad``.
+    After every backward pass that synchronises, ``param.grad`` on each rank is the mean over the ranks of the gradients
+    that each rank has accumulated since the last such pass. The program may call the module, a submodule or another
+    method, if all ranks call the same. It may run several forwards, and branches that differ by rank. If a rank does
+    not use a parameter, its gradient counts as zero on that rank. If no rank uses a parameter, its ``.grad`` stays as
+    it is.
 
     Args:
         module: The module; the same object is returned. Its class is replaced by a subclass, so ``isinstance``,
             attributes and ``state_dict`` stay; ``copy.deepcopy`` and ``pickle`` give the plain module, not replicated.
-            It gains the methods of :class:`lockstep.distributed.Replicated`, which is the type of the returned module:
-            see there what type checkers know of it.
+            It gains the methods of :class:`lockstep.distributed.Replicated`, which is the type of the returned module
+            for type checkers.
         ignored_modules: Submodules that are not replicated, with everything below them.
-        shares: The number of shares into which the batch of a step is cut, the same for the whole run. Then gradients
-            have the same bits on any number of ranks up to that many: see docs/reproducibility.md. None: gradients are
-            the mean over the ranks.
+        shares: The number of shares into which the batch of a step is cut, the same for the whole run. With shares the
+            gradients have the same bits on any number of ranks up to the number of shares: see docs/reproducibility.md.
+            None: gradients are the mean over the ranks.
         loss: With ``shares``: ``"sum"`` if the loss of a share is a sum over its rows, or ``"mean"``.
-        **options: The options of :class:`lockstep.DistributedDataParallel`, by name. Also ``device_id`` (int or
-            ``torch.device``): the accelerator to which tensors among the inputs of forward are moved; ``reduce_dtype``:
-            the half precision in which gradients travel (they are added in float32).
+        **options: The options of :class:`lockstep.DistributedDataParallel`, by name. One more is ``device_id`` (int or
+            ``torch.device``), the accelerator to which the tensors among the inputs of forward are moved.
 
     If the module is on the meta device, or there is no process group yet, the first forward begins the replication.
 
-    Communicates: at the beginning, one small all-gather, in which the ranks compare names, order, shapes, dtypes and
-    options, and broadcasts of rank 0's values in buckets of 10 MiB. In each backward, one all-reduce for each bucket of
-    gradients, while the rest of backward runs. Buckets have 25 MiB, the first one 1 MiB unless it goes through ``shm``;
-    gradients of 4 MiB and more travel alone. The last all-reduce also has the parameters that were used, small buffers,
-    and failures.
+    Communicates, at the beginning, one small all-gather, in which the ranks compare names, order, shapes, dtypes and
+    options, and broadcasts of rank 0's values in buckets of 10 MiB. Each backward communicates one all-reduce for each
+    bucket of gradients, while the rest of backward runs. A bucket has 25 MiB, the first one 1 MiB (not on ``shm``).
+    A gradient of at least 4 MiB is sent without a bucket. The last all-reduce also carries the parameters that were
+    used, small buffers, and failures.
 
-    ``torch.autograd.grad`` gives this rank's gradients, and what ``backward(create_graph=True)`` leaves has no graph;
-    see :func:`lockstep.loop.mean_over_ranks`.
+    ``torch.autograd.grad`` returns the gradients of this rank alone, and gradients from ``backward(create_graph=True)``
+    have no graph: use :func:`lockstep.loop.mean_over_ranks`.
 
     Raises:
         UnknownOptionError: A misspelt option (a ``TypeError``).
@@ -126,24 +126,24 @@ else:
 
 
 class Replicated(_TypedModule):
-    """What a module gains from :func:`replicate`, and the type that it has for mypy and pyright.
+    """The methods that :func:`replicate` adds to a module, and the type of the module for mypy and pyright.
 
-    They know these methods and those of ``torch.nn.Module``; names of the module's own class have the type ``Any``. A
-    replicated module can be passed wherever its own class is expected. A name that was given to the module before
-    (``net = Net(); model = replicate(net)``) keeps its type.
+    Type checkers see these methods and the methods of ``torch.nn.Module``; other attributes of the module's own class
+    have the type ``Any``. A replicated module can be passed wherever its own class is expected. A variable that refers
+    to the module already (``net = Net(); model = replicate(net)``) keeps its type.
     """
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
-        """Return True if backward passes that begin from now on synchronise; if not, gradients pile up on this rank.
+        """Let backward passes that begin from now on synchronise; if False, gradients accumulate on this rank.
 
-        The next one that does synchronise reduces all that has piled up. Communicates nothing.
+        The next pass that synchronises reduces all accumulated gradients. Communicates nothing.
 
         Stands for: ``DistributedDataParallel.require_backward_grad_sync``.
         """
         _of(self).set_requires_gradient_sync(requires_gradient_sync)
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Return a context in which backward passes do not synchronise; only where backward runs matters, not forward.
+        """Return a context in which backward passes do not synchronise; forward may run inside or outside of it.
 
         Stands for: ``DistributedDataParallel.no_sync``.
         """
@@ -152,11 +152,11 @@ class Replicated(_TypedModule):
     def register_comm_hook(self, state: Any, hook: Callable[[Any, Any], Any]) -> None:
         """Let ``hook(state, bucket)`` reduce each bucket; several hooks make a chain, in the order of registration.
 
-        ``bucket`` answers to the names of ``torch.distributed.GradBucket``. A hook that returns a future has
-        communicated, and divided, by itself, as PyTorch's own do. One that returns a tensor has only transformed the
-        buffer: averaging is done for it.
+        ``bucket`` has the methods of ``torch.distributed.GradBucket``. A hook that returns a future communicates, and
+        divides by the world size, itself, as PyTorch's hooks do. If a hook returns a tensor, it has only transformed
+        the buffer, and lockstep averages it.
 
-        Raises :class:`HookError` for what cannot be a hook.
+        Raises :class:`HookError` for an object that cannot be a hook.
 
         Stands for: ``DistributedDataParallel.register_comm_hook``.
         """
@@ -175,7 +175,7 @@ def _rounds_of(module: Any, what: str) -> ReducerReplication:
 
 
 def _as_plain(reduced: Any, kind: type) -> Any:
-    """Return what makes a copy, with the plain class and without our hooks."""
+    """Return the function and arguments that make a copy, with the plain class and without lockstep's hooks."""
     if not isinstance(reduced, tuple):
         return reduced
     plain = kind.__mro__[2]
@@ -228,7 +228,7 @@ _classes: "weakref.WeakValueDictionary[type[Module], type[Module]]" = weakref.We
 
 
 def replicated_class(plain: Any) -> type[Module]:
-    """Return the subclass that modules of class ``plain`` get: one for all of them."""
+    """Return the subclass for modules of class ``plain``; it is made once."""
     if (known := _classes.get(plain)) is not None:
         return known
     body: dict[str, Any] = {"__module__": plain.__module__, "__doc__": plain.__doc__}
@@ -259,7 +259,7 @@ def replicated_class(plain: Any) -> type[Module]:
 
 
 class State:
-    """What ``replicate.state(module)`` returns, with the names that PyTorch's state answers to."""
+    """The result of ``replicate.state(module)``, with the attributes of PyTorch's state."""
 
     def __init__(self, replication: Replication) -> None:
         self._replication = replication
