@@ -23,10 +23,26 @@ def outside_compiler(function: Callable[P, T]) -> Callable[P, T]:
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
         # Outside compiled code, the disabled function would cost 2 us a call, and show in each traceback.
-        run: Callable[P, T] = disabled if is_dynamo_compiling() or get_eval_frame_callback() is not None else function
+        run: Callable[P, T] = disabled if _is_compiling() else function
         return run(*args, **kwargs)
 
     return call
+
+
+def calls_compiled(function: Callable[P, T]) -> Callable[P, T]:
+    """Make ``function`` run uncompiled inside code that ``torch.compile`` compiles, but compile what it calls."""
+    skipped = _disable_dynamo(function, recursive=False)
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        run: Callable[P, T] = skipped if _is_compiling() else function
+        return run(*args, **kwargs)
+
+    return call
+
+
+def _is_compiling() -> bool:
+    return is_dynamo_compiling() or get_eval_frame_callback() is not None
 
 
 def is_in_compiled_backward() -> bool:

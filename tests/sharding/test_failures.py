@@ -43,8 +43,8 @@ def failing_sgd(parameters):
     return FailingSGD(parameters, lr=0.1, momentum=0.9)
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_a_step_that_fails_on_one_rank_fails_on_all_and_weights_are_those_from_before(world):
+@pytest.mark.parametrize("hosts", ["", "aaa"])
+def test_a_step_that_fails_on_one_rank_fails_on_all_and_weights_are_those_from_before(hosts):
     def failing(rank):
         model = replicated(rank)
         optimizer = made(failing_sgd, model, True)
@@ -69,11 +69,39 @@ def test_a_step_that_fails_on_one_rank_fails_on_all_and_weights_are_those_from_b
         train(rank, model, made(failing_sgd, model, False), range(3))
         return values(model)
 
-    assert equal(run_ranks(world, failing), run_ranks(world, plain))
+    world = len(hosts) or 2
+    assert equal(run_ranks(world, failing, hosts=hosts), run_ranks(world, plain, hosts=hosts))
+
+
+def test_a_step_that_is_interrupted_leaves_an_optimizer_that_says_so():
+    def interrupted(rank):
+        model = replicated(rank)
+        optimizer = made(failing_sgd, model, True)
+        backward(rank, model, 0)
+        optimizer._sharding._step = interrupt
+        with pytest.raises(Interrupt):
+            optimizer.step()
+        with pytest.raises(ShardingError, match="step 1 of the optimizer was cut short"):
+            optimizer.step()
+
+    run_ranks(2, interrupted)
+
+
+class Interrupt(BaseException):
+    """Is no Exception, as KeyboardInterrupt, which would end the tests."""
+
+
+def interrupt(optimizer):
+    raise Interrupt
 
 
 def differ_in_rate(rank, model, optimizer):
     optimizer.param_groups[0]["lr"] = 0.1 * (1 + rank.rank)
+    backward(rank, model, 1)
+
+
+def differ_in_a_rate_that_is_a_tensor(rank, model, optimizer):
+    optimizer.param_groups[0]["lr"] = torch.tensor(0.25 * (1 + rank.rank))
     backward(rank, model, 1)
 
 
@@ -98,6 +126,7 @@ def differ_in_steps(rank, model, optimizer):
     ("change", "words"),
     [
         (differ_in_rate, r"differ in the options of parameter group 0 .*'lr': 0.1,.* on rank 0, .*'lr': 0.2"),
+        (differ_in_a_rate_that_is_a_tensor, r"'lr': 0.25,.* on rank 0, .*'lr': 0.5"),
         (differ_in_gradients, "differ in which parameters of group 0 have a gradient"),
         (differ_in_groups, "ranks differ in the (parameters and their pieces|number of parameter groups)"),
         (differ_in_steps, "differ in the number of steps .*: 1 on rank 0, 2 on rank 1"),

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import StepLR
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
@@ -20,7 +21,7 @@ OPTIMIZERS = {
     "AdamW": adamw,
     "AdamW, fused": lambda p: adamw(p, fused=True, amsgrad=True),
     "AdamW, foreach": lambda p: adamw(p, foreach=True, maximize=True),
-    "AdamW, capturable": lambda p: adamw(p, lr=torch.tensor(0.01), foreach=False),
+    "AdamW, lr is a tensor": lambda p: adamw(p, lr=torch.tensor(0.01), foreach=False),
     "SGD": lambda p: torch.optim.SGD(p, lr=0.01),
     "SGD, momentum": lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9, nesterov=True, weight_decay=0.1),
     "RMSprop": lambda p: torch.optim.RMSprop(p, centered=True),
@@ -35,6 +36,8 @@ OPTIMIZERS = {
     "Muon": lambda p: torch.optim.Muon([each for each in p if each.dim() == 2], lr=0.01),
 }
 WHOLE = {"Adafactor", "Muon"}
+if torch.optim.Adagrad([torch.ones(1)]).state:  # PyTorch 2.11: made with the optimizer, not in its first step
+    del OPTIMIZERS["Adagrad"]
 
 
 def trained(rank, make, sharded, steps=range(4)):
@@ -90,6 +93,45 @@ def test_it_takes_an_instance_that_has_trained_and_keeps_what_refers_to_it(world
         return values(model), full_state_dict(optimizer, all_ranks=True)
 
     assert equal(run_ranks(world, continued, False), run_ranks(world, continued, True))
+
+
+@pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")  # of what PyTorch's compiler imports
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_compiled_step_compiles_what_a_rank_does_of_it(world):
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(len(graph.graph.nodes))
+        return graph
+
+    def compiled(rank, sharded):
+        model = replicated(rank)
+        optimizer = made(lambda p: adamw(p, foreach=True), model, sharded)
+        step = torch.compile(optimizer.step, backend=backend)
+        for number in range(4):
+            optimizer.zero_grad()
+            backward(rank, model, number)
+            step()
+        return values(model), full_state_dict(optimizer, all_ranks=True)
+
+    plain = run_ranks(world, compiled, False)
+    graphs.clear()
+    torch._dynamo.reset()
+    assert equal(plain, run_ranks(world, compiled, True))
+    assert max(graphs) > 20
+
+
+def test_a_moving_average_beside_it_under_ddp():
+    def averaged(rank, sharded):
+        model = lockstep.DistributedDataParallel(rank.make(network), process_group=rank.group)
+        optimizer = made(adamw, model, sharded)
+        averages = AveragedModel(model.module, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+        for step in range(3):
+            train(rank, model, optimizer, range(step, step + 1))
+            averages.update_parameters(model.module)
+        return values(averages)
+
+    assert equal(run_ranks(2, averaged, False, hosts="aa"), run_ranks(2, averaged, True, hosts="aa"))
 
 
 def test_groups_that_are_added_layers_that_are_frozen_and_unfrozen():

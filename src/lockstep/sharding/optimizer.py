@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 
-from lockstep.compiler import outside_compiler
+from lockstep.compiler import calls_compiled
 from lockstep.distributed.comm.collectives import Collectives
 from lockstep.distributed.replication.ddp import is_in_join
 from lockstep.distributed.replication.reducer_replication import ReducerReplication
@@ -45,7 +45,7 @@ class ShardedOptimizer(Optimizer):
     def state(self, value: defaultdict[Any, Any]) -> None:
         vars(self)["state"] = value
 
-    @outside_compiler
+    @calls_compiled
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step on this rank's pieces, and gather all weights; every rank has to call it.
 
@@ -68,7 +68,9 @@ class ShardedOptimizer(Optimizer):
                 loss = closure()
         vars(self)["_opt_called"] = True  # what PyTorch's schedulers look at
         with torch.no_grad():
-            self._sharding.step(self, self._names(), self._problem())
+            self._sharding.prepare(self, self._names(), self._problem)
+            failure = self._sharding.step_own()
+            self._sharding.finish(self, failure)
         return loss
 
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # it notes that it was called

@@ -12,7 +12,7 @@ A step goes in this order, on every rank:
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, pairwise
 from typing import Any, NamedTuple, NoReturn
 
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lockstep.compiler import calls_compiled, outside_compiler
 from lockstep.digests import text_digest
 from lockstep.distributed.comm.agreement import all_gather_object, first_differing
 from lockstep.distributed.comm.collectives import Collectives
@@ -176,13 +177,15 @@ class Shards:
 
     # ------------------------------------------------------------------------------------- a step
 
-    def step(self, optimizer: Optimizer, names: dict[int, str], problem: str) -> None:
-        """Take one step; ``problem`` is the reason why this rank cannot, or an empty text.
+    @outside_compiler
+    def prepare(self, optimizer: Optimizer, names: dict[int, str], find_problem: Callable[[], str]) -> None:
+        """Get ready for one step, with all ranks; ``find_problem`` returns the reason why this rank cannot take it, or
+        an empty text.
 
-        If the step fails on any rank, raises on every rank.
+        If this fails on any rank, raises on every rank. :meth:`step_own` and :meth:`finish` follow.
         """
         self._check_whole()
-        groups = optimizer.param_groups
+        groups, problem = optimizer.param_groups, find_problem()
         try:
             if not problem:
                 self._get_ready(optimizer, names)
@@ -192,10 +195,38 @@ class Shards:
             self._agree(groups, f"{type(error).__name__}: {error}", error)
         self._agree(groups, problem)
         self.steps += 1
-        failure = self._step_own(groups)
-        for group, own in zip(groups, self.twin.param_groups, strict=True):
+        if self._bound.streams is not None:  # until finish() has ended
+            self._broken = f"step {self.steps} of the optimizer was cut short, so the weights may be of two steps"
+
+    @calls_compiled
+    def step_own(self) -> Exception | None:
+        """Step on this rank's pieces; return what it raises. If the program compiles its step, this part is
+        compiled."""
+        try:
+            self._step(self.twin)
+        except Exception as error:
+            return error
+        return None
+
+    @outside_compiler
+    def finish(self, optimizer: Optimizer, failure: Exception | None) -> None:
+        """Send this rank's new values and copy those of the others; if the step failed on any rank, restore the old
+        ones."""
+        self._drop_gradients()
+        for group, own in zip(optimizer.param_groups, self.twin.param_groups, strict=True):
             group.update((name, value) for name, value in own.items() if name != "params")
-        self._finish(failure)
+        streams, moves = self._bound.streams, self._bound.moves
+        if streams is None:
+            if failure is not None:
+                raise failure
+            return
+        what = f"weights, step {self.steps}"
+        marks = streams.gather(moves[self.rank], self._of_others(moves), what, int(failure is not None))
+        if any(marks):
+            self._give_back(streams, moves)
+            self._broken = f"step {self.steps} of the optimizer has failed, after some ranks had changed their state"
+            self._raise(failure)
+        self._broken = ""
 
     def _check_whole(self) -> None:
         if self._broken:
@@ -248,32 +279,6 @@ class Shards:
     def _drop_gradients(self) -> None:
         for own in self.own:
             own.tensor.grad = None  # else the gradient's memory could not be used again
-
-    def _step_own(self, groups: Sequence[dict[str, Any]]) -> Exception | None:
-        try:
-            self._step(self.twin)
-        except Exception as error:
-            return error
-        finally:
-            self._drop_gradients()
-        return None
-
-    def _finish(self, failure: Exception | None) -> None:
-        """Send this rank's new values and copy those of the others; if the step failed on any rank, restore the old
-        ones."""
-        streams, moves = self._bound.streams, self._bound.moves
-        if streams is None:
-            if failure is not None:
-                raise failure
-            return
-        self._broken = f"step {self.steps} of the optimizer was cut short, so the weights may be of two steps"
-        what = f"weights, step {self.steps}"
-        marks = streams.gather(moves[self.rank], self._of_others(moves), what, int(failure is not None))
-        if any(marks):
-            self._give_back(streams, moves)
-            self._broken = f"step {self.steps} of the optimizer has failed, after some ranks had changed their state"
-            self._raise(failure)
-        self._broken = ""
 
     def _of_others(self, moves: Sequence[Moves]) -> list[Moves | None]:
         return [None if rank == self.rank else each for rank, each in enumerate(moves)]
@@ -329,7 +334,7 @@ class Shards:
         """Return the values that have to be the same on all ranks."""
         lines = [("the number of steps", str(self.steps))]
         for number, group in enumerate(groups):
-            options = {n: v for n, v in group.items() if n != "params" and isinstance(v, int | float | str | tuple)}
+            options = {name: _told(value) for name, value in group.items() if name != "params" and _can_be_told(value)}
             lines += [(f"the options of parameter group {number}", str(options))]
             have = bytes(p.grad is not None for p in group["params"])
             lines += [(f"which parameters of group {number} have a gradient", have.hex())]
@@ -363,3 +368,14 @@ class Shards:
         ]
         self.twin.load_state_dict({"state": {**values, **others}, "param_groups": numbered})
         self._broken = ""
+
+
+def _can_be_told(value: Any) -> bool:
+    """Return True if an option is compared; a tensor only if it is on the CPU, as a step does not wait for a device."""
+    return value.device.type == "cpu" if isinstance(value, Tensor) else isinstance(value, int | float | str | tuple)
+
+
+def _told(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(_told(each) for each in value if _can_be_told(each))
+    return value.tolist() if isinstance(value, Tensor) else value
