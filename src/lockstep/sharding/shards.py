@@ -334,7 +334,7 @@ class Shards:
         """Return the values that have to be the same on all ranks."""
         lines = [("the number of steps", str(self.steps))]
         for number, group in enumerate(groups):
-            options = {name: _told(value) for name, value in group.items() if name != "params" and _can_be_told(value)}
+            options = {name: _plain(value) for name, value in group.items() if name != "params" and _is_compared(value)}
             lines += [(f"the options of parameter group {number}", str(options))]
             have = bytes(p.grad is not None for p in group["params"])
             lines += [(f"which parameters of group {number} have a gradient", have.hex())]
@@ -370,12 +370,12 @@ class Shards:
         self._broken = ""
 
 
-def _can_be_told(value: Any) -> bool:
+def _is_compared(value: Any) -> bool:
     """Return True if an option is compared; a tensor only if it is on the CPU, as a step does not wait for a device."""
     return value.device.type == "cpu" if isinstance(value, Tensor) else isinstance(value, int | float | str | tuple)
 
 
-def _told(value: Any) -> Any:
+def _plain(value: Any) -> Any:
     if isinstance(value, tuple):
-        return tuple(_told(each) for each in value if _can_be_told(each))
+        return tuple(_plain(each) for each in value if _is_compared(each))
     return value.tolist() if isinstance(value, Tensor) else value
