@@ -107,8 +107,10 @@ def run_blocks(rank: Any, page: str, blocks: list[Block], ports: list[int], fold
     os.chdir(folder)
     go_on = any(block.hidden for block in blocks)
     namespace: dict[str, Any] = {"__name__": "__main__"}
+    ended = []  # what PyTorch's wrapper holds lives as long as the process, as in a program; else Gloo may deadlock
     for block, port in zip(blocks, ports, strict=True):
         if not go_on:
+            ended.append(namespace)
             namespace = {"__name__": "__main__"}
         if dist.is_initialized() and (block.meets or not go_on):
             dist.destroy_process_group()
