@@ -46,7 +46,10 @@ def travels_in_half(dtype: torch.dtype, half: torch.dtype | None) -> bool:
 
 
 class MeanInHalf(ABC):
-    """The mean of one flat tensor over the ranks, under way: :meth:`wait`, :meth:`gather` and :meth:`finish` follow."""
+    """The mean of one flat tensor over the ranks, under way: :meth:`wait`, :meth:`gather` and :meth:`finish` follow.
+
+    A subclass begins the collective that brings together what is to be added.
+    """
 
     def __init__(self, collectives: Collectives, half: torch.dtype, tensor: Tensor, what: str, factor: float) -> None:
         self._collectives = collectives
@@ -58,10 +61,6 @@ class MeanInHalf(ABC):
         self._scratch: Tensor | None = None  # made now: what fails later, fails on this rank alone
         if tensor.dtype is not torch.float32:
             self._scratch = torch.empty_like(tensor[: self._block], dtype=torch.float32)
-
-    @abstractmethod
-    def begin(self, blocking: bool) -> "MeanInHalf":
-        """Begin the collective that brings together what is to be added; ``blocking``: the caller waits for it next."""
 
     @abstractmethod
     def wait(self) -> None:
@@ -106,10 +105,10 @@ def begin_mean(
     ``factor``: the mean is multiplied by it at the end, in the dtype of the tensor; ``blocking``: the caller waits for
     it next, so no other thread has to make it progress.
     """
-    kind: type[MeanInHalf] = _Whole if collectives.world <= 2 else _InSlices
     if tensor.is_cpu and collectives.shares_memory:
-        kind = _InSharedMemory
-    return kind(collectives, half, tensor, what, factor).begin(blocking)
+        return _InSharedMemory(collectives, half, tensor, what, factor, blocking)
+    kind = _Whole if collectives.world <= 2 else _InSlices
+    return kind(collectives, half, tensor, what, factor)
 
 
 def gather_all(means: Sequence[MeanInHalf]) -> None:
@@ -121,10 +120,11 @@ def gather_all(means: Sequence[MeanInHalf]) -> None:
 
 
 class _InSharedMemory(MeanInHalf):
-    def begin(self, blocking: bool) -> MeanInHalf:
-        ranks = self._collectives
-        self._pending = ranks.mean_rounded_to(self._half, self._tensor, self._what, blocking=blocking)
-        return self
+    def __init__(
+        self, collectives: Collectives, half: torch.dtype, tensor: Tensor, what: str, factor: float, blocking: bool
+    ) -> None:
+        super().__init__(collectives, half, tensor, what, factor)
+        self._pending = collectives.mean_rounded_to(half, tensor, what, blocking=blocking)
 
     def wait(self) -> None:
         self._pending.wait()
@@ -137,14 +137,14 @@ class _InSharedMemory(MeanInHalf):
 
 
 class _Whole(MeanInHalf):
-    def begin(self, blocking: bool) -> MeanInHalf:
-        ranks, tensor = self._collectives, self._tensor
-        memory = plain_memory(ranks.world * len(tensor), self._half, tensor.device)
+    def __init__(self, collectives: Collectives, half: torch.dtype, tensor: Tensor, what: str, factor: float) -> None:
+        super().__init__(collectives, half, tensor, what, factor)
+        ranks = collectives.world
+        memory = plain_memory(ranks * len(tensor), half, tensor.device)
         step = _PIECE if tensor.is_cpu else max(1, len(tensor))
         self._pieces = [slice(at, min(len(tensor), at + step)) for at in range(0, len(tensor), step)]
-        self._rows = [memory[ranks.world * p.start : ranks.world * p.stop].view(ranks.world, -1) for p in self._pieces]
+        self._rows = [memory[ranks * piece.start : ranks * piece.stop].view(ranks, -1) for piece in self._pieces]
         self._pending = [self._send(*each) for each in zip(self._pieces, self._rows, strict=True)]
-        return self
 
     def _send(self, piece: slice, rows: Tensor) -> Pending:
         ranks = self._collectives
@@ -157,7 +157,7 @@ class _Whole(MeanInHalf):
             pending.wait()
             self._add(rows, self._tensor[piece])
             self._tensor[piece].copy_(rows[0])
-        del self._rows
+        self._rows.clear()
 
     def done(self) -> bool:
         return all(pending.done() for pending in self._pending)
@@ -167,17 +167,17 @@ class _Whole(MeanInHalf):
 
 
 class _InSlices(MeanInHalf):
-    def begin(self, blocking: bool) -> MeanInHalf:
-        ranks, tensor = self._collectives, self._tensor
-        self._slice = -(-len(tensor) // ranks.world)
-        memory = ranks.world * self._slice, self._half, tensor.device
+    def __init__(self, collectives: Collectives, half: torch.dtype, tensor: Tensor, what: str, factor: float) -> None:
+        super().__init__(collectives, half, tensor, what, factor)
+        ranks = collectives.world
+        self._slice = -(-len(tensor) // ranks)
+        memory = ranks * self._slice, half, tensor.device
         self._sent = plain_memory(*memory)
-        self._rows = plain_memory(*memory).view(ranks.world, -1)
+        self._rows = plain_memory(*memory).view(ranks, -1)
         self._sent[: len(tensor)].copy_(tensor)
-        ranks.comm_stats.reduces(self._sent)
-        sizes = [self._slice * self._half.itemsize] * ranks.world
-        self._pending = ranks.all_to_all(_as_bytes(self._rows), _as_bytes(self._sent), sizes, sizes, self._what)
-        return self
+        collectives.comm_stats.reduces(self._sent)
+        sizes = [self._slice * half.itemsize] * ranks
+        self._pending = collectives.all_to_all(_as_bytes(self._rows), _as_bytes(self._sent), sizes, sizes, what)
 
     def wait(self) -> None:
         self._pending.wait()
