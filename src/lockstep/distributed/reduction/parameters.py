@@ -26,7 +26,6 @@ from torch import Tensor
 from torch.jit import ScriptModule
 from torch.nn import Embedding, EmbeddingBag, Module, Parameter
 from torch.nn.parameter import is_lazy
-from torch.optim import Optimizer
 
 from lockstep.distributed.comm.agreement import Line, check_new_everywhere, check_same_on_all_ranks, describe_tensor
 from lockstep.distributed.comm.collectives import Collectives
@@ -481,10 +480,6 @@ class ParameterSet:
     def name_of(self, parameter: Parameter) -> str:
         """Return the name of a tracked parameter."""
         return next(name for name, each in self.named() if each is parameter)
-
-    def has_parameter_of(self, optimizer: Optimizer) -> bool:
-        """Return True if an optimizer has any of the parameters."""
-        return any(self.tracks(each) for group in optimizer.param_groups for each in group["params"])
 
     def are_within(self, reach: ReachableLeaves, expected: bool, own: bool) -> bool:
         """Return True if a pass with this reach accumulates into a trained parameter.
