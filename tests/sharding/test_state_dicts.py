@@ -242,6 +242,47 @@ def test_a_resume_that_fails_gives_back_the_slices(tmp_path):
     assert run_ranks(2, failing) == [True, True]
 
 
+def test_state_of_a_frozen_layer_is_kept_when_it_is_sharded_or_loaded():
+    def freezing(rank, sharded):
+        model = replicated(rank)
+        optimizer = adamw(model.parameters())
+        train(rank, model, optimizer, range(2))
+        model[2].requires_grad_(False)
+        optimizer = shard_optimizer(optimizer) if sharded else optimizer
+        train(rank, model, optimizer, range(2, 4))
+        state = full_state_dict(optimizer, all_ranks=True)
+        del optimizer
+        optimizer = made(adamw, model, sharded)
+        optimizer.load_state_dict(state)
+        model[2].requires_grad_(True)
+        train(rank, model, optimizer, range(4, 6))
+        return values(model), sorted(full_state_dict(optimizer, all_ranks=True)["state"].items())
+
+    assert equal(run_ranks(2, freezing, False), run_ranks(2, freezing, True))
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_state_of_a_group_that_was_added_is_loaded_before_its_first_step(whole):
+    def adding(rank, sharded):
+        model = replicated(rank)
+
+        def built():
+            optimizer = made(lambda _: adamw(model[0].parameters()), model, sharded)
+            optimizer.add_param_group({"params": list(model[2:].parameters()), "lr": 0.02})
+            return optimizer
+
+        optimizer = built()
+        train(rank, model, optimizer, range(2))
+        state = full_state_dict(optimizer, all_ranks=True) if whole else copy.deepcopy(optimizer.state_dict())
+        del optimizer
+        optimizer = built()
+        optimizer.load_state_dict(state)
+        train(rank, model, optimizer, range(2, 4))
+        return values(model), full_state_dict(optimizer, all_ranks=True)
+
+    assert equal(run_ranks(2, adding, False), run_ranks(2, adding, True))
+
+
 def test_state_of_another_dtype_and_place_is_cast_as_pytorch_does():
     def cast(rank, sharded):
         model = replicated(rank)

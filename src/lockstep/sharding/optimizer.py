@@ -137,12 +137,16 @@ class ShardedOptimizer(Optimizer):
 
         Communicates nothing.
         """
-        sliced = state_dicts.sliced(self._sharding, state_dict, list(parameters_of(self)))
+        parameters = list(parameters_of(self))
+        loaded = {id(parameters[key]) for key in state_dict["state"] if key in range(len(parameters))}
+        self._sharding.place([_trained_or(group, loaded) for group in self.param_groups], self._names())
+        sliced = state_dicts.sliced(self._sharding, state_dict, parameters)
         super().load_state_dict(sliced)
         state_dicts.take(self._sharding, vars(self).pop("state"), self.param_groups)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group; its parameters are assigned to ranks in the first step in which they have a gradient."""
+        """Add a group; its parameters are assigned to ranks in the first step in which they have a gradient, or when
+        their state is loaded."""
         super().add_param_group(param_group)
         if "_sharding" in vars(self):
             names, _ = names_of(self)
@@ -223,7 +227,8 @@ def shard_optimizer(optimizer: AnyOptimizer) -> AnyOptimizer:
     try:
         _check(optimizer, names)
         shards = Shards(optimizer, kind, collectives)
-        shards.place([_trained(group) for group in optimizer.param_groups], names)
+        stepped = {id(parameter) for parameter in optimizer.state}
+        shards.place([_trained_or(group, stepped) for group in optimizer.param_groups], names)
     except Exception as error:
         failure = error
     (shards or Shards(optimizer, kind, collectives)).agree_on_places(optimizer, failure)
@@ -249,8 +254,10 @@ def _attach(optimizer: Optimizer, kind: type[Optimizer], shards: Shards, found: 
         _sharded_by[id(parameter)] = sharded
 
 
-def _trained(group: dict[str, Any]) -> dict[str, Any]:
-    return {**group, "params": [each for each in group["params"] if each.requires_grad]}
+def _trained_or(group: dict[str, Any], with_state: set[int]) -> dict[str, Any]:
+    """Return the group with the parameters that are trained or have state; ``with_state`` has the ``id`` of those."""
+    wanted = [each for each in group["params"] if each.requires_grad or id(each) in with_state]
+    return {**group, "params": wanted}
 
 
 def parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:

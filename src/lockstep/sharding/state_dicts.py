@@ -51,7 +51,7 @@ def _is_flat(value: Tensor, own: OwnPiece) -> bool:
 
 
 def sliced(shards: Shards, state_dict: Mapping[str, Any], parameters: Sequence[Tensor]) -> dict[str, Any]:
-    """Return this rank's part of a whole state dict; ``parameters`` are by number.
+    """Return this rank's part of a whole state dict; ``parameters`` are by number, and those with state have places.
 
     State of parameters that other ranks step on alone is left out.
     """
