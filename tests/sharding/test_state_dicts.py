@@ -115,6 +115,42 @@ def test_a_slice_can_be_copied_and_says_what_to_do_when_it_is_read():
     run_ranks(3, elsewhere)
 
 
+def test_a_change_through_the_state_is_refused_and_says_how_to_begin_anew():
+    def reset(rank):
+        model = replicated(rank)
+        optimizer = made(adamw, model, True)
+        train(rank, model, optimizer, range(2))
+        weight = model[0].weight
+        for change in (
+            lambda: optimizer.state.clear(),
+            lambda: optimizer.state.pop(weight),
+            lambda: optimizer.state.__setitem__(weight, {}),
+            lambda: optimizer.state[weight].update(exp_avg=torch.zeros_like(weight)),
+            lambda: setattr(optimizer, "state", {}),
+        ):
+            with pytest.raises(ShardingError, match="cannot be changed through optimizer.state"):
+                change()
+        optimizer.load_state_dict({**full_state_dict(optimizer, all_ranks=True), "state": {}})
+        before = values(model)
+        train(rank, model, optimizer, range(1))
+        return full_state_dict(optimizer, all_ranks=True)["state"][0]["step"].item(), equal(before, values(model))
+
+    assert run_ranks(2, reset) == [(1, False)] * 2
+
+
+def test_a_parameter_that_was_taken_out_of_its_group_has_no_state():
+    def taken_out(rank):
+        model = replicated(rank)
+        optimizer = made(adamw, model, True)
+        train(rank, model, optimizer, range(1))
+        optimizer.param_groups[0]["params"] = optimizer.param_groups[0]["params"][1:]
+        train(rank, model, optimizer, range(1, 2))
+        optimizer.load_state_dict(optimizer.state_dict())
+        return sorted(full_state_dict(optimizer, all_ranks=True)["state"])
+
+    assert run_ranks(2, taken_out) == [[0, 1, 2, 3, 4]] * 2
+
+
 def test_a_sharded_state_dict_loads_into_the_same_number_of_ranks():
     def reloaded(rank):
         model = replicated(rank)

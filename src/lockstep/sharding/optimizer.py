@@ -37,13 +37,13 @@ class ShardedOptimizer(Optimizer):
     @property
     def state(self) -> defaultdict[Any, Any]:
         """The state of each parameter that this rank has a piece of; its tensors are
-        :class:`~lockstep.sharding.StateSlice`."""
+        :class:`~lockstep.sharding.StateSlice`. To change it raises :class:`ShardingError`."""
         loading = vars(self).get("state")
-        return state_dicts.sharded_state(self._sharding) if loading is None else loading
+        return state_dicts.read_only(self._sharding) if loading is None else loading
 
     @state.setter
-    def state(self, value: defaultdict[Any, Any]) -> None:
-        vars(self)["state"] = value
+    def state(self, value: object) -> NoReturn:
+        state_dicts.refuse_change()
 
     @calls_compiled
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -116,7 +116,7 @@ class ShardedOptimizer(Optimizer):
 
         :func:`full_state_dict` returns whole tensors. Communicates nothing.
         """
-        return super().state_dict()
+        return self._state_dict_of(state_dicts.sharded_state(self._sharding))
 
     def gathered_state_dict(self, keeps: bool) -> dict[str, Any]:
         """Return the whole state dict if ``keeps`` is True on this rank, else an empty one; every rank has to call it.
@@ -124,9 +124,14 @@ class ShardedOptimizer(Optimizer):
         :func:`full_state_dict` and :func:`lockstep.save` call this. Communicates what :func:`full_state_dict` does.
         """
         state = state_dicts.full_state(self._sharding, keeps)
-        if not keeps:
-            return {}
-        vars(self)["state"] = defaultdict(dict, state)
+        return self._state_dict_of(state) if keeps else {}
+
+    def _state_dict_of(self, state: dict[Any, Any]) -> dict[str, Any]:
+        """Return PyTorch's state dict with this state, less that of parameters which are in no group any more."""
+        present = {id(parameter) for parameter in parameters_of(self)}
+        vars(self)["state"] = {
+            key: values for key, values in state.items() if not isinstance(key, Tensor) or id(key) in present
+        }
         try:
             return super().state_dict()
         finally:

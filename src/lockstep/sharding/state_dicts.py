@@ -3,14 +3,14 @@
 import io
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
 from lockstep.distributed.comm.agreement import all_gather_object
 from lockstep.dtensors import like_parameter, local_part
-from lockstep.errors import LayoutError
+from lockstep.errors import LayoutError, ShardingError
 from lockstep.sharding.partition import Piece
 from lockstep.sharding.pieces import as_bytes, flat
 from lockstep.sharding.shards import OwnPiece, Shards
@@ -20,7 +20,30 @@ from lockstep.sharding.streams import Moves, Streams
 State = dict[Any, Any]
 
 
-def sharded_state(shards: Shards) -> "defaultdict[Any, State]":
+def refuse_change(*_: object, **__: object) -> NoReturn:
+    """Raise :class:`ShardingError`: a change would be lost, since ``optimizer.state`` is made anew at each use."""
+    raise ShardingError(
+        "the state of a sharded optimizer cannot be changed through optimizer.state, which shows this rank's part of "
+        "it. Change full_state_dict(optimizer, all_ranks=True), and load that with optimizer.load_state_dict(); to "
+        "begin with new state, load it with an empty dict under 'state'"
+    )
+
+
+class ReadOnlyState(defaultdict[Any, Any]):
+    """State that raises when it is changed."""
+
+    __setitem__ = __delitem__ = __ior__ = clear = pop = popitem = setdefault = update = refuse_change
+
+    def __missing__(self, key: object) -> "ReadOnlyState":
+        return ReadOnlyState(None)
+
+
+def read_only(shards: Shards) -> ReadOnlyState:
+    """Return :func:`sharded_state`, to be read only."""
+    return ReadOnlyState(None, {key: ReadOnlyState(None, values) for key, values in sharded_state(shards).items()})
+
+
+def sharded_state(shards: Shards) -> State:
     """Return this rank's state by parameter; tensors that belong to its elements are slices."""
     found: defaultdict[Any, State] = defaultdict(dict)
     for own in shards.own:
