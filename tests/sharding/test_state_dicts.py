@@ -128,7 +128,7 @@ def test_a_change_through_the_state_is_refused_and_says_how_to_begin_anew():
             lambda: optimizer.state[weight].update(exp_avg=torch.zeros_like(weight)),
             lambda: setattr(optimizer, "state", {}),
         ):
-            with pytest.raises(ShardingError, match="cannot be changed through optimizer.state"):
+            with pytest.raises(ShardingError, match=r"cannot be changed through optimizer\.state"):
                 change()
         optimizer.load_state_dict({**full_state_dict(optimizer, all_ranks=True), "state": {}})
         before = values(model)

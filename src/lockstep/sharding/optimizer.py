@@ -145,6 +145,7 @@ class ShardedOptimizer(Optimizer):
         parameters = list(parameters_of(self))
         loaded = {id(parameters[key]) for key in state_dict["state"] if key in range(len(parameters))}
         self._sharding.place([_trained_or(group, loaded) for group in self.param_groups], self._names())
+        self._sharding.follow()
         sliced = state_dicts.sliced(self._sharding, state_dict, parameters)
         super().load_state_dict(sliced)
         state_dicts.take(self._sharding, vars(self).pop("state"), self.param_groups)

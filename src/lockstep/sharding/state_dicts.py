@@ -12,7 +12,7 @@ from lockstep.distributed.comm.agreement import all_gather_object
 from lockstep.dtensors import like_parameter, local_part
 from lockstep.errors import LayoutError, ShardingError
 from lockstep.sharding.partition import Piece
-from lockstep.sharding.pieces import as_bytes, flat
+from lockstep.sharding.pieces import as_bytes, flat, in_order, is_same_order, memory_order
 from lockstep.sharding.shards import OwnPiece, Shards
 from lockstep.sharding.state_slice import StateSlice
 from lockstep.sharding.streams import Moves, Streams
@@ -49,16 +49,14 @@ def sharded_state(shards: Shards) -> State:
     for own in shards.own:
         parameter = shards.placed[own.piece.number].parameter
         for name, value in shards.twin.state.get(own.tensor, {}).items():
-            found[parameter][name] = _as_slice(value, own, parameter)
+            order = shards.order_of(own.piece.number)
+            found[parameter][name] = _as_slice(value, own, local_part(parameter).shape, order)
     found.update((key, value) for key, value in shards.twin.state.items() if not isinstance(key, Tensor))
     return found
 
 
-def _as_slice(value: Any, own: OwnPiece, parameter: Tensor) -> Any:
-    if not is_of_elements(value, own):
-        return value
-    local = local_part(parameter)
-    return StateSlice.of(flat(value), own.piece.start, local)
+def _as_slice(value: Any, own: OwnPiece, shape: Sequence[int], order: list[int]) -> Any:
+    return StateSlice(flat(value), own.piece.start, shape, order) if is_of_elements(value, own) else value
 
 
 def is_of_elements(value: Any, own: OwnPiece) -> bool:
@@ -97,6 +95,11 @@ def _slice_of(value: Any, own: OwnPiece, parameter: Tensor, name: str) -> Any:
                 f"state {name!r} of a parameter is the slice {value!r}, and this rank needs the elements "
                 f"{own.piece.start} to {own.piece.stop}: it was made by another number of ranks; load a whole state "
                 "dict (full_state_dict), or go through torch.distributed.checkpoint or lockstep.resume()"
+            )
+        if not is_same_order(value.order, memory_order(local_part(parameter)), value.shape):
+            raise LayoutError(
+                f"state {name!r} of a parameter is a slice of another memory format than the parameter has now "
+                f"(strides {local_part(parameter).stride()}); load a whole state dict (full_state_dict)"
             )
         return value
     if not isinstance(value, Tensor) or not value.dim() or value.shape != parameter.shape:
@@ -226,8 +229,10 @@ class _Whole:
     def _part(self, piece: Piece, name: str, dtype: torch.dtype) -> Tensor:
         key = piece.number, name
         if key not in self._tensors:
-            like = local_part(self._shards.placed[piece.number].parameter.detach())
-            self._tensors[key] = torch.empty_like(like, dtype=dtype)
+            like = local_part(self._shards.placed[piece.number].parameter)
+            order = self._shards.order_of(piece.number)
+            whole = torch.empty(in_order(like.shape, order), dtype=dtype, device=like.device)
+            self._tensors[key] = whole.permute([order.index(dim) for dim in range(like.dim())])
         return flat(self._tensors[key])[piece.start : piece.stop]
 
     def state(self) -> State:
