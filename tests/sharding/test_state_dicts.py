@@ -115,6 +115,17 @@ def test_a_slice_can_be_copied_and_says_what_to_do_when_it_is_read():
     run_ranks(3, elsewhere)
 
 
+def test_the_fingerprint_is_that_of_the_plain_optimizer():
+    def printed(rank, sharded):
+        model = replicated(rank)
+        optimizer = made(adamw, model, sharded)
+        before = lockstep.shares.fingerprint(model, optimizer)
+        train(rank, model, optimizer, range(2))
+        return before, lockstep.shares.fingerprint(model, optimizer)
+
+    assert run_ranks(2, printed, True) == run_ranks(2, printed, False)
+
+
 def test_a_change_through_the_state_is_refused_and_says_how_to_begin_anew():
     def reset(rank):
         model = replicated(rank)
