@@ -14,7 +14,8 @@ from lockstep.checkpoints.memory import MemoryFolder
 from lockstep.checkpoints.ranks import Ranks, RanksByStore
 from lockstep.checkpoints.resuming import Resumed, Resuming
 from lockstep.checkpoints.saving import Saving
-from lockstep.checkpoints.snapshots import Snapshots
+from lockstep.checkpoints.snapshots import Pace, Snapshots
+from lockstep.checkpoints.state import HostCopies
 from lockstep.distributed.comm.collectives import Group
 from lockstep.errors import CommunicationError, CrashLoopError
 from lockstep.session.watch import store_of, unused_part
@@ -48,7 +49,9 @@ class RunState:
         self._check = check
         self._timeout = timeout
         self._paths: dict[Path, _OfPath] = {}
+        self._paces: dict[str, Pace] = {}
         self._behind = WriteBehind()
+        self._copies = HostCopies()
         self._ended = False
         self._start = ""
         """The id of this start of the ranks, alike on all of them from the first snapshot or resume on."""
@@ -59,7 +62,7 @@ class RunState:
         self._behind.wait()
         known, ranks = self._of(path), Ranks(self._group)
         saving = Saving(path, FileSystem(), ranks, known.newest)
-        saving.begin(state, keep, step, copy=not wait)
+        saving.begin(state, keep, step, copies=None if wait else self._copies)
         if wait:
             saving.write(ranks)
         else:
@@ -81,17 +84,21 @@ class RunState:
             raise CommunicationError("the session has ended with an error")
         self._check()
 
-    def snapshot(self, path: Path, every: int | None, at_most: float, step: int, state: dict[str, Any]) -> bool:
-        """See :meth:`Session.snapshot`."""
+    def snapshot_is_due(self, path: str | os.PathLike[str], every: int | None, at_most: float) -> bool:
+        """Count a call of :meth:`Session.snapshot`; return True if it is to take a snapshot, on all ranks alike."""
+        name = os.fspath(path)
+        pace = self._paces.get(name)
+        if pace is None:
+            pace = self._paces[name] = self._snapshots(Path(path)).pace
+        return pace.is_due(every, at_most)
+
+    def snapshot(self, path: Path, every: int | None, at_most: float, step: int, state: dict[str, Any]) -> None:
+        """Take a snapshot, which is due: see :meth:`Session.snapshot`."""
         known = self._of(path)
-        snapshots = self._snapshots(path)
-        number = snapshots.take(state, every, at_most, step, known.newest)
-        if number is None:
-            return False
+        number = self._snapshots(path).take(state, every, at_most, step, known.newest)
         if not known.in_memory:
             self._note_start(path, 0)
         known.newest = known.in_memory = number
-        return True
 
     def resume(self, path: Path, state: dict[str, Any], give_up_after: int | None = None) -> Resumed | None:
         """See :meth:`Session.resume`."""
@@ -159,7 +166,7 @@ class RunState:
         checkpoints."""
         if self._process != os.getpid():
             return
-        paths, self._paths = self._paths, {}
+        paths, self._paths, self._copies = self._paths, {}, HostCopies()
         for known in paths.values():
             if known.snapshots is not None:
                 needed = unless_newer and known.in_memory > known.on_disk

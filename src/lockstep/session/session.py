@@ -190,7 +190,8 @@ class Session:
         """Call :func:`lockstep.save` with the session's group, its generators, and :attr:`step` if none is given.
 
         With ``wait=False`` the training goes on as soon as the state is copied to memory of the CPU, and a thread
-        writes the checkpoint behind the training. As always, the checkpoint counts once it is whole. One save is in
+        writes the checkpoint behind the training. The rank that writes keeps that memory, as much as the state takes,
+        for its next saves, until the session ends. As always, the checkpoint counts once it is whole. One save is in
         flight at a time: a second one waits for it. If the save fails, the next :meth:`save` or :meth:`resume`, or the
         end of the session, raises its error on every rank. A session that ends without an error waits for the save.
 
@@ -219,8 +220,9 @@ class Session:
         Args:
             path: The folder that is given to :meth:`save` and :meth:`resume`.
             every: Take a snapshot at every N-th call. If None, take one as often as ``at_most`` allows.
-            at_most: The share of the time that snapshots may take: 0.02 means 2 %. After each snapshot the ranks agree
-                on the call at which the next one is due.
+            at_most: The share of the time that snapshots may take: 0.02 means 2 %. The first one comes after the
+                second call, which ends the first step that can be timed. After each snapshot the ranks agree on the
+                call at which the next one is due.
             step: The step of the run; :attr:`step` if None.
             **state: As for :meth:`save`.
 
@@ -240,9 +242,12 @@ class Session:
 
         A call that takes a snapshot communicates what :func:`lockstep.save` does; other calls communicate nothing.
         """
+        if not self._state.snapshot_is_due(path, every, at_most):
+            return False
         step = self.step if step is None else step
         with self.phase(Phase.CHECKPOINT):
-            return self._state.snapshot(Path(path), every, at_most, step, self._generators() | state)
+            self._state.snapshot(Path(path), every, at_most, step, self._generators() | state)
+        return True
 
     def resume(self, path: "str | os.PathLike[str]", *, give_up_after: int | None = 3, **state: Any) -> Resumed | None:
         """Restore the newest state that :meth:`save` or :meth:`snapshot` has kept; :attr:`step` continues, too.
