@@ -311,10 +311,10 @@ def _check_embeddings(named: Sequence[tuple[str, Module]]) -> None:
         if embeds and module.max_norm is not None and module.weight is not None and module.weight.requires_grad:
             weight = f"{name}.weight" if name else "weight"
             raise NotReplicableError(
-                f"parameter {weight} belongs to an embedding with max_norm={module.max_norm}, whose forward shortens "
-                "the rows that it looks up: other rows on each rank, so that replicas would drift apart. Use "
-                "max_norm=None, and shorten rows after optimizer.step() on every rank alike; or leave the parameter "
-                "out, by params_and_buffers_to_ignore"
+                f"parameter {weight} belongs to an embedding with max_norm={module.max_norm}, whose forward "
+                "rewrites the rows that it looks up. Ranks look up different rows, so replicas would drift apart. Use "
+                "max_norm=None, and rescale the rows after optimizer.step(), in the same way on every rank; or leave "
+                "the parameter out, by params_and_buffers_to_ignore"
             )
 
 
