@@ -93,7 +93,15 @@ class CheckpointError(LockstepError, RuntimeError):
 
 
 class CrashLoopError(CheckpointError):
-    """Ranks have failed at the same step each time that they were started; raised on every rank instead of a start."""
+    """Ranks have failed at the same step each time that they were started; raised on every rank instead of a start.
+
+    For programs: ``step``, and ``samples``, the samples of its batch, as the sampler numbers them (empty if unknown).
+    """
+
+    def __init__(self, message: str, *, step: int | None = None, samples: tuple[object, ...] = ()) -> None:
+        super().__init__(message)
+        self.step = step
+        self.samples = samples
 
 
 class CommunicationError(LockstepError, RuntimeError):
