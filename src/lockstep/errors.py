@@ -93,7 +93,15 @@ class CheckpointError(LockstepError, RuntimeError):
 
 
 class CrashLoopError(CheckpointError):
-    """The ranks have failed at the same step in each start; ``resume`` raises this on every rank."""
+    """The ranks have failed at the same step in each start; ``resume`` raises this on every rank.
+
+    ``step`` is that step. ``samples`` are the samples of its batch, as the sampler numbers them; empty if unknown.
+    """
+
+    def __init__(self, message: str, *, step: int | None = None, samples: tuple[object, ...] = ()) -> None:
+        super().__init__(message)
+        self.step = step
+        self.samples = samples
 
 
 class CommunicationError(LockstepError, RuntimeError):

@@ -249,18 +249,31 @@ class Session:
             self._state.snapshot(Path(path), every, at_most, step, self._generators() | state)
         return True
 
-    def resume(self, path: "str | os.PathLike[str]", *, give_up_after: int | None = 3, **state: Any) -> Resumed | None:
+    def resume(
+        self,
+        path: "str | os.PathLike[str]",
+        *,
+        give_up_after: int | None = 3,
+        skip_poison: bool = False,
+        **state: Any,
+    ) -> Resumed | None:
         """Restore the newest state that :meth:`save` or :meth:`snapshot` has kept; :attr:`step` continues, too.
 
         This is :func:`lockstep.resume`, which here also looks into the memory of all hosts. It takes the newest state
         that is whole in some host's memory, or on the disk. Hosts that lack it get it from the others.
 
         Raises :class:`~lockstep.errors.CrashLoopError` if the last ``give_up_after`` starts of a run with snapshots
-        have all failed at the same step; with None, never. The message has the failures, and the positions of the
-        samplers in the state.
+        have all failed at the same step; with None, never. The message has the failures, and the samples of the batch
+        of that step, if the state has one :class:`lockstep.shares.GlobalBatches` or
+        :class:`~lockstep.ResumableSampler`, whose batches :meth:`batches` counts.
+
+        With ``skip_poison=True`` the run goes on without that batch instead: all ranks leave it out of the
+        ``GlobalBatches``, a warning names its samples, and every other sample still comes once in its epoch. If the
+        step then fails as often with the next batch, the batch is not the cause, and all ranks raise
+        :class:`~lockstep.errors.CrashLoopError`.
         """
         with self.phase(Phase.CHECKPOINT):
-            found = self._state.resume(Path(path), self._generators() | state, give_up_after)
+            found = self._state.resume(Path(path), self._generators() | state, give_up_after, skip_poison=skip_poison)
         if found is not None and found.step is not None:
             self.progress.step = found.step
         return found

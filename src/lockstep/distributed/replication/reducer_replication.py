@@ -214,6 +214,8 @@ class ReducerReplication(Replication):
         with self._synchronising(last and self.requires_sync):
             own = self.started_reducer.rank_state
             self._check_in_charge("accumulate()")
+            if not last:
+                self.started_reducer.decisions.note_micro_batch()
             with nullcontext() if weight is None else own.weighing(weight):
                 yield
 
