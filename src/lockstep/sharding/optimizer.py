@@ -156,7 +156,11 @@ class ShardedOptimizer(Optimizer):
         super().add_param_group(param_group)
         if "_sharding" in vars(self):
             names, _ = names_of(self)
-            check_names(self.param_groups[-1:], names)
+            try:
+                check_names(self.param_groups[-1:], names)
+            except NotReplicableError:
+                del self.param_groups[-1]
+                raise
 
     def __deepcopy__(self, memo: object) -> NoReturn:
         raise ShardingError(f"a sharded {type(self).__name__} cannot be copied: copy full_state_dict(optimizer)")
