@@ -162,6 +162,24 @@ def test_gradients_of_one_rank_alone_are_an_error():
     run_ranks(2, local)
 
 
+def test_gradients_of_one_rank_alone_are_an_error_also_of_modules_that_were_replicated_later():
+    def local(rank):
+        first, second = replicated(rank), replicated(rank)
+        optimizer = made(adamw, first, True)
+        optimizer.add_param_group({"params": list(second.parameters())})
+        again = lockstep.DistributedDataParallel(first, process_group=rank.group)
+        for module in (second, again):
+            with module.no_sync():
+                backward(rank, module, 1)
+            with pytest.raises(ShardingError, match="gradients are those of one rank alone"):
+                optimizer.step()
+            optimizer.zero_grad()
+            backward(rank, module, 2)
+            optimizer.step()
+
+    run_ranks(2, local)
+
+
 def test_only_one_rank_has_local_gradients_and_all_raise():
     def local(rank):
         model = replicated(rank)
