@@ -22,7 +22,7 @@ from lockstep.errors import (
     PeerError,
     ShardingError,
 )
-from lockstep.sharding import full_state_dict, shard_optimizer
+from lockstep.sharding import full_state_dict, shard_optimizer, streams
 from processes import run_processes
 from sharded_runs import adamw, backward, equal, made, network, replicated, train, values
 from threaded import run_ranks
@@ -44,7 +44,10 @@ def failing_sgd(parameters):
 
 
 @pytest.mark.parametrize("hosts", ["", "aaa"])
-def test_a_step_that_fails_on_one_rank_fails_on_all_and_weights_are_those_from_before(hosts):
+@pytest.mark.parametrize("nbytes", [1024, streams.CHUNK_BYTES])
+def test_a_step_that_fails_on_one_rank_fails_on_all_and_weights_are_those_from_before(hosts, nbytes, monkeypatch):
+    monkeypatch.setattr(streams, "CHUNK_BYTES", nbytes)
+
     def failing(rank):
         model = replicated(rank)
         optimizer = made(failing_sgd, model, True)

@@ -50,7 +50,8 @@ class ShardedOptimizer(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step on this rank's pieces, and gather all weights; every rank has to call it.
 
-        Communicates one all-gather of 128 bytes from each rank, and one of the weights in chunks of 2 MiB from each.
+        Communicates one all-gather of 128 bytes from each rank, and one of the weights in chunks of 2 MiB from each
+        (through staging memory on ``shm``).
 
         Args:
             closure: As in PyTorch's optimizers; called once, before the step.

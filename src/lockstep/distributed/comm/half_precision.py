@@ -2,15 +2,15 @@
 
 A backend's own all-reduce adds half precision in half precision, in a ring: it rounds at every rank, so that the error
 grows with their number. Here every rank's values are rounded to half precision, added in float32 in the order of the
-ranks, divided by their number, and the mean is rounded to half precision. So the bits of the result are a function of
-what the ranks have: the same on every rank and every backend, however the tensor is cut. Nothing is divided before it
-is rounded: what float16 can represent does not underflow, and neither a sum nor a mean of it overflows.
+ranks, divided by their number, and the mean is rounded to half precision. So the bits of the result depend only on the
+values of the ranks: they are the same on every rank and every backend, however the tensor is split. Nothing is divided
+before it is rounded. So a value that float16 can represent does not underflow, and neither a sum nor a mean overflows.
 
 There are three ways to do it:
 
 - :class:`_InSharedMemory`: the ranks read each other's float32, and round it while they add. Nothing travels.
-- :class:`_Whole`, up to two ranks: each gets all that the other has, in all-gathers. These are no more bytes than with
-  slices, in one step instead of two.
+- :class:`_Whole`, up to two ranks: each gets the whole tensor of the other, in all-gathers. That is no more bytes than
+with slices, in one step instead of two.
 - :class:`_InSlices`: rank ``r`` gets slice ``r`` of all ranks in an all-to-all, and adds it. The means are gathered
   in a second step, which has to be asked for (:meth:`MeanInHalf.gather`), on all ranks or on none.
 
@@ -26,29 +26,29 @@ from torch import Tensor
 from lockstep.distributed.comm.collectives import Collectives, Pending, plain_memory
 
 HALF_PRECISION = (torch.bfloat16, torch.float16)
-"""The dtypes that can be asked for."""
+"""The dtypes of ``reduce_dtype``."""
 _PIECE = 512 * 1024
 """Number of elements that :class:`_Whole` sends at a time on the CPU.
 
-Before Gloo sends, it hears that the other side is ready, and over one connection it hears so only behind what that side
-sends itself: with large messages ranks take turns (``benchmarks/bench_reduce_dtype.py``).
+Gloo sends when the other side has said that it is ready. Over one connection that message comes behind the data that
+the other side sends itself. So with large messages the ranks take turns (``benchmarks/bench_reduce_dtype.py``).
 """
 _BLOCK = 64 * 1024
 """Number of elements added at a time on the CPU: they stay in the cache."""
 _LARGE_BLOCK = 16 * 1024 * 1024
-"""The same on an accelerator, where what is not in float32 needs memory of this size to be added in."""
+"""The same on an accelerator, where tensors in another dtype than float32 need memory of this size for the sum."""
 
 
 def travels_in_half(dtype: torch.dtype, half: torch.dtype | None) -> bool:
-    """Return True if gradients of a dtype travel in the half precision asked for, if any: float32, and half precision
-    of the same kind, whose sums would be rounded more than once."""
+    """Return True if gradients of a dtype travel in ``reduce_dtype``: float32, and the same half precision, whose sums
+    a backend would round more than once."""
     return half is not None and dtype in (torch.float32, half)
 
 
 class MeanInHalf(ABC):
     """The mean of one flat tensor over the ranks, under way: :meth:`wait`, :meth:`gather` and :meth:`finish` follow.
 
-    A subclass begins the collective that brings together what is to be added.
+    A subclass begins the collective that exchanges the values to be added.
     """
 
     def __init__(self, collectives: Collectives, half: torch.dtype, tensor: Tensor, what: str, factor: float) -> None:
@@ -58,17 +58,17 @@ class MeanInHalf(ABC):
         self._what = what
         self._factor = factor
         self._block = _BLOCK if tensor.is_cpu else _LARGE_BLOCK
-        self._scratch: Tensor | None = None  # made now: what fails later, fails on this rank alone
+        self._scratch: Tensor | None = None  # made now, since a failure later would be on this rank alone
         if tensor.dtype is not torch.float32:
             self._scratch = torch.empty_like(tensor[: self._block], dtype=torch.float32)
 
     @abstractmethod
     def wait(self) -> None:
-        """Return when what the other ranks have sent is here, and added up."""
+        """Return when the values of the other ranks have arrived and are added."""
 
     @abstractmethod
     def done(self) -> bool:
-        """Return True if :meth:`wait` need not wait for another rank."""
+        """Return True if :meth:`wait` does not have to wait for another rank."""
 
     @abstractmethod
     def gather(self) -> None:
