@@ -34,8 +34,9 @@ from lockstep.shares.spare import SpareMemory
 class Members:
     """The replicated parameters and buffers of a module at one moment."""
 
-    def __init__(self, contents: Contents) -> None:
+    def __init__(self, contents: Contents, reduce_dtype: torch.dtype | None) -> None:
         self._contents = contents
+        self._reduce_dtype = reduce_dtype
         self.parameters: Sequence[tuple[str, Parameter]] = contents.parameters
         self.buffers: Sequence[Buffer] = contents.buffers
         self.trained = [(name, parameter) for name, parameter in contents.parameters if parameter.requires_grad]
@@ -61,9 +62,10 @@ class Members:
     def specs(self) -> list[TensorSpec]:
         """The layouts in which gradients are added, from the last parameter to the first."""
         local = [(name, local_part(parameter)) for name, parameter in reversed(self.trained)]
+        dtypes = [sum_dtype(p.dtype, self._reduce_dtype) for _, p in local]
         return [
-            TensorSpec(name, tuple(p.shape), dense_stride(p.shape, p.stride()), sum_dtype(p.dtype), p.device)
-            for name, p in local
+            TensorSpec(name, tuple(p.shape), dense_stride(p.shape, p.stride()), dtype, p.device)
+            for (name, p), dtype in zip(local, dtypes, strict=True)
         ]
 
 
