@@ -21,6 +21,21 @@ class Addition(NamedTuple):
     place: Place
 
 
+class Chunks(Protocol):
+    """What a rank gives to all ranks, and gets from them, chunk by chunk."""
+
+    count: int
+    """Number of chunks."""
+    nbytes: int
+    """Number of bytes of a chunk, at most 2 MiB."""
+
+    def put(self, number: int, buffer: Tensor) -> None:
+        """Write this rank's chunk to ``nbytes`` bytes of memory."""
+
+    def take(self, number: int, buffers: Sequence[Tensor]) -> None:
+        """Read the chunks of all ranks, in rank order; the memory is used again for other chunks."""
+
+
 class Abilities(Protocol):
     """The interface of the object that a group has as ``_abilities``."""
 
@@ -48,6 +63,10 @@ class Abilities(Protocol):
         elements for each rank, in rank order; each rank's own are copied to all. Tensors come from :meth:`allocate`,
         and only the result is copied.
         """
+
+    def _gather_in_chunks(self, chunks: Chunks, opts: Any) -> Any:
+        """Begin to gather chunks through shared memory, without other copies than those that ``chunks`` makes; only
+        where ranks share memory. All ranks give chunks of the same number and size."""
 
     def _abort(self, reason: str) -> None:
         """End the group on every rank; the error that all raise from then on gives the reason."""

@@ -22,7 +22,7 @@ from lockstep.errors import (
     PeerError,
     ShardingError,
 )
-from lockstep.sharding import full_state_dict, shard_optimizer
+from lockstep.sharding import full_state_dict, shard_optimizer, streams
 from processes import run_processes
 from sharded_runs import adamw, backward, equal, made, network, replicated, train, values
 from threaded import run_ranks
@@ -44,7 +44,10 @@ def failing_sgd(parameters):
 
 
 @pytest.mark.parametrize("hosts", ["", "aaa"])
-def test_a_step_that_fails_on_one_rank_fails_on_all_and_weights_are_those_from_before(hosts):
+@pytest.mark.parametrize("nbytes", [1024, streams.CHUNK_BYTES])
+def test_a_step_that_fails_on_one_rank_fails_on_all_and_weights_are_those_from_before(hosts, nbytes, monkeypatch):
+    monkeypatch.setattr(streams, "CHUNK_BYTES", nbytes)
+
     def failing(rank):
         model = replicated(rank)
         optimizer = made(failing_sgd, model, True)
@@ -369,6 +372,55 @@ def test_parameters_whose_memory_has_moved_are_stepped_where_they_are():
         return values(model), full_state_dict(optimizer, all_ranks=True)
 
     assert equal(run_ranks(2, moved, False), run_ranks(2, moved, True))
+
+
+def transposed(data):
+    return data.t().contiguous().t()
+
+
+def with_gaps(data):
+    return data.repeat_interleave(2, 1)[:, ::2]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"), [(transposed, "another memory format"), (with_gaps, "whose elements lie side by side")]
+)
+def test_parameters_whose_slices_of_state_no_longer_fit_are_refused(change, words):
+    def refused(rank):
+        model = replicated(rank)
+        optimizer = made(adamw, model, True)
+        model[2].weight.data = transposed(model[2].weight.data)  # it has no state yet
+        train(rank, model, optimizer, range(1))
+        model[0].weight.data = change(model[0].weight.data)
+        before = values(model)
+        with pytest.raises((LayoutError, PeerError), match=rf"parameter 0\.weight has .*{words}"):
+            train(rank, model, optimizer, range(1, 2))
+        return equal(values(model), before)
+
+    assert run_ranks(2, refused) == [True, True]
+
+
+@pytest.mark.parametrize("make", [adamw, torch.optim.Adafactor])
+def test_another_memory_format_before_state_is_loaded_or_after_it_is_saved(make):
+    def changing(rank, sharded):
+        model = replicated(rank)
+        optimizer = made(make, model, sharded)
+        train(rank, model, optimizer, range(2))
+        model[2].weight.data = transposed(model[2].weight.data)
+        state = full_state_dict(optimizer, all_ranks=True)
+        slices = optimizer.state_dict()
+        del optimizer
+        model[0].weight.data = transposed(model[0].weight.data)
+        optimizer = made(make, model, sharded)
+        model[2].weight.data = model[2].weight.data.contiguous()
+        if sharded and make is adamw and rank.rank == 0:
+            with pytest.raises(LayoutError, match="slice of another memory format"):
+                optimizer.load_state_dict(slices)
+        optimizer.load_state_dict(state)
+        train(rank, model, optimizer, range(2, 4))
+        return values(model), full_state_dict(optimizer, all_ranks=True)["state"]
+
+    assert equal(run_ranks(2, changing, False), run_ranks(2, changing, True))
 
 
 def test_parameters_that_share_memory_are_refused():

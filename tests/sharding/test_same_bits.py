@@ -13,7 +13,8 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
 import lockstep
-from lockstep.sharding import full_state_dict, shard_optimizer
+import threaded
+from lockstep.sharding import full_state_dict, shard_optimizer, streams
 from sharded_runs import adamw, backward, equal, made, network, replicated, train, values
 from threaded import count_collectives, run_ranks
 
@@ -57,6 +58,15 @@ def test_weights_and_state_have_the_bits_of_the_plain_optimizer(name, hosts):
     plain = run_ranks(3, trained, OPTIMIZERS[name], False, hosts=hosts)
     sharded = run_ranks(3, trained, OPTIMIZERS[name], True, hosts=hosts)
     assert equal(plain, sharded)
+
+
+@pytest.mark.parametrize("hosts", ["", "aaa"])
+@pytest.mark.parametrize("nbytes", [64, 1024, 12000])
+def test_weights_and_state_that_are_gathered_in_several_chunks(hosts, nbytes, monkeypatch):
+    """The weights of a rank are 24 KB; chunks end within a parameter, within an element of the first, and behind it."""
+    plain = run_ranks(3, trained, adamw, False, hosts=hosts)
+    monkeypatch.setattr(streams, "CHUNK_BYTES", nbytes)
+    assert equal(plain, run_ranks(3, trained, adamw, True, hosts=hosts))
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -247,6 +257,21 @@ def test_shares_give_the_same_bits_on_one_rank_and_on_two():
     expected = run_ranks(1, shared, False)[0]
     for world in (1, 2):
         assert all(equal(each, expected) for each in run_ranks(world, shared, True))
+
+
+def test_all_chunks_in_shared_memory_are_gathered_in_one_collective(monkeypatch):
+    monkeypatch.setattr(streams, "CHUNK_BYTES", 1024)
+    monkeypatch.setitem(threaded._NAMES, "_gather_in_chunks", "gather_in_chunks")
+
+    def counted(rank):
+        model = replicated(rank)
+        optimizer = made(adamw, model, True)
+        backward(rank, model, 0)
+        with count_collectives(rank) as seen:
+            optimizer.step()
+        return [each.name for each in seen]
+
+    assert run_ranks(3, counted, hosts="aaa") == [["gather_in_chunks"]] * 3
 
 
 def test_a_step_costs_one_small_all_gather_and_the_weights():

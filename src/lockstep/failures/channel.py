@@ -45,18 +45,18 @@ LINK_SECONDS = 20.0
 REACH_SECONDS = 1.0
 """Seconds that other hosts have to answer when one is lost."""
 HEARSAY_SECONDS = 0.25
-"""Seconds that a rank waits for reports from ranks that could see how far a rank was that has ended."""
+"""Seconds that a rank waits for reports from the ranks that could see the last step of a rank that has ended."""
 
 START_UP_SECONDS = 2 * LOOK_SECONDS
 """Seconds that a rank lives on if it fails before all have met: it may host the store, which others still read."""
 
 
 class FailureChannel:
-    """The failures of other ranks as one rank knows them, and the reports that it sends of its own.
+    """The failures of other ranks that one rank knows, and the reports of its own failure.
 
     Every rank has to make one at the same time. Messages name the ranks by their numbers in ``global_ranks``; ``host``
     is the same for ranks of one host. A rank has failed if nothing comes from its host for ``link_timeout`` seconds.
-    The constructor returns when all have met; they have ``timeout`` seconds for it.
+    The constructor returns when all ranks are connected, or raises after ``timeout`` seconds.
     """
 
     def __init__(
@@ -212,7 +212,7 @@ class FailureChannel:
         return sorted(each for each, other in self.places.items() if place is not None and other.host == place.host)
 
     def silent_hosts(self, ranks: Collection[int]) -> dict[int, str]:
-        """Return those of the ranks whose hosts do not answer an attempt to connect, with the names of their hosts."""
+        """Return the ranks whose hosts do not answer an attempt to connect, with the names of these hosts."""
         own = self.places[self.rank].host
         hosts = {self.places[rank].host for rank in ranks} - {own}
         doors = {}  # of each host, where one of its ranks listens
@@ -321,7 +321,7 @@ class FailureChannel:
             ).start()
 
     def _tell_of_loss(self, rank: int, loss: OSError | None) -> None:
-        """Report a neighbour that is gone."""
+        """Report a neighbour whose connection has ended."""
         place, page = self.places.get(rank), self.pages.get(rank)
         if page is not None:
             seen = page.read()
@@ -384,7 +384,7 @@ class FailureChannel:
             if self._known.is_set():
                 return
             self._known.set()
-            if first.rank != self.rank or first.kind in GIVEN_UP:  # the latter are reported of a rank that is alive
+            if first.rank != self.rank or first.kind in GIVEN_UP:  # these kinds may be reported of a rank that is alive
                 self.failure = first
             callbacks, self._callbacks = self._callbacks, []
         if self.failure is not None:
@@ -393,7 +393,8 @@ class FailureChannel:
                 callback(self.failure)
 
     def _settle_alone(self, failure: Failure) -> None:
-        """Before there is a ring: log what another rank was found to have done; this rank raises the first entry."""
+        """Before the ring exists: log a failure that was found on another rank, and raise the first entry of the
+        log."""
         self.failure = self._log.append(failure)
         self._known.set()
 

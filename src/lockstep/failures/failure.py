@@ -141,7 +141,7 @@ class FailureLog:
         """The entries read so far."""
 
     def append(self, failure: Failure) -> Failure:
-        """Append an entry; return the first entry of the log, or this one if the store is lost."""
+        """Append an entry; return the first entry of the log, or the new entry if the store is lost."""
         text = failure.pack()
         try:
             with self._lock:
@@ -216,7 +216,7 @@ def of_exception(error: BaseException, rank: int, step: int, phase: str) -> Fail
 
 
 def origin(error: BaseException) -> BaseException:
-    """Return the original exception: one raised while another was handled must not hide that one."""
+    """Return the original exception, not one that was raised while the original was handled."""
     seen = {id(error)}
     while error.__cause__ is None and not error.__suppress_context__ and error.__context__ is not None:
         if id(error.__context__) in seen:
@@ -258,7 +258,8 @@ _WORDS_OF_GROUPS = (
 
 
 def _is_of_a_group(error: BaseException) -> bool:
-    """Return True if a process group or store of PyTorch raised it: they raise RuntimeErrors when they lose a peer."""
+    """Return True if a process group or store of PyTorch raised it: these raise a RuntimeError when they lose a
+    peer."""
     if not isinstance(error, RuntimeError):
         return False
     kinds = {each.__name__ for each in type(error).__mro__}

@@ -1,7 +1,9 @@
 """Moves pieces of tensors between ranks: each rank sends its pieces end to end, and every rank copies what it needs.
 
-One all-gather moves a chunk of each rank's stream. The next all-gather is under way while the data of the last one are
-copied to their places, so memory is bounded by two chunks of every rank.
+Chunks of all ranks' streams are gathered at once. Ranks that share memory copy them to their places from there, so each
+element is copied twice: by the rank that has it, and by each that needs it. Otherwise one all-gather moves a chunk of
+each rank, and the next one is under way while the chunks of the last one are copied to their places, so memory is
+bounded by two chunks of every rank.
 """
 
 from collections.abc import Iterator, Sequence
@@ -73,45 +75,70 @@ class Streams:
     def gather(self, own: Moves, targets: Sequence[Moves | None], what: str, mark: int = 0) -> list[int]:
         """Send this rank's stream, copy the streams of all ranks to ``targets``, by rank, and return every rank's mark.
 
-        If any mark is not zero, nothing is copied. Communicates one all-gather for each chunk.
+        If any mark is not zero, nothing is copied. Communicates one all-gather for each chunk, or one for all where
+        ranks share memory.
         """
-        buffers = [self._buffers(), self._buffers() if self.count > 1 else None]
-        pending: tuple[int, Pending] | None = None
-        marks: list[int] = []
-        for number in range(self.count + 1):
-            begun = None
-            if number < self.count and not any(marks):
-                sent, received = buffers[number % 2] or self._buffers()
-                if number == 0:
-                    sent[:HEAD_BYTES] = mark
-                own.copy_in(number, sent)
-                begun = number, self._collectives.all_gather_flat(received, sent, f"{what}, chunk {number + 1}")
-                if number == 0:
-                    begun[1].wait()
-                    marks = received[:: self.chunk].tolist()
-            if pending is not None and not any(marks):
-                self._take(*pending, targets, buffers)
-            pending = begun
-        return marks
+        chunks = _Chunks(self, own, targets, mark)
+        if self._device.type == "cpu" and self._collectives.shares_memory:
+            self._collectives.gather_in_chunks(chunks, what).wait()
+        else:
+            self._gather_one_by_one(chunks, what)
+        return chunks.marks
 
-    def _take(
-        self,
-        number: int,
-        pending: Pending,
-        targets: Sequence[Moves | None],
-        buffers: Sequence[tuple[Tensor, Tensor] | None],
-    ) -> None:
-        if number:
+    def _gather_one_by_one(self, chunks: "_Chunks", what: str) -> None:
+        """Copy a chunk while the next one is under way; but nothing before all marks are known."""
+        rank, size = self._collectives.rank, self.chunk * self._collectives.world
+        both = [torch.empty(size, dtype=torch.uint8, device=self._device) for _ in range(min(2, self.count))]
+        buffers: list[Sequence[Tensor]] = [each.view(-1, self.chunk).unbind() for each in both]
+
+        def begin(number: int) -> Pending:
+            of_all, own = both[number % 2], buffers[number % 2][rank]
+            return self._collectives.all_gather_flat(of_all, own, f"{what}, chunk {number + 1}")
+
+        chunks.put(0, buffers[0][rank])
+        pending = begin(0)
+        for number in range(self.count):
+            has_next = number + 1 < self.count
+            if has_next:
+                chunks.put(number + 1, buffers[(number + 1) % 2][rank])
             pending.wait()
-        given = buffers[number % 2]
-        assert given is not None
-        for rank, target in enumerate(targets):
-            if target is not None:
-                target.copy_out(number, given[1][rank * self.chunk : (rank + 1) * self.chunk])
+            if number == 0 and chunks.is_refused(buffers[0]):
+                return
+            if has_next:
+                pending = begin(number + 1)
+            chunks.take(number, buffers[number % 2])
 
-    def _buffers(self) -> tuple[Tensor, Tensor]:
-        sent = self._collectives.empty(self.chunk, torch.uint8, self._device)
-        return sent, torch.empty(self.chunk * self._collectives.world, dtype=torch.uint8, device=self._device)
+
+class _Chunks:
+    """The chunks of one gather: see :class:`~lockstep.abilities.Chunks`."""
+
+    def __init__(self, streams: Streams, own: Moves, targets: Sequence[Moves | None], mark: int) -> None:
+        self.count = streams.count
+        self.nbytes = streams.chunk
+        self.marks: list[int] = []
+        """The mark of each rank, once the first chunks have come."""
+        self._own = own
+        self._targets = targets
+        self._mark = mark
+
+    def put(self, number: int, buffer: Tensor) -> None:
+        """Copy this rank's chunk to a buffer, the first one with its mark."""
+        if number == 0:
+            buffer[:HEAD_BYTES] = self._mark
+        self._own.copy_in(number, buffer)
+
+    def is_refused(self, buffers: Sequence[Tensor]) -> bool:
+        """Read the marks in the first chunks; return True if any is not zero."""
+        self.marks = torch.stack([buffer[0] for buffer in buffers]).tolist()
+        return any(self.marks)
+
+    def take(self, number: int, buffers: Sequence[Tensor]) -> None:
+        """Copy the chunks of all ranks to their places, unless a mark is not zero."""
+        if any(self.marks) or (number == 0 and self.is_refused(buffers)):
+            return
+        for target, buffer in zip(self._targets, buffers, strict=True):
+            if target is not None:
+                target.copy_out(number, buffer)
 
 
 def _rounded(nbytes: int) -> int:

@@ -6,7 +6,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from lockstep.abilities import Addition
+from lockstep.abilities import Addition, Chunks
 from lockstep.shm.messages import Descriptor, Op
 
 
@@ -48,6 +48,10 @@ class Algorithm(Protocol):
         """Add parts of ``numel`` elements, with which the tensor of each rank begins, in the given order, and write the
         result to the beginning of every rank's tensor. The end of the tensor has ``gathered`` elements for each rank;
         each rank's own are copied to all ranks. Raises :class:`OptionError` where that is impossible."""
+
+    def gather_in_chunks(self, chunks: Chunks) -> None:
+        """Let each rank put its chunks in shared memory, and all take those of all ranks from there. Raises
+        :class:`OptionError` where that is impossible."""
 
     def reduce_scatter(self, output: Tensor, inputs: Sequence[Tensor], op: Op, tensors: int = 1) -> None:
         """Reduce ``inputs``, one tensor for each rank, over all ranks; each rank gets the result for itself."""

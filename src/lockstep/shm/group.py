@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 
-from lockstep.abilities import Abilities, Addition
+from lockstep.abilities import Abilities, Addition, Chunks
 from lockstep.errors import AgreementError, CommunicationError, OptionError
 from lockstep.shm.algorithm import Algorithm
 from lockstep.shm.gloo import CollectivesOfGloo
@@ -87,6 +87,9 @@ class ProcessGroupShm(NativeCollectives, CollectivesOfGloo, _ProcessGroup):
         self, tensor: Tensor, numel: int, additions: Sequence[Addition], gathered: int, opts: dist.AllreduceOptions
     ) -> ShmWork:
         return self._begin("add_in_order", lambda a: a.add_in_order(tensor, numel, additions, gathered), [tensor], opts)
+
+    def _gather_in_chunks(self, chunks: Chunks, opts: Any) -> ShmWork:
+        return self._begin("all_gather", lambda algorithm: algorithm.gather_in_chunks(chunks), [], opts)
 
     # -------------------------------------------------------------------------- what PyTorch asks
 
@@ -216,7 +219,7 @@ def _run(runtime: Runtime, run: Callable[[Algorithm], object], timeout: float, g
     runtime.peers.check_open()
     algorithm = runtime.algorithm(timeout)
     try:
-        if torch.is_inference_mode_enabled():  # what is made there could not be written elsewhere
+        if torch.is_inference_mode_enabled():  # memory that is made in inference mode could not be written elsewhere
             with torch.inference_mode(False):
                 run(algorithm)
         else:

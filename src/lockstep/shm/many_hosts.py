@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lockstep.abilities import Addition
+from lockstep.abilities import Addition, Chunks
 from lockstep.errors import OptionError
 from lockstep.shm.algorithm import Algorithm
 from lockstep.shm.arithmetic import Reduction, divide
@@ -100,6 +100,10 @@ class ManyHosts(Algorithm):
     def add_in_order(self, x: Tensor, numel: int, additions: Sequence[Addition], gathered: int = 0) -> None:
         """See :class:`Algorithm`: not over several hosts."""
         raise OptionError("add_in_order: the ranks are on several hosts, and have no memory in common; use all-to-all")
+
+    def gather_in_chunks(self, chunks: Chunks) -> None:
+        """See :class:`Algorithm`: not over several hosts."""
+        raise OptionError("gather_in_chunks: the ranks are on several hosts, and have no memory in common")
 
     def reduce_scatter(self, output: Tensor, inputs: Sequence[Tensor], op: Op, tensors: int = 1) -> None:
         """See :class:`Algorithm`; each host sends the sum of all inputs once."""

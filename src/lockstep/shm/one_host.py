@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from lockstep.abilities import Addition, Place
+from lockstep.abilities import Addition, Chunks, Place
 from lockstep.errors import LayoutError
 from lockstep.shm.algorithm import Algorithm
 from lockstep.shm.arithmetic import Reduction
@@ -251,6 +251,19 @@ class OneHost(Algorithm):
                 outputs[rank][begin:end].copy_(staging.data(rank, half, dtype)[: end - begin])
 
         staging.move_chunks(len(ranges), self.timeout, put, use)
+
+    def gather_in_chunks(self, chunks: Chunks) -> None:
+        """See :class:`Algorithm`."""
+        staging, dtype, nbytes = self.staging, torch.uint8, chunks.nbytes
+        staging.agree(Descriptor(Kind.ALL_GATHER, dtype, chunks.count * nbytes, tensors=chunks.count), self.timeout)
+
+        def put(number: int) -> None:
+            chunks.put(number, staging.own_data(dtype)[:nbytes])
+
+        def use(number: int, half: int) -> None:
+            chunks.take(number, [staging.data(rank, half, dtype)[:nbytes] for rank in range(self.size)])
+
+        staging.move_chunks(chunks.count, self.timeout, put, use)
 
     def reduce_scatter(self, output: Tensor, inputs: Sequence[Tensor], op: Op, tensors: int = 1) -> None:
         """See :class:`Algorithm`."""

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions
 
-from lockstep.abilities import Addition, abilities_of
+from lockstep.abilities import Addition, Chunks, abilities_of
 from lockstep.buckets import TensorSpec, plan_buckets
 from lockstep.distributed.comm.group_state import Group as Group
 from lockstep.distributed.comm.group_state import Watcher, state_of, watchers
@@ -290,6 +290,12 @@ class Collectives:
         options.asyncOp = True
         with self.phases.phase("collective", f"all_gather, {what}"):
             return self._begin(what, lambda: self.group._allgather_base(_real(output), _real(tensor), options))
+
+    def gather_in_chunks(self, chunks: Chunks, what: str) -> Pending:
+        """Start to gather chunks between ranks that share memory: see :class:`~lockstep.abilities.Abilities`."""
+        assert self._abilities is not None
+        with self.phases.phase("collective", f"all_gather, {what}"):
+            return self._begin(what, self._abilities._gather_in_chunks, chunks, self._waited_for)
 
     def all_to_all(
         self, output: Tensor, tensor: Tensor, received: Sequence[int], sent: Sequence[int], what: str
