@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
 import threading
 import warnings
 import weakref
@@ -243,3 +247,33 @@ def test_sessions_save_behind_their_training(tmp_path):
         warnings.simplefilter("ignore")
         results = run_processes(2, in_sessions, store.port, tmp_path / "run")
     assert results == [({"own": 5}, [11, 12, 13])] * 2
+
+
+def save_without_a_store(rank, port, pid, folder):
+    """The store is killed, of which the training hears nothing; the session waits no longer than it has to."""
+    dist.destroy_process_group()
+    be_launched(rank, port)
+    session = lockstep.session(timeout=600.0)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(CommunicationError) as raised, session as run:
+        patch.setattr(run_state, "RECONNECT_SECONDS", 0.5)
+        assert not run.agree(False)
+        if rank.rank == 0:
+            os.kill(pid, signal.SIGKILL)
+        assert not run.agree(False)
+        run.save(folder, wait=False, x=1)
+    return str(raised.value)
+
+
+def test_a_store_that_was_killed_meanwhile(tmp_path):
+    code = (
+        "import torch.distributed as dist, signal; "
+        "store = dist.TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False); "
+        "print(store.port, flush=True); signal.pause()"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
+        try:
+            port = int(process.stdout.readline())
+            results = run_processes(2, save_without_a_store, port, process.pid, tmp_path / "run")
+        finally:
+            process.kill()
+    assert all("store" in each for each in results)

@@ -170,9 +170,8 @@ def paced(clock, pace, steps, seconds, at_most=0.02):
         clock.now += 0.01
         if pace.is_due(None, at_most):
             taken.append(step)
-            elapsed, of_step = pace.times()
             clock.now += seconds
-            pace.took(seconds, elapsed, of_step, at_most)
+            pace.took(*pace.times(), at_most)
     return taken
 
 

@@ -30,7 +30,7 @@ class Pace:
         self._clock = clock
         self._calls, self._next = 0, 2  # between the first two calls is a step
         self._at = 1
-        self._begin = self._since = clock()
+        self._begin = self._since = self._due = clock()
         self._spent = 0.0
 
     def is_due(self, every: int | None, at_most: float) -> bool:
@@ -43,15 +43,19 @@ class Pace:
         self._calls += 1
         if self._calls == 1:
             self._begin = self._since = self._clock()
-        return self._calls >= self._next if every is None else self._calls % every == 0
+        if self._calls < self._next if every is None else self._calls % every:
+            return False
+        self._due = self._clock()
+        return True
 
-    def times(self) -> tuple[float, float]:
-        """Return the seconds since the first call, and those of a step since the last snapshot, before a snapshot."""
-        now = self._clock()
-        return now - self._begin, (now - self._since) / max(1, self._calls - self._at)
+    def times(self) -> tuple[float, float, float]:
+        """Return, after a snapshot, the seconds that it took, those before it since the first call, and those of a
+        step since the last snapshot."""
+        step_seconds = (self._due - self._since) / max(1, self._calls - self._at)
+        return self._clock() - self._due, self._due - self._begin, step_seconds
 
     def took(self, seconds: float, elapsed: float, step_seconds: float, at_most: float) -> None:
-        """Record that a snapshot took ``seconds``; the other two are :meth:`times`. The ranks have agreed on all.
+        """Record the :meth:`times` of a snapshot, on which the ranks have agreed.
 
         The next one is due when it and all before it are ``at_most`` of the time since the first call. Time without
         snapshots, such as an evaluation, does not make later ones more frequent.
@@ -80,7 +84,6 @@ class Snapshots:
 
     def take(self, state: Mapping[str, Any], every: int | None, at_most: float, step: int | None, above: int) -> int:
         """Take a snapshot, which is due, and return its number; every rank calls it."""
-        begin, (elapsed, step_seconds) = time.monotonic(), self.pace.times()
         saving = _Snapshot(self._path, self.memory, self._ranks, above, self._last, first=not self._locked)
         saving.save(state, 1, step)
         if not self._locked:
@@ -88,7 +91,7 @@ class Snapshots:
         self._locked = True
         self._last = saving.number
         if every is None:
-            told = self._ranks.tell([time.monotonic() - begin, elapsed, step_seconds], "what a snapshot has cost")
+            told = self._ranks.tell(list(self.pace.times()), "what a snapshot has cost")
             # Whoever has come last has waited least for others, which they would have done in the next step anyway.
             seconds, elapsed, step_seconds = (min(each) for each in zip(*told, strict=True))
             self.pace.took(seconds, elapsed, step_seconds, at_most)

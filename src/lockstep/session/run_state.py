@@ -22,6 +22,9 @@ from lockstep.errors import CommunicationError
 from lockstep.session.watch import store_of, unused_part
 from lockstep.store import BoundedStore, own_connection
 
+RECONNECT_SECONDS = 10.0
+"""Seconds for a thread to connect to the store at which the ranks have met; it may have been killed since then."""
+
 
 class _OfPath:
     """The checkpoints and snapshots that a session knows of one path."""
@@ -78,8 +81,9 @@ class RunState:
         if ranks.size == 1:
             return lambda: ranks
         store = unused_part(store_of(self._group), "save", ranks.rank)
+        limit = min(self._timeout, RECONNECT_SECONDS)
         return lambda: RanksByStore(
-            ranks, BoundedStore(own_connection(store, self._timeout)), self._check_behind, self._timeout
+            ranks, BoundedStore(own_connection(store, limit)), self._check_behind, self._timeout
         )
 
     def _check_behind(self) -> None:
