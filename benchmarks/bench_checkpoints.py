@@ -99,6 +99,11 @@ def stall(width: int, rounds: int, folder: Path) -> None:
             "DCP's async_save": Case(dcp, after=settle),
             "run.snapshot": Case(lambda: run.snapshot(folder / "memory", every=1, **names), after=settle),
         }
+        begin = time.perf_counter()
+        cases["run.save, wait=False"].run()
+        first = ms(time.perf_counter() - begin)
+        print(f"\nthe first run.save(wait=False), whose memory is new, keeps the training for {first} ms")
+        settle()
         took = interleaved(cases, rounds)
     table(f"how long the training waits, medians of {rounds} rounds", ["", "ms"], [(n, ms(s)) for n, s in took.items()])
     ratio("run.save / run.save, wait=False", took["run.save"], took["run.save, wait=False"])

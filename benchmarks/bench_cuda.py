@@ -12,7 +12,7 @@ and without it; what its dispatch costs is measured with replicas that do nothin
 backward, SGD, zero_grad) is synchronised before and after. Peak memory is the most that one way has
 allocated on any GPU during a step, network, batch and whatever it keeps from step to step included.
 
-Without a GPU this prints one line. ``--device cpu`` runs ours alone on the CPU, with small sizes: it shows that the
+Without a GPU this prints one line. ``--device cpu`` runs lockstep alone on the CPU, with small sizes: it shows that the
 script works, and no more.
 """
 
@@ -190,14 +190,14 @@ def ways(task: Task, devices: Sequence[Any], home: torch.device, with_torch: boo
     data = task.batch()
     found: dict[str, Way] = {}
     kinds: dict[str, Callable[..., nn.Module]] = {"torch": nn.DataParallel} if with_torch else {}
-    kinds |= {"ours": lockstep.DataParallel, "ours, step": lockstep.DataParallel}
+    kinds |= {"lockstep": lockstep.DataParallel, "lockstep, step": lockstep.DataParallel}
     for name, kind in kinds.items():
         gc.collect()
         before = allocated()
         network, batch = task.make(), (data[0].to(home), data[1].to(home))
         network.load_state_dict(weights)
         network.to(home)
-        way = Way(kind(network, list(devices)), task.loss, name == "ours, step", batch)
+        way = Way(kind(network, list(devices)), task.loss, name == "lockstep, step", batch)
         try:
             way.step()
         except Exception as error:
@@ -223,7 +223,7 @@ def dispatch(devices: Sequence[Any], home: torch.device, rounds: int, with_torch
     """Median seconds of parallel_apply with modules that do nothing."""
     modules, inputs = [Nothing() for _ in devices], [(torch.zeros(1, device=home),) for _ in devices]
     calls: dict[str, Callable[..., Any]] = {"torch": nn.parallel.parallel_apply} if with_torch else {}
-    calls["ours"] = lockstep.local.parallel_apply
+    calls["lockstep"] = lockstep.local.parallel_apply
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for number in range(-5, 10 * rounds):
         for name, call in calls.items():
@@ -254,31 +254,31 @@ def compare(name: str, task: Task, devices: Sequence[Any], home: torch.device, r
     headers = ("way", *(f"{phase} ms" for phase in PHASES), "host ms", "step ms", "peak MiB", "last loss")
     table(f"{name} on {list(devices)}", headers, rows)
     print("parallel_apply of modules that do nothing: " + ", ".join(f"{k} {ms(v)} ms" for k, v in empty.items()))
-    statistics_of_step = found["ours, step"].parallel.statistics()
+    statistics_of_step = found["lockstep, step"].parallel.statistics()
     averages = {k: s / statistics_of_step.calls[k] for k, s in statistics_of_step.seconds.items()}
     print("host time in a step, mean ms: " + ", ".join(f"{k} {ms(v)}" for k, v in averages.items()))
     reference = found.get("torch")
     where = f"{name} on {list(devices)}"
     if reference is None:
-        ours, stepped = found["ours"], found["ours, step"]
-        ratio(f"{where}: step / forward and backward", *(statistics.median(w.steps) for w in (stepped, ours)))
+        gathered, stepped = found["lockstep"], found["lockstep, step"]
+        ratio(f"{where}: step / forward and backward", *(statistics.median(w.steps) for w in (stepped, gathered)))
         return
-    ours = found["ours"]
-    both = [[way.median(phase) for phase in PHASES] for way in (ours, reference)]
-    around = [sum(way.median(phase) for phase in AROUND) for way in (ours, reference)]
+    measured = found["lockstep"]
+    both = [[way.median(phase) for phase in PHASES] for way in (measured, reference)]
+    around = [sum(way.median(phase) for phase in AROUND) for way in (measured, reference)]
     ratio(f"{where}: host time of scatter + replicate + gather", *around, 1 / 3)
-    ratio(f"{where}: the same + dispatch", around[0] + empty["ours"], around[1] + empty["torch"], 1 / 3)
+    ratio(f"{where}: the same + dispatch", around[0] + empty["lockstep"], around[1] + empty["torch"], 1 / 3)
     ratio(f"{where}: host time of all four, layers included", sum(both[0]), sum(both[1]))
-    for phase, mine, theirs in zip(PHASES, *both, strict=True):
-        ratio(f"{where}: host time of {phase}", mine, theirs)
-    for label in ("ours", "ours, step"):
+    for phase, own, other in zip(PHASES, *both, strict=True):
+        ratio(f"{where}: host time of {phase}", own, other)
+    for label in ("lockstep", "lockstep, step"):
         ratio(f"{where}: {label}, whole step", *(statistics.median(w.steps) for w in (found[label], reference)), 1.0)
         ratio(f"{where}: {label}, peak memory", found[label].peak, reference.peak)
 
 
 def main() -> None:
     if not torch.cuda.is_available() and not any("cpu" in argument for argument in sys.argv[1:]):
-        print("no CUDA device here: nothing to measure (--device cpu runs ours alone, to try the script)")
+        print("no CUDA device here: nothing to measure (--device cpu runs lockstep alone, to try the script)")
         return
     args = arguments(__doc__, 20, ("--device", {"choices": ["cuda", "cpu"], "default": "cuda"}))
     home = torch.device("cuda", 0) if args.device == "cuda" else torch.device("cpu")

@@ -4,11 +4,11 @@ And on one host, through the `shm` backend, communication adds at most a third o
 Gloo (an encoder: a fifth).
 
 Measured: two ranks, processes of one intra-op thread each over Gloo on loopback; PyTorch's DDP as it is, the same with
-``gradient_as_bucket_view=True``, ours as a wrapper and as ``replicate``, and the plain module, which does not
-communicate but runs on both ranks at once; and both wrappers on our ``shm`` backend ("ours, shm", "torch, shm"). All
+``gradient_as_bucket_view=True``, lockstep as a wrapper and as ``replicate``, and the plain module, which does not
+communicate but runs on both ranks at once; and both wrappers on the ``shm`` backend ("lockstep, shm", "DDP, shm"). All
 live in the same two processes, each with a model and a process group of its own, and take turns. A step is
 ``zero_grad``, forward, backward and SGD. For the model of which a third of the parameters are unused, PyTorch's DDP is
-told so (``find_unused_parameters=True``); ours needs no telling.
+told so (``find_unused_parameters=True``); lockstep needs no flag.
 
 "over plain" is the step's time beyond that of the plain module's step. Extra memory is the peak of resident memory
 (``VmHWM``, Linux) in three steps after three others, over the same peak of the plain module; each way in processes of

@@ -1,17 +1,16 @@
 """Claim: on one host, communication through `shm` adds little more to a step than copying and summing gradients must.
 
-Measured: two ranks of one intra-op thread; what a step (forward and backward) takes beyond the plain module's, for
-PyTorch's DDP on Gloo with and without bucket views, ours on Gloo and on `shm`, and two bounds on `shm`. ``flat``: after
-backward, all gradients are copied into one tensor of ``group.allocate``, one all-reduce, views handed out; no hooks.
-``arrive``: forty lines of a reducer: a closure for each parameter copies each gradient of 4 KB or more into its bucket
-when it comes, and frees it; the rest together when the bucket is full; no checks. Both carry the module's buffers, too,
-as all others do, behind the gradients. Neither is a product: no errors are noticed, nothing may differ by rank. Where
-ranks fill the cores nothing overlaps.
+Measured: two ranks of one intra-op thread; the time of a step (forward and backward) beyond that of the plain module,
+for PyTorch's DDP on Gloo with and without bucket views, lockstep on Gloo and on `shm`, and two bounds on `shm`.
+``flat`` has no hooks: after backward it copies all gradients into one tensor of ``group.allocate``, runs one
+all-reduce, and hands out views. ``arrive`` is a reducer of forty lines: a closure for each parameter copies each
+gradient of 4 KB or more into its bucket when it comes, and frees it; the other gradients are copied together when the
+bucket is full. Both also send the module's buffers behind the gradients, as all others do. Neither bound notices errors
+or allows differences between ranks. If the ranks use all cores, communication does not overlap with backward.
 
-All ways take turns in the same two processes. "median" and "quartile" are of the slower rank's steps: on a machine
-that does other things beside, the lower quartile is nearer to what the step itself takes. "ours shm again" is the same
-once more: the noise of the run.
-"""
+All of them take turns in the same two processes. "median" and "quartile" are of the slower rank's steps: on a machine
+with other work, the lower quartile is nearer to the time of the step itself. "lockstep shm again" measures lockstep on
+`shm` a second time: the difference is the noise of the run."""
 
 from __future__ import annotations
 
@@ -210,17 +209,17 @@ def steps_of_all_ways(task: Task, partly_unused: bool, rank: int, shm: dist.Proc
         options = {"find_unused_parameters": partly_unused, "gradient_as_bucket_view": view}
         return DistributedDataParallel(copy.deepcopy(base), process_group=dist.new_group(backend="gloo"), **options)
 
-    def ours(group: dist.ProcessGroup) -> nn.Module:
+    def replicated(group: dist.ProcessGroup) -> nn.Module:
         return lockstep.replicate(copy.deepcopy(base), process_group=group)
 
     flat = copy.deepcopy(base)
     steps = {
         "plain": step(copy.deepcopy(base)),
-        "torch": step(ddp(False)),
-        "torch, view": step(ddp(True)),
-        "ours": step(ours(dist.new_group(backend="gloo"))),
-        "ours shm": step(ours(dist.new_group(backend="shm"))),
-        "ours shm again": step(ours(dist.new_group(backend="shm"))),
+        "DDP": step(ddp(False)),
+        "DDP, view": step(ddp(True)),
+        "lockstep": step(replicated(dist.new_group(backend="gloo"))),
+        "lockstep shm": step(replicated(dist.new_group(backend="shm"))),
+        "lockstep shm again": step(replicated(dist.new_group(backend="shm"))),
         "flat": step(flat, flat_after_backward(flat, shm)),
     }
     if not partly_unused:
@@ -276,12 +275,16 @@ def compare(title: str, seconds: dict[str, float]) -> None:
         [way, f"{seconds[way] * 1e3:.3f}", f"{over[way] * 1e3:.3f}"] for way in seconds
     ])  # fmt: skip
     print()
-    for reference in ("torch", "torch, view"):
-        ratio(f"{title}: step on Gloo, ours / {reference}", seconds["ours"], seconds[reference], AIM_GLOO)
+    for reference in ("DDP", "DDP, view"):
+        ratio(f"{title}: step on Gloo, lockstep / {reference}", seconds["lockstep"], seconds[reference], AIM_GLOO)
     bound = min((way for way in BOUNDS if way in over), key=over.__getitem__)
-    ratio(f"{title}: over plain, ours shm / torch, view on Gloo", over["ours shm"], over["torch, view"])
-    ratio(f"{title}: over plain, ours shm / {bound}", over["ours shm"], over[bound], AIM_BOUND)
-    ratio(f"{title}: step, ours shm again / ours shm (noise)", seconds["ours shm again"], seconds["ours shm"])
+    ratio(f"{title}: over plain, lockstep shm / DDP, view on Gloo", over["lockstep shm"], over["DDP, view"])
+    ratio(f"{title}: over plain, lockstep shm / {bound}", over["lockstep shm"], over[bound], AIM_BOUND)
+    ratio(
+        f"{title}: step, lockstep shm again / lockstep shm (noise)",
+        seconds["lockstep shm again"],
+        seconds["lockstep shm"],
+    )
 
 
 if __name__ == "__main__":

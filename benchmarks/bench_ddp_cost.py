@@ -7,7 +7,7 @@ Measured on models that compute next to nothing:
    one process, on a Gloo group of one rank, and as the first of eight ranks of PyTorch's ``fake`` backend, which moves
    nothing, so that only the host's work is left. There PyTorch's DDP needs a comm hook, and gets one that has its
    result at once.
-2. Collectives in one step of two ranks, as PyTorch's profiler sees them (``c10d::`` operators) and, for ours, as
+2. Collectives in one step of two ranks, as PyTorch's profiler sees them (``c10d::`` operators) and, for lockstep, as
    ``lockstep.loop.statistics`` counts them. 4 MiB of parameters, with and without unused ones (a third of them;
    PyTorch's DDP is told so) and with and without eight buffers of 4 KiB.
 3. A whole step, as the first of more and more ranks of the ``fake`` backend.
@@ -71,7 +71,7 @@ def complete_at_once(state, bucket):  # without annotations: DDP refuses those t
     return future
 
 
-def ours(module: nn.Module, group: dist.ProcessGroup) -> nn.Module:
+def lockstep_ddp(module: nn.Module, group: dist.ProcessGroup) -> nn.Module:
     return lockstep.replicate(module, process_group=group)
 
 
@@ -99,9 +99,9 @@ def cases_of_all_ways(count: int, forward_too: bool) -> dict[str, Case]:
     cases = {"plain": backward(Flat(count, 16), nullcontext, forward_too)}
     for suffix in ("", ", no_sync"):
         modules = {
-            "torch": torch_ddp(Flat(count, 16), dist.new_group()),
-            "torch, view": torch_ddp(Flat(count, 16), dist.new_group(), gradient_as_bucket_view=True),
-            "ours": ours(Flat(count, 16), dist.new_group()),
+            "DDP": torch_ddp(Flat(count, 16), dist.new_group()),
+            "DDP, view": torch_ddp(Flat(count, 16), dist.new_group(), gradient_as_bucket_view=True),
+            "lockstep": lockstep_ddp(Flat(count, 16), dist.new_group()),
         }
         for way, module in modules.items():
             cases[way + suffix] = backward(module, module.no_sync if suffix else nullcontext, forward_too)
@@ -126,11 +126,15 @@ def cost_of_tensors(where: str, count: int, rounds: int) -> None:
     print()
     for phase in phases:
         for suffix in ("", ", no_sync"):
-            for reference in ("torch", "torch, view"):
-                name, mine, theirs = f"{count:,} tensors, {where}: {phase}{suffix}", "ours" + suffix, reference + suffix
-                ratio(f"{name}, ours / {reference}", found[phase][mine], found[phase][theirs], 1.0)
-                if over[phase][theirs] > 0:  # else noise is larger than what is measured
-                    ratio(f"{name}, over plain, ours / {reference}", over[phase][mine], over[phase][theirs])
+            for reference in ("DDP", "DDP, view"):
+                name, measured, other = (
+                    f"{count:,} tensors, {where}: {phase}{suffix}",
+                    "lockstep" + suffix,
+                    reference + suffix,
+                )
+                ratio(f"{name}, lockstep / {reference}", found[phase][measured], found[phase][other], 1.0)
+                if over[phase][other] > 0:  # else noise is larger than what is measured
+                    ratio(f"{name}, over plain, lockstep / {reference}", over[phase][measured], over[phase][other])
 
 
 # ---------------------------------------------------------------------------------------------- 2. collectives
@@ -139,16 +143,16 @@ Model = tuple[int, bool, int]  # parameter tensors, whether a third is unused, b
 
 
 def collectives(rank: int, models: list[Model]) -> dict[Model, tuple[int, int, int]]:
-    """On one rank, in one step: those of PyTorch's DDP, ours, and ours as lockstep counts them."""
+    """On one rank, in one step: the collectives of DDP and of lockstep, and those that lockstep counts."""
     found = {}
     for count, partly_unused, buffers in models:
         first, second = (Flat(count, FLOATS // count, partly_unused, buffers) for _ in range(2))
-        theirs = torch_ddp(first, dist.new_group(), find_unused_parameters=partly_unused)
-        mine = ours(second, dist.new_group())
-        seen = collectives_of_a_step(theirs), collectives_of_a_step(mine)
-        before = lockstep.loop.statistics(mine).calls["collective"]
-        mine().backward()
-        found[count, partly_unused, buffers] = *seen, lockstep.loop.statistics(mine).calls["collective"] - before
+        of_ddp = torch_ddp(first, dist.new_group(), find_unused_parameters=partly_unused)
+        of_lockstep = lockstep_ddp(second, dist.new_group())
+        seen = collectives_of_a_step(of_ddp), collectives_of_a_step(of_lockstep)
+        before = lockstep.loop.statistics(of_lockstep).calls["collective"]
+        of_lockstep().backward()
+        found[count, partly_unused, buffers] = *seen, lockstep.loop.statistics(of_lockstep).calls["collective"] - before
     return found
 
 
@@ -167,13 +171,13 @@ def count_collectives(counts: list[int]) -> None:
         [f"{count:,}", "a third" if unused else "none", buffers, *found[count, unused, buffers]]
         for count, unused, buffers in models
     ]
-    headers = ("parameter tensors", "unused", "buffers", "torch", "ours", "ours, by its statistics")
+    headers = ("parameter tensors", "unused", "buffers", "DDP", "lockstep", "lockstep, by its statistics")
     table("Collectives a step, two ranks", headers, rows)
     print()
     for count, unused, buffers in models:
         name = f"{count:,} tensors, unused: {'a third' if unused else 'none'}, {buffers} buffers: collectives a step"
-        theirs, mine, _ = found[count, unused, buffers]
-        ratio(f"{name}, ours / torch", mine, theirs, 1.0)
+        of_ddp, of_lockstep, _ = found[count, unused, buffers]
+        ratio(f"{name}, lockstep / DDP", of_lockstep, of_ddp, 1.0)
 
 
 # ---------------------------------------------------------------------------------------------- 3. world sizes
@@ -194,7 +198,7 @@ def cost_of_ranks(sizes: list[int], count: int, rounds: int) -> None:
     cases = {("plain", 1): step(Flat(count, 64))}
     with world("fake", max(sizes)):
         for size in sizes:
-            for way, make in (("torch", torch_ddp), ("ours", ours)):
+            for way, make in (("DDP", torch_ddp), ("lockstep", lockstep_ddp)):
                 cases[way, size] = step(make(Flat(count, 64), dist.new_group(list(range(size)))))
         times = interleaved({f"{way} {size}": case for (way, size), case in cases.items()}, rounds, warmup=2, inner=3)
     plain = times["plain 1"]
@@ -203,21 +207,21 @@ def cost_of_ranks(sizes: list[int], count: int, rounds: int) -> None:
             size,
             *(
                 ms(value)
-                for way in ("torch", "ours")
+                for way in ("DDP", "lockstep")
                 for value in (times[f"{way} {size}"], times[f"{way} {size}"] - plain)
             ),
         ]
         for size in sizes
     ]
-    headers = ("ranks", "torch, step ms", "over plain ms", "ours, step ms", "over plain ms")
+    headers = ("ranks", "DDP, step ms", "over plain ms", "lockstep, step ms", "over plain ms")
     table(
         f"A step of {count:,} parameter tensors, fake backend; the plain module's takes {ms(plain)} ms", headers, rows
     )
     print()
     first, last = sizes[0], sizes[-1]
-    ratio(f"ours: step, {last} ranks / {first} ranks", times[f"ours {last}"], times[f"ours {first}"], 1.1)
-    ratio(f"torch: step, {last} ranks / {first} ranks", times[f"torch {last}"], times[f"torch {first}"])
-    ratio(f"step, {last} ranks, ours / torch", times[f"ours {last}"], times[f"torch {last}"], 1.0)
+    ratio(f"lockstep: step, {last} ranks / {first} ranks", times[f"lockstep {last}"], times[f"lockstep {first}"], 1.1)
+    ratio(f"DDP: step, {last} ranks / {first} ranks", times[f"DDP {last}"], times[f"DDP {first}"])
+    ratio(f"step, {last} ranks, lockstep / DDP", times[f"lockstep {last}"], times[f"DDP {last}"], 1.0)
 
 
 def main() -> None:

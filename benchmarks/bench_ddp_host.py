@@ -1,18 +1,18 @@
 """Claim: a synchronising backward costs the host less than in PyTorch's DDP with bucket views, on any model.
 
-Measured: processor time (``time.process_time``: of all threads, and without the time in which others had the core) of
-one process of one intra-op thread on a Gloo group of one rank, on which collectives are begun and waited for and move
-nothing; batches of one row or a few, so that little is computed. "over plain" is what forward and backward take beyond
-the plain module's, divided by the number of parameter tensors; DDP sends buffers in forward, we do in backward, so both
-are counted. All ways take turns; all but ours enter PyTorch's own engine, as they do where nothing is replicated.
-"ours again" is the same module once more: how far it is from the first is the noise of the run. "plain, watched" is the
-plain module in a program that has a replicated one, too, whose parameters are looked at before and after each pass.
+Measured: processor time (``time.process_time``: of all threads, without the time in which other processes had the core)
+of one process of one intra-op thread, on a Gloo group of one rank, whose collectives move nothing. Batches have one row
+or a few, so that little is computed. "over plain" is the time of forward and backward beyond that of the plain module,
+divided by the number of parameter tensors. DDP sends buffers in forward, lockstep in backward, so both are counted. All
+of them take turns. All but lockstep use PyTorch's own engine, as in a program that replicates nothing. "lockstep again"
+measures the same module a second time: the difference is the noise of the run. "plain, watched" is the plain module in
+a program that also has a replicated one, whose parameters are compared before and after each pass.
 
-Two ways are no product, and show what there is to gain. "hook" is the plain module with a hook on each parameter that
-does nothing. "floor" is what a reducer in Python does at least: such a hook, written in C (``list.append``), on each
-parameter, a hook on the output that queues a callback, and in that callback one copy of all gradients side by side, one
-all-reduce, one comparison of a row of numbers, and views handed out. It has one bucket, checks nothing, and notices no
-difference between ranks.
+Two reducers that check nothing show how much could still be gained. "hook" is the plain module with a hook on each
+parameter that does nothing. "floor" is what a reducer in Python does at least: such a hook, written in C
+(``list.append``), on each parameter, a hook on the output that queues a callback, and in that callback one copy of all
+gradients side by side, one all-reduce, one comparison of a row of numbers, and views handed out. It has one bucket,
+checks nothing, and notices no difference between ranks.
 
 For each model it counts, too, how many bytecodes of the library a settled step runs, with what DDP imports.
 """
@@ -30,7 +30,7 @@ from types import FrameType
 
 import torch
 import torch.distributed as dist
-from bench_ddp_cost import Flat, ours, torch_ddp, world
+from bench_ddp_cost import Flat, lockstep_ddp, torch_ddp, world
 from ddp_models import Branches, ConvNet, SmallGPT, encoder, small_layers, tiny_layers
 from harness import arguments, ratio, table
 from rank_processes import loopback
@@ -78,13 +78,13 @@ def ways(task: Task) -> dict[str, tuple[nn.Module, Callable]]:
         "floor": (floor(make(), dist.new_group()), nullcontext),
     }
     modules = {
-        "torch": ddp(False),
-        "torch, view": ddp(True),
-        "ours": ours(make(), dist.new_group()),
+        "DDP": ddp(False),
+        "DDP, view": ddp(True),
+        "lockstep": lockstep_ddp(make(), dist.new_group()),
     }
     found |= {name: (module, nullcontext) for name, module in modules.items()}
-    found |= {"ours again": found["ours"], "plain, watched": found["plain"]}
-    return found | {f"{name}, no_sync": (modules[name], modules[name].no_sync) for name in ("torch", "ours")}
+    found |= {"lockstep again": found["lockstep"], "plain, watched": found["plain"]}
+    return found | {f"{name}, no_sync": (modules[name], modules[name].no_sync) for name in ("DDP", "lockstep")}
 
 
 def nothing(parameter: nn.Parameter) -> None:
@@ -143,8 +143,8 @@ def processor_times(task: Task, rounds: int, inner: int) -> dict[str, list[tuple
         for number in range(-2, rounds):
             names = list(cases) if number % 2 == 0 else list(cases)[::-1]
             for name in names:
-                enters_ours = name.startswith("ours") or name == "plain, watched"
-                Variable._execution_engine = watched if enters_ours else engine
+                enters_own = name.startswith("lockstep") or name == "plain, watched"
+                Variable._execution_engine = watched if enters_own else engine
                 step(*cases[name])  # brings caches back
                 times = [step(*cases[name]) for _ in range(inner)]
                 if number >= 0:
@@ -170,21 +170,26 @@ def compare(name: str, task: Task, rounds: int, inner: int) -> None:
     headers = ("way", *(cell for part in PARTS for cell in (f"{part} ms", "over plain, us a tensor")))
     table(f"{name}: {count:,} parameter tensors", headers, rows)
     print()
-    for reference in ("torch", "torch, view"):
+    for reference in ("DDP", "DDP, view"):
         for part, title in enumerate(PARTS):
-            aim = (1.1 if name == "encoder" else 0.8) if part == 0 and reference == "torch, view" else None
-            ratio(f"{name}: {title}, over plain, ours / {reference}", over["ours"][part], over[reference][part], aim)
+            aim = (1.1 if name == "encoder" else 0.8) if part == 0 and reference == "DDP, view" else None
+            ratio(
+                f"{name}: {title}, over plain, lockstep / {reference}",
+                over["lockstep"][part],
+                over[reference][part],
+                aim,
+            )
         ratio(f"{name}: forward and backward, over plain, floor / {reference}", over["floor"][0], over[reference][0])
-    ratio(f"{name}: forward and backward, over plain, ours / floor", over["ours"][0], over["floor"][0])
-    ratio(f"{name}: over plain, ours again / ours (noise)", over["ours again"][0], over["ours"][0])
+    ratio(f"{name}: forward and backward, over plain, lockstep / floor", over["lockstep"][0], over["floor"][0])
+    ratio(f"{name}: over plain, lockstep again / lockstep (noise)", over["lockstep again"][0], over["lockstep"][0])
     ratio(f"{name}: a look at a pass of another module, us a tensor", over["plain, watched"][0], 1.0)
-    ratio(f"{name}: no_sync, over plain, us a tensor", over["ours, no_sync"][0], 1.0, AIM_NO_SYNC)
+    ratio(f"{name}: no_sync, over plain, us a tensor", over["lockstep, no_sync"][0], 1.0, AIM_NO_SYNC)
 
 
 def count_bytecodes(task: Task, steps: int = 3) -> tuple[float, float]:
     """How many bytecodes of the library a settled step runs, and in how many calls."""
     gc.collect()  # other modules, at whose parameters each pass would look
-    module, package = ours(task[0](), dist.new_group()), str(Path(lockstep.__file__).parent)
+    module, package = lockstep_ddp(task[0](), dist.new_group()), str(Path(lockstep.__file__).parent)
     x = [torch.randn(task[1])] if task[1] else []
     counted = {"call": 0, "opcode": 0}
 
@@ -225,7 +230,7 @@ def main() -> None:
             if args.quick or name in args.models:
                 compare(name, task, args.rounds, args.steps)
                 bytecodes, calls = count_bytecodes(task)
-                print(f"{name}: a settled step runs {bytecodes:,.0f} bytecodes of ours in {calls:,.0f} calls")
+                print(f"{name}: a settled step runs {bytecodes:,.0f} bytecodes of lockstep in {calls:,.0f} calls")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from bench_ddp_cost import ours, world
+from bench_ddp_cost import lockstep_ddp, world
 from ddp_models import ConvNet, encoder, small_layers, wide_layers
 from harness import arguments, ms, ratio, table
 from rank_processes import loopback
@@ -40,9 +40,9 @@ def tasks(quick: bool) -> dict[str, tuple[Callable[[], nn.Module], tuple[int, ..
 
 def measure(make: Callable[[], nn.Module], batch: tuple[int, ...], rounds: int, inner: int) -> dict[str, float]:
     """The median processor time of a step of each."""
-    watched = ours(make(), dist.new_group())
+    watched = lockstep_ddp(make(), dist.new_group())
     lockstep.check_in_sync(watched, every=1)
-    plain = ours(make(), dist.new_group())
+    plain = lockstep_ddp(make(), dist.new_group())
     cases = {"plain": plain, "looked at": watched, "plain again": plain}
     x = torch.randn(batch)
     optimizers = {name: torch.optim.SGD(model.parameters(), 1e-4) for name, model in cases.items()}

@@ -55,21 +55,21 @@ def main() -> None:
     for count in (2, 4, 8):
         modules, inputs, devices = [nothing] * count, [()] * count, ["cpu"] * count
         cases = {
-            "ours": lambda m=modules, i=inputs, d=devices: parallel_apply(m, i, devices=d),
+            "lockstep": lambda m=modules, i=inputs, d=devices: parallel_apply(m, i, devices=d),
             "new threads": lambda n=count: new_threads(n),
             "like torch": lambda m=modules, i=inputs: like_torch(m, i),
         }
         medians = interleaved(cases, args.rounds, inner=inner)
-        ours = medians["ours"]
+        own = medians["lockstep"]
         rows.append(
-            [count, *map(ms, medians.values()), *(f"{ours / medians[n]:.3f}" for n in ("new threads", "like torch"))]
+            [count, *map(ms, medians.values()), *(f"{own / medians[n]:.3f}" for n in ("new threads", "like torch"))]
         )
         aim = 0.5 if count == 8 else None
-        lines.append((f"{count} empty workers, ours / new threads", ours, medians["new threads"], aim))
-        lines.append((f"{count} empty workers, ours / like torch", ours, medians["like torch"], aim))
+        lines.append((f"{count} empty workers, lockstep / new threads", own, medians["new threads"], aim))
+        lines.append((f"{count} empty workers, lockstep / like torch", own, medians["like torch"], aim))
     table(
         "One call with workers that do nothing",
-        ("workers", "ours ms", "new threads ms", "like torch ms", "ours / new", "ours / like torch"),
+        ("workers", "lockstep ms", "new threads ms", "like torch ms", "lockstep / new", "lockstep / like torch"),
         rows,
     )
     print()

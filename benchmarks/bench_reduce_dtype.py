@@ -4,7 +4,7 @@ at most 0.6 of float32's over a link of 200 Mbit/s, and 1.02 of it where bytes d
 Error: ranks are threads over Gloo on loopback, 2 to 64. Each has a gradient of 65,536 elements: what all have in
 common, and noise of half its size. "rms" is the norm of the difference from the mean in float64, by the norm of that
 mean, in units of 2^-9, which is the most that rounding one number to bfloat16 changes it by. "largest" is that of one
-element. PyTorch's ``bf16_compress_hook`` and ours go through the same replicated module.
+element. PyTorch's ``bf16_compress_hook`` and ``reduce_dtype`` go through the same replicated module.
 
 Link: ranks are processes, each on a host of its own: a network namespace, which sends 200 Mbit/s (``tc``; needs root).
 The model is the encoder of ``bench_ddp.py``, 19 MB of gradients, on a batch of 32 tokens. All ways live in the same
@@ -52,7 +52,7 @@ INNER = 3
 Wrap = Callable[[nn.Module, Any], nn.Module]
 
 
-def torchs(hook: Any) -> Wrap:
+def torch_ddp(hook: Any) -> Wrap:
     """PyTorch's wrapper, with a communication hook if it is not None.
 
     On the CPU it refuses ``bf16_compress_hook`` by name, but not a function that calls it.
@@ -67,17 +67,17 @@ def torchs(hook: Any) -> Wrap:
     return wrap
 
 
-def ours(dtype: torch.dtype | None) -> Wrap:
+def lockstep_ddp(dtype: torch.dtype | None) -> Wrap:
     """Our module, whose gradients travel in a dtype."""
     return lambda module, group: lockstep.replicate(module, process_group=group, reduce_dtype=dtype)
 
 
 WAYS: dict[str, Wrap] = {
-    "float32": ours(None),
-    "bfloat16": ours(torch.bfloat16),
-    "float16": ours(torch.float16),
-    "torch, float32": torchs(None),
-    "torch, bf16_compress_hook": torchs(lambda state, bucket: default_hooks.bf16_compress_hook(state, bucket)),
+    "float32": lockstep_ddp(None),
+    "bfloat16": lockstep_ddp(torch.bfloat16),
+    "float16": lockstep_ddp(torch.float16),
+    "DDP, float32": torch_ddp(None),
+    "DDP, bf16_compress_hook": torch_ddp(lambda state, bucket: default_hooks.bf16_compress_hook(state, bucket)),
 }
 
 # ------------------------------------------------------------------------------------------- error
@@ -89,9 +89,11 @@ def errors_of(rank: Rank, numel: int) -> dict[str, tuple[float, float]]:
     own = common + 0.5 * torch.randn(numel, generator=rank.generator(1))
     exact = sum(each.double() for each in rank.gather(own)) / rank.world
     found = {}
-    for name in ("ours", "hook"):
+    for name in ("lockstep", "hook"):
         module = nn.ParameterList([nn.Parameter(torch.zeros(numel))])
-        lockstep.replicate(module, process_group=rank.group, reduce_dtype=torch.bfloat16 if name == "ours" else None)
+        lockstep.replicate(
+            module, process_group=rank.group, reduce_dtype=torch.bfloat16 if name == "lockstep" else None
+        )
         if name == "hook":
             module.register_comm_hook(rank.group, default_hooks.bf16_compress_hook)
         (module[0] * own).sum().backward()
@@ -106,13 +108,14 @@ def measure_errors(quick: bool) -> None:
     worlds = [2, 4] if quick else [2, 4, 8, 16, 32, 64]
     found = {world: run_ranks(world, errors_of, 4096 if quick else 65536, timeout=300)[0] for world in worlds}
     rows = [
-        [world, *(f"{value:.2f}" for way in ("ours", "hook") for value in each[way])] for world, each in found.items()
+        [world, *(f"{value:.2f}" for way in ("lockstep", "hook") for value in each[way])]
+        for world, each in found.items()
     ]
     table("error by number of ranks, in units of 2^-9", ["ranks", "rms", "largest", "hook: rms", "hook: largest"], rows)
     first, last = found[worlds[0]], found[worlds[-1]]
-    ratio(f"rms error of ours, {worlds[-1]} ranks / {worlds[0]}", last["ours"][0], first["ours"][0], 1.1)
+    ratio(f"rms error of lockstep, {worlds[-1]} ranks / {worlds[0]}", last["lockstep"][0], first["lockstep"][0], 1.1)
     ratio(f"rms error of the hook, {worlds[-1]} ranks / {worlds[0]}", last["hook"][0], first["hook"][0])
-    ratio(f"rms error, {worlds[-1]} ranks: ours / the hook", last["ours"][0], last["hook"][0])
+    ratio(f"rms error, {worlds[-1]} ranks: lockstep / the hook", last["lockstep"][0], last["hook"][0])
 
 
 # --------------------------------------------------------------------------------------- step times
@@ -175,7 +178,7 @@ def measure_link(quick: bool, rounds: int) -> None:
         table(f"a step of {world} ranks over {MEGABITS} Mbit/s", ["way", "ms", "MiB sent"], rows)
         for name in ("bfloat16", "float16"):
             ratio(f"{world} ranks over the link, {name} / float32", times[name][1], times["float32"][1], 0.6)
-        hook = times["torch, bf16_compress_hook"][1]
+        hook = times["DDP, bf16_compress_hook"][1]
         ratio(f"{world} ranks over the link, bfloat16 / PyTorch's bf16_compress_hook", times["bfloat16"][1], hook)
 
 

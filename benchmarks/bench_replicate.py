@@ -6,9 +6,10 @@ without GPUs PyTorch's broadcast cannot run; a stand-in takes its place that mov
 the autograd node that PyTorch's makes ("rebuilt"). "rebuilt, free copies" leaves these out, too: only the tree is
 copied. Both therefore cost less than the reference does with real transfers.
 
-On the CPU replicas share the parameters' storage, so ours has nothing to move either. The second table has the network
-on the CPU and replicas on the "meta" device, where copies cost their calls but move nothing: packing, transfers and
-version counters of the several-device path are in it, waiting for data is not. That needs a GPU: bench_cuda.py.
+On the CPU replicas share the parameters' storage, so lockstep has nothing to move either. In the second table the
+network is on the CPU and the replicas are on the "meta" device, where a copy costs its call but moves nothing. So the
+table includes packing, transfers and version counters of the path for several devices, but not waiting for data.
+bench_cuda.py measures that on GPUs.
 
 Also: unchanged parameters without gradients (evaluation) should cost at most a hundredth.
 """
@@ -115,7 +116,7 @@ def _training(
     device, count = replicas.devices[0], len(replicas.devices)
     build = interleaved({"build": lambda: ReplicaSet(network, [device] * count).refresh()}, min(rounds, 3), warmup=0)
     cases = {
-        "ours": Case(replicas.refresh, before=touch),
+        "lockstep": Case(replicas.refresh, before=touch),
         "rebuilt": partial(rebuild, network, count, _aliases),
         "free": partial(rebuild, network, count, _same),
     }
@@ -128,7 +129,7 @@ def evaluation(network: nn.Module, count: int, rounds: int) -> dict[str, float]:
     """Seconds without gradients and with parameters unchanged."""
     network.eval()
     replicas = ReplicaSet(network, [CPU] * count)
-    cases = {"ours": replicas.refresh, "rebuilt": partial(rebuild, network, count, _aliases, True)}
+    cases = {"lockstep": replicas.refresh, "rebuilt": partial(rebuild, network, count, _aliases, True)}
     with torch.no_grad():
         medians = interleaved(cases, rounds, warmup=2, inner=3)
     network.train()
@@ -136,7 +137,7 @@ def evaluation(network: nn.Module, count: int, rounds: int) -> dict[str, float]:
 
 
 HEADERS = (
-    "network", "modules", "params", "buffers", "replicas", "ours ms", "rebuilt ms", "ratio",
+    "network", "modules", "params", "buffers", "replicas", "lockstep ms", "rebuilt ms", "ratio",
     "rebuilt, free copies ms", "ratio", "build once ms",
 )  # fmt: skip
 
@@ -150,8 +151,8 @@ def training_row(
     name: str, network: nn.Module, device: torch.device, count: int, rounds: int
 ) -> tuple[list[object], dict[str, float]]:
     medians, build = training(network, device, count, rounds)
-    ours, rebuilt, free = medians["ours"], medians["rebuilt"], medians["free"]
-    row = [ms(ours), ms(rebuilt), f"{ours / rebuilt:.3f}", ms(free), f"{ours / free:.3f}", ms(build)]
+    own, rebuilt, free = medians["lockstep"], medians["rebuilt"], medians["free"]
+    row = [ms(own), ms(rebuilt), f"{own / rebuilt:.3f}", ms(free), f"{own / free:.3f}", ms(build)]
     return described(name, network, count) + row, medians
 
 
@@ -175,11 +176,11 @@ def main() -> None:
             rows.append(row)
             if name in networks:
                 what = f"training, {name}, {count} replicas"
-                lines.append((f"{what}, ours / rebuilt", medians["ours"], medians["rebuilt"], 0.1))
+                lines.append((f"{what}, lockstep / rebuilt", medians["lockstep"], medians["rebuilt"], 0.1))
                 medians = evaluation(network, count, args.rounds)
-                ours, rebuilt = medians["ours"], medians["rebuilt"]
-                unchanged.append([*described(name, network, count), ms(ours), ms(rebuilt), f"{ours / rebuilt:.4f}"])
-                lines.append((f"no_grad, unchanged, {name}, {count} replicas, ours / rebuilt", ours, rebuilt, 0.01))
+                own, rebuilt = medians["lockstep"], medians["rebuilt"]
+                unchanged.append([*described(name, network, count), ms(own), ms(rebuilt), f"{own / rebuilt:.4f}"])
+                lines.append((f"no_grad, unchanged, {name}, {count} replicas, lockstep / rebuilt", own, rebuilt, 0.01))
         del network
     narrow = {
         "encoder, 24 layers, 24 wide": partial(encoder, 2 if small else 24, 24),
@@ -190,8 +191,8 @@ def main() -> None:
         for count in counts:
             row, medians = training_row(name, network, META, count, args.rounds)
             away.append(row)
-            what = f"training, replicas elsewhere (meta), {name}, {count} replicas, ours / rebuilt"
-            lines.append((what, medians["ours"], medians["rebuilt"], None))
+            what = f"training, replicas elsewhere (meta), {name}, {count} replicas, lockstep / rebuilt"
+            lines.append((what, medians["lockstep"], medians["rebuilt"], None))
         del network
     table("Training forward, every parameter changed, replicas on the network's device", HEADERS, rows)
     table("The same, replicas on another device (meta: calls without data)", HEADERS, away)

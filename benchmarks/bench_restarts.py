@@ -20,6 +20,7 @@ from typing import Any
 
 KILLED_AT = 30
 SAVE_SECONDS = 60.0
+ROUND_SECONDS = 60.0
 
 
 def note(folder: Path, what: str, step: int) -> None:
@@ -105,9 +106,21 @@ def measure(name: str) -> dict[str, float]:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
         command += ["--max-restarts", "1", "--monitor-interval", "0.1", __file__, "--rank", name, folder]
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
-        if done.returncode:
-            print(f"{name}: this round is left out, it has not ended well: {done.stderr[-2000:]}")
+        with subprocess.Popen(
+            command,
+            env=environment,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        ) as launcher:
+            try:
+                _, errors = launcher.communicate(timeout=ROUND_SECONDS)
+            except subprocess.TimeoutExpired:
+                os.killpg(launcher.pid, signal.SIGKILL)
+                errors = f"it hangs after {ROUND_SECONDS:g} s"
+        if launcher.returncode:
+            print(f"{name}: this round is left out, it has not ended well: {errors[-2000:]}")
             return {}
         events = [json.loads(line) for line in (Path(folder) / "events").read_text().splitlines()]
     killed = next(at for what, _, _, at in events if what == "killed")

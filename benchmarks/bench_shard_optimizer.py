@@ -35,8 +35,8 @@ with warnings.catch_warnings():  # PyTorch's package uses what PyTorch deprecate
     warnings.simplefilter("ignore", DeprecationWarning)
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
-PLAIN, SHARDED = "ours", "ours, sharded"
-PLAIN_SHM, SHARDED_SHM = "ours on shm", "ours on shm, sharded"
+PLAIN, SHARDED = "lockstep", "lockstep, sharded"
+PLAIN_SHM, SHARDED_SHM = "lockstep on shm", "lockstep on shm, sharded"
 DDP, ZERO = "DDP", "DDP, ZeroRedundancyOptimizer"
 WAYS = (PLAIN, SHARDED, PLAIN_SHM, SHARDED_SHM, DDP, ZERO)
 CPU = torch.device("cpu")

@@ -39,7 +39,7 @@ SHARES = 8
 Turns = dict[str, list[Turn]]
 Processor = dict[str, list[float]]
 """Seconds of processor time of each step, by way."""
-PLAIN, OURS = "plain accumulation", "shares"
+PLAIN, WITH_SHARES = "plain accumulation", "shares"
 
 
 def digits() -> nn.Module:
@@ -95,7 +95,7 @@ def plain_step(module: nn.Module, rows: TensorDataset, group: Any) -> Callable[[
     return step
 
 
-WAYS = {PLAIN: plain_step, OURS: shares_step}
+WAYS = {PLAIN: plain_step, WITH_SHARES: shares_step}
 
 
 def _forever(data: Any) -> Iterator[Any]:
@@ -168,10 +168,13 @@ def main() -> None:
                 turns, processor = [turns for turns, _ in measured], [seconds for _, seconds in measured]
                 times = {way: whole for way, (_, whole) in slowest(turns).items()}
                 print(f"  {world} over {backend:5}" + "".join(f"  {w} {1e3 * t:8.2f}" for w, t in times.items()))
-                ratio = times[OURS] / times[PLAIN]
+                ratio = times[WITH_SHARES] / times[PLAIN]
                 print(f"ratio {name}, {world} over {backend}, shares to plain accumulation: {ratio:.2f}")
-                plain, ours = (1e3 * processor_time(processor, way) for way in (PLAIN, OURS))
-                print(f"  processor time: {PLAIN} {plain:.1f}, {OURS} {ours:.1f}: ratio {ours / plain:.2f}", flush=True)
+                plain, shared = (1e3 * processor_time(processor, way) for way in (PLAIN, WITH_SHARES))
+                print(
+                    f"  processor time: {PLAIN} {plain:.1f}, {WITH_SHARES} {shared:.1f}: ratio {shared / plain:.2f}",
+                    flush=True,
+                )
     if sys.platform != "linux" or args.no_memory:
         return
     name = names[-1]

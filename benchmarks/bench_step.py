@@ -85,8 +85,8 @@ def main() -> None:
     table("A training step, two CPU replicas of one thread each", ("model", *(f"{n} ms" for n in names)), rows)
     print()
     for name, medians in results.items():
-        for ours in ("step", "gathered"):
-            ratio(f"{name}, {ours} / one process, 2 threads", medians[ours], medians["one, 2 threads"])
+        for way in ("step", "gathered"):
+            ratio(f"{name}, {way} / one process, 2 threads", medians[way], medians["one, 2 threads"])
         ratio(f"{name}, one process, 2 threads / 1 thread", medians["one, 2 threads"], medians["one, 1 thread"])
 
 

@@ -16,11 +16,11 @@ GROUPS = [
         "A training step, lockstep / DistributedDataParallel: Gloo, two ranks",
         "cpu-2-cores-distributed.txt",
         [
-            ("400 small tensors", "many small, two ranks: step, ours / torch"),
-            ("25 M parameters in three layers", "wide, two ranks: step, ours / torch"),
-            ("6-layer encoder", "encoder, two ranks: step, ours / torch"),
-            ("53-layer conv-BN, with buffers", "conv-BN, two ranks: step, ours / torch"),
-            ("a third of the parameters unused", "unused, two ranks: step, ours / torch"),
+            ("400 small tensors", "many small, two ranks: step, lockstep / DDP"),
+            ("25 M parameters in three layers", "wide, two ranks: step, lockstep / DDP"),
+            ("6-layer encoder", "encoder, two ranks: step, lockstep / DDP"),
+            ("53-layer conv-BN, with buffers", "conv-BN, two ranks: step, lockstep / DDP"),
+            ("a third of the parameters unused", "unused, two ranks: step, lockstep / DDP"),
         ],
     ),
     (
@@ -37,8 +37,8 @@ GROUPS = [
         "Preparing two replicas in one process, lockstep / torch.nn.parallel.replicate",
         "cpu-2-cores.txt",
         [
-            ("24-layer encoder", "training, encoder, 24 layers, 768 wide, 2 replicas, ours / rebuilt"),
-            ("30 residual blocks", "training, residual, 30 blocks, 2 replicas, ours / rebuilt"),
+            ("24-layer encoder", "training, encoder, 24 layers, 768 wide, 2 replicas, lockstep / rebuilt"),
+            ("30 residual blocks", "training, residual, 30 blocks, 2 replicas, lockstep / rebuilt"),
         ],
     ),
 ]

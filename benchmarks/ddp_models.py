@@ -143,19 +143,19 @@ Way = Callable[[nn.Module, dist.ProcessGroup, bool], nn.Module]
 
 WAYS: dict[str, Way] = {
     "no communication": lambda module, group, partly_unused: module,
-    "torch": lambda module, group, partly_unused: DistributedDataParallel(
+    "DDP": lambda module, group, partly_unused: DistributedDataParallel(
         module, process_group=group, find_unused_parameters=partly_unused
     ),
-    "torch, view": lambda module, group, partly_unused: DistributedDataParallel(
+    "DDP, view": lambda module, group, partly_unused: DistributedDataParallel(
         module, process_group=group, find_unused_parameters=partly_unused, gradient_as_bucket_view=True
     ),
-    "ours": lambda module, group, partly_unused: lockstep.DistributedDataParallel(module, process_group=group),
-    "ours, replicate": lambda module, group, partly_unused: lockstep.replicate(module, process_group=group),
+    "lockstep": lambda module, group, partly_unused: lockstep.DistributedDataParallel(module, process_group=group),
+    "lockstep, replicate": lambda module, group, partly_unused: lockstep.replicate(module, process_group=group),
 }
-PLAIN, TORCH, VIEW = "no communication", "torch", "torch, view"
-OURS = ("ours", "ours, replicate")
-OURS_SHM, TORCH_SHM = "ours, shm", "torch, shm"
-SHM_WAYS: dict[str, Way] = {OURS_SHM: WAYS["ours"], TORCH_SHM: WAYS[TORCH]}
+PLAIN, DDP, VIEW = "no communication", "DDP", "DDP, view"
+LOCKSTEP = ("lockstep", "lockstep, replicate")
+LOCKSTEP_SHM, DDP_SHM = "lockstep, shm", "DDP, shm"
+SHM_WAYS: dict[str, Way] = {LOCKSTEP_SHM: WAYS["lockstep"], DDP_SHM: WAYS[DDP]}
 """The same on a group of the `shm` backend."""
 
 
@@ -181,20 +181,20 @@ def steps_of_all_ways(
         modules[name] = task.module(device)
         steps[name] = training_step(way(modules[name], dist.new_group(backend=used), task.partly_unused), x)
         steps[name]()
-    for name in (*OURS, *(SHM_WAYS if shm else ())):
-        _same_gradients(name, modules[name], modules[TORCH], 1e-3 if task.dtype == torch.float32 else 0.05)
+    for name in (*LOCKSTEP, *(SHM_WAYS if shm else ())):
+        _same_gradients(name, modules[name], modules[DDP], 1e-3 if task.dtype == torch.float32 else 0.05)
     return steps
 
 
-def _same_gradients(name: str, ours: nn.Module, reference: nn.Module, tolerance: float) -> None:
+def _same_gradients(name: str, module: nn.Module, reference: nn.Module, tolerance: float) -> None:
     """A way that computes something else is no faster."""
     largest = max(float(p.grad.norm()) for p in reference.parameters() if p.grad is not None)
-    for (key, mine), theirs in zip(ours.named_parameters(), reference.parameters(), strict=True):
-        if mine.grad is None or theirs.grad is None:
-            same = mine.grad is theirs.grad
+    for (key, own), other in zip(module.named_parameters(), reference.parameters(), strict=True):
+        if own.grad is None or other.grad is None:
+            same = own.grad is other.grad
         else:
-            allowed = tolerance * (float(theirs.grad.norm()) + 0.01 * largest)
-            same = float((mine.grad - theirs.grad).norm()) <= allowed
+            allowed = tolerance * (float(other.grad.norm()) + 0.01 * largest)
+            same = float((own.grad - other.grad).norm()) <= allowed
         if not same:
             raise RuntimeError(f"{name}: after one step the gradient of {key} is not that of PyTorch's DDP")
 
@@ -215,14 +215,14 @@ def report(title: str, task: Task, times: Mapping[str, Turn], extra: Mapping[str
     headers = ("way", "step ms", "over plain ms", "host ms", "extra memory MiB", "/ gradients")
     table(f"{title}: {len(parameters):,} parameter tensors, {mib(size)} MiB", headers, rows)
     print()
-    for ours in OURS:
-        for reference in (TORCH, VIEW):
-            ratio(f"{title}: step, {ours} / {reference}", seconds[ours], seconds[reference], 1.0)
+    for way in LOCKSTEP:
+        for reference in (DDP, VIEW):
+            ratio(f"{title}: step, {way} / {reference}", seconds[way], seconds[reference], 1.0)
             if over[reference] > 0:  # else noise is larger than what is measured
-                ratio(f"{title}: time over plain, {ours} / {reference}", over[ours], over[reference])
+                ratio(f"{title}: time over plain, {way} / {reference}", over[way], over[reference])
         if extra:
-            ratio(f"{title}: extra memory, {ours} / {TORCH}", extra[ours], max(extra[TORCH], PAGE), 1)
-            ratio(f"{title}: extra memory, {ours} / {VIEW}", extra[ours], max(extra[VIEW], PAGE))
-    if OURS_SHM in over and over[TORCH] > 0:
-        ratio(f"{title}: time over plain, {OURS_SHM} / {TORCH} on gloo", over[OURS_SHM], over[TORCH], task.aim)
-        ratio(f"{title}: time over plain, {TORCH_SHM} / {TORCH} on gloo", over[TORCH_SHM], over[TORCH])
+            ratio(f"{title}: extra memory, {way} / {DDP}", extra[way], max(extra[DDP], PAGE), 1)
+            ratio(f"{title}: extra memory, {way} / {VIEW}", extra[way], max(extra[VIEW], PAGE))
+    if LOCKSTEP_SHM in over and over[DDP] > 0:
+        ratio(f"{title}: time over plain, {LOCKSTEP_SHM} / {DDP} on gloo", over[LOCKSTEP_SHM], over[DDP], task.aim)
+        ratio(f"{title}: time over plain, {DDP_SHM} / {DDP} on gloo", over[DDP_SHM], over[DDP])

@@ -143,9 +143,9 @@ def mib(size: float) -> str:
     return f"{size / 2**20:,.1f}"
 
 
-def ratio(name: str, ours: float, reference: float, aim: float | None = None) -> float:
-    """Print ours / reference, and whether it is at most ``aim``."""
-    value = ours / reference
+def ratio(name: str, measured: float, reference: float, aim: float | None = None) -> float:
+    """Print measured / reference, and whether it is at most ``aim``."""
+    value = measured / reference
     verdict = "" if aim is None else f"  (aim: at most {aim:.3g}; {'met' if value <= aim else 'MISSED'})"
     print(f"ratio  {name}: {value:.4f}{verdict}")
     return value

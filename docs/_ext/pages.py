@@ -55,7 +55,7 @@ def _not_named_in(text: str) -> list[str]:
 
 
 def reference(packages: list[str]) -> str:
-    """Directives for every public name that is defined in one of the packages."""
+    """Directives for every public name that is defined in one of the packages; those of ``lockstep`` itself first."""
     entries = sorted(entry for name, value in _public() if (entry := _entry(name, value, packages)))
     return "\n".join(["```{eval-rst}", *(f"{directive}\n" for _, directive in entries), "```"])
 
@@ -66,21 +66,21 @@ def _public() -> Iterator[tuple[str, Any]]:
     for module in PUBLIC:
         for name in getattr(module, "__all__", None) or sorted(vars(module)):
             value = getattr(module, name)
-            ours = getattr(value, "__module__", module.__name__).startswith(
-                module.__name__.rpartition(".")[0] or "lockstep"
-            )
-            if ours and not name.startswith("_") and id(value) not in seen:
+            defined = getattr(value, "__module__", module.__name__)
+            own = defined.startswith(module.__name__.rpartition(".")[0] or "lockstep")
+            if own and not name.startswith("_") and id(value) not in seen:
                 seen.add(id(value))
                 yield f"{module.__name__}.{name}", value
 
 
-def _entry(name: str, value: Any, packages: list[str]) -> tuple[str, str] | None:
+def _entry(name: str, value: Any, packages: list[str]) -> tuple[tuple[int, str], str] | None:
     defined = getattr(value, "__module__", "")
     if not any(defined == package or defined.startswith(f"{package}.") for package in packages):
         return None
+    place = (name.count("."), name.lower())
     if inspect.isclass(value):
-        return name.lower(), f".. autoclass:: {name}\n   :members:"
-    return (name.lower(), f".. autofunction:: {name}") if callable(value) else None
+        return place, f".. autoclass:: {name}\n   :members:"
+    return (place, f".. autofunction:: {name}") if callable(value) else None
 
 
 # --------------------------------------------------------------------------------------- messages

@@ -56,7 +56,7 @@ _register_backend()
 
 
 def __dir__() -> list[str]:
-    return sorted([*__all__, "__version__", "distributed", "errors", "local", "loop", "shares"])
+    return sorted([*__all__, "__version__", "distributed", "errors", "local", "loop", "sharding", "shares"])
 
 
 def __getattr__(name: str) -> object:

@@ -5,27 +5,27 @@
     LockstepError
     ├── DeviceError (RuntimeError)            a device that is unknown, missing, or not where it has to be
     ├── LayoutError (RuntimeError, ValueError) shapes, dtypes, sizes or chunk sums that do not fit together
-    │   └── LengthError (AssertionError, IndexError) lists that must have one entry for each replica, and have not
+    │   └── LengthError (AssertionError, IndexError) lists that do not have one entry for each replica
     ├── StructureError (ValueError)           nested inputs or outputs that cannot be split or put together
-    ├── NotReplicableError (RuntimeError, ValueError) a module that cannot have replicas, with the reason
-    │   └── AlreadyManagedError (AssertionError)  a module that something replicates or shards already
+    ├── NotReplicableError (RuntimeError, ValueError) a module that cannot have replicas; the message says why
+    │   └── AlreadyManagedError (AssertionError)  a module that is replicated or sharded already
     ├── ReplicaError (RuntimeError)           a replica failed, and its own exception could not be rebuilt
-    ├── GradientError (NotImplementedError)   a gradient was asked of something that has none
-    ├── OptionError (RuntimeError, ValueError) an option, or two together, that make no sense
+    ├── GradientError (NotImplementedError)   the gradient of something that has no gradient
+    ├── OptionError (RuntimeError, ValueError) an option that makes no sense, or two that contradict each other
     │   └── UnknownOptionError (TypeError)    an option that does not exist
-    ├── HookError (RuntimeError, TypeError, ValueError) a communication hook that is none, or returns the wrong thing
+    ├── HookError (RuntimeError, TypeError, ValueError) a hook that cannot be called, or returns the wrong type
     ├── AgreementError (RuntimeError, ValueError) ranks that differ in what must be the same on all
-    │   └── OutOfSyncError                    parameters or buffers that have other values on other ranks
-    ├── CheckpointError (RuntimeError)        a checkpoint that cannot be saved, or from which nothing can go on
-    │   └── CrashLoopError                    ranks have failed at the same step each time that they were started
+    │   └── OutOfSyncError                    parameters or buffers whose values differ between ranks
+    ├── CheckpointError (RuntimeError)        a checkpoint that cannot be saved or loaded
+    │   └── CrashLoopError                    the ranks have failed at the same step in each start
     ├── CommunicationError (RuntimeError)     a collective failed or timed out
-    ├── PeerError (RuntimeError)              another rank failed; this one is told
-    │   └── PeerFailure                       the same, with that rank, its step and phase, and its own traceback
-    │       └── StalledError                  the others have given this rank up
-    ├── InspectionError (RuntimeError)        another process of this host cannot be asked what it is doing
-    ├── ShardingError (RuntimeError, ValueError) an optimizer that cannot be sharded, or a use that needs a whole one
-    └── ShareError (RuntimeError)             shares of a step, or its end, out of their order
-        └── AuditError                        a share that gives other bits when it is computed again
+    ├── PeerError (RuntimeError)              the backward of another rank failed, or ranks ran different ones
+    │   └── PeerFailure                       another rank failed, was killed, or left; with its step and traceback
+    │       └── StalledError                  the other ranks no longer wait for this one
+    ├── InspectionError (RuntimeError)        another process of this host cannot be inspected
+    ├── ShardingError (RuntimeError, ValueError) an optimizer that cannot be sharded, or a use that needs all of it
+    └── ShareError (RuntimeError)             a backward or an optimizer's step outside of the order of shares
+        └── AuditError                        a share that has different bits when it is computed again
 
 Each also derives from the built-in exception that PyTorch raises in the same place, so an ``except`` written for
 PyTorch still catches it. Every message says what was wrong, where, what was expected, what was got, and what to do.
@@ -89,11 +89,19 @@ class OutOfSyncError(AgreementError):
 
 
 class CheckpointError(LockstepError, RuntimeError):
-    """A checkpoint could not be written, or cannot be resumed from; raised on every rank, with rank and reason."""
+    """A checkpoint could not be saved or loaded; raised on every rank, with the rank and the reason."""
 
 
 class CrashLoopError(CheckpointError):
-    """Ranks have failed at the same step each time that they were started; raised on every rank instead of a start."""
+    """The ranks have failed at the same step in each start; ``resume`` raises this on every rank.
+
+    ``step`` is that step. ``samples`` are the samples of its batch, as the sampler numbers them; empty if unknown.
+    """
+
+    def __init__(self, message: str, *, step: int | None = None, samples: tuple[object, ...] = ()) -> None:
+        super().__init__(message)
+        self.step = step
+        self.samples = samples
 
 
 class CommunicationError(LockstepError, RuntimeError):
@@ -133,7 +141,7 @@ class PeerFailure(PeerError, CommunicationError):
 
 
 class StalledError(PeerFailure):
-    """The others have given this rank up: it made no progress for too long, or its host could not be reached."""
+    """The other ranks no longer wait for this one: it made no progress for too long, or its host was unreachable."""
 
 
 class InspectionError(LockstepError, RuntimeError):
@@ -141,11 +149,11 @@ class InspectionError(LockstepError, RuntimeError):
 
 
 class ShardingError(LockstepError, RuntimeError, ValueError):
-    """An optimizer cannot be sharded, or something of a sharded one was used that only a whole one has."""
+    """An optimizer cannot be sharded, or the program used a part of it that only an unsharded optimizer has."""
 
 
 class ShareError(LockstepError, RuntimeError):
-    """Shares are out of order: a backward outside of any, or an optimizer's step before all of a step are reduced."""
+    """A backward ran outside of a share, or an optimizer's step before the gradients of all shares were reduced."""
 
 
 class AuditError(ShareError):

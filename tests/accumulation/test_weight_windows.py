@@ -380,6 +380,28 @@ def test_a_micro_batch_that_fails_may_be_left_out(how, context):
     assert run_ranks(2, call) == [(True, [None, None], [1.5, 1.5])] * 2
 
 
+def test_a_step_after_one_that_was_left_out_is_not_left_out():
+    """Also where the program asks after each micro-batch, outside of batches()."""
+
+    def call(rank):
+        model = net(rank)
+        found = []
+        for step in range(3):
+            model.zero_grad()
+            for number in range(2):
+                with (
+                    lockstep.loop.skip_on(KeyError, modules=[model]),
+                    lockstep.accumulate(model, last=number == 1, weight=1),
+                ):
+                    (after_a_backward if rank.rank and (step, number) == (0, 0) else backward)(model, x_of(rank))
+                if lockstep.loop.skipped(model):
+                    break
+            found.append(grads(model))
+        return found
+
+    assert run_ranks(2, call) == [[[None, None], [1.5, 1.5], [1.5, 1.5]]] * 2
+
+
 def test_an_exception_after_the_round_of_a_block_is_of_no_window():
     def call(rank):
         model = net(rank)

@@ -53,6 +53,7 @@ PUBLIC = {
             .load_state_dict(state)
             .repeat_last(loader)
             .same_on_all_ranks
+            .samples_ahead(batches)
             .state_dict()
         class Session(options, environment)
             .agree(flag)
@@ -61,7 +62,7 @@ PUBLIC = {
             .end(error)
             .is_main
             .phase(name)
-            .resume(path, *, give_up_after=3, **state)
+            .resume(path, *, give_up_after=3, skip_poison=False, **state)
             .save(path, *, keep=3, step=None, wait=True, **state)
             .shard(dataset)
             .should_stop
@@ -163,7 +164,9 @@ PUBLIC = {
             .batch
             .batches_left
             .epoch
+            .leave_out(epoch, batch)
             .load_state_dict(state)
+            .samples_ahead(batches)
             .state_dict()
         audit(model, every=100)
         fingerprint(model, optimizer=None)

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
 import threading
 import warnings
+import weakref
 from datetime import timedelta
 
 import pytest
@@ -16,7 +21,7 @@ from lockstep.checkpoints import saving
 from lockstep.checkpoints.files import FileSystem
 from lockstep.checkpoints.layout import list_saved
 from lockstep.checkpoints.ranks import Ranks, RanksByStore
-from lockstep.checkpoints.state import copies_of, entries_of, read
+from lockstep.checkpoints.state import HostCopies, Parts, entries_of, read
 from lockstep.errors import CheckpointError, CommunicationError, PeerFailure
 from lockstep.session import run_state
 from lockstep.store import BoundedStore
@@ -120,10 +125,33 @@ def test_what_cannot_be_saved_is_an_error_at_once(tmp_path):
 def test_copies_share_the_memory_of_tied_parameters():
     layer = nn.Linear(300, 300)
     model = nn.Sequential(layer, nn.ReLU(), layer)
-    parts = copies_of({entry.name: read(entry) for entry in entries_of({"model": model})})["model"]
+    parts = HostCopies().of({entry.name: read(entry) for entry in entries_of({"model": model})})["model"]
     assert parts.shared["0.weight"] is parts.shared["2.weight"]
     assert parts.shared["0.weight"] is not layer.weight
     assert parts.shared._metadata == model.state_dict()._metadata
+
+
+def test_the_memory_of_copies_is_used_again():
+    copies, x, y = HostCopies(), torch.arange(6.0).view(2, 3), torch.ones(2, 3, dtype=torch.int64)
+
+    def copied(**state):
+        return {name: parts.shared for name, parts in copies.of({k: Parts(v, {}) for k, v in state.items()}).items()}
+
+    with torch.inference_mode():
+        first = copied(x=x, y=y, z=x.t())
+    places = {name: each.data_ptr() for name, each in first.items()}
+    x += 1
+    again = copied(x=x, y=y, z=x.t())
+    assert {name: each.data_ptr() for name, each in again.items()} == places
+    assert torch.equal(again["x"], x)
+    assert torch.equal(again["z"], x.t())
+    assert again["z"].stride() == (1, 3)
+    fewer = copied(z=x.t().clone().requires_grad_())["z"]
+    assert fewer.requires_grad
+    assert fewer.untyped_storage().nbytes() == 24
+    kept = weakref.ref(again["y"].untyped_storage())
+    del first, again
+    assert kept() is None  # memory that is not needed any more is given up
 
 
 # -------------------------------------------------------------------------------------- many ranks
@@ -135,7 +163,7 @@ def by_store(rank, store, timeout=20.0, check=lambda: None):
 
 def save_behind(rank, store, folder):
     made = saving.Saving(folder, FileSystem(), Ranks(rank.group))
-    made.begin({"x": 1, "own": lockstep.checkpoints.per_rank(rank.rank)}, 3, 7, copy=True)
+    made.begin({"x": 1, "own": lockstep.checkpoints.per_rank(rank.rank)}, 3, 7, copies=HostCopies())
     errors = []
 
     def write():
@@ -161,7 +189,7 @@ def test_ranks_write_behind_the_training_without_the_group(tmp_path):
 def fail_behind(rank, store, folder):
     files = FullDisk() if rank.rank == 1 else FileSystem()
     made = saving.Saving(folder, files, Ranks(rank.group))
-    made.begin({"x": 1}, 3, 7, copy=True)
+    made.begin({"x": 1}, 3, 7, copies=HostCopies())
     with pytest.raises(CheckpointError, match=r"save\(\) failed on rank 1 \(host .*\): OSError: .*No space left"):
         made.write(by_store(rank, store))
     rank.gather(torch.zeros(1))
@@ -219,3 +247,33 @@ def test_sessions_save_behind_their_training(tmp_path):
         warnings.simplefilter("ignore")
         results = run_processes(2, in_sessions, store.port, tmp_path / "run")
     assert results == [({"own": 5}, [11, 12, 13])] * 2
+
+
+def save_without_a_store(rank, port, pid, folder):
+    """The store is killed, of which the training hears nothing; the session waits no longer than it has to."""
+    dist.destroy_process_group()
+    be_launched(rank, port)
+    session = lockstep.session(timeout=600.0)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(CommunicationError) as raised, session as run:
+        patch.setattr(run_state, "RECONNECT_SECONDS", 0.5)
+        assert not run.agree(False)
+        if rank.rank == 0:
+            os.kill(pid, signal.SIGKILL)
+        assert not run.agree(False)
+        run.save(folder, wait=False, x=1)
+    return str(raised.value)
+
+
+def test_a_store_that_was_killed_meanwhile(tmp_path):
+    code = (
+        "import torch.distributed as dist, signal; "
+        "store = dist.TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False); "
+        "print(store.port, flush=True); signal.pause()"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
+        try:
+            port = int(process.stdout.readline())
+            results = run_processes(2, save_without_a_store, port, process.pid, tmp_path / "run")
+        finally:
+            process.kill()
+    assert all("store" in each for each in results)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import stat
+from pathlib import Path
 
 import pytest
 import torch
@@ -155,22 +156,67 @@ def test_options_that_make_no_sense(options, tmp_path):
 # ------------------------------------------------------------------------------------------- pace
 
 
-def test_snapshots_take_the_share_of_the_time_that_they_may():
-    pace, now, taken = Pace(), 0.0, []
-    for step in range(1, 1001):
-        now += 0.01  # a step
-        if pace.is_due(None, now):
+class Clock:
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+def paced(clock, pace, steps, seconds, at_most=0.02):
+    """The steps, of 10 ms, after which a snapshot is taken that takes ``seconds``."""
+    taken = []
+    for step in range(1, steps + 1):
+        clock.now += 0.01
+        if pace.is_due(None, at_most):
             taken.append(step)
-            seconds, of_step = 0.0029, pace.step_seconds(now)
-            now += seconds
-            pace.took(seconds, of_step, 0.02, now)
-    assert taken[:4] == [2, 17, 32, 47]  # the first two calls show what a step takes
-    assert 0.9 < 0.0029 * len(taken) / (0.02 * now) < 1.2
+            clock.now += seconds
+            pace.took(*pace.times(), at_most)
+    return taken
+
+
+def test_snapshots_take_the_share_of_the_time_that_they_may():
+    clock = Clock()
+    taken = paced(clock, Pace(clock), 1000, 0.0029)
+    assert taken[:4] == [2, 30, 45, 60]  # the first two calls show what a step takes; the second one waits for two
+    assert 0.9 < 0.0029 * len(taken) / (0.02 * clock.now) <= 1.0
+
+
+def test_a_pause_does_not_make_snapshots_more_frequent():
+    clock = Clock()
+    pace = Pace(clock)
+    paced(clock, pace, 100, 0.0029)
+    clock.now += 60  # an evaluation
+    assert len(paced(clock, pace, 100, 0.0029)) <= 8  # one more than before, since the pause looks like a slow step
+
+
+def test_snapshots_that_become_slower_come_later():
+    clock = Clock()
+    pace = Pace(clock)
+    paced(clock, pace, 100, 0.0029)
+    assert len(paced(clock, pace, 100, 0.029)) == 1
 
 
 def test_every_counts_calls():
     pace = Pace()
-    assert [call for call in range(1, 10) if pace.is_due(3, 0.0)] == [3, 6, 9]
+    assert [call for call in range(1, 10) if pace.is_due(3, 0.02)] == [3, 6, 9]
+
+
+def test_a_call_that_takes_no_snapshot_looks_at_nothing(tmp_path):
+    class Module(torch.nn.Linear):
+        def state_dict(self, *args, **kwargs):
+            calls.append(run.step)
+            return super().state_dict(*args, **kwargs)
+
+    calls, model = [], Module(1, 1)
+    with lockstep.session() as run:
+        for _ in run.batches(range(6)):
+            with pytest.MonkeyPatch.context() as patch:
+                if run.step > 1 and run.step % 3:
+                    patch.setattr(run.progress, "phase", None)  # nor does it write where the rank is
+                    patch.setattr(Path, "resolve", None)
+                assert run.snapshot(tmp_path / "run", every=3, model=model) is (run.step % 3 == 0)
+    assert calls == [3, 6]
 
 
 # ------------------------------------------------------------------------------------------ hosts

@@ -11,7 +11,8 @@ import torch
 
 import lockstep
 from lockstep.checkpoints import history, memory
-from lockstep.checkpoints.history import BEGAN, FAILED, Event, failures_in_a_row
+from lockstep.checkpoints.crash_loops import failures_in_a_row
+from lockstep.checkpoints.history import BEGAN, FAILED, Event
 from lockstep.cli.main import main
 from lockstep.errors import CrashLoopError
 
@@ -130,7 +131,7 @@ def test_failures_in_a_row(steps, row):
 
 def test_a_history_with_half_a_line(tmp_path):
     for rank in range(2):
-        history.note(tmp_path, BEGAN, "a", 3, 2, rank=rank)
+        history.note(tmp_path, Event(BEGAN, "a", history.now(), 3, 2, rank))
     with open(tmp_path / history.HISTORY, "a") as file:
         file.write('{"what": "fai')
     assert [event.step for event in history.read(tmp_path)] == [3]

@@ -73,6 +73,60 @@ def test_a_killed_worker_is_named_in_the_error_of_ray(cluster, tmp_path):
     assert "named" in ended.stdout.splitlines(), ended.stderr[-4000:]
 
 
+RESTARTED = """
+import os, signal, sys
+from pathlib import Path
+import torch
+from ray.train import FailureConfig, RunConfig, ScalingConfig
+from ray.train.torch import TorchTrainer
+import lockstep
+from lockstep.ray import SessionConfig
+
+def train(settings):
+    folder = Path(settings["folder"])
+    with lockstep.session(device="cpu", seed=5) as run:
+        model = lockstep.replicate(torch.nn.Linear(4, 3), shares=2)
+        optimizer = torch.optim.Adam(model.parameters(), 0.1)
+        rows = torch.utils.data.TensorDataset(torch.randn(80, 4, generator=torch.Generator().manual_seed(1)))
+        batches = lockstep.shares.GlobalBatches(rows, batch_size=8, shares=2)
+        state = {"model": model, "optimizer": optimizer, "batches": batches}
+        found = run.resume(folder / "run", **state)
+        if run.is_main:
+            with open(folder / "starts", "a") as starts:
+                starts.write(f"{run.step} {found and found.folder.parts[1]}\\n")
+        for batch in run.batches(batches):
+            optimizer.zero_grad()
+            for (x,) in batch:
+                model(x).square().sum().backward()
+            optimizer.step()
+            if run.rank == 1 and run.step == settings["kill"] and not (folder / "killed").exists():
+                (folder / "killed").touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+            run.snapshot(folder / "run", every=1, **state)
+        return lockstep.shares.fingerprint(model, optimizer)
+
+for kill in (7, 0):
+    folder = Path(sys.argv[1]) / str(kill)
+    folder.mkdir()
+    result = TorchTrainer(
+        train, train_loop_config={"folder": str(folder), "kill": kill}, torch_config=SessionConfig(),
+        scaling_config=ScalingConfig(num_workers=2, resources_per_worker={"slot": 1}),
+        run_config=RunConfig(storage_path=str(folder / "ray"), failure_config=FailureConfig(max_failures=3)),
+    ).fit()
+    print("fingerprint", result.return_value)
+"""
+
+
+def test_workers_that_ray_starts_again_go_on_from_memory(cluster, tmp_path):
+    cluster.add_node(2)
+    (tmp_path / "train.py").write_text(RESTARTED)
+    ended = run(cluster, "train.py", str(tmp_path), cwd=tmp_path)
+    killed, undisturbed = re.findall(r"^fingerprint (\w+)$", ended.stdout, re.M) or [ended.stderr[-4000:], ""]
+    assert killed == undisturbed
+    assert (tmp_path / "7" / "starts").read_text().splitlines() == ["0 None", "6 dev"]  # from /dev/shm
+    assert not list(Path("/dev/shm").glob("lockstep-*/run-*"))
+
+
 def worlds(steps: Path) -> list[int]:
     """How many workers there were, one after the other."""
     lines = steps.read_text().splitlines() if steps.exists() else []

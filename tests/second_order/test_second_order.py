@@ -350,7 +350,7 @@ def test_means_of_gradients_that_are_constant_on_one_rank(constant, hosts):
             (grad,) = torch.autograd.grad(mean.square().sum(), module.a, create_graph=True, allow_unused=True)
             grad = module.a.detach() if grad is None else grad
             first, second = (2, 0) if constant else (0, 2)
-            words = f"through {first} earlier mean.s. over the ranks on rank 0, and through {second} on rank 1"
+            words = f"contains {first} earlier mean.s. over the ranks on rank 0, and {second} on rank 1"
             with pytest.raises(AgreementError, match=words):
                 lockstep.loop.mean_over_ranks(grad, rank.group)
         return seen

@@ -6,6 +6,8 @@ With "host" the last rank ends its launcher, too, and that happens once.
 
 from __future__ import annotations
 
+import atexit
+import gc
 import os
 import signal
 import sys
@@ -47,6 +49,7 @@ def die() -> None:
 
 
 torch.set_num_threads(1)
+atexit.register(lambda: print(f"ends {'soon' if gc.get_freeze_count() else 'as always'}", flush=True))
 with lockstep.session() as run:
     torch.manual_seed(0)
     network = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Dropout(0.2), nn.Linear(64, 4))

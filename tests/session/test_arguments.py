@@ -62,7 +62,7 @@ def test_a_run_says_what_it_is():
 
 
 def test_the_names_that_the_package_shows():
-    rooms = {"distributed", "errors", "local", "loop", "shares"}
+    rooms = {"distributed", "errors", "local", "loop", "sharding", "shares"}
     assert set(dir(lockstep)) == {*lockstep.__all__, *rooms, "__version__"}
     assert all(hasattr(lockstep, name) for name in dir(lockstep))
 

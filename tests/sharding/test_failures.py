@@ -130,7 +130,7 @@ def differ_in_steps(rank, model, optimizer):
     [
         (differ_in_rate, r"differ in the options of parameter group 0 .*'lr': 0.1,.* on rank 0, .*'lr': 0.2"),
         (differ_in_a_rate_that_is_a_tensor, r"'lr': 0.25,.* on rank 0, .*'lr': 0.5"),
-        (differ_in_gradients, "differ in which parameters of group 0 have a gradient"),
+        (differ_in_gradients, r"parameters of group 0 that have no gradient .*: \[\] on rank 0, \[0\] on rank 1"),
         (differ_in_groups, "ranks differ in the (parameters and their pieces|number of parameter groups)"),
         (differ_in_steps, "differ in the number of steps .*: 1 on rank 0, 2 on rank 1"),
     ],
@@ -161,6 +161,24 @@ def test_gradients_of_one_rank_alone_are_an_error():
             optimizer.step()
         backward(rank, model, 1)
         optimizer.step()
+
+    run_ranks(2, local)
+
+
+def test_gradients_of_one_rank_alone_are_an_error_also_of_modules_that_were_replicated_later():
+    def local(rank):
+        first, second = replicated(rank), replicated(rank)
+        optimizer = made(adamw, first, True)
+        optimizer.add_param_group({"params": list(second.parameters())})
+        again = lockstep.DistributedDataParallel(first, process_group=rank.group)
+        for module in (second, again):
+            with module.no_sync():
+                backward(rank, module, 1)
+            with pytest.raises(ShardingError, match="gradients are those of one rank alone"):
+                optimizer.step()
+            optimizer.zero_grad()
+            backward(rank, module, 2)
+            optimizer.step()
 
     run_ranks(2, local)
 
@@ -382,6 +400,7 @@ def test_uses_that_make_no_sense_are_refused():
             shard_optimizer(adamw(other.parameters(), differentiable=True))
         with pytest.raises(NotReplicableError, match="is in no replicated module"):
             optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+        assert len(optimizer.param_groups) == 1
 
     run_ranks(2, refused)
 
@@ -416,6 +435,55 @@ def test_parameters_whose_memory_has_moved_are_stepped_where_they_are():
         return values(model), full_state_dict(optimizer, all_ranks=True)
 
     assert equal(run_ranks(2, moved, False), run_ranks(2, moved, True))
+
+
+def transposed(data):
+    return data.t().contiguous().t()
+
+
+def with_gaps(data):
+    return data.repeat_interleave(2, 1)[:, ::2]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"), [(transposed, "another memory format"), (with_gaps, "whose elements lie side by side")]
+)
+def test_parameters_whose_slices_of_state_no_longer_fit_are_refused(change, words):
+    def refused(rank):
+        model = replicated(rank)
+        optimizer = made(adamw, model, True)
+        model[2].weight.data = transposed(model[2].weight.data)  # it has no state yet
+        train(rank, model, optimizer, range(1))
+        model[0].weight.data = change(model[0].weight.data)
+        before = values(model)
+        with pytest.raises((LayoutError, PeerError), match=rf"parameter 0\.weight has .*{words}"):
+            train(rank, model, optimizer, range(1, 2))
+        return equal(values(model), before)
+
+    assert run_ranks(2, refused) == [True, True]
+
+
+@pytest.mark.parametrize("make", [adamw, torch.optim.Adafactor])
+def test_another_memory_format_before_state_is_loaded_or_after_it_is_saved(make):
+    def changing(rank, sharded):
+        model = replicated(rank)
+        optimizer = made(make, model, sharded)
+        train(rank, model, optimizer, range(2))
+        model[2].weight.data = transposed(model[2].weight.data)
+        state = full_state_dict(optimizer, all_ranks=True)
+        slices = optimizer.state_dict()
+        del optimizer
+        model[0].weight.data = transposed(model[0].weight.data)
+        optimizer = made(make, model, sharded)
+        model[2].weight.data = model[2].weight.data.contiguous()
+        if sharded and make is adamw and rank.rank == 0:
+            with pytest.raises(LayoutError, match="slice of another memory format"):
+                optimizer.load_state_dict(slices)
+        optimizer.load_state_dict(state)
+        train(rank, model, optimizer, range(2, 4))
+        return values(model), full_state_dict(optimizer, all_ranks=True)["state"]
+
+    assert equal(run_ranks(2, changing, False), run_ranks(2, changing, True))
 
 
 def test_parameters_that_share_memory_are_refused():

@@ -115,6 +115,53 @@ def test_a_slice_can_be_copied_and_says_what_to_do_when_it_is_read():
     run_ranks(3, elsewhere)
 
 
+def test_the_fingerprint_is_that_of_the_plain_optimizer():
+    def printed(rank, sharded):
+        model = replicated(rank)
+        optimizer = made(adamw, model, sharded)
+        before = lockstep.shares.fingerprint(model, optimizer)
+        train(rank, model, optimizer, range(2))
+        return before, lockstep.shares.fingerprint(model, optimizer)
+
+    assert run_ranks(2, printed, True) == run_ranks(2, printed, False)
+
+
+def test_a_change_through_the_state_is_refused_and_says_how_to_begin_anew():
+    def reset(rank):
+        model = replicated(rank)
+        optimizer = made(adamw, model, True)
+        train(rank, model, optimizer, range(2))
+        weight = model[0].weight
+        for change in (
+            lambda: optimizer.state.clear(),
+            lambda: optimizer.state.pop(weight),
+            lambda: optimizer.state.__setitem__(weight, {}),
+            lambda: optimizer.state[weight].update(exp_avg=torch.zeros_like(weight)),
+            lambda: setattr(optimizer, "state", {}),
+        ):
+            with pytest.raises(ShardingError, match=r"cannot be changed through optimizer\.state"):
+                change()
+        optimizer.load_state_dict({**full_state_dict(optimizer, all_ranks=True), "state": {}})
+        before = values(model)
+        train(rank, model, optimizer, range(1))
+        return full_state_dict(optimizer, all_ranks=True)["state"][0]["step"].item(), equal(before, values(model))
+
+    assert run_ranks(2, reset) == [(1, False)] * 2
+
+
+def test_a_parameter_that_was_taken_out_of_its_group_has_no_state():
+    def taken_out(rank):
+        model = replicated(rank)
+        optimizer = made(adamw, model, True)
+        train(rank, model, optimizer, range(1))
+        optimizer.param_groups[0]["params"] = optimizer.param_groups[0]["params"][1:]
+        train(rank, model, optimizer, range(1, 2))
+        optimizer.load_state_dict(optimizer.state_dict())
+        return sorted(full_state_dict(optimizer, all_ranks=True)["state"])
+
+    assert run_ranks(2, taken_out) == [[0, 1, 2, 3, 4]] * 2
+
+
 def test_a_sharded_state_dict_loads_into_the_same_number_of_ranks():
     def reloaded(rank):
         model = replicated(rank)
@@ -240,6 +287,47 @@ def test_a_resume_that_fails_gives_back_the_slices(tmp_path):
         return equal(before, full_state_dict(optimizer, all_ranks=True))
 
     assert run_ranks(2, failing) == [True, True]
+
+
+def test_state_of_a_frozen_layer_is_kept_when_it_is_sharded_or_loaded():
+    def freezing(rank, sharded):
+        model = replicated(rank)
+        optimizer = adamw(model.parameters())
+        train(rank, model, optimizer, range(2))
+        model[2].requires_grad_(False)
+        optimizer = shard_optimizer(optimizer) if sharded else optimizer
+        train(rank, model, optimizer, range(2, 4))
+        state = full_state_dict(optimizer, all_ranks=True)
+        del optimizer
+        optimizer = made(adamw, model, sharded)
+        optimizer.load_state_dict(state)
+        model[2].requires_grad_(True)
+        train(rank, model, optimizer, range(4, 6))
+        return values(model), sorted(full_state_dict(optimizer, all_ranks=True)["state"].items())
+
+    assert equal(run_ranks(2, freezing, False), run_ranks(2, freezing, True))
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_state_of_a_group_that_was_added_is_loaded_before_its_first_step(whole):
+    def adding(rank, sharded):
+        model = replicated(rank)
+
+        def built():
+            optimizer = made(lambda _: adamw(model[0].parameters()), model, sharded)
+            optimizer.add_param_group({"params": list(model[2:].parameters()), "lr": 0.02})
+            return optimizer
+
+        optimizer = built()
+        train(rank, model, optimizer, range(2))
+        state = full_state_dict(optimizer, all_ranks=True) if whole else copy.deepcopy(optimizer.state_dict())
+        del optimizer
+        optimizer = built()
+        optimizer.load_state_dict(state)
+        train(rank, model, optimizer, range(2, 4))
+        return values(model), full_state_dict(optimizer, all_ranks=True)
+
+    assert equal(run_ranks(2, adding, False), run_ranks(2, adding, True))
 
 
 def test_state_of_another_dtype_and_place_is_cast_as_pytorch_does():

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from bit_differences import BIT_DIFFERENCES, Values
+from lockstep.errors import OptionError
 from lockstep.shares import fingerprint
 
 
@@ -41,6 +42,23 @@ def test_only_buffers_that_are_saved_count():
     assert fingerprint(module) == before
     module.saved += 1
     assert fingerprint(module) != before
+
+
+class Quantized(torch.Tensor):
+    """A tensor with its values in another one, and without memory of its own."""
+
+    @staticmethod
+    def __new__(cls, *shape):
+        return torch.Tensor._make_wrapper_subclass(cls, shape)
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        return args[0]
+
+
+def test_a_tensor_without_memory_is_an_error_by_name():
+    with pytest.raises(OptionError, match=r"cannot read parameter weight, a Quantized"):
+        fingerprint(Module(Quantized(2, 3)))
 
 
 def test_memory_does_not_count():

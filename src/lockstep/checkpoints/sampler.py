@@ -60,6 +60,7 @@ class ResumableSampler(Sampler[Any]):
         self.epoch = 0
         self.consumed = 0
         self._open = False
+        self._batch_size, self._drops_last = 0, False
 
     @property
     def same_on_all_ranks(self) -> bool:
@@ -77,9 +78,30 @@ class ResumableSampler(Sampler[Any]):
                 "a loader with a ResumableSampler is gone through by `for batch in sampler.batches(loader)`, so that "
                 "the batches that training has had are counted"
             )
-        with _drawing_from(derive_seed("order", self.seed, self.epoch)):
-            order = list(self.sampler)
-        return iter(order[self.consumed :])
+        return iter(self._order(self.epoch)[self.consumed :])
+
+    def _order(self, epoch: int) -> list[Any]:
+        if hasattr(self.sampler, "set_epoch"):
+            self.sampler.set_epoch(epoch)
+        with _drawing_from(derive_seed("order", self.seed, epoch)):
+            return list(self.sampler)
+
+    def samples_ahead(self, batches: int) -> tuple[int, int, list[Any]] | None:
+        """Return the epoch and the number of the batch that comes ``batches`` after the next one, and its samples.
+
+        They are those of this rank. None if no loader has told yet how large batches are.
+        """
+        size = self._batch_size
+        if not size:
+            return None
+        left, in_epoch = (_batches_in(len(self) - begin, size, self._drops_last) for begin in (self.consumed, 0))
+        if not in_epoch:
+            return None
+        epoch, begin = self.epoch, self.consumed + batches * size
+        if batches >= left:
+            epochs, number = divmod(batches - left, in_epoch)
+            epoch, begin = self.epoch + 1 + epochs, number * size
+        return epoch, begin // size, self._order(epoch)[begin : begin + size]
 
     def batches(self, loader: DataLoader[Any]) -> "EpochBatches":
         """Return the remaining batches of the epoch; after the last one, the next epoch follows.
@@ -94,16 +116,15 @@ class ResumableSampler(Sampler[Any]):
 
     def go_through(self, loader: DataLoader[Any]) -> Generator[Any]:
         """Return the iterator of :meth:`batches`; workers of the loader start at once."""
-        if hasattr(self.sampler, "set_epoch"):
-            self.sampler.set_epoch(self.epoch)
         self._open = True
+        self._batch_size, self._drops_last = loader.batch_size or 1, loader.drop_last
         with _drawing_from(derive_seed("workers", _rank(), self.seed, self.epoch)):
             return self._counted(iter(loader), loader.batch_size or 1)
 
     def repeat_last(self, loader: DataLoader[Any]) -> Any:
         """Return the last batch of the present epoch, without counting it; None if the epoch has none on this rank."""
         size, consumed = loader.batch_size or 1, self.consumed
-        number = len(self) // size if loader.drop_last else -(-len(self) // size)
+        number = _batches_in(len(self), size, loader.drop_last)
         if not number:
             return None
         streams, self.consumed = read_streams(), (number - 1) * size
@@ -132,6 +153,8 @@ class ResumableSampler(Sampler[Any]):
             "length": len(self),
             "ranks": getattr(self.sampler, "num_replicas", 1),
             "seed": self.seed,
+            "batch_size": self._batch_size,
+            "drops_last": self._drops_last,
         }
 
     def load_state_dict(self, state: dict[str, int]) -> None:
@@ -148,6 +171,7 @@ class ResumableSampler(Sampler[Any]):
                 "in another order, in which some samples come twice in this epoch and others not at all",
                 stacklevel=2,
             )
+        self._batch_size, self._drops_last = state.get("batch_size", 0), bool(state.get("drops_last"))
         self.epoch = state["epoch"]
         self.consumed = min(state["consumed"] * state["ranks"] // ranks, len(self))
 
@@ -170,7 +194,11 @@ class EpochBatches:
         """Return the number of remaining batches."""
         size = self._loader.batch_size or 1
         left = len(self._sampler) - self._sampler.consumed
-        return left // size if self._loader.drop_last else -(-left // size)
+        return _batches_in(left, size, self._loader.drop_last)
+
+
+def _batches_in(samples: int, size: int, drops_last: bool) -> int:
+    return samples // size if drops_last else -(-samples // size)
 
 
 @contextmanager

@@ -27,7 +27,7 @@ from lockstep.checkpoints.lineage import lineage_of, remember
 from lockstep.checkpoints.new_folder import NewFolder
 from lockstep.checkpoints.ranks import Ranks
 from lockstep.checkpoints.removal import remove_old
-from lockstep.checkpoints.state import OWN, Entry, Parts, copies_of, entries_of, read
+from lockstep.checkpoints.state import OWN, Entry, HostCopies, Parts, entries_of, read
 from lockstep.checkpoints.streams import Streams, read_streams
 from lockstep.distributed.comm.collectives import Group
 from lockstep.errors import CheckpointError, OptionError
@@ -114,8 +114,8 @@ class Saving:
         self.begin(state, keep, step)
         return self.write(self._ranks)
 
-    def begin(self, state: Mapping[str, Any], keep: int, step: int | None, *, copy: bool = False) -> None:
-        """Take the state for :meth:`write`: a copy, if the training goes on meanwhile."""
+    def begin(self, state: Mapping[str, Any], keep: int, step: int | None, *, copies: HostCopies | None = None) -> None:
+        """Take the state for :meth:`write`; with ``copies`` a copy, so that the training may go on meanwhile."""
         ranks, self._streams, self._keep, self._step = self._ranks, read_streams(), keep, step
         try:
             answers = ranks.together("save()", lambda: self._prepare(state))
@@ -124,8 +124,8 @@ class Saving:
             self._leaders = self._find_leaders()
             if self._gathered:
                 ranks.together("save()", self._gather)
-            if copy:
-                ranks.together("save()", self._copy)
+            if copies is not None:
+                ranks.together("save()", lambda: self._copy(copies))
         except BaseException as error:
             self._give_up(error)
             raise
@@ -139,11 +139,11 @@ class Saving:
         else:
             self._remember()  # now: when it is written, another thread may look before this one goes on
 
-    def _copy(self) -> None:
+    def _copy(self, copies: HostCopies) -> None:
         """Copy the state that this rank writes; the state that is the same on all ranks only if this rank writes it."""
         if self._leaders[self._ranks.rank] != self._ranks.rank:
             self._parts = {name: Parts(None, parts.own) for name, parts in self._parts.items()}
-        self._parts = copies_of(self._parts)
+        self._parts = copies.of(self._parts)
 
     def write(self, ranks: Ranks) -> Path:
         """Write the state that :meth:`begin` has taken; on another thread, with ``ranks`` that do not use the group."""
@@ -191,8 +191,8 @@ class Saving:
     def _complete(self, written: list[dict[str, Any]], leaders: list[int]) -> dict[str, StoredFile]:
         """Return the files in the folder of this rank's file system, from what each rank has written."""
         own = leaders[self._ranks.rank]
-        ours = [each for each, leader in zip(written, leaders, strict=True) if leader == own]
-        return {name: StoredFile(**fields) for each in ours for name, fields in each["files"].items()}
+        in_folder = [each for each, leader in zip(written, leaders, strict=True) if leader == own]
+        return {name: StoredFile(**fields) for each in in_folder for name, fields in each["files"].items()}
 
     def _clear(self) -> None:
         """Remove old checkpoints; this one is whole on every rank."""

@@ -5,7 +5,7 @@ import contextlib
 import math
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,30 +24,47 @@ LARGEST_SENT = 1 << 20
 
 
 class Pace:
-    """PURE: determines the call of the next snapshot from the time of the last one; the same on all ranks."""
+    """Determines the call of the next snapshot from the time that snapshots have taken; the same on all ranks."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._calls, self._next = 0, 2  # between the first two calls is a step
         self._at = 1
-        self._since = 0.0
+        self._begin = self._since = self._due = clock()
+        self._spent = 0.0
 
-    def is_due(self, every: int | None, now: float) -> bool:
-        """Count a call, and return True if it is to take a snapshot."""
+    def is_due(self, every: int | None, at_most: float) -> bool:
+        """Count a call, and return True if it is to take a snapshot. Most calls are not, and have to cost nothing."""
+        if (every is not None and every < 1) or not 0 < at_most <= 1:
+            raise OptionError(
+                f"snapshot(every={every}, at_most={at_most}): every is a number of calls from 1 on, or None, and "
+                "at_most a share of the time, above 0 and at most 1"
+            )
         self._calls += 1
         if self._calls == 1:
-            self._since = now
-        return self._calls >= self._next if every is None else self._calls % every == 0
+            self._begin = self._since = self._clock()
+        if self._calls < self._next if every is None else self._calls % every:
+            return False
+        self._due = self._clock()
+        return True
 
-    def step_seconds(self, now: float) -> float:
-        """Return the time of a step since the last snapshot."""
-        return (now - self._since) / max(1, self._calls - self._at)
+    def times(self) -> tuple[float, float, float]:
+        """Return, after a snapshot, the seconds that it took, those before it since the first call, and those of a
+        step since the last snapshot."""
+        step_seconds = (self._due - self._since) / max(1, self._calls - self._at)
+        return self._clock() - self._due, self._due - self._begin, step_seconds
 
-    def took(self, seconds: float, step_seconds: float, at_most: float, now: float) -> None:
-        """Record that a snapshot took ``seconds`` and a step ``step_seconds``, on which the ranks have agreed."""
-        steps = math.ceil(seconds / at_most / max(step_seconds, 1e-6))
+    def took(self, seconds: float, elapsed: float, step_seconds: float, at_most: float) -> None:
+        """Record the :meth:`times` of a snapshot, on which the ranks have agreed.
+
+        The next one is due when it and all before it are ``at_most`` of the time since the first call. Time without
+        snapshots, such as an evaluation, does not make later ones more frequent.
+        """
+        self._spent += seconds
+        wait = max(seconds, self._spent + seconds - at_most * (elapsed + seconds)) / at_most
         self._at = self._calls
-        self._since = now
-        self._next = self._calls + max(1, steps)
+        self._since = self._clock()
+        self._next = self._calls + max(1, math.ceil(wait / max(step_seconds, 1e-6)))
 
 
 class Snapshots:
@@ -60,24 +77,13 @@ class Snapshots:
         self._path = path
         self.memory = memory
         self._ranks = ranks
-        self._pace = Pace()
+        self.pace = Pace()
         self._lock = contextlib.ExitStack()
         self._locked = False
         self._last: int | None = None
 
-    def take(
-        self, state: Mapping[str, Any], every: int | None, at_most: float, step: int | None, above: int
-    ) -> int | None:
-        """Take a snapshot if one is due, and return its number; every rank calls it."""
-        if (every is not None and every < 1) or not 0 < at_most <= 1:
-            raise OptionError(
-                f"snapshot(every={every}, at_most={at_most}): every is a number of calls from 1 on, or None, and "
-                "at_most a share of the time, above 0 and at most 1"
-            )
-        begin = time.monotonic()
-        if not self._pace.is_due(every, begin):
-            return None
-        step_seconds = self._pace.step_seconds(begin)
+    def take(self, state: Mapping[str, Any], every: int | None, at_most: float, step: int | None, above: int) -> int:
+        """Take a snapshot, which is due, and return its number; every rank calls it."""
         saving = _Snapshot(self._path, self.memory, self._ranks, above, self._last, first=not self._locked)
         saving.save(state, 1, step)
         if not self._locked:
@@ -85,10 +91,10 @@ class Snapshots:
         self._locked = True
         self._last = saving.number
         if every is None:
-            told = self._ranks.tell([time.monotonic() - begin, step_seconds], "what a snapshot has cost")
+            told = self._ranks.tell(list(self.pace.times()), "what a snapshot has cost")
             # Whoever has come last has waited least for others, which they would have done in the next step anyway.
-            seconds, of_step = (min(each) for each in zip(*told, strict=True))
-            self._pace.took(seconds, of_step, at_most, time.monotonic())
+            seconds, elapsed, step_seconds = (min(each) for each in zip(*told, strict=True))
+            self.pace.took(seconds, elapsed, step_seconds, at_most)
         return saving.number
 
     def resumed(self, number: int) -> None:

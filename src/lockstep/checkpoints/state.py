@@ -6,6 +6,7 @@ loaders, values marked by :func:`per_rank`, local state of a replicated module, 
 
 import copy
 import warnings
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -239,32 +240,49 @@ def copy_of(entry: Entry) -> Parts:
     return Parts(shared, own)
 
 
-def copies_of(parts: Mapping[str, Parts]) -> dict[str, Parts]:
-    """Return copies of the values to save, with tensors on the CPU, so that no later step changes them.
+class HostCopies:
+    """Copies of the state to save, on the CPU, so that no later step changes it; memory is kept for the next copies.
 
-    If tensors share memory, as tied parameters do, their copies share it, too.
+    Memory that is touched for the first time costs four times the copying.
     """
-    seen: dict[Any, Tensor] = {}
 
-    def tensor_copy(tensor: Tensor) -> Tensor:
-        if type(tensor) is not Tensor or vars(tensor) or tensor.is_meta or tensor.layout is not torch.strided:
-            return copy.deepcopy(tensor)
-        place = tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tensor.size(), tensor.stride()
-        key = *place, tensor.dtype, tensor.requires_grad
-        if key not in seen or not tensor.numel():
-            seen[key] = tensor.detach().to("cpu", copy=True).requires_grad_(tensor.requires_grad)
-        return seen[key]
+    def __init__(self) -> None:
+        self._free = defaultdict[Any, list[Tensor]](list)
 
-    def leaf_copy(leaf: Any) -> Any:
-        return tensor_copy(leaf) if isinstance(leaf, Tensor) else copy.deepcopy(leaf)
+    def of(self, parts: Mapping[str, Parts]) -> dict[str, Parts]:
+        """Return copies of the parts; those of the call before are no longer valid.
 
-    def whole_copy(value: Any) -> Any:
-        made = tree_map(leaf_copy, value)
-        if hasattr(value, "_metadata"):
-            made._metadata = copy.deepcopy(value._metadata)
-        return made
+        If tensors share memory, as tied parameters do, their copies share it, too.
+        """
+        seen: dict[Any, Tensor] = {}
+        used = defaultdict[Any, list[Tensor]](list)
 
-    return {name: Parts(whole_copy(each.shared), whole_copy(each.own)) for name, each in parts.items()}
+        def tensor_copy(tensor: Tensor) -> Tensor:
+            if type(tensor) is not Tensor or vars(tensor) or tensor.is_meta or tensor.is_quantized:
+                return copy.deepcopy(tensor)
+            if tensor.layout is not torch.strided:
+                return copy.deepcopy(tensor)
+            shape = tensor.dtype, tensor.size(), tensor.stride()
+            key = tensor.untyped_storage().data_ptr(), tensor.storage_offset(), *shape, tensor.requires_grad
+            if key not in seen or not tensor.numel():
+                memory = self._free[shape].pop() if self._free[shape] else torch.empty_like(tensor, device="cpu")
+                used[shape].append(memory)
+                seen[key] = memory.detach().copy_(tensor.detach()).requires_grad_(tensor.requires_grad)
+            return seen[key]
+
+        def leaf_copy(leaf: Any) -> Any:
+            return tensor_copy(leaf) if isinstance(leaf, Tensor) else copy.deepcopy(leaf)
+
+        def whole_copy(value: Any) -> Any:
+            made = tree_map(leaf_copy, value)
+            if hasattr(value, "_metadata"):
+                made._metadata = copy.deepcopy(value._metadata)
+            return made
+
+        with torch.inference_mode(False):  # memory that is made inside could not be written to outside
+            copies = {name: Parts(whole_copy(each.shared), whole_copy(each.own)) for name, each in parts.items()}
+        self._free = used  # memory that this call did not need is given up
+        return copies
 
 
 def _copied(value: Any, device: str | None) -> Any:

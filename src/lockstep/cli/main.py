@@ -34,5 +34,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("lockstep: interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
-    except BrokenPipeError:  # `| head` has read enough
+    except BrokenPipeError:  # the reader of the pipe has ended, as `| head` does
         return 1

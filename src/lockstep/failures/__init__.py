@@ -1,1 +1,1 @@
-"""Makes a failure of one rank known on all; this room knows nothing of modules or gradients."""
+"""Makes a failure of one rank known on all ranks; this room does not depend on modules or gradients."""

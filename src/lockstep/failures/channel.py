@@ -37,6 +37,10 @@ GRACE_SECONDS = 1.0
 """Seconds that a rank that has lost its group waits to hear which rank failed."""
 LEFT_SECONDS = 1.0
 """Seconds that a rank waits for one that has left in good order, before that is an error."""
+UNKNOWN_END = (
+    "it may have failed, which its own output tells; an error that leaves `with lockstep.session():` or `with "
+    "lockstep.watch():` is shown here"
+)
 FAREWELL_SECONDS = 2.0
 """Seconds that ranks wait for each other when one has failed, so that each can say why before a launcher ends it."""
 
@@ -45,18 +49,18 @@ LINK_SECONDS = 20.0
 REACH_SECONDS = 1.0
 """Seconds that other hosts have to answer when one is lost."""
 HEARSAY_SECONDS = 0.25
-"""Seconds that a rank waits for reports from ranks that could see how far a rank was that has ended."""
+"""Seconds that a rank waits for reports from the ranks that could see the last step of a rank that has ended."""
 
 START_UP_SECONDS = 2 * LOOK_SECONDS
 """Seconds that a rank lives on if it fails before all have met: it may host the store, which others still read."""
 
 
 class FailureChannel:
-    """The failures of other ranks as one rank knows them, and the reports that it sends of its own.
+    """The failures of other ranks that one rank knows, and the reports of its own failure.
 
     Every rank has to make one at the same time. Messages name the ranks by their numbers in ``global_ranks``; ``host``
     is the same for ranks of one host. A rank has failed if nothing comes from its host for ``link_timeout`` seconds.
-    The constructor returns when all have met; they have ``timeout`` seconds for it.
+    The constructor returns when all ranks are connected, or raises after ``timeout`` seconds.
     """
 
     def __init__(
@@ -75,8 +79,8 @@ class FailureChannel:
         self.link_timeout = link_timeout
         self.failure: Failure | None = None
         """The first failure, if it is another rank's; or this rank's, if the others have given it up."""
-        self.left: dict[int, int] = {}
-        """The ranks that have left, in good order or after a failure, with the step after which they left."""
+        self.left: dict[int, Failure] = {}
+        """The ranks that have left, in good order or after a failure, with what is wrong if others still need them."""
         self.ended: set[int] = set()
         """The ranks whose process has ended without a message, or whose host is lost."""
         self.places: dict[int, Place] = {}
@@ -174,7 +178,7 @@ class FailureChannel:
         if self.left and time.monotonic() > max(since, self._left_at) + LEFT_SECONDS:
             gone = min((rank for rank in self.left if rank in ranks and rank != self.rank), default=None)
             if gone is not None:
-                self.report(Failure(gone, Kind.LEFT, self.left[gone], "tear-down"))
+                self.report(self.left[gone])
                 self.check()
 
     def error(self) -> PeerFailure:
@@ -194,8 +198,7 @@ class FailureChannel:
             while self.failure is None and not self.left and (left := until - time.monotonic()) > 0:
                 self._changed.wait(left)
         if self.failure is None and self.left and not isinstance(error, PeerFailure):
-            gone = min(self.left)
-            self.report(Failure(gone, Kind.LEFT, self.left[gone], "tear-down"))
+            self.report(self.left[min(self.left)])
         return self.error() if self.failure is not None else None
 
     def when_failed(self, callback: Callable[[Failure], object]) -> None:
@@ -212,7 +215,7 @@ class FailureChannel:
         return sorted(each for each, other in self.places.items() if place is not None and other.host == place.host)
 
     def silent_hosts(self, ranks: Collection[int]) -> dict[int, str]:
-        """Return those of the ranks whose hosts do not answer an attempt to connect, with the names of their hosts."""
+        """Return the ranks whose hosts do not answer an attempt to connect, with the names of these hosts."""
         own = self.places[self.rank].host
         hosts = {self.places[rank].host for rank in ranks} - {own}
         doors = {}  # of each host, where one of its ranks listens
@@ -249,11 +252,13 @@ class FailureChannel:
 
     # ------------------------------------------------------------------------------------------ the end
 
-    def announce_end(self) -> None:
-        """Tell the others that this rank is done, in good order or after a failure."""
-        step = self.progress.step
-        self.left[self.rank] = step
-        self.tell("left", rank=self.rank, step=step)
+    def announce_end(self, closed: bool = True) -> None:
+        """Tell the others that this rank is done, in good order or after a failure; ``closed``: not because its program
+        has ended without closing its session."""
+        kind, why = (Kind.LEFT, "") if closed else (Kind.UNCLOSED, UNKNOWN_END)
+        left = Failure(self.rank, kind, self.progress.step, "tear-down", why)
+        self.left[self.rank] = left
+        self.tell("left", failure=left.to_json())
 
     def wait_for_others(self, timeout: float) -> bool:
         """Return True when all others are done, too; False if they are not after ``timeout`` seconds.
@@ -292,7 +297,8 @@ class FailureChannel:
             self._note_place(message["rank"], Place(**message["place"]))
         elif kind == "left":
             with self._changed:
-                self.left[message["rank"]] = message["step"]
+                left = Failure.from_json(message["failure"])
+                self.left[left.rank] = left
                 self._left_at = time.monotonic()
                 self._changed.notify_all()
         elif kind in self._handlers:
@@ -321,7 +327,7 @@ class FailureChannel:
             ).start()
 
     def _tell_of_loss(self, rank: int, loss: OSError | None) -> None:
-        """Report a neighbour that is gone."""
+        """Report a neighbour whose connection has ended."""
         place, page = self.places.get(rank), self.pages.get(rank)
         if page is not None:
             seen = page.read()
@@ -384,7 +390,7 @@ class FailureChannel:
             if self._known.is_set():
                 return
             self._known.set()
-            if first.rank != self.rank or first.kind in GIVEN_UP:  # the latter are reported of a rank that is alive
+            if first.rank != self.rank or first.kind in GIVEN_UP:  # these kinds may be reported of a rank that is alive
                 self.failure = first
             callbacks, self._callbacks = self._callbacks, []
         if self.failure is not None:
@@ -393,7 +399,8 @@ class FailureChannel:
                 callback(self.failure)
 
     def _settle_alone(self, failure: Failure) -> None:
-        """Before there is a ring: log what another rank was found to have done; this rank raises the first entry."""
+        """Before the ring exists: log a failure that was found on another rank, and raise the first entry of the
+        log."""
         self.failure = self._log.append(failure)
         self._known.set()
 

@@ -54,9 +54,10 @@ class Connections:
         return bool(found)
 
     def shut_down(self, except_port: int = 0) -> None:
-        """Let threads raise that wait for connections which are still the same; peers notice it after :meth:`close`.
+        """Let the threads raise that wait on these connections, if they are still open; peers notice it after
+        :meth:`close`.
 
-        Those that others opened to ``except_port`` of this process are left alone.
+        Connections that others opened to ``except_port`` of this process are left alone.
 
         If sending fails before Gloo has noticed the end of what it receives, Gloo forgets what it was about to send,
         and the thread that waits for it waits until the time-out of the group. So only receiving is shut down here,

@@ -32,6 +32,8 @@ class Kind(StrEnum):
     """Its process ended without a message: killed, or by ``os._exit``."""
     LEFT = "left"
     """It has left in good order while others still need it."""
+    UNCLOSED = "unclosed"
+    """Its program has ended without closing its session or watch; nobody knows whether with an error."""
     STALLED = "stalled"
     """It is alive and makes no progress."""
     UNREACHABLE = "unreachable"
@@ -85,7 +87,7 @@ class Failure:
     def _place(self) -> str:
         if self.kind is Kind.ABSENT:
             return "to meet the others"
-        if self.kind is Kind.LEFT:
+        if self.kind in (Kind.LEFT, Kind.UNCLOSED):
             return f"after step {self.step}"
         if self.step is None:
             return ""
@@ -124,6 +126,7 @@ _VERBS = {
     Kind.RAISED: "failed",
     Kind.ENDED: "has ended without a word (its process was killed, crashed, or called os._exit)",
     Kind.LEFT: "has left the training in good order, while others still needed it,",
+    Kind.UNCLOSED: "has ended its program without closing its session or watch, while others still needed it,",
     Kind.STALLED: "makes no progress",
     Kind.UNREACHABLE: "cannot be reached",
     Kind.GAVE_UP: "gave up waiting for the other ranks",
@@ -141,7 +144,7 @@ class FailureLog:
         """The entries read so far."""
 
     def append(self, failure: Failure) -> Failure:
-        """Append an entry; return the first entry of the log, or this one if the store is lost."""
+        """Append an entry; return the first entry of the log, or the new entry if the store is lost."""
         text = failure.pack()
         try:
             with self._lock:
@@ -216,7 +219,7 @@ def of_exception(error: BaseException, rank: int, step: int, phase: str) -> Fail
 
 
 def origin(error: BaseException) -> BaseException:
-    """Return the original exception: one raised while another was handled must not hide that one."""
+    """Return the original exception, not one that was raised while the original was handled."""
     seen = {id(error)}
     while error.__cause__ is None and not error.__suppress_context__ and error.__context__ is not None:
         if id(error.__context__) in seen:
@@ -258,7 +261,8 @@ _WORDS_OF_GROUPS = (
 
 
 def _is_of_a_group(error: BaseException) -> bool:
-    """Return True if a process group or store of PyTorch raised it: they raise RuntimeErrors when they lose a peer."""
+    """Return True if a process group or store of PyTorch raised it: these raise a RuntimeError when they lose a
+    peer."""
     if not isinstance(error, RuntimeError):
         return False
     kinds = {each.__name__ for each in type(error).__mro__}

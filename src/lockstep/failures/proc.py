@@ -59,7 +59,7 @@ class Status:
         return not (self.caught | self.ignored) >> (number - 1) & 1
 
     def has_pending(self, number: int) -> bool:
-        """Return True if a signal was sent to the process that none of its threads has taken yet."""
+        """Return True if a signal that was sent to the process has not been handled by any thread yet."""
         return bool(self.pending >> (number - 1) & 1)
 
 
@@ -114,7 +114,7 @@ def may_look_into(pid: int) -> bool:
     except PermissionError:
         return False
     except OSError:
-        return True  # ended: there is nothing to forbid
+        return True  # it has ended
     return True
 
 

@@ -1,52 +1,8 @@
-"""Finds out, in one pass over a network, what has changed since the last look.
+"""Finds, in one pass over a network, what has changed since the last pass.
 
-====================================== ================================ ======================= =======================
-what changes                           how it is noticed                what it costs           the consequence
-====================================== ================================ ======================= =======================
-a submodule, a parameter, a name of a  names, values and sizes of each  a look: 0.1 us a module all replicas are built
-slot; the order; another dictionary    dictionary of slots, by identity                         anew
-a module's class                       by identity                      a look: 20 ns a module  all are built anew
-a parameter's data: place, shape,      address, shape, strides, dtype;  a look: 0.1-0.2 us for  new links; built anew
-strides, dtype, device                 with gradients, which tensor     each parameter          with another shape
-``requires_grad``                      by value                         nothing more            new links
-a parameter's values, on the device    not at all: one storage          nothing                 nothing
-of the network
-a parameter's values, elsewhere,       not at all: always sent          a transfer              it is sent
-where a gradient is wanted
-the same, where none is wanted         version counters, and checksums  reading all values once the buckets with it are
-                                       of the bits (not for a network   and waiting for the     sent
-                                       on the CPU: always sent)         device
-a buffer, by another or in place, also not at all: every replica gets   a copy of the buffers   replicas get copies
-a replica's own, with gradients or     new ones at each use
-with accelerators
-the same on CPU replicas without       all bits are compared            reading the buffers     replicas get copies
-gradients
-an attribute; a hook's dictionary;     names and values of each         a look: 0.8 us for each the attribute is set in
-``__dict__``                           ``__dict__``, by identity        module                  every replica
-hooks: added, removed, reordered, put  keys and values, by identity     a look: 5 ns an empty   the table is copied
-straight into a dictionary                                              table, 20 ns a hook     again
-inside attributes that lead into the   all parts of all containers, at  a look: 50 ns for each  the attribute is
-tree, or have few parts                any depth, by identity           part                    translated again
-inside others with more than 1,000     the sizes, first and last parts  a look: some us for     the attribute is
-parts                                  of the outer containers          each attribute          translated again
-an attribute of a scripted module      by value                         a look: 1 us for each   it is set
-an attribute that only the forward of  names and values of each         a look: 0.7 us for each it starts from the
-another replica than the first sets    ``__dict__``, by identity        module and replica      network's again
-a replica's parameters, given other    address; shape and strides, but  50-100 ns for each      the replica gets new
-data by its forward                    for replicas that their caller   parameter and replica   ones
-                                       runs without gradients
-====================================== ================================ ======================= =======================
-
-Not noticed, and why:
-
-- A part that leads into the tree and replaces another in the middle of a plain container with more than 1,000 parts. A
-  vocabulary would have to be compared at each forward. (A part that does not lead there is the same object for all.)
-- The inside of an object that is no container, method, partial function, weak reference or dataclass, and the variables
-  that a function closes over: nothing tells how to open these. All replicas share them by reference.
-- What forward does inside containers of which each replica has its own, hooks (or a whole table of them) that it puts
-  on a replica other than the first, attributes it sets in a scripted replica: each replica keeps them. State that
-  every replica's forward sets stays each one's own, too, until the network's is set.
-- A write through ``.data`` while a forward of another thread runs: the next use sees it.
+docs/data_parallel.md ("How changes are noticed") has a table: what can change, how it is noticed, what that costs, and
+what is then done. It also lists the changes that are not noticed. One more is noticed late: a write through ``.data``
+while a forward of another thread runs reaches the replicas at the next use.
 """
 
 import operator

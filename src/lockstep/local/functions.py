@@ -18,8 +18,8 @@ from lockstep.devices import DeviceLike, resolve_destination, resolve_devices, s
 from lockstep.errors import GradientError
 from lockstep.local import comm
 
-# The engine takes ready nodes in falling order of their sequence number, and later nodes have higher numbers. Nodes
-# that are made once, before every forward, would always come last; with this number they sum a bucket as soon as its
+# The engine runs the ready node with the highest sequence number first, and later nodes have higher numbers. Nodes
+# that are made once, before every forward, would always run last. With this number they sum a bucket as soon as its
 # gradients are ready.
 FIRST = (1 << 63) - 1
 
@@ -140,8 +140,8 @@ class Scatter(Function):
 
     ``chunk_sizes`` None splits evenly. Copies from the CPU to an accelerator run on a side stream of that device, which
     its current stream then waits for. Chunks of an input that needs a gradient may be written in place. Backward is
-    :class:`Gather` to the input's device. Communicates one copy a chunk, each way. Stands for
     :class:`Gather` to the input's device. Communicates one copy for each chunk, each way. Stands for
+    ``torch.nn.parallel._functions.Scatter``.
 
     >>> import torch
     >>> Scatter.apply(["cpu", "cpu"], None, 0, torch.arange(3))

@@ -119,7 +119,7 @@ def _backward_apart(
 
 
 def _gradients(networks: Sequence[ReplicaSet], captured: Gradients) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Return all leaf tensors that a step has gradients for, in the networks and elsewhere, and those gradients."""
+    """Return all leaf tensors for which a step has gradients, in the networks and elsewhere, and the gradients."""
     tensors: list[torch.Tensor] = []
     gradients: list[torch.Tensor] = []
     for network in networks:

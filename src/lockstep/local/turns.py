@@ -2,8 +2,8 @@
 
 An accelerator has one random generator. Code that reads the generator's state in forward and restores it in backward,
 such as activation checkpointing, gets the same numbers again only if no other replica draws between the reading and the
-drawing; and fused operations draw without any hook. So of the replicas on one accelerator only one runs at a time, in
-the order of the list. It lets the next one run when it ends, or when it waits for the others at a meeting
+drawing; and fused operations draw without any hook. So on each accelerator only one replica runs at a time, in the
+order of the list. It lets the next one run when it ends, or when it waits for the others at a meeting
 (:mod:`~lockstep.local.exchange`), which must not be inside a checkpointed segment. The device does its work in one
 order in any case. CPU replicas have random streams of their own (:mod:`~lockstep.local.random_streams`) and never wait.
 """
@@ -16,7 +16,8 @@ import torch
 
 
 class Turns:
-    """The replicas on one accelerator, of which one runs at a time. At first all want to run; the first one begins."""
+    """The replicas on one accelerator. One of them runs at a time; at first all want to run, and the first one
+    begins."""
 
     def __init__(self, replicas: Sequence[int]) -> None:
         self._changed = threading.Condition()

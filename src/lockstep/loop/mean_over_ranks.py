@@ -86,11 +86,11 @@ def _check_earlier_means(counts: Sequence[int], collectives: Collectives) -> Non
     for rank, count in zip(collectives.global_ranks, counts, strict=True):
         if count != counts[0]:
             raise AgreementError(
-                f"mean_over_ranks() got tensors whose graph goes through {counts[0]} earlier mean(s) over the ranks on "
-                f"rank {collectives.global_ranks[0]}, and through {count} on rank {rank}. Going back through those "
-                "takes all ranks, and where gradients are constant there is no way to them: pass "
-                "gradient + 0 * parameter in place of each gradient (0 * parameter where there is none), from the "
-                "first order on"
+                f"mean_over_ranks() got tensors whose graph contains {counts[0]} earlier mean(s) over the ranks on "
+                f"rank {collectives.global_ranks[0]}, and {count} on rank {rank}. The backward of a mean is a "
+                "collective, which every rank has to run. If a gradient is constant on a rank, the graph there does "
+                "not lead to the earlier mean: pass gradient + 0 * parameter in place of each gradient "
+                "(0 * parameter where there is none), from the first order on"
             )
 
 

@@ -120,7 +120,11 @@ def skip_batch(*modules: Module, group: Group | None = None) -> None:
 
 
 def skipped(*modules: Module, group: Group | None = None) -> bool:
-    """Return True if any rank has skipped this batch, by :func:`skip_batch`. Communicates nothing."""
+    """Return True if any rank has skipped this batch, by :func:`skip_batch`. Communicates nothing.
+
+    Call it after the backward that synchronises. The batch ends with the next one of :func:`lockstep.batches`; outside
+    of such a loop, with the next backward that synchronises, or ``accumulate(last=False)``.
+    """
     return any(decisions_of(each).skipped for each in groups_of(modules, group, "skipped"))
 
 
@@ -129,7 +133,8 @@ def skip_on(*errors: type[BaseException], modules: Sequence[Module] = (), group:
     """Skip a batch whose forward or backward raises one of ``errors`` on this rank; see :func:`skip_batch`.
 
     Run forward and backward of a batch inside the block, on every rank, and call :func:`skipped` after it. The block
-    suppresses the exception, and the other ranks see none. Buffers of the modules are restored on all ranks.
+    suppresses the exception, and the other ranks see none. Buffers of the modules are restored on all ranks. If a batch
+    has several micro-batches, put the block around all of them, or inside the :func:`accumulate` block of each.
 
     Args:
         errors: Types of exceptions; ``torch.OutOfMemoryError`` if none are given.

@@ -9,16 +9,21 @@ from typing import Any
 
 from lockstep.checkpoints import history
 from lockstep.checkpoints.behind import WriteBehind
+from lockstep.checkpoints.crash_loops import Batch, CrashLoops
 from lockstep.checkpoints.files import FileSystem
 from lockstep.checkpoints.memory import MemoryFolder
 from lockstep.checkpoints.ranks import Ranks, RanksByStore
 from lockstep.checkpoints.resuming import Resumed, Resuming
 from lockstep.checkpoints.saving import Saving
-from lockstep.checkpoints.snapshots import Snapshots
+from lockstep.checkpoints.snapshots import Pace, Snapshots
+from lockstep.checkpoints.state import HostCopies
 from lockstep.distributed.comm.collectives import Group
-from lockstep.errors import CommunicationError, CrashLoopError
+from lockstep.errors import CommunicationError
 from lockstep.session.watch import store_of, unused_part
 from lockstep.store import BoundedStore, own_connection
+
+RECONNECT_SECONDS = 10.0
+"""Seconds for a thread to connect to the store at which the ranks have met; it may have been killed since then."""
 
 
 class _OfPath:
@@ -32,6 +37,8 @@ class _OfPath:
         self.in_memory = 0
         """The number of the newest snapshot."""
         self.snapshots: Snapshots | None = None
+        self.resumed = False
+        """True if this start goes on from one of them."""
         self.noted = False
         """True if the history says that this start has begun."""
 
@@ -48,7 +55,9 @@ class RunState:
         self._check = check
         self._timeout = timeout
         self._paths: dict[Path, _OfPath] = {}
+        self._paces: dict[str, Pace] = {}
         self._behind = WriteBehind()
+        self._copies = HostCopies()
         self._ended = False
         self._start = ""
         """The id of this start of the ranks, alike on all of them from the first snapshot or resume on."""
@@ -59,7 +68,7 @@ class RunState:
         self._behind.wait()
         known, ranks = self._of(path), Ranks(self._group)
         saving = Saving(path, FileSystem(), ranks, known.newest)
-        saving.begin(state, keep, step, copy=not wait)
+        saving.begin(state, keep, step, copies=None if wait else self._copies)
         if wait:
             saving.write(ranks)
         else:
@@ -72,8 +81,9 @@ class RunState:
         if ranks.size == 1:
             return lambda: ranks
         store = unused_part(store_of(self._group), "save", ranks.rank)
+        limit = min(self._timeout, RECONNECT_SECONDS)
         return lambda: RanksByStore(
-            ranks, BoundedStore(own_connection(store, self._timeout)), self._check_behind, self._timeout
+            ranks, BoundedStore(own_connection(store, limit)), self._check_behind, self._timeout
         )
 
     def _check_behind(self) -> None:
@@ -81,63 +91,66 @@ class RunState:
             raise CommunicationError("the session has ended with an error")
         self._check()
 
-    def snapshot(self, path: Path, every: int | None, at_most: float, step: int, state: dict[str, Any]) -> bool:
-        """See :meth:`Session.snapshot`."""
+    def snapshot_is_due(self, path: str | os.PathLike[str], every: int | None, at_most: float) -> bool:
+        """Count a call of :meth:`Session.snapshot`; return True if it is to take a snapshot, on all ranks alike."""
+        name = os.fspath(path)
+        pace = self._paces.get(name)
+        if pace is None:
+            pace = self._paces[name] = self._snapshots(Path(path)).pace
+        return pace.is_due(every, at_most)
+
+    def snapshot(self, path: Path, every: int | None, at_most: float, step: int, state: dict[str, Any]) -> None:
+        """Take a snapshot, which is due: see :meth:`Session.snapshot`."""
         known = self._of(path)
-        snapshots = self._snapshots(path)
-        number = snapshots.take(state, every, at_most, step, known.newest)
-        if number is None:
-            return False
+        number = self._snapshots(path).take(state, every, at_most, step, known.newest)
         if not known.in_memory:
             self._note_start(path, 0)
         known.newest = known.in_memory = number
-        return True
 
-    def resume(self, path: Path, state: dict[str, Any], give_up_after: int | None = None) -> Resumed | None:
+    def resume(
+        self, path: Path, state: dict[str, Any], give_up_after: int | None = None, *, skip_poison: bool = False
+    ) -> Resumed | None:
         """See :meth:`Session.resume`."""
         self._behind.wait()
-        memory = MemoryFolder.of(path)
-        resuming = Resuming(path, Ranks(self._group), None if memory is None else memory.folder)
+        memory, ranks = MemoryFolder.of(path), Ranks(self._group)
+        loops = None
+        if memory is not None:
+            loops = CrashLoops(memory.folder, ranks, state, give_up_after, leaves_out=skip_poison)
+        resuming = Resuming(path, ranks, None if memory is None else memory.folder)
         found = resuming.resume(state)
-        if give_up_after is not None and memory is not None:
-            self._check_for_a_circle(memory.folder, give_up_after, state)
         known = self._of(path)
-        # A host that was cut off may hold one more, with the next number.
-        known.newest = max(known.newest, resuming.number + 1) if found is not None else known.newest
-        if found is not None and memory is not None:
+        if found is not None:
+            known.resumed = True
+            # A host that was cut off may hold one more, with the next number.
+            known.newest = max(known.newest, resuming.number + 1)
+        if found is not None and loops is not None:
+            batch = loops.check(found.step or 0)
             self._snapshots(path).resumed(known.newest)
-        if found is not None and memory is not None:
-            self._note_start(path, found.step)
+            self._note_start(path, found.step, batch)
         if resuming.in_memory:
             known.in_memory = resuming.number
         else:
             known.on_disk = resuming.number
         return found
 
-    def _note_start(self, path: Path, step: int | None) -> None:
+    def _note_start(self, path: Path, step: int | None, left_out: Batch | None = None) -> None:
         """Begin a line of the history on each host, unless this start has one."""
         known, ranks = self._of(path), Ranks(self._group)
+        folder = self._snapshots(path).memory.folder
+        if not known.noted and not known.resumed:
+            history.forget(folder)  # it is of another run
         if not self._start:
             self._start = ranks.tell(secrets.token_hex(4), "the id of this start")[0]
-        folder = self._snapshots(path).memory.folder
-        if not known.noted and folder.is_dir():
-            known.noted = True
-            history.note(folder, history.BEGAN, self._start, step, ranks.size)
-
-    def _check_for_a_circle(self, folder: Path, give_up_after: int, state: dict[str, Any]) -> None:
-        """Raise :class:`CrashLoopError` on every rank if the last starts have all failed at the same step."""
-        failures = history.failures_in_a_row(history.read(folder))
-        of_all = Ranks(self._group).tell([each.describe() for each in failures], "how often a step has failed")
-        longest = max(of_all, key=len)
-        if len(longest) < give_up_after:
+        if known.noted or not folder.is_dir():
             return
-        where = [f"{name} is at {each.state_dict()}" for name, each in state.items() if hasattr(each, "epoch")]
-        raise CrashLoopError(
-            f"the last {len(longest)} starts have failed at the same step: {'; '.join(longest)}. The run goes on "
-            f"before it, where {', '.join(where) or 'no sampler says which batch it is'}: look at the batches from "
-            "there on. When the cause is gone, `lockstep runs --forget` lets it start again, and so does "
-            "resume(give_up_after=None)"
-        )
+        known.noted = True
+        self._note(folder, history.BEGAN, step)
+        if left_out is not None:
+            why, batch = left_out.describe(), (left_out.epoch, left_out.number)
+            self._note(folder, history.LEFT_OUT, left_out.step, why=f"left out: {why}", batch=batch)
+
+    def _note(self, folder: Path, what: str, step: int | None, **more: Any) -> None:
+        history.note(folder, history.Event(what, self._start, history.now(), step, self._group.size(), **more))
 
     def note_failure(self, rank: int, step: int | None, why: str) -> None:
         """Write to the histories which rank has failed."""
@@ -145,7 +158,7 @@ class RunState:
             if known.noted and known.snapshots is not None:
                 folder = known.snapshots.memory.folder
                 with contextlib.suppress(OSError):
-                    history.note(folder, history.FAILED, self._start, step, self._group.size(), rank=rank, why=why)
+                    self._note(folder, history.FAILED, step, rank=rank, why=why)
 
     def end(self, error: BaseException | None) -> None:
         """Wait for a save in flight, and raise its error if it has failed; after an error of the session, give it
@@ -159,7 +172,7 @@ class RunState:
         checkpoints."""
         if self._process != os.getpid():
             return
-        paths, self._paths = self._paths, {}
+        paths, self._paths, self._copies = self._paths, {}, HostCopies()
         for known in paths.values():
             if known.snapshots is not None:
                 needed = unless_newer and known.in_memory > known.on_disk

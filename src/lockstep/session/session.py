@@ -190,7 +190,8 @@ class Session:
         """Call :func:`lockstep.save` with the session's group, its generators, and :attr:`step` if none is given.
 
         With ``wait=False`` the training goes on as soon as the state is copied to memory of the CPU, and a thread
-        writes the checkpoint behind the training. As always, the checkpoint counts once it is whole. One save is in
+        writes the checkpoint behind the training. The rank that writes keeps that memory, as much as the state takes,
+        for its next saves, until the session ends. As always, the checkpoint counts once it is whole. One save is in
         flight at a time: a second one waits for it. If the save fails, the next :meth:`save` or :meth:`resume`, or the
         end of the session, raises its error on every rank. A session that ends without an error waits for the save.
 
@@ -219,8 +220,9 @@ class Session:
         Args:
             path: The folder that is given to :meth:`save` and :meth:`resume`.
             every: Take a snapshot at every N-th call. If None, take one as often as ``at_most`` allows.
-            at_most: The share of the time that snapshots may take: 0.02 means 2 %. After each snapshot the ranks agree
-                on the call at which the next one is due.
+            at_most: The share of the time that snapshots may take: 0.02 means 2 %. The first one comes after the
+                second call, which ends the first step that can be timed. After each snapshot the ranks agree on the
+                call at which the next one is due.
             step: The step of the run; :attr:`step` if None.
             **state: As for :meth:`save`.
 
@@ -240,22 +242,38 @@ class Session:
 
         A call that takes a snapshot communicates what :func:`lockstep.save` does; other calls communicate nothing.
         """
+        if not self._state.snapshot_is_due(path, every, at_most):
+            return False
         step = self.step if step is None else step
         with self.phase(Phase.CHECKPOINT):
-            return self._state.snapshot(Path(path), every, at_most, step, self._generators() | state)
+            self._state.snapshot(Path(path), every, at_most, step, self._generators() | state)
+        return True
 
-    def resume(self, path: "str | os.PathLike[str]", *, give_up_after: int | None = 3, **state: Any) -> Resumed | None:
+    def resume(
+        self,
+        path: "str | os.PathLike[str]",
+        *,
+        give_up_after: int | None = 3,
+        skip_poison: bool = False,
+        **state: Any,
+    ) -> Resumed | None:
         """Restore the newest state that :meth:`save` or :meth:`snapshot` has kept; :attr:`step` continues, too.
 
         This is :func:`lockstep.resume`, which here also looks into the memory of all hosts. It takes the newest state
         that is whole in some host's memory, or on the disk. Hosts that lack it get it from the others.
 
         Raises :class:`~lockstep.errors.CrashLoopError` if the last ``give_up_after`` starts of a run with snapshots
-        have all failed at the same step; with None, never. The message has the failures, and the positions of the
-        samplers in the state.
+        have all failed at the same step; with None, never. The message has the failures, and the samples of the batch
+        of that step, if the state has one :class:`lockstep.shares.GlobalBatches` or
+        :class:`~lockstep.ResumableSampler`, whose batches :meth:`batches` counts.
+
+        With ``skip_poison=True`` the run goes on without that batch instead: all ranks leave it out of the
+        ``GlobalBatches``, a warning names its samples, and every other sample still comes once in its epoch. If the
+        step then fails as often with the next batch, the batch is not the cause, and all ranks raise
+        :class:`~lockstep.errors.CrashLoopError`.
         """
         with self.phase(Phase.CHECKPOINT):
-            found = self._state.resume(Path(path), self._generators() | state, give_up_after)
+            found = self._state.resume(Path(path), self._generators() | state, give_up_after, skip_poison=skip_poison)
         if found is not None and found.step is not None:
             self.progress.step = found.step
         return found

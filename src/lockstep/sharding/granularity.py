@@ -96,7 +96,7 @@ class _Trial:
             return Granularity.ELEMENT
         if not self._alone(reference):
             raise ShardingError(
-                f"{self._kind.__name__} gives a parameter of shape {tuple(self._like.shape)} another update beside "
+                f"{self._kind.__name__} updates a parameter of shape {tuple(self._like.shape)} differently beside "
                 "others than alone: it works on all parameters at once, or draws random numbers, so its state cannot "
                 "be sharded; use it as it is"
             )

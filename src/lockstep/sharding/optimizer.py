@@ -33,17 +33,18 @@ class ShardedOptimizer(Optimizer):
 
     _sharding: Shards
     _sharding_replications: list[Replication]
+    _sharding_seen: list[weakref.ref[Replication]]
 
     @property
     def state(self) -> defaultdict[Any, Any]:
         """The state of each parameter that this rank has a piece of; its tensors are
-        :class:`~lockstep.sharding.StateSlice`."""
+        :class:`~lockstep.sharding.StateSlice`. To change it raises :class:`ShardingError`."""
         loading = vars(self).get("state")
-        return state_dicts.sharded_state(self._sharding) if loading is None else loading
+        return state_dicts.read_only(self._sharding) if loading is None else loading
 
     @state.setter
-    def state(self, value: defaultdict[Any, Any]) -> None:
-        vars(self)["state"] = value
+    def state(self, value: object) -> NoReturn:
+        state_dicts.refuse_change()
 
     @calls_compiled
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -83,6 +84,9 @@ class ShardedOptimizer(Optimizer):
         """Return why no step can be taken, or an empty text."""
         if not any(parameter.grad is not None for parameter in parameters_of(self)):
             return ""
+        present = [weakref.ref(each) for each in replications()]
+        if present != self._sharding_seen:  # modules have been replicated since, or wrapped again
+            self._sharding_seen, (_, self._sharding_replications) = present, names_of(self)
         if any(each.has_local_gradients for each in self._sharding_replications):
             return (
                 "the gradients are those of one rank alone, since the last backward did not synchronise; let the last "
@@ -117,7 +121,7 @@ class ShardedOptimizer(Optimizer):
 
         :func:`full_state_dict` returns whole tensors. Communicates nothing.
         """
-        return super().state_dict()
+        return self._state_dict_of(state_dicts.sharded_state(self._sharding))
 
     def gathered_state_dict(self, keeps: bool) -> dict[str, Any]:
         """Return the whole state dict if ``keeps`` is True on this rank, else an empty one; every rank has to call it.
@@ -125,9 +129,14 @@ class ShardedOptimizer(Optimizer):
         :func:`full_state_dict` and :func:`lockstep.save` call this. Communicates what :func:`full_state_dict` does.
         """
         state = state_dicts.full_state(self._sharding, keeps)
-        if not keeps:
-            return {}
-        vars(self)["state"] = defaultdict(dict, state)
+        return self._state_dict_of(state) if keeps else {}
+
+    def _state_dict_of(self, state: dict[Any, Any]) -> dict[str, Any]:
+        """Return PyTorch's state dict with this state, less that of parameters which are in no group any more."""
+        present = {id(parameter) for parameter in parameters_of(self)}
+        vars(self)["state"] = {
+            key: values for key, values in state.items() if not isinstance(key, Tensor) or id(key) in present
+        }
         try:
             return super().state_dict()
         finally:
@@ -138,16 +147,27 @@ class ShardedOptimizer(Optimizer):
 
         Communicates nothing.
         """
-        sliced = state_dicts.sliced(self._sharding, state_dict, list(parameters_of(self)))
+        parameters = list(parameters_of(self))
+        loaded = {id(parameters[key]) for key in state_dict["state"] if key in range(len(parameters))}
+        self._sharding.place([_trained_or(group, loaded) for group in self.param_groups], self._names())
+        self._sharding.follow()
+        sliced = state_dicts.sliced(self._sharding, state_dict, parameters)
         super().load_state_dict(sliced)
         state_dicts.take(self._sharding, vars(self).pop("state"), self.param_groups)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group; its parameters are assigned to ranks in the first step in which they have a gradient."""
+        """Add a group; its parameters are assigned to ranks in the first step in which they have a gradient, or when
+        their state is loaded."""
         super().add_param_group(param_group)
         if "_sharding" in vars(self):
-            names, _ = names_of(self)
-            check_names(self.param_groups[-1:], names)
+            names, found = names_of(self)
+            try:
+                check_names(self.param_groups[-1:], names)
+                check_groups(found)
+            except NotReplicableError:
+                del self.param_groups[-1]
+                raise
+            self._sharding_replications = found
 
     def __deepcopy__(self, memo: object) -> NoReturn:
         raise ShardingError(f"a sharded {type(self).__name__} cannot be copied: copy full_state_dict(optimizer)")
@@ -224,7 +244,8 @@ def shard_optimizer(optimizer: AnyOptimizer) -> AnyOptimizer:
     try:
         _check(optimizer, names)
         shards = Shards(optimizer, kind, collectives)
-        shards.place([_trained(group) for group in optimizer.param_groups], names)
+        stepped = {id(parameter) for parameter in optimizer.state}
+        shards.place([_trained_or(group, stepped) for group in optimizer.param_groups], names)
     except Exception as error:
         failure = error
     (shards or Shards(optimizer, kind, collectives)).agree_on_places(optimizer, failure)
@@ -239,7 +260,7 @@ def _attach(optimizer: Optimizer, kind: type[Optimizer], shards: Shards, found: 
     own = vars(optimizer)
     del own["state"]
     own.pop("step", None)  # of a scheduler, which only notes that it was called
-    own.update(_sharding=shards, _sharding_replications=found)
+    own.update(_sharding=shards, _sharding_replications=found, _sharding_seen=[])
     optimizer.__class__ = _class_for(cast("Any", kind))
     optimizer._patch_step_function()
     sharded = cast("ShardedOptimizer", optimizer)
@@ -250,8 +271,10 @@ def _attach(optimizer: Optimizer, kind: type[Optimizer], shards: Shards, found: 
         _sharded_by[id(parameter)] = sharded
 
 
-def _trained(group: dict[str, Any]) -> dict[str, Any]:
-    return {**group, "params": [each for each in group["params"] if each.requires_grad]}
+def _trained_or(group: dict[str, Any], with_state: set[int]) -> dict[str, Any]:
+    """Return the group with the parameters that are trained or have state; ``with_state`` has the ``id`` of those."""
+    wanted = [each for each in group["params"] if each.requires_grad or id(each) in with_state]
+    return {**group, "params": wanted}
 
 
 def parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
@@ -309,13 +332,18 @@ def _collectives_of(found: list[Replication]) -> Collectives:
     for replication in found:
         if not replication.ready:
             replication.start()
+    check_groups(found)
+    return Collectives(found[0].group, found[0].phases)
+
+
+def check_groups(found: Iterable[Replication]) -> None:
+    """Raise :class:`NotReplicableError` if modules are replicated over several process groups."""
     groups = list(dict.fromkeys(each.group for each in found))
     if len(groups) > 1:
         raise NotReplicableError(
             f"the parameters of this optimizer are in modules that are replicated over {len(groups)} process groups; "
             "give the modules of each group an optimizer of their own"
         )
-    return Collectives(groups[0], found[0].phases)
 
 
 @functools.cache

@@ -65,6 +65,11 @@ def memory_order(tensor: Tensor) -> list[int]:
     return sorted(range(tensor.dim()), key=lambda dim: (-strides[dim], dim))
 
 
+def is_same_order(one: Sequence[int], other: Sequence[int], shape: Sequence[int]) -> bool:
+    """Return True if two orders of dimensions are the same for the elements of a tensor of this shape."""
+    return [dim for dim in one if shape[dim] > 1] == [dim for dim in other if shape[dim] > 1]
+
+
 def in_order(values: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
     """Return the values in another order."""
     return tuple(values[dim] for dim in order)

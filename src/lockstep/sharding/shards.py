@@ -28,7 +28,15 @@ from lockstep.dtensors import is_dtensor, local_part
 from lockstep.errors import AgreementError, LayoutError, PeerError, ShardingError
 from lockstep.sharding.granularity import Granularity, Trials
 from lockstep.sharding.partition import Piece, cut_evenly, matrix_cost, share_out
-from lockstep.sharding.pieces import as_bytes, check_dense, flat, flat_gradient, gradient_of
+from lockstep.sharding.pieces import (
+    as_bytes,
+    check_dense,
+    flat,
+    flat_gradient,
+    gradient_of,
+    is_same_order,
+    memory_order,
+)
 from lockstep.sharding.streams import Moves, Streams
 from lockstep.sharding.twin import make_twin, shared_attributes, step_of
 from lockstep.texts import LONGEST_HEADLINE, shortened
@@ -56,6 +64,8 @@ class _Bound(NamedTuple):
     """The objects that depend on the addresses of the parameters."""
 
     addresses: list[int]
+    orders: list[list[int]]
+    """The dimensions of each parameter in the order of its memory, the slowest first."""
     streams: Streams | None
     """None if there is one rank."""
     moves: list[Moves]
@@ -77,7 +87,7 @@ class Shards:
         self._step = step_of(kind)
         self._numbers: dict[int, int] = {}
         self._tensors: dict[int, list[OwnPiece]] = {}
-        self._bound = _Bound([], None, [])
+        self._bound = _Bound([], [], None, [])
         self._trials = Trials(self.twin, kind)
         self._has_dtensors = False
         self._digest = ""  # of all that has been placed
@@ -131,9 +141,21 @@ class Shards:
             for rank, pieces in enumerate(cut_evenly([locals_[number].numel() for number in cut], world)):
                 self.by_rank[rank] += [piece._replace(number=cut[piece.number]) for piece in pieces]
 
+    def follow(self) -> None:
+        """Make the pieces anew if the parameters' memory has moved; raises :class:`LayoutError` if they do not fit."""
+        if self._addresses() != self._bound.addresses:
+            self._bind()
+
+    def order_of(self, number: int) -> list[int]:
+        """Return the dimensions of a parameter in the order of the memory of its state, the slowest first."""
+        return self._bound.orders[number]
+
     def _bind(self) -> None:
         """Make the pieces anew at the parameters' present addresses; their state is kept."""
+        self._check_kinds()
         self._check_apart()
+        orders = [memory_order(local_part(placed.parameter)) for placed in self.placed]
+        self._check_orders(orders)
         state, former = self.twin.state, {own.piece: own.tensor for own in self.own}
         self.own = [OwnPiece(piece, self._view(piece)) for piece in self.by_rank[self.rank]]
         moved = {own.tensor: state.pop(former[own.piece]) for own in self.own if former.get(own.piece) in state}
@@ -141,7 +163,7 @@ class Shards:
         self._tensors = {}
         for own in self.own:
             self._tensors.setdefault(id(self.placed[own.piece.number].parameter), []).append(own)
-        self._bound = _Bound(self._addresses(), *self._streams())
+        self._bound = _Bound(self._addresses(), orders, *self._streams())
 
     def _check_apart(self) -> None:
         """Raise :class:`LayoutError` if parameters share memory: different ranks would step on the same elements."""
@@ -237,9 +259,7 @@ class Shards:
     def _get_ready(self, optimizer: Optimizer, names: dict[int, str]) -> None:
         groups = optimizer.param_groups
         self.place([{**group, "params": [p for p in group["params"] if p.grad is not None]} for group in groups], names)
-        if self._addresses() != self._bound.addresses:
-            self._check_kinds()
-            self._bind()
+        self.follow()
         vars(self.twin).update(shared_attributes(optimizer))
         for name in vars(self.twin).keys() & {"grad_scale", "found_inf"} - vars(optimizer).keys():
             delattr(self.twin, name)
@@ -262,6 +282,18 @@ class Shards:
                 raise LayoutError(
                     f"parameter {placed.name} had dtype, shape and device {placed.kind} when its optimizer was "
                     f"sharded, and has {kind} now; convert and move a module before shard_optimizer()"
+                )
+            check_dense(placed.parameter, placed.name)
+
+    def _check_orders(self, orders: Sequence[list[int]]) -> None:
+        """Raise :class:`LayoutError` if a slice of state would belong to other elements than those it was made for."""
+        for placed, before, now in zip(self.placed, self._bound.orders, orders, strict=False):
+            if self.twin.state and not placed.is_whole and not is_same_order(before, now, placed.parameter.shape):
+                raise LayoutError(
+                    f"parameter {placed.name} has another memory format (strides "
+                    f"{local_part(placed.parameter).stride()}) than when its optimizer made its state, which is cut in "
+                    "the order of memory; convert a module before the first step, or load full_state_dict(optimizer) "
+                    "into a new sharded optimizer"
                 )
 
     def _take_gradients(self) -> None:
@@ -336,8 +368,8 @@ class Shards:
         for number, group in enumerate(groups):
             options = {name: _plain(value) for name, value in group.items() if name != "params" and _is_compared(value)}
             lines += [(f"the options of parameter group {number}", str(options))]
-            have = bytes(p.grad is not None for p in group["params"])
-            lines += [(f"which parameters of group {number} have a gradient", have.hex())]
+            without = [place for place, p in enumerate(group["params"]) if p.grad is None]
+            lines += [(f"the places of the parameters of group {number} that have no gradient", str(without))]
         return [*lines, ("the parameters and their pieces", self._digest)]
 
     def _digest_places(self) -> str:

@@ -3,16 +3,16 @@
 import io
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
 from lockstep.distributed.comm.agreement import all_gather_object
 from lockstep.dtensors import like_parameter, local_part
-from lockstep.errors import LayoutError
+from lockstep.errors import LayoutError, ShardingError
 from lockstep.sharding.partition import Piece
-from lockstep.sharding.pieces import as_bytes, flat
+from lockstep.sharding.pieces import as_bytes, flat, in_order, is_same_order, memory_order
 from lockstep.sharding.shards import OwnPiece, Shards
 from lockstep.sharding.state_slice import StateSlice
 from lockstep.sharding.streams import Moves, Streams
@@ -20,22 +20,43 @@ from lockstep.sharding.streams import Moves, Streams
 State = dict[Any, Any]
 
 
-def sharded_state(shards: Shards) -> "defaultdict[Any, State]":
+def refuse_change(*_: object, **__: object) -> NoReturn:
+    """Raise :class:`ShardingError`: a change would be lost, since ``optimizer.state`` is made anew at each use."""
+    raise ShardingError(
+        "the state of a sharded optimizer cannot be changed through optimizer.state, which shows this rank's part of "
+        "it. Change full_state_dict(optimizer, all_ranks=True), and load that with optimizer.load_state_dict(); to "
+        "begin with new state, load it with an empty dict under 'state'"
+    )
+
+
+class ReadOnlyState(defaultdict[Any, Any]):
+    """State that raises when it is changed."""
+
+    __setitem__ = __delitem__ = __ior__ = clear = pop = popitem = setdefault = update = refuse_change
+
+    def __missing__(self, key: object) -> "ReadOnlyState":
+        return ReadOnlyState(None)
+
+
+def read_only(shards: Shards) -> ReadOnlyState:
+    """Return :func:`sharded_state`, to be read only."""
+    return ReadOnlyState(None, {key: ReadOnlyState(None, values) for key, values in sharded_state(shards).items()})
+
+
+def sharded_state(shards: Shards) -> State:
     """Return this rank's state by parameter; tensors that belong to its elements are slices."""
     found: defaultdict[Any, State] = defaultdict(dict)
     for own in shards.own:
         parameter = shards.placed[own.piece.number].parameter
         for name, value in shards.twin.state.get(own.tensor, {}).items():
-            found[parameter][name] = _as_slice(value, own, parameter)
+            order = shards.order_of(own.piece.number)
+            found[parameter][name] = _as_slice(value, own, local_part(parameter).shape, order)
     found.update((key, value) for key, value in shards.twin.state.items() if not isinstance(key, Tensor))
     return found
 
 
-def _as_slice(value: Any, own: OwnPiece, parameter: Tensor) -> Any:
-    if not is_of_elements(value, own):
-        return value
-    local = local_part(parameter)
-    return StateSlice.of(flat(value), own.piece.start, local)
+def _as_slice(value: Any, own: OwnPiece, shape: Sequence[int], order: list[int]) -> Any:
+    return StateSlice(flat(value), own.piece.start, shape, order) if is_of_elements(value, own) else value
 
 
 def is_of_elements(value: Any, own: OwnPiece) -> bool:
@@ -51,7 +72,7 @@ def _is_flat(value: Tensor, own: OwnPiece) -> bool:
 
 
 def sliced(shards: Shards, state_dict: Mapping[str, Any], parameters: Sequence[Tensor]) -> dict[str, Any]:
-    """Return this rank's part of a whole state dict; ``parameters`` are by number.
+    """Return this rank's part of a whole state dict; ``parameters`` are by number, and those with state have places.
 
     State of parameters that other ranks step on alone is left out.
     """
@@ -74,6 +95,11 @@ def _slice_of(value: Any, own: OwnPiece, parameter: Tensor, name: str) -> Any:
                 f"state {name!r} of a parameter is the slice {value!r}, and this rank needs the elements "
                 f"{own.piece.start} to {own.piece.stop}: it was made by another number of ranks; load a whole state "
                 "dict (full_state_dict), or go through torch.distributed.checkpoint or lockstep.resume()"
+            )
+        if not is_same_order(value.order, memory_order(local_part(parameter)), value.shape):
+            raise LayoutError(
+                f"state {name!r} of a parameter is a slice of another memory format than the parameter has now "
+                f"(strides {local_part(parameter).stride()}); load a whole state dict (full_state_dict)"
             )
         return value
     if not isinstance(value, Tensor) or not value.dim() or value.shape != parameter.shape:
@@ -203,8 +229,10 @@ class _Whole:
     def _part(self, piece: Piece, name: str, dtype: torch.dtype) -> Tensor:
         key = piece.number, name
         if key not in self._tensors:
-            like = local_part(self._shards.placed[piece.number].parameter.detach())
-            self._tensors[key] = torch.empty_like(like, dtype=dtype)
+            like = local_part(self._shards.placed[piece.number].parameter)
+            order = self._shards.order_of(piece.number)
+            whole = torch.empty(in_order(like.shape, order), dtype=dtype, device=like.device)
+            self._tensors[key] = whole.permute([order.index(dim) for dim in range(like.dim())])
         return flat(self._tensors[key])[piece.start : piece.stop]
 
     def state(self) -> State:

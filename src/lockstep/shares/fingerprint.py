@@ -11,6 +11,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from lockstep.dtensors import local_part
+from lockstep.errors import OptionError
 
 
 def fingerprint(model: Module, optimizer: Optimizer | None = None) -> str:
@@ -24,7 +25,9 @@ def fingerprint(model: Module, optimizer: Optimizer | None = None) -> str:
         model: A module, replicated or not; for a ``DistributedDataParallel`` or a compiled module, the one inside.
         optimizer: The optimizer of its parameters.
 
-    Communicates nothing. For a ``DTensor`` it covers the part that this rank holds.
+    Communicates nothing. For a ``DTensor`` it covers the part that this rank holds. A sharded optimizer counts as the
+    plain one: then every rank has to call this function, which communicates what
+    ``full_state_dict(optimizer, all_ranks=True)`` does.
 
     Example:
         >>> import torch
@@ -32,6 +35,9 @@ def fingerprint(model: Module, optimizer: Optimizer | None = None) -> str:
         >>> _ = torch.nn.init.ones_(model.weight), torch.nn.init.zeros_(model.bias)
         >>> fingerprint(model)[:16]
         '2648152e3fcf9f0c'
+
+    Raises:
+        OptionError: A tensor's class keeps its values in other tensors, as quantized weights do.
 
     PyTorch has no such function.
     """
@@ -70,8 +76,10 @@ def _optimizer_state(model: Module, optimizer: Optimizer | None) -> Iterator[tup
         return
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    gathered = getattr(optimizer, "gathered_state_dict", None)  # of a sharded optimizer
+    numbered = gathered(True)["state"] if gathered is not None else None
     for number, parameter in enumerate(parameters):
-        state = optimizer.state.get(parameter, {})
+        state = optimizer.state.get(parameter, {}) if numbered is None else numbered.get(number, {})
         for key in sorted(state, key=str):
             yield f"state {key} of {names.get(id(parameter), number)}", state[key]
 
@@ -80,5 +88,9 @@ def _add(digest: Any, name: str, tensor: Tensor) -> None:
     digest.update(f"{name}\0{tensor.dtype}{tuple(tensor.shape)}\0".encode())
     values = tensor.cpu().contiguous()
     size = values.numel() * values.element_size()
+    if size and not values.data_ptr():
+        raise OptionError(
+            f"fingerprint() cannot read {name}, a {type(tensor).__name__}: such a tensor has no memory of its own"
+        )
     if size:
         digest.update((ctypes.c_ubyte * size).from_address(values.data_ptr()))

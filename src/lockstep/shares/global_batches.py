@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import islice
+from itertools import count, islice
 from typing import Any
 
 import torch
@@ -95,6 +95,7 @@ class GlobalBatches:
             **loader_options,
         )
         self._epoch = self._batch = 0
+        self._left_out = frozenset[tuple[int, int]]()
         self._audits_every: int | None = None
 
     @property
@@ -110,7 +111,8 @@ class GlobalBatches:
     @property
     def batches_left(self) -> int:
         """The number of batches that the next iteration yields: fewer than in an epoch if it continues within one."""
-        return len(self) - self._batch
+        left_out = [epoch == self._epoch and batch >= self._batch for epoch, batch in self._left_out]
+        return len(self) - self._batch - sum(left_out)
 
     def __len__(self) -> int:
         """Return the number of batches in an epoch."""
@@ -120,7 +122,7 @@ class GlobalBatches:
         world = self._world()
         self._audits_every = world.audits_every
         epoch, loaded = self._epoch, None
-        for step in self._steps(epoch, self._batch):
+        for step, _ in self._steps(epoch, self._batch):
             if loaded is None:
                 with torch.device("cpu"):  # where the loader's generator is, whatever the default device is
                     loaded = iter(self._loader)
@@ -134,52 +136,83 @@ class GlobalBatches:
         check_shares(self.shares, world.size, "GlobalBatches()")
         return world
 
-    def _steps(self, epoch: int, first: int) -> Iterator[Step]:
-        """Yield the steps from batch ``first`` to the end of an epoch."""
-        for number, parts in enumerate(self._parts(epoch)):
-            if number >= first:
-                audit = plan_audit(self._audits_every, self.seed, epoch, number, len(parts), self._world().size)
-                count = self._count_of(number + 1 if number + 1 < len(self) else 0)
-                samples = len(self.dataset)  # type: ignore[arg-type]
-                rows = tuple(map(len, parts))
-                yield Step(self.seed, epoch, number, rows, self.shares, count, samples, self.shuffle, audit)
+    def _numbers(self, epoch: int, first: int) -> Iterator[int]:
+        """Yield the numbers of the batches of an epoch from ``first`` on, without those that are left out."""
+        left_out = self._left_out  # now: an iteration under way goes on as it began
+        return (number for number in range(first, len(self)) if (epoch, number) not in left_out)
+
+    def _following(self, epoch: int, first: int) -> Iterator[tuple[int, int]]:
+        """Yield the epoch and the number of each batch from ``first`` on, over the epochs."""
+        for each in count(epoch):
+            for number in self._numbers(each, first if each == epoch else 0):
+                yield each, number
+
+    def _steps(self, epoch: int, first: int) -> Iterator[tuple[Step, list[Sequence[int]]]]:
+        """Yield the steps from batch ``first`` to the end of an epoch, with the samples of the shares of each."""
+        order = self._order(epoch)
+        for number in self._numbers(epoch, first):
+            parts = split(self._rows(order, number), self.shares)
+            audit = plan_audit(self._audits_every, self.seed, epoch, number, len(parts), self._world().size)
+            _, upcoming = next(self._following(epoch, number + 1))
+            samples = len(self.dataset)  # type: ignore[arg-type]
+            rows = tuple(map(len, parts))
+            shares = self._count_of(upcoming)
+            yield Step(self.seed, epoch, number, rows, self.shares, shares, samples, self.shuffle, audit), parts
 
     def _count_of(self, number: int) -> int:
         """Return the number of shares of a batch: fewer if there are not enough rows left."""
         return min(self.shares, self.batch_size, len(self.dataset) - number * self.batch_size)  # type: ignore[arg-type]
 
-    def _parts(self, epoch: int) -> Iterator[list[Sequence[int]]]:
-        """Yield the samples of the shares of each batch of an epoch."""
-        order = order_of(len(self.dataset), self.seed, epoch, self.shuffle)  # type: ignore[arg-type]
-        for number in range(len(self)):
-            yield split(order[number * self.batch_size : (number + 1) * self.batch_size], self.shares)
+    def _order(self, epoch: int) -> list[int]:
+        return order_of(len(self.dataset), self.seed, epoch, self.shuffle)  # type: ignore[arg-type]
+
+    def _rows(self, order: list[int], number: int) -> list[int]:
+        return order[number * self.batch_size : (number + 1) * self.batch_size]
 
     def _advance(self, epoch: int, number: int) -> None:
         """Move on after a batch has been consumed."""
         if (self._epoch, self._batch) == (epoch, number):
-            is_last = number + 1 == len(self)
-            self._epoch, self._batch = (epoch + 1, 0) if is_last else (epoch, number + 1)
+            self._move_to(epoch, number + 1)
+
+    def _move_to(self, epoch: int, batch: int) -> None:
+        self._epoch, self._batch = next(self._following(epoch, batch))
 
     def _keys(self) -> Iterator[list[ShareKey]]:
         """Yield the keys of the shares that this rank loads, from the next batch to the end of its epoch."""
-        world, epoch, first = self._world(), self._epoch, self._batch
-        parts_of = enumerate(self._parts(epoch))
-        for step, (_, parts) in zip(self._steps(epoch, first), islice(parts_of, first, None), strict=True):
+        world, epoch = self._world(), self._epoch
+        for step, parts in self._steps(epoch, self._batch):
             own = list(shares_of(world.rank, world.size, step.count))
             if step.audit is not None and step.audit.auditor == world.rank:
                 own.append(step.audit.share)
             for share in own:
                 yield [ShareKey(self.seed, epoch, step.batch, share, tuple(parts[share]))]
 
+    # ----------------------------------------------------------------------------------- batches left out
+
+    def samples_ahead(self, batches: int) -> tuple[int, int, list[int]]:
+        """Return the epoch and the number of the batch that comes ``batches`` after the next one, and its samples."""
+        epoch, number = next(islice(self._following(self._epoch, self._batch), batches, None))
+        return epoch, number, self._rows(self._order(epoch), number)
+
+    def leave_out(self, epoch: int, batch: int) -> None:
+        """Leave out a batch: from the next iteration on, all others are yielded without it; call it on every rank.
+
+        The :meth:`state_dict` has the batches that were left out.
+        """
+        self._left_out |= {(epoch, batch)}
+        self._move_to(self._epoch, self._batch)
+
     # ------------------------------------------------------------------------------------ progress
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position of the next batch: ``epoch`` and ``batch``, and the arguments that belong to it.
+        """Return the position of the next batch: ``epoch`` and ``batch``; the batches that were left out; and the
+        arguments that belong to them.
 
         It is the same on every rank, and may be loaded on any number of ranks. A batch counts once the loop over its
         shares has ended, or the next batch is requested; batches that workers have loaded ahead do not count.
         """
-        return {"epoch": self._epoch, "batch": self._batch, **self._fixed()}
+        left_out = [list(each) for each in sorted(self._left_out)]
+        return {"epoch": self._epoch, "batch": self._batch, "left_out": left_out, **self._fixed()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue, with the next iteration, at the batch at which :meth:`state_dict` was called.
@@ -192,8 +225,8 @@ class GlobalBatches:
                     f"the state is of batches with {name}={state[name]!r}, these have {name}={value!r}, so its epoch "
                     f"and batch number other samples; make GlobalBatches with {name}={state[name]!r}"
                 )
-        self._epoch = int(state["epoch"])
-        self._batch = int(state["batch"])
+        self._left_out = frozenset((int(epoch), int(batch)) for epoch, batch in state.get("left_out", ()))
+        self._move_to(int(state["epoch"]), int(state["batch"]))
 
     def _fixed(self) -> dict[str, Any]:
         return {

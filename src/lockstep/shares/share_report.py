@@ -25,7 +25,7 @@ TRAINING, EVALUATION = 1, 2
 
 
 class Head(NamedTuple):
-    """The beginning of a rank's row: equally long for all ranks, whatever module and step they have."""
+    """The beginning of a rank's row. It has the same length on all ranks, for every module and step."""
 
     step: int
     """A number that tells steps apart."""

@@ -98,10 +98,10 @@ class Evidence:
         if differing:
             ranks = [collectives.global_ranks[rank] for rank in (audit.owner, audit.auditor)]
             raise AuditError(
-                f"share {audit.share} of {step}, which rank {ranks[0]} has computed, gave other bits when rank "
+                f"share {audit.share} of {step}, which rank {ranks[0]} has computed, had different bits when rank "
                 f"{ranks[1]} computed it again: {differing[0]} is the first of {len(differing)} tensors that differ, "
-                f"of {len(self._names)}. One of the two computes wrongly (memory, a processor), or what the share "
-                "computes is not deterministic (a kernel with atomics, a generator of random numbers of the program's "
-                "own, data that differ by rank). Gradients are what they were before the step. Load the last "
-                "checkpoint; leave out a rank that is named again and again"
+                f"of {len(self._names)}. Either one of the two ranks computes wrongly (memory, a processor), or the "
+                "computation is not deterministic (a kernel with atomics, a random generator of the program, data that "
+                "differ by rank). Gradients are as they were before the step. Load the last checkpoint; leave out a "
+                "rank that is named again and again"
             )

@@ -74,8 +74,8 @@ class PartialSums(Generic[T]):
         self.sums.append((node, value))
 
     def terms_with(self, share: int, value: T) -> list[list[T]]:
-        """Return :attr:`sums` as they would be after :meth:`add`, each as terms of which each is to be added to the sum
-        of all after it. Nothing is added."""
+        """Return :attr:`sums` as they would be after :meth:`add`, each as terms. Each term is to be added to the sum of
+        all terms after it. Nothing is added yet."""
         node, rest, terms = ShareNode(0, share), list(self.sums), [value]
         while node.place % 2 and rest and rest[-1][0].parent == node.parent:
             terms.insert(0, rest.pop()[1])

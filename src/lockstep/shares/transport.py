@@ -62,7 +62,7 @@ class Transport(Protocol):
         """Begin to send; ``blocking`` if :meth:`wait` is called at once."""
 
     def settle(self) -> None:
-        """Free all memory except what the sums need, if more is held while the bucket is under way."""
+        """Free the memory that the sums do not need, if the bucket holds more while it is under way."""
 
     def wait(self) -> None:
         """Return when the rows of all ranks have arrived."""
@@ -134,7 +134,8 @@ class SharedMemoryTransport:
 
 
 class AllToAllTransport:
-    """A bucket of which each rank adds a slice. Parts travel one after the other, beginning with each rank's first."""
+    """A bucket in which each rank adds one slice. Parts travel one after the other, beginning with each rank's
+    first."""
 
     def __init__(
         self, bucket: Bucket, layout: Layout, collectives: Collectives, row_bytes: int, spare: SpareMemory

@@ -219,7 +219,7 @@ def _run(runtime: Runtime, run: Callable[[Algorithm], object], timeout: float, g
     runtime.peers.check_open()
     algorithm = runtime.algorithm(timeout)
     try:
-        if torch.is_inference_mode_enabled():  # what is made there could not be written elsewhere
+        if torch.is_inference_mode_enabled():  # memory that is made in inference mode could not be written elsewhere
             with torch.inference_mode(False):
                 run(algorithm)
         else:

@@ -54,7 +54,8 @@ class FailureNotice:
         self._why = why
 
     def explain(self, host: int, hosts: int) -> tuple[str, list[int]]:
-        """Return why hosts are lost, if their ranks could still write the reason; else "" and the hosts that seem lost.
+        """Return the reason why hosts are lost, if their ranks could still write it; else "" and the hosts that seem
+        lost.
 
         A host that calls this is alive and says so in the store, as others may have lost it through the same failure.
         """
@@ -100,14 +101,14 @@ class InterHost:
         self._notice.check()
 
     def end(self, reason: str | None = None) -> None:
-        """Leave the group between the hosts, and post the reason if there is one; the other hosts notice either."""
+        """Leave the group between the hosts, and post the reason if there is one; the other hosts notice both."""
         if reason is not None:
             self._notice.post(reason)
         kept = [self._group]
         self._group = None
         if self._unfinished and kept[0] is not None:
             kept[0].abort()
-            threading.Thread(target=kept.clear, daemon=True).start()  # Gloo's end waits for what is under way
+            threading.Thread(target=kept.clear, daemon=True).start()  # Gloo's end waits for its collectives
 
     # ------------------------------------------------------------------------ collectives of leaders
 

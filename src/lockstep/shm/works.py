@@ -96,7 +96,7 @@ class ShmWork(dist.Work):
 
 
 class WorkQueue:
-    """The collectives of one group, in the order in which they were begun."""
+    """The collectives of one group, in the order in which the program began them."""
 
     def __init__(self, name: str) -> None:
         self._name = name

@@ -2,15 +2,15 @@
 
 A backend's own all-reduce adds half precision in half precision, in a ring: it rounds at every rank, so that the error
 grows with their number. Here every rank's values are rounded to half precision, added in float32 in the order of the
-ranks, divided by their number, and the mean is rounded to half precision. So the bits of the result are a function of
-what the ranks have: the same on every rank and every backend, however the tensor is cut. Nothing is divided before it
-is rounded: what float16 can represent does not underflow, and neither a sum nor a mean of it overflows.
+ranks, divided by their number, and the mean is rounded to half precision. So the bits of the result depend only on the
+values of the ranks: they are the same on every rank and every backend, however the tensor is split. Nothing is divided
+before it is rounded. So a value that float16 can represent does not underflow, and neither a sum nor a mean overflows.
 
 There are three ways to do it:
 
 - :class:`_InSharedMemory`: the ranks read each other's float32, and round it while they add. Nothing travels.
-- :class:`_Whole`, up to two ranks: each gets all that the other has, in all-gathers. These are no more bytes than with
-  slices, in one step instead of two.
+- :class:`_Whole`, up to two ranks: each gets the whole tensor of the other, in all-gathers. That is no more bytes than
+with slices, in one step instead of two.
 - :class:`_InSlices`: rank ``r`` gets slice ``r`` of all ranks in an all-to-all, and adds it. The means are gathered
   in a second step, which has to be asked for (:meth:`MeanInHalf.gather`), on all ranks or on none.
 
@@ -26,27 +26,30 @@ from torch import Tensor
 from lockstep.distributed.comm.collectives import Collectives, Pending, plain_memory
 
 HALF_PRECISION = (torch.bfloat16, torch.float16)
-"""The dtypes that can be asked for."""
+"""The dtypes of ``reduce_dtype``."""
 _PIECE = 512 * 1024
 """Number of elements that :class:`_Whole` sends at a time on the CPU.
 
-Before Gloo sends, it hears that the other side is ready, and over one connection it hears so only behind what that side
-sends itself: with large messages ranks take turns (``benchmarks/bench_reduce_dtype.py``).
+Gloo sends when the other side has said that it is ready. Over one connection that message comes behind the data that
+the other side sends itself. So with large messages the ranks take turns (``benchmarks/bench_reduce_dtype.py``).
 """
 _BLOCK = 64 * 1024
 """Number of elements added at a time on the CPU: they stay in the cache."""
 _LARGE_BLOCK = 16 * 1024 * 1024
-"""The same on an accelerator, where what is not in float32 needs memory of this size to be added in."""
+"""The same on an accelerator, where tensors in another dtype than float32 need memory of this size for the sum."""
 
 
 def travels_in_half(dtype: torch.dtype, half: torch.dtype | None) -> bool:
-    """Return True if gradients of a dtype travel in the half precision asked for, if any: float32, and half precision
-    of the same kind, whose sums would be rounded more than once."""
+    """Return True if gradients of a dtype travel in ``reduce_dtype``: float32, and the same half precision, whose sums
+    a backend would round more than once."""
     return half is not None and dtype in (torch.float32, half)
 
 
 class MeanInHalf(ABC):
-    """The mean of one flat tensor over the ranks, under way: :meth:`wait`, :meth:`gather` and :meth:`finish` follow."""
+    """The mean of one flat tensor over the ranks, under way: :meth:`wait`, :meth:`gather` and :meth:`finish` follow.
+
+    A subclass begins the collective that exchanges the values to be added.
+    """
 
     def __init__(self, collectives: Collectives, half: torch.dtype, tensor: Tensor, what: str, factor: float) -> None:
         self._collectives = collectives
@@ -55,21 +58,17 @@ class MeanInHalf(ABC):
         self._what = what
         self._factor = factor
         self._block = _BLOCK if tensor.is_cpu else _LARGE_BLOCK
-        self._scratch: Tensor | None = None  # made now: what fails later, fails on this rank alone
+        self._scratch: Tensor | None = None  # made now, since a failure later would be on this rank alone
         if tensor.dtype is not torch.float32:
             self._scratch = torch.empty_like(tensor[: self._block], dtype=torch.float32)
 
     @abstractmethod
-    def begin(self, blocking: bool) -> "MeanInHalf":
-        """Begin the collective that brings together what is to be added; ``blocking``: the caller waits for it next."""
-
-    @abstractmethod
     def wait(self) -> None:
-        """Return when what the other ranks have sent is here, and added up."""
+        """Return when the values of the other ranks have arrived and are added."""
 
     @abstractmethod
     def done(self) -> bool:
-        """Return True if :meth:`wait` need not wait for another rank."""
+        """Return True if :meth:`wait` does not have to wait for another rank."""
 
     @abstractmethod
     def gather(self) -> None:
@@ -106,10 +105,10 @@ def begin_mean(
     ``factor``: the mean is multiplied by it at the end, in the dtype of the tensor; ``blocking``: the caller waits for
     it next, so no other thread has to make it progress.
     """
-    kind: type[MeanInHalf] = _Whole if collectives.world <= 2 else _InSlices
     if tensor.is_cpu and collectives.shares_memory:
-        kind = _InSharedMemory
-    return kind(collectives, half, tensor, what, factor).begin(blocking)
+        return _InSharedMemory(collectives, half, tensor, what, factor, blocking)
+    kind = _Whole if collectives.world <= 2 else _InSlices
+    return kind(collectives, half, tensor, what, factor)
 
 
 def gather_all(means: Sequence[MeanInHalf]) -> None:
@@ -121,10 +120,11 @@ def gather_all(means: Sequence[MeanInHalf]) -> None:
 
 
 class _InSharedMemory(MeanInHalf):
-    def begin(self, blocking: bool) -> MeanInHalf:
-        ranks = self._collectives
-        self._pending = ranks.mean_rounded_to(self._half, self._tensor, self._what, blocking=blocking)
-        return self
+    def __init__(
+        self, collectives: Collectives, half: torch.dtype, tensor: Tensor, what: str, factor: float, blocking: bool
+    ) -> None:
+        super().__init__(collectives, half, tensor, what, factor)
+        self._pending = collectives.mean_rounded_to(half, tensor, what, blocking=blocking)
 
     def wait(self) -> None:
         self._pending.wait()
@@ -137,14 +137,14 @@ class _InSharedMemory(MeanInHalf):
 
 
 class _Whole(MeanInHalf):
-    def begin(self, blocking: bool) -> MeanInHalf:
-        ranks, tensor = self._collectives, self._tensor
-        memory = plain_memory(ranks.world * len(tensor), self._half, tensor.device)
+    def __init__(self, collectives: Collectives, half: torch.dtype, tensor: Tensor, what: str, factor: float) -> None:
+        super().__init__(collectives, half, tensor, what, factor)
+        ranks = collectives.world
+        memory = plain_memory(ranks * len(tensor), half, tensor.device)
         step = _PIECE if tensor.is_cpu else max(1, len(tensor))
         self._pieces = [slice(at, min(len(tensor), at + step)) for at in range(0, len(tensor), step)]
-        self._rows = [memory[ranks.world * p.start : ranks.world * p.stop].view(ranks.world, -1) for p in self._pieces]
+        self._rows = [memory[ranks * piece.start : ranks * piece.stop].view(ranks, -1) for piece in self._pieces]
         self._pending = [self._send(*each) for each in zip(self._pieces, self._rows, strict=True)]
-        return self
 
     def _send(self, piece: slice, rows: Tensor) -> Pending:
         ranks = self._collectives
@@ -157,7 +157,7 @@ class _Whole(MeanInHalf):
             pending.wait()
             self._add(rows, self._tensor[piece])
             self._tensor[piece].copy_(rows[0])
-        del self._rows
+        self._rows.clear()
 
     def done(self) -> bool:
         return all(pending.done() for pending in self._pending)
@@ -167,17 +167,17 @@ class _Whole(MeanInHalf):
 
 
 class _InSlices(MeanInHalf):
-    def begin(self, blocking: bool) -> MeanInHalf:
-        ranks, tensor = self._collectives, self._tensor
-        self._slice = -(-len(tensor) // ranks.world)
-        memory = ranks.world * self._slice, self._half, tensor.device
+    def __init__(self, collectives: Collectives, half: torch.dtype, tensor: Tensor, what: str, factor: float) -> None:
+        super().__init__(collectives, half, tensor, what, factor)
+        ranks = collectives.world
+        self._slice = -(-len(tensor) // ranks)
+        memory = ranks * self._slice, half, tensor.device
         self._sent = plain_memory(*memory)
-        self._rows = plain_memory(*memory).view(ranks.world, -1)
+        self._rows = plain_memory(*memory).view(ranks, -1)
         self._sent[: len(tensor)].copy_(tensor)
-        ranks.comm_stats.reduces(self._sent)
-        sizes = [self._slice * self._half.itemsize] * ranks.world
-        self._pending = ranks.all_to_all(_as_bytes(self._rows), _as_bytes(self._sent), sizes, sizes, self._what)
-        return self
+        collectives.comm_stats.reduces(self._sent)
+        sizes = [self._slice * half.itemsize] * ranks
+        self._pending = collectives.all_to_all(_as_bytes(self._rows), _as_bytes(self._sent), sizes, sizes, what)
 
     def wait(self) -> None:
         self._pending.wait()

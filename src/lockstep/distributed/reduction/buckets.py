@@ -46,16 +46,16 @@ class CopiedIn(NamedTuple):
     flat: Tensor
     """What is to be summed."""
     factor: float = 1.0
-    """What it is to be multiplied by before that."""
+    """The factor by which it is to be multiplied before the sum."""
     undefined: Sequence[int] = ()
     """Parameters, by number, that have no gradient, whether or not their hooks have run."""
     row: Tensor = NO_ROW
-    """The report's place behind the gradients; empty unless there is one."""
+    """The elements behind the gradients that carry the report; empty if this bucket does not carry it."""
 
 
 class BucketPart:
-    """Gradients of a bucket that are copied together; it does not lead to the bucket, whose memory goes with the last
-    reference to it."""
+    """Gradients of a bucket that are copied together. It does not refer to the bucket, whose memory is freed with the
+    last reference to it."""
 
     __slots__ = ("expected_last", "has_trigger", "indices", "is_complete", "is_copied", "parameters", "positions")
 
@@ -68,13 +68,13 @@ class BucketPart:
         """The parameters, by number."""
         self.parameters = parameters[positions.start : positions.stop]
         self.has_trigger = has_trigger
-        """True if anything is done when all have come, before the end of backward."""
+        """True if the gradients are handled as soon as all have come, before the end of backward."""
         self.expected_last = self.indices[-1]
         """The parameter whose gradient is expected to be the last one."""
         self.is_complete = False
-        """True if all have come while backward runs, and that has been noticed."""
+        """True if it was noticed, while backward runs, that all have come."""
         self.is_copied = False
-        """True if they are in the bucket's memory already, and not in the parameters' ``.grad``."""
+        """True if the gradients have been copied to the bucket's memory, so that the parameters have no ``.grad``."""
 
 
 class GradientBucket(ABC):
@@ -94,22 +94,22 @@ class GradientBucket(ABC):
         """The half precision in which the gradients travel; None for their own dtype."""
         self.members = list(members)
         self.waits_for_end = waits
-        """True if it waits for the end of backward."""
+        """True if it is launched only after backward."""
         self._parameters = [member.parameter for member in members]
         self._dtypes = [parameter.dtype for parameter in self._parameters]
         self._devices = [parameter.device for parameter in self._parameters] if torch.accelerator.is_available() else ()
         cut = self._cut()
         self.parts = [BucketPart(planned, self._parameters, each, len(cut) > 1 or not waits) for each in cut]
         self.missing = len(self.parts)
-        """How many parts are not complete."""
+        """The number of parts that are not complete."""
         self._scale = 1.0
         self._copies_early: bool | None = False
         """True if complete parts are copied while backward runs; None before the first one."""
         self._unused: list[tuple[ManagedParameter, Tensor, Tensor | None]] = []
 
     def _check_unchanged(self) -> None:
-        """Raise :class:`LayoutError` if a parameter has been retyped or moved: only this rank would find out, when it
-        is too late to tell the others, that it cannot have the gradient."""
+        """Raise :class:`LayoutError` if a parameter has another dtype or device than planned. Later only this rank
+        would notice that the gradient does not fit, and could not tell the others any more."""
         parameters = self._parameters
         moved = self._devices and list(map(_device_of, parameters)) != self._devices
         if moved or list(map(_dtype_of, parameters)) != self._dtypes:
@@ -122,7 +122,7 @@ class GradientBucket(ABC):
         return any(map(is_not, map(_grad_of, self._parameters), repeat(None)))
 
     def _cut(self) -> list[range]:
-        """Return which members, by position, are waited for together."""
+        """Return the positions of the parameters in each part: the gradients of a part are waited for together."""
         return [range(len(self.members))]
 
     def open(self, scale: float) -> None:
@@ -138,29 +138,30 @@ class GradientBucket(ABC):
                 part.is_copied = False
 
     def part_is_complete(self, part: BucketPart, grads: list[Any]) -> bool:
-        """All gradients of a part have come, and are these; return True if all of the bucket have."""
+        """Note that all gradients of a part have come; return True if all gradients of the bucket have."""
         self.missing -= 1
         part.is_complete = True
         return not self.missing
 
     @abstractmethod
     def copy_in(self, used: Sequence[int] | None) -> CopiedIn:
-        """Take the gradients from the parameters, those aside that have been taken early.
+        """Take the gradients from the parameters, except for those that were copied early.
 
-        ``used`` tells of every parameter whether it has had a gradient since the last round; None: all have. What the
-        others hold counts, too, but is given back unless another rank has had one.
+        ``used``: for each parameter, True if it has got a gradient since the last round; None: all have. The ``.grad``
+        of the others is reduced, too, but they get it back unchanged if no other rank has used the parameter either.
         """
 
     @abstractmethod
     def accept(self, summed: Tensor) -> None:
-        """Put back what a communication hook made of the tensor that :meth:`copy_in` returned."""
+        """Set the tensor that :meth:`copy_in` returned to the result of a communication hook."""
 
     @abstractmethod
     def multiply(self, factor: float) -> None:
         """Multiply all reduced gradients."""
 
     def copy_out(self, verdict: Verdict) -> None:
-        """Give the parameters their reduced gradients; one that no rank used gets back what it had."""
+        """Give the parameters their reduced gradients; a parameter that no rank used gets back its earlier
+        ``.grad``."""
         for position, member in enumerate(self.members):
             if verdict.uses(member.index):
                 member.parameter.grad = self._gradient(position)
@@ -173,11 +174,11 @@ class GradientBucket(ABC):
 
     @abstractmethod
     def _gradient(self, position: int) -> Tensor:
-        """Return what the member at that position gets."""
+        """Return the reduced gradient of the parameter at that position."""
 
     def _keep_unused(self, member: ManagedParameter, grad: Tensor, inside: bool) -> None:
-        """Keep the gradient of a parameter that this rank did not use: perhaps no rank did."""
-        # Another rank's would not fit, when it is too late to tell:
+        """Keep the gradient of a parameter that this rank did not use, in case no rank did."""
+        # The gradient of another rank would not fit, and it is too late to tell the others then:
         # test_a_layer_that_changes_on_a_rank_that_does_not_use_it.
         member.check_parameter()
         self._unused.append((member, grad, local_part(grad).clone() if inside else None))
@@ -222,7 +223,7 @@ class SingleBucket(GradientBucket):
         self._result.mul_(factor)
 
     def copy_out(self, verdict: Verdict) -> None:
-        """See :meth:`GradientBucket.copy_out`; the gradient is the parameter's alone again."""
+        """See :meth:`GradientBucket.copy_out`; the bucket no longer refers to the gradient."""
         super().copy_out(verdict)
         del self._result, self._own
 
@@ -267,7 +268,7 @@ def _undefined(member: ManagedParameter, grad: Tensor | None) -> Sequence[int]:
 
 
 class ZeroBucket(GradientBucket):
-    """What communication hooks see of a bucket whose round has failed: zeros. Its gradients stay as they are."""
+    """A bucket of zeros, for communication hooks in a round that has failed. The gradients stay as they are."""
 
     def __init__(self, bucket: GradientBucket) -> None:
         super().__init__(bucket.index, bucket.planned, bucket.members, waits=True)
@@ -298,8 +299,8 @@ def accept_into(gradients: Tensor, summed: Tensor) -> None:
 
 
 PART_BYTES = 512 * 1024
-"""So many bytes of gradients are copied into their bucket together, as they come: they are in the processor's cache
-then, and the memory that they leave is what backward makes the next ones in. A bucket of no more is copied as a whole.
+"""Number of bytes of gradients that are copied into their bucket together, as they come: they are in the processor's
+cache then, and backward makes the next gradients in the memory that they leave. A smaller bucket is copied as a whole.
 """
 
 
@@ -324,7 +325,8 @@ class FlatBucket(GradientBucket):
         self._memory = GradientMemory(planned.layout, self._parameters, extra, empty)
 
     def _cut(self) -> list[range]:
-        """Parts of ``PART_BYTES`` and little more. An accelerator works off what it is given: there one is best."""
+        """Return parts of ``PART_BYTES`` or a little more. On an accelerator there is one part: copies run
+        asynchronously there."""
         on_cpu = self.members[0].spec.device.type == "cpu"
         if not (on_cpu and self._plain) or self.planned.layout.nbytes <= PART_BYTES:
             return super()._cut()
@@ -338,7 +340,8 @@ class FlatBucket(GradientBucket):
         return parts
 
     def part_is_complete(self, part: BucketPart, grads: list[Any]) -> bool:
-        """See :meth:`GradientBucket.part_is_complete`; copies the part, unless it takes a closer look to do so."""
+        """See :meth:`GradientBucket.part_is_complete`; copies the part, except in unusual cases, which :meth:`copy_in`
+        handles."""
         self.missing -= 1
         part.is_complete = True
         if self._copies_early is not False and not torch.is_grad_enabled():  # copies would have a graph
@@ -360,7 +363,7 @@ class FlatBucket(GradientBucket):
                     slots = self.planned.layout.slots
                     last = slots[end].offset if end < len(slots) else None
                     self._memory.now.gradients[slots[begin].offset : last].mul_(self._scale)
-        except RuntimeError:  # a sparse gradient, or one of another shape: copy_in knows
+        except RuntimeError:  # a sparse gradient, or one of another shape: copy_in handles it
             return
         deque(map(setattr, part.parameters, repeat("grad"), repeat(None)), maxlen=0)
         part.is_copied = True
@@ -397,7 +400,7 @@ class FlatBucket(GradientBucket):
     def _copy_rest(
         self, grads: Sequence[Tensor | None], inside: Sequence[bool], used: Sequence[int] | None
     ) -> CopiedIn:
-        """Copy, and scale, what has not been copied early, and add what has come since to what has been."""
+        """Copy and scale the gradients that were not copied early; add gradients that came later to the early ones."""
         rest = [i for part in self.parts if not part.is_copied for i in part.positions]
         again = [i for part in self.parts if part.is_copied for i in part.positions if grads[i] is not None]
         if used is not None and not all(map(used.__getitem__, self._indices)):
@@ -413,21 +416,21 @@ class FlatBucket(GradientBucket):
         return CopiedIn(self._memory.now.flat, 1.0, undefined, self._memory.now.row)
 
     def _copy_some(self, grads: Sequence[Tensor | None], inside: Sequence[bool], positions: Sequence[int]) -> list[int]:
-        """Copy what is at ``positions``, unless it is in place, or clear its place; returns the parameters, by number,
-        that have no gradient."""
+        """Copy the gradients at ``positions``, unless they are in place already, and clear the places of missing ones;
+        return the numbers of the parameters that have no gradient."""
         views = self._memory.now.views
         given = [(i, grad) for i in positions if (grad := grads[i]) is not None and not inside[i]]
         self._copy([views[i] for i, _ in given], [grad for _, grad in given], [i for i, _ in given])
         empty = [i for i in positions if grads[i] is None]
         if empty:
             for i in empty:
-                # There is no gradient that would show it: test_a_layer_that_changes_on_a_rank_that_does_not_use_it.
+                # Without a gradient nothing else shows it: test_a_layer_that_changes_on_a_rank_that_does_not_use_it.
                 self.members[i].check_parameter()
             torch._foreach_zero_([views[i] for i in empty])
         return [self._indices[i] for i in empty]
 
     def _copy(self, views: list[Tensor], grads: list[Tensor], positions: Sequence[int]) -> None:
-        """Copy gradients into their views; raises if one is of another kind than was planned."""
+        """Copy gradients into their views; raise if one is sparse or has another shape than planned."""
         if not grads:
             return
         if self._plain:
@@ -489,7 +492,7 @@ class BucketsInUse:
         """Make the buckets of ``plan``.
 
         ``report_numel``: elements that the report takes behind the last bucket; 0 if it travels on its own; ``half``:
-        the half precision in which gradients travel that can.
+        the half precision in which float32 gradients travel, or None.
         """
         planned = plan.current.buckets
         self.in_order: list[GradientBucket] = []
@@ -530,7 +533,8 @@ def make_bucket(
     """Return the bucket in use for a planned one.
 
     ``waits``: it is launched only after backward; ``extra``: elements behind the gradients that carry the report;
-    ``empty``: allocates the memory of a flat bucket; ``half``: the half precision in which gradients travel that can.
+    ``empty``: allocates the memory of a flat bucket; ``half``: the half precision in which float32 gradients travel, or
+    None.
     """
     if planned.kind is Kind.SPARSE:
         return SparseBucket(index, planned, members, waits)

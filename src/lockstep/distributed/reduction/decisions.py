@@ -262,6 +262,11 @@ class Decisions:
         (loop or self.innermost).note(failed=True)
         self.skips_next = False
 
+    def note_micro_batch(self) -> None:
+        """Note that a micro-batch begins that does not synchronise: the last round was that of an earlier step."""
+        if self.innermost.batch.skipped:
+            self.innermost.note(skipped=False)
+
     def note_skipped(self) -> None:
         """Note that this batch is skipped, as all ranks know."""
         self.innermost.note(skipped=True, failed=False)

@@ -1,20 +1,20 @@
 """The gradients of parameters: which of them a backward pass has changed, and the memory of those in a flat bucket.
 
-Which have changed, a :class:`GradientSnapshot` finds by a look before the pass and one after it. Autograd either sets
-``.grad`` to a new object, or adds to the existing one, which raises its version. Comparing references and versions
-therefore shows every change, whatever was called (the module, a part of it, its wrapper) and whether or not it was
-compiled. A look takes about 0.1 us for each parameter that has a gradient, and a quarter of that for one that has none.
-Gradients that are views of a bucket are ``view.data``, so that each has its own version.
+A :class:`GradientSnapshot` compares the gradients before and after the pass. Autograd either sets ``.grad`` to a new
+object, or adds to the existing one, which raises its version. So references and versions show every change, whatever
+was called (the module, a part of it, its wrapper) and whether or not it was compiled. A comparison takes about 0.1 us
+for each parameter that has a gradient, and a quarter of that for one that has none. Gradients that are views of a
+bucket are ``view.data``, so that each has its own version.
 
 The memory is that of a :class:`GradientMemory`. A bucket keeps its memory on the CPU, where new memory costs a page
 fault for every 4 KiB that are first written, and wherever its tensors are small, since new views would cost more than
 the memory is worth. On an accelerator a bucket of larger tensors leaves its memory to the parameters' gradients, so
-that it is gone after ``zero_grad()``, while forward needs the room. In either case memory in which somebody still holds
-a gradient of an earlier round is never written again: the bucket moves to new memory.
+that ``zero_grad()`` frees it for the next forward. In either case, if other code still holds a gradient of an earlier
+round, its memory is never overwritten: the bucket moves to new memory.
 
-What a parameter holds as its gradient is judged by its memory and layout, never by which object it is: ``grad.data =``
-and ``module.to(memory_format=...)`` give the same object other memory, ``grad.detach()`` is another object with the
-same.
+Gradients are compared with the bucket's views by memory and layout, not by identity: ``grad.data =`` and
+``module.to(memory_format=...)`` give the same object other memory, and ``grad.detach()`` is another object with the
+same memory.
 """
 
 import operator
@@ -59,11 +59,11 @@ class GradientSnapshot:
         if versions == self._versions and all(map(is_, now, self._grads)):
             return ()
         changed = map(or_, map(ne, versions, self._versions), map(is_not, now, self._grads))
-        come = list(map(and_, changed, map(is_not, now, repeat(None))))  # a gradient that was given up has not come
+        come = list(map(and_, changed, map(is_not, now, repeat(None))))  # a gradient that was set to None has not come
         return range(len(now)) if False not in come else list(compress(range(len(now)), come))
 
     def missing(self, positions: Sequence[int], now: Sequence[Any]) -> Sequence[int]:
-        """Return those of these positions whose gradient, as it is ``now``, has not been set or changed since."""
+        """Return the positions, among these, whose gradient, as it is ``now``, has not been set or changed since."""
         if self._versions is None:
             return list(compress(positions, map(is_, now, repeat(None)))) if type(None) in map(type, now) else ()
         return [
@@ -97,7 +97,7 @@ KEPT_BELOW_BYTES = 16 * 1024
 
 
 class _Memory(NamedTuple):
-    """A flat tensor, and what was made of it."""
+    """A flat tensor, and its views."""
 
     flat: Tensor
     gradients: Tensor
@@ -105,13 +105,14 @@ class _Memory(NamedTuple):
     row: Tensor
     """The part that follows them."""
     views: list[Tensor]
-    """Where the gradients lie; nobody else's, so what others do to the tensors they hold does not change these."""
+    """The views in which the gradients lie; no other code has them, so nothing that others do to their tensors changes
+    these."""
     grads: list[Tensor]
-    """The gradients that parameters get: other tensors in the places of the views, or DTensors around such."""
+    """The gradients that parameters get: separate tensors with the memory of the views, or DTensors of these."""
     users: int
-    """How many tensors share the memory while nobody else has any."""
+    """The number of tensors that share the memory while no other code has one."""
     counts: list[int]
-    """The reference counts of ``grads`` while nobody else has any."""
+    """The reference counts of ``grads`` while no other code has one."""
 
 
 _NO_MEMORY = _Memory(_NOTHING, _NOTHING, _NOTHING, [], [], 0, [])
@@ -134,12 +135,13 @@ class GradientMemory:
         self.now = _NO_MEMORY
         """The memory, from :meth:`claim` to :meth:`release`."""
         self._none_inside = [False] * len(layout.slots)
-        self._left: tuple[StorageWeakRef, int] | None = None  # memory that was left to the gradients, and its offset
+        self._left: tuple[StorageWeakRef, int] | None = None  # memory that only gradients hold, and its offset
 
     def claim(self, current: list[Tensor | None]) -> Sequence[bool]:
-        """Make ready to write the next gradients; return which of ``current`` are in this memory, and stay in it.
+        """Prepare the memory for the next gradients; return the numbers of those of ``current`` that are in it and stay
+        there.
 
-        If they have to move, ``current`` is changed to what they are now.
+        If they have to move, ``current`` is updated to the moved gradients.
         """
         if self.now is _NO_MEMORY and self._left is not None:
             self._readopt(current)
@@ -164,8 +166,8 @@ class GradientMemory:
         return inside
 
     def _is_unused(self, memory: _Memory, current: Sequence[Tensor | None]) -> bool:
-        """Return True if nobody has a tensor in this memory but this object: a gradient of ``current`` that is in it is
-        one of those that parameters got, or makes one user more."""
+        """Return True if only this object and the parameters have tensors in this memory. A gradient of ``current`` in
+        it is either one that a parameter got, or counts as one more user."""
         return (
             True not in map(operator.is_, current, memory.grads)
             and storage_users(memory.flat) == memory.users
@@ -174,8 +176,8 @@ class GradientMemory:
         )
 
     def claim_early(self, current: Sequence[Tensor | None]) -> bool:
-        """Make ready to write while gradients still come; False if that has to wait, as one of ``current`` is in this
-        memory, or was, and more may be added to it there."""
+        """Prepare the memory while gradients still come; return False if that has to wait, because one of ``current``
+        is or was in this memory, and backward may still add to it there."""
         if self.now is _NO_MEMORY:
             former, _ = self._left or (None, 0)
             dense = [local_part(grad) for grad in current if grad is not None and not grad.is_sparse]
@@ -201,12 +203,12 @@ class GradientMemory:
             return self._in_place(dense, views)
 
     def release(self) -> None:
-        """Leave the memory to the parameters' gradients."""
+        """Drop the reference to the memory, so that only the parameters' gradients hold it."""
         self._left = StorageWeakRef(self.now.flat.untyped_storage()), int(self.now.flat.storage_offset())
         self.now = _NO_MEMORY
 
     def zeros(self) -> Tensor:
-        """Return other memory of the same size, all zero."""
+        """Return new memory of the same size, filled with zeros."""
         return torch.zeros(self._numel, dtype=self._layout.dtype, device=self._layout.device)
 
     def _allocate(self) -> _Memory:
@@ -221,12 +223,11 @@ class GradientMemory:
         return _Memory(flat, *parts, views, grads, storage_users(flat), references(grads))
 
     def _gradients(self, views: Sequence[Tensor]) -> list[Tensor]:
-        """Return what parameters are to get: other tensors than the views, with versions of their own, which views of
-        one memory share."""
+        """Return the tensors that parameters get: with the memory of the views, but each with its own version."""
         return [like_parameter(view.data, p) for p, view in zip(self._parameters, views, strict=True)]
 
     def _readopt(self, current: Sequence[Tensor | None]) -> None:
-        """Go on in the memory that was left to the gradients, if the parameters still have all of it."""
+        """Continue in the memory that the parameters' gradients hold, if they still have all of it."""
         assert self._left is not None
         (storage, start), self._left = self._left, None
         grads = [grad for grad in current if grad is not None and not grad.is_sparse]
@@ -240,7 +241,7 @@ class GradientMemory:
                 self.now = self._lay_out(flat, views, grads)
 
     def _are_grads_in_place(self, memory: _Memory) -> bool:
-        """Return True if the tensors that parameters got are where they were, whatever was done with them."""
+        """Return True if the tensors that parameters got still have the same memory."""
         if self._has_dtensors:
             return False not in self._in_place(memory.grads, memory.views)
         return all(map(_is_set_to, memory.grads, memory.views))

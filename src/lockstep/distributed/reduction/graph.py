@@ -17,8 +17,6 @@ from lockstep.dtensors import local_part
 
 _KEY = "lockstep.backward"
 
-Arguments = tuple[Sequence[Any], dict[str, Any]]
-"""Positional and keyword arguments of the engine's entry."""
 _NAMES = ("tensors", "grad_tensors", "keep_graph", "create_graph", "inputs", "allow_unreachable", "accumulate_grad")
 
 

@@ -26,7 +26,6 @@ from torch import Tensor
 from torch.jit import ScriptModule
 from torch.nn import Embedding, EmbeddingBag, Module, Parameter
 from torch.nn.parameter import is_lazy
-from torch.optim import Optimizer
 
 from lockstep.distributed.comm.agreement import Line, check_new_everywhere, check_same_on_all_ranks, describe_tensor
 from lockstep.distributed.comm.collectives import Collectives
@@ -312,10 +311,10 @@ def _check_embeddings(named: Sequence[tuple[str, Module]]) -> None:
         if embeds and module.max_norm is not None and module.weight is not None and module.weight.requires_grad:
             weight = f"{name}.weight" if name else "weight"
             raise NotReplicableError(
-                f"parameter {weight} belongs to an embedding with max_norm={module.max_norm}, whose forward shortens "
-                "the rows that it looks up: other rows on each rank, so that replicas would drift apart. Use "
-                "max_norm=None, and shorten rows after optimizer.step() on every rank alike; or leave the parameter "
-                "out, by params_and_buffers_to_ignore"
+                f"parameter {weight} belongs to an embedding with max_norm={module.max_norm}, whose forward "
+                "rewrites the rows that it looks up. Ranks look up different rows, so replicas would drift apart. Use "
+                "max_norm=None, and rescale the rows after optimizer.step(), in the same way on every rank; or leave "
+                "the parameter out, by params_and_buffers_to_ignore"
             )
 
 
@@ -481,10 +480,6 @@ class ParameterSet:
     def name_of(self, parameter: Parameter) -> str:
         """Return the name of a tracked parameter."""
         return next(name for name, each in self.named() if each is parameter)
-
-    def has_parameter_of(self, optimizer: Optimizer) -> bool:
-        """Return True if an optimizer has any of the parameters."""
-        return any(self.tracks(each) for group in optimizer.param_groups for each in group["params"])
 
     def are_within(self, reach: ReachableLeaves, expected: bool, own: bool) -> bool:
         """Return True if a pass with this reach accumulates into a trained parameter.

@@ -1,14 +1,14 @@
 """How this rank takes part in the rounds of one module, and what it contributes to the next one.
 
-Most of the time a rank contributes what its backward passes have left since the last round (:class:`Contribution`). It
-may also have run out of batches, and contribute nothing; leave out its batch, which all ranks do then; have backward
-passes that do not synchronise; or have other parameters, buffers or hooks than the ranks have agreed on, which it has
-to say.
+Most of the time a rank contributes the gradients of its backward passes since the last round (:class:`Contribution`).
+There are other cases: it has run out of batches, and contributes nothing; it leaves out its batch, and then all ranks
+do; its backward passes do not synchronise; or its parameters, buffers or hooks differ from those that the ranks have
+agreed on, which it reports.
 
-A rank that has run out of data runs its last batch again, so that its program stays in step (:class:`PaddingBatch`):
-its parameters get no gradient from that batch, also where backward goes past the module's forward or under
-``no_sync()``, and its buffers stay as they were. Then it takes part in the round without a contribution, and has the
-reduced gradients as all other ranks have.
+A rank that has run out of data runs its last batch again, so that its program stays in step (:class:`PaddingBatch`).
+Its parameters get no gradient from that batch, not even if backward does not go through the module's forward or runs
+under ``no_sync()``, and its buffers stay as they were. Then it takes part in the round without a contribution, and gets
+the reduced gradients as all other ranks do.
 """
 
 import math
@@ -62,7 +62,7 @@ class _Left(NamedTuple):
 
     @property
     def is_unchanged(self) -> bool:
-        """True if the gradient is the same object, and has not been written."""
+        """True if the gradient is the same object, and nothing has written to it."""
         grad = self.member.parameter.grad
         if grad is None or self.grad is None:
             return grad is None and self.grad is None
@@ -153,8 +153,7 @@ class Window:
             self.fail(_INCOMPLETE)
 
     def check_gradients(self) -> None:
-        """Fail if any gradient has been changed since the last pass; called outside of passes or at the begin of
-        one."""
+        """Fail if any gradient has changed since the last pass; called outside of a pass, or when one begins."""
         changed = next((left for left in self._left if not left.is_unchanged), None)
         if changed is not None:
             self.fail(
@@ -210,7 +209,8 @@ def _values_of(grad: Tensor) -> Tensor:
 
 
 class Contribution:
-    """Grows with each backward pass, and is gone when a round has been reduced, or has failed."""
+    """The gradients and weights of this rank since the last round. Each backward pass adds to it; a round ends it,
+    reduced or failed."""
 
     def __init__(
         self,
@@ -223,7 +223,7 @@ class Contribution:
         self._parameters = parameters
         self._global_rank = global_rank
         self.part = part
-        """How the rank takes part with it, if nothing fails."""
+        """The part that the rank takes in the next round, if nothing fails."""
         self.used = used or bytearray(len(parameters))
         """A one for each parameter that has had a gradient since the last round."""
         self._none_used = bytes(len(parameters))
@@ -239,15 +239,14 @@ class Contribution:
         return not all(are_zero([member.parameter.grad for member in piled]))
 
     def forget(self) -> None:
-        """Begin a new contribution: the last one has been reduced, or is gone after a failure, or where the batch is
+        """Begin a new contribution: the last one has been reduced, or dropped after a failure or with a batch that is
         left out."""
         self.used[:] = self._none_used
         self.drift.forget()
         self.window.close()
 
     def renumbered(self, parameters: Sequence[ManagedParameter]) -> "Contribution":
-        """Return the same with other parameters: those that have had a gradient under their old numbers have it under
-        the new ones."""
+        """Return the same flags for other parameters, under their new numbers."""
         used = {id(each.parameter) for each in compress(self._parameters, self.used)}
         found = bytearray(id(each.parameter) in used for each in parameters)
         return Contribution(parameters, self._global_rank, self.part, self.window, found)
@@ -255,7 +254,7 @@ class Contribution:
 
 @contextmanager
 def gradients_set_aside(parameters: Sequence[ManagedParameter]) -> Iterator[None]:
-    """Let the parameters have no gradient inside; afterwards they have what they had."""
+    """Clear the parameters' gradients inside the block, and restore them after it."""
     had = [member.parameter.grad for member in parameters]
     for member in parameters:
         member.parameter.grad = None
@@ -301,7 +300,7 @@ class PaddingBatch:
         self._buffers.give_back()
 
     def round_ended(self, buffers: KeptBuffers) -> None:
-        """Note that the rank has taken part in a round, and has ``buffers`` since."""
+        """Note that the rank has taken part in a round, after which the module has ``buffers``."""
         self._buffers = buffers
 
     def end(self) -> None:
@@ -343,7 +342,7 @@ _NO_PASS = 0, 0, 0
 
 
 class RankState:
-    """What one rank brings to the rounds of a module, and what it says of itself in their reports."""
+    """What one rank contributes to the rounds of a module, and the status that it reports in them."""
 
     def __init__(self, common: CommonState, lock: AbstractContextManager[object]) -> None:
         """``lock`` is held by whoever changes anything here: hooks run in threads of the engine."""
@@ -375,9 +374,10 @@ class RankState:
     # ------------------------------------------------------------------------------------- passes and rounds
 
     def look_for_changes(self) -> None:
-        """See if the module has other parameters than agreed on, when a backward pass, a batch or a block begins."""
+        """Check whether the module has other parameters than agreed on, when a backward pass, a batch or a block
+        begins."""
         changed = self._members.look_for_changes()
-        # A pass may open the round past the forward, and get to that afterwards:
+        # A pass may open the round before it reaches outputs of the forward:
         # test_a_new_buffer_is_noticed_when_backward_first_goes_past_forward.
         found = self._in_round and self.differs
         self.differs = found or (self.requires_sync and changed)
@@ -393,8 +393,7 @@ class RankState:
         self.contribution.drift.check(self.requires_sync)
 
     def pass_failed(self) -> None:
-        """Note that a backward pass has failed on this rank; where it synchronises, what it was to contribute is gone
-        anyway."""
+        """Note that a backward pass has failed on this rank. If it synchronises, its contribution is dropped anyway."""
         if self.padding_batch is None:
             self.contribution.window.pass_failed()
 
@@ -407,7 +406,7 @@ class RankState:
 
     @property
     def is_usual(self) -> bool:
-        """True if it contributes what one backward pass has left, and no more."""
+        """True if it contributes the gradients of one backward pass, and nothing else."""
         own = self.contribution
         if self.differs or self._skips or self.padding_batch is not None or own.part is not Part.FULL:
             return False
@@ -425,10 +424,10 @@ class RankState:
             self.used_at_last = bytes(used)
 
     def end_round(self, opened: bool) -> None:
-        """Note that a backward pass is over that was a round, however that ended, and whether or not it has ``opened``
-        here.
+        """Note that a backward pass with a round is over, whether the round succeeded or failed, and whether or not it
+        has ``opened`` on this rank.
 
-        After a failure, too, what was to be contributed is gone:
+        The contribution is dropped after a failure, too:
         test_backward_that_fails_on_one_rank_fails_on_all_and_is_forgotten.
         """
         self._in_round = False
@@ -438,7 +437,7 @@ class RankState:
         self.passes.end_round()
 
     def end_pass(self, accumulated: bool) -> None:
-        """Note that a backward pass is over that was no round, and has perhaps ``accumulated`` gradients."""
+        """Note that a backward pass without a round is over, and whether it has ``accumulated`` gradients."""
         self._in_round = False
         if self.padding_batch is not None:
             self.padding_batch.undo()
@@ -447,10 +446,10 @@ class RankState:
         self.passes.end_pass()
 
     def takes_part(self, accumulates: bool) -> bool:
-        """Return True if a backward pass that has gone through the module without a gradient of it is a round all the
-        same.
+        """Return True if a backward pass that has gone through the module, but left no gradient in it, still takes part
+        in a round.
 
-        It is if other ranks may have gradients: a loss that, on this rank, reaches only what is frozen.
+        It does if other ranks may have gradients: on this rank the loss reaches only frozen parameters.
         """
         members = self._members
         trained = any(each.parameter.requires_grad for each in (*members.parameters, *members.added))
@@ -459,8 +458,7 @@ class RankState:
     # ------------------------------------------------------------------------------- what it says of a round
 
     def describe(self, number: int, passive: bool, failed: bool) -> Status:
-        """Return what this rank says of round ``number``; ``passive``: it takes part without a backward pass of its
-        own."""
+        """Return this rank's status for round ``number``; ``passive``: it takes part without a backward pass."""
         own, window, loops = self.contribution, self.contribution.window, self._decisions
         part = own.part
         if self._skips or (loops.skips_next and not failed):
@@ -484,9 +482,9 @@ class RankState:
 
     @contextmanager
     def contributing_nothing(self, part: Part, counts: Callable[[], bool]) -> Iterator[None]:
-        """Inside, this rank contributes nothing; what it was to contribute, it is still to contribute afterwards.
+        """Let this rank contribute nothing inside the block; its contribution is kept for a later round.
 
-        Parameters have the reduced gradients then, if the round ``counts``, unless its ``part`` is
+        After the block parameters have the reduced gradients if the round ``counts``, unless ``part`` is
         :attr:`Part.JOINED`.
         """
         before = self._common.parameters
@@ -504,7 +502,7 @@ class RankState:
 
     @contextmanager
     def skipping(self, leaves_out: bool = True) -> Iterator[None]:
-        """Inside, this rank has all ranks leave out the batch, if it ``leaves_out``."""
+        """Let all ranks leave out the batch, in rounds inside the block, if this rank ``leaves_out`` the batch."""
         self._skips = leaves_out
         try:
             yield
@@ -525,7 +523,7 @@ class RankState:
         self.padding_batch = None
 
     def keep_buffers(self) -> KeptBuffers:
-        """Return what the module's buffers are now, to be given back."""
+        """Return a copy of the module's buffers, to be restored later."""
         return self._common.buffers.keep()
 
     def drop_gradients(self) -> None:
@@ -538,7 +536,7 @@ class RankState:
 
     @contextmanager
     def weighing(self, weight: float) -> Iterator[None]:
-        """A block of ``accumulate(weight=...)``; at a batch that counts nothing it is none."""
+        """Run a block of ``accumulate(weight=...)``; at a padding batch it does nothing."""
         if self.padding_batch is not None:
             yield
             return

@@ -1,28 +1,31 @@
-"""The reducer of one module: sees which gradients have come, fills buckets, has them summed, and sets ``.grad``.
+"""The reducer of one module: finds new gradients, fills buckets, reduces them over the ranks, and sets ``.grad``.
 
-What one backward pass of one replicated module sends is a *round* (``round.py``). Its life, in the order of this file:
+A *round* is the reduction of one backward pass of one replicated module (``round.py``). Its steps, in the order of this
+file:
 
-1. *note* - a backward pass begins: gradients are noted as they are (``gradients.py``), and parameters that are
-   new in the module. It is decided whether this backward synchronises.
+1. *note* - a backward pass begins: the reducer records the present gradients (``gradients.py``) and new parameters of
+   the module, and decides whether this backward synchronises.
 2. *fill* - while backward runs, triggers (``managed_parameters.py``) look whether all gradients of a part of a bucket
    have come. A full bucket is launched at once if all before it have been: every rank sends the same buckets in the
    same order, whatever order its gradients come in. The first trigger opens the round.
-3. *look* - the pass has ended: what has changed has come. If the pass does not synchronise, that is all.
-4. *finalize* - the buckets are launched that never filled up: parameters without a gradient count as zero, or as what
-   they had accumulated. The last bucket leaves now, and the report with it: who used which parameter, the round's
-   number, failures, weights, buffers (``status.py``). Then all are waited for.
-5. *copy out* - parameters that any rank used get the mean, all others keep what they had. Gradients that came after
-   their bucket had left (a layer that reentrant checkpointing runs twice), or had no place in the plan (unfrozen, used
-   for the first time), are in everybody's report, so every rank joins in reducing them now. Buffers are assigned.
-6. *adapt* - the plan follows what the ranks use (``plan.py``): what is frozen or never used is never sent, without a
-   flag. If other parameters stand in the module on any rank, all choose anew what they replicate
-   (``parameters.py``), and reduce the gradients of what is new in the same round.
+3. *look* - the pass has ended: the reducer finds which gradients have changed. A pass that does not synchronise ends
+   here.
+4. *finalize* - buckets that are not full are launched: a parameter without a new gradient contributes its accumulated
+   gradient, or zero. The last bucket leaves now with the report: the used parameters, the round's number, failures,
+   weights, buffers (``status.py``). Then the reducer waits for all buckets.
+5. *copy out* - parameters that any rank used get the mean, all others keep their ``.grad``. Some gradients came after
+   their bucket had left (a layer that reentrant checkpointing runs twice), or have no bucket (parameters that are
+   unfrozen, or used for the first time). The report names them, so all ranks reduce them now. Buffers are assigned.
+6. *adapt* - the plan follows the parameters that the ranks use (``plan.py``): frozen and unused parameters are not
+   sent, without a flag. If the module of any rank has other parameters than before, all ranks agree on the parameters
+   again (``parameters.py``), and reduce the gradients of new ones in the same round.
 
-If backward fails, the round is aborted instead: the other ranks get what they wait for, and are told.
+If backward fails, the round is aborted instead: this rank sends the messages that the other ranks wait for, and a
+report that says so.
 
-Lifetimes: every module that holds a parameter keeps the reducer (``managed_parameters.py``). Gradients live in buckets
-(``buckets.py``). What a rank has accumulated since the last round, and what it counts, is its *contribution*
-(``rank_state.py``), and goes with the round that reduces it.
+Lifetimes: every module that holds a parameter keeps the reducer alive (``managed_parameters.py``). Gradients live in
+buckets (``buckets.py``). The gradients and weights that a rank has accumulated since the last round are its
+*contribution* (``rank_state.py``), which ends with the round that reduces it.
 """
 
 import logging
@@ -83,12 +86,12 @@ from lockstep.errors import (
 class Reducer:
     """Synchronises the gradients of one replicated module.
 
-    Communicates, in each synchronising backward: one all-reduce for each bucket; nothing else, but what the head of
-    this file lists as late, once, or large.
+    Communicates, in each synchronising backward, one all-reduce for each bucket. Late gradients, large buffers and a
+    change of the module take more, as the head of this file says.
     """
 
     def __init__(self, common: CommonState, keeps: object) -> None:
-        """``keeps``: an object that is to live as long, the scheduler of the group."""
+        """``keeps``: an object to be kept alive by the reducer, the scheduler of the group."""
         self.common = common  # what all ranks have alike
         self.collectives = common.collectives
         self.decisions = common.decisions
@@ -118,19 +121,19 @@ class Reducer:
 
     @property
     def rounds(self) -> int:
-        """The number of the last round of which anything was sent."""
+        """The number of the last round in which anything was sent."""
         return self.common.rounds
 
     # ------------------------------------------------------------------------------------ note
 
     def forward_begins(self) -> None:
-        """Note that the module's forward begins: it has the buffers that have come with the last round."""
+        """Note that the module's forward begins, with the buffers that the last round has set."""
         self.home = threading.get_ident()
         if self.common.watch is not None:
             self.common.digest_buffers(self.rounds + 1)
 
     def pass_begins(self, this: BackwardPass) -> None:
-        """Note that a backward pass begins, and has added to no gradient yet."""
+        """Note that a backward pass begins, before it adds to any gradient."""
         with self._lock:
             if self._open_passes and self._has_been_reached(self._open_passes[-1]):
                 return  # it joins the pass around it
@@ -162,12 +165,12 @@ class Reducer:
         return self._round is not None or watched.is_expected or bool(watched.snapshot.changed())
 
     def watches(self, this: BackwardPass) -> bool:
-        """Return True if that pass, if any, may come to the module, and no other one inside of it is under way."""
+        """Return True if that pass, if any, may reach the module, and no other pass is under way inside of it."""
         return bool(self._open_passes) and self._open_passes[-1].this is this
 
     @property
     def in_backward(self) -> bool:
-        """Return True if a backward pass is under way that has come to the module."""
+        """Return True if a backward pass is under way that has reached the module."""
         with self._lock:
             return bool(self._open_passes) and self._has_been_reached(self._open_passes[-1])
 
@@ -182,7 +185,7 @@ class Reducer:
         return self._open_passes[-1].synchronises if self._open_passes else self.rank_state.requires_sync
 
     def on_output_grad(self, forward: ForwardMark | None = None) -> None:
-        """Note that the backward pass has come to outputs of a forward; if it is None, to a mean over the ranks that
+        """Note that the backward pass has reached outputs of a forward; or, if that is None, a mean over the ranks that
         leads to the module's parameters on some rank."""
         if watchers:
             self.collectives.enter("backward")
@@ -196,7 +199,7 @@ class Reducer:
             )
 
     def _watch_foreign(self) -> "_OpenPass":
-        """Watch the pass under way, of whose begin the reducer was not told, and return it."""
+        """Watch a pass whose beginning the reducer has not seen, and return it."""
         this = current_pass()
         watched = self._watch(foreign_pass() if this is None else this.whole)
         self._open_passes.append(watched)
@@ -205,8 +208,8 @@ class Reducer:
     # ------------------------------------------------------------------------------------ fill
 
     def _place_triggers(self) -> None:
-        """Put triggers on those parameters whose gradients are expected to be the last ones of their part, or, as long
-        as the order is not known, on all."""
+        """Put triggers on the parameters whose gradients are expected last in their part, or on all as long as the
+        order is not known."""
         self._remove_triggers()
         buckets = self.common.buckets
         self._triggers = _Triggers(buckets, {})
@@ -227,7 +230,7 @@ class Reducer:
         self._triggers = _Triggers(None, {})
 
     def gradient_triggered(self, index: int) -> None:
-        """Autograd has accumulated the gradient of a parameter that has a trigger."""
+        """Note that autograd has accumulated the gradient of a parameter that has a trigger."""
         with self._lock:
             if self.retired:
                 return
@@ -241,7 +244,7 @@ class Reducer:
                 self._round.part_triggered(index, self._open_passes[-1].snapshot)
 
     def _open(self, watched: "_OpenPass") -> None:
-        """Open the round of a pass that has come to the module."""
+        """Open the round of a pass that has reached the module."""
         if watched.this.over:
             return  # it has failed in another thread: nobody waits for it any more
         self._check_alive()
@@ -264,7 +267,7 @@ class Reducer:
     def _open_round(self, expected: bool, passive: bool = False) -> None:
         """Open the round.
 
-        ``expected``: the pass was to go through the module; ``passive``: this rank takes part without one of its own.
+        ``expected``: the pass was expected to go through the module; ``passive``: this rank takes part without a pass.
         """
         self.finish_aborted()
         self.common.set_buffer_source(self.decisions.active)
@@ -274,7 +277,7 @@ class Reducer:
     # ------------------------------------------------------------------------------------ look
 
     def find_arrived(self) -> bool:
-        """See what has come in the pass that is over; return True if it has come to any parameter."""
+        """Find the gradients that the finished pass has set or changed; return True if there are any."""
         with self._lock:
             watched = self._open_passes[-1]
             came = watched.snapshot.changed()
@@ -293,8 +296,8 @@ class Reducer:
 
     @property
     def may_go_past_forward(self) -> bool:
-        """True if backward passes may come to the module otherwise than through outputs of its forward: until one has
-        come through them, and for ever when one has not."""
+        """True if backward passes may reach the module without going through outputs of its forward: until one pass has
+        gone through them, and always once a pass has not."""
         return self._route is not _Route.THROUGH_FORWARD
 
     def _taken_over(self) -> bool:
@@ -308,7 +311,7 @@ class Reducer:
         return owner_of(parameter) in (None, self)
 
     def accumulate(self) -> None:
-        """Note that the pass has come to the module, and does not synchronise."""
+        """Note that the pass has reached the module, and does not synchronise."""
         with self._lock:
             watched = self._open_passes[-1]
             if self.rank_state.padding_batch is None:
@@ -329,10 +332,10 @@ class Reducer:
     # -------------------------------------------------------------------------------- finalize
 
     def reduce_settled(self) -> bool:
-        """Reduce at the end of a pass about which nothing is unusual, and give the parameters their gradients; else do
-        nothing, and return False.
+        """Reduce at the end of a usual pass, and give the parameters their gradients; else do nothing, and return
+        False.
 
-        This asks once for all that is asked one by one where it makes a difference. What happens then is the same.
+        One condition stands for those that the general path checks one by one. The result is the same.
         """
         with self._lock:
             watched = self._open_passes[-1]
@@ -370,7 +373,7 @@ class Reducer:
         return len(came) == len(watched.snapshot.parameters) == len(common.buckets.all_used)
 
     def finalize_backward(self) -> Sequence[Parameter]:
-        """Reduce what is left; returns the parameters whose hooks have waited for this.
+        """Reduce all remaining buckets; return the parameters whose hooks have waited for that.
 
         Raises :class:`PeerError` if another rank failed or is in another round.
         """
@@ -398,13 +401,13 @@ class Reducer:
         try:
             self._note_used(watched)
             self.rank_state.begin_pass()
-        except BaseException:  # of this rank alone: the others are told
+        except BaseException:  # of this rank alone: the report tells the others
             self.abort()
             raise
         return self._finish()
 
     def _finalize_padding(self, batch: PaddingBatch) -> Sequence[Parameter]:
-        """Finalize at a batch that counts nothing: contribute what has accumulated before it, if anything has."""
+        """Finalize at a padding batch: contribute the gradients that were accumulated before it, if there are any."""
         batch.undo()
         own = self.rank_state
         something = own.contribution.is_something(self._members.added)
@@ -457,19 +460,19 @@ class Reducer:
     # ------------------------------------------------------------------- the end, however it comes
 
     def end_pass(self, failed: bool = False) -> None:
-        """End the backward pass, however it went; ``failed``: all ranks know that its round has failed."""
+        """End the backward pass, with or without an error; ``failed``: all ranks know that its round has failed."""
         with self._lock:
             watched = self._open_passes.pop() if self._open_passes else None
             ended, self._round = self._round, None
             if ended is not None:
                 self._end_round(ended)
             if failed or (ended is not None and not ended.is_copied_out):
-                self.common.drop_gradients()  # what is left differs by rank: test_after_a_failed_backward.py
+                self.common.drop_gradients()  # they differ by rank: test_after_a_failed_backward.py
             if failed or ended is not None:
                 self.rank_state.end_round(ended is not None)
             else:
                 self.rank_state.end_pass(watched is not None and bool(watched.came) and not watched.synchronises)
-            for outer in self._open_passes:  # what has come in this pass has not come in those
+            for outer in self._open_passes:  # the gradients of this pass do not belong to those
                 outer.snapshot = GradientSnapshot(outer.snapshot.parameters)
 
     def _end_round(self, ended: Round) -> None:
@@ -484,13 +487,13 @@ class Reducer:
             self._move_trigger(trigger, number)
 
     def pass_leaves(self) -> None:
-        """Note that the pass is over, and has not come to the module."""
+        """Note that the pass is over, and has not reached the module."""
         with self._lock:
             self._open_passes.pop()
 
     @torch.no_grad()
     def abort(self) -> None:
-        """Backward has failed on this rank: send what the others wait for, marked as failed, and do not wait."""
+        """After a failed backward on this rank, send what the others wait for, marked as failed, without waiting."""
         number = self.rounds if self._round is None else self._round.number
         self.error = f"round {number}: the backward pass failed on this rank"
         if self.collectives.is_lost:
@@ -519,8 +522,7 @@ class Reducer:
         self.decisions.note_aborted(self)
 
     def finish_aborted(self) -> None:
-        """Return when all that an aborted round has sent has arrived, and what the ranks have decided in it is
-        known."""
+        """Return when all messages of an aborted round have arrived, and the decisions of the ranks in it are known."""
         if self._aborted is not None:
             with self._lock:
                 aborted, self._aborted = self._aborted, None
@@ -572,16 +574,16 @@ class Reducer:
 
 
 class _Route(Enum):
-    """How backward passes have come to the module so far."""
+    """The ways in which backward passes have reached the module so far."""
 
     UNKNOWN = auto()
     THROUGH_FORWARD = auto()
     PAST_FORWARD = auto()
-    """Some pass has come otherwise than through outputs of its forward."""
+    """True if some pass has reached the module without going through outputs of its forward."""
 
 
 class _Triggers(NamedTuple):
-    """The triggers that are placed."""
+    """The triggers on parameters."""
 
     buckets: BucketsInUse | None
     """The buckets that they are for."""
@@ -590,14 +592,14 @@ class _Triggers(NamedTuple):
 
 
 class _OpenPass:
-    """A pass under way that may come to the module."""
+    """A pass under way that may reach the module."""
 
     __slots__ = ("came", "is_expected", "snapshot", "synchronises", "this")
 
     def __init__(self, this: BackwardPass, snapshot: GradientSnapshot, synchronises: bool) -> None:
         self.this = this
         self.snapshot = snapshot
-        """What was there before it."""
+        """The gradients before it."""
         self.synchronises = synchronises
         self.is_expected = False
         """True if it has gone through outputs of a forward."""

@@ -1,10 +1,10 @@
-"""A round: one backward pass of one replicated module, as it is reduced.
+"""A round: the reduction of one backward pass of one replicated module.
 
 It is made when a backward pass that synchronises reaches the module, and dropped when the pass is over. Meanwhile it
-knows what has come, what has left, and what is on its way; :class:`RoundState` says what may follow. When backward
-fails, the round is aborted: this rank sends all that the others wait for, without a gradient, and a report that says
-so. An aborted round is kept until what it has sent has arrived; nobody waits for that, unless communication hooks
-have to be ordered by waiting.
+records which gradients have come, and which buckets have been sent or have arrived; :class:`RoundState` has its states.
+When backward fails, the round is aborted: this rank sends the buckets that the others wait for, without gradients, and
+a report that says so. An aborted round is kept until its messages have arrived. The program does not wait for that,
+unless communication hooks have to run in order.
 """
 
 import logging
@@ -39,25 +39,25 @@ class RoundState(IntEnum):
     """Where a round is."""
 
     FILLING = auto()
-    """Backward runs: gradients come, full buckets leave. FINALIZING or ABORTED follows."""
+    """Backward runs: gradients come, full buckets are sent. FINALIZING or ABORTED follows."""
     FINALIZING = auto()
-    """Backward has ended: all that is left leaves, and is waited for. REDUCED or ABORTED follows."""
+    """Backward has ended: the remaining buckets are sent, and all are waited for. REDUCED or ABORTED follows."""
     REDUCED = auto()
-    """All ranks' parts have been summed; nothing follows."""
+    """The gradients of all ranks have been summed; nothing follows."""
     ABORTED = auto()
-    """This rank's part has failed, which the others are told; nothing follows."""
+    """This rank has failed, and has told the others; nothing follows."""
 
 
 class Round:
     """Reduces the gradients of one backward pass, together with the same round of the other ranks."""
 
     def __init__(self, number: int, common: CommonState, own: RankState, passive: bool = False) -> None:
-        """``own``: how this rank takes part; ``passive``: it does so without a backward pass of its own."""
+        """``own``: how this rank takes part; ``passive``: it takes part without a backward pass."""
         self.number = number
         self.phase = RoundState.FILLING
         self.buckets = common.buckets
         self.next_bucket = 0
-        """The first bucket that has not left."""
+        """The first bucket that has not been sent."""
         self.late: dict[int, None] = {}
         """Parameters whose gradient came after its bucket had left, or has no bucket."""
         self.is_copied_out = False
@@ -66,7 +66,7 @@ class Round:
         self._own = own
         self._passive = passive
         self._used = own.contribution.used
-        self._behind = NO_ROW  # what rides behind the last bucket
+        self._behind = NO_ROW  # the report behind the last bucket
         self._aborted_row: Tensor | None = None
         self._decisions = common.decisions
         self._loop = self._decisions.innermost  # which may end before the report of an aborted round is read
@@ -84,7 +84,7 @@ class Round:
 
     @property
     def has_begun(self) -> bool:
-        """True if the other ranks may have had anything of this round."""
+        """True if anything of this round may have been sent to the other ranks."""
         return self.next_bucket > 0 or self.phase is not RoundState.FILLING
 
     # ------------------------------------------------------------------------ filling: gradients come
@@ -111,9 +111,9 @@ class Round:
         return sorted(taken.union(came))
 
     def launch_ready_buckets(self) -> None:
-        """Launch every bucket whose turn has come, without waiting for anything: another rank may be at another module.
+        """Launch all full buckets that are next in the order, without waiting: another rank may be at another module.
 
-        A bucket that is to wait for the end, as the one with the report is, does.
+        A bucket that has to wait for the end of backward, such as the one with the report, is not launched.
         """
         while self.next_bucket < len(self.buckets.in_order):
             bucket = self.buckets.in_order[self.next_bucket]
@@ -123,8 +123,8 @@ class Round:
                 self._launch_bucket(bucket, None)
 
     def _may_launch(self, bucket: GradientBucket) -> bool:
-        """Return True if a bucket may leave while backward runs."""
-        # Ranks that use different things come to a mean inside of the pass at different times.
+        """Return True if a bucket may be sent while backward runs."""
+        # Ranks that use different parameters reach a mean inside of the pass at different times.
         if not self._common.is_ready or has_means() or not self._common.modules.exclusive:
             return False
         return not self._common.hooks.hooks or self._may_call_hooks(bucket.members[0].spec.device)
@@ -132,8 +132,8 @@ class Round:
     def _launch_bucket(self, bucket: GradientBucket, used: Sequence[int] | None, blocking: bool = False) -> None:
         """Send a bucket.
 
-        ``used`` tells of every parameter whether it has had a gradient since the last round; None: those of the bucket
-        have. With ``blocking`` nothing else is launched.
+        ``used``: for each parameter, True if it has got a gradient since the last round; None: all of the bucket have.
+        With ``blocking`` nothing else is launched.
         """
         common = self._common
         with common.collectives.phases.phase("collect"):
@@ -170,7 +170,7 @@ class Round:
     # ------------------------------------------------------------- finalizing: backward has ended
 
     def end_filling(self) -> None:
-        """Backward has ended: what has not come counts as zero."""
+        """Note that backward has ended: gradients that have not come count as zero."""
         assert self.phase is RoundState.FILLING
         self.phase = RoundState.FINALIZING
         for bucket in self.buckets.in_order[: self.next_bucket]:
@@ -179,12 +179,12 @@ class Round:
                 self.late.update(dict.fromkeys(late))
         for index in self.buckets.unbucketed:
             if self._common.parameters[index].parameter.grad is None:
-                self._used[index] = 0  # given up
+                self._used[index] = 0  # set to None meanwhile
             elif self._used[index]:
                 self.late[index] = None
 
     def launch_rest(self) -> None:
-        """Launch all that is left: buckets, buffers that do not ride in the report, and the report."""
+        """Launch the remaining buckets, the buffers that are not in the report, and the report."""
         common, row = self._common, self._common.transport.own_row
         has_large = common.buffers.has_large
         if has_large:
@@ -201,7 +201,7 @@ class Round:
             self._send_own(row, "report")
 
     def _send_own(self, row: Tensor, what: str, failed: bool = False) -> None:
-        """Send what of the report travels on its own."""
+        """Send the report if it does not travel behind a bucket."""
         transport, what = self._common.transport, f"{what}, round {self.number}"
         status = self._write_report(row, failed)
         if transport.own_buffers is not None:
@@ -212,7 +212,7 @@ class Round:
         self._pending.append(transport.send(row, what, blocking=not failed))  # nobody waits for a failed one
 
     def _write_behind(self, row: Tensor, failed: bool = False) -> None:
-        """Write what rides behind the last bucket: the report, or small buffers alone."""
+        """Write what is sent behind the last bucket: the report, or small buffers alone."""
         self._behind = row
         if self._common.transport.own_row is None:
             self._write_report(row, failed)
@@ -231,7 +231,7 @@ class Round:
         return status
 
     def wait(self) -> None:
-        """Return when all has arrived."""
+        """Return when all messages have arrived."""
         comm_stats = self._common.collectives.comm_stats
         comm_stats.waits(self._begun, time.perf_counter())
         with self._common.collectives.phases.phase("wait"):
@@ -278,7 +278,7 @@ class Round:
         return used
 
     def _find(self, verdict: Verdict) -> "_Findings | None":
-        """Agree with all ranks on what the verdict asks for; None if the batch is left out.
+        """Carry out the agreements that the verdict asks for; None if the batch is left out.
 
         Raises as :meth:`conclude` does.
         """
@@ -309,15 +309,14 @@ class Round:
         self._common.drop_gradients()
 
     def _renew(self) -> None:
-        """Go on with what all ranks have now."""
+        """Take over what all ranks have agreed on."""
         if self._common.renew():
             self._own.renumber()
 
     def _copy_out(self, verdict: Verdict, added: Sequence[ManagedParameter]) -> None:
-        """Give the parameters their reduced gradients, times the verdict's factor: what is in the buckets, and what was
-        late.
+        """Give the parameters their reduced gradients, times the verdict's factor: from the buckets, and late ones.
 
-        The ranks have just agreed on ``added``, which have no bucket yet.
+        ``added``: parameters on which the ranks have just agreed, and which have no bucket yet.
         """
         if self._means:
             self._gather_means()
@@ -338,7 +337,7 @@ class Round:
         self.is_copied_out = True
 
     def _gather_means(self) -> None:
-        """Complete the buckets that travel in half precision: all ranks go on, so all do it."""
+        """Complete the buckets that travel in half precision, on all ranks."""
         collectives = self._common.collectives
         with collectives.phases.phase("wait"):
             gather_all(self._means)
@@ -353,9 +352,9 @@ class Round:
     # -------------------------------------------------------------------- aborted: backward has failed
 
     def abort(self) -> None:
-        """Send what the other ranks wait for, in the order of :meth:`launch_rest`, without a gradient.
+        """Send what the other ranks wait for, in the order of :meth:`launch_rest`, without gradients.
 
-        Communication hooks run, too, on buckets of zeros: what they send is what the other ranks' hooks wait for.
+        Communication hooks run on buckets of zeros, because the hooks of the other ranks wait for their messages.
         """
         assert self.phase < RoundState.REDUCED
         self.phase = RoundState.ABORTED
@@ -382,8 +381,8 @@ class Round:
             self._send_own(self._aborted_row, "aborted report", failed=True)
 
     def finish_aborted(self) -> None:
-        """Return when all has arrived of a round that this rank has aborted, and its loop knows what the others have
-        said in it."""
+        """Return when all messages of a round that this rank has aborted have arrived, and its loop has read the
+        report."""
         self._wait_aborted()
         self._common.buffers.drop_large()
         report = self._common.transport.read_aborted(self._aborted_row)
@@ -413,14 +412,14 @@ class Round:
         )
 
     def _order_hooks(self, device: torch.device) -> None:
-        """Wait for the hooks that have been called, where no stream orders them: a collective that one begins in a
-        callback must not meet the next one."""
+        """Wait for the hooks that have been called, unless a stream orders them: a collective that a hook begins in a
+        callback must not overtake one of the next hook."""
         if not self._common.collectives.follows_stream(device):
             while self._pending:
                 self._pending.pop(0).wait()
 
     def _may_call_hooks(self, device: torch.device) -> bool:
-        """Return True if hooks can be called while backward runs: no call may wait for other ranks."""
+        """Return True if hooks can be called while backward runs, because no call waits for other ranks."""
         if self._common.collectives.follows_stream(device):
             return True
         return not self._common.hooks.may_wait and all(pending.done() for pending in self._pending)
@@ -441,7 +440,7 @@ class Round:
                 logging.getLogger("lockstep").debug("round %d, aborted: %r", self.number, error)
 
     def _allocate_or_wait(self, make: Callable[[], Tensor]) -> Tensor:
-        """New memory; where there is none left, what has been sent is waited for first, and given back."""
+        """Return new memory; if there is none, first wait for sent buckets, and free their memory."""
         try:
             return make()
         except (RuntimeError, MemoryError, OSError):
@@ -450,12 +449,12 @@ class Round:
 
 
 class _Findings(NamedTuple):
-    """What all ranks have agreed on, as a verdict asks for."""
+    """The result of the agreements that a verdict asks for."""
 
     renews: bool = False
-    """True if all ranks have agreed anew on what is replicated."""
+    """True if all ranks have agreed again on the replicated parameters."""
     added: Sequence[ManagedParameter] = ()
-    """Parameters that are new, and that some rank has a gradient of."""
+    """New parameters of which some rank has a gradient."""
     drift: Difference | None = None
 
 

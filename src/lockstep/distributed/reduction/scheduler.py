@@ -29,11 +29,11 @@ class GroupScheduler(PassObserver):
     def __init__(self, group: Group) -> None:
         self.group = group
         self.decisions = decisions_of(group)
-        """What the loop of this rank says to the other ranks."""
+        """The state of this rank's loop, as it is reported to the other ranks."""
         self._aborted: tuple[Tensor, Pending] | None = None
         self._collectives = Collectives(group, Phases())
         self.modules: ReplicatedModules[Reducer] = ReplicatedModules(self._collectives)
-        """Those that are replicated over the group."""
+        """The modules that are replicated over the group."""
         super().__init__()
 
     @property
@@ -53,7 +53,7 @@ class GroupScheduler(PassObserver):
     # ------------------------------------------------------------------------- a pass, as it ends
 
     def pass_ended(self, this: BackwardPass) -> None:
-        """Reduce what is left when a backward pass has ended, and give the parameters their gradients."""
+        """Reduce the remaining gradients when a backward pass has ended, and give the parameters their means."""
         watching: list[Reducer] = []
         for module in self.modules:
             if module.watches(this):
@@ -127,7 +127,7 @@ class GroupScheduler(PassObserver):
     # ------------------------------------------------------------------------ a pass, as it fails
 
     def pass_failed(self, this: BackwardPass, reach: ReachableLeaves) -> None:
-        """Let the other ranks know that a backward pass has failed, and wait for nobody."""
+        """Tell the other ranks that a backward pass has failed, without waiting."""
         if self in this.told:
             return
         watching = [module for module in self.modules if module.watches(this)]
@@ -170,14 +170,15 @@ class GroupScheduler(PassObserver):
     # --------------------------------------------------------------------- what ranks tell each other
 
     def announce_forward(self, module: Reducer, mark: int) -> list[int]:
-        """Inside ``join()``: a module's forward begins. Returns every rank's ``mark``, 0 of those that listen."""
+        """Tell the other ranks in ``join()`` that a module's forward begins; return every rank's ``mark``, 0 for ranks
+        that listen."""
         return self.modules.ask([module], mark).marks
 
     def listen(self) -> tuple[list[int], list[Reducer]]:
-        """Inside ``join()``, for a rank that has run out: what the others do next, and with which modules.
+        """On a rank in ``join()`` that has run out, return what the others do next, and with which modules.
 
-        Either a module's forward begins, with a mark of each rank that is not listening, or no rank has a mark, and
-        the modules are reduced.
+        Either a module's forward begins, with a mark of each rank that is not listening; or no rank has a mark, and the
+        modules are reduced.
         """
         told = self.modules.ask([])
         return told.marks, self._that_take_part(told)
@@ -201,8 +202,8 @@ class GroupScheduler(PassObserver):
         return told.modules
 
     def _end_rounds(self) -> None:
-        """End the rounds of all modules: all ranks know that the pass has failed, but not which modules each rank would
-        have gone through. See tests/gradients/test_several_modules.py."""
+        """End the rounds of all modules: all ranks know that the pass has failed, but not which modules it would have
+        reached on each rank. See tests/gradients/test_several_modules.py."""
         for module in self.modules:
             module.end_pass(failed=True)
 
@@ -210,13 +211,12 @@ class GroupScheduler(PassObserver):
 
     @property
     def rounds(self) -> int:
-        """How many rounds the modules have had, together."""
+        """The number of rounds of all modules together."""
         return sum(module.rounds for module in self.modules)
 
     @contextmanager
     def padding_batch(self) -> Iterator[None]:
-        """Inside, the loop is at a batch that counts nothing: the rank has run out. So it may be in a loop around it,
-        too."""
+        """Run a padding batch inside the block: this rank has run out in this loop, or in a loop around it."""
         try:
             with self.decisions.padding():
                 for module in self.modules:
@@ -228,14 +228,14 @@ class GroupScheduler(PassObserver):
 
     @torch.no_grad()
     def fail(self) -> None:
-        """Let the other ranks know that this one cannot go on."""
+        """Tell the other ranks that this one cannot continue."""
         self._abort(self._synchronising(), None)
 
     def skip_batch(self) -> None:
-        """Have all ranks leave out the batch that they are at: take part in their round without a gradient.
+        """Let all ranks leave out their current batch: take part in their round without a gradient.
 
-        Of a micro-batch that does not synchronise they hear in this rank's next round. Where the round of this batch
-        has failed, so that all ranks know, nothing is sent.
+        In a micro-batch that does not synchronise, the next round of this rank tells the others. If the round of this
+        batch has failed, all ranks know already, and nothing is sent.
         """
         modules = list(self.modules)
         if self.decisions.take_local_failure() or not self._synchronising():
@@ -264,14 +264,13 @@ class GroupScheduler(PassObserver):
     def reduce_without_batch(self, module: Reducer) -> None:
         """Take part in a round of the other ranks, outside of any backward and without gradients.
 
-        What this rank has - gradients, what has piled up, its weights - it has afterwards, too: see
-        tests/loops/test_join_gradients.py.
+        This rank keeps its gradients and its weights for a later round: see tests/loops/test_join_gradients.py.
         """
         with module.rank_state.contributing_nothing(Part.JOINED, module.has_counted):
             self.reduce([module])
 
     def keep_buffers(self) -> list[KeptBuffers]:
-        """Return what the buffers of all modules are now, to be given back."""
+        """Return copies of the buffers of all modules, to be restored later."""
         return [module.rank_state.keep_buffers() for module in self.modules]
 
     def _synchronising(self) -> list[Reducer]:

@@ -240,9 +240,9 @@ class DriftDetector:
 
 
 def _first_bytes(parameters: Sequence[Parameter]) -> list[bytes]:
-    """Return the first bytes of each parameter; empty unless it is contiguous and in host memory."""
+    """Return the first bytes of each parameter; empty unless it is contiguous, in host memory of its own."""
     return [
-        string_at(p.data_ptr(), min(_BYTES, p.nbytes)) if p.is_cpu and p.is_contiguous() and p.nbytes else b""
+        string_at(p.data_ptr(), min(_BYTES, p.nbytes)) if p.is_cpu and p.is_contiguous() and p.data_ptr() else b""
         for p in parameters
     ]
 

@@ -1,4 +1,4 @@
-"""A module whose gradients are synchronised in rounds of a reducer: getting ready, and the steps around forward."""
+"""A module whose gradients are synchronised in rounds of a reducer: how it starts, and the steps around forward."""
 
 import warnings
 import weakref
@@ -35,9 +35,9 @@ class _Numbering(NamedTuple):
 
     module: int
     others: set[int]
-    """The numbers of the modules that any rank has besides."""
+    """The numbers of all other modules, on any rank."""
     order: int
-    """The number of the group among those of its processes."""
+    """The number of the group among the groups of its processes."""
 
 
 class ReducerReplication(Replication):
@@ -46,7 +46,7 @@ class ReducerReplication(Replication):
     def __init__(self, module: Module, options: Options, ignored: Collection[Module], taking_over: bool) -> None:
         super().__init__(module, options, ignored, taking_over)
         self.reducer: Reducer | None = None
-        """The reducer, once the module is ready."""
+        """The reducer; None until the replication has started."""
         self.requires_sync = True
         """True if backward passes that begin from now on synchronise."""
         self.hooks: list[tuple[Any, Any]] = []
@@ -62,7 +62,7 @@ class ReducerReplication(Replication):
 
     @property
     def started_reducer(self) -> Reducer:
-        """The reducer; gets ready first if necessary."""
+        """The reducer; starts the replication first if necessary."""
         if self.reducer is None:
             self.start()
         assert self.reducer is not None
@@ -78,7 +78,7 @@ class ReducerReplication(Replication):
         return group
 
     def _agree(self, contents: Contents, collectives: Collectives, error: str) -> _Numbering:
-        """Compare with the other ranks, and find out how the module is numbered among those of the group."""
+        """Compare the module with the other ranks, and agree on its number among the modules of the group."""
         modules = scheduler_of(collectives.group).modules
         lines = [*(Line(*pair) for pair in self.options.agreed()), *contents.describe()]
         leaving = self._selection.superseded(contents)
@@ -125,7 +125,7 @@ class ReducerReplication(Replication):
             reducer.common.register_hook(None, ReduceIn(dtype))
 
     def _scan(self) -> Callable[[], BufferSet]:
-        """Return what finds the module's buffers, again and again, without keeping the module."""
+        """Return a function that finds the module's present buffers, without keeping the module alive."""
         selection = self._selection  # refers to it weakly
 
         def scan() -> BufferSet:
@@ -136,7 +136,7 @@ class ReducerReplication(Replication):
     # ------------------------------------------------------------------------------------- forward
 
     def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Get ready if necessary; move inputs to the device of the options."""
+        """Start the replication if necessary; move inputs to the device of the options."""
         if self.reducer is None:
             self._start_at_forward()
         reducer = self.reducer
@@ -156,8 +156,8 @@ class ReducerReplication(Replication):
         return args, kwargs
 
     def after_forward(self, outputs: Any) -> None:
-        """Mark the outputs, so that a backward through them is known to go through this forward, and is closed when it
-        ends as a whole, however it nests others."""
+        """Mark the outputs: a backward through them goes through this forward, and its round ends with the outermost
+        pass."""
         reducer = self.reducer
         if reducer is None or not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return
@@ -174,7 +174,7 @@ class ReducerReplication(Replication):
                 mark_output(tensor, reducer, bound_parameter)
 
     def _counts(self, training: bool) -> bool:
-        """Return True if a synchronising backward is to go through a forward that runs now."""
+        """Return True if a backward that synchronises is expected to go through a forward that runs now."""
         in_backward = torch._C._current_graph_task_id() != -1
         return training and self.requires_sync and not in_backward and torch.is_grad_enabled()
 
@@ -184,12 +184,12 @@ class ReducerReplication(Replication):
         """Do nothing: there are rounds."""
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Let gradients of backward passes inside pile up on this rank."""
+        """Let backward passes inside the block accumulate gradients on this rank."""
         return self._synchronising(False)
 
     @contextmanager
     def _synchronising(self, required: bool) -> Iterator[None]:
-        """Let backward passes inside synchronise, or not."""
+        """Let backward passes inside the block synchronise, or accumulate."""
         before = self.requires_sync
         self.set_requires_gradient_sync(required)
         try:
@@ -214,6 +214,8 @@ class ReducerReplication(Replication):
         with self._synchronising(last and self.requires_sync):
             own = self.started_reducer.rank_state
             self._check_in_charge("accumulate()")
+            if not last:
+                self.started_reducer.decisions.note_micro_batch()
             with nullcontext() if weight is None else own.weighing(weight):
                 yield
 
@@ -286,7 +288,7 @@ class _OutputHook:
 
     def __call__(self, grad: Tensor) -> None:
         if torch.compiler.is_compiling():
-            if not is_in_compiled_backward():  # such a pass is closed where it leaves the engine
+            if not is_in_compiled_backward():  # such a pass ends where it leaves the engine
                 _expect_outside(self, grad)
             return
         reducer = self._reducer()
@@ -312,9 +314,10 @@ _warned_of_one_rank = False
 
 
 def _warn_of_one_rank(collectives: Collectives, selection: Selection) -> None:
-    """Warn, once in a process, of a group of one rank where there are more: the module would train by itself.
+    """Warn, once in a process, if the group has one rank and the default group has more: the module would train by
+    itself.
 
-    Not of a module whose tensors are spread over other ranks.
+    Do not warn of a module whose tensors are sharded over other ranks.
     """
     global _warned_of_one_rank
     everybody = resolve_group(None)

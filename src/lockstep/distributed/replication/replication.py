@@ -1,12 +1,12 @@
-"""What a replicated module has, however its gradients are synchronised, which module has which, and its training state.
+"""The state of a replicated module, how to find it, and its training state.
 
 A :class:`Replication` is made by ``replicate()`` (then it belongs to the module itself) or by
-``DistributedDataParallel`` (then to the wrapper). It becomes ready when the parameters are there and the group is: at
-once, or at the first forward. Getting ready means: compare what all ranks have, make values equal, and begin to
-synchronise gradients. A subclass says how: in rounds of a reducer (``reducer_replication.py``), or by shares
-(``shares/share_replication.py``).
+``DistributedDataParallel`` (then to the wrapper). It starts when the parameters and the group exist: at once, or at the
+first forward. At the start it compares the modules of all ranks, makes values equal, and begins to synchronise
+gradients. There are two subclasses: gradients are synchronised in rounds of a reducer (``reducer_replication.py``), or
+by shares (``shares/share_replication.py``).
 
-Modules do not carry their replication, so that their copies and pickles are plain: :func:`replication_of` finds it.
+A module has no attribute with its replication, so that copies and pickles are plain: :func:`replication_of` finds it.
 """
 
 import weakref
@@ -59,22 +59,22 @@ class Replication(ABC):
         """True if gradients are synchronised already."""
 
     def start_if_possible(self) -> None:
-        """Get ready now, unless the group or the parameters are not there yet."""
+        """Start now, unless the group or the parameters do not exist yet."""
         if resolve_group(self.options.group) is not None and not any(self._selection.without_values()):
             self.start()
 
     @outside_compiler
     def _start_at_forward(self) -> None:
-        """Get ready, except in the forward without gradients that gives the parameters of lazy modules their shapes."""
+        """Start, except in the forward without gradients that gives the parameters of lazy modules their shapes."""
         if torch.is_grad_enabled() or not any(is_lazy(tensor) for _, tensor in self._selection.without_values()):
             self.start()
 
     @outside_compiler
-    # In inference mode memory would be made that cannot be written in training:
+    # Memory that is made in inference mode could not be written in training:
     # test_a_module_that_gets_ready_in_inference_mode_can_be_trained.
     @torch.inference_mode(False)
     def start(self) -> None:
-        """Get ready: compare modules, make values equal, and begin to synchronise gradients."""
+        """Start: compare modules, make values equal, and begin to synchronise gradients."""
         group = self._group_to_start_with()
         collectives = Collectives(group, self.phases)
         contents = Contents([], [], frozenset())
@@ -108,9 +108,9 @@ class Replication(ABC):
 
     @abstractmethod
     def _agree(self, contents: Contents, collectives: Collectives, error: str) -> Any:
-        """Compare with the other ranks; they raise the ``error`` of this one, if it has one, too.
+        """Compare the module with the other ranks; if this rank has an ``error``, all ranks raise it.
 
-        Returns what :meth:`_synchronise` gets as ``agreed``.
+        The result is the argument ``agreed`` of :meth:`_synchronise`.
         """
 
     @abstractmethod
@@ -124,7 +124,7 @@ class Replication(ABC):
 
     @abstractmethod
     def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Get ready if necessary; move inputs to the device of the options."""
+        """Start if necessary; move inputs to the device of the options."""
 
     @abstractmethod
     def after_forward(self, outputs: Any) -> None:
@@ -163,8 +163,7 @@ class Replication(ABC):
         return self.phases.statistics()
 
     def own_and_replicated(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the parameters and buffers of the module that each rank has for itself, and those that are made
-        equal."""
+        """Return the parameters and buffers that differ between ranks, and those that are made equal."""
         replicated = [tensor for _, tensor in self._selection.named_tensors()]
         if self.options.policy != "local":
             return self._selection.left_alone(), replicated
@@ -178,7 +177,7 @@ class Replication(ABC):
 
     @property
     def has_local_gradients(self) -> bool:
-        """True if gradients have been accumulated that are this rank's only."""
+        """True if this rank has accumulated gradients that are not synchronised."""
         return False
 
     # ----------------------------------------------------------------------------- training state
@@ -215,14 +214,13 @@ _replications: "weakref.WeakKeyDictionary[Module, weakref.ref[Replication]]" = w
 
 
 def register(module: Module, replication: Replication) -> None:
-    """Remember the replication of a module or wrapper, which itself keeps it alive: it may lead back to the module."""
+    """Register the replication of a module or wrapper. The module keeps it alive, since it may refer to the module."""
     _replications[module] = weakref.ref(replication)
     note_replicated(module)
 
 
 def find_replication(module: Module) -> Replication | None:
-    """Return the replication of a module, of a wrapper, or of what ``torch.compile`` made of one; None if it has
-    none."""
+    """Return the replication of a module, of a wrapper, or of a compiled one; None if it has none."""
     link = _replications.get(module) or _replications.get(getattr(module, "_orig_mod", module))
     return None if link is None else link()
 
