@@ -18,12 +18,12 @@ SECONDS = 700.0
 
 
 def job_of_the_page(folder: Path) -> str:
-    """The script of the page, for this machine: two tasks, two minutes, and a notice one minute before the end."""
+    """The script of the page, for this machine: two tasks, three minutes, and a notice at most two minutes before."""
     (script,) = [
         each for each in re.findall(r"^```bash\n(.*?)^```$", PAGE.read_text(), re.M | re.S) if "requeue" in each
     ]
     for old, new in {
-        "--nodes=2 --ntasks-per-node=4": f"--ntasks=2 --overcommit --time=2 --output={folder}/output",
+        "--nodes=2 --ntasks-per-node=4": f"--ntasks=2 --overcommit --time=3 --output={folder}/output",
         "USR1@120": "USR1@60",
         "python train.py": f"{sys.executable} {HERE / 'requeued.py'} {folder} hold",
     }.items():
